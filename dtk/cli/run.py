@@ -21,6 +21,8 @@ from dtk.cluster import Host, parse_hosts, read_hostfile
 from dtk.errors import DtkError
 from dtk.launch import COMMUNICATORS, Job, plan, ssh
 
+_MAX_RESTARTS = 3
+
 
 class _Refused(click.ClickException):
     """One clear line, exit code 2."""
@@ -59,10 +61,29 @@ class _Signalled(BaseException):
     dtk run -n 2 train.py --epochs 3
     dtk run -n 2 -m package.train
     dtk run --hosts node1:2,node2:2 train.py
+    dtk run -n 4 --ps 2 train.py
     """,
 )
 @click.option(
     "-n", "--workers", type=int, help="Processes to start. Default: the slots of the hosts."
+)
+@click.option(
+    "--ps",
+    metavar="N",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Parameter servers, beside the -n workers and a chief added as rank 0.",
+)
+@click.option(
+    "--evaluator", is_flag=True, help="With --ps, also start a process that evaluates meanwhile."
+)
+@click.option(
+    "--max-restarts",
+    metavar="N",
+    type=int,
+    show_default=f"{_MAX_RESTARTS} with --ps",
+    help="Times each worker killed by a signal is started again; with 0, done without.",
 )
 @click.option(
     "--communicator",
@@ -93,6 +114,9 @@ class _Signalled(BaseException):
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(
     workers: int | None,
+    ps: int,
+    evaluator: bool,
+    max_restarts: int | None,
     communicator: str,
     hosts: str | None,
     hostfile: str | None,
@@ -107,6 +131,9 @@ def run(
 
     Output is prefixed with the rank. When one process fails, all end, and its last output is shown
     last; the exit code is its own.
+
+    With --ps the job ends when the chief does (and the evaluator), and a worker that is killed is
+    started again.
     """
     try:
         command = _command(script, module, args)
@@ -116,9 +143,23 @@ def run(
         _check_remote_shell(remote_shell)
         where = _hosts(hosts, hostfile)
         _check_workers(workers, where)
-        survey = functools.partial(ssh.survey, remote_shell=remote_shell)
-        processes = plan(command, workers, hosts=where, communicator=communicator, survey=survey)
-        job = Job(processes, output_dir=output_dir, remote_shell=remote_shell, grace=timeout_grace)
+        _check_servers(ps, max_restarts)
+        processes = plan(
+            command,
+            workers,
+            hosts=where,
+            communicator=communicator,
+            ps=ps,
+            evaluator=evaluator,
+            survey=functools.partial(ssh.survey, remote_shell=remote_shell),
+        )
+        job = Job(
+            processes,
+            output_dir=output_dir,
+            remote_shell=remote_shell,
+            grace=timeout_grace,
+            max_restarts=_MAX_RESTARTS if max_restarts is None else max_restarts,
+        )
         code = _see_through(job)
     except DtkError as error:
         raise _Refused(str(error)) from None
@@ -233,4 +274,16 @@ def _check_workers(workers: int | None, hosts: tuple[Host, ...]) -> None:
         raise _Refused(
             f"-n {workers}: {listed} have {slots} slots; use -n {slots} or give the hosts more "
             "slots"
+        )
+
+
+def _check_servers(ps: int, max_restarts: int | None) -> None:
+    if ps < 0:
+        raise _Refused(f"--ps {ps}: expected 0 or more, e.g. `dtk run -n 4 --ps 2 train.py`")
+    if max_restarts is not None and max_restarts < 0:
+        raise _Refused(f"--max-restarts {max_restarts}: expected 0 or more")
+    if max_restarts and not ps:
+        raise _Refused(
+            f"--max-restarts {max_restarts}: only the workers of parameter servers are started "
+            "again; a lost rank of an all-reduce job ends it, so leave the option out or add --ps"
         )

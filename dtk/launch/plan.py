@@ -19,6 +19,9 @@ from dtk.errors import ClusterError
 from dtk.launch import local, ssh
 
 COMMUNICATORS = ("collective", "horovod")
+# They mostly wait: the chief for workers, the servers for gradients that workers compute. Giving
+# them a share of the cores would leave it idle. The evaluator computes like a worker.
+_WAITING = ("chief", "ps")
 _THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 
 Survey = Callable[[str, int], ssh.Facts]
@@ -67,11 +70,12 @@ def plan(
 
     Args:
         command: What every process runs, for example `[sys.executable, "train.py"]`.
-        workers: Number of training processes; every slot of `hosts` when None.
+        workers: Number of training processes, without the chief of parameter servers; every slot
+            of `hosts` when None.
         hosts: Where to run; this machine, over loopback, when empty.
         communicator: "collective" (TF_CONFIG is set) or "horovod" (Gloo; HOROVOD_RANK ... are set).
         ps: Number of parameter servers; with any, a chief is added as rank 0.
-        evaluator: Whether to add a process that evaluates beside the training.
+        evaluator: Whether to add a process that evaluates beside the training; with `ps` only.
         environ: Variables of the user's that win over defaults; `os.environ` when None.
         survey: Tells a host's free ports, cores and interface. The only part that is not pure.
 
@@ -90,6 +94,7 @@ def plan(
     placed = _place(workers, hosts, ps, evaluator)
     per_host = collections.Counter(host for _, _, host in placed)
     facts = {host: survey(host, count) for host, count in per_host.items()}
+    computing = collections.Counter(host for role, _, host in placed if role not in _WAITING)
     if communicator == "collective":
         processes = _collective(command, placed, facts)
     else:
@@ -98,7 +103,7 @@ def plan(
         dataclasses.replace(
             process,
             env={
-                **_defaults(environ, facts[process.host].cores // per_host[process.host]),
+                **_defaults(environ, facts[process.host].cores // max(1, computing[process.host])),
                 **process.env,
             },
         )
@@ -131,6 +136,12 @@ def _check(
     if communicator == "horovod" and (ps or evaluator):
         raise ClusterError(
             "parameter servers and evaluators need the collective communicator, not horovod"
+        )
+    if evaluator and not ps:
+        # It has no rank in TF_CONFIG: among all-reduce ranks it would take itself for rank 0.
+        raise ClusterError(
+            "an evaluator needs parameter servers beside it; add some, e.g. `dtk run -n 2 --ps 1 "
+            "--evaluator train.py`"
         )
     slots = sum(host.slots for host in hosts)
     if hosts and workers is not None and workers > slots:

@@ -1,18 +1,20 @@
 """Seeing a job to its end.
 
-    start ──> ranks run ──┬── all training ranks exit with 0 ──> the rest is ended ──> code 0
-                          ├── one fails ──> settle ──> the others are ended ──> its words and code
-                          └── stop() ─────────────────> all are ended
+    start ──> ranks run ──┬── the training has ended with 0 ──> the rest is ended ──> code 0
+                 ^   │    ├── one fails ──> settle ──> the others are ended ──> its words and code
+                 └───┘    └── stop() ─────────────────> all are ended
+          a lost worker that
+          servers can spare
 
-"Ended" is SIGTERM, then, `grace` seconds later, SIGKILL for whatever still carries the job's mark:
-a rank may be stuck inside TensorFlow, where it cannot act on SIGTERM. A thread watches, so a
-failure is acted upon even while nobody waits. If this process itself is killed, a guard process
-does the ending.
+What counts as which is said in `ending`. "Ended" is SIGTERM, then, `grace` seconds later, SIGKILL
+for whatever still carries the job's mark: a rank may be stuck inside TensorFlow, where it cannot
+act on SIGTERM. A thread watches, so a failure is acted upon even while nobody waits; it alone
+starts and ends processes once the job runs. If this process itself is killed, a guard process does
+the ending.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import os
 import signal
@@ -21,77 +23,23 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, TextIO
 
 import click
 
 from dtk.errors import ClusterError
-from dtk.launch import agent, local, rendezvous, ssh
+from dtk.launch import agent, ending, local, rendezvous, ssh
 from dtk.launch.noise import is_noise
 from dtk.launch.plan import Process
+from dtk.launch.rank import Rank, signal_name
 
 _COLORS = ("cyan", "yellow", "green", "magenta", "blue", "bright_red")
-_TAIL = 40  # lines shown of a rank that failed without a traceback
-_TRACE = 200  # lines after which a traceback was evidently survived
-_RECENT = 10.0  # seconds between a traceback and the exit it explains
 _SETTLE = 1.0  # seconds a rank that already printed a traceback gets to exit by itself
-_CHAINED = (
-    "During handling of the above exception",
-    "The above exception was the direct cause",
-)
-
-
-class _Rank:
-    """One started process and what is known about it."""
-
-    def __init__(self, process: Process, popen: subprocess.Popen[bytes], remote: bool) -> None:
-        self.process = process
-        self.popen = popen
-        self.remote = remote
-        self.tail: collections.deque[str] = collections.deque(maxlen=_TAIL)
-        self.trace: list[str] = []
-        self.trace_began: float | None = None
-        self.chained = False
-        self.code: int | None = None
-        self.exited = 0.0
-        self.file: TextIO | None = None
-
-    def remember(self, line: str, stderr: bool) -> None:
-        """Keep the last lines, and everything from the start of the last traceback on."""
-        self.tail.append(line)
-        if not stderr:
-            return
-        if line.startswith("Traceback (most recent call last)") and not self.chained:
-            self.trace, self.trace_began = [], time.monotonic()
-        if self.trace_began is not None:
-            self.trace.append(line)
-            if len(self.trace) > _TRACE:
-                self.trace, self.trace_began = [], None
-        if line.strip():
-            self.chained = line.startswith(_CHAINED)
-
-    @property
-    def failed(self) -> bool:
-        return self.code not in (None, 0)
-
-    @property
-    def in_trouble(self) -> bool:
-        """Whether a traceback was just printed by a rank that still runs."""
-        began = self.trace_began
-        return self.code is None and began is not None and time.monotonic() - began < _RECENT
-
-    @property
-    def failed_at(self) -> float:
-        """When things went wrong: a traceback comes before the exit, and shutting down takes "
-        "time."""
-        began = self.trace_began
-        return began if began is not None and self.exited - began < _RECENT else self.exited
-
-    def last_words(self) -> list[str]:
-        recent = self.trace_began is not None and self.failed_at == self.trace_began
-        return list(self.trace if recent else self.tail)
+# Seconds the chief gets to say what the loss of a parameter server means. On one machine TensorFlow
+# 2.21 raises within seconds; over a network the loss takes longer to show.
+_FAREWELL = 30.0
 
 
 class Job:
@@ -101,7 +49,10 @@ class Job:
         processes: What `plan` returned.
         output_dir: Directory that gets one file per process with its whole output, or None.
         remote_shell: Command that reaches other hosts, called as `ssh` is.
-        grace: Seconds between SIGTERM and SIGKILL.
+        grace: Seconds between SIGTERM and SIGKILL; before that, where there are parameter servers,
+            what they and the workers get to end by themselves after the chief.
+        max_restarts: How often each worker that a signal ended is started again, where there are
+            parameter servers. Without, a lost rank ends the job.
         stdout: Where the ranks' standard output goes; `sys.stdout` when None.
         stderr: Where the ranks' standard error goes; `sys.stderr` when None.
 
@@ -123,6 +74,7 @@ class Job:
         output_dir: str | os.PathLike[str] | None = None,
         remote_shell: str = ssh.DEFAULT_REMOTE_SHELL,
         grace: float = 5.0,
+        max_restarts: int = 3,
         stdout: TextIO | None = None,
         stderr: TextIO | None = None,
     ) -> None:
@@ -134,18 +86,19 @@ class Job:
         self.job_id = "/".join(filter(None, (os.environ.get("DTK_JOB"), uuid.uuid4().hex)))
         self._remote_shell = remote_shell
         self._grace = grace
+        self._max_restarts = max_restarts
         self._streams = (stdout, stderr)
-        self._ranks: list[_Rank] = []
+        self._ranks: list[Rank] = []
+        self._ending = ending.choose(self.processes, self._ranks)
         self._held: contextlib.ExitStack = contextlib.ExitStack()
         self._changed = threading.Condition()
         self._write_lock = threading.Lock()
-        self._readers: list[threading.Thread] = []
         self._stopping = False
         self._hurry = False
         self._broken_pipe = False
         self._done = threading.Event()
         self._started = False
-        self._culprit: _Rank | None = None
+        self._culprit: Rank | None = None
         self._code = 0
 
     def start(self) -> Job:
@@ -179,7 +132,7 @@ class Job:
 
         Returns:
             0, or the exit code of the first process that failed: 128 + signal if a signal ended
-            it, 143 after `stop()`.
+            it, 143 after `stop()`. A chief that fails of a lost parameter server lends its own.
 
         Raises:
             TimeoutError: Processes still run (and go on running).
@@ -269,46 +222,57 @@ class Job:
             ) from None
 
     def _start_one(self, process: Process, env: dict[str, str], remote: bool) -> None:
+        rank = Rank(process, env, remote, self._popen(process, env, remote))
+        self._ranks.append(rank)
+        if self.output_dir is not None:
+            name = process.name.replace(" ", "-") + ".log"
+            rank.file = open(self.output_dir / name, "w", encoding="utf-8")  # noqa: SIM115
+        self._attend(rank)
+
+    def _popen(
+        self, process: Process, env: Mapping[str, str], remote: bool
+    ) -> subprocess.Popen[bytes]:
         try:
-            if remote:
-                popen = ssh.start(
-                    process.host,
-                    process.argv,
-                    env,
-                    # A mark of its own: ranks that share a host end at different times.
-                    f"{self.job_id}/{process.name.replace(' ', '-')}",
-                    address=process.address,
-                    grace=self._grace,
-                    remote_shell=self._remote_shell,
-                )
-            else:
-                popen = local.start(process.argv, env, self.job_id)
+            if not remote:
+                return local.start(process.argv, env, self._mark(process))
+            return ssh.start(
+                process.host,
+                process.argv,
+                env,
+                self._mark(process),
+                address=process.address,
+                grace=self._grace,
+                remote_shell=self._remote_shell,
+            )
         except OSError as error:
             program = self._remote_shell.split()[0] if remote else process.argv[0]
             raise ClusterError(
                 f"{process.name}: cannot start {program}: {error.strerror}; check that it exists"
             ) from None
-        rank = _Rank(process, popen, remote)
-        self._ranks.append(rank)
-        if self.output_dir is not None:
-            name = process.name.replace(" ", "-") + ".log"
-            rank.file = open(self.output_dir / name, "w", encoding="utf-8")  # noqa: SIM115
+
+    def _mark(self, process: Process) -> str:
+        """Give the mark of one process and its children: they end at different times."""
+        return f"{self.job_id}/{process.name.replace(' ', '-')}"
+
+    def _attend(self, rank: Rank) -> None:
+        """Start the threads that read what a process writes, and note its end."""
         streams = [
             given or default
             for given, default in zip(self._streams, (sys.stdout, sys.stderr), strict=True)
         ]
+        popen = rank.popen
         for pipe, stream in ((popen.stdout, streams[0]), (popen.stderr, streams[1])):
             assert pipe is not None
             reader = threading.Thread(
                 target=self._read, args=(rank, pipe, stream, pipe is popen.stderr), daemon=True
             )
-            self._readers.append(reader)
+            rank.readers.append(reader)
             reader.start()
         threading.Thread(target=self._reap, args=(rank,), daemon=True).start()
 
     # Watching, each in a thread of its own.
 
-    def _read(self, rank: _Rank, pipe: IO[bytes], stream: TextIO, stderr: bool) -> None:
+    def _read(self, rank: Rank, pipe: IO[bytes], stream: TextIO, stderr: bool) -> None:
         prefix = self._prefix(rank, stream)
         level = rank.process.env.get("TF_CPP_MIN_LOG_LEVEL")
         with pipe:
@@ -324,7 +288,7 @@ class Job:
                 rank.remember(line, stderr)
                 self._write(stream, f"{prefix}{line}\n")
 
-    def _prefix(self, rank: _Rank, stream: TextIO) -> str:
+    def _prefix(self, rank: Rank, stream: TextIO) -> str:
         width = max(len(process.label) for process in self.processes)
         text = f"[{rank.process.label:>{width}}] "
         if stream.isatty() and not os.environ.get("NO_COLOR"):
@@ -343,58 +307,142 @@ class Job:
                     self._broken_pipe = self._stopping = True
                     self._changed.notify_all()
 
-    def _reap(self, rank: _Rank) -> None:
+    def _reap(self, rank: Rank) -> None:
         code = rank.popen.wait()
         with self._changed:
-            rank.exited = time.monotonic()
-            rank.code = agent.shell_code(code)
+            rank.ended(code)
             self._changed.notify_all()
 
     def _supervise(self) -> None:
         try:
-            self._watch()
-            self._culprit = min(
-                (rank for rank in self._ranks if rank.failed and not self._stopping),
-                key=lambda rank: rank.failed_at,
-                default=None,
-            )
-            stopped = any(rank.code is None for rank in self._essential())
+            culprit = self._judge()
+            # Decided now: ending the others gives them exit codes too.
+            code = self._exit_code(culprit)
+            self._culprit = culprit
+            self._let_serve_out()
             self._end_all()
-            if self._culprit is not None:
-                assert self._culprit.code is not None
-                self._code = self._culprit.code
-                self._report(self._culprit)
-            elif self._broken_pipe:
-                self._code = 128 + signal.SIGPIPE
-            elif stopped:
-                self._code = 128 + signal.SIGTERM
+            self._code = 128 + signal.SIGPIPE if self._broken_pipe and not culprit else code
+            if culprit is not None:
+                self._report(culprit)
         finally:
             self._done.set()
 
-    def _essential(self) -> list[_Rank]:
-        """List the ranks whose end ends the job: the chief where servers and workers only serve "
-        "it."""
-        roles = {rank.process.role for rank in self._ranks}
-        ending = ("chief",) if {"ps", "chief"} <= roles else ("chief", "worker")
-        return [rank for rank in self._ranks if rank.process.role in ending]
+    def _judge(self) -> Rank | None:
+        """Wait for what ends the job, and tell whose failure it is, if anyone's."""
+        culprit = None
+        while culprit is None:
+            self._watch()
+            if self._stopping or not self._ending.failures():
+                return None
+            self._settle()
+            culprit = self._ending.culprit()
+        if culprit.process.role == "ps":
+            self._hear_chief(culprit)
+        return None if self._stopping else culprit
+
+    def _is_over(self) -> bool:
+        return self._stopping or self._ending.over
 
     def _watch(self) -> None:
-        with self._changed:
-            while not self._stopping:
-                if any(rank.failed for rank in self._ranks):
-                    break
-                if all(rank.code == 0 for rank in self._essential()):
+        """Wait for the end, and meanwhile replace what can be."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_over() or bool(self._ending.lost()))
+                # Where many die at once, the chief may be among them: hence the moment.
+                if self._changed.wait_for(self._is_over, ending.TIE):
                     return
-                self._changed.wait()
-            # The rank that failed first may still be shutting down when its peers have already
-            # died of the broken connection; give it the moment it needs to be recognised.
-            began = time.monotonic()
-            self._changed.wait(0.1)
+                lost = self._ending.lost()
+            for rank in lost:
+                self._replace(rank)
+
+    def _settle(self) -> None:
+        """Wait until it shows who failed first.
+
+        That rank may still be shutting down when its peers have already died of the broken
+        connection; it gets the moment it needs to be recognised.
+        """
+        began = time.monotonic()
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping, ending.TIE)
             while not self._stopping and any(rank.in_trouble for rank in self._ranks):
                 left = began + _SETTLE - time.monotonic()
                 if left <= 0:
                     break
                 self._changed.wait(left)
+
+    def _exit_code(self, culprit: Rank | None) -> int:
+        if culprit is None:
+            stopped = any(rank.code != 0 for rank in self._ending.essential)
+            return 128 + signal.SIGTERM if stopped else 0
+        speaker = self._ending.speaker(culprit)
+        return (speaker.code if speaker.failed else culprit.code) or 0
+
+    # What only jobs with parameter servers come to.
+
+    def _replace(self, rank: Rank) -> None:
+        """Start a lost worker again, or say that the job goes on without it."""
+        self._clear(rank)
+        # The chief is rank 0, so worker 0 is rank 1.
+        name = f"{rank.process.name} (worker {rank.process.rank - 1})"
+        killer = signal_name(128 + rank.signal) or f"signal {rank.signal}"
+        lost = f"{name} was killed by {killer}"
+        if rank.restarts < self._max_restarts:
+            rank.restarts += 1
+            self._say(f"{lost}; starting it again ({rank.restarts} of {self._max_restarts})")
+            try:
+                self._start_again(rank)
+                return
+            except ClusterError as error:
+                lost = str(error)
+        elif self._max_restarts:
+            lost += f" ({rank.restarts} of {self._max_restarts} restarts used)"
+        rank.given_up = True
+        workers = sum(process.role == "worker" for process in self.processes)
+        left = len(self._ending.workers_left())
+        self._say(
+            f"{lost}; the job goes on with {left} of {workers} workers"
+            if left
+            else f"{lost}; no worker is left"
+        )
+
+    def _clear(self, rank: Rank) -> None:
+        """End the children of a lost worker, and wait for its last output.
+
+        They may hold its port, or the memory for want of which it was killed.
+        """
+        agent.end(self._mark(rank.process), grace=0.0)
+        if rank.popen.stdin is not None:
+            with contextlib.suppress(OSError):
+                rank.popen.stdin.close()
+        for reader in rank.readers:
+            reader.join(2.0)
+
+    def _start_again(self, rank: Rank) -> None:
+        popen = self._popen(rank.process, rank.env, rank.remote)
+        with self._changed:
+            rank.started(popen)
+        self._attend(rank)
+
+    def _hear_chief(self, lost: Rank) -> None:
+        """Give the chief time to notice that a parameter server is gone, and to say so."""
+        chief = self._ending.speaker(lost)
+        if chief.code is not None:
+            return
+        self._say(
+            f"{lost.process.name} ended {lost.how}; the chief has {_FAREWELL:g} s to end by itself"
+        )
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping or chief.code is not None, _FAREWELL)
+
+    def _let_serve_out(self) -> None:
+        """Give what served the chief the grace to notice that it has ended."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self._stopping or all(rank.code is not None for rank in self._ending.serving)
+                ),
+                self._grace,
+            )
 
     # Ending.
 
@@ -413,25 +461,40 @@ class Job:
                     rank.popen.wait(max(0.0, deadline - time.monotonic()))
                 rank.popen.kill()
             rank.popen.wait()
-        for reader in self._readers:
-            reader.join(2.0)
         for rank in self._ranks:
+            for reader in rank.readers:
+                reader.join(2.0)
             if rank.file is not None:
                 rank.file.close()
         self._held.close()
 
-    def _report(self, rank: _Rank) -> None:
+    def _say(self, text: str) -> None:
+        self._write(self._streams[1] or sys.stderr, f"dtk run: {text}\n")
+
+    def _report(self, rank: Rank) -> None:
         """Print the first failing rank's last output, so that it is what stands last."""
-        code = rank.code or 0
-        how = f"with exit code {code}"
-        if code > 128 and code - 128 in set(signal.Signals):
-            how = f"by {signal.Signals(code - 128).name} (exit code {code})"
-        ended = "" if len(self._ranks) == 1 else "; the others were ended"
-        where = f", host {rank.process.host}"
-        text = f"dtk: {rank.process.name}{where} failed first, {how}{ended}."
+        text = f"dtk: {rank.process.name}, host {rank.process.host} failed first, {rank.how}"
+        text += "." if len(self._ranks) == 1 else "; the others were ended."
         if rank.file is not None:
             text += f" All it wrote is in {rank.file.name}."
         words = rank.last_words()
-        text += " Its last output:" if words else " It wrote nothing."
-        stream = self._streams[1] or sys.stderr
-        self._write(stream, "\n".join(["", text, *words, ""]))
+        speaker = self._ending.speaker(rank)
+        if speaker is not rank:
+            lines = [*self._words_about(rank, speaker), text]
+        else:
+            text += " Its last output:" if words else " It wrote nothing."
+            lines = [text, *words]
+        self._write(self._streams[1] or sys.stderr, "\n".join(["", *lines, ""]))
+
+    def _words_about(self, lost: Rank, chief: Rank) -> list[str]:
+        """Give what the chief said of a lost parameter server, and what that said itself.
+
+        A server that was killed could not say why: its last lines are only better than nothing.
+        """
+        verdict = chief.trace_since(lost.exited - _SETTLE)
+        own = [] if verdict and lost.signal else lost.last_words()
+        lines: list[str] = []
+        for rank, words in ((chief, verdict), (lost, own)):
+            if words:
+                lines += [f"dtk: the last output of {rank.process.name}:", *words]
+        return lines

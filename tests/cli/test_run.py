@@ -69,6 +69,43 @@ def test_the_failing_ranks_traceback_is_the_last_thing_seen(script, tmp_path):
     assert str(tmp_path / "out" / "rank-1.log") in done.stderr
 
 
+ROLES = """
+import json, os, pathlib, sys, time
+task = json.loads(os.environ["TF_CONFIG"])["task"]
+here = pathlib.Path(__file__).parent
+if task["type"] == "worker" and not (here / "killed").exists():
+    (here / "killed").touch()
+    os.kill(os.getpid(), 9)
+(here / ("up-" + task["type"])).touch()
+while not (here / "up-worker").exists():
+    time.sleep(0.02)
+print(task["type"])
+"""
+
+
+def test_parameter_servers_get_a_chief_and_workers_that_are_replaced(script):
+    path = script(ROLES)
+    done = dtk("run", "-n", "1", "--ps", "1", "--evaluator", path)
+    assert done.returncode == 0, done.stderr
+    lines = ["[          0] chief", "[          1] worker", "[evaluator 0] evaluator"]
+    assert sorted(done.stdout.splitlines()) == sorted([*lines, "[       ps 0] ps"])
+    assert done.stderr == (
+        "dtk run: rank 1 (worker 0) was killed by SIGKILL; starting it again (1 of 3)\n"
+    )
+
+
+def test_max_restarts_0_does_without_the_worker(script):
+    done = dtk("run", "-n", "1", "--ps", "1", "--max-restarts", "0", script(ROLES))
+    assert done.returncode == 137
+    assert done.stderr.startswith(
+        "dtk run: rank 1 (worker 0) was killed by SIGKILL; no worker is left\n"
+    )
+
+
+def test_the_help_shows_a_job_with_parameter_servers():
+    assert "dtk run -n 4 --ps 2 train.py" in dtk("run", "--help").stdout
+
+
 SCRIPT = "SCRIPT"
 MISTAKES = {
     "no script": ([], "no script given; for example `dtk run -n 2 train.py`"),
@@ -94,6 +131,22 @@ MISTAKES = {
     "grace": (
         ["-n", "1", "--timeout-grace", "-1", SCRIPT],
         "--timeout-grace -1: expected 0 to 3600",
+    ),
+    "negative ps": (
+        ["-n", "1", "--ps", "-1", SCRIPT],
+        "--ps -1: expected 0 or more, e.g. `dtk run",
+    ),
+    "evaluator alone": (
+        ["-n", "1", "--evaluator", SCRIPT],
+        "an evaluator needs parameter servers beside it; add some, e.g. `dtk run -n 2 --ps 1",
+    ),
+    "negative restarts": (
+        ["-n", "1", "--ps", "1", "--max-restarts", "-1", SCRIPT],
+        "--max-restarts -1: expected 0 or more",
+    ),
+    "restarts without ps": (
+        ["-n", "1", "--max-restarts", "2", SCRIPT],
+        "--max-restarts 2: only the workers of parameter servers are started again",
     ),
     "remote shell": (["-n", "1", "--remote-shell", "", SCRIPT], "--remote-shell is empty"),
     "unreachable": (

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 
-import psutil
 import pytest
 
 from dtk.errors import ClusterError
@@ -25,34 +24,6 @@ DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
 
 def python(code, workers=2, **options):
     return plan([sys.executable, "-c", RANK + code], workers, **options)
-
-
-def alive(pid):
-    """Running, not merely waiting to be reaped by the machine's init process."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-@pytest.fixture
-def run():
-    """Run a job to its end; returns exit code, stdout, stderr and seconds. Nothing may be left."""
-    jobs = []
-
-    def run(processes, **options):
-        out, err = io.StringIO(), io.StringIO()
-        began = time.monotonic()
-        job = Job(processes, stdout=out, stderr=err, **{"grace": 1.0, **options})
-        jobs.append(job)
-        with job:
-            code = job.wait(timeout=60)
-        return code, out.getvalue(), err.getvalue(), time.monotonic() - began
-
-    yield run
-    for job in jobs:
-        assert agent.members(job.job_id) == []
-        assert not any(alive(pid) for pid in job.pids.values())
 
 
 def test_output_is_prefixed_by_rank_without_colours(run):
@@ -155,7 +126,7 @@ def test_exit_codes(run, ending, code, words):
     assert f"rank 1, host localhost failed first, {words}" in err
 
 
-def test_children_of_a_rank_end_too_even_when_they_left_its_session(run, tmp_path):
+def test_children_of_a_rank_end_too_even_when_they_left_its_session(run, alive, tmp_path):
     child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
     spawn = (
         "import subprocess\n"
@@ -202,13 +173,6 @@ def test_a_job_can_be_started_from_any_thread(run):
     thread.start()
     thread.join(60)
     assert codes == [0]
-
-
-def test_the_job_ends_when_the_chief_does_although_servers_never_do(run):
-    code = "if json.loads(os.environ['TF_CONFIG'])['task']['type'] != 'chief':\n    time.sleep(600)"
-    given, _, err, seconds = run(python(code, 1, ps=1))
-    assert (given, err) == (0, "")
-    assert seconds < 10
 
 
 def test_an_inherited_launcher_is_not_seen_by_the_ranks(run, monkeypatch):

@@ -83,6 +83,30 @@ def test_parameter_servers_get_a_chief_as_rank_0():
     assert [detect(p.env).size for p in processes] == [3] * 5
 
 
+def test_only_those_that_compute_share_the_cores():
+    # 8 cores: the two workers and the evaluator; the chief and the servers mostly wait.
+    processes = make(2, ps=4, evaluator=True)
+    assert {p.env["OMP_NUM_THREADS"] for p in processes} == {"2"}
+    processes = make(1, [Host("a", 1), Host("b", 1)], ps=2)  # b has a server alone
+    assert {p.host: p.env["OMP_NUM_THREADS"] for p in processes} == {"a": "8", "b": "8"}
+
+
+@given(hosts, st.integers(1, 4), st.booleans())
+def test_the_tasks_beside_the_workers_go_round_the_hosts(given_hosts, ps, evaluator):
+    processes = make(None, given_hosts, ps=ps, evaluator=evaluator)
+    slots = [host.name for host in given_hosts for _ in range(host.slots)]
+    assert [p.host for p in processes if p.role == "worker"] == slots
+    round_trip = [given_hosts[i % len(given_hosts)].name for i in range(1 + ps + evaluator)]
+    assert [p.host for p in processes if p.role != "worker"] == round_trip
+    for process in processes:
+        found = detect(process.env)
+        assert (found.role, found.rank, found.size) == (
+            process.role,
+            process.rank,
+            1 + len(slots),
+        )
+
+
 def test_real_ports_are_free_and_different():
     addresses = [p.address for p in plan(COMMAND, 3)]
     assert len(set(addresses)) == 3
@@ -100,6 +124,7 @@ def test_real_ports_are_free_and_different():
         ),
         ({"workers": 1, "ps": -1}, "-1 parameter servers"),
         ({"workers": 1, "ps": 1, "communicator": "horovod"}, "need the collective communicator"),
+        ({"workers": 1, "evaluator": True}, "evaluator needs parameter servers .* --ps 1"),
         ({"hosts": [Host("localhost"), Host("a")]}, "other hosts cannot reach localhost"),
     ],
 )

@@ -81,6 +81,34 @@ def test_a_signal_over_there_is_reported_as_a_shell_does(shell):
     assert "by SIGKILL" in err
 
 
+def test_a_killed_worker_is_started_again_over_there(shell, tmp_path):
+    # The agent says 137, which the remote shell passes on.
+    (tmp_path / "train.py").write_text(
+        "import json, os, pathlib, sys, time\n"
+        "role = json.loads(os.environ['TF_CONFIG'])['task']['type']\n"
+        "here = pathlib.Path(__file__).parent\n"
+        "def until(name):\n"
+        "    while not (here / name).exists():\n        time.sleep(0.02)\n"
+        "if role == 'worker':\n"
+        "    print('up', os.environ['REACHED'])\n"
+        "    if not (here / 'lost').exists():\n"
+        "        (here / 'lost').touch()\n        os.kill(os.getpid(), 9)\n"
+        "    (here / 'served').touch()\n"
+        "until('served')\n"
+    )
+    hosts = [Host("node0.invalid", 1)]
+    processes = plan(
+        [sys.executable, str(tmp_path / "train.py")],
+        hosts=hosts,
+        ps=1,
+        survey=lambda host, ports: ssh.Facts(tuple(range(5000, 5000 + ports)), 1, ""),
+    )
+    given, out, err, _ = run(processes, remote_shell=shell)
+    lost = "dtk run: rank 1 (worker 0) was killed by SIGKILL; starting it again (1 of 3)\n"
+    assert (given, err) == (0, lost)
+    assert out == "[   1] up node0.invalid\n" * 2
+
+
 def test_a_lost_connection_ends_the_rank_over_there(shell):
     # Flushed: nothing promises PYTHONUNBUFFERED to a rank that was not planned by `plan`.
     code = "import time; print('up', flush=True); time.sleep(600)"

@@ -1,0 +1,144 @@
+"""What ends a job, told from how its processes ended. Starts and ends nothing.
+
+    all-reduce           every rank has ended with 0 ───────> over
+                         one fails ─────────────────────────> over: each needs all the others
+
+    parameter servers    chief, evaluator have ended with 0 > over: ps and workers only serve
+                         a worker is killed by a signal ────> it is started again, or done without
+                         a worker fails by itself ──────────> over: so would its successor
+                         a ps fails ────────────────────────> over: its variables are gone
+
+Workers and servers are expected to end by themselves soon after the chief; how they do is nobody's
+failure any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dtk.launch.plan import Process
+from dtk.launch.rank import Rank
+
+# Seconds. Which of two processes ended first is luck below this: a thread for each notices.
+TIE = 0.1
+
+
+class Ending:
+    """Of a job whose ranks all need each other.
+
+    Args:
+        ranks: The job's processes; looked at anew with every question.
+    """
+
+    # The roles whose end, with exit code 0, is the job's.
+    essential_roles: tuple[str, ...] = ("chief", "worker")
+
+    def __init__(self, ranks: Sequence[Rank]) -> None:
+        self._ranks = ranks
+
+    @property
+    def essential(self) -> list[Rank]:
+        """The processes whose end is the job's."""
+        return [rank for rank in self._ranks if rank.process.role in self.essential_roles]
+
+    @property
+    def serving(self) -> list[Rank]:
+        """The processes that end by themselves now that nobody needs them."""
+        return []
+
+    @property
+    def over(self) -> bool:
+        """Whether the job has succeeded or failed."""
+        return all(rank.code == 0 for rank in self.essential) or bool(self.failures())
+
+    def failures(self) -> list[Rank]:
+        """List the processes whose failure ends the job."""
+        return [rank for rank in self._ranks if rank.failed]
+
+    def lost(self) -> list[Rank]:
+        """List the processes that are gone and can be replaced or done without."""
+        return []
+
+    def workers_left(self) -> list[Rank]:
+        """List the workers that a job does not have to do without."""
+        return [rank for rank in self._ranks if not rank.failed]
+
+    def speaker(self, culprit: Rank) -> Rank:
+        """Tell which process can say what a failure means."""
+        return culprit
+
+    def culprit(self) -> Rank | None:
+        """Tell which process failed first."""
+        return min(self.failures(), key=lambda rank: rank.failed_at, default=None)
+
+
+class ServedEnding(Ending):
+    """Of a job with parameter servers: the chief runs it, workers and servers serve the chief."""
+
+    essential_roles = ("chief", "evaluator")
+
+    @property
+    def chief(self) -> Rank:
+        """The process that runs the job."""
+        return self._of("chief")[0]
+
+    @property
+    def serving(self) -> list[Rank]:
+        """Workers and servers once the chief has ended, well or not."""
+        return [] if self.chief.code is None else self._of("worker", "ps")
+
+    def failures(self) -> list[Rank]:
+        """List the processes whose failure ends the job."""
+        return [rank for rank in super().failures() if not self._is_borne(rank)]
+
+    def lost(self) -> list[Rank]:
+        """List the workers that a signal ended and about which nothing was done yet."""
+        if self.chief.code is not None:
+            return []  # nobody would give them work
+        return [rank for rank in self._of("worker") if rank.signal and not rank.given_up]
+
+    def workers_left(self) -> list[Rank]:
+        """List the workers that serve, did so to their end, or can be started again."""
+        return [w for w in self._of("worker") if not w.failed or (w.signal and not w.given_up)]
+
+    def speaker(self, culprit: Rank) -> Rank:
+        """Tell which process can say what a failure means: the chief, if it is a server's."""
+        return self.chief if culprit.process.role == "ps" else culprit
+
+    def culprit(self) -> Rank | None:
+        """Tell which process failed first."""
+        failures = self.failures()
+        if any(rank.process.role == "ps" for rank in failures):
+            # Others may print that a server is gone sooner than the system reports its end.
+            return min(failures, key=lambda rank: rank.exited)
+        return super().culprit()
+
+    def _of(self, *roles: str) -> list[Rank]:
+        return [rank for rank in self._ranks if rank.process.role in roles]
+
+    def _is_borne(self, rank: Rank) -> bool:
+        """Tell whether the job goes on, or ended well, although this rank failed."""
+        if rank.process.role in self.essential_roles:
+            return False
+        if self.chief.code == 0 and rank.exited > self.chief.exited - TIE:
+            return True  # there was nothing left to serve
+        return bool(rank.signal) and rank.process.role == "worker" and not self._was_last(rank)
+
+    def _was_last(self, worker: Rank) -> bool:
+        if not worker.given_up or self.workers_left():
+            return False
+        return worker is max(self._of("worker"), key=lambda rank: rank.exited)
+
+
+def choose(processes: Sequence[Process], ranks: Sequence[Rank]) -> Ending:
+    """Choose the rules for a plan.
+
+    Args:
+        processes: The plan.
+        ranks: What runs, or will, when the rules are asked.
+
+    >>> type(choose([], [])).__name__
+    'Ending'
+    """
+    served = {"chief", "ps"} <= {process.role for process in processes}
+    return ServedEnding(ranks) if served else Ending(ranks)

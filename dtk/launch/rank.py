@@ -1,0 +1,142 @@
+"""One process of a job, from its first start to its last end, and what is known about it."""
+
+from __future__ import annotations
+
+import collections
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
+from typing import TextIO
+
+from dtk.launch import agent
+from dtk.launch.plan import Process
+
+_TAIL = 40  # lines shown of a rank that failed without a traceback
+_TRACE = 200  # lines after which a traceback was evidently survived
+_RECENT = 10.0  # seconds between a traceback and the exit it explains
+_CHAINED = (
+    "During handling of the above exception",
+    "The above exception was the direct cause",
+)
+
+
+class Rank:
+    """What runs in the place of one process of a plan.
+
+    A lost worker that is started again keeps its place: name, variables, address and file.
+
+    Args:
+        process: Its entry in the plan.
+        env: Its variables: those of the plan and those known only since the job started.
+        remote: Whether it runs on another host, behind a remote shell.
+        popen: What was started.
+
+    Attributes:
+        code: Exit code, 128 + signal if a signal ended it; None while it runs.
+        signal: Number of the signal that ended it; 0 while it runs, or when it ended by itself.
+        exited: When it ended, by `time.monotonic()`.
+        restarts: How often it was started again.
+        given_up: Whether the job goes on without it.
+    """
+
+    def __init__(
+        self,
+        process: Process,
+        env: Mapping[str, str],
+        remote: bool,
+        popen: subprocess.Popen[bytes],
+    ) -> None:
+        self.process = process
+        self.env = env
+        self.remote = remote
+        self.file: TextIO | None = None
+        self.readers: list[threading.Thread] = []
+        self.restarts = 0
+        self.given_up = False
+        self.started(popen)
+
+    def started(self, popen: subprocess.Popen[bytes]) -> None:
+        """Note what runs here from now on, and forget what its predecessor said."""
+        self.popen = popen
+        self.tail: collections.deque[str] = collections.deque(maxlen=_TAIL)
+        self.trace: list[str] = []
+        self.trace_began: float | None = None
+        self.chained = False
+        self.code: int | None = None
+        self.signal = 0
+        self.exited = 0.0
+
+    def ended(self, returncode: int) -> None:
+        """Note how it ended.
+
+        Args:
+            returncode: As `subprocess` gives it.
+        """
+        self.exited = time.monotonic()
+        self.signal = max(0, -returncode)
+        if self.remote:
+            # The agent over there says it as a shell does. A signal to the remote shell on this
+            # side says nothing about the rank behind it.
+            self.signal = returncode - 128 if signal_name(returncode) else 0
+        self.code = agent.shell_code(returncode)
+
+    def remember(self, line: str, stderr: bool) -> None:
+        """Keep the last lines, and everything from the start of the last traceback on."""
+        self.tail.append(line)
+        if not stderr:
+            return
+        if line.startswith("Traceback (most recent call last)") and not self.chained:
+            self.trace, self.trace_began = [], time.monotonic()
+        if self.trace_began is not None:
+            self.trace.append(line)
+            if len(self.trace) > _TRACE:
+                self.trace, self.trace_began = [], None
+        if line.strip():
+            self.chained = line.startswith(_CHAINED)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended other than with exit code 0."""
+        return self.code not in (None, 0)
+
+    @property
+    def in_trouble(self) -> bool:
+        """Whether a traceback was just printed by a rank that still runs."""
+        began = self.trace_began
+        return self.code is None and began is not None and time.monotonic() - began < _RECENT
+
+    @property
+    def failed_at(self) -> float:
+        """When things went wrong: a traceback comes before the exit, and shutting down takes "
+        "time."""
+        began = self.trace_began
+        return began if began is not None and self.exited - began < _RECENT else self.exited
+
+    @property
+    def how(self) -> str:
+        """How it ended, for a sentence: "with exit code 3" or "by SIGKILL (exit code 137)"."""
+        code = self.code or 0
+        name = signal_name(code)
+        return f"by {name} (exit code {code})" if name else f"with exit code {code}"
+
+    def last_words(self) -> list[str]:
+        """Give the traceback it died of, or else its last lines."""
+        recent = self.trace_began is not None and self.failed_at == self.trace_began
+        return list(self.trace if recent else self.tail)
+
+    def trace_since(self, moment: float) -> list[str]:
+        """Give the last traceback if it began after a moment of `time.monotonic()`."""
+        began = self.trace_began
+        return list(self.trace) if began is not None and began > moment else []
+
+
+def signal_name(code: int) -> str:
+    """Name the signal in a shell's exit code; "" when there is none.
+
+    >>> signal_name(137), signal_name(3), signal_name(255)
+    ('SIGKILL', '', '')
+    """
+    known = {int(one): one.name for one in signal.Signals}
+    return known.get(code - 128, "")

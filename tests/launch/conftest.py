@@ -1,0 +1,42 @@
+"""Running jobs of real processes, of which nothing may be left."""
+
+import io
+import time
+
+import psutil
+import pytest
+
+from dtk.launch import Job, agent
+
+
+@pytest.fixture
+def alive():
+    """Whether a process runs, and not merely waits to be reaped by the machine's init process."""
+
+    def alive(pid):
+        try:
+            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    return alive
+
+
+@pytest.fixture
+def run(alive):
+    """Run a job to its end; returns exit code, stdout, stderr and seconds. Nothing may be left."""
+    jobs = []
+
+    def run(processes, **options):
+        out, err = io.StringIO(), io.StringIO()
+        began = time.monotonic()
+        job = Job(processes, stdout=out, stderr=err, **{"grace": 1.0, **options})
+        jobs.append(job)
+        with job:
+            code = job.wait(timeout=60)
+        return code, out.getvalue(), err.getvalue(), time.monotonic() - began
+
+    yield run
+    for job in jobs:
+        assert agent.members(job.job_id) == []
+        assert not any(alive(pid) for pid in job.pids.values())

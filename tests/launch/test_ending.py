@@ -1,0 +1,122 @@
+"""What ends a job is pure: these tests start nothing."""
+
+import pytest
+
+from dtk.launch.ending import TIE, choose
+from dtk.launch.plan import Process
+from dtk.launch.rank import Rank
+
+SERVED = ["chief", "worker", "worker", "ps", "evaluator"]
+
+
+def job(*roles):
+    """A job's processes by name ("worker 1"), all running, and its rules."""
+    ranks = {}
+    for number, role in enumerate(roles):
+        process = Process(f"rank {number}", role, number, "localhost", ("python",), {})
+        ranks[f"{role} {roles[:number].count(role)}"] = Rank(process, {}, False, None)
+    return ranks, choose([rank.process for rank in ranks.values()], list(ranks.values()))
+
+
+def end(rank, returncode, moment=10.0):
+    rank.ended(returncode)
+    rank.exited = moment
+
+
+def test_ranks_that_reduce_end_together_or_fail_together():
+    ranks, ending = job("worker", "worker")
+    end(ranks["worker 0"], 0)
+    assert not ending.over
+    end(ranks["worker 1"], -9)
+    assert ending.over
+    assert ending.culprit() is ranks["worker 1"]
+    assert (ending.lost(), ending.serving) == ([], [])
+
+
+def test_the_chief_and_the_evaluator_decide():
+    ranks, ending = job(*SERVED)
+    end(ranks["chief 0"], 0)
+    assert not ending.over
+    end(ranks["evaluator 0"], 0)
+    assert ending.over
+    assert ending.culprit() is None
+    assert len(ending.serving) == 3
+
+
+@pytest.mark.parametrize("role", ["chief 0", "evaluator 0", "ps 0"])
+@pytest.mark.parametrize("returncode", [3, -9])
+def test_who_may_not_fail(role, returncode):
+    ranks, ending = job(*SERVED)
+    end(ranks[role], returncode)
+    assert ending.over
+    assert ending.culprit() is ranks[role]
+
+
+def test_a_worker_may_be_killed_but_not_fail():
+    ranks, ending = job(*SERVED)
+    end(ranks["worker 1"], -9)
+    assert not ending.over
+    assert ending.lost() == [ranks["worker 1"]]
+    end(ranks["worker 0"], 3)
+    assert ending.culprit() is ranks["worker 0"]
+
+
+def test_the_last_worker_that_is_given_up_ends_the_job():
+    ranks, ending = job(*SERVED)
+    end(ranks["worker 0"], -9, moment=1.0)
+    ranks["worker 0"].given_up = True
+    assert not ending.over
+    assert ending.workers_left() == [ranks["worker 1"]]
+    end(ranks["worker 1"], -9, moment=2.0)
+    assert not ending.over  # it may still be started again
+    ranks["worker 1"].given_up = True
+    assert ending.culprit() is ranks["worker 1"]
+
+
+def test_a_worker_that_served_to_its_end_is_not_missed():
+    ranks, ending = job(*SERVED)
+    end(ranks["worker 0"], 0)
+    end(ranks["worker 1"], -9)
+    ranks["worker 1"].given_up = True
+    assert not ending.over
+
+
+@pytest.mark.parametrize("role", ["worker 0", "ps 0"])
+@pytest.mark.parametrize("returncode", [3, -9])
+def test_after_the_chief_no_servant_can_fail(role, returncode):
+    ranks, ending = job(*SERVED)
+    end(ranks[role], returncode, moment=5.0)
+    end(ranks["chief 0"], 0, moment=5.0 + TIE / 2)  # noticed first, though it ended with the chief
+    assert not ending.over
+    assert ending.lost() == []
+    end(ranks["evaluator 0"], 0, moment=20.0)
+    assert ending.culprit() is None
+
+
+def test_a_server_lost_before_the_chief_ended_well_is_a_failure():
+    ranks, ending = job(*SERVED)
+    end(ranks["ps 0"], -9, moment=5.0)
+    end(ranks["chief 0"], 0, moment=9.0)
+    assert ending.culprit() is ranks["ps 0"]
+
+
+def test_a_chief_quick_to_say_that_a_server_is_gone_is_not_blamed():
+    ranks, ending = job(*SERVED)
+    ranks["chief 0"].remember("Traceback (most recent call last):", stderr=True)
+    ranks["chief 0"].trace_began = 4.9
+    end(ranks["ps 0"], -9, moment=5.0)
+    end(ranks["chief 0"], 1, moment=5.5)
+    assert ending.culprit() is ranks["ps 0"]
+    assert ending.speaker(ranks["ps 0"]) is ranks["chief 0"]
+
+
+def test_the_remote_shells_exit_code_tells_of_the_signal_over_there():
+    process = Process("rank 1", "worker", 1, "node1", ("python",), {})
+    far, near = Rank(process, {}, True, None), Rank(process, {}, False, None)
+    given = {code: [] for code in (137, 255, 3, -9)}
+    for code, signals in given.items():
+        for rank in (far, near):
+            rank.ended(code)
+            signals.append(rank.signal)
+    # 255 is ssh's own failure; -9 is about the remote shell on this side.
+    assert given == {137: [9, 0], 255: [0, 0], 3: [0, 0], -9: [0, 9]}

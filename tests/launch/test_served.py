@@ -1,0 +1,243 @@
+"""Jobs with parameter servers: who may go, who is replaced, and what the user sees."""
+
+import io
+import sys
+import textwrap
+import time
+
+import pytest
+
+from dtk.launch import Job, agent, plan, process
+
+# The roles are played by plain Python: servants serve until the file "done" appears.
+STAGE = """
+import json, os, signal, sys, time
+
+config = json.loads(os.environ["TF_CONFIG"])
+role, index = config["task"]["type"], config["task"]["index"]
+
+def mark(name):
+    with open(os.path.join(sys.argv[1], name), "a") as file:
+        file.write("x")
+
+def seen(name):
+    path = os.path.join(sys.argv[1], name)
+    return os.path.getsize(path) if os.path.exists(path) else 0
+
+def until(name, times=1):
+    for _ in range(1200):
+        if seen(name) >= times:
+            return
+        time.sleep(0.02)
+    sys.exit(f"waited in vain for {name}")
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+SERVE = "until('done')"
+ROLES = {"chief": "mark('done')", "worker": SERVE, "ps": SERVE}
+DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+
+
+@pytest.fixture
+def play(tmp_path):
+    def play(workers=1, servers=1, **roles):
+        code = STAGE
+        for role, part in {**ROLES, **roles}.items():
+            code += f"if role == {role!r}:\n{textwrap.indent(part, '    ')}\n"
+        command = [sys.executable, "-c", code, str(tmp_path)]
+        return plan(command, workers, ps=servers, evaluator="evaluator" in roles)
+
+    return play
+
+
+def test_servants_end_by_themselves_after_the_chief(play, run):
+    bye = SERVE + "\ntime.sleep(0.5)\nprint('bye')"
+    given, out, err, _ = run(play(2, worker=bye, ps=bye), grace=30.0)
+    assert (given, err, out.count("bye")) == (0, "", 3)
+
+
+def test_servants_that_never_end_are_ended_without_a_word(play, run):
+    deaf = DEAF + "time.sleep(600)"
+    given, _, err, seconds = run(play(worker="time.sleep(600)", ps=deaf), grace=0.5)
+    assert (given, err) == (0, "")
+    assert seconds < 10
+
+
+def test_the_chiefs_exit_code_is_the_jobs(play, run):
+    given, _, err, _ = run(play(chief="mark('done')\nsys.exit('no more disk')"))
+    assert given == 1
+    assert err.split("dtk: ")[-1].startswith("rank 0, host localhost failed first, with exit code")
+    assert err.endswith("no more disk\n")
+
+
+def test_a_chief_that_is_killed_is_not_replaced(play, run):
+    given, _, err, _ = run(play(chief="mark('done')\ndie()"))
+    assert given == 137
+    assert "rank 0, host localhost failed first, by SIGKILL" in err
+    assert "again" not in err
+
+
+@pytest.mark.parametrize("code", [0, 5])
+def test_the_evaluator_is_waited_for_and_may_fail(play, run, code):
+    late = f"until('done')\ntime.sleep(0.5)\nprint('evaluated')\nsys.exit({code})"
+    given, out, err, _ = run(play(evaluator=late), grace=0.1)
+    assert (given, out) == (code, "[evaluator 0] evaluated\n")
+    assert ("evaluator 0, host localhost failed first" in err) == bool(code)
+
+
+def test_how_servants_end_after_the_chief_is_nobodys_failure(play, run):
+    processes = play(
+        2,
+        worker="until('done')\nsys.exit(3) if index else die()",
+        ps="until('done')\ntime.sleep(0.2)\ndie()",
+        evaluator="until('done')\ntime.sleep(1.0)",
+    )
+    assert run(processes)[::2] == (0, "")
+
+
+def test_a_killed_worker_is_started_again_in_its_place(play, run, tmp_path):
+    # The child left behind has inherited the port, and would keep it from the successor.
+    worker = """
+import socket, subprocess
+host, port = config["cluster"]["worker"][index].split(":")
+server = socket.socket()
+server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+server.bind((host, int(port)))
+server.listen()
+print(index, "listens", seen("lost"))
+if index == 1 and not seen("lost"):
+    mark("lost")
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    subprocess.Popen(sleep, pass_fds=[server.fileno()], start_new_session=True)
+    die()
+mark("served")
+until("done")
+"""
+    processes = play(2, chief="until('served', 2)\nmark('done')", worker=worker)
+    given, out, err, _ = run(processes, output_dir=tmp_path / "logs")
+    assert given == 0, err
+    lost = "dtk run: rank 2 (worker 1) was killed by SIGKILL; starting it again (1 of 3)\n"
+    assert err == lost
+    assert [line for line in out.splitlines() if line.startswith("[   2]")] == [
+        "[   2] 1 listens 0",
+        "[   2] 1 listens 1",
+    ]
+    assert (tmp_path / "logs/rank-2.log").read_text() == "1 listens 0\n1 listens 1\n"
+
+
+def test_a_worker_that_is_always_killed_is_done_without(play, run):
+    processes = play(
+        2,
+        chief="until('killed', 3)\ntime.sleep(1.0)\nmark('done')",
+        worker="if index == 0:\n    mark('killed')\n    die()\n" + SERVE,
+    )
+    given, _, err, _ = run(processes, max_restarts=2)
+    lost = "dtk run: rank 1 (worker 0) was killed by SIGKILL"
+    assert given == 0
+    assert err.splitlines() == [
+        f"{lost}; starting it again (1 of 2)",
+        f"{lost}; starting it again (2 of 2)",
+        f"{lost} (2 of 2 restarts used); the job goes on with 1 of 2 workers",
+    ]
+
+
+def test_the_job_fails_with_its_last_worker(play, run):
+    processes = play(
+        2, chief="time.sleep(600)", worker="until('go') if index else mark('go')\ndie()"
+    )
+    given, _, err, seconds = run(processes, max_restarts=0)
+    assert given == 137
+    assert seconds < 10
+    assert "was killed by SIGKILL; the job goes on with 1 of 2 workers\n" in err
+    assert "was killed by SIGKILL; no worker is left\n" in err
+    assert "failed first, by SIGKILL (exit code 137); the others were ended." in err
+
+
+def test_a_worker_that_cannot_be_started_again_is_done_without(play, run, monkeypatch):
+    start = process.local.start
+    began = []
+
+    def once(argv, env, job):
+        began.append(job)
+        if len(began) > 4:
+            raise OSError(12, "Cannot allocate memory")
+        return start(argv, env, job)
+
+    monkeypatch.setattr(process.local, "start", once)
+    chief = "until('killed')\ntime.sleep(1.0)\nmark('done')"
+    worker = "if index == 0:\n    mark('killed')\n    die()\n" + SERVE
+    given, _, err, _ = run(play(2, chief=chief, worker=worker))
+    assert given == 0
+    assert "rank 1: cannot start" in err
+    assert err.endswith("the job goes on with 1 of 2 workers\n")
+
+
+def test_a_worker_that_fails_by_itself_ends_the_job(play, run):
+    given, _, err, _ = run(play(2, chief="time.sleep(600)", worker="sys.exit(3) if index else 0"))
+    assert given == 3
+    assert "rank 2, host localhost failed first, with exit code 3" in err
+    assert "again" not in err
+
+
+def test_the_chief_says_what_the_loss_of_a_server_means(play, run, tmp_path):
+    processes = play(
+        1,
+        2,
+        chief="until('lost')\ntime.sleep(1.5)\nraise RuntimeError('resume from the checkpoint')",
+        ps="if index == 1:\n    print('about to go')\n    mark('lost')\n    die()\n" + SERVE,
+    )
+    given, _, err, _ = run(processes, output_dir=tmp_path / "logs")
+    assert given == 1
+    *_, words, last = err.splitlines()
+    assert words == "RuntimeError: resume from the checkpoint"
+    assert last.startswith("dtk: ps 1, host localhost failed first, by SIGKILL (exit code 137);")
+    assert last.endswith(f"All it wrote is in {tmp_path / 'logs' / 'ps-1.log'}.")
+    assert "dtk run: ps 1 ended by SIGKILL (exit code 137); the chief has 30 s" in err
+
+
+def test_a_chief_without_a_traceback_still_lends_its_exit_code(play, run):
+    chief = "until('lost')\ntime.sleep(0.5)\nsys.exit(4)"
+    given, _, err, _ = run(play(chief=chief, ps="print('bye')\nmark('lost')\ndie()"))
+    assert given == 4
+    assert err.splitlines()[-3:-1] == ["dtk: the last output of ps 0:", "bye"]
+    assert err.splitlines()[-1].startswith("dtk: ps 0, host localhost failed first, by SIGKILL")
+
+
+def test_a_chief_that_does_not_notice_the_loss_is_ended(play, run, monkeypatch):
+    monkeypatch.setattr(process, "_FAREWELL", 0.5)
+    chief = DEAF + "time.sleep(600)"
+    given, _, err, seconds = run(play(chief=chief, ps="raise ValueError('no such layer')"))
+    assert given == 1
+    assert seconds < 15
+    *_, words, last = err.splitlines()
+    assert words == "ValueError: no such layer"
+    assert last.startswith("dtk: ps 0, host localhost failed first, with exit code 1; the others")
+
+
+def test_a_lost_server_is_a_failure_even_if_the_chief_hides_it(play, run):
+    chief = "until('lost')\ntime.sleep(0.7)\nmark('done')"
+    given, _, err, _ = run(play(chief=chief, ps="mark('lost')\ndie()"))
+    assert given == 137
+    assert "dtk: ps 0, host localhost failed first" in err
+
+
+@pytest.mark.parametrize("when", ["killed", "lost"])
+def test_stop_ends_all_while_workers_come_and_go_or_the_chief_is_heard(play, tmp_path, when):
+    lost = "until('killed')\nmark('lost')\ndie()"
+    processes = play(
+        chief=DEAF + "time.sleep(600)",
+        worker=DEAF + "mark('killed')\ntime.sleep(0.1)\ndie()",
+        ps=DEAF + (lost if when == "lost" else SERVE),
+    )
+    job = Job(processes, grace=0.5, max_restarts=1000, stdout=io.StringIO(), stderr=io.StringIO())
+    with job:
+        deadline = time.monotonic() + 30
+        while not (tmp_path / when).exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(0.5)
+        began = time.monotonic()
+        job.stop()
+        assert time.monotonic() - began < 10
+    assert job.wait() == 143
+    assert agent.members(job.job_id) == []
