@@ -1,0 +1,768 @@
+"""One scheduler for all consistency models: what may start when, and what counts.
+
+First each rule by example, then the same rules on random traces: `AnyTrace` lets hypothesis choose
+who asks, returns, dies and applies, in any order, and keeps its own books to compare with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import doctest
+import math
+import pickle
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from dtk.strategies import consistency
+from dtk.strategies.consistency import (
+    Async,
+    BoundedDelay,
+    Piece,
+    Schedule,
+    Staleness,
+    Sync,
+    check,
+    parse,
+)
+
+NEVER = math.inf  # the time of a worker that takes a piece and is never heard of again
+
+# --- what users write -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "written, value",
+    [
+        ("sync", Sync()),
+        ("async", Async()),
+        (Sync(backup_workers=2), Sync(2)),
+        (BoundedDelay(tau=4), BoundedDelay(4)),
+        (Async(), Async()),
+    ],
+)
+def test_parse_takes_names_and_values(written, value):
+    assert parse(written) == value
+
+
+@pytest.mark.parametrize("wrong", ["Sync", "bounded", "", None, 4, BoundedDelay, ["sync"], object])
+def test_parse_names_what_was_given_and_what_is_accepted(wrong):
+    with pytest.raises(ValueError) as error:
+        parse(wrong)
+    assert str(error.value).startswith(f"consistency={wrong!r}; expected ")
+    for accepted in ('"sync"', '"async"', "Sync(", "BoundedDelay("):
+        assert accepted in str(error.value)
+
+
+# True is an int to Python, and BoundedDelay(True) would quietly train with tau=1
+@pytest.mark.parametrize("wrong", [-1, True, False, 1.0, math.inf, "2", None])
+@pytest.mark.parametrize("make, name", [(BoundedDelay, "tau"), (Sync, "backup_workers")])
+def test_a_bad_number_is_named(make, name, wrong):
+    with pytest.raises(ValueError) as error:
+        make(wrong)
+    assert str(error.value).startswith(f"{name}={wrong!r}; expected 0 or more")
+
+
+def test_a_bound_is_not_forgotten_by_mistake():
+    with pytest.raises(TypeError, match="tau"):
+        BoundedDelay()
+
+
+@pytest.mark.parametrize("value", [Sync(1), BoundedDelay(4), Async()])
+def test_a_value_stays_what_it_is(value):
+    with pytest.raises((dataclasses.FrozenInstanceError, AttributeError)):
+        value.tau = 7
+    assert value == pickle.loads(pickle.dumps(value))
+    assert len({value, pickle.loads(pickle.dumps(value))}) == 1
+
+
+@pytest.mark.parametrize(
+    "value, tau, slices, spare",
+    [
+        (Sync(), 0, 3, 0),
+        (Sync(backup_workers=2), 0, 1, 2),
+        (BoundedDelay(0), 0, 1, 0),
+        (BoundedDelay(4), 4, 1, 0),
+        (Async(), math.inf, 1, 0),
+    ],
+)
+def test_what_a_consistency_means_for_three_workers(value, tau, slices, spare):
+    assert (value.tau, value.slices(3), value.spare) == (tau, slices, spare)
+    schedule = Schedule.of(value, workers=3)
+    schedule.offer()
+    assert sum(schedule.take(worker) is not None for worker in range(5)) == slices + spare
+
+
+@pytest.mark.parametrize("value", [Sync(), BoundedDelay(4), Async()])
+@pytest.mark.parametrize("workers", [0, -1])
+def test_no_worker_is_refused(value, workers):
+    for refuse in (check, Schedule.of, type(value).slices):
+        with pytest.raises(ValueError, match=f"workers={workers}; expected 1 or more"):
+            refuse(value, workers)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_backup_workers_must_leave_one(workers):
+    check(Sync(backup_workers=workers - 1), workers)
+    value = Sync(backup_workers=2)
+    for refuse in (check, Schedule.of, Sync.slices):
+        with pytest.raises(ValueError, match=f"backup_workers=2 leaves no worker of {workers} "):
+            refuse(value, workers)
+
+
+@pytest.mark.parametrize("wrong", [{"tau": -1}, {"slices": 0}, {"spare": -1}, {"tau": math.nan}])
+def test_a_schedule_refuses_numbers_that_would_never_finish(wrong):
+    with pytest.raises(ValueError, match="expected"):
+        Schedule(**{"tau": 0, **wrong})
+
+
+def test_the_examples_in_the_docstrings():
+    failed, tried = doctest.testmod(consistency)
+    assert not failed
+    assert tried > 5
+
+
+# --- a simulation ---------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Ran:
+    """A piece that came back: who computed it, from when to when, and whether it counted."""
+
+    worker: int
+    piece: Piece
+    start: float
+    end: float
+    counted: bool
+
+
+def simulate(schedule: Schedule, steps: int, durations) -> list[Ran]:
+    """Run until all steps are applied or nobody can go on; steps apply as soon as complete.
+
+    `durations` has per worker the time of a piece, or an iterator of times. Whoever is idle longest
+    asks first.
+    """
+    times = [iter(lambda t=t: t, object()) if isinstance(t, int | float) else t for t in durations]
+    idle = list(range(len(times)))
+    busy: list[tuple[float, int, float, Piece]] = []
+    ran, now = [], 0.0
+    for _ in range(steps):
+        schedule.offer()
+    while schedule.unfinished:
+        for worker in list(idle):
+            if piece := schedule.take(worker):
+                idle.remove(worker)
+                busy.append((now + next(times[worker]), worker, now, piece))
+        if not busy or min(busy)[0] == NEVER:
+            break
+        now = min(busy)[0]
+        for entry in sorted(entry for entry in busy if entry[0] == now):
+            busy.remove(entry)
+            _, worker, start, piece = entry
+            counted = schedule.returned(piece, worker)
+            ran.append(Ran(worker, piece, start, now, counted))
+            if counted and schedule.complete(piece.step):
+                schedule.applied(piece.step)
+            idle.append(worker)
+    return ran
+
+
+def draw(ran: list[Ran], worker: int) -> str:
+    """One worker's line of a schedule, four characters a unit of time."""
+    line = ""
+    for one in sorted((one for one in ran if one.worker == worker), key=lambda one: one.start):
+        line = line.ljust(int(4 * one.start))
+        line = line.removesuffix("|") if len(line) > 4 * one.start else line
+        line += "|" + str(one.piece.step).center(int(4 * (one.end - one.start)) - 1, "-") + "|"
+    return line
+
+
+@pytest.mark.parametrize("tau, steps", [(0, 5), (1, 8), (math.inf, 8)])
+def test_the_diagram_in_the_module_is_what_happens(tau, steps):
+    ran = simulate(Schedule(tau), steps, [1, 3])
+    _, text = consistency.__doc__.split(f"    tau={tau} ")
+    first, second = text.splitlines()[1:3]
+    assert first.startswith("    worker 0   " + draw(ran, 0))
+    assert second == "    worker 1   " + draw(ran, 1)
+
+
+# --- when a step may start ------------------------------------------------------------------------
+
+
+def taken(schedule: Schedule, *workers: int) -> list[tuple[int, int] | None]:
+    pieces = [schedule.take(worker) for worker in workers]
+    return [piece and (piece.step, piece.slice) for piece in pieces]
+
+
+def finish(schedule: Schedule, piece: Piece | None, worker: int) -> None:
+    assert piece is not None
+    assert schedule.returned(piece, worker)
+    if schedule.complete(piece.step):
+        schedule.applied(piece.step)
+
+
+def offered(schedule: Schedule, steps: int) -> Schedule:
+    assert [schedule.offer() for _ in range(steps)] == list(range(steps))
+    return schedule
+
+
+def test_nothing_starts_that_was_not_offered():
+    schedule = Schedule(math.inf)
+    assert taken(schedule, 0) == [None]
+    schedule.offer()
+    assert taken(schedule, 0, 1) == [(0, 0), None]
+
+
+def test_pieces_come_in_order_of_step_and_slice():
+    schedule = offered(Schedule(tau=1, slices=3), 2)
+    assert taken(schedule, *range(6)) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+
+
+@pytest.mark.parametrize("tau", [0, 1, 3])
+def test_tau_more_steps_start_before_the_first_is_finished(tau):
+    schedule = offered(Schedule(tau), 9)
+    pieces = [schedule.take(worker) for worker in range(9)]
+    assert [piece is not None for piece in pieces] == [True] * (tau + 1) + [False] * (8 - tau)
+
+
+def test_a_step_waits_for_every_step_before_not_for_as_many():
+    """With tau=2, steps 1 and 2 finished and 0 not, step 3 must wait: counting would let it go.
+
+    step   0 ------------------------|
+           1 -----|
+           2 --------|
+           3                          |--   needs every step before 3 - 2
+    """
+    schedule = offered(Schedule(tau=2), 4)
+    oldest = schedule.take(0)
+    for worker in (1, 2):
+        finish(schedule, schedule.take(worker), worker)
+    assert taken(schedule, 1, 2) == [None, None]
+    finish(schedule, oldest, 0)
+    assert taken(schedule, 1, 2) == [(3, 0), None]
+
+
+def test_a_computed_step_is_not_finished_before_it_is_applied():
+    """Starting on `complete` would read weights without the gradients of the step before."""
+    schedule = offered(Schedule(tau=0), 2)
+    piece = schedule.take(0)
+    assert schedule.returned(piece, 0)
+    assert taken(schedule, 0) == [None]
+    schedule.applied(0)
+    assert taken(schedule, 0) == [(1, 0)]
+
+
+def test_async_goes_on_past_a_silent_worker():
+    ran = simulate(Schedule(math.inf), 50, [1, NEVER])
+    assert [one.piece.step for one in ran] == [0, *range(2, 50)]
+
+
+def test_bounded_delay_stops_tau_steps_past_a_silent_worker():
+    schedule = Schedule(tau=4)
+    ran = simulate(schedule, 50, [1, NEVER])
+    assert [one.piece.step for one in ran] == [0, 2, 3, 4, 5]
+    assert schedule.unfinished == 45
+
+
+def test_a_slow_worker_holds_the_others_back_the_less_the_larger_tau():
+    """Three workers, one five times slower: 11 pieces in 5 units of time when nobody waits."""
+    ends = [
+        max(one.end for one in simulate(Schedule(tau), 110, [1, 1, 5])) for tau in (0, 2, 4, 12)
+    ]
+    assert ends == sorted(ends, reverse=True)
+    assert len(set(ends)) == 4
+    assert ends[-1] == max(one.end for one in simulate(Schedule(math.inf), 110, [1, 1, 5])) == 50
+
+
+# --- several slices, and losses -------------------------------------------------------------------
+
+
+def test_a_step_is_complete_with_its_last_slice():
+    schedule = offered(Schedule(tau=0, slices=3), 1)
+    pieces = [schedule.take(worker) for worker in range(3)]
+    for worker in (2, 0, 1):
+        assert not schedule.complete(0)
+        assert schedule.returned(pieces[worker], worker)
+    assert schedule.complete(0)
+    schedule.applied(0)
+    assert not schedule.complete(0), "a step that is applied must not be applied again"
+
+
+def test_one_worker_does_all_slices_when_the_others_are_gone():
+    ran = simulate(Schedule(tau=0, slices=3), 2, [1])
+    assert [(one.piece.step, one.piece.slice) for one in ran] == [
+        (step, part) for step in (0, 1) for part in (0, 1, 2)
+    ]
+
+
+def test_lost_pieces_are_first_in_line_and_in_order():
+    schedule = offered(Schedule(tau=1, slices=2), 3)
+    pieces = [schedule.take(worker) for worker in range(3)]
+    schedule.lost(pieces[2], 2)
+    schedule.lost(pieces[0], 0)
+    assert [schedule.take(worker) for worker in (3, 4, 5)] == [
+        Piece(step=0, slice=0, copy=1),
+        Piece(step=1, slice=0, copy=1),
+        Piece(step=1, slice=1, copy=0),
+    ]
+    assert schedule.retried == 2
+
+
+def test_a_loss_is_counted_as_a_retry_when_it_is_handed_out_again():
+    schedule = offered(Schedule(tau=0), 1)
+    schedule.lost(schedule.take(0), 0)
+    assert schedule.retried == 0
+    assert schedule.take(1).copy == 1
+    assert schedule.retried == 1
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_lost_piece_whose_slice_has_counted_is_not_repeated(finished):
+    schedule = offered(Schedule(tau=0, slices=2, spare=1), 1)
+    first, other, backup = (schedule.take(worker) for worker in range(3))
+    assert schedule.returned(backup, 2)
+    if finished:
+        finish(schedule, other, 1)
+    schedule.lost(first, 0)
+    assert (schedule.waiting, schedule.retried) == (0, 0)
+    assert taken(schedule, 2) == ([None] if finished else [(0, 1)]), "(0, 1) is a backup"
+
+
+def test_a_piece_is_lost_when_its_last_copy_is():
+    schedule = offered(Schedule(tau=0, spare=1), 1)
+    first, backup = schedule.take(0), schedule.take(1)
+    schedule.lost(first, 0)
+    assert schedule.waiting == 0, "a copy still runs"
+    schedule.lost(backup, 1)
+    assert schedule.waiting == 1
+    assert schedule.take(2) == Piece(step=0, slice=0, copy=2)
+
+
+# --- backup workers -------------------------------------------------------------------------------
+
+
+def test_without_spare_nothing_is_repeated():
+    schedule = offered(Schedule(tau=0, slices=2), 2)
+    assert taken(schedule, 0, 1, 2, 3) == [(0, 0), (0, 1), None, None]
+
+
+def test_the_longest_running_slice_is_repeated_and_the_first_result_counts():
+    schedule = offered(Schedule(tau=0, slices=2, spare=1), 2)
+    slow, other = schedule.take(0), schedule.take(1)
+    backup = schedule.take(2)
+    assert backup == Piece(step=0, slice=0, copy=1)
+    assert schedule.take(3) is None, "one backup at a time"
+    assert schedule.returned(backup, 2)
+    finish(schedule, other, 1)
+    assert taken(schedule, 1, 2) == [(1, 0), (1, 1)], "the next step does not wait for worker 0"
+    assert not schedule.returned(slow, 0), "its slice has counted"
+    assert schedule.dropped == 1
+
+
+def test_a_worker_does_not_repeat_its_own_slice():
+    schedule = offered(Schedule(tau=0, slices=2, spare=2), 1)
+    assert taken(schedule, 0, 1, 0) == [(0, 0), (0, 1), (0, 1)]
+    assert taken(schedule, 0, 1) == [None, (0, 0)]
+
+
+def test_only_the_oldest_step_is_repeated():
+    schedule = offered(Schedule(tau=1, slices=1, spare=2), 2)
+    oldest, newer = schedule.take(0), schedule.take(1)
+    assert taken(schedule, 1) == [(0, 0)]
+    assert schedule.returned(oldest, 0)
+    assert taken(schedule, 0) == [None], "step 0 has its result, and step 1 is not the oldest"
+    schedule.applied(0)
+    assert newer.step == 1
+    assert taken(schedule, 0) == [(1, 0)]
+
+
+def test_new_work_comes_before_backups():
+    schedule = offered(Schedule(tau=1, slices=1, spare=1), 2)
+    assert taken(schedule, 0, 1, 2) == [(0, 0), (1, 0), (0, 0)]
+
+
+@pytest.mark.parametrize("spare", [1, 2, 3])
+def test_silent_workers_up_to_spare_stop_nobody(spare):
+    """Also when all silent workers sit on the same slice: one backup for it is not enough then."""
+    schedule = Schedule(tau=0, slices=2, spare=spare)
+    simulate(schedule, 20, [NEVER, 1, *[NEVER] * (spare - 1), 1])
+    assert schedule.finished == 20
+
+
+def test_a_slice_may_have_as_many_backups_as_there_are_spare_workers():
+    """With one backup a slice, two silent workers on the same slice would stop a spare of two."""
+    schedule = offered(Schedule(tau=0, slices=1, spare=2), 1)
+    assert [schedule.take(worker).copy for worker in range(3)] == [0, 1, 2]
+    assert schedule.take(3) is None
+
+
+def test_the_slice_with_the_fewest_copies_is_repeated_first():
+    schedule = offered(Schedule(tau=0, slices=2, spare=3), 1)
+    assert taken(schedule, *range(6)) == [(0, 0), (0, 1), (0, 0), (0, 1), (0, 0), None]
+
+
+def test_no_slice_has_more_backups_than_spare():
+    """Workers with two pieces each let a slice run three times with one spare worker."""
+    schedule = offered(Schedule(tau=0, slices=3, spare=1), 1)
+    pieces = [schedule.take(worker) for worker in range(3)]
+    assert taken(schedule, 3) == [(0, 0)]
+    schedule.lost(pieces[2], 2)
+    assert taken(schedule, 1) == [(0, 2)], "besides slice 1"
+    assert taken(schedule, 1) == [None]
+
+
+def test_a_silent_worker_with_several_pieces_counts_once():
+    schedule = offered(Schedule(tau=0, slices=2, spare=1), 1)
+    assert taken(schedule, 0, 0) == [(0, 0), (0, 1)]
+    finish(schedule, schedule.take(1), 1)
+    finish(schedule, schedule.take(1), 1)
+    assert schedule.finished == 1
+
+
+def test_sync_with_one_backup_worker_is_as_fast_as_without_the_slow_one():
+    def end(schedule, durations):
+        return max(one.end for one in simulate(schedule, 50, durations) if one.counted)
+
+    assert end(Schedule(tau=0, slices=3), [1, 1, 5]) == 250, "limited by the slowest"
+    assert end(Schedule(tau=0, slices=2, spare=1), [1, 1, 5]) == 50
+    assert end(Schedule(tau=0, slices=2, spare=1), [5, 1, 1]) == 50
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 25), st.randoms(use_true_random=False))
+def test_n_workers_are_free_when_a_step_completes(slices, spare, steps, random):
+    """Limiting only the backups that still run let a step end with fewer than N workers free.
+
+    N=2, b=1, worker 0 slow: worker 2 repeats slice 0 and comes back; a second backup, of slice 1,
+    would run on into the next step next to worker 0, and leave one worker for its two slices.
+    """
+    workers = slices + spare
+    durations = [iter(lambda: random.choice([1, 2, 3, 10, 50]), None) for _ in range(workers)]
+    ran = simulate(Schedule(tau=0, slices=slices, spare=spare), steps, durations)
+    ends = {one.piece.step: one.end for one in ran if one.counted}
+    for one in ran:
+        if one.piece.copy == 0:
+            assert one.start == ends.get(one.piece.step - 1, 0), "all slices start at once"
+
+
+# --- counting -------------------------------------------------------------------------------------
+
+
+def test_waiting_and_unfinished():
+    schedule = offered(Schedule(tau=1, slices=2), 3)
+    assert (schedule.waiting, schedule.unfinished) == (3, 3)
+    pieces = [schedule.take(worker) for worker in range(3)]
+    assert schedule.waiting == 2, "step 1 is handed out in part"
+    schedule.lost(pieces[2], 2)
+    assert schedule.waiting == 2, "step 1 once, though both its slices wait"
+    schedule.lost(pieces[0], 0)
+    assert schedule.waiting == 3
+    finish(schedule, schedule.take(0), 0)
+    finish(schedule, pieces[1], 1)
+    assert (schedule.waiting, schedule.unfinished) == (2, 2)
+    assert (schedule.offered, schedule.finished) == (3, 1)
+
+
+def test_staleness_is_the_steps_missing_from_the_weights():
+    """Worker 1 is slow with step 1. Steps 2, 3, ... lack only step 1, but ever further back.
+
+    step        0   1   2   3   4   5
+    lacks       -   0   1   1   1   1     (tau=4: step 6 waits)
+    staleness   0   1   1   1   1   1
+    lag         0   1   1   2   3   4
+    """
+    schedule = Schedule(tau=4)
+    simulate(schedule, 6, [1, 4.5])
+    assert schedule.statistics == Staleness(histogram={0: 1, 1: 5}, lag=4)
+    assert schedule.statistics.max == 1
+    assert schedule.statistics.mean == pytest.approx(5 / 6)
+
+
+def test_a_serial_schedule_is_never_stale():
+    for schedule in (Schedule(tau=0), Schedule(tau=0, slices=2), Schedule(0, slices=2, spare=1)):
+        simulate(schedule, 20, [1, 2, 5])
+        assert schedule.statistics == Staleness(histogram={0: 20}, lag=0)
+
+
+def test_staleness_is_that_of_the_result_that_counts():
+    """Step 1 was first taken before step 0 was finished, but that attempt was lost."""
+    schedule = offered(Schedule(tau=1), 2)
+    oldest = schedule.take(0)
+    schedule.lost(schedule.take(1), 1)
+    finish(schedule, oldest, 0)
+    finish(schedule, schedule.take(1), 1)
+    assert schedule.statistics.histogram == {0: 2}
+
+
+@pytest.mark.parametrize("stale_first", [False, True])
+def test_staleness_of_a_step_is_that_of_its_stalest_slice(stale_first):
+    schedule = offered(Schedule(tau=1, slices=2), 2)
+    oldest = [schedule.take(0), schedule.take(1)]
+    stale = schedule.take(2)
+    for worker, piece in enumerate(oldest):
+        finish(schedule, piece, worker)
+    second = [(stale, 2), (schedule.take(0), 0)]
+    for piece, worker in second if stale_first else reversed(second):
+        finish(schedule, piece, worker)
+    assert schedule.statistics == Staleness(histogram={0: 1, 1: 1}, lag=1)
+
+
+def test_statistics_begin_anew_when_taken():
+    """Per-epoch logs must not average over all epochs before."""
+    schedule = Schedule(math.inf)
+    simulate(schedule, 10, [1, 1, 1])
+    first = schedule.take_statistics()
+    assert (first.steps, first.max) == (10, 2)
+    empty = schedule.statistics
+    assert (empty.steps, empty.mean, empty.max, empty.lag, empty.histogram) == (0, 0.0, 0, 0, {})
+    simulate(schedule, 4, [1])
+    assert schedule.take_statistics().histogram == {0: 4}
+    assert first.steps == 10, "what was taken does not change"
+
+
+@pytest.mark.parametrize("durations", [[1, 2, 3], [1, 1, NEVER]])
+def test_memory_stays_bounded(durations):
+    """A set of the steps applied past a silent worker would grow by one entry a step."""
+    schedule = Schedule(math.inf)
+    sizes = []
+    for _ in range(3):
+        simulate(schedule, 3000, durations)
+        sizes.append(len(pickle.dumps(schedule)))
+        if NEVER in durations:
+            durations = [1, 1]  # the silent one still has its piece
+    assert schedule.finished > 8900
+    assert max(sizes) < 2000
+    assert sizes[2] - sizes[1] < 50, "numbers may get longer, not more"
+
+
+def test_offered_steps_take_no_memory():
+    schedule = Schedule(tau=3)
+    before = len(pickle.dumps(schedule))
+    offered(schedule, 5000)
+    assert len(pickle.dumps(schedule)) - before < 20
+
+
+# --- misuse ---------------------------------------------------------------------------------------
+
+
+def test_only_who_has_a_piece_may_give_it_back():
+    schedule = offered(Schedule(tau=0), 1)
+    piece = schedule.take(3)
+    for give_back in (schedule.returned, schedule.lost):
+        with pytest.raises(RuntimeError, match="worker 1 gave back .*, but worker 3 has it"):
+            give_back(piece, 1)
+        with pytest.raises(RuntimeError, match="but nobody has it"):
+            give_back(Piece(step=0, slice=0, copy=1), 3)
+    assert schedule.returned(piece, 3)
+    for give_back in (schedule.returned, schedule.lost):
+        with pytest.raises(RuntimeError, match="but nobody has it"):
+            give_back(piece, 3)
+    assert schedule.dropped == 0, "misuse is not counted"
+
+
+def test_a_step_is_applied_once_and_when_complete():
+    schedule = offered(Schedule(tau=0, slices=2), 2)
+    for step in (-1, 0, 1, 7):
+        with pytest.raises(RuntimeError, match=f"step {step} was applied before it was started"):
+            schedule.applied(step)
+    pieces = [schedule.take(0), schedule.take(1)]
+    assert schedule.returned(pieces[1], 1)
+    with pytest.raises(RuntimeError, match=r"step 0 was applied without slices \[0\]"):
+        schedule.applied(0)
+    finish(schedule, pieces[0], 0)
+    with pytest.raises(RuntimeError, match="step 0 was applied twice"):
+        schedule.applied(0)
+    assert schedule.finished == 1
+
+
+# --- any trace ------------------------------------------------------------------------------------
+
+MODES = st.one_of(
+    st.builds(Sync, st.integers(0, 3)),
+    st.builds(BoundedDelay, st.integers(0, 5)),
+    st.just(Async()),
+)
+KNOBS = st.tuples(  # more than the modes use: several slices and backups with any tau
+    st.one_of(st.just(0), st.integers(1, 5), st.just(math.inf)),
+    st.integers(1, 3),
+    st.integers(0, 3),
+)
+WORKERS = st.integers(0, 5)
+
+
+class AnyTrace(RuleBasedStateMachine):
+    """Workers that ask, return, die and come back in any order, against plain books."""
+
+    @initialize(knobs=KNOBS)
+    def begin(self, knobs):
+        self.tau, self.slices, self.spare = knobs
+        self.schedule = Schedule(*knobs)
+        self.having: dict[Piece, tuple[int, set[int]]] = {}  # worker, steps missing when taken
+        self.seen: set[Piece] = set()
+        self.results = {}  # (step, slice) -> steps missing, of what counted
+        self.applied: list[int] = []
+        self.returned = self.losses = 0
+
+    # what hypothesis chooses from
+
+    @rule(count=st.integers(1, 4))
+    def offer(self, count):
+        for _ in range(count):
+            assert self.schedule.offer() == self.schedule.offered - 1
+
+    @rule(worker=WORKERS)
+    def take(self, worker):
+        before = self.schedule.waiting
+        piece = self.schedule.take(worker)
+        if piece is None:
+            assert not (self.tau == math.inf and before), "async waited"
+            return
+        assert piece not in self.seen, "two pieces are equal"
+        assert piece.step < self.schedule.offered
+        assert 0 <= piece.slice < self.slices
+        assert (piece.step, piece.slice) not in self.results, "work that cannot count any more"
+        missing = set(range(piece.step)) - set(self.applied)
+        assert all(piece.step - step <= self.tau for step in missing), "tau was exceeded"
+        same = [p for p in self.having if (p.step, p.slice) == (piece.step, piece.slice)]
+        if same:
+            assert self.spare, "repeated without backup workers"
+            assert len(same) <= self.spare
+            assert worker not in {self.having[p][0] for p in same}, "repeats its own work"
+            assert not set(range(piece.step)) - set(self.applied), "not the oldest step"
+        self.seen.add(piece)
+        self.having[piece] = (worker, missing)
+
+    @precondition(lambda self: self.having)
+    @rule(data=st.data())
+    def come_back(self, data):
+        self._come_back(data.draw(st.sampled_from(list(self.having))))
+
+    @precondition(lambda self: self.having)
+    @rule(data=st.data())
+    def die(self, data):
+        dead = data.draw(st.sampled_from(sorted({worker for worker, _ in self.having.values()})))
+        for piece in [p for p, (worker, _) in self.having.items() if worker == dead]:
+            del self.having[piece]
+            self.schedule.lost(piece, dead)
+            self.losses += 1
+
+    @precondition(lambda self: self._complete())
+    @rule(data=st.data())
+    def apply(self, data):
+        self._apply(data.draw(st.sampled_from(self._complete())))
+
+    def teardown(self):
+        """Whatever happened, one worker that answers finishes everything.
+
+        As many silent ones as there are backup workers may keep their pieces for ever.
+        """
+        if not hasattr(self, "schedule"):
+            return
+        silent = sorted({worker for worker, _ in self.having.values()})[: self.spare]
+        for _ in range(10_000):
+            if not self.schedule.unfinished:
+                break
+            answering = [p for p, (worker, _) in self.having.items() if worker not in silent]
+            if complete := self._complete():
+                self._apply(complete[0])
+            elif answering:
+                self._come_back(answering[0])
+            else:
+                held = len(self.having)
+                self.take(99)
+                assert len(self.having) > held, "stuck"
+        assert sorted(self.applied) == list(range(self.schedule.offered))
+        if self.tau == 0:
+            assert self.applied == sorted(self.applied), "not serial"
+        self.check_books()
+
+    # books
+
+    def _complete(self):
+        steps = Counter(step for step, _ in self.results)
+        return [
+            step
+            for step, count in steps.items()
+            if count == self.slices and step not in self.applied
+        ]
+
+    def _come_back(self, piece):
+        worker, missing = self.having.pop(piece)
+        self.returned += 1
+        first = (piece.step, piece.slice) not in self.results
+        assert self.schedule.returned(piece, worker) == first
+        if first:
+            assert piece.step not in self.applied
+            self.results[piece.step, piece.slice] = missing
+
+    def _apply(self, step):
+        assert self.schedule.complete(step)
+        self.schedule.applied(step)
+        assert not self.schedule.complete(step)
+        self.applied.append(step)
+
+    @invariant()
+    def check_books(self):
+        if not hasattr(self, "schedule"):
+            return
+        schedule = self.schedule
+        assert schedule.finished == len(self.applied) == len(set(self.applied))
+        assert schedule.unfinished == schedule.offered - len(self.applied)
+        assert schedule.dropped + len(self.results) == self.returned
+        assert schedule.retried <= self.losses
+        complete = set(self._complete())
+        for step in range(schedule.offered):
+            assert schedule.complete(step) == (step in complete)
+        handed_out = {(p.step, p.slice) for p in self.having} | set(self.results)
+        waiting = [
+            step
+            for step in range(schedule.offered)
+            if any((step, part) not in handed_out for part in range(self.slices))
+        ]
+        assert schedule.waiting == len(waiting), "a slice is neither waiting, running nor counted"
+        ages = {
+            step: max((self.results[step, part] for part in range(self.slices)), key=len)
+            for step in self.applied
+        }
+        assert schedule.statistics.histogram == Counter(len(age) for age in ages.values())
+        lags = [step - min(age, default=step) for step, age in ages.items()]
+        assert schedule.statistics.lag == max(lags, default=0)
+        assert schedule.statistics.max <= schedule.statistics.lag <= self.tau
+
+
+TestAnyTrace = AnyTrace.TestCase
+TestAnyTrace.settings = settings(deadline=None, max_examples=150, stateful_step_count=40)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    MODES,
+    st.integers(1, 4),
+    st.lists(st.integers(1, 20), min_size=1, max_size=5),
+    st.integers(0, 60),
+)
+def test_workers_of_any_speed_finish_every_step_once(mode, extra, speeds, steps):
+    schedule = Schedule.of(mode, mode.spare + extra)
+    ran = simulate(schedule, steps, speeds)
+    counted = Counter((one.piece.step, one.piece.slice) for one in ran if one.counted)
+    slices = mode.slices(mode.spare + extra)
+    assert counted == {(step, part): 1 for step in range(steps) for part in range(slices)}
+    assert schedule.finished == steps
+    assert schedule.dropped == len(ran) - len(counted)
+    assert schedule.retried == 0
+    assert schedule.statistics.steps == steps
+    assert schedule.statistics.max <= min(mode.tau, len(speeds) - 1)
+    assert schedule.statistics.lag <= mode.tau
+    if isinstance(mode, Async):
+        for worker in range(len(speeds)):
+            own = sorted((one.start, one.end) for one in ran if one.worker == worker)
+            assert all(a[1] == b[0] for a, b in zip(own, own[1:], strict=False)), "it waited"
