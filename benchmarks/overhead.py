@@ -49,8 +49,12 @@ def epoch(model, x, y):
     return time.perf_counter() - began
 
 
+def quartiles(values):
+    return statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+
+
 def spread(seconds):
-    low, middle, high = statistics.quantiles(seconds, n=4)
+    low, middle, high = quartiles(seconds)
     return f"{1000 * middle:7.1f} ms ({1000 * low:.1f} - {1000 * high:.1f})"
 
 
@@ -73,7 +77,7 @@ for build in (dense, conv):
         for model, seconds in turn if number % 2 else reversed(turn):
             seconds.append(epoch(model, x, y))
     ratios = [a / b for a, b in zip(plain_seconds, strategy_seconds, strict=True)]
-    low, ratio, high = statistics.quantiles(ratios, n=4)
+    low, ratio, high = quartiles(ratios)
     print(f"{build.__name__:6} plain    {spread(plain_seconds)}")
     print(f"{'':6} strategy {spread(strategy_seconds)}")
     print(f"{'':6} ratio    {ratio:.3f} ({low:.3f} - {high:.3f})", flush=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dtk.callbacks.base import StrategyCallback
-from dtk.strategies import fitting
+from dtk.strategies import agreement
 
 
 class BroadcastVariables(StrategyCallback):
@@ -43,5 +43,5 @@ class BroadcastVariables(StrategyCallback):
                 f"worker(s); use 0 to {size - 1}"
             )
         if adoption.strategy.communicator.size > 1:
-            fitting.check_same_run(adoption, self.params)
-            fitting.start_from(self.root_rank, adoption)
+            agreement.check_same_run(adoption, self.params)
+            agreement.start_from(self.root_rank, adoption)

@@ -18,7 +18,7 @@ from dtk.callbacks import state as states
 from dtk.callbacks.base import StrategyCallback
 from dtk.callbacks.checkpoint_files import CheckpointFiles, CorruptCheckpointError
 from dtk.callbacks.termination import EXIT_CODE, Termination
-from dtk.strategies import adopt, extended, fitting
+from dtk.strategies import adopt, agreement, extended
 
 _FORMAT = 1
 _BETTER_WHEN_LARGER = ("acc", "auc", "precision", "recall", "f1", "fbeta", "iou", "r2", "cosine")
@@ -42,7 +42,9 @@ class Checkpoint(StrategyCallback):
 
     Files never lie half written (see `dtk.callbacks.checkpoint_files`). On SIGTERM all ranks save
     at the same step, within about a second, and exit with code 143, so that a scheduler can start
-    the job again.
+    the job again. During `fit`'s validation they save what training has reached; resuming begins
+    that validation anew. Nothing is saved when a single step, or what another callback does between
+    two, takes more than 20 seconds.
 
     A `fit` that is called again with the same callback goes on with the model in memory; give every
     `fit` that must be resumable a directory of its own.
@@ -107,6 +109,7 @@ class Checkpoint(StrategyCallback):
         self._begun = self._fitting = False
         self._termination: Termination | None = None
         self._metrics: list | None = None
+        self._trained: dict | None = None
         self._initial_epoch: int | None = None
 
     # Resuming.
@@ -115,6 +118,7 @@ class Checkpoint(StrategyCallback):
         """Catch SIGTERM."""
         self._fitting, self._initial_epoch = True, self.adoption.initial_epoch()
         self._epoch = self._since_save = self._last_step = self._resumed_step = 0
+        self._trained = None
         if self.save_on_sigterm:
             self._termination = Termination(self.strategy.communicator)
             self._termination.install()
@@ -137,7 +141,9 @@ class Checkpoint(StrategyCallback):
         if not names:
             return None
         name, (packed, arrays) = self._newest_readable(names)
-        check_same_model(packed["variables"], describe(self.adoption), self.files.directory / name)
+        path = self.files.directory / name
+        check_same_model(packed["variables"], describe(self.adoption), path)
+        check_same_counts(packed, self.adoption, path)
         self.model.load_weights(self.files.weights(name))
         return name, states.unpack(packed, arrays)
 
@@ -164,12 +170,12 @@ class Checkpoint(StrategyCallback):
     def _restore(self, state: dict) -> None:
         """All ranks: everything but the weights, which rank 0 has."""
         adoption = self.adoption
-        fitting.start_from(0, adoption)
+        agreement.start_from(0, adoption)
         for variable in _accumulators(adoption):
             _give_to_first(variable, _copies(variable, self.strategy)[0], self.strategy)
         for variable, value in zip(adoption.seed_states(), state["seeds"], strict=True):
             variable.assign(value)
-        fitting.spread_seeds(adoption)
+        agreement.spread_seeds(adoption)
         states.to_callbacks(state["callbacks"], adoption.callbacks.callbacks)
         states.to_generators(state["random"])
         if self.strategy.shuffle_seed is not None and state["shuffle_seed"] is not None:
@@ -179,12 +185,15 @@ class Checkpoint(StrategyCallback):
             tf.random.set_seed(state["tensorflow_seed"])
             adoption.set_batches(adoption.epoch_iterator.data_adapter)
         self._metrics, self._resumed_step = state["metrics"], state["step"]
-        self.best = state["best"]
+        self.best, self._trained = state["best"], state["trained"]
         if state["stopped"]:
             adoption.set_initial_epoch(max(state["epoch"], self.params["epochs"]))
-        else:
-            adoption.set_initial_epoch(state["epoch"])
+            return
+        adoption.set_initial_epoch(state["epoch"])
+        if self._trained is None:
             adoption.resume_at(state["step"], state["data"])
+        else:
+            adoption.resume_after_steps(self._trained, state["data"])
 
     def _tell(self, name: str, state: dict) -> None:
         epochs, path = self.params["epochs"], self.files.directory / name
@@ -194,6 +203,7 @@ class Checkpoint(StrategyCallback):
             self.say(f"training had finished, epoch {state['epoch']} of {epochs} ({path})")
         else:
             step = f", step {state['step'] + 1}," if state["step"] else ""
+            step = step if state["trained"] is None else ", validation,"
             self.say(f"resuming at epoch {state['epoch'] + 1}/{epochs}{step} from {path}")
 
     # Saving. Between steps means at the begin of a batch: the step before it is complete on every
@@ -217,11 +227,31 @@ class Checkpoint(StrategyCallback):
         if ending:
             self._exit()
 
+    def on_test_begin(self, logs: dict | None = None) -> None:
+        """Note what training said in this epoch, which validation is about to forget."""
+        if self._termination is not None:
+            self._termination.find_pace()
+            if self._trained is None:
+                results = self.model.get_metrics_result()
+                self._trained = {name: _value(value) for name, value in results.items()}
+
+    def on_test_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+        """Save during validation, which changes nothing of what is saved."""
+        if self._termination is not None and self._termination.wanted_after_step():
+            # Whoever put other weights into the model to validate them takes them out again.
+            self.adoption.callbacks.on_test_end(self.model.get_metrics_result())
+            steps = self.adoption.epoch_iterator.num_batches or 0
+            self._save(self._epoch, steps, in_epoch=False, trained=self._trained)
+            self._exit()
+
     def on_epoch_agreed(self, epoch: int, logs: dict | None = None) -> None:
         """Save after an epoch, when all callbacks have seen it."""
         steps = self.adoption.epoch_iterator.num_batches
         self._since_save += max(0, (steps or 0) - self._last_step)
         ending = self._termination is not None and self._termination.wanted()
+        if self._termination is not None and self._trained is not None:
+            self._termination.find_pace()
+        self._trained = None
         last = self.model.stop_training or epoch + 1 >= self.params["epochs"]
         if ending or last or self._due() or self.save_freq == "epoch":
             self._save(epoch + 1, 0, in_epoch=False, logs=logs)
@@ -240,17 +270,33 @@ class Checkpoint(StrategyCallback):
     def _due(self) -> bool:
         return isinstance(self.save_freq, int) and self._since_save >= self.save_freq
 
-    def _save(self, epoch: int, step: int, in_epoch: bool, logs: dict | None = None) -> None:
-        """All ranks together: some of the state is spread over them."""
+    def _save(
+        self,
+        epoch: int,
+        step: int,
+        in_epoch: bool,
+        logs: dict | None = None,
+        trained: dict | None = None,
+    ) -> None:
+        """All ranks together: some of the state is spread over them.
+
+        Args:
+            epoch: Where to resume.
+            step: Steps of that epoch that are done.
+            in_epoch: Whether Keras is between two of its steps.
+            logs: The numbers of an epoch that is over.
+            trained: Those of an epoch of which only the validation is left.
+        """
         self._since_save = 0
         fold_accumulators(self.adoption)
-        metrics = [_value(v) for v in _metric_variables(self.model)] if step else None
+        metrics = [_value(v) for v in _metric_variables(self.model)] if in_epoch and step else None
         better = self._is_better(logs)
         note = {"epoch": epoch, "monitor": self.monitor, "value": self.best} if better else None
 
         def write() -> str:
             arrays: dict[str, np.ndarray] = {}
-            state = {**self._state(in_epoch), "epoch": epoch, "step": step, "metrics": metrics}
+            state = {**self._state(in_epoch), "epoch": epoch, "step": step}
+            state |= {"metrics": metrics, "trained": trained}
             return self._write(states.pack(state, arrays), arrays, note)
 
         self._last = self._on_chief(write)
@@ -379,6 +425,29 @@ def check_same_model(saved: list, mine: list, path: Any) -> None:
             f"{path} belongs to another model: only {where} has "
             f"{more[min(len(saved), len(mine))][0]}; use another directory, or resume=False"
         )
+
+
+def check_same_counts(saved: dict, adoption: adopt.Adoption, path: Any) -> None:
+    """Compare what has no weights: random layers, and metrics in the middle of an epoch.
+
+    Args:
+        saved: The state of a checkpoint, as it lies on disk.
+        adoption: The model that would go on from it.
+        path: The checkpoint.
+
+    Raises:
+        ValueError: Naming both counts.
+    """
+    counts = [("random layers (Dropout and the like)", "seeds", adoption.seed_states())]
+    if saved["metrics"] is not None:
+        counts.append(("variables of metrics", "metrics", _metric_variables(adoption.model)))
+    for what, key, mine in counts:
+        if len(saved[key]) != len(mine):
+            raise ValueError(
+                f"{path} belongs to another model: it has {len(saved[key])} {what}, this model has "
+                f"{len(mine)}; use another directory or resume=False, and model.load_weights to "
+                "start from its weights"
+            )
 
 
 def _last_word(path: str) -> str:

@@ -18,6 +18,8 @@ KNOWN: tuple[tuple[type, tuple[str, ...]], ...] = (
     (keras.callbacks.ReduceLROnPlateau, ("wait", "cooldown_counter", "best")),
     (keras.callbacks.ModelCheckpoint, ("best",)),
     (keras.callbacks.History, ("history", "epoch")),
+    # Which weights are in the model; Keras's own name for it, tested in test_keras_seam.py.
+    (keras.callbacks.SwapEMAWeights, ("_ema_weights_in_model",)),
 )
 
 

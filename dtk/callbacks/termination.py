@@ -24,7 +24,8 @@ class Termination:
     """Catches SIGTERM, and lets ranks agree to act on it.
 
     Schedulers send SIGTERM to one process or to all, at slightly different times. Ranks therefore
-    ask each other at steps they have agreed on, about once a second, by rank 0's clock.
+    ask each other at steps they have agreed on, about once a second, by rank 0's clock. Steps of
+    training and of validation count alike; between the two the pace is found anew.
 
     A rank that waits in a collective for one that has died would be deaf: Python's handlers run
     between Python instructions only. A thread, woken by the signal itself, ends the process when
@@ -44,8 +45,7 @@ class Termination:
         self._woken_before = -1
         self._granted = threading.Event()
         self._steps = 0
-        self._interval = self._next = 1
-        self._asked = (0, time.monotonic())
+        self.find_pace()
 
     def install(self) -> None:
         """Catch SIGTERM from now on; a second one ends the process as before."""
@@ -88,6 +88,14 @@ class Termination:
         self._steps += 1
         return self._steps >= self._next and self.wanted()
 
+    def find_pace(self) -> None:
+        """Ask again at the next step: those that follow may take a thousand times as long.
+
+        Every rank calls it at the same steps, as where validation begins and ends.
+        """
+        self._interval, self._next = 0, self._steps + 1
+        self._asked = (self._steps, time.monotonic())
+
     def wanted(self) -> bool:
         """As `wanted_after_step`, asking now."""
         steps, since = self._asked
@@ -97,7 +105,7 @@ class Termination:
         self._asked = (self._steps, now)
         # At most doubled: the first steps tell little about how long the others take.
         wished = max(1, round(_SECONDS_BETWEEN / max(answers[0][1], 1e-6)))
-        self._interval = min(2 * self._interval, wished)
+        self._interval = min(max(1, 2 * self._interval), wished)
         self._next = self._steps + self._interval
         if any(caught for caught, _ in answers):
             self._granted.set()

@@ -50,6 +50,12 @@ def create(name: str = "auto", environment: Environment | None = None) -> Commun
         from dtk.cluster import detect
 
         environment = detect()
+    if environment.role not in ("chief", "worker"):
+        raise CommunicatorError(
+            f"this process is {environment.role} {environment.rank} ({environment.reason}), which "
+            "takes no part in all-reduce training; start it with a script that makes a "
+            "ParameterServerStrategy, or leave that role out of the job"
+        )
     if name == "auto":
         name = _choose(environment)
     if name == "null":

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import keras
 
+from dtk.strategies.agreement import spread_seed
 from dtk.strategies.base import DtkStrategy
-from dtk.strategies.fitting import spread_seed
 
 
 def set_seed(seed: int, strategy: DtkStrategy) -> int:

@@ -5,7 +5,8 @@ thought. Where decoding is the bottleneck, `shard` gives each rank its own files
 
     files   --list--> [a b c d e]   --rank 0 of 2-->  a c e      every second file
                                     --rank 1 of 2-->  b d
-    batches of the shorter rank end first, so ranks agree on the number of steps beforehand.
+    batches of the shorter rank end first, so ranks agree on the number of steps beforehand, and
+    rank 0 says how many rows of the longer ones that leaves out.
 
 The rows of a global batch are then the rows of all ranks' local batches; each rank's loss counts
 with its share of them, so uneven local batches are weighed exactly.
@@ -40,15 +41,20 @@ def shard(
         batch_size: The global batch; each rank reads its slice's worth of rows per step.
         read: Turns one file name (a string tensor) into a dataset of elements; needed for file
             names only, such as `tf.data.TFRecordDataset`.
-        steps: Steps of an epoch, the same on all ranks. None counts the elements of every rank
-            once, by reading them, and takes the shortest rank's: no rank waits at the end.
+        steps: Steps of an epoch, the same on all ranks; no more than every rank has data for. None
+            counts the elements of every rank once, by reading them where TensorFlow does not know,
+            and takes the shortest rank's: no rank waits at the end. Rows that others have beyond
+            these steps are left out of every epoch, and rank 0 prints how many; a dataset, which is
+            dealt out element by element, leaves out hardly any.
 
     Returns:
         A dataset to give to `model.fit`, which does not cut it again.
 
     Raises:
         ValueError: The batch is smaller than the number of workers, `read` is missing, or a rank
-            has too few elements for a single step.
+            has too few elements for `steps`, or for a single step. Where only reading tells how
+            many there are, `steps` is taken on trust, and a rank that runs out raises
+            TensorFlow's error in that step.
 
     Example:
         >>> import dtk, tensorflow as tf
@@ -71,11 +77,9 @@ def shard(
     elements = _elements(source, read, rank, size)
     mine = batch_size // size + (rank < batch_size % size)
     local = elements.batch(mine)
-    if size > 1:
-        wanted = _agreed_steps(local, steps, communicator)
-        local = local.take(wanted).apply(tf.data.experimental.assert_cardinality(wanted))
-    elif steps is not None:
-        local = local.take(steps)
+    if size > 1 or steps is not None:
+        steps = _agreed_steps(steps, elements, mine, communicator)
+        local = local.take(steps).apply(tf.data.experimental.assert_cardinality(steps))
     prefetched = local.prefetch(tf.data.AUTOTUNE)
     if size == 1:
         return prefetched
@@ -98,22 +102,51 @@ def _elements(source: Any, read: Callable | None, rank: int, size: int) -> tf.da
     return tf.data.Dataset.from_tensor_slices(names[rank::size]).flat_map(read)
 
 
-def _agreed_steps(local: tf.data.Dataset, steps: int | None, communicator: Any) -> int:
-    """The number of steps every rank can take."""
-    if steps is not None:
-        return steps
-    count = int(local.cardinality())
-    if count == tf.data.INFINITE_CARDINALITY:
-        raise ValueError("shard of an endless dataset needs steps=..., the steps of an epoch")
-    if count < 0:
-        count = sum(1 for _ in local)
-    counts = communicator.allgather_object(count)
-    if min(counts) == 0:
-        raise ValueError(
-            at_rank(
-                communicator.rank,
-                f"rank {counts.index(0)} has no data at all (steps by rank: {counts}); use fewer "
-                "workers, or a dataset with more elements",
-            )
+def _agreed_steps(
+    asked: int | None, elements: tf.data.Dataset, mine: int, communicator: Any
+) -> int:
+    """The steps every rank takes, in batches of `mine` rows here; errors are raised on all."""
+    rows = int(elements.cardinality())
+    if asked is None and rows == tf.data.UNKNOWN_CARDINALITY:
+        rows = int(elements.reduce(tf.constant(0, tf.int64), lambda count, *_: count + 1))
+    held = communicator.allgather_object((asked, rows, mine))
+    wrong = _wrong_steps(asked, [each[0] for each in held], [each[1:] for each in held])
+    if wrong:
+        raise ValueError(at_rank(communicator.rank, wrong))
+    if asked is not None:
+        return asked
+    steps = min(-(-rows // batch) for _, rows, batch in held)
+    left_out = sum(max(0, rows - steps * batch) for _, rows, batch in held)
+    if left_out and communicator.rank == 0:
+        counts = [rows for _, rows, _ in held]
+        print(
+            f"shard: {left_out} of {sum(counts)} rows are left out of every epoch, because ranks "
+            f"hold {counts} rows and all take the {steps} steps of the shortest; spread the rows "
+            "more evenly over files, or give shard a dataset of all of them",
+            flush=True,
         )
-    return min(counts)
+    return steps
+
+
+def _wrong_steps(asked: int | None, everyone: list, held: list[tuple[int, int]]) -> str | None:
+    """What is wrong with the steps asked for, given (rows, rows of a batch) by rank; else None."""
+    if len(set(everyone)) > 1:
+        return f"steps={asked}, but it must be the same on all ranks (by rank: {everyone})"
+    if asked is not None and asked < 1:
+        return f"steps={asked}, but it must be 1 or more"
+    counts = [rows for rows, _ in held]
+    if asked is None and tf.data.INFINITE_CARDINALITY in counts:
+        return "shard of an endless dataset needs steps=..., the steps of an epoch"
+    if 0 in counts:
+        return (
+            f"rank {counts.index(0)} has no data at all (rows by rank: {counts}); use fewer "
+            "workers, or a dataset with more elements"
+        )
+    batches = {rank: -(-rows // batch) for rank, (rows, batch) in enumerate(held) if rows > 0}
+    short = next((rank for rank in batches if batches[rank] < (asked or 0)), None)
+    if short is None:
+        return None
+    return (
+        f"steps={asked}, but rank {short} has data for {batches[short]}; give at most that, repeat "
+        "the source, or leave steps out for what every rank has"
+    )

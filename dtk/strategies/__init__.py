@@ -2,6 +2,16 @@
 
 from dtk.strategies.allreduce import AllReduceStrategy
 from dtk.strategies.auto import auto_strategy
+from dtk.strategies.consistency import Async, BoundedDelay, Sync
 from dtk.strategies.mirrored import MirroredStrategy
+from dtk.strategies.parameter_server import ParameterServerStrategy
 
-__all__ = ["AllReduceStrategy", "MirroredStrategy", "auto_strategy"]
+__all__ = [
+    "AllReduceStrategy",
+    "Async",
+    "BoundedDelay",
+    "MirroredStrategy",
+    "ParameterServerStrategy",
+    "Sync",
+    "auto_strategy",
+]

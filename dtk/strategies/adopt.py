@@ -19,13 +19,16 @@ Private names used, each with a test in tests/strategies/test_private_names.py:
     keras.src.backend.common.variables   Variable.assign (observed while a step is traced)
     keras.src.trainers.trainer       Trainer.compile (hooked while inside a scope)
     Model       _distribute_strategy, _make_function, _maybe_symbolic_build, _symbolic_build,
-                _initial_epoch, _compile_loss, _flatten_layers
+                _initial_epoch, _compile_loss, _flatten_layers, _get_metrics_result_or_logs
     Optimizer   _distribution_strategy, _all_reduce_sum_gradients, _clip_gradients,
                 _accumulated_gradients, _learning_rate
                 _trainable_variables_indices, _trainable_variables, _var_key
     Variable    _value, _initialize
     TFEpochIterator   _distributed_dataset, _num_batches, _current_iterator, _steps_seen,
                 _get_iterator, _enumerate_iterator, _interrupted_warning
+    keras.src.backend.tensorflow.numpy   take (replaced while a worker's step is traced)
+    keras.layers.Embedding               _embeddings
+    Variable    _initialize_with_initializer
     keras.src.trainers.data_adapters     ArrayDataAdapter (._inputs, ._shuffle), TFDatasetAdapter
 """
 
@@ -34,13 +37,15 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
+import inspect
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 from keras.src.backend.common.variables import Variable as KerasVariable
+from keras.src.backend.tensorflow import numpy as keras_numpy
 from keras.src.losses import loss as keras_losses
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
@@ -61,18 +66,37 @@ class _Step:
         share: n_w / N, this replica's part of the global batch's rows (float32 scalar).
         size: Number of replicas.
         model: Whose step it is.
+        world_sum: Sums a tensor over the replicas.
+        applied: What was to be applied, where steps only note it (see `trace_apart`); else None.
         reductions: How many times gradients were reduced.
         assigned: Keras variables assigned so far, by id.
         per_output: True while Keras computes the losses of single outputs.
     """
 
-    def __init__(self, share: tf.Tensor, size: int, model: Any):
+    def __init__(self, share: tf.Tensor, size: Any, model: Any, world_sum: Callable):
         self.share = share
         self.size = size
         self.model = model
+        self.world_sum = world_sum
+        self.applied: list[Applied] | None = None
+        self.rows_read: list[tf.Tensor] = [tf.constant(0, tf.int64)]
+        self._graph = tf.compat.v1.get_default_graph()
         self.reductions = 0
         self.assigned: dict[int, Any] = {}
         self.per_output = False
+
+    def note_read(self, rows: tf.Tensor) -> None:
+        """Count bytes read; not inside a loop or branch, whose tensors cannot leave it."""
+        if tf.compat.v1.get_default_graph() is self._graph:
+            self.rows_read.append(tf.size(rows, tf.int64) * rows.dtype.size)
+
+
+class Applied(NamedTuple):
+    """Gradients that a step handed to an optimizer."""
+
+    optimizer: Any
+    gradients: list
+    variables: list
 
 
 def _step() -> _Step | None:
@@ -94,9 +118,10 @@ def _unscale(value: Any, original: Callable) -> Any:
     step = _step()
     if step is None:
         return original(value)
-    if step.per_output:
-        # Trackers of single outputs count one per batch on every replica: the mean over replicas
-        # of size * (share * mean) is the batch's mean.
+    if step.per_output and not tf.executing_eagerly():
+        # In a graph, trackers of single outputs count one per batch on every replica: the mean
+        # over replicas of size * (share * mean) is the batch's mean. Eagerly they count rows, as
+        # the loss tracker does.
         return value * tf.cast(step.size, value.dtype)
     return tf.math.divide_no_nan(value, tf.cast(step.share, value.dtype))
 
@@ -123,8 +148,7 @@ def _reduce_weighted(
         return result
     # `result` is share * (local sum / local count); wanted is local sum / global count.
     counted = tf.stop_gradient(counted)
-    replica = tf.distribute.get_replica_context()
-    total = replica.all_reduce(tf.distribute.ReduceOp.SUM, counted)
+    total = step.world_sum(counted)
     return result * tf.math.divide_no_nan(counted, total * tf.cast(step.share, result.dtype))
 
 
@@ -198,17 +222,10 @@ def _bind_optimizer(optimizer: Any, strategy: Any) -> None:
     """Make `optimizer` reduce its gradients once, where every later step sees the reduced ones."""
     chain = _chain(optimizer)
     for member in chain:
-        owner = member._distribution_strategy
-        if owner is strategy and "_all_reduce_sum_gradients" in vars(member):
+        if getattr(member, "_dtk_member_of", None) is strategy:
             continue
-        if owner is not strategy and type(owner).__name__ != "_DefaultDistributionStrategy":
-            raise ValueError(
-                f"optimizer {member.name!r} was made for another strategy "
-                f"({type(owner).__name__}); make a new optimizer inside this strategy's scope"
-            )
-        if owner is not strategy:
-            strategy.take_variables(member.variables)
-        member._distribution_strategy = strategy
+        _check_owner(member, strategy)
+        member._distribution_strategy = member._dtk_member_of = strategy
         member._all_reduce_sum_gradients = list
 
     index_variables(optimizer)
@@ -244,6 +261,22 @@ def _bind_optimizer(optimizer: Any, strategy: Any) -> None:
             return apply(_reduce_gradients(grads, strategy), trainable_variables)
 
         outer.apply = reduced_apply
+
+
+def _check_owner(member: Any, strategy: Any) -> None:
+    """Take over an optimizer that no other strategy has."""
+    owner = member._distribution_strategy
+    if owner is strategy:
+        return
+    if type(owner).__name__ != "_DefaultDistributionStrategy":
+        raise ValueError(
+            at_rank(
+                strategy.rank,
+                f"optimizer {member.name!r} was made for another strategy "
+                f"({type(owner).__name__}); make a new optimizer inside this strategy's scope",
+            )
+        )
+    strategy.take_variables(member.variables)
 
 
 def _build_outside(optimizer: Any, variables: list, strategy: Any) -> None:
@@ -295,16 +328,13 @@ def _run_step(step_function: Callable, batch: slicing.Slices, adoption: Adoption
     strategy, model = adoption.strategy, adoption.model
     index = strategy.local_index()
     data, mine = slicing.forget_rows(batch.parts[index]), batch.counts[index]
-    replica = tf.distribute.get_replica_context()
-    rows = batch.rows
-    if adoption.rows_unknown:
-        rows = replica.all_reduce(tf.distribute.ReduceOp.SUM, mine)
+    rows = _sum_over_replicas(mine) if isinstance(batch.rows, tuple) else batch.rows
     share = tf.cast(
         tf.math.divide_no_nan(tf.cast(mine, tf.float64), tf.cast(rows, tf.float64)), tf.float32
     )
 
-    step = _Step(share, strategy.num_replicas_in_sync, model)
-    before = {id(v): tf.identity(v) for v in _metric_variables(model)}
+    step = _Step(share, strategy.num_replicas_in_sync, model, _sum_over_replicas)
+    before = {id(v): tf.identity(v) for v in metric_variables(model)}
     outer, _tracing.step = _step(), step
     try:
         with extended.counted_if(mine > 0):
@@ -317,19 +347,37 @@ def _run_step(step_function: Callable, batch: slicing.Slices, adoption: Adoption
     return _global_state(step, model, logs)
 
 
-def _metric_variables(model: Any) -> list:
+def _sum_over_replicas(value: tf.Tensor) -> tf.Tensor:
+    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, value)
+
+
+def metric_variables(model: Any) -> list:
+    """State variables of every metric of a model, the loss tracker among them."""
     return [v for metric in model.metrics for v in metric.variables]
 
 
 def _forget_stand_in(present: tf.Tensor, before: dict, model: Any) -> None:
-    """Without rows of its own, a replica's metrics stay as they were."""
+    """Without rows of its own, a replica's metrics stay as they were.
+
+    But for what counts batches and not rows, see `_unscale`: there it adds zero and counts.
+    """
+    counts_batches = set() if tf.executing_eagerly() else count_batches(model)
 
     def restore() -> tf.Tensor:
-        for variable in _metric_variables(model):
+        for variable in metric_variables(model):
+            if id(variable) in counts_batches:
+                continue
             variable.assign(before.get(id(variable), tf.zeros_like(variable)))
         return tf.constant(True)
 
     tf.cond(present, lambda: tf.constant(False), restore)
+
+
+def count_batches(model: Any) -> set[int]:
+    """Ids of the metric variables that count batches, in a graph: trackers of single outputs."""
+    if model._compile_loss is None:
+        return set()
+    return {id(v) for metric in model._compile_loss.metrics for v in metric.variables}
 
 
 def _check_reduced(step: _Step, adoption: Adoption) -> None:
@@ -354,9 +402,9 @@ def _check_reduced(step: _Step, adoption: Adoption) -> None:
 def _global_state(step: _Step, model: Any, logs: Any) -> Any:
     """One reduction for all that must be global after a step: metrics and moving statistics."""
     replica = tf.distribute.get_replica_context()
-    summed = [v for v in _metric_variables(model) if v.aggregation == "sum"]
+    summed = [v for v in metric_variables(model) if v.aggregation == "sum"]
     averaged = _moving_statistics(step)
-    other_logs = _other_logs(model, logs)
+    numbers = other_logs(model, logs, set(step.assigned))
     share = step.share
     values = (
         [tf.convert_to_tensor(v) for v in summed]
@@ -364,7 +412,7 @@ def _global_state(step: _Step, model: Any, logs: Any) -> Any:
             tf.math.multiply_no_nan(tf.convert_to_tensor(v), tf.cast(share, v.dtype))
             for v in averaged
         ]
-        + [tf.math.multiply_no_nan(v, tf.cast(share, v.dtype)) for v in other_logs.values()]
+        + [tf.math.multiply_no_nan(v, tf.cast(share, v.dtype)) for v in numbers.values()]
     )
     if not values:
         return logs
@@ -375,25 +423,32 @@ def _global_state(step: _Step, model: Any, logs: Any) -> Any:
     if not isinstance(logs, dict):
         return logs
     with keras.StatelessScope(state_mapping=list(zip(summed, totals, strict=True))):
-        logs = {**logs, **_matching(model.get_metrics_result(), logs)}
+        counted = _counted(model, set(step.assigned))
+    logs = {name: counted.get(name, value) for name, value in logs.items()}
     others = reduced[len(summed) + len(averaged) :]
-    return {**logs, **dict(zip(other_logs, others, strict=True))}
+    return {**logs, **dict(zip(numbers, others, strict=True))}
 
 
-def _matching(results: dict, logs: dict) -> dict:
-    return {name: value for name, value in results.items() if name in logs}
-
-
-def _other_logs(model: Any, logs: Any) -> dict:
-    """Numbers a custom train_step returned that are no metric of the model."""
+def other_logs(model: Any, logs: Any, assigned: set[int]) -> dict:
+    """Numbers a custom step returned that are no metric it has updated."""
     if not isinstance(logs, dict):
         return {}
-    known = model.get_metrics_result()
+    counted = _counted(model, assigned)
     return {
         name: value
         for name, value in logs.items()
-        if name not in known and tf.is_tensor(value) and value.dtype.is_floating
+        if name not in counted and tf.is_tensor(value) and value.dtype.is_floating
     }
+
+
+def _counted(model: Any, assigned: set[int]) -> dict:
+    """Results of the metrics a step has updated."""
+    names: set[str] = set()
+    for metric in model.metrics:
+        if any(id(v) in assigned for v in metric.variables):
+            result = metric.result()
+            names |= set(result) if isinstance(result, dict) else {metric.name}
+    return {name: value for name, value in model.get_metrics_result().items() if name in names}
 
 
 def _moving_statistics(step: _Step) -> list:
@@ -412,14 +467,246 @@ def _moving_statistics(step: _Step) -> list:
     ]
 
 
+# Steps that change nothing: for workers of parameter servers.
+
+
+class Apart(NamedTuple):
+    """What a step would have changed.
+
+    Attributes:
+        logs: What Keras's step returned.
+        applied: Gradients by optimizer, in the order they were handed over.
+        scope: Knows the values the step assigned (`keras.StatelessScope.get_current_value`).
+        assigned: Ids of the Keras variables it assigned.
+        rows_read: Bytes of table rows it looked up, int64 scalar.
+    """
+
+    logs: Any
+    applied: list[Applied]
+    scope: Any
+    assigned: set[int]
+    rows_read: tf.Tensor
+
+
+def trace_apart(
+    step_function: Callable,
+    data: Any,
+    model: Any,
+    *,
+    share: tf.Tensor,
+    size: tf.Tensor,
+    world_sum: Callable,
+    state: Sequence[tuple[Any, tf.Tensor]],
+    tables: Sequence = (),
+) -> Apart:
+    """Trace one of Keras's steps as a pure function of data and state.
+
+    Args:
+        step_function: `model.train_step` or `model.test_step`.
+        data: This slice.
+        model: The model.
+        share: This slice's part of the global batch's rows, float32 scalar.
+        size: Slices the global batch was cut into, a scalar.
+        world_sum: Sums a scalar over the slices.
+        state: Keras variables and the values they have in this step. Gradients are taken with
+            respect to these values.
+        tables: Keras variables that are looked up where they are instead.
+    """
+    step = _Step(share, size, model, world_sum)
+    step.applied = []
+    outer, _tracing.step = _step(), step
+    try:
+        with (
+            _keras_in_shares(),
+            _tapes_over(state, tables),
+            _looked_up_in_place(tables, model),
+            keras.StatelessScope(state_mapping=state, collect_losses=True) as scope,
+        ):
+            logs = step_function(data)
+    finally:
+        _tracing.step = outer
+    return Apart(logs, step.applied, scope, set(step.assigned), tf.add_n(step.rows_read))
+
+
+@contextlib.contextmanager
+def _tapes_over(state: Sequence, tables: Sequence) -> Iterator[None]:
+    """Let gradient tapes see the values that stand for variables."""
+    values = {id(variable): value for variable, value in state if variable.trainable}
+    places = {id(variable): variable._value for variable in tables}
+    enter, gradient = tf.GradientTape.__enter__, tf.GradientTape.gradient
+
+    def watching(self: Any) -> Any:
+        tape = enter(self)
+        tape.watch(list(values.values()))
+        return tape
+
+    @functools.wraps(gradient)
+    def through(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        flat = keras.tree.flatten(sources)
+        asked = [
+            extended.shards_of(places[id(s)]) or places[id(s)]
+            if id(s) in places
+            else values.get(id(s), s)
+            for s in flat
+        ]
+        found = gradient(self, target, asked, *args, **kwargs)
+        found = [
+            _whole_gradient(f, s) if isinstance(f, list | tuple) else f
+            for f, s in zip(found, flat, strict=True)
+        ]
+        return keras.tree.pack_sequence_as(sources, found)
+
+    tf.GradientTape.__enter__, tf.GradientTape.gradient = watching, through
+    try:
+        yield
+    finally:
+        tf.GradientTape.__enter__, tf.GradientTape.gradient = enter, gradient
+
+
+def _whole_gradient(parts: Sequence, variable: Any) -> tf.IndexedSlices | None:
+    """The gradient of a partitioned table from those of its parts."""
+    rows, indices, first = [], [], 0
+    for part, shard in zip(parts, extended.shards_of(variable._value) or (), strict=True):
+        if part is not None:
+            sparse = as_slices(part)
+            rows.append(sparse.values)
+            indices.append(tf.cast(sparse.indices, tf.int64) + first)
+        first += shard.shape[0]
+    if not rows:
+        return None
+    return tf.IndexedSlices(tf.concat(rows, 0), tf.concat(indices, 0), tuple(variable.shape))
+
+
+def as_slices(gradient: Any) -> tf.IndexedSlices:
+    """A gradient as rows of a table, all of them if it is dense."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    return tf.IndexedSlices(gradient, tf.range(tf.shape(gradient, tf.int64)[0]))
+
+
+@contextlib.contextmanager
+def _looked_up_in_place(tables: Sequence, model: Any) -> Iterator[None]:
+    """Let `keras.ops.take` fetch from tables only the rows it takes, each once.
+
+    Their gradients then have each row once, too. But Keras squares and clips a sparse gradient
+    row by row as it comes, so Adam makes of two equal rows something else than of their sum. Where
+    that matters, a row that was taken twice stays two rows, as in one process.
+    """
+    summed = all(_is_linear(optimizer) for optimizer in optimizers_of(model))
+    places = {id(variable): variable._value for variable in tables}
+    take = keras_numpy.take
+
+    @functools.wraps(take)
+    def take_rows(x: Any, indices: Any, axis: int | None = None) -> Any:
+        dense = not isinstance(indices, tf.SparseTensor | tf.RaggedTensor)
+        if id(x) not in places or axis != 0 or not dense:
+            return take(x, indices, axis)
+        indices = tf.convert_to_tensor(indices)
+        flat = tf.reshape(indices, [-1])
+        flat = tf.where(flat < 0, flat + x.shape[0], flat)
+        once, positions = tf.unique(flat) if summed else (flat, None)
+        rows = tf.nn.embedding_lookup(places[id(x)], once)
+        step = _step()
+        if step is not None:
+            step.note_read(rows)
+        taken = rows if positions is None else tf.gather(rows, positions)
+        return tf.reshape(taken, tf.concat([tf.shape(indices), x.shape[1:]], 0))
+
+    keras_numpy.take = take_rows
+    try:
+        yield
+    finally:
+        keras_numpy.take = take
+
+
+def _is_linear(optimizer: Any) -> bool:
+    """Whether an optimizer makes the same of two gradients and of their sum."""
+    chain = _chain(optimizer)
+    inner = chain[-1]
+    clips = inner.clipnorm or inner.global_clipnorm or inner.clipvalue
+    return type(inner) is keras.optimizers.SGD and len(chain) == 1 and not clips
+
+
+def tables_of(model: Any) -> list:
+    """Variables of embedding layers: of those a step needs a few rows only."""
+    return [
+        layer._embeddings
+        for layer in model._flatten_layers()
+        if type(layer).call is keras.layers.Embedding.call and layer.built
+    ]
+
+
+class Part(keras.Variable):
+    """One part of a partitioned variable, as an optimizer sees it.
+
+    Args:
+        whole: The Keras variable.
+        index: Which part.
+    """
+
+    def __init__(self, whole: Any, index: int):
+        self._part = (extended.shards_of(whole._value) or ())[index]
+        super().__init__(
+            initializer=lambda shape, dtype: None,
+            shape=self._part.shape,
+            dtype=whole.dtype,
+            name=f"{whole.name}_part_{index}",
+        )
+
+    def _initialize_with_initializer(self, initializer: Callable) -> None:
+        self._value = self._part
+
+
+def note_applies(optimizer: Any, strategy: Any, parts_of: Callable[[Any], list]) -> None:
+    """Make an optimizer note what a traced step hands it, and see partitioned variables as parts.
+
+    Args:
+        optimizer: The model's optimizer.
+        strategy: Its strategy.
+        parts_of: Keras variable -> itself in a list, or its parts.
+    """
+    chain = _chain(optimizer)
+    outer = chain[0]
+    if getattr(outer, "_dtk_bound", None) is strategy:
+        return
+    for member in chain:
+        _check_owner(member, strategy)
+        member._distribution_strategy = strategy
+        member._all_reduce_sum_gradients = list
+    outer._dtk_bound = strategy
+    apply, build, finalize = outer.apply, outer.build, outer.finalize_variable_values
+
+    @functools.wraps(apply)
+    def noted_apply(grads: Any, trainable_variables: Any = None) -> Any:
+        step = _step()
+        if step is None or step.applied is None:
+            return apply(grads, trainable_variables)
+        variables = trainable_variables or outer._trainable_variables
+        step.applied.append(Applied(outer, list(grads), list(variables)))
+        return None
+
+    def expanded(variables: Any) -> list:
+        return [part for variable in variables for part in parts_of(variable)]
+
+    outer.apply = noted_apply
+    outer._dtk_apply = apply
+    outer.build = lambda variables: build(expanded(variables))
+    outer.finalize_variable_values = lambda variables: finalize(expanded(variables))
+
+
+def apply_now(optimizer: Any, gradients: list, variables: list) -> None:
+    """What `optimizer.apply` does where it is not only noted."""
+    optimizer._dtk_apply(gradients, variables)
+
+
 class Adoption:
     """What dtk keeps about one model compiled under one strategy.
 
     Attributes:
         model: The model.
         strategy: Its strategy.
-        rows_unknown: True while the data comes from per-rank pipelines, so that the rows of a
-            global batch are known only by summing.
+        rows_unknown: True while `fit` reads per-rank pipelines, so that the rows of a global batch
+            are known only by summing.
         epoch_iterator: Keras's iterator of the running `fit`; None outside.
         callbacks: The `keras.callbacks.CallbackList` of the running `fit`; None outside.
     """
@@ -434,30 +721,47 @@ class Adoption:
         self._batch_size: int | None = None
         self._iterators = 0
 
+    @property
+    def takes_over(self) -> bool:
+        """Whether the model's step functions are replaced; in a world of one it is plain Keras."""
+        return self.strategy.num_replicas_in_sync > 1
+
+    def bind_optimizers(self) -> None:
+        """Make the model's optimizers reduce their gradients over the replicas."""
+        for optimizer in optimizers_of(self.model):
+            _bind_optimizer(optimizer, self.strategy)
+
     # Data.
 
     def take_epoch_iterator(self, iterator: Any = None, data_batch: Any = None) -> None:
         """Feed Keras's epoch iterator with cut batches, and build the model from their shapes."""
         model, strategy = self.model, self.strategy
         if iterator is not None:
-            if strategy.num_replicas_in_sync > 1:
+            if self.takes_over:
                 dataset = iterator.data_adapter.get_tf_dataset()
-                self.rows_unknown = _is_per_rank(dataset)
                 iterator._distributed_dataset = self.cut(dataset)
                 data_batch = _first_part(iterator._distributed_dataset.element_spec)
             else:
-                data_batch = iterator._distributed_dataset.element_spec
+                dataset = iterator._distributed_dataset
+                data_batch = dataset.element_spec
             if self.callbacks is not None and self.epoch_iterator is None:
+                self.rows_unknown = _is_per_rank(dataset)
                 self._take_fit_iterator(iterator)
         with strategy.scope():
             model._symbolic_build(data_batch=data_batch)
-        if strategy.num_replicas_in_sync == 1:
+        if not self.takes_over:
             return
-        for optimizer in optimizers_of(model):
-            _bind_optimizer(optimizer, strategy)
+        self._take_metrics()
+        self.bind_optimizers()
         compile_loss = model._compile_loss
         if compile_loss is not None and "call" not in vars(compile_loss):
             compile_loss.call = _flagged(compile_loss.call)
+
+    def _take_metrics(self) -> None:
+        """Make the state of metrics created outside the scope one that is summed when read."""
+        self.strategy.take_metric_state(
+            [v for v in metric_variables(self.model) if v.synchronization == "on_read"]
+        )
 
     def _take_fit_iterator(self, iterator: Any) -> None:
         self.epoch_iterator = iterator
@@ -477,21 +781,26 @@ class Adoption:
         """Tell the callbacks, the progress bar among them, how many steps an epoch has."""
         self.callbacks.set_params({**self.callbacks.params, "steps": steps})
 
+    def tell_learned_steps(self) -> None:
+        """Once an epoch has shown how many steps the data has, let the progress bar know."""
+        iterator = self.epoch_iterator
+        if iterator is None or self.callbacks.params.get("steps") is not None:
+            return
+        if iterator.num_batches is not None:
+            # Keras counts the attempt that found the data at its end.
+            self._tell_steps(iterator.num_batches - iterator.steps_per_execution)
+
     def cut(self, dataset: Any) -> tf.data.Dataset:
         """Dataset of `Slices` for this process, from whatever `fit` was given."""
         strategy = self.strategy
         if isinstance(dataset, extended.PerRankDataset):
             if dataset.whole is None:
-                unknown = tf.constant(-1, tf.int64)
-                return dataset.local.map(
-                    lambda *batch: _own_rows(batch if len(batch) > 1 else batch[0], unknown)
-                )
+                return dataset.local.map(slicing.on_elements(dataset.local, _own_rows))
             dataset = dataset.whole
         cut = slicing.cut_dataset(dataset, strategy.local_ranks(), strategy.num_replicas_in_sync)
         return cut.prefetch(tf.data.AUTOTUNE)
 
     def _cut_batches(self, batches: Any) -> Iterator[slicing.Slices]:
-        self.rows_unknown = False
         for batch in batches:
             batch = tf.nest.map_structure(
                 lambda leaf: leaf if leaf is None else tf.convert_to_tensor(leaf), batch
@@ -526,8 +835,7 @@ class Adoption:
         """Replaces `Model.make_train_function` on the adopted model."""
         model = self.model
         if model.train_function is None or force:
-            for optimizer in optimizers_of(model):
-                _bind_optimizer(optimizer, self.strategy)
+            self.bind_optimizers()
             model.train_function = self.make_step_function(model.train_step, "train")
         return model.train_function
 
@@ -548,10 +856,10 @@ class Adoption:
         @tf.autograph.experimental.do_not_convert
         def one_step(data: Any) -> Any:
             with strategy.sequence(sequence):
-                data = slicing.forget_rows(_without_optionals(data))
+                data = slicing.forget_rows(without_optionals(data))
                 outputs = model.predict_step(slicing.stand_in(data))
                 rows = slicing.count_rows(data)
-                outputs = keras.tree.map_structure(lambda output: output[:rows], outputs)
+                outputs = keras.tree.map_structure(lambda output: _first(output, rows), outputs)
                 return strategy.gather_outputs(outputs)
 
         @tf.autograph.experimental.do_not_convert
@@ -579,6 +887,12 @@ class Adoption:
             lambda leaf: leaf if isinstance(leaf, tf.RaggedTensor) else leaf.numpy(), outputs
         )
 
+    def settle(self) -> None:
+        """Wait for steps under way; here there are none, each is over when Keras has called it."""
+
+    def leave(self) -> None:
+        """Called when `fit`, `evaluate`, `predict` or a single step is over."""
+
     # Batch size between epochs.
 
     def set_batches(self, adapter: Any) -> None:
@@ -588,7 +902,7 @@ class Adoption:
         iterator.data_adapter = adapter
         iterator._distributed_dataset = (
             self.cut(dataset)
-            if self.strategy.num_replicas_in_sync > 1
+            if self.takes_over
             else self.strategy.experimental_distribute_dataset(dataset)
         )
         iterator._num_batches = adapter.num_batches
@@ -695,31 +1009,58 @@ class Adoption:
         enumerate_steps = iterator._enumerate_iterator
 
         def resumed() -> Iterator[tuple]:
-            del iterator._enumerate_iterator
+            iterator._enumerate_iterator = enumerate_steps
             if step and position["batch_size"] != self.batch_size():
                 raise ValueError(
                     f"step {step} of an epoch was reached with batch_size="
                     f"{position['batch_size']}, which {self.batch_size()} cannot continue; use the "
                     "same, or a checkpoint from the end of an epoch"
                 )
-            stream = iterator.steps_per_epoch is not None
-            inside = position["open"] if stream else step > 0
-            if iterator._num_batches is None and not self._batch_size:
-                iterator._num_batches = position["batches"]
-            if not isinstance(iterator.data_adapter, ArrayDataAdapter):
-                while self._iterators < position["iterators"] - inside:
-                    iter(iterator._get_iterator())
-            if stream and inside:
-                iterator._current_iterator = iter(iterator._get_iterator())
-                _pass_over(iterator._current_iterator, position["seen"])
-                iterator._steps_seen = position["seen"] - step
+            self._find_position(step, position)
             for begin, end, batches in enumerate_steps():
                 if begin >= step:
                     yield begin, end, batches
-                elif not stream:
+                elif iterator.steps_per_epoch is None:
                     _pass_over(batches, end - begin + 1)
 
         iterator._enumerate_iterator = resumed
+
+    def resume_after_steps(self, logs: dict, position: dict) -> None:
+        """Let the next epoch have no steps: they are done, and only its validation is left.
+
+        Args:
+            logs: What the epoch's training steps said.
+            position: Where the data is after them.
+        """
+        model, iterator = self.model, self.epoch_iterator
+        enumerate_steps = iterator._enumerate_iterator
+
+        def none_left() -> Iterator[tuple]:
+            iterator._enumerate_iterator = enumerate_steps
+            self._find_position(0, position)
+            yield from ()
+
+        def logs_of_then(latest: Any) -> dict:
+            del latest, model._get_metrics_result_or_logs
+            return logs
+
+        iterator._enumerate_iterator = none_left
+        # Keras asks for an epoch's numbers when its steps are over.
+        model._get_metrics_result_or_logs = logs_of_then
+
+    def _find_position(self, step: int, position: dict) -> None:
+        iterator = self.epoch_iterator
+        stream = iterator.steps_per_epoch is not None
+        inside = position["open"] if stream else step > 0
+        if iterator._num_batches is None and not self._batch_size:
+            iterator._num_batches = position["batches"]
+        if not isinstance(iterator.data_adapter, ArrayDataAdapter):
+            while self._iterators < position["iterators"] - inside:
+                iter(iterator._get_iterator())
+        if stream and inside:
+            iterator._current_iterator = iter(iterator._get_iterator())
+            _pass_over(iterator._current_iterator, position["seen"])
+            iterator._steps_seen = position["seen"] - step
 
     # Where training starts.
 
@@ -752,8 +1093,17 @@ class Adoption:
         return [v for key, v in unique.items() if key not in own]
 
 
-def _own_rows(batch: Any, unknown: tf.Tensor) -> slicing.Slices:
-    return slicing.Slices((batch,), (slicing.count_rows(batch),), unknown)
+def _own_rows(batch: Any) -> slicing.Slices:
+    return slicing.Slices((batch,), (slicing.count_rows(batch),), ())
+
+
+def _first(output: Any, rows: tf.Tensor) -> Any:
+    if isinstance(output, tf.SparseTensor):
+        raise ValueError(
+            "predict cannot put sparse outputs of several workers together; end the model with "
+            "tf.sparse.to_dense"
+        )
+    return output[:rows]
 
 
 def _first_part(spec: Any) -> Any:
@@ -763,6 +1113,19 @@ def _first_part(spec: Any) -> Any:
 def _is_per_rank(dataset: Any) -> bool:
     """Whether every rank reads a pipeline of its own."""
     return isinstance(dataset, extended.PerRankDataset) and dataset.whole is None
+
+
+def at_end_of_data(iterator: Any, call: Callable[[], None]) -> None:
+    """Call a function whenever an epoch of a Keras epoch iterator ends, however it ends."""
+    enumerate_steps = iterator._enumerate_iterator
+
+    def until_end() -> Iterator[tuple]:
+        try:
+            yield from enumerate_steps()
+        finally:
+            call()
+
+    iterator._enumerate_iterator = until_end
 
 
 def _pass_over(batches: Iterator, count: int) -> None:
@@ -785,7 +1148,8 @@ def _flagged(call: Callable) -> Callable:
     return flagged
 
 
-def _without_optionals(data: Any) -> Any:
+def without_optionals(data: Any) -> Any:
+    """A structure in which what Keras marks as absent is None."""
     return keras.tree.map_structure(
         lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data
     )
@@ -818,22 +1182,25 @@ def adopt(model: Any, strategy: Any) -> Adoption:
     before = adoption_of(model)
     if before is not None and before.strategy is not strategy:
         raise ValueError(
-            f"model {model.name!r} was compiled under another strategy; build a new one for this"
+            at_rank(
+                strategy.rank,
+                f"model {model.name!r} was compiled under another strategy; build a new one for "
+                "this",
+            )
         )
     strategy.take_variables(model.variables)
-    for optimizer in optimizers_of(model):
-        _bind_optimizer(optimizer, strategy)
+    adoption = before or strategy.make_adoption(model)
+    adoption.bind_optimizers()
     if before is not None:
         return before
-    adoption = Adoption(model, strategy)
     model._dtk_adoption = adoption
-    fitting.wrap(model, adoption)
     model._maybe_symbolic_build = adoption.take_epoch_iterator
-    if strategy.num_replicas_in_sync > 1:
+    if adoption.takes_over:
         model.make_train_function = adoption.make_train_function
         model.make_test_function = adoption.make_test_function
         model.make_predict_function = adoption.make_predict_function
         model.predict_on_batch = adoption.predict_on_batch
+    fitting.wrap(model, adoption)
     return adoption
 
 
@@ -842,14 +1209,20 @@ def adopting(strategy: Any) -> Iterator[None]:
     """While inside, `compile` adopts. Keras's own `compile` is restored on leaving."""
     original = Trainer.compile
 
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
     def compile_and_adopt(self: Any, *args: Any, **kwargs: Any) -> None:
-        _refuse_jit(kwargs.get("jit_compile", "auto"), strategy)
+        given = signature.bind(self, *args, **kwargs).arguments
+        _refuse_jit(given.get("jit_compile", "auto"), strategy)
         owner = self._distribute_strategy
         if owner is not None and owner is not strategy:
             raise ValueError(
-                f"model {self.name!r} was built under another strategy ({type(owner).__name__}); "
-                "build and compile it under the same one"
+                at_rank(
+                    strategy.rank,
+                    f"model {self.name!r} was built under another strategy "
+                    f"({type(owner).__name__}); build and compile it under the same one",
+                )
             )
         self._distribute_strategy = strategy
         original(self, *args, **kwargs)
@@ -870,8 +1243,12 @@ def adopting(strategy: Any) -> Iterator[None]:
 def _refuse_jit(jit_compile: Any, strategy: Any) -> None:
     if jit_compile is True and strategy.num_replicas_in_sync > 1:
         raise ValueError(
-            "jit_compile=True compiles the whole step with XLA, which cannot contain reductions "
-            "that run on the host; leave jit_compile at 'auto' (it stays off under a strategy)"
+            at_rank(
+                strategy.rank,
+                "jit_compile=True compiles the whole step with XLA, which cannot contain "
+                "reductions that run on the host; leave jit_compile at 'auto' (it stays off under "
+                "a strategy)",
+            )
         )
 
 

@@ -80,11 +80,6 @@ class AllReduceStrategy(DtkStrategy):
     def _gather_rows(self, rows: Any) -> Any:
         if isinstance(rows, tf.RaggedTensor):
             return _gather_ragged(rows, self.communicator)
-        if isinstance(rows, tf.SparseTensor):
-            raise ValueError(
-                "predict cannot gather sparse outputs over ranks; end the model with "
-                "tf.sparse.to_dense"
-            )
         return self.communicator.allgather(rows)
 
     def join_outputs(self, outputs: Any) -> Any:

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from dtk.cluster import alone
 from dtk.communicators.base import Communicator
+from dtk.errors import at_rank
 from dtk.strategies import adopt
 
 
@@ -62,8 +63,11 @@ class DtkStrategy(tf.distribute.Strategy):
         current = tf.distribute.get_strategy() if tf.distribute.has_strategy() else self
         if current is not self:
             raise ValueError(
-                f"{type(self).__name__}.scope() inside the scope of another strategy "
-                f"({type(current).__name__}); one strategy trains a model, so leave that scope"
+                at_rank(
+                    self.rank,
+                    f"{type(self).__name__}.scope() inside the scope of another strategy "
+                    f"({type(current).__name__}); one strategy trains a model, so leave that scope",
+                )
             )
         return _scope(super().scope(), self)
 
@@ -73,6 +77,15 @@ class DtkStrategy(tf.distribute.Strategy):
         return super().run(fn, args=args, kwargs=kwargs, options=options)
 
     # For adopt and fitting.
+
+    def make_adoption(self, model: Any) -> adopt.Adoption:
+        """What this strategy keeps about a model compiled in its scope."""
+        return adopt.Adoption(model, self)
+
+    @property
+    def rows_needed(self) -> int:
+        """Rows a full batch must have at least: one for each worker that gets a part."""
+        return self.num_replicas_in_sync
 
     def new_sequence(self, name: str) -> str:
         """A name for one step function's collectives: the same on every rank, never used before."""
@@ -98,9 +111,19 @@ class DtkStrategy(tf.distribute.Strategy):
         """Make variables created outside the scope usable under this strategy."""
         raise NotImplementedError
 
+    def take_metric_state(self, variables: Sequence) -> None:
+        """The same for the state of metrics."""
+        with self.scope():
+            for variable in variables:
+                adopt.move_variable(variable)
+
     def set_per_replica(self, variable: Any, values: Sequence) -> None:
         """Assign a value of its own to every local replica's copy of a Keras variable."""
         raise NotImplementedError
+
+    def copies(self, variable: Any) -> Sequence:
+        """What this process's replicas hold of a Keras variable: one tensor or variable each."""
+        return (variable,)
 
     def reduce_gradients(self, gradients: list) -> list:
         """Sum gradients over all replicas, in a replica context."""

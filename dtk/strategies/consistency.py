@@ -271,6 +271,11 @@ class Schedule:
         return cls(consistency.tau, consistency.slices(workers), consistency.spare)
 
     @property
+    def tau(self) -> float:
+        """Step t may start once every step before t - tau is applied."""
+        return self._tau
+
+    @property
     def waiting(self) -> int:
         """Offered steps of which a slice is still to be handed out, or again after a loss."""
         fresh = self._fresh[0]

@@ -17,14 +17,26 @@ Private names used, each with a test in tests/strategies/test_private_names.py:
         ._num_replicas_in_sync, ._get_local_replica_id, ._experimental_distribute_dataset,
         ._distribute_datasets_from_function, ._experimental_distribute_values_from_function
     tensorflow.python.distribute.mirrored_strategy      MirroredExtended (the same methods)
+    Strategy._collective_key_base, Variable._distribute_strategy
+    tensorflow.python.distribute.parameter_server_strategy_v2
+        ParameterServerStrategyV2 (._connect_to_cluster, ._verify_args_and_config and the attributes
+        its constructor sets), ParameterServerStrategyV2Extended (._create_variable,
+        ._create_variable_round_robin, ._experimental_distribute_dataset, ._use_merge_call)
+    tensorflow.python.distribute.sharded_variable       ShardedVariable
+    tensorflow.python.distribute.coordinator
+        cluster_coordinator.ClusterCoordinator._cluster (.schedule), ._is_worker_failure
+        coordinator_context.get_current_dispatch_context
     tensorflow.python.distribute.values                 DistributedVariable.values
     tensorflow.python.framework.auto_control_deps_utils   register_read_only_resource_op
+    tensorflow.python.framework.ops                     colocate_with
     tensorflow.python.eager.context                     context().executing_eagerly, global_seed
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -36,10 +48,13 @@ from tensorflow.python.distribute import (
     input_lib,
     mirrored_strategy,
     one_device_strategy,
+    parameter_server_strategy_v2,
+    sharded_variable,
     values,
 )
+from tensorflow.python.distribute.coordinator import cluster_coordinator, coordinator_context
 from tensorflow.python.eager import context as eager_context
-from tensorflow.python.framework import auto_control_deps_utils
+from tensorflow.python.framework import auto_control_deps_utils, ops
 
 from dtk.communicators import collective
 from dtk.communicators.base import Communicator
@@ -281,6 +296,8 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
     """
 
     def __init__(self, container_strategy: Any, devices: Sequence[str]):
+        # TensorFlow numbers the device groups of a process from here; strategies must not share.
+        container_strategy._collective_key_base = id(container_strategy) % 2**30
         super().__init__(container_strategy, devices=devices)
         # Replicas share lookup tables. Looking up changes nothing, but TensorFlow has to be told,
         # or it makes one replica's step wait for the end of the other's.
@@ -334,7 +351,167 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
         if size == 1:
             return dataset
         cut = slicing.cut_dataset_exactly(dataset, range(size), size)
-        return PerRankDataset(cut, whole=dataset, wrap=regroup)
+        return PerRankDataset(cut, whole=dataset, regrouped=True)
+
+    def _distribute_datasets_from_function(self, dataset_fn: Callable, options: Any) -> Any:
+        distributed = super()._distribute_datasets_from_function(dataset_fn, options)
+        # For custom loops it is as TensorFlow made it. `fit` would ask it for `map` first of all.
+        distributed.map = _refuse_per_replica_batches
+        return distributed
+
+
+CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
+
+
+class ServerStrategy(parameter_server_strategy_v2.ParameterServerStrategyV2):
+    """TensorFlow's parameter-server strategy, with an extended object of dtk's.
+
+    TensorFlow's constructor connects to the cluster and makes its own extended object; here the two
+    are apart: `connect` first, then construct.
+    """
+
+    def __init__(self, extended: Any):
+        distribute_lib.Strategy.__init__(self, extended)
+
+    def connect(self, resolver: Any) -> None:
+        """Connect this process, the chief, to the servers of the other tasks.
+
+        Args:
+            resolver: A `tf.distribute.cluster_resolver.ClusterResolver`.
+        """
+        self._cluster_resolver = resolver
+        self._verify_args_and_config(resolver)
+        self._cluster_coordinator = None
+        self._connect_to_cluster(coordinator_name="chief")
+        self._should_use_with_coordinator = True
+        self._canonicalize_devices = False
+        self._is_parameter_server_strategy_v2 = True
+
+
+class ParameterServerExtended(parameter_server_strategy_v2.ParameterServerStrategyV2Extended):
+    """Variables on the parameter servers, by bytes; metric state on the chief.
+
+    Args:
+        container_strategy: The strategy this extends.
+        resolver: Its cluster.
+        partitioner: A `tf.distribute.experimental.partitioners.Partitioner`, or None.
+    """
+
+    def __init__(self, container_strategy: Any, resolver: Any, partitioner: Any):
+        super().__init__(container_strategy, resolver, partitioner)
+        self._bytes_placed = [0] * self._num_ps
+
+    def _use_merge_call(self) -> bool:
+        return False
+
+    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
+        if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
+            # Metric state: the chief adds up what the workers count.
+            with tf.device(CHIEF):
+                return next_creator(**kwargs)
+        kwargs["aggregation"] = tf.VariableAggregation.NONE
+        beside = kwargs.get("colocate_with")
+        if isinstance(beside, sharded_variable.ShardedVariable):
+            return self._create_sharded_beside(beside, next_creator, **kwargs)
+        return super()._create_variable(next_creator, **kwargs)
+
+    def _create_sharded_beside(self, beside: Any, next_creator: Callable, **kwargs: Any) -> Any:
+        """A slot variable of a partitioned variable, partitioned alike."""
+        initial = kwargs.pop("initial_value")
+        whole = tf.convert_to_tensor(initial() if callable(initial) else initial)
+        sizes = [shard.shape[0] for shard in beside.variables]
+        kwargs.pop("shape", None)
+        made = []
+        for shard, part in zip(beside.variables, tf.split(whole, sizes), strict=True):
+            kwargs |= {"colocate_with": shard, "initial_value": part}
+            made.append(super()._create_variable(next_creator, **kwargs))
+        return sharded_variable.ShardedVariable(made)
+
+    def _create_variable_round_robin(self, next_creator: Callable, **kwargs: Any) -> Any:
+        """On the server that holds the fewest bytes; TensorFlow counts variables instead."""
+        index = self._bytes_placed.index(min(self._bytes_placed))
+        with (
+            ops.colocate_with(None, ignore_existing=True),
+            tf.device(server_device(index)),
+        ):
+            variable = next_creator(**kwargs)
+        self._bytes_placed[index] += variable.shape.num_elements() * variable.dtype.size
+        return variable
+
+    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        del reduce_op, options
+        self._container_strategy().check_whole_step("a reduction over workers inside a step")
+        return value
+
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        if tf.inside_function():
+            return super()._experimental_distribute_dataset(dataset, options)
+        # The chief reads it and hands out batches.
+        return dataset
+
+    def _distribute_datasets_from_function(self, dataset_fn: Callable, options: Any) -> Any:
+        if tf.inside_function():
+            return super()._distribute_datasets_from_function(dataset_fn, options)
+        return self._container_strategy().per_worker_dataset(dataset_fn)
+
+
+def server_device(index: int) -> str:
+    """The device variables of parameter server `index` live on."""
+    return f"/job:ps/replica:0/task:{index}/device:CPU:0"
+
+
+def in_replica(strategy: Any) -> Any:
+    """A context in which Keras takes itself to be the one replica of `strategy`."""
+    return distribute_lib.ReplicaContext(strategy, 0)
+
+
+def is_served(variable: Any) -> bool:
+    """Whether a TensorFlow variable is where a parameter-server strategy puts its own."""
+    if isinstance(variable, sharded_variable.ShardedVariable):
+        return True
+    return "/job:" in variable.device and "/job:localhost" not in variable.device
+
+
+def shards_of(variable: Any) -> tuple | None:
+    """The parts of a partitioned variable in row order; None for any other."""
+    if isinstance(variable, sharded_variable.ShardedVariable):
+        return tuple(variable.variables)
+    return None
+
+
+def employ(strategy: Any, work: Callable[[], None], count: int) -> None:
+    """Run a Python function `count` times on the threads that TensorFlow keeps for its workers.
+
+    TensorFlow calls it under the worker's device. When it raises because the worker is lost,
+    TensorFlow waits until the worker is back, rebuilds its resources, and calls it again.
+    """
+    cluster = tf.distribute.coordinator.ClusterCoordinator(strategy)._cluster
+    for _ in range(count):
+        cluster.schedule(work, args=None, kwargs=None)
+
+
+def hush_coordinator() -> None:
+    """Keep TensorFlow's account of a lost worker, several pages of it, off the screen.
+
+    dtk says in one line who is lost, and raises what ends the job.
+    """
+
+    def needed(record: logging.LogRecord) -> bool:
+        return os.path.basename(record.pathname) != os.path.basename(cluster_coordinator.__file__)
+
+    tf.get_logger().addFilter(needed)
+
+
+def current_worker() -> int:
+    """Index of the worker whose thread this is; call in what `employ` runs."""
+    return int(coordinator_context.get_current_dispatch_context().worker_index)
+
+
+def worker_is_lost(error: Exception) -> bool:
+    """Whether TensorFlow takes an error for the loss of a worker, and will wait for its return."""
+    if isinstance(error, tf.errors.CancelledError) and "/job:" in str(error):
+        return True
+    return bool(cluster_coordinator._is_worker_failure(error))
 
 
 def _all_reduce(communicator: Communicator, reduce_op: Any, value: Any) -> Any:
@@ -370,6 +547,14 @@ def _add_slices(parts: Sequence, op: str) -> tf.IndexedSlices:
     )
 
 
+def _refuse_per_replica_batches(function: Callable) -> Any:
+    raise ValueError(
+        "fit, evaluate and predict under MirroredStrategy take global batches; give them the "
+        "dataset itself. distribute_datasets_from_function is for custom loops, and for strategies "
+        "of several processes"
+    )
+
+
 def regroup(parts: tuple) -> Any:
     """One structure per replica -> one structure of per-replica values."""
     return distribute_utils.regroup(parts, always_wrap=True)
@@ -394,13 +579,16 @@ class PerRankDataset(input_lib.DistributedDataset):
         local: Dataset of this rank's rows (a tuple of parts if a process holds several replicas).
         whole: The dataset of global batches it was cut from; None when every rank has a pipeline of
             its own and only the sum over ranks tells how many rows a global batch has.
-        wrap: Turns an element of `local` into what a custom loop passes to `strategy.run`.
+        regrouped: Whether elements of `local` are tuples of parts, which a custom loop gets as
+            per-replica values.
     """
 
-    def __init__(self, local: tf.data.Dataset, whole: tf.data.Dataset | None, wrap: Any = None):
+    def __init__(
+        self, local: tf.data.Dataset, whole: tf.data.Dataset | None, regrouped: bool = False
+    ):
         self.local = local
         self.whole = whole
-        self._wrap = wrap
+        self._regrouped = regrouped
 
     @property
     def element_spec(self) -> Any:
@@ -415,20 +603,57 @@ class PerRankDataset(input_lib.DistributedDataset):
     def map(self, function: Callable) -> PerRankDataset:
         """Apply a function to every batch; Keras does so to turn class weights into row weights."""
         whole = None if self.whole is None else self.whole.map(function)
-        return PerRankDataset(self.local.map(function), whole, self._wrap)
+        return PerRankDataset(self.local.map(function), whole, self._regrouped)
 
     def prefetch(self, count: int) -> PerRankDataset:
         """Keep batches ready."""
-        return PerRankDataset(self.local.prefetch(count), self.whole, self._wrap)
+        return PerRankDataset(self.local.prefetch(count), self.whole, self._regrouped)
 
     def __len__(self) -> int:
         return len(self.local)
 
     def __iter__(self) -> Any:
-        if self._wrap is None:
-            return iter(self.local)
-        return map(self._wrap, self.local)
+        return map(regroup, self.local) if self._regrouped else iter(self.local)
 
     def reduce(self, initial_state: Any, reduce_func: Any) -> Any:
-        """As `tf.data.Dataset.reduce`, over this rank's batches."""
-        return self.local.reduce(initial_state, reduce_func)
+        """As `tf.data.Dataset.reduce`; what `for` becomes inside a `tf.function`."""
+        if not self._regrouped:
+            return self.local.reduce(initial_state, reduce_func)
+        return self.local.reduce(
+            initial_state, lambda state, parts: reduce_func(state, regroup(parts))
+        )
+
+    @property
+    def _type_spec(self) -> Any:
+        return PerRankDatasetSpec(tf.data.DatasetSpec(self.local.element_spec), self._regrouped)
+
+
+class PerRankDatasetSpec(tf.TypeSpec):
+    """Lets a `PerRankDataset` be an argument of a `tf.function`.
+
+    Args:
+        local: Specification of the dataset of this rank's rows.
+        regrouped: As in `PerRankDataset`.
+    """
+
+    def __init__(self, local: tf.data.DatasetSpec, regrouped: bool):
+        self._local = local
+        self._regrouped = regrouped
+
+    @property
+    def value_type(self) -> type:
+        """What it specifies."""
+        return PerRankDataset
+
+    def _serialize(self) -> tuple:
+        return self._local, self._regrouped
+
+    @property
+    def _component_specs(self) -> Any:
+        return self._local
+
+    def _to_components(self, value: PerRankDataset) -> Any:
+        return value.local
+
+    def _from_components(self, components: Any) -> PerRankDataset:
+        return PerRankDataset(components, None, self._regrouped)

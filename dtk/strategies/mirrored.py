@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from dtk import quiet
+from dtk import cluster, quiet
 from dtk.communicators.local import LocalCommunicator
+from dtk.errors import at_rank
 from dtk.strategies import adopt, extended
 from dtk.strategies.base import DtkStrategy
 
@@ -34,8 +36,7 @@ class MirroredStrategy(DtkStrategy):
     """
 
     def __init__(self, devices: int | Sequence[str] | None = None):
-        # TensorFlow numbers the device groups of a process from here; strategies must not share.
-        self._collective_key_base = id(self) % 2**30
+        _warn_of_others()
         with quiet.device_start():
             names = find_devices(devices)
         super().__init__(extended.MirroredExtended(self, devices=names), LocalCommunicator())
@@ -77,6 +78,10 @@ class MirroredStrategy(DtkStrategy):
         for component, value in zip(extended.components(variable.value), values, strict=True):
             component.assign(value)
 
+    def copies(self, variable: Any) -> Sequence:
+        """Each device's."""
+        return extended.components(variable.value)
+
     def gather_outputs(self, outputs: Any) -> Any:
         """Every replica keeps its rows; `join_outputs` puts them together."""
         return outputs
@@ -85,6 +90,21 @@ class MirroredStrategy(DtkStrategy):
         """Concatenate the replicas' rows, in order."""
         return keras.tree.map_structure(
             lambda rows: tf.concat(self.experimental_local_results(rows), 0), outputs
+        )
+
+
+def _warn_of_others() -> None:
+    environment = cluster.detect()
+    if environment.size > 1:
+        warnings.warn(
+            at_rank(
+                environment.rank,
+                f"MirroredStrategy trains over the devices of this process alone, and the job has "
+                f"{environment.size} processes ({environment.reason}), each of which will train a "
+                "model of its own; use dtk.auto_strategy() or AllReduceStrategy() to train one",
+            ),
+            RuntimeWarning,
+            stacklevel=3,
         )
 
 

@@ -14,7 +14,7 @@ whatever it contributes is counted as nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -27,7 +27,8 @@ class Slices(NamedTuple):
         parts: One structure per replica of this process, in rank order; None marks an absent part
             of a structure, as in Keras. A slice without rows holds a stand-in.
         counts: Rows that are each part's own, int64 scalars; 0 for a stand-in.
-        rows: Rows of the whole global batch, int64 scalar; -1 when only the sum over ranks tells.
+        rows: Rows of the whole global batch, int64 scalar; () when only the sum over ranks tells.
+            Being structure and not a number, it makes TensorFlow trace the step anew.
     """
 
     parts: tuple
@@ -172,7 +173,18 @@ def cut_dataset_exactly(
 
 def _map(dataset: tf.data.Dataset, how: Any, ranks: Sequence[int], size: int) -> tf.data.Dataset:
     return dataset.map(
-        lambda *batch: how(batch if len(batch) > 1 else batch[0], ranks, size),
+        on_elements(dataset, lambda batch: how(batch, ranks, size)),
         num_parallel_calls=tf.data.AUTOTUNE,
         deterministic=True,
     )
+
+
+def on_elements(dataset: tf.data.Dataset, function: Callable) -> Callable:
+    """What to give `dataset.map` so that `function` gets each element as it is.
+
+    TensorFlow passes the parts of a tuple as arguments, which loses whether an element was the pair
+    `(a, b)` or the one input `[a, b]` in a tuple of its own.
+    """
+    if not isinstance(dataset.element_spec, tuple):
+        return function
+    return lambda *parts: function(parts)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 import sys
-import traceback
 from types import TracebackType
 from typing import Any
 
@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
-from dtk.strategies import extended, fitting
+from dtk.strategies import agreement, extended
 from dtk.version import __version__
 
 
@@ -59,9 +59,17 @@ def check_same_program(communicator: Communicator) -> None:
         ("TensorFlow version", tf.__version__),
         ("Keras version", keras.__version__),
         ("script", os.path.basename(sys.argv[0])),
+        ("script's text (its hash)", _text_hash(sys.argv[0])),
     ]
-    for rank, theirs in enumerate(communicator.allgather_object(mine)):
-        fitting.raise_first_difference(mine, theirs, communicator.rank, rank)
+    agreement.compare(mine, communicator)
+
+
+def _text_hash(path: str) -> str | None:
+    """None where there is no file to read, as in an interactive session."""
+    if not os.path.isfile(path):
+        return None
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()[:8]
 
 
 def share_seed(communicator: Communicator) -> int | None:
@@ -81,22 +89,29 @@ def share_seed(communicator: Communicator) -> int | None:
     what = "random seed (every rank must shuffle alike)"
     mine = [(what, seeds[communicator.rank])]
     for rank, seed in enumerate(seeds):
-        fitting.raise_first_difference(mine, [(what, seed)], communicator.rank, rank)
+        agreement.raise_first_difference(mine, [(what, seed)], communicator.rank, rank)
     return None
 
 
 def end_together(communicator: Communicator) -> None:
-    """On an uncaught exception, say which rank failed and end at once.
+    """On an uncaught exception, say which rank failed and end at once."""
+    host = communicator.hosts[communicator.rank] if communicator.hosts else "this host"
+    end_at_once(f"rank {communicator.rank} on {host}")
 
-    An orderly shutdown would wait for the other ranks, who wait for this one. Ending abruptly lets
-    the launcher (dtk run, mpirun, srun) see the failure and stop the rest.
+
+def end_at_once(name: str) -> None:
+    """On an uncaught exception, say who failed and end abruptly.
+
+    An orderly shutdown would wait for the other tasks, who wait for this one. Ending abruptly lets
+    the launcher (dtk run, mpirun, srun) see the failure and stop the rest. A hook the script has
+    set before still runs, and prints in Python's own way if there is none.
     """
+    before = sys.excepthook
 
     def fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
-        host = communicator.hosts[communicator.rank] if communicator.hosts else "this host"
         sys.stdout.flush()
-        traceback.print_exception(kind, error, trace)
-        print(f"dtk: rank {communicator.rank} on {host} failed; ending the job", file=sys.stderr)
+        before(kind, error, trace)
+        print(f"dtk: {name} failed; ending the job", file=sys.stderr)
         sys.stderr.flush()
         os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
 

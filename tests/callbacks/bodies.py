@@ -207,7 +207,20 @@ def execution_case():
     }
 
 
+def swapped_case():
+    # At the end of an epoch the averages are in the model, and its weights are in the optimizer.
+    import keras
+
+    return {
+        "optimizer": keras.optimizers.SGD(0.05, momentum=0.9, use_ema=True, ema_momentum=0.8),
+        "callbacks": [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)],
+        "crash": (2, 1),
+        "resumed": (2, 0),
+    }
+
+
 CASES = {
+    "swapped": swapped_case,
     "execution": execution_case,
     "epoch": epoch_case,
     "steps": steps_case,
@@ -414,6 +427,85 @@ def best_of(directory):
     return best, same, sorted(p.name for p in pathlib.Path(directory).iterdir())
 
 
+def draws(directory):
+    """What Python's and numpy's generators give in every step: of a whole run, and of a resumed."""
+    import random
+
+    import keras
+
+    import dtk
+
+    def run(*callbacks, seed=5):
+        keras.utils.set_random_seed(seed)
+        model = compiled("sgd")
+        drawn = {}
+
+        class Drawing(keras.callbacks.Callback):
+            def on_epoch_begin(self, epoch, logs=None):
+                self.epoch = epoch
+
+            def on_train_batch_end(self, batch, logs=None):
+                drawn[self.epoch, batch] = random.random(), np.random.rand()
+
+        x, y = data()
+        with contextlib.suppress(Crash):
+            model.fit(
+                x, y, batch_size=BATCH, epochs=3, verbose=0, callbacks=[Drawing(), *callbacks]
+            )
+        return drawn
+
+    whole = run()
+    run(dtk.callbacks.Checkpoint(directory, 7), crash_at(2, 1))
+    return whole, run(dtk.callbacks.Checkpoint(directory, 7), seed=99)
+
+
+def best_across_runs(directory, mode):
+    """Two runs, the second of which gets no better: what each leaves as the best."""
+    import json
+
+    import keras
+
+    import dtk
+
+    strategy()  # before the optimizer's variables: TensorFlow's collectives come first
+    later = {"min": 5.0, "max": 0.05}[mode]
+    notes = []
+    for epochs in (2, 4):
+        keras.utils.set_random_seed(5)
+        model = compiled(keras.optimizers.SGD(0.05))
+        x, y = data()
+        rate = keras.callbacks.LearningRateScheduler(lambda epoch: 0.05 if epoch < 2 else later)
+        saved = dtk.callbacks.Checkpoint(directory, monitor="loss", mode=mode)
+        history = model.fit(x, y, batch_size=8, epochs=epochs, verbose=0, callbacks=[rate, saved])
+        strategy().communicator.barrier()
+        notes.append(json.loads(pathlib.Path(directory, "best.json").read_text()))
+        strategy().communicator.barrier()
+    return notes, history.history["loss"]
+
+
+def one_dropout_more(directory):
+    """A random layer, then a metric, that the checkpoint does not know: neither has weights."""
+    import keras
+
+    import dtk
+
+    def run(dropouts=1, metrics=("mae",), save_freq="epoch", *more):
+        keras.utils.set_random_seed(5)
+        with strategy().scope():
+            layers = [keras.layers.Dropout(0.1) for _ in range(dropouts)]
+            model = keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(1)])
+            model.compile(optimizer="sgd", loss="mse", metrics=list(metrics))
+        x, y = data()
+        place = pathlib.Path(directory, str(save_freq))
+        saved = dtk.callbacks.Checkpoint(place, save_freq)
+        model.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=[saved, *more])
+
+    run()
+    with contextlib.suppress(Crash):
+        run(1, ["mae"], 3, crash_at(0, 4))
+    return fails(run, 2), fails(run, 1, ["mae", "mape"], 3)
+
+
 def terminated(directory):
     """The last rank alone gets SIGTERM at step 2 of epoch 1; all leave together, then resume."""
     import keras
@@ -450,6 +542,81 @@ def terminated(directory):
     seen = []
     again = run(dtk.callbacks.Checkpoint(directory), seen=seen)
     return code, restored, seen[0], difference(again, whole)
+
+
+def preempted_in_validation(directory, form, patience=3.0):
+    """SIGTERM on the last rank early in a validation that lasts longer than ranks are patient."""
+    import time
+
+    import keras
+    import tensorflow as tf
+
+    import dtk
+    from dtk.callbacks import checkpoint
+
+    chosen = strategy()
+    x, y = data(40)
+
+    class Preempted(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.epoch = epoch
+
+        def on_test_batch_end(self, batch, logs=None):
+            if self.epoch == 1:
+                time.sleep(0.25)
+                last = chosen.rank == chosen.communicator.size - 1
+                if last and batch == 2:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+    class Other(keras.callbacks.Callback):
+        """Validates other weights than it trains: these must not be what is saved."""
+
+        def on_test_begin(self, logs=None):
+            self.weights = self.model.get_weights()
+            self.model.set_weights([weight / 2 for weight in self.weights])
+
+        def on_test_end(self, logs=None):
+            self.model.set_weights(self.weights)
+
+    def run(*callbacks, seen=None):
+        keras.utils.set_random_seed(5)
+        rows = tf.data.Dataset.from_tensor_slices((x, y))  # shuffled by the seed above
+        given = {
+            "arrays": {"x": x, "y": y, "batch_size": BATCH},
+            "dataset": {"x": rows.shuffle(40).batch(BATCH)},
+            "stream": {"x": rows.shuffle(40).repeat().batch(BATCH), "steps_per_epoch": 3},
+        }[form]
+        model = compiled(keras.optimizers.SGD(0.05, momentum=0.9), dropout=0.3)
+        swap = [Other()] if form == "arrays" else []
+        note = recorder([] if seen is None else seen)
+        model.fit(
+            **given,
+            epochs=3,
+            verbose=0,
+            callbacks=[*callbacks, *swap, note],
+            validation_data=rows.batch(2),
+        )
+        return everything(model), model.history.history
+
+    whole, history = run()
+    code, original = None, checkpoint.Termination
+    checkpoint.Termination = functools.partial(original, patience=patience)
+    try:
+        run(dtk.callbacks.Checkpoint(directory), Preempted())
+    except SystemExit as ending:
+        code = ending.code
+    finally:
+        checkpoint.Termination = original
+    seen = []
+    again, resumed_history = run(dtk.callbacks.Checkpoint(directory), seen=seen)
+    return {
+        "code": code,
+        "start": seen[0][:2],
+        "expected start": (2, 0),
+        "difference": difference(again, whole),
+        "history": history,
+        "resumed history": resumed_history,
+    }
 
 
 # Learning rate.

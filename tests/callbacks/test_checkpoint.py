@@ -96,6 +96,35 @@ def test_a_run_that_stopped_early_stays_stopped(pool, tmp_path):
 
 
 @two_ranks
+def test_python_and_numpy_draw_on_where_they_were(pool, tmp_path):
+    """Breaks when their state is saved but not restored: the resumed script has another seed."""
+    first, *_ = pool.run(bodies.draws, str(tmp_path))
+    whole, resumed = first
+    assert sorted(resumed) == sorted(whole)[7:]
+    assert resumed == {step: whole[step] for step in resumed}
+
+
+@two_ranks
+@pytest.mark.parametrize("mode, best", [("min", np.argmin), ("max", np.argmax)])
+def test_the_best_of_an_earlier_run_stays_the_best(pool, tmp_path, mode, best):
+    for notes, losses in pool.run(bodies.best_across_runs, str(tmp_path), mode):
+        assert best(losses) < 2, "the case must have its best epoch in the first run"
+        assert notes[0] == notes[1]
+        assert notes[0]["epoch"] == best(losses) + 1
+        assert notes[0]["value"] == pytest.approx(losses[best(losses)])
+
+
+@two_ranks
+def test_a_dropout_or_metric_more_than_was_saved_is_refused(pool, tmp_path):
+    """Breaks as "zip() argument 2 is shorter than argument 1"."""
+    for (kind, dropout), (other_kind, metric) in pool.run(bodies.one_dropout_more, str(tmp_path)):
+        assert kind == other_kind == "ValueError"
+        assert "it has 1 random layers (Dropout and the like), this model has 2" in dropout
+        assert "resume=False" in dropout
+        assert "variables of metrics, this model has" in metric
+
+
+@two_ranks
 def test_in_a_callback_list_of_the_scripts_own(pool, tmp_path):
     assert pool.run(bodies.own_callback_list, str(tmp_path)) == [[[0], [0, 1]]] * 2
 
@@ -122,6 +151,21 @@ def test_sigterm_on_one_rank_saves_and_ends_all(pool, tmp_path):
     assert restored, "SIGTERM must be given back"
     assert (1, 0) < (epoch, step) < (3, 0), "left after the signal, before the end"
     assert difference <= EXACT
+
+
+@two_ranks
+@pytest.mark.parametrize("form", ["arrays", "dataset", "stream"])
+def test_sigterm_during_validation_saves_what_training_has_reached(pool, tmp_path, form):
+    """Breaks as the death of a worker: it used to be deaf until the validation was over."""
+    results = pool.run(bodies.preempted_in_validation, str(tmp_path), form, timeout=120)
+    check(results)
+    assert [result["code"] for result in results] == [143, 143]
+
+
+def test_sigterm_during_validation_in_one_process(alone, tmp_path):
+    results = alone.run(bodies.preempted_in_validation, str(tmp_path), "arrays", timeout=120)
+    check(results)
+    assert results[0]["code"] == 143
 
 
 def test_sigterm_in_one_process(alone, tmp_path):

@@ -65,3 +65,8 @@ def test_momentum_buffers_are_found(kind):
     adam = keras.optimizers.Adam(0.1)
     adam.build([keras.Variable(np.zeros(3))])
     assert momentum_buffers(adam) == []
+
+
+def test_swapping_averages_remembers_which_weights_are_in_the_model():
+    found = vars(keras.callbacks.SwapEMAWeights())
+    assert found.get("_ema_weights_in_model") is False, "SwapEMAWeights has lost its flag"

@@ -91,3 +91,24 @@ def test_questions_become_rarer_step_by_step(monkeypatch, pace, longest):
     assert asked_at[0] == 1
     assert max(gaps) <= longest
     assert all(b <= 2 * a for a, b in zip(gaps, gaps[1:], strict=False))
+
+
+def test_validation_finds_a_pace_of_its_own(monkeypatch):
+    """Breaks as a death by impatience: fast training left 512 slow steps of validation unasked."""
+    clock, step = [0.0], [0]
+    monkeypatch.setattr("dtk.callbacks.termination.time.monotonic", lambda: clock[0])
+    asked_at = []
+
+    def gather(value):
+        asked_at.append(step[0])
+        return [value, value]
+
+    asked = Termination(types.SimpleNamespace(size=2, allgather_object=gather))
+    for pace in (0.001, 5.0, 0.001):
+        asked.find_pace()
+        asked_at.clear()
+        for step[0] in range(600):
+            assert not asked.wanted_after_step()
+            clock[0] += pace
+        assert asked_at[:2] == [0, 1]
+        assert len(asked_at) == (600 if pace > 1 else 10)

@@ -1,10 +1,13 @@
 """What every communicator must do, checked on every rank against numpy.
 
 A body runs on all ranks at once. Each rank makes the inputs of all ranks from their seeds, so it
-can work out what numpy would have answered.
+can work out what numpy would have answered. Ranks are processes, or the devices of one.
 """
 
 from __future__ import annotations
+
+import concurrent.futures
+import threading
 
 import numpy as np
 import pytest
@@ -16,10 +19,34 @@ FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 INTEGERS = (tf.int32, tf.int64, tf.int8, tf.uint8, tf.int16, tf.uint16, tf.uint32)
 DTYPES = (*FLOATS, *INTEGERS, tf.uint64, tf.bool)
 # Tracing costs more than running, and treats dtypes alike: one of each way to travel will do.
-GRAPH_DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.int64, tf.uint8, tf.bool)
+GRAPH_DTYPES = (*FLOATS, tf.int32, tf.int64, tf.uint8, tf.bool)
 SHAPES = ((5, 3), (7,), (), (0,), (4, 0, 2), (1, 1))
 _NUMPY = {"sum": np.sum, "mean": np.mean, "min": np.min, "max": np.max, "prod": np.prod}
 _ROUNDING = {tf.float16: 4e-3, tf.bfloat16: 3e-2, tf.float32: 1e-6, tf.float64: 1e-14}
+
+
+_replica = threading.local()
+
+
+def communicator():
+    """Of this process, or of the device whose thread this is."""
+    return getattr(_replica, "communicator", None) or world.communicator()
+
+
+def between_devices(body, count):
+    """Run a body on every replica of one process, as a mirrored strategy's: in graphs only."""
+    from dtk.communicators import collective
+
+    devices = [f"/cpu:{index}" for index in range(count)]
+
+    def replica(comm, device):
+        _replica.communicator = comm
+        with tf.device(device):
+            globals()[body](True)
+
+    group = collective.replicas(devices, group=id(devices))
+    with concurrent.futures.ThreadPoolExecutor(count) as threads:
+        list(threads.map(replica, group, devices))
 
 
 def make(rank, shape, dtype, seed=0):
@@ -69,13 +96,13 @@ def reference(op, parts, dtype):
 
 
 def places():
-    comm = world.communicator()
+    comm = communicator()
     assert world.communicator() is comm or comm.size == 1
     return comm.name, comm.rank, comm.size, comm.local_rank, comm.local_size, comm.hosts
 
 
 def allreduce_every_dtype_and_shape(graph):
-    comm = world.communicator()
+    comm = communicator()
     for op in ("sum", "mean", "min", "max", "prod"):
         cases = [
             (dtype, [make(r, shape, dtype) for r in range(comm.size)])
@@ -96,7 +123,7 @@ def allreduce_every_dtype_and_shape(graph):
 
 
 def allreduce_single_and_constant(graph):
-    comm = world.communicator()
+    comm = communicator()
     total = sum(range(1, comm.size + 1))
     same(call(graph, comm.allreduce, tf.constant(comm.rank + 1)), np.int32(total))
     # A constant must not be reduced while the graph is being optimized, on this rank alone.
@@ -108,7 +135,7 @@ def allreduce_single_and_constant(graph):
 
 
 def allreduce_keeps_static_shapes():
-    comm = world.communicator()
+    comm = communicator()
 
     @tf.function
     def step(a, b):
@@ -124,7 +151,7 @@ def allreduce_keeps_static_shapes():
 
 
 def allreduce_unknown_shape():
-    comm = world.communicator()
+    comm = communicator()
 
     @tf.function(input_signature=[tf.TensorSpec([None, None]), tf.TensorSpec(None)])
     def step(a, b):
@@ -138,7 +165,7 @@ def allreduce_unknown_shape():
 
 
 def allreduce_large(graph):
-    comm = world.communicator()
+    comm = communicator()
     elements = 64 * 2**20 // 4
     value = tf.range(elements, dtype=tf.float32) % 1000 + comm.rank
     for _ in range(2):
@@ -148,7 +175,7 @@ def allreduce_large(graph):
 
 
 def allreduce_many_tiny(graph):
-    comm = world.communicator()
+    comm = communicator()
     values = [tf.fill([i % 7], float(i + comm.rank)) for i in range(300)]
     before = comm.bytes_sent
     outputs = call(graph, comm.allreduce, values)
@@ -160,7 +187,7 @@ def allreduce_many_tiny(graph):
 
 
 def allreduce_mixed_list(graph):
-    comm = world.communicator()
+    comm = communicator()
     n = comm.size
 
     def step(dense, rows, flag):
@@ -181,7 +208,7 @@ def allreduce_mixed_list(graph):
 
 
 def indexed_slices_mean(graph):
-    comm = world.communicator()
+    comm = communicator()
     n = comm.size
 
     def step(values, indices):
@@ -198,7 +225,7 @@ def indexed_slices_mean(graph):
 
 
 def allgather(graph):
-    comm = world.communicator()
+    comm = communicator()
     cases = [
         (dtype, [make(r, (rows_of(r), *tail), dtype) for r in range(comm.size)])
         for dtype in (GRAPH_DTYPES if graph else DTYPES)
@@ -223,7 +250,7 @@ def allgather(graph):
 
 def allgather_sizes_change():
     """One traced function, other row counts at every call."""
-    comm = world.communicator()
+    comm = communicator()
 
     @tf.function(input_signature=[tf.TensorSpec([None, 2], tf.uint8)])
     def step(value):
@@ -238,7 +265,7 @@ def allgather_sizes_change():
 
 
 def alltoall(graph):
-    comm = world.communicator()
+    comm = communicator()
     n, rank = comm.size, comm.rank
     # rank r sends (r + j) % 3 rows to rank j, so some blocks are empty
     splits = [[(r + j) % 3 for j in range(n)] for r in range(n)]
@@ -266,7 +293,7 @@ def alltoall(graph):
 
 
 def reduce_scatter(graph):
-    comm = world.communicator()
+    comm = communicator()
     n = comm.size
     for op in ("sum", "mean", "min", "max", "prod"):
         cases = [
@@ -288,7 +315,7 @@ def reduce_scatter(graph):
 
 
 def broadcast(graph):
-    comm = world.communicator()
+    comm = communicator()
     cases = [(dtype, shape) for dtype in (GRAPH_DTYPES if graph else DTYPES) for shape in SHAPES]
     for root in range(comm.size):
         inputs = [tf.constant(make(comm.rank, *case[::-1], seed=1), case[0]) for case in cases]
@@ -304,7 +331,7 @@ def broadcast(graph):
 
 
 def send_and_recv(graph):
-    comm = world.communicator()
+    comm = communicator()
     n, rank = comm.size, comm.rank
     comm.connect([(r, (r + 1) % n) for r in range(n)])
     for dtype in (tf.float32, tf.bfloat16, tf.uint8, tf.int64, tf.bool):
@@ -325,7 +352,7 @@ def send_and_recv(graph):
 
 
 def objects():
-    comm = world.communicator()
+    comm = communicator()
     for root in range(comm.size):
         value = {"rank": comm.rank, "list": [1] * comm.rank, "text": "x" * 1000 * comm.rank}
         expected = {"rank": root, "list": [1] * root, "text": "x" * 1000 * root}
@@ -337,7 +364,7 @@ def objects():
 def barrier_waits(graph):
     import time
 
-    comm = world.communicator()
+    comm = communicator()
     call(graph, comm.barrier)
     if comm.rank == 0:
         time.sleep(0.3)
@@ -349,7 +376,7 @@ def barrier_waits(graph):
 
 def split(color, key):
     """`color` and `key` hold a value per rank."""
-    comm = world.communicator()
+    comm = communicator()
     group = comm.split(color[comm.rank], None if key is None else key[comm.rank])
     order = key or list(range(comm.size))
     members = sorted(
@@ -381,7 +408,7 @@ def split(color, key):
 
 def split_a_group():
     """TensorFlow's collectives only: groups of groups."""
-    comm = world.communicator()
+    comm = communicator()
     group = comm.split(0, key=-comm.rank)
     pair = group.split(int(comm.rank == 1))
     if comm.rank != 1:
@@ -391,7 +418,7 @@ def split_a_group():
 
 def retrace_on_one_rank():
     """Rank 0 traces a second time between two steps; loops and conditionals included."""
-    comm = world.communicator()
+    comm = communicator()
 
     @tf.function(reduce_retracing=False)
     def step(value, traces):
@@ -416,7 +443,7 @@ def retrace_on_one_rank():
 
 def order_in_a_graph():
     """Independent collectives of one dtype and shape must not be exchanged for one another."""
-    comm = world.communicator()
+    comm = communicator()
 
     @tf.function
     def step(values):
@@ -438,7 +465,7 @@ def order_in_a_graph():
 
 def unused_results_still_take_part():
     """Nobody reads rank 0's result; the collective must run there all the same."""
-    comm = world.communicator()
+    comm = communicator()
 
     @tf.function
     def step(value):
@@ -451,7 +478,7 @@ def unused_results_still_take_part():
 
 
 def bytes_are_counted_per_execution():
-    comm = world.communicator()
+    comm = communicator()
     step = tf.function(lambda v: comm.allreduce(v))
     value = tf.ones([10], tf.float64)
     step(value)
@@ -464,7 +491,7 @@ def bytes_are_counted_per_execution():
 
 def keys_do_not_pile_up():
     """Eager calls reuse what the transport remembers."""
-    comm = world.communicator()
+    comm = communicator()
     if comm.name != "collective":
         return
     comm.allreduce(tf.ones([3]))
@@ -477,9 +504,49 @@ def keys_do_not_pile_up():
     assert len(comm._eager_keys) <= before + 4
 
 
+def null_keeps_shapes_and_dtypes(graph):
+    """No peer exists, so whatever returns has sent nothing."""
+    from dtk.communicators.null import NullCommunicator
+
+    comm = NullCommunicator(rank=1, size=3)
+    dtypes = GRAPH_DTYPES if graph else DTYPES
+    cases = [(dtype, make(1, shape, dtype)) for dtype in dtypes for shape in SHAPES]
+    values = [tf.constant(value, dtype) for dtype, value in cases]
+    for outputs in (call(graph, comm.allreduce, values), call(graph, comm.broadcast, values)):
+        for output, (dtype, value) in zip(outputs, cases, strict=True):
+            same(output, value, context=f"{dtype.name} {value.shape}")
+
+    def others(values):
+        rows = [value for value in values if value.shape.rank]
+        return (
+            [comm.allgather(value) for value in values],
+            [comm.reduce_scatter(value) for value in rows],
+            [comm.alltoall(value, [0, value.shape[0], 0]) for value in rows],
+            [comm.recv(value.shape, value.dtype, 0) for value in values],
+        )
+
+    gathered, scattered, exchanged, received = call(graph, others, values)
+    for output, (_, value) in zip(gathered, cases, strict=True):
+        same(output, np.concatenate([np.reshape(value, value.shape or (1,))] * 3))
+    rows = [value for _, value in cases if value.shape]
+    for output, value in zip(scattered, rows, strict=True):
+        block = np.array_split(value, 3)[1]
+        assert (output.shape, output.dtype.as_numpy_dtype) == (block.shape, block.dtype)
+    for (output, counts), value in zip(exchanged, rows, strict=True):
+        same(output, np.concatenate([value] * 3))
+        same(counts, np.full(3, len(value), np.int32))
+    for output, value in zip(received, values, strict=True):
+        assert (output.shape, output.dtype) == (value.shape, value.dtype)
+    slices = tf.IndexedSlices(tf.ones([2, 4]), tf.constant([0, 5]), tf.constant([9, 4]))
+    same(call(graph, comm.allreduce, slices).values, np.ones([6, 4], np.float32))
+    call(graph, comm.barrier)
+    call(graph, lambda: comm.send(tf.ones([2]), 0))
+    assert comm.allgather_object("x") == ["x"] * 3
+
+
 def refuses():
     """Bad input raises ValueError on every rank, and leaves the world usable."""
-    comm = world.communicator()
+    comm = communicator()
     one = tf.ones([2])
     cases = [
         (lambda: comm.allreduce(one, "median"), "unknown reduction 'median'; use one of sum"),
@@ -505,7 +572,7 @@ def refuses():
 
 
 def horovod_needs_links():
-    comm = world.communicator()
+    comm = communicator()
     from dtk.communicators.horovod import HorovodCommunicator, _Sets
     from dtk.errors import CommunicatorError
 

@@ -65,6 +65,34 @@ def test_collective(pool, graph, body):
     pool.run(body, graph)
 
 
+@pytest.mark.worlds(("local", 1))
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "body",
+    [
+        bodies.allreduce_every_dtype_and_shape,
+        bodies.allreduce_single_and_constant,
+        bodies.allreduce_large,
+        bodies.allreduce_many_tiny,
+        bodies.allreduce_mixed_list,
+        bodies.indexed_slices_mean,
+        bodies.allgather,
+        bodies.alltoall,
+        bodies.reduce_scatter,
+        bodies.broadcast,
+    ],
+    ids=lambda body: body.__name__,
+)
+def test_collective_between_the_devices_of_one_process(pool, count, body):
+    pool.run(bodies.between_devices, body.__name__, count)
+
+
+@pytest.mark.worlds(("local", 1))
+@both_modes
+def test_null_keeps_shapes_and_dtypes(pool, graph):
+    pool.run(bodies.null_keeps_shapes_and_dtypes, graph)
+
+
 @every_world
 @pytest.mark.parametrize(
     "body",

@@ -21,11 +21,44 @@ def elements_of(files, batch_size, steps=None):
     return [batch.numpy().tolist() for batch in dataset]
 
 
+def said_about(files, batch_size):
+    """What is printed while the files are divided."""
+    import contextlib
+    import io
+
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        elements_of(files, batch_size)
+    return told.getvalue()
+
+
+def refused(files, batch_size, steps):
+    """What a rank says about its number of steps, given per rank."""
+    rank = bodies.strategy().rank
+    try:
+        elements_of(files, batch_size, steps[rank])
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def no_end_no_start():
+    import dtk
+
+    strategy, said = bodies.strategy(), []
+    for dataset in (tf.data.Dataset.range(4).repeat(), tf.data.Dataset.range(1)):
+        try:
+            dtk.data.shard(dataset, strategy, 2)
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
 def _number(line):
     return tf.strings.to_number(line, tf.int64)
 
 
-def trained_on_shards():
+def trained_on_shards(whole_first=False):
     """`fit` on shards of a dataset, and the plain fit on the same global batches."""
     import dtk
 
@@ -33,6 +66,8 @@ def trained_on_shards():
     x, y = cases.rows(45)
     whole = tf.data.Dataset.from_tensor_slices((x, y))
     model = cases.compiled(strategy, metrics=["accuracy"])
+    if whole_first:
+        model.fit(whole.batch(15), verbose=0, shuffle=False)
     dataset = dtk.data.shard(whole, strategy, 15)
     history = model.fit(dataset, epochs=3, verbose=0, shuffle=False)
 
@@ -43,6 +78,8 @@ def trained_on_shards():
             order += queue[:count]
             del queue[:count]
     plain = cases.compiled(None, metrics=["accuracy"])
+    if whole_first:
+        plain.fit(whole.batch(15), verbose=0, shuffle=False)
     batches = [len(order[i * 15 : i * 15 + 15]) for i in range(3)]
     assert batches[:2] == [15, 15]
     expected = plain.fit(

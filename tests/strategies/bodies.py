@@ -105,8 +105,12 @@ def flat(arrays):
     return np.concatenate([np.ravel(a).astype("float64") for a in arrays])
 
 
-def train_here(optimizer, clip, tail, devices=0, inside=True):
-    return train(optimizer, clip, tail, strategy(devices), inside)
+def train_here(optimizer, clip, tail, devices=0):
+    return train(optimizer, clip, tail, strategy(devices))
+
+
+def train_built_outside(optimizer, clip, tail, devices=0):
+    return train(optimizer, clip, tail, strategy(devices), inside=False)
 
 
 def run_case(name, devices=0):

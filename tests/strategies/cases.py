@@ -6,6 +6,8 @@ test asserts that they are equal on every rank and to the plain run's.
 
 from __future__ import annotations
 
+import warnings
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -441,3 +443,208 @@ def saved_and_loaded(strategy):
             again = keras.models.load_model(f"{folder}/model.keras")
             again.compile(optimizer=again.optimizer, loss=crossentropy())
     return outcome(again, again.fit(x, y, batch_size=16, epochs=1, verbose=0))
+
+
+class Lengths(keras.layers.Layer):
+    """Sum and sum of squares of rows of different lengths."""
+
+    def call(self, x):
+        return tf.stack([tf.reduce_sum(x, 1), tf.reduce_sum(x * x, 1)], 1)
+
+    def compute_output_shape(self, shape):
+        return (shape[0], 2)
+
+
+class Doubled(keras.Model):
+    def call(self, x):
+        return tf.ragged.map_flat_values(lambda values: 2 * values, x)
+
+
+@case
+def ragged_inputs_and_outputs(strategy):
+    random = np.random.default_rng(0)
+    lengths = random.integers(0, 6, 37)
+    values = random.normal(size=lengths.sum()).astype("float32")
+    x, y = tf.RaggedTensor.from_row_lengths(values, lengths), random.integers(0, 3, 37)
+
+    def build():
+        keras.utils.set_random_seed(5)
+        inputs = keras.Input((None,), ragged=True)
+        return keras.Sequential([inputs, Lengths(), keras.layers.Dense(3)])
+
+    model = compiled(strategy, build, metrics=["accuracy"])
+    history = model.fit(x, y, batch_size=16, epochs=2, verbose=0)
+    dataset = tf.data.Dataset.from_tensor_slices(x).batch(8)
+    doubled = compiled(strategy, Doubled).predict(dataset, verbose=0)
+    assert isinstance(doubled, tf.RaggedTensor)
+    return outcome(
+        model,
+        history,
+        predicted=model.predict(dataset, verbose=0),
+        doubled=doubled.values.numpy(),
+        lengths=doubled.row_lengths().numpy(),
+    )
+
+
+@case
+def sparse_inputs(strategy):
+    random = np.random.default_rng(0)
+    dense = random.normal(size=(37, 20)) * (random.uniform(size=(37, 20)) < 0.2)
+    x, y = tf.sparse.from_dense(dense.astype("float32")), random.integers(0, 3, 37)
+
+    def build():
+        keras.utils.set_random_seed(5)
+        return keras.Sequential([keras.Input((20,), sparse=True), keras.layers.Dense(3)])
+
+    # Not Adam: it squares the slices of a gradient one by one, and two workers may have one each of
+    # the same row, where one process has their sum.
+    model = compiled(strategy, build, optimizer=keras.optimizers.SGD(0.1, momentum=0.9))
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+    history = model.fit(dataset, epochs=2, verbose=0, shuffle=False)
+    return outcome(model, history, predicted=model.predict(dataset, verbose=0))
+
+
+@case
+def class_weights_and_validation_steps_of_datasets(strategy):
+    x, y = rows()
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
+    model = compiled(strategy, metrics=["accuracy"])
+    history = model.fit(
+        dataset,
+        class_weight={label: 1.0 + label / 3 for label in range(10)},
+        validation_data=dataset.repeat(),
+        validation_steps=3,
+        epochs=2,
+        verbose=0,
+        shuffle=False,
+    )
+    return outcome(model, history)
+
+
+@case
+def generators_that_end(strategy):
+    def batches():
+        x, y = rows(70)
+        for start in range(0, 70, 15):
+            yield x[start : start + 15], y[start : start + 15]
+
+    model = compiled(strategy, metrics=["accuracy"])
+    with warnings.catch_warnings():  # Keras's, that the data has an end
+        warnings.simplefilter("ignore")
+        history = model.fit(batches(), verbose=0, shuffle=False)
+        evaluated = model.evaluate(batches(), verbose=0)
+    return outcome(model, history, evaluated=evaluated)
+
+
+@case
+def averages_that_overwrite_weights(strategy):
+    x, y = rows()
+    model = compiled(
+        strategy,
+        optimizer=keras.optimizers.Adam(
+            0.01, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=3
+        ),
+    )
+    return outcome(model, model.fit(x, y, batch_size=16, epochs=2, verbose=0))
+
+
+@case
+def gathered_rows(strategy):
+    """`strategy.gather` in a loop of one's own: the rows of all replicas, in order."""
+    x = np.arange(14.0).reshape(7, 2)
+    if strategy is None:
+        return {"rows": 2 * x, "columns": np.concatenate([x.sum(0)[None]] * 2, 1)}
+    dataset = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensors(x))
+    (batch,) = dataset
+
+    def columns(mine):
+        total = tf.distribute.get_replica_context().all_reduce("sum", tf.reduce_sum(mine, 0))
+        # Along axis 1: two blocks in all, whoever has them.
+        context = tf.distribute.get_replica_context()
+        blocks = tf.cast(int(context.replica_id_in_sync_group) < 2, tf.int32)
+        return tf.tile(total[None], [1, blocks])
+
+    doubled = strategy.run(lambda mine: 2 * mine, args=(batch,))
+    wide = tf.function(lambda: strategy.run(columns, args=(batch,)))()
+    return {
+        "rows": strategy.gather(doubled, axis=0).numpy(),
+        "columns": strategy.gather(wide, axis=1).numpy(),
+    }
+
+
+@case
+def two_models_compiled_in_one_scope(strategy):
+    x, y = rows()
+    with scope_of(strategy):
+        models = [small(seed=3), small(seed=4)]
+        for model in models:
+            model.compile(optimizer=keras.optimizers.Adam(0.01), loss=crossentropy())
+    for _ in range(2):
+        for model in models:
+            model.fit(x, y, batch_size=16, epochs=1, verbose=0)
+    return {"weights": flat([w for model in models for w in model.get_weights()])}
+
+
+@case
+def lists_of_inputs_and_positional_arguments(strategy):
+    def build():
+        keras.utils.set_random_seed(5)
+        inputs = [keras.Input((8, 8, 1)), keras.Input((1,))]
+        hidden = keras.layers.Flatten()(inputs[0]) * inputs[1]
+        return keras.Model(inputs, keras.layers.Dense(10)(hidden))
+
+    x, y = rows(37)
+    both = [x, np.linspace(0.5, 1.5, len(x), dtype="float32")[:, None]]
+    model = compiled(strategy, build, metrics=["accuracy"])
+    history = model.fit(both, y, 16, 2, 0)
+    logs = model.train_on_batch([part[:5] for part in both], y[:5])
+    return outcome(
+        model,
+        history,
+        logs=np.array(logs),
+        evaluated=model.evaluate(both, y, 8, 0),
+        predicted=model.predict(both, 4, 0),
+        predicted_batch=model.predict_on_batch([part[:3] for part in both]),
+    )
+
+
+@case
+def metrics_made_outside_the_scope(strategy):
+    x, y = rows(37)
+    metrics = [keras.metrics.MeanAbsoluteError(name="mae"), keras.metrics.AUC(name="auc")]
+
+    def build():
+        return keras.Sequential([small(), keras.layers.Dense(1, activation="sigmoid")])
+
+    model = compiled(strategy, build, loss="binary_crossentropy", metrics=metrics)
+    history = model.fit(x, y % 2, batch_size=8, epochs=2, verbose=0, validation_data=(x, y % 2))
+    return outcome(model, history, evaluated=model.evaluate(x, y % 2, verbose=0))
+
+
+def _outputs_with_a_tail_of_one(strategy, eagerly):
+    """Nine rows in batches of four: in the last step all workers but one have none."""
+
+    def build():
+        keras.utils.set_random_seed(5)
+        inputs = keras.Input((8, 8, 1))
+        hidden = keras.layers.Dense(8, activation="tanh")(keras.layers.Flatten()(inputs))
+        outputs = [keras.layers.Dense(n, name=name)(hidden) for name, n in (("a", 10), ("b", 1))]
+        return keras.Model(inputs, outputs)
+
+    x, y = rows(9)
+    losses = [crossentropy(), "mse"]
+    model = compiled(strategy, build, loss=losses, loss_weights=[1.0, 0.5], run_eagerly=eagerly)
+    targets = [y, x.mean((1, 2, 3))[:, None]]
+    history = model.fit(x, targets, batch_size=4, epochs=2, verbose=0, shuffle=False)
+    assert {"a_loss", "b_loss"} <= set(history.history)
+    return outcome(model, history, evaluated=model.evaluate(x, targets, batch_size=4, verbose=0))
+
+
+@case
+def outputs_with_a_tail_of_one(strategy):
+    return _outputs_with_a_tail_of_one(strategy, False)
+
+
+@case
+def outputs_with_a_tail_of_one_eagerly(strategy):
+    return _outputs_with_a_tail_of_one(strategy, True)

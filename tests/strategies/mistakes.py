@@ -81,6 +81,46 @@ def scopes_of_two_strategies(strategy):
         pass
 
 
+def another_dtk_strategy():
+    """One that talks to nobody."""
+    from dtk.communicators.local import LocalCommunicator
+    from dtk.strategies import AllReduceStrategy
+
+    return AllReduceStrategy(LocalCommunicator())
+
+
+@mistake("ValueError", "inside the scope of another strategy (AllReduceStrategy)", "leave that")
+def scopes_of_two_dtk_strategies(strategy):
+    with another_dtk_strategy().scope(), strategy.scope():
+        pass
+
+
+@mistake("ValueError", "was made for another strategy (AllReduceStrategy)", "a new optimizer")
+def optimizer_of_another_dtk_strategy(strategy):
+    other = another_dtk_strategy()
+    optimizer = cases.compiled(other, optimizer=keras.optimizers.SGD()).optimizer
+    cases.compiled(strategy, optimizer=optimizer)
+
+
+@mistake("ValueError", "under another strategy (AllReduceStrategy)", "the same one")
+def model_of_another_dtk_strategy(strategy):
+    model = cases.compiled(another_dtk_strategy())
+    with strategy.scope():
+        model.compile(optimizer="sgd", loss="mse")
+
+
+@mistake("DisagreementError", "rank {rank}: ranks disagree on the dtk version", "0.1.0", "9.9.9")
+def another_version_of_dtk_on_rank_1(strategy):
+    from dtk.strategies import AllReduceStrategy, start
+
+    mine = start.__version__
+    start.__version__ = "9.9.9" if strategy.rank == 1 else "0.1.0"
+    try:
+        AllReduceStrategy(strategy.communicator)
+    finally:
+        start.__version__ = mine
+
+
 class Alone(cases.Subclassed):
     """Applies its gradients by hand, without any optimizer."""
 
@@ -128,8 +168,75 @@ def different_shapes(strategy):
 
 @mistake("DisagreementError", "ranks disagree on the steps per epoch", "has 2", "has 3")
 def different_steps(strategy):
+    x, y = cases.rows(8)
+    steps = 2 + strategy.rank
+    cases.compiled(strategy).fit(x, y, batch_size=4, steps_per_epoch=steps, verbose=0)
+
+
+@mistake("DisagreementError", "ranks disagree on the training data", "8 rows", "12 rows", "shard")
+def different_numbers_of_rows(strategy):
     x, y = cases.rows(8 + 4 * strategy.rank)
     cases.compiled(strategy).fit(x, y, batch_size=4, verbose=0)
+
+
+@mistake("DisagreementError", "ranks disagree on the training data", "hash", "dtk.data.shard")
+def a_part_of_the_data_per_rank(strategy):
+    x, y = cases.rows(16)
+    mine = slice(8 * strategy.rank, 8 * strategy.rank + 8)
+    cases.compiled(strategy).fit(x[mine], y[mine], batch_size=4, verbose=0)
+
+
+@mistake("DisagreementError", "ranks disagree on the data", "8 rows", "12 rows")
+def predict_different_numbers_of_rows(strategy):
+    x, _ = cases.rows(8 + 4 * strategy.rank)
+    cases.compiled(strategy).predict(x, verbose=0)
+
+
+@mistake("DisagreementError", "callbacks of dtk", "['ProgressPrinter']", "[]", "every rank")
+def a_callback_on_rank_0_alone(strategy):
+    import dtk
+
+    x, y = cases.rows(8)
+    callbacks = [dtk.callbacks.ProgressPrinter()] if strategy.is_chief else []
+    cases.compiled(strategy).fit(x, y, callbacks=callbacks, verbose=0)
+
+
+@mistake("DisagreementError", "after epoch 1", "learning_rate", "same callbacks on every rank")
+def another_learning_rate_on_rank_0(strategy):
+    class Halve(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.optimizer.learning_rate = 0.005
+
+    x, y = cases.rows(8)
+    callbacks = [Halve()] if strategy.is_chief else []
+    cases.compiled(strategy).fit(x, y, epochs=2, callbacks=callbacks, verbose=0)
+
+
+@mistake("DisagreementError", "after the first step", "differ between workers", "bias")
+def a_weight_updated_by_hand(strategy):
+    class ByHand(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, x):
+            return self.dense(x)
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x))
+            kernel, bias = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply([kernel, tf.zeros_like(bias)], self.trainable_variables)
+            self.trainable_variables[1].assign_sub(0.1 * bias)
+            return {"loss": loss}
+
+    x, y = cases.rows(8)
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = ByHand()
+        model.compile(optimizer="sgd", loss="mse")
+    model.fit(x.reshape(8, -1), y.astype("float32"), batch_size=4, verbose=0)
 
 
 @mistake("DisagreementError", "ranks disagree on the random seed", "rank 0 has 7", "rank 1 has 8")

@@ -40,15 +40,44 @@ def order_of_rows(seed, devices=0):
 
 def starts_apart():
     """Ranks build different weights and train; returns the paths that differ afterwards."""
-    from dtk.strategies import adopt, fitting
+    from dtk.strategies import adopt, agreement
 
     strategy = bodies.strategy()
     x, y = cases.rows(16)
     model = cases.compiled(strategy, lambda: cases.small(seed=strategy.rank))
     keras.utils.set_random_seed(1)  # the rows must come in one order, whatever the weights
-    before = fitting.differing_variables(adopt.adoption_of(model))
+    before = agreement.differing_variables(adopt.adoption_of(model))
     model.fit(x, y, batch_size=8, verbose=0)
-    return before, fitting.differing_variables(adopt.adoption_of(model)), model.get_weights()
+    return before, agreement.differing_variables(adopt.adoption_of(model)), model.get_weights()
+
+
+def weights_of_rank_0_alone():
+    """Rank 0 alone is given other weights, then single batches: who trains from which?"""
+    from dtk.strategies import adopt, agreement
+
+    strategy = bodies.strategy()
+    x, y = cases.rows(16)
+    trained = []
+    for under, given in ((strategy, strategy.is_chief), (None, True)):
+        model = cases.compiled(under)
+        if given:
+            model.set_weights([weight + 0.1 for weight in model.get_weights()])
+        for rows in (16, 16, 7):
+            model.train_on_batch(x[:rows], y[:rows])
+        trained.append(model)
+    differing = agreement.differing_variables(adopt.adoption_of(trained[0]))
+    return differing, *(bodies.flat(model.get_weights()) for model in trained)
+
+
+def one_model_more_on_rank_0():
+    """Keras then names all later ones differently; returns names and weights."""
+    strategy = bodies.strategy()
+    if strategy.is_chief:
+        cases.small()
+    x, y = cases.rows(16)
+    model = cases.compiled(strategy)
+    model.fit(x, y, batch_size=8, epochs=2, verbose=0)
+    return [v.path for v in model.variables], bodies.flat(model.get_weights())
 
 
 def dropout_masks(devices=0):

@@ -19,9 +19,29 @@ def plain(name):
     return bodies.run_plain(name)
 
 
+# What evaluates and predicts, which in a world of one goes another way, and what sends most.
+SOME = [
+    "evaluate and predict odd rows",
+    "fewer rows than workers",
+    "lists of inputs and positional arguments",
+    "several outputs",
+    "single batches",
+]
+
+
 @pytest.mark.parametrize("name", list(cases.CASES))
 @pytest.mark.parametrize("backend, size", [("collective", 2), ("collective", 3), ("mirrored", 2)])
 def test_the_same_as_one_process(world, backend, size, name):
+    check(world, backend, size, name)
+
+
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("backend, size", [("local", 1), ("horovod-gloo", 2)])
+def test_some_elsewhere(world, backend, size, name):
+    check(world, backend, size, name)
+
+
+def check(world, backend, size, name):
     results = run(world, backend, size, bodies.run_case, name)
     expected = plain(name)
     for result in results:

@@ -37,6 +37,24 @@ def test_ranks_that_start_apart_train_together(world, backend, size):
             np.testing.assert_array_equal(mine, first)
 
 
+@SEVERAL
+def test_single_batches_train_all_ranks_from_rank_0s_weights(world, backend, size):
+    """Breaks when only `fit` makes ranks start equal."""
+    for differing, mine, plain in world(backend, size).run(promises.weights_of_rank_0_alone):
+        assert differing == []
+        assert np.linalg.norm(mine - plain) <= 2e-5 * np.linalg.norm(plain)
+
+
+@TWO
+def test_a_model_more_on_rank_0_changes_nothing(world, backend, size):
+    """Breaks as ranks that disagree on the names of variables, which are numbered by process."""
+    (names, mine), (other_names, other) = world(backend, size).run(
+        promises.one_model_more_on_rank_0
+    )
+    assert names != other_names, "the case needs names that differ"
+    np.testing.assert_array_equal(mine, other)
+
+
 @TWO
 def test_dropout_masks_differ_by_rank_and_repeat_with_the_seed(world, backend, size):
     first, second = world(backend, size).run(promises.dropout_masks)

@@ -1,0 +1,214 @@
+"""The workers of a parameter-server job, as the chief sees them: threads that ask for work.
+
+Each worker has a thread on the chief, TensorFlow's own, in which it takes the next piece of work,
+computes it remotely, and hands in the result. All that decides something, such as applying
+gradients, happens on the script's main thread, which waits here.
+
+    main thread    offer ------------------ wait: results ------ apply ------ ...
+    worker 0           \\-- take, compute, hand in --/
+    worker 1            \\-- take, compute ... lost: another takes it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from dtk.communicators import startup
+from dtk.errors import ClusterError
+from dtk.strategies import extended
+
+# How often a waiting main thread makes sure that somebody is still there.
+_LOOK_SECONDS = 5.0
+
+
+class Work(Protocol):
+    """Where pieces of work come from. Called under the crew's lock."""
+
+    def take(self, worker: int) -> Any:
+        """The next piece for a worker; None if there is none yet."""
+
+    def finished(self, piece: Any, worker: int, result: Any) -> None:
+        """A worker has computed a piece."""
+
+    def lost(self, piece: Any, worker: int) -> None:
+        """A worker died with a piece."""
+
+
+class Crew:
+    """Workers that compute pieces of work.
+
+    Args:
+        strategy: The strategy.
+        workers: Their addresses.
+        servers: Addresses of the parameter servers.
+        patience: Seconds to go on without any worker before giving up.
+    """
+
+    def __init__(
+        self, strategy: Any, workers: Sequence[str], servers: Sequence[str], patience: float
+    ):
+        self._strategy = strategy
+        self._workers, self._servers, self._patience = workers, servers, patience
+        self._changed = threading.Condition()
+        self._work: Work | None = None
+        self._compute: Callable[[Any, int], Any] = lambda piece, worker: None
+        self._error: BaseException | None = None
+        self._shift = 0
+        self.lost_workers: set[int] = set()
+
+    @contextlib.contextmanager
+    def working(self, work: Work, compute: Callable[[Any, int], Any]) -> Iterator[Crew]:
+        """While inside, workers compute what `work` gives them; inside another, instead of its.
+
+        Args:
+            work: Where pieces come from.
+            compute: Computes a piece; called as `compute(piece, worker)` on a worker's thread.
+        """
+        with self._changed:
+            before = (self._work, self._compute)
+            self._work, self._compute = work, compute
+            if before[0] is None:
+                self._error = None
+                self._shift += 1
+            shift = self._shift
+            self._changed.notify_all()
+        if before[0] is None:
+            extended.employ(self._strategy, lambda: self._serve(shift), len(self._workers))
+        try:
+            yield self
+        finally:
+            with self._changed:
+                self._work, self._compute = before
+                if before[0] is None:
+                    self._shift += 1
+                self._changed.notify_all()
+
+    def offer(self, change: Callable[[], Any]) -> Any:
+        """Change the work, as by adding to it, and let workers look again."""
+        with self._changed:
+            result = change()
+            self._changed.notify_all()
+            return result
+
+    def wait(self, until: Callable[[], Any]) -> Any:
+        """Wait until `until()`, called under the lock, is true; returns its result.
+
+        Raises:
+            ClusterError: A parameter server is gone, or there has been no worker for too long.
+        """
+        last_seen = time.monotonic()
+        with self._changed:
+            while True:
+                if self._error is not None:
+                    raise self._error
+                if result := until():
+                    return result
+                if not self._changed.wait(_LOOK_SECONDS):
+                    last_seen = self._look_around(last_seen)
+
+    @contextlib.contextmanager
+    def asking_servers(self) -> Iterator[None]:
+        """While inside, an error that comes from a lost parameter server says so.
+
+        Raises:
+            ClusterError: Instead of TensorFlow's error.
+        """
+        try:
+            yield
+        except tf.errors.OpError:
+            try:
+                self._check_servers()
+            except ClusterError as gone:
+                raise gone from None
+            raise
+
+    def _look_around(self, last_seen: float) -> float:
+        """When somebody was last there; raises when that is too long ago, or a server is gone."""
+        self._check_servers()
+        now = time.monotonic()
+        if any(startup.answers(address) for address in self._workers):
+            return now
+        if now - last_seen > self._patience:
+            raise ClusterError(
+                f"none of the {len(self._workers)} workers has been there for "
+                f"{now - last_seen:.0f} s ({', '.join(self._workers)}); start them again, or start "
+                "the job anew with dtk.callbacks.Checkpoint(..., resume=True)"
+            )
+        return last_seen
+
+    def _check_servers(self) -> None:
+        for index, address in enumerate(self._servers):
+            if not startup.answers(address):
+                raise ClusterError(
+                    f"parameter server {index} ({address}) is gone, and with it a part of the "
+                    "weights; start the job again, with dtk.callbacks.Checkpoint(directory, "
+                    "resume=True) it continues where it last saved"
+                )
+
+    def _serve(self, shift: int) -> None:
+        """What a worker's thread does until the shift is over."""
+        worker = extended.current_worker()
+        while True:
+            with self._changed:
+                piece = None
+                while self._shift == shift and self._error is None:
+                    piece = self._work.take(worker) if self._work is not None else None
+                    if piece is not None:
+                        break
+                    self._changed.wait()
+                if piece is None:
+                    return
+                work, compute = self._work, self._compute
+            assert work is not None
+            try:
+                result = compute(piece, worker)
+            except Exception as error:
+                with self._changed:
+                    work.lost(piece, worker)
+                    self._changed.notify_all()
+                if self._survives(error, worker):
+                    raise
+                return
+            with self._changed:
+                self.lost_workers.discard(worker)
+                work.finished(piece, worker, result)
+                self._changed.notify_all()
+
+    def _survives(self, error: Exception, worker: int) -> bool:
+        """Whether the others go on. Otherwise the main thread is told why not."""
+        fatal: BaseException | None = error
+        if isinstance(error, tf.errors.OpError) and extended.worker_is_lost(error):
+            fatal = None
+        elif isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError):
+            # A server; perhaps only its connection.
+            fatal = None
+        if fatal is None:
+            try:
+                self._check_servers()
+            except ClusterError as gone:
+                fatal = gone
+                fatal.__cause__ = error
+        with self._changed:
+            if fatal is None:
+                if worker not in self.lost_workers:
+                    self._tell(worker)
+                self.lost_workers.add(worker)
+            elif self._error is None:
+                self._error = fatal
+            self._changed.notify_all()
+        return fatal is None
+
+    def _tell(self, worker: int) -> None:
+        print(
+            f"dtk: worker {worker} ({self._workers[worker]}) is lost; another takes its step, and "
+            "it takes part again when it is back",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -1,0 +1,200 @@
+"""Weights on parameter servers, gradients from workers, `fit` on a chief."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from dtk import cluster, quiet
+from dtk.cluster import tf_config
+from dtk.communicators import startup
+from dtk.communicators.local import LocalCommunicator
+from dtk.errors import ClusterError
+from dtk.strategies import adopt, crew, extended, serve, served, start
+from dtk.strategies import consistency as rules
+from dtk.strategies.base import DtkStrategy
+
+
+class ParameterServerStrategy(DtkStrategy, extended.ServerStrategy):
+    """Training with weights on parameter servers, synchronous or not.
+
+    Every task runs the same script. Workers and parameter servers stay in this constructor, serve,
+    and end with the job; only the chief comes back from it and runs `fit`. A worker that is lost
+    loses nothing: its step goes to another, and when it is started again it takes part again.
+
+    What a step is depends on the consistency. "sync": one global batch, cut over the workers, and
+    the sum of exactly N gradients applied, so the weights are those of one process. "async" and
+    `BoundedDelay`: one batch of `batch_size` rows on one worker, applied on its own. Either way
+    `fit` of R rows takes ceil(R / batch_size) steps an epoch, and each is applied exactly once.
+
+    Args:
+        consistency: "sync", "async", `Sync(backup_workers=b)` or `BoundedDelay(tau)`.
+        variable_partitioner: Cuts large variables into parts on several servers, such as
+            `tf.distribute.experimental.partitioners.MinSizePartitioner()`; None cuts none.
+
+    Raises:
+        ClusterError: TF_CONFIG describes no such job, or a task does not come up.
+        ValueError: The consistency is none, or leaves no worker.
+
+    Example:
+        >>> import dtk
+        >>> strategy = dtk.strategies.ParameterServerStrategy("async")  # doctest: +SKIP
+
+    Sources: Li et al., OSDI'14 (parameter server, bounded delay); Chen et al. 2016 (backup
+    workers).
+    """
+
+    def __init__(
+        self,
+        consistency: Any = "async",
+        variable_partitioner: Any = None,
+    ):
+        self.consistency = rules.parse(consistency)
+        config = _config()
+        _check(config, self.consistency)
+        if config.role in ("ps", "worker"):
+            serve.serve(config)
+        self.workers = len(config.cluster["worker"])
+        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+            serve.cluster_of(config), task_type="chief", task_id=0, rpc_layer="grpc"
+        )
+        await_tasks(config)
+        tf.config.threading.set_inter_op_parallelism_threads(serve.threads_to_wait_with())
+        with quiet.device_start(), startup.quiet(), startup.at_most(startup.limit()):
+            self.connect(resolver)
+        super().__init__(
+            extended.ParameterServerExtended(self, resolver, variable_partitioner),
+            LocalCommunicator(),
+        )
+        self.crew = crew.Crew(
+            self, config.cluster["worker"], config.cluster["ps"], patience=startup.limit()
+        )
+        start.end_at_once("the chief")
+        extended.hush_coordinator()
+        # Per worker: bytes pulled from and pushed to the servers, and steps.
+        self._traffic = np.zeros((self.workers, 3), np.int64)
+
+    @property
+    def size(self) -> int:
+        """Workers whose gradients count."""
+        return self.workers - self.consistency.spare
+
+    @property
+    def slices(self) -> int:
+        """Parts a global batch is cut into: one per worker if synchronous, else one."""
+        return self.consistency.slices(self.workers)
+
+    @property
+    def rows_needed(self) -> int:
+        """A full batch has a row for each slice."""
+        return self.slices
+
+    def make_adoption(self, model: Any) -> adopt.Adoption:
+        """Steps run on workers."""
+        return served.ServedAdoption(model, self)
+
+    def local_ranks(self) -> Sequence[int]:
+        """Keras runs once, here."""
+        return (0,)
+
+    def take_variables(self, variables: Sequence) -> None:
+        """Move variables that were created outside the scope to the servers."""
+        with self.scope():
+            for variable in variables:
+                if not extended.is_served(variable._value):
+                    adopt.move_variable(variable)
+
+    def take_metric_state(self, variables: Sequence) -> None:
+        """Metric state is on the chief."""
+        self.take_variables(variables)
+
+    def set_per_replica(self, variable: Any, values: Sequence) -> None:
+        """There is one value for all."""
+        variable.assign(values[0])
+
+    def per_worker_dataset(self, dataset_fn: Callable) -> Any:
+        """See `distribute_datasets_from_function`."""
+        raise NotImplementedError
+
+    def sum_over_slices(self, value: tf.Tensor) -> tf.Tensor:
+        """Sum a value over a step's slices, where it is whole."""
+        self.check_whole_step("a loss that is a mean over masked or weighted rows")
+        return value
+
+    def check_whole_step(self, what: str) -> None:
+        """Refuse what would need workers to exchange numbers within a step.
+
+        Raises:
+            ValueError: A step is cut over workers.
+        """
+        if self.slices > 1:
+            raise ValueError(
+                f"{what} needs workers to exchange numbers within a step, which workers of "
+                f"parameter servers do not; with consistency={self.consistency!r} a step is cut "
+                f"over {self.slices}. Use AllReduceStrategy, or an asynchronous consistency"
+            )
+
+    # Traffic.
+
+    def note_traffic(self, worker: int, moved: np.ndarray) -> None:
+        """Count the bytes one step pulled and pushed."""
+        self._traffic[worker] += (*moved, 1)
+
+    @property
+    def traffic(self) -> list[dict[str, int]]:
+        """Per worker: steps computed, bytes pulled from and pushed to the parameter servers."""
+        return [
+            {"steps": int(steps), "pulled": int(pulled), "pushed": int(pushed)}
+            for pulled, pushed, steps in self._traffic
+        ]
+
+
+def _config() -> cluster.TFConfig:
+    config = tf_config.parse(os.environ.get("TF_CONFIG", ""))
+    if config is None:
+        raise ClusterError(
+            f"ParameterServerStrategy needs TF_CONFIG, which is not set here "
+            f"({cluster.detect().reason}); start with `dtk run -n 2 --ps 1 train.py`"
+        )
+    return config
+
+
+def _check(config: cluster.TFConfig, value: rules.Consistency) -> None:
+    for role, name in (("ps", "parameter server"), ("worker", "worker"), ("chief", "chief")):
+        if not config.cluster.get(role):
+            found = ", ".join(f"{len(a)} {r}" for r, a in config.cluster.items())
+            raise ClusterError(
+                f"{config.role} {config.index}: the job has no {name} (TF_CONFIG lists {found}); "
+                "start with `dtk run -n 2 --ps 1 train.py`, or give TF_CONFIG a chief, a worker "
+                "and a ps"
+            )
+    rules.check(value, len(config.cluster["worker"]))
+
+
+def await_tasks(config: cluster.TFConfig) -> None:
+    """Wait until every worker and parameter server listens.
+
+    Raises:
+        ClusterError: Naming those that do not, after a bounded wait.
+    """
+    limit = startup.limit()
+    deadline = time.monotonic() + limit
+    missing = [
+        (f"{role} {index}", address)
+        for role in ("ps", "worker")
+        for index, address in enumerate(config.cluster[role])
+    ]
+    startup.check_free(0, config.cluster["chief"][0])
+    while missing := [(name, a) for name, a in missing if not startup.answers(a)]:
+        if time.monotonic() > deadline:
+            names = ", ".join(f"{name} ({address})" for name, address in missing)
+            raise ClusterError(
+                f"chief: not there after {limit:g} s: {names}. Did they start, and can this host "
+                "reach them? (DTK_START_TIMEOUT sets the limit)"
+            )
+        time.sleep(0.1)
