@@ -29,7 +29,7 @@ SEAMS = {
     "tensorflow": ("python", "dtk.strategies.extended"),
     "keras": ("src", "dtk.strategies.adopt"),
 }
-PUBLIC_DUNDERS = {"__version__"}
+PUBLIC_DUNDERS = {"__version__", "__enter__"}
 
 
 def modules(root: pathlib.Path = ROOT) -> dict[str, str]:

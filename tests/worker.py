@@ -13,6 +13,11 @@ from typing import Any
 
 def main() -> None:
     """Run the bodies the parent names until it hangs up."""
+    if os.environ["DTK_TEST_COMMUNICATOR"] == "served":
+        # Workers and parameter servers stay in there until the chief has gone.
+        from strategies import bodies
+
+        bodies.served()
     host, _, port = os.environ["DTK_TEST_ADDRESS"].rpartition(":")
     key = bytes.fromhex(os.environ["DTK_TEST_KEY"])
     with connection.Client((host, int(port)), authkey=key) as line:

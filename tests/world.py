@@ -38,7 +38,8 @@ from typing import Any
 
 import psutil
 
-BACKENDS = ("local", "collective", "horovod-mpi", "horovod-gloo")
+BACKENDS = ("local", "collective", "horovod-mpi", "horovod-gloo", "served")
+SERVERS = 2
 TESTS = Path(__file__).resolve().parent
 START_TIMEOUT = 90.0
 
@@ -71,7 +72,8 @@ class World:
     """A pool of `size` worker processes joined by `backend`.
 
     Args:
-        backend: One of BACKENDS; "local" takes size 1 only.
+        backend: One of BACKENDS; "local" takes size 1 only. "served" is a chief with `size` workers
+            and two parameter servers, and bodies run on the chief alone.
         size: Number of ranks.
         env: More variables for the workers.
     """
@@ -82,6 +84,7 @@ class World:
         if backend == "local" and size != 1:
             raise ValueError(f"backend 'local' has one rank, got size={size}")
         self.backend, self.size = backend, size
+        self.answering = 1 if backend == "served" else size
         self.pids: list[int] = []
         self._connections: list[connection.Connection] = []
         self._stop: Callable[[], None] = lambda: None
@@ -129,7 +132,7 @@ class World:
     def _collect(self, name: str, deadline: float, timeout: float) -> list[Any]:
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
-        while len(results) + len(failures) < self.size:
+        while len(results) + len(failures) < self.answering:
             waiting = {
                 line: rank
                 for rank, line in enumerate(self._connections)
@@ -156,7 +159,7 @@ class World:
         if failures:
             told = "\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
             raise WorldError(f"{name} on {self.backend} x {self.size}\n{told}")
-        return [results[rank] for rank in range(self.size)]
+        return [results[rank] for rank in range(self.answering)]
 
     def _output(self) -> str:
         self._log.seek(0)
@@ -190,9 +193,10 @@ class World:
         from dtk.launch import Job, plan
 
         kind = "horovod" if self.backend == "horovod-gloo" else "collective"
+        servers = SERVERS if self.backend == "served" else 0
         processes = [
             dataclasses.replace(process, env={**process.env, **env})
-            for process in plan(command, workers=self.size, communicator=kind)
+            for process in plan(command, workers=self.size, communicator=kind, ps=servers)
         ]
         job = Job(processes, stdout=self._log, stderr=self._log, grace=1.0)
         job.start()
@@ -228,7 +232,7 @@ class World:
         lines: dict[int, connection.Connection] = {}
         deadline = time.monotonic() + START_TIMEOUT
         listener._listener._socket.settimeout(1.0)
-        while len(lines) < self.size:
+        while len(lines) < self.answering:
             try:
                 line = listener.accept()
             except TimeoutError:
@@ -241,7 +245,7 @@ class World:
             rank, pid = line.recv()
             lines[rank] = line
             self.pids.append(pid)
-        self._connections = [lines[rank] for rank in range(self.size)]
+        self._connections = [lines[rank] for rank in range(self.answering)]
 
     def close(self, patience: float = 10.0) -> None:
         """End every process; safe to call twice.

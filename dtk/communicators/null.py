@@ -14,8 +14,8 @@ class NullCommunicator(PackedCommunicator):
     """Claims any world, and behaves as if every other rank held nothing.
 
     A sum is the identity, a gather returns this rank's rows once per rank (so that shapes are those
-    of a real world), an all-to-all returns this rank's own block once per rank. Every dtype is
-    native. `bytes_sent` counts what a real transport would have been given.
+    of a real world), an all-to-all returns this rank's own block once per rank. Every dtype but
+    bool is native. `bytes_sent` counts what a real transport would have been given.
 
     Args:
         rank: The rank to claim.
@@ -24,7 +24,7 @@ class NullCommunicator(PackedCommunicator):
 
     name = "null"
 
-    reduces = moves = frozenset(
+    moves = frozenset(
         {
             tf.bool,
             *(tf.int8, tf.int16, tf.int32, tf.int64),
@@ -32,6 +32,7 @@ class NullCommunicator(PackedCommunicator):
             *(tf.float16, tf.bfloat16, tf.float32, tf.float64),
         }
     )
+    reduces = moves - {tf.bool}  # TensorFlow adds no bools up
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         if not 0 <= rank < size:

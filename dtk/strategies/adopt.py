@@ -887,6 +887,9 @@ class Adoption:
             lambda leaf: leaf if isinstance(leaf, tf.RaggedTensor) else leaf.numpy(), outputs
         )
 
+    def new_epoch(self) -> None:
+        """Called when an epoch of `fit` begins."""
+
     def settle(self) -> None:
         """Wait for steps under way; here there are none, each is over when Keras has called it."""
 
@@ -1038,6 +1041,8 @@ class Adoption:
         def none_left() -> Iterator[tuple]:
             iterator._enumerate_iterator = enumerate_steps
             self._find_position(0, position)
+            # Keras asks for an epoch's numbers when its steps are over.
+            model._get_metrics_result_or_logs = logs_of_then
             yield from ()
 
         def logs_of_then(latest: Any) -> dict:
@@ -1045,8 +1050,6 @@ class Adoption:
             return logs
 
         iterator._enumerate_iterator = none_left
-        # Keras asks for an epoch's numbers when its steps are over.
-        model._get_metrics_result_or_logs = logs_of_then
 
     def _find_position(self, step: int, position: dict) -> None:
         iterator = self.epoch_iterator

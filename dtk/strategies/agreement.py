@@ -146,16 +146,20 @@ def check_same_run(adoption: Any, params: dict) -> None:
 
 
 def _shapes(adoption: Any) -> list:
-    # The last word of a variable's path: what stands before depends on how many layers of its
-    # kind a process has made, which may differ.
+    # The last word of a variable's path, such as "kernel" or "momentum": what stands before depends
+    # on how many layers of its kind a process has made, which may differ.
     variables = adoption.shared_variables()
     return [
         ("number of variables", len(variables)),
         *(
-            (f"variable {index}", f"{v.path.rpartition('/')[2]} {tuple(v.shape)} {v.dtype}")
+            (f"variable {index}", f"{_last_word(v.path)} {tuple(v.shape)} {v.dtype}")
             for index, v in enumerate(variables)
         ),
     ]
+
+
+def _last_word(path: str) -> str:
+    return path.rpartition("/")[2].rpartition("_")[2]
 
 
 # Weights.
@@ -302,6 +306,7 @@ class Agreement(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Shuffle anew, alike on every rank."""
         self.adoption.tell_learned_steps()
+        self.adoption.new_epoch()
         self.adoption.shuffle(epoch)
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:

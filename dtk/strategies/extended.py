@@ -395,11 +395,15 @@ class ParameterServerExtended(parameter_server_strategy_v2.ParameterServerStrate
         container_strategy: The strategy this extends.
         resolver: Its cluster.
         partitioner: A `tf.distribute.experimental.partitioners.Partitioner`, or None.
+
+    Attributes:
+        bytes_placed: Bytes of variables by server.
     """
 
     def __init__(self, container_strategy: Any, resolver: Any, partitioner: Any):
         super().__init__(container_strategy, resolver, partitioner)
-        self._bytes_placed = [0] * self._num_ps
+        self.bytes_placed = [0] * self._num_ps
+        self._without_part: set[int] = set()
 
     def _use_merge_call(self) -> bool:
         return False
@@ -428,14 +432,21 @@ class ParameterServerExtended(parameter_server_strategy_v2.ParameterServerStrate
         return sharded_variable.ShardedVariable(made)
 
     def _create_variable_round_robin(self, next_creator: Callable, **kwargs: Any) -> Any:
-        """On the server that holds the fewest bytes; TensorFlow counts variables instead."""
-        index = self._bytes_placed.index(min(self._bytes_placed))
+        """On the server that holds the fewest bytes; TensorFlow counts variables instead.
+
+        Parts of one variable go to different servers, as long as there are some.
+        """
+        part = str(kwargs.get("name")).rpartition("/part_")[2]
+        if not part.isdigit() or int(part) % self._num_ps == 0:
+            self._without_part = set(range(self._num_ps))
+        index = min(self._without_part, key=lambda server: self.bytes_placed[server])
+        self._without_part.discard(index)
         with (
             ops.colocate_with(None, ignore_existing=True),
             tf.device(server_device(index)),
         ):
             variable = next_creator(**kwargs)
-        self._bytes_placed[index] += variable.shape.num_elements() * variable.dtype.size
+        self.bytes_placed[index] += variable.shape.num_elements() * variable.dtype.size
         return variable
 
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:

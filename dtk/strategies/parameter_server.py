@@ -139,6 +139,24 @@ class ParameterServerStrategy(DtkStrategy, extended.ServerStrategy):
                 f"over {self.slices}. Use AllReduceStrategy, or an asynchronous consistency"
             )
 
+    def schedule_of(self, model: Any) -> rules.Schedule:
+        """What decides which step of a model may start, and what it has observed.
+
+        Raises:
+            ValueError: The model has not been trained under this strategy.
+        """
+        adoption = adopt.adoption_of(model)
+        if not isinstance(adoption, served.ServedAdoption) or adoption.schedule is None:
+            raise ValueError(
+                f"model {model.name!r} has taken no step under this strategy; call fit first"
+            )
+        return adoption.schedule
+
+    @property
+    def placement(self) -> list[int]:
+        """Bytes put on each parameter server; slot variables, which lie beside theirs, apart."""
+        return list(self.extended.bytes_placed)
+
     # Traffic.
 
     def note_traffic(self, worker: int, moved: np.ndarray) -> None:

@@ -12,10 +12,12 @@ given to another, and every gradient is applied exactly once.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from dtk.strategies import adopt, extended
@@ -214,20 +216,49 @@ def is_state_of_chance(variable: Any) -> bool:
     )
 
 
+class Report:
+    """Small results of a step as one tensor: each tensor fetched from a worker is a message.
+
+    Args:
+        results: A structure of numbers, traced; all fit into float64 exactly or are float64.
+    """
+
+    def __init__(self, results: Any):
+        flat = [tf.convert_to_tensor(result) for result in tf.nest.flatten(results)]
+        self._structure = results
+        self._kinds = [(tuple(t.shape), t.dtype.as_numpy_dtype) for t in flat]
+        parts = [tf.reshape(tf.cast(t, tf.float64), [-1]) for t in flat]
+        self.tensor = tf.concat([*parts, tf.zeros([0], tf.float64)], 0)
+
+    def read(self, numbers: np.ndarray) -> Any:
+        """The structure again, of arrays."""
+        results, first = [], 0
+        for shape, dtype in self._kinds:
+            last = first + math.prod(shape)
+            results.append(numbers[first:last].reshape(shape).astype(dtype))
+            first = last
+        return tf.nest.pack_sequence_as(self._structure, results)
+
+
 def spec_of(data: Any) -> Any:
-    """Specification of batches like this one, with any number of rows."""
+    """Specification of batches like this one, with any number of rows.
+
+    Args:
+        data: A structure of tensors, or of their specifications.
+    """
     return tf.nest.map_structure(_without_rows, data)
 
 
 def _without_rows(leaf: Any) -> Any:
-    if isinstance(leaf, tf.RaggedTensor):
-        shape = [None, *leaf.shape[1:]]
-        return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype)
-    if isinstance(leaf, tf.SparseTensor):
+    if isinstance(leaf, tf.RaggedTensor | tf.RaggedTensorSpec):
+        splits = leaf.row_splits_dtype if isinstance(leaf, tf.RaggedTensorSpec) else None
+        splits = splits or leaf.row_splits.dtype
+        return tf.RaggedTensorSpec([None, *leaf.shape[1:]], leaf.dtype, leaf.ragged_rank, splits)
+    if isinstance(leaf, tf.SparseTensor | tf.SparseTensorSpec):
         return tf.SparseTensorSpec([None, *leaf.shape[1:]], leaf.dtype)
-    if not isinstance(leaf, tf.Tensor):
-        return leaf
-    return tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)
+    if isinstance(leaf, tf.Tensor | tf.TensorSpec):
+        return tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)
+    return leaf
 
 
 def key_of(spec: Any) -> Any:

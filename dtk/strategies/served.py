@@ -142,6 +142,7 @@ class Loop:
         self._steps = Steps(schedule)
         self._ahead = ahead
         self._functions: dict[Any, Callable] = {}
+        self._reports: dict[Any, pushpull.Report] = {}
         self._open = contextlib.ExitStack()
         self._is_open = False
 
@@ -225,6 +226,25 @@ class Counting(Loop):
             "logs": adopt.other_logs(self.model, apart.logs, assigned),
         }
 
+    def _report_of(self, results: dict) -> tf.Tensor:
+        self._report = pushpull.Report(results)
+        return self._report.tensor
+
+    def _call(self, batch: Batch, piece: Any, *more: Any) -> tuple[dict, float]:
+        """Run the traced step on a slice, on the worker whose thread this is.
+
+        Returns:
+            What it reported, and the slice's part of the batch's rows.
+        """
+        share = batch.counts[piece.slice] / batch.rows
+        key = pushpull.key_of(batch.spec)
+        # Made on the chief, they go along with the call; made on the worker, each is a message.
+        with tf.device(extended.CHIEF):
+            numbers = [tf.constant(n, tf.float32) for n in (share, batch.holders)]
+            numbers += [tf.constant(n) if isinstance(n, np.ndarray) else n for n in more]
+        report = self._functions[key](batch.parts[piece.slice], *numbers)
+        return self._reports[key].read(report.numpy()), share
+
     def _add_up(self, results: list[Result]) -> None:
         """Add what a batch's slices counted to the chief's metrics; renew the logs."""
         model = self.model
@@ -270,10 +290,6 @@ class Training(Counting):
         self._commits: dict[int, Callable] = {}
         self._chance: np.ndarray | None = None
 
-    def new_epoch(self) -> None:
-        """Begin the statistics anew."""
-        self.schedule.take_statistics()
-
     def drain(self) -> None:
         """Wait for every step, and keep what random layers go on from."""
         super().drain()
@@ -299,6 +315,7 @@ class Training(Counting):
         chance = tf.TensorSpec(self._chance.shape, tf.uint32)
         function = tf.function(self._step, autograph=False)
         self._functions[key] = function.get_concrete_function(spec, scalar, scalar, chance, handles)
+        self._reports[key] = self._report
 
     def _lay_out(self) -> pushpull.Layout:
         weights = [p for v in self.model.trainable_variables for p in self.adoption.parts_of(v)]
@@ -307,7 +324,7 @@ class Training(Counting):
         self._layout = pushpull.Layout(weights, sparse)
         return self._layout
 
-    def _step(self, data: Any, share: Any, size: Any, chance: Any, handles: Any) -> dict:
+    def _step(self, data: Any, share: Any, size: Any, chance: Any, handles: Any) -> tf.Tensor:
         """Keras's step on one slice; traced on the chief, runs on a worker, changes a mailbox."""
         model, strategy, layout = self.model, self.strategy, self._layout
         assert layout is not None
@@ -332,12 +349,16 @@ class Training(Counting):
                 for v in model.non_trainable_variables
                 if id(v) in apart.assigned & set(before) and v not in states
             ]
-            return {
-                **self._count(apart),
-                "moved": [apart.scope.get_current_value(v) - before[id(v)] for v in self._moving],
-                "chance": [apart.scope.get_current_value(v) for v in states],
-                "traffic": tf.stack([read + apart.rows_read, sent]),
-            }
+            return self._report_of(
+                {
+                    **self._count(apart),
+                    "moved": [
+                        apart.scope.get_current_value(v) - before[id(v)] for v in self._moving
+                    ],
+                    "chance": [apart.scope.get_current_value(v) for v in states],
+                    "traffic": tf.stack([read + apart.rows_read, sent]),
+                }
+            )
 
     def _plan_for(self, applied: Sequence) -> list:
         """Gradients in the layout's order; notes who is to apply them."""
@@ -372,18 +393,8 @@ class Training(Counting):
 
     def _compute(self, work: Any, worker: int) -> Result:
         piece, batch = work
-        data = batch.parts[piece.slice]
-        share = batch.counts[piece.slice] / batch.rows
-        function = self._functions[pushpull.key_of(batch.spec)]
         mailbox = self._free_mailbox()
-        outputs = function(
-            data,
-            tf.constant(share, tf.float32),
-            tf.constant(batch.holders, tf.float32),
-            tf.constant(self._chance_of(piece)),
-            mailbox.handles,
-        )
-        outputs = tf.nest.map_structure(lambda tensor: tensor.numpy(), outputs)
+        outputs, share = self._call(batch, piece, self._chance_of(piece), mailbox.handles)
         self.strategy.note_traffic(worker, outputs["traffic"])
         return Result(outputs, share, mailbox, self._mailboxes.append)
 
@@ -465,8 +476,9 @@ class Testing(Counting):
             scalar = tf.TensorSpec([], tf.float32)
             function = tf.function(self._step, autograph=False)
             self._functions[key] = function.get_concrete_function(spec, scalar, scalar)
+            self._reports[key] = self._report
 
-    def _step(self, data: Any, share: Any, size: Any) -> dict:
+    def _step(self, data: Any, share: Any, size: Any) -> tf.Tensor:
         with extended.in_replica(self.strategy):
             state, _ = self._state(self._tables)
             apart = adopt.trace_apart(
@@ -479,18 +491,11 @@ class Testing(Counting):
                 state=state,
                 tables=self._tables,
             )
-            return self._count(apart)
+            return self._report_of(self._count(apart))
 
     def _compute(self, work: Any, worker: int) -> Result:
         piece, batch = work
-        share = batch.counts[piece.slice] / batch.rows
-        function = self._functions[pushpull.key_of(batch.spec)]
-        outputs = function(
-            batch.parts[piece.slice],
-            tf.constant(share, tf.float32),
-            tf.constant(batch.holders, tf.float32),
-        )
-        return Result(tf.nest.map_structure(lambda tensor: tensor.numpy(), outputs), share)
+        return Result(*self._call(batch, piece))
 
     def _finish(self, step: int, results: list[Result]) -> None:
         self._add_up(results)
@@ -532,7 +537,9 @@ class Predicting(Loop):
         piece, batch = work
         function = self._functions[pushpull.key_of(batch.spec)]
         outputs = function(batch.parts[piece.slice])
-        return Result(tf.nest.map_structure(tf.identity, outputs, expand_composites=True), 1.0)
+        with tf.device(extended.CHIEF):  # fetched here, where a lost worker is noticed
+            outputs = tf.nest.map_structure(tf.identity, outputs, expand_composites=True)
+        return Result(outputs, 1.0)
 
     def _finish(self, step: int, results: list[Result]) -> None:
         with tf.device(extended.CHIEF):
@@ -565,6 +572,12 @@ class ServedAdoption(adopt.Adoption):
         """A Keras variable in a list, or its parts where it is partitioned."""
         return pushpull.parts_of(variable, self._parts)
 
+    @property
+    def schedule(self) -> Schedule | None:
+        """The schedule of training; None before the first step."""
+        loop = self._loops.get("train")
+        return None if loop is None else loop.schedule
+
     def chance_states(self) -> list:
         """State of the model's random number generators."""
         return self.seed_states()
@@ -582,6 +595,11 @@ class ServedAdoption(adopt.Adoption):
         if iterator is not None:
             adopt.at_end_of_data(iterator, self.settle)
 
+    def new_epoch(self) -> None:
+        """Begin what is observed anew."""
+        if self.schedule is not None:
+            self.schedule.take_statistics()
+
     def settle(self) -> None:
         """Wait until every step handed out is applied, and every batch counted."""
         for name, loop in self._loops.items():
@@ -597,7 +615,7 @@ class ServedAdoption(adopt.Adoption):
     def _read(self, iterator: Any) -> Iterator[tuple[slicing.Slices, Any]]:
         """Batches and the specification of their slices."""
         if isinstance(iterator, tf.data.Iterator):
-            spec = iterator.element_spec.parts[0]
+            spec = pushpull.spec_of(iterator.element_spec.parts[0])
             for batch in iterator:
                 yield batch, spec
             return

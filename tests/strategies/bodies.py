@@ -26,6 +26,23 @@ def strategy(devices=0):
 
 
 @functools.cache
+def served(consistency="sync"):
+    """The one strategy over parameter servers of this process; see `served_with`."""
+    from dtk.strategies import ParameterServerStrategy
+
+    return ParameterServerStrategy(consistency)
+
+
+def served_with(consistency):
+    """The same with another consistency: it is looked up when a model is compiled."""
+    from dtk.strategies import consistency as rules
+
+    strategy = served()
+    strategy.consistency = rules.parse(consistency)
+    return strategy
+
+
+@functools.cache
 def digits():
     """Real 8x8 images, shape [1797, 8, 8, 1], and their labels."""
     from sklearn.datasets import load_digits
@@ -64,7 +81,7 @@ def make_optimizer(name, clip):
     return keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0**10, dynamic_growth_steps=7)
 
 
-def train(optimizer, clip, tail, trained_under=None, inside=True):
+def train(optimizer, clip, tail, trained_under=None, inside=True, normalise=True):
     """50 steps on the digits, shuffled. Returns flat weights and the history."""
     import keras
 
@@ -80,7 +97,9 @@ def train(optimizer, clip, tail, trained_under=None, inside=True):
                 # No bias in front of the normalisation: its gradient is zero but for rounding, and
                 # Adam divides that rounding by itself.
                 keras.layers.Conv2D(4, 3, strides=2, use_bias=False),
-                keras.layers.BatchNormalization(synchronized=True),
+                keras.layers.BatchNormalization(synchronized=True)
+                if normalise
+                else keras.layers.LayerNormalization(),
                 keras.layers.ReLU(),
                 keras.layers.Flatten(),
                 keras.layers.Dense(10, kernel_regularizer=keras.regularizers.L2(1e-3)),
@@ -111,6 +130,18 @@ def train_here(optimizer, clip, tail, devices=0):
 
 def train_built_outside(optimizer, clip, tail, devices=0):
     return train(optimizer, clip, tail, strategy(devices), inside=False)
+
+
+def train_served(optimizer, clip, tail, consistency="sync"):
+    """The same on workers behind parameter servers, which cannot synchronize a normalisation."""
+    return train(optimizer, clip, tail, served_with(consistency), normalise=False)
+
+
+def run_served_case(name, consistency):
+    """One feature with parameter servers."""
+    from strategies import cases
+
+    return cases.CASES[name](served_with(consistency))
 
 
 def run_case(name, devices=0):

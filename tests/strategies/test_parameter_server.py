@@ -1,0 +1,146 @@
+"""Weights on parameter servers: the same numbers where they must be, exact counts everywhere.
+
+Tolerance of the synchronous mode as in test_equivalence: 1e-5 relative after 50 shuffled steps.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+
+from dtk.strategies.consistency import BoundedDelay, Sync
+
+from strategies import bodies, cases, served_bodies
+from strategies.test_equivalence import TOLERANCE
+
+MATRIX = [
+    (1, "adam", "none", "short tail"),
+    (2, "sgd momentum", "none", "tail of one"),
+    (2, "adam", "global clipnorm", "short tail"),
+    (2, "adamw", "clipvalue", "even"),
+    (2, "loss scaling", "clipnorm", "short tail"),
+    (2, "ema", "accumulation", "tail of one"),
+    (3, "sgd momentum", "clipnorm", "tail of one"),
+    (3, "adam", "accumulation", "short tail"),
+]
+
+
+@functools.cache
+def plain(*recipe):
+    return bodies.train(*recipe, normalise=False)
+
+
+@pytest.mark.parametrize("workers, optimizer, clip, tail", MATRIX)
+def test_synchronous_steps_equal_one_process(world, workers, optimizer, clip, tail):
+    weights, history = plain(optimizer, clip, tail)
+    check(world, workers, bodies.train_served, (optimizer, clip, tail), weights, history)
+
+
+@pytest.mark.parametrize("consistency", [Sync(backup_workers=1), BoundedDelay(0)], ids=str)
+def test_backups_and_serial_steps_equal_one_process(world, consistency):
+    recipe = ("adam", "global clipnorm", "tail of one")
+    weights, history = plain(*recipe)
+    check(world, 3, bodies.train_served, (*recipe, consistency), weights, history)
+
+
+def check(world, workers, body, args, weights, history):
+    ((mine, logged),) = world("served", workers).run(body, *args, timeout=120)
+    assert np.linalg.norm(mine - weights) <= TOLERANCE * np.linalg.norm(weights)
+    for name, values in history.items():
+        np.testing.assert_allclose(logged[name], values, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+# What needs workers to speak with each other, Python on a worker, or an update inside a step.
+NOT_SERVED = {
+    "two optimizers",
+    "gathered rows",
+    "eager steps",
+    "outputs with a tail of one eagerly",
+}
+
+
+@pytest.mark.parametrize("name", [name for name in cases.CASES if name not in NOT_SERVED])
+def test_features_of_fit(world, name):
+    """Serial steps: whole batches, so that everything but where it runs is as in one process."""
+    (result,) = world("served", 2).run(bodies.run_served_case, name, BoundedDelay(0), timeout=120)
+    expected = bodies.run_plain(name)
+    assert result.keys() == expected.keys()
+    for part, value in expected.items():
+        np.testing.assert_allclose(result[part], value, rtol=2e-5, atol=2e-5, err_msg=part)
+
+
+@pytest.mark.parametrize(
+    "consistency", ["sync", "async", BoundedDelay(0), BoundedDelay(2)], ids=str
+)
+def test_every_gradient_is_applied_once(world, consistency):
+    """A lost update, or one applied twice, would show in the sum of constant gradients."""
+    ((weights, iterations, history),) = world("served", 3).run(
+        served_bodies.every_gradient_once, consistency
+    )
+    assert iterations == 100
+    np.testing.assert_allclose(weights, [-1.0, -2.0, -3.0], rtol=1e-5)
+    assert history["loss"][0] == history["loss"][0]  # a number
+
+
+@pytest.mark.parametrize("tau", [0, 1, 4])
+def test_a_slow_worker_stays_within_the_bound(world, tau):
+    (seen,) = world("served", 2).run(served_bodies.staleness, BoundedDelay(tau), True, timeout=120)
+    assert seen["max"] <= tau and seen["lag"] <= tau
+    assert seen["steps"] == 60 and seen["iterations"] == 64
+    if tau:
+        assert seen["lag"] == tau, "the slow worker was not slow enough for the test to mean much"
+        assert seen["history"]["staleness_max"] == [seen["max"]]
+
+
+def test_asynchronous_workers_do_not_wait_for_a_slow_one(world):
+    (seen,) = world("served", 2).run(served_bodies.staleness, "async", True, timeout=120)
+    slow, fast = seen["by worker"]
+    assert fast > 1.5 * slow and seen["steps"] == 60
+
+
+@pytest.mark.parametrize("consistency", ["sync", "async", BoundedDelay(8)], ids=str)
+def test_accuracy_on_the_digits(world, consistency):
+    (mine,) = world("served", 2).run(served_bodies.accuracy, consistency, timeout=120)
+    assert mine >= served_bodies.accuracy(None) - 0.015
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("consistency", ["sync", BoundedDelay(0)], ids=str)
+def test_tables(world, consistency, parts):
+    ((weights, history, moved, devices, predicted),) = world("served", 2).run(
+        served_bodies.tables, consistency, parts
+    )
+    expected, expected_history, _, _, expected_predictions = served_bodies.tables(None, 0)
+    assert np.linalg.norm(weights - expected) <= TOLERANCE * np.linalg.norm(expected)
+    np.testing.assert_allclose(history["loss"], expected_history["loss"], rtol=TOLERANCE)
+    np.testing.assert_allclose(predicted, expected_predictions, rtol=1e-4, atol=1e-5)
+    assert len(devices) == (2 if parts == 2 else 0)
+    table = 1001 * 8 * 4
+    steps = sum(worker["steps"] for worker in moved)
+    assert sum(worker["pulled"] for worker in moved) < steps * table / 4, "pulled whole tables"
+    assert sum(worker["pushed"] for worker in moved) < steps * table / 4, "pushed whole tables"
+
+
+def test_variables_are_spread_by_bytes(world):
+    ((placed, largest),) = world("served", 2).run(served_bodies.placement)
+    assert len(placed) == 2
+    assert max(placed) - min(placed) <= largest, placed
+
+
+@pytest.mark.parametrize(
+    "name, kind, parts",
+    [
+        ("synchronized normalisation", "ValueError", ["exchange numbers", "AllReduceStrategy"]),
+        ("eager steps", "ValueError", ["run_eagerly=True", "dtk.auto_strategy()"]),
+        ("batch smaller than workers", "ValueError", ["batch_size=1", "2 workers", "use 2"]),
+        ("no gradient", "NotDistributedError", ["no gradient", "self.optimizer.apply"]),
+        ("too many backups", "ValueError", ["backup_workers=2", "use at most 1"]),
+    ],
+)
+def test_mistakes(world, name, kind, parts):
+    ((raised, text),) = world("served", 2).run(served_bodies.refused, name)
+    assert raised == kind, text
+    for part in parts:
+        assert part in text
