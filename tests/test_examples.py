@@ -49,6 +49,15 @@ def number(pattern, text):
     return float(found[1])
 
 
+@pytest.mark.parametrize("consistency", ["async", "sync"])
+def test_parameter_servers(consistency):
+    script = "examples/digits_parameter_server.py"
+    out = run([*DTK_RUN, "--ps", "2"], script, "--epochs=4", f"--consistency={consistency}")
+    assert number(r"test accuracy (\S+)", out) > 0.8
+    assert "after 92 steps" in out, "4 epochs of ceil(1437 / 64) steps"
+    assert re.search(r"worker 1: \d+ steps, pulled 116 and pushed 116 kB", out)
+
+
 @pytest.mark.parametrize(("launcher", "workers"), [(DTK_RUN, 2), (PYTHON, 1)], ids=["2", "1"])
 def test_the_demo(launcher, workers):
     out = run(launcher, "examples/digits_allreduce.py", "--epochs=8", "--width=32")

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
+
 from dtk import cluster, quiet
+from dtk.cluster import tf_config
 from dtk.strategies.allreduce import AllReduceStrategy
 from dtk.strategies.base import DtkStrategy
 from dtk.strategies.mirrored import MirroredStrategy
+from dtk.strategies.parameter_server import ParameterServerStrategy
 
 
 def auto_strategy() -> DtkStrategy:
     """Pick a strategy from the environment.
 
-    One process with several GPUs gets a `MirroredStrategy`; everything else an
-    `AllReduceStrategy`, which is plain Keras when the world has one process.
+    A TF_CONFIG with parameter servers gets an asynchronous `ParameterServerStrategy`; one process
+    with several GPUs a `MirroredStrategy`; everything else an `AllReduceStrategy`, which is plain
+    Keras when the world has one process.
 
     Raises:
         ClusterError: The environment contradicts itself.
@@ -25,6 +30,9 @@ def auto_strategy() -> DtkStrategy:
     import tensorflow as tf
 
     environment = cluster.detect()
+    config = tf_config.parse(os.environ.get("TF_CONFIG", ""))
+    if environment.kind == "tf_config" and config is not None and config.cluster.get("ps"):
+        return ParameterServerStrategy()
     if environment.size == 1:
         with quiet.device_start():
             gpus = tf.config.list_physical_devices("GPU")

@@ -118,8 +118,15 @@ class ParameterServerStrategy(DtkStrategy, extended.ServerStrategy):
         variable.assign(values[0])
 
     def per_worker_dataset(self, dataset_fn: Callable) -> Any:
-        """See `distribute_datasets_from_function`."""
-        raise NotImplementedError
+        """Refuse pipelines that workers read themselves, which this version does not have.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            "datasets made on the workers are not part of this version; give fit arrays, a "
+            "tf.data.Dataset or a generator, which the chief reads and hands out in batches"
+        )
 
     def sum_over_slices(self, value: tf.Tensor) -> tf.Tensor:
         """Sum a value over a step's slices, where it is whole."""
@@ -183,6 +190,11 @@ def _config() -> cluster.TFConfig:
 
 
 def _check(config: cluster.TFConfig, value: rules.Consistency) -> None:
+    if config.role == "evaluator":
+        raise ClusterError(
+            "evaluator 0: an evaluator beside the training is not part of this version; give fit "
+            "validation_data, and start without --evaluator"
+        )
     for role, name in (("ps", "parameter server"), ("worker", "worker"), ("chief", "chief")):
         if not config.cluster.get(role):
             found = ", ".join(f"{len(a)} {r}" for r, a in config.cluster.items())

@@ -40,7 +40,18 @@ TENSORFLOW = {
     "distribute.one_device_strategy": [f"OneDeviceExtended.{name}" for name in EXTENDED],
     "distribute.mirrored_strategy": [f"MirroredExtended.{name}" for name in EXTENDED],
     "distribute.values": ["PerReplica", "DistributedVariable._get_on_device_or_primary"],
+    "distribute.parameter_server_strategy_v2": [
+        "ParameterServerStrategyV2._connect_to_cluster",
+        "ParameterServerStrategyV2._verify_args_and_config",
+        "ParameterServerStrategyV2Extended._create_variable",
+        "ParameterServerStrategyV2Extended._create_variable_round_robin",
+        "ParameterServerStrategyV2Extended._experimental_distribute_dataset",
+    ],
+    "distribute.sharded_variable": ["ShardedVariable"],
+    "distribute.coordinator.cluster_coordinator": ["Cluster.schedule", "_is_worker_failure"],
+    "distribute.coordinator.coordinator_context": ["get_current_dispatch_context"],
     "framework.auto_control_deps_utils": ["register_read_only_resource_op"],
+    "framework.ops": ["colocate_with"],
     "eager.context": ["global_seed"],
 }
 KERAS = {
@@ -51,7 +62,8 @@ KERAS = {
         "apply_mask",
     ],
     "backend.common.variables": ["Variable.assign"],
-    "backend.Variable": ["_initialize", "value"],
+    "backend.Variable": ["_initialize", "_initialize_with_initializer", "value"],
+    "backend.tensorflow.numpy": ["take"],
     "trainers.trainer": [
         "Trainer.compile",
         "Trainer._symbolic_build",
@@ -99,6 +111,17 @@ def test_model_attributes(name):
 
 def test_model_methods():
     assert hasattr(keras.Sequential(), "_flatten_layers"), "keras.Model has lost _flatten_layers"
+
+
+def test_embedding_attributes():
+    layer = keras.layers.Embedding(3, 2)
+    layer.build()
+    assert hasattr(layer, "_embeddings"), "keras.layers.Embedding has lost _embeddings"
+
+
+def test_the_take_that_embedding_layers_call():
+    """Breaks when a lookup goes another way, so that workers would fetch whole tables."""
+    assert "ops.take(self.embeddings" in inspect.getsource(keras.layers.Embedding.call)
 
 
 def test_optimizer_attributes():

@@ -1,0 +1,100 @@
+"""Real jobs that lose a real task: nothing is counted twice, nothing hangs, nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+RUN = [sys.executable, "-m", "dtk.cli.main", "run", "-n", "2", "--ps", "2"]
+
+
+def run(*arguments, command=RUN, timeout=150, **environ):
+    env = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), **environ}
+    return subprocess.run(
+        [*command, str(HERE / "losing_tasks.py"), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=env,
+    )
+
+
+def test_a_killed_worker_loses_no_step_and_takes_part_again(tmp_path):
+    done = run("worker:1", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    epochs, iterations = re.search(r"epochs (\d+) iterations (\d+)", done.stdout).groups()
+    assert int(iterations) == 40 * int(epochs), "a step was lost, or applied twice"
+    assert "seen again True" in done.stdout
+    assert "worker 1" in done.stderr and "starting it again (1 of 3)" in done.stderr
+
+
+def test_a_killed_server_ends_the_job_clearly_and_a_checkpoint_continues_it(tmp_path):
+    done = run("ps:1", tmp_path)
+    assert done.returncode != 0
+    assert float(re.search(r"noticed after (\S+) s", done.stdout)[1]) < 30
+    told = done.stdout + done.stderr
+    assert "parameter server 1 (127.0.0.1:" in told and "Checkpoint(directory" in told
+    again = run("nobody:0", tmp_path)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "resuming at epoch 3/4" in again.stdout
+    assert "iterations 160" in again.stdout, "the first two epochs were saved"
+
+
+def config(cluster, role, index=0, **extra):
+    task = {"type": role, "index": index}
+    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task}), **extra}
+
+
+def port():
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{door.getsockname()[1]}"
+
+
+def refused(environ, *parts):
+    done = run("nobody:0", "unused", command=[sys.executable], timeout=60, **environ)
+    assert done.returncode != 0
+    for part in parts:
+        assert part in done.stderr, done.stderr
+    return done
+
+
+def test_no_job_at_all():
+    refused({"TF_CONFIG": ""}, "needs TF_CONFIG", "dtk run -n 2 --ps 1 train.py")
+
+
+def test_no_server_no_worker_no_chief():
+    refused(config({"chief": [port()], "worker": [port()]}, "chief"), "no parameter server")
+    refused(config({"chief": [port()], "ps": [port()]}, "chief"), "no worker")
+    refused(config({"worker": [port()], "ps": [port()]}, "ps"), "no chief")
+
+
+def test_two_evaluators():
+    cluster = {"chief": [port()], "worker": [port()], "ps": [port()]}
+    refused(config({**cluster, "evaluator": [port(), port()]}, "chief"), "2 evaluators", "at most")
+
+
+def test_a_task_that_does_not_come_up_is_named_with_its_address():
+    cluster = {"chief": [port()], "worker": [port()], "ps": [port()]}
+    environ = config(cluster, "chief", DTK_START_TIMEOUT="2")
+    refused(environ, f"ps 0 ({cluster['ps'][0]})", f"worker 0 ({cluster['worker'][0]})", "2 s")
+
+
+def test_a_port_that_is_taken():
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        door.listen()
+        taken = f"127.0.0.1:{door.getsockname()[1]}"
+        cluster = {"chief": [port()], "worker": [port()], "ps": [taken]}
+        refused(config(cluster, "ps"), taken, "in use by process")
+
+
+def test_a_server_without_a_chief_does_not_wait_for_ever():
+    cluster = {"chief": [port()], "worker": [port()], "ps": [port()]}
+    refused(config(cluster, "ps", DTK_START_TIMEOUT="2"), "no chief at", cluster["chief"][0])
