@@ -132,14 +132,15 @@ class Loop:
 
     Args:
         adoption: The model's adoption.
-        schedule: Which slice may start.
+        schedule: Makes what decides which slice may start.
         ahead: Batches that may be under way when `step` returns.
     """
 
-    def __init__(self, adoption: ServedAdoption, schedule: Schedule, ahead: int):
+    def __init__(self, adoption: ServedAdoption, schedule: Callable[[], Schedule], ahead: int):
         self.model, self.strategy = adoption.model, adoption.strategy
         self.adoption = adoption
-        self._steps = Steps(schedule)
+        self._new_schedule = schedule
+        self._steps = Steps(schedule())
         self._ahead = ahead
         self._functions: dict[Any, Callable] = {}
         self._reports: dict[Any, pushpull.Report] = {}
@@ -167,9 +168,11 @@ class Loop:
             self._settle(0)
 
     def close(self) -> None:
-        """Send the workers home."""
+        """Send the workers home, and forget what is not finished: an exception left the loop."""
         self._open.close()
         self._is_open = False
+        if self.schedule.unfinished:
+            self._steps = Steps(self._new_schedule())
 
     def _settle(self, allowed: int) -> None:
         crew = self.strategy.crew
@@ -202,7 +205,7 @@ class Loop:
 class Counting(Loop):
     """A loop whose workers count metrics, which the chief adds up."""
 
-    def __init__(self, adoption: ServedAdoption, schedule: Schedule, ahead: int):
+    def __init__(self, adoption: ServedAdoption, schedule: Callable[[], Schedule], ahead: int):
         super().__init__(adoption, schedule, ahead)
         self.logs: dict[str, Any] = {}
         self._absorb: Callable | None = None
@@ -279,9 +282,11 @@ class Training(Counting):
 
     def __init__(self, adoption: ServedAdoption):
         strategy = adoption.strategy
-        schedule = Schedule.of(strategy.consistency, strategy.workers)
+        schedule = functools.partial(Schedule.of, strategy.consistency, strategy.workers)
         # Asynchronous workers shall find work waiting, whatever the main thread is busy with.
-        super().__init__(adoption, schedule, ahead=2 * strategy.workers if schedule.tau else 0)
+        super().__init__(
+            adoption, schedule, 2 * strategy.workers if strategy.consistency.tau else 0
+        )
         self._mailboxes: collections.deque = collections.deque()
         self._layout: pushpull.Layout | None = None
         self._plan: list = []
@@ -299,6 +304,11 @@ class Training(Counting):
             self._chance = None
 
     # On the workers.
+
+    def close(self) -> None:
+        """As in the base; random layers go on from where the variables say."""
+        super().close()
+        self._chance = None
 
     def _prepare(self, spec: Any) -> None:
         layout = self._layout or self._lay_out()
@@ -466,7 +476,7 @@ class Testing(Counting):
 
     def __init__(self, adoption: ServedAdoption):
         strategy = adoption.strategy
-        schedule = Schedule(Async().tau, strategy.slices)
+        schedule = functools.partial(Schedule, Async().tau, strategy.slices)
         super().__init__(adoption, schedule, ahead=2 * strategy.workers)
 
     def _prepare(self, spec: Any) -> None:
@@ -506,7 +516,8 @@ class Predicting(Loop):
 
     def __init__(self, adoption: ServedAdoption):
         strategy = adoption.strategy
-        super().__init__(adoption, Schedule(math.inf, strategy.workers), ahead=0)
+        schedule = functools.partial(Schedule, math.inf, strategy.workers)
+        super().__init__(adoption, schedule, ahead=0)
         self.outputs: list = []
 
     def _prepare(self, spec: Any) -> None:

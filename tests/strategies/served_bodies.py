@@ -71,6 +71,25 @@ def every_gradient_once(consistency, steps=100):
     return flat(model.get_weights()), iterations, history
 
 
+def left_and_fitted_again(consistency):
+    """A callback leaves `fit` in the middle; the next `fit` has nothing of it. Steps of both."""
+    strategy = served_with(consistency)
+    x = np.tile(np.float32([1, 2, 3]), (80, 1))
+
+    class Leave(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 4:
+                raise KeyError("enough")
+
+    with strategy.scope():
+        model = line()
+    with contextlib.suppress(KeyError):
+        model.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=[Leave()])
+    first = int(model.optimizer.iterations.numpy())
+    model.fit(x, x[:, :1], batch_size=8, verbose=0)
+    return first, int(model.optimizer.iterations.numpy()) - first
+
+
 def staleness(consistency, slow):
     """Statistics of 60 steps, one worker slowed down to a fifth."""
     strategy = served_with(consistency)

@@ -84,6 +84,13 @@ def test_every_gradient_is_applied_once(world, consistency):
     assert history["loss"][0] == history["loss"][0]  # a number
 
 
+@pytest.mark.parametrize("consistency", ["sync", "async"])
+def test_a_fit_that_was_left_leaves_nothing_behind(world, consistency):
+    """Steps of the first `fit` that nobody applied must not be applied by the second."""
+    ((first, second),) = world("served", 3).run(served_bodies.left_and_fitted_again, consistency)
+    assert first <= 5 and second == 10
+
+
 @pytest.mark.parametrize("tau", [0, 1, 4])
 def test_a_slow_worker_stays_within_the_bound(world, tau):
     (seen,) = world("served", 2).run(served_bodies.staleness, BoundedDelay(tau), True, timeout=120)
