@@ -192,10 +192,15 @@ def _signals_raise() -> Iterator[None]:
         raise _Signalled(number)
 
     before = {n: signal.signal(n, handle) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    after: dict[Any, Any] = before
     try:
         yield
+    except _Signalled:
+        # All is ended, and so are we: one more Ctrl-C has nothing left to interrupt.
+        after = dict.fromkeys(before, signal.SIG_IGN)
+        raise
     finally:
-        for number, handler in before.items():
+        for number, handler in after.items():
             signal.signal(number, handler)
 
 
