@@ -188,8 +188,14 @@ def _signals_raise() -> Iterator[None]:
         yield
         return
 
+    caught = 0
+
     def handle(number: int, frame: FrameType | None) -> None:
-        raise _Signalled(number)
+        nonlocal caught
+        caught += 1
+        # The first ends everything, the second at once; a third must not interrupt that.
+        if caught <= 2:
+            raise _Signalled(number)
 
     before = {n: signal.signal(n, handle) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     after: dict[Any, Any] = before
