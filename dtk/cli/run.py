@@ -171,6 +171,8 @@ def _see_through(job: Job) -> int:
         with _signals_raise(), job:
             return job.wait()
     except _Signalled as signalled:
+        # A second signal may have come before `with` could begin to end the job.
+        job.stop(hurry=True)
         # Of two signals the first decides; a second one only made the ending quicker.
         first: BaseException = signalled
         while isinstance(first.__context__, _Signalled):

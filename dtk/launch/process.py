@@ -144,8 +144,13 @@ class Job:
             raise TimeoutError(f"after {timeout} s still running: {names}; wait longer or stop()")
         return self._code
 
-    def stop(self) -> None:
-        """End every process and wait for it; an interrupt meanwhile cuts the grace short."""
+    def stop(self, hurry: bool = False) -> None:
+        """End every process and wait for it; an interrupt meanwhile cuts the grace short.
+
+        Args:
+            hurry: Give no grace at all. Once all have ended there is nothing left to do.
+        """
+        self._hurry |= hurry
         interrupt: BaseException | None = None
         while True:
             try:
