@@ -1119,7 +1119,13 @@ def _is_per_rank(dataset: Any) -> bool:
 
 
 def at_end_of_data(iterator: Any, call: Callable[[], None]) -> None:
-    """Call a function whenever an epoch of a Keras epoch iterator ends, however it ends."""
+    """Call a function whenever an epoch of a Keras epoch iterator ends, however it ends.
+
+    `fit` keeps the iterator of its validation data and brings it every epoch: once is enough.
+    """
+    if getattr(iterator, "_dtk_tells_its_end", False):
+        return
+    iterator._dtk_tells_its_end = True
     enumerate_steps = iterator._enumerate_iterator
 
     def until_end() -> Iterator[tuple]:

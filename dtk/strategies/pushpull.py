@@ -16,7 +16,6 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -207,13 +206,6 @@ def pull(variables: Iterable) -> tuple[list[tuple[Any, tf.Tensor]], int]:
     pairs = [(variable, tf.convert_to_tensor(variable._value)) for variable in variables]
     read = sum(value.shape.num_elements() * value.dtype.size for _, value in pairs)
     return [(variable, tf.identity(value)) for variable, value in pairs], read
-
-
-def is_state_of_chance(variable: Any) -> bool:
-    """Whether a variable is the state of a random number generator."""
-    return variable.name == "seed_generator_state" and not keras.backend.is_float_dtype(
-        variable.dtype
-    )
 
 
 class Report:

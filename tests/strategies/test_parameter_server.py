@@ -9,6 +9,7 @@ import functools
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from dtk.strategies.consistency import BoundedDelay, Sync
 
@@ -89,6 +90,21 @@ def test_a_fit_that_was_left_leaves_nothing_behind(world, consistency):
     """Steps of the first `fit` that nobody applied must not be applied by the second."""
     ((first, second),) = world("served", 3).run(served_bodies.left_and_fitted_again, consistency)
     assert first <= 5 and second == 10
+
+
+def test_the_end_of_an_epoch_is_told_once():
+    """Wrapped anew in each epoch, the validation's iterator ended in a RecursionError."""
+    from keras.src.backend.tensorflow.trainer import TFEpochIterator
+
+    from dtk.strategies import adopt
+
+    plain = tf.distribute.get_strategy()
+    iterator = TFEpochIterator(x=np.zeros((4, 1)), batch_size=2, distribute_strategy=plain)
+    ends = []
+    for _ in range(3):
+        adopt.at_end_of_data(iterator, lambda: ends.append("end"))
+        list(iterator._enumerate_iterator())
+    assert ends == ["end"] * 3
 
 
 @pytest.mark.parametrize("tau", [0, 1, 4])
