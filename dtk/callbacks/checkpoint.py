@@ -7,7 +7,8 @@ import math
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -18,7 +19,7 @@ from dtk.callbacks import state as states
 from dtk.callbacks.base import StrategyCallback
 from dtk.callbacks.checkpoint_files import CheckpointFiles, CorruptCheckpointError
 from dtk.callbacks.termination import EXIT_CODE, Termination
-from dtk.strategies import adopt, agreement, extended
+from dtk.strategies import adopt, agreement, extended, watching
 
 _FORMAT = 1
 _BETTER_WHEN_LARGER = ("acc", "auc", "precision", "recall", "f1", "fbeta", "iou", "r2", "cosine")
@@ -288,6 +289,7 @@ class Checkpoint(StrategyCallback):
             trained: Those of an epoch of which only the validation is left.
         """
         self._since_save = 0
+        self.adoption.settle()
         fold_accumulators(self.adoption)
         metrics = [_value(v) for v in _metric_variables(self.model)] if in_epoch and step else None
         better = self._is_better(logs)
@@ -307,6 +309,7 @@ class Checkpoint(StrategyCallback):
         return {
             "format": _FORMAT,
             "workers": strategy.size,
+            "iterations": _iterations(self.model),
             "variables": describe(adoption),
             "best": self.best,
             "stopped": bool(self.model.stop_training),
@@ -341,6 +344,37 @@ class Checkpoint(StrategyCallback):
             return False
         self.best = value
         return True
+
+    # Evaluating beside the training; see `dtk.strategies.watching`.
+
+    @property
+    def directory(self) -> Path:
+        """Where the checkpoints lie."""
+        return self.files.directory
+
+    def appeared(self, seen: Collection[str]) -> list[str]:
+        """Checkpoints that are not in `seen`, oldest first."""
+        return [name for name in reversed(self.files.names()) if name not in seen]
+
+    def load_weights(self, model: Any, name: str) -> watching.Saved | None:
+        """Give a model the weights of a checkpoint; None when it is not there any more.
+
+        Raises:
+            CorruptCheckpointError: It is not what was written.
+            ValueError: It belongs to another model.
+        """
+        adoption = adopt.adoption_of(model)
+        assert adoption is not None
+        try:
+            packed, _ = self.files.read(name)
+            count, path = len(model.weights), self.files.directory / name
+            check_same_model(packed["variables"][:count], describe(adoption)[:count], path)
+            watching.quietly_load(model, self.files.weights(name))
+        except (CorruptCheckpointError, FileNotFoundError):
+            if name in self.files.names():
+                raise
+            return None
+        return watching.Saved(packed["epoch"], packed["step"], packed.get("iterations"))
 
     def _exit(self) -> None:
         self.say(f"SIGTERM: saved {self.files.directory / self._last}; start again to resume")
@@ -486,6 +520,11 @@ def _give_to_first(variable: Any, value: Any, strategy: Any) -> None:
 def _copies(variable: Any, strategy: Any) -> list:
     """What this process's replicas hold of a variable."""
     return [tf.convert_to_tensor(v) for v in strategy.experimental_local_results(variable.value)]
+
+
+def _iterations(model: Any) -> int | None:
+    optimizer = getattr(model, "optimizer", None)
+    return None if optimizer is None else int(_value(optimizer.iterations))
 
 
 def _value(variable: Any) -> np.ndarray:

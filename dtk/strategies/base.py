@@ -22,9 +22,13 @@ class DtkStrategy(tf.distribute.Strategy):
         communicator: How bytes move between processes.
         shuffle_seed: What epochs are shuffled from while the script has set no seed; else None.
         seed_in_force: The global seed dtk has set last; another one is the script's.
+        is_evaluator: Whether this process evaluates beside the training and trains nothing.
+        has_evaluator: Whether the job has such a process.
     """
 
     communicator: Communicator
+    is_evaluator = False
+    has_evaluator = False
 
     def __init__(self, extended: Any, communicator: Communicator):
         self.communicator = communicator

@@ -14,7 +14,7 @@ from typing import Any
 import keras
 
 from dtk.errors import at_rank
-from dtk.strategies import agreement
+from dtk.strategies import agreement, watching
 
 # Keras's own callbacks that write files or talk to a server: once per job, not once per rank.
 WRITERS = (
@@ -28,7 +28,8 @@ WRITERS = (
 
 def wrap(model: Any, adoption: Any) -> None:
     """Put dtk's share of the work around the model's `fit`, `evaluate`, `predict` and the like."""
-    model.fit = _wrapped_fit(model.fit, model, adoption)
+    wrapped_fit = watching.wrapped_fit if adoption.strategy.is_evaluator else _wrapped_fit
+    model.fit = wrapped_fit(model.fit, model, adoption)
     for name in ("evaluate", "predict"):
         setattr(model, name, _wrapped_quiet(getattr(model, name), adoption))
     for name in ("train_on_batch", "test_on_batch", "predict_on_batch"):
@@ -44,6 +45,8 @@ def _wrapped_fit(fit: Callable, model: Any, adoption: Any) -> Callable:
         given.apply_defaults()
         asked, strategy = given.arguments, adoption.strategy
         check_batch_size(asked["batch_size"], strategy)
+        if watching.leaves_validation(asked, strategy):
+            asked["validation_data"] = None
         callbacks = asked["callbacks"]
         listed = isinstance(callbacks, keras.callbacks.CallbackList)
         every_batch = agreement.check_same_call(

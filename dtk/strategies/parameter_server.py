@@ -24,8 +24,10 @@ class ParameterServerStrategy(DtkStrategy, extended.ServerStrategy):
     """Training with weights on parameter servers, synchronous or not.
 
     Every task runs the same script. Workers and parameter servers stay in this constructor, serve,
-    and end with the job; only the chief comes back from it and runs `fit`. A worker that is lost
-    loses nothing: its step goes to another, and when it is started again it takes part again.
+    and end with the job; the chief comes back from it and runs `fit`. So does the evaluator, if the
+    job has one, but its `fit` evaluates the checkpoints that the chief saves (see
+    `dtk.strategies.watching`). A worker that is lost loses nothing: its step goes to another, and
+    when it is started again it takes part again.
 
     What a step is depends on the consistency. "sync": one global batch, cut over the workers, and
     the sum of exactly N gradients applied, so the weights are those of one process. "async" and
@@ -60,6 +62,25 @@ class ParameterServerStrategy(DtkStrategy, extended.ServerStrategy):
         if config.role in ("ps", "worker"):
             serve.serve(config)
         self.workers = len(config.cluster["worker"])
+        # Per worker: bytes pulled from and pushed to the servers, and steps.
+        self._traffic = np.zeros((self.workers, 3), np.int64)
+        self.is_evaluator = config.role == "evaluator"
+        self.has_evaluator = "evaluator" in config.cluster
+        if self.is_evaluator:
+            self._become_evaluator(config)
+        else:
+            self._become_chief(config, variable_partitioner)
+
+    def _become_evaluator(self, config: cluster.TFConfig) -> None:
+        """Evaluate, in plain Keras, beside the job."""
+        self.chief = serve.Chief(config)
+        self.chief.await_()
+        with quiet.device_start():
+            local = LocalCommunicator()
+            device = start.pin_device(local)
+        super().__init__(extended.AllReduceExtended(self, device, local), local)
+
+    def _become_chief(self, config: cluster.TFConfig, variable_partitioner: Any) -> None:
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
             serve.cluster_of(config), task_type="chief", task_id=0, rpc_layer="grpc"
         )
@@ -76,8 +97,6 @@ class ParameterServerStrategy(DtkStrategy, extended.ServerStrategy):
         )
         start.end_at_once("the chief")
         extended.hush_coordinator()
-        # Per worker: bytes pulled from and pushed to the servers, and steps.
-        self._traffic = np.zeros((self.workers, 3), np.int64)
 
     @property
     def size(self) -> int:
@@ -95,8 +114,10 @@ class ParameterServerStrategy(DtkStrategy, extended.ServerStrategy):
         return self.slices
 
     def make_adoption(self, model: Any) -> adopt.Adoption:
-        """Steps run on workers."""
-        return served.ServedAdoption(model, self)
+        """Steps run on workers; the evaluator takes none."""
+        return (
+            adopt.Adoption(model, self) if self.is_evaluator else served.ServedAdoption(model, self)
+        )
 
     def local_ranks(self) -> Sequence[int]:
         """Keras runs once, here."""
@@ -104,6 +125,8 @@ class ParameterServerStrategy(DtkStrategy, extended.ServerStrategy):
 
     def take_variables(self, variables: Sequence) -> None:
         """Move variables that were created outside the scope to the servers."""
+        if self.is_evaluator:
+            return
         with self.scope():
             for variable in variables:
                 if not extended.is_served(variable._value):
@@ -190,11 +213,6 @@ def _config() -> cluster.TFConfig:
 
 
 def _check(config: cluster.TFConfig, value: rules.Consistency) -> None:
-    if config.role == "evaluator":
-        raise ClusterError(
-            "evaluator 0: an evaluator beside the training is not part of this version; give fit "
-            "validation_data, and start without --evaluator"
-        )
     for role, name in (("ps", "parameter server"), ("worker", "worker"), ("chief", "chief")):
         if not config.cluster.get(role):
             found = ", ".join(f"{len(a)} {r}" for r, a in config.cluster.items())

@@ -16,8 +16,9 @@ from dtk.errors import ClusterError
 # A worker computes one step at a time, but a server answers every worker.
 _FEWEST_THREADS = 8
 
-# The chief is gone when this many looks in a row, a second apart, find nobody.
+# The chief is gone when this many looks in a row, so many seconds apart, find nobody.
 _LOOKS = 3
+_LOOK_SECONDS = 0.9
 
 
 def cluster_of(config: TFConfig) -> tf.train.ClusterSpec:
@@ -38,13 +39,49 @@ def threads_to_wait_with() -> int:
     return max(asked, _FEWEST_THREADS)
 
 
+class Chief:
+    """The chief, as the tasks that serve it see it: there, or gone.
+
+    Args:
+        config: The job, and who asks.
+    """
+
+    def __init__(self, config: TFConfig):
+        self._name = f"{config.role} {config.index}"
+        self._address = config.cluster["chief"][0]
+        self._missed = 0
+        self._looked = 0.0
+
+    def await_(self) -> None:
+        """Wait until the chief is there.
+
+        Raises:
+            ClusterError: It does not come.
+        """
+        limit = startup.limit()
+        deadline = time.monotonic() + limit
+        while not startup.answers(self._address):
+            if time.monotonic() > deadline:
+                raise ClusterError(
+                    f"{self._name}: no chief at {self._address} within {limit:g} s; did it start, "
+                    "and can this host reach it? (DTK_START_TIMEOUT sets the limit)"
+                )
+            time.sleep(0.5)
+
+    def is_gone(self) -> bool:
+        """Whether several looks in a row, a second apart, have found nobody."""
+        if self._missed < _LOOKS and time.monotonic() - self._looked >= _LOOK_SECONDS:
+            self._looked = time.monotonic()
+            self._missed = 0 if startup.answers(self._address) else self._missed + 1
+        return self._missed >= _LOOKS
+
+
 def serve(config: TFConfig) -> NoReturn:
     """Serve as this task, and end the process with the job: with 0 once the chief is gone.
 
     Raises:
         ClusterError: Its address cannot be listened on, or no chief comes.
     """
-    name = f"{config.role} {config.index}"
     startup.check_free(config.index, config.cluster[config.role][config.index])
     with startup.quiet():
         server = tf.distribute.Server(
@@ -57,20 +94,10 @@ def serve(config: TFConfig) -> NoReturn:
             ),
             start=True,
         )
-    chief = config.cluster["chief"][0]
-    limit = startup.limit()
-    deadline = time.monotonic() + limit
-    while not startup.answers(chief):
-        if time.monotonic() > deadline:
-            raise ClusterError(
-                f"{name}: no chief at {chief} within {limit:g} s; did it start, and can this host "
-                "reach it? (DTK_START_TIMEOUT sets the limit)"
-            )
-        time.sleep(0.5)
-    missed = 0
-    while missed < _LOOKS:
+    chief = Chief(config)
+    chief.await_()
+    while not chief.is_gone():
         time.sleep(1.0)
-        missed = 0 if startup.answers(chief) else missed + 1
     del server
     sys.stdout.flush()
     sys.stderr.flush()
