@@ -2,7 +2,7 @@
 
 from dtk.strategies.allreduce import AllReduceStrategy
 from dtk.strategies.auto import auto_strategy
-from dtk.strategies.consistency import Async, BoundedDelay, Sync
+from dtk.strategies.consistency import Async, BoundedDelay, Sync, WarmStart
 from dtk.strategies.mirrored import MirroredStrategy
 from dtk.strategies.parameter_server import ParameterServerStrategy
 
@@ -13,5 +13,6 @@ __all__ = [
     "MirroredStrategy",
     "ParameterServerStrategy",
     "Sync",
+    "WarmStart",
     "auto_strategy",
 ]

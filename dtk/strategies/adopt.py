@@ -887,7 +887,7 @@ class Adoption:
             lambda leaf: leaf if isinstance(leaf, tf.RaggedTensor) else leaf.numpy(), outputs
         )
 
-    def new_epoch(self) -> None:
+    def new_epoch(self, epoch: int) -> None:
         """Called when an epoch of `fit` begins."""
 
     def settle(self) -> None:
@@ -1110,7 +1110,7 @@ def _first(output: Any, rows: tf.Tensor) -> Any:
 
 
 def _first_part(spec: Any) -> Any:
-    return spec.parts[0]
+    return spec.parts[0] if isinstance(spec, slicing.Slices) else spec
 
 
 def _is_per_rank(dataset: Any) -> bool:

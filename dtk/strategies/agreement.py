@@ -306,7 +306,7 @@ class Agreement(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Shuffle anew, alike on every rank."""
         self.adoption.tell_learned_steps()
-        self.adoption.new_epoch()
+        self.adoption.new_epoch(epoch)
         self.adoption.shuffle(epoch)
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:

@@ -34,6 +34,42 @@ def _check_count(name: str, value: object, hint: str) -> None:
 
 
 @dataclass(frozen=True)
+class WarmStart:
+    """Take the first steps one after the other, as one process would, and let workers loose then.
+
+    Stale gradients do most harm while weights still move far: Downpour (Dean et al. 2012) warms up
+    with one replica. The serial steps go to whichever worker is free.
+
+    Args:
+        epochs: Epochs of `fit` to take serially.
+        samples: Or rows; of a run that is resumed, each earlier step counts as one full batch.
+
+    Raises:
+        ValueError: Both or none are given, or not a number of 1 or more.
+
+    Example:
+        >>> Async(warm_start=WarmStart(epochs=1))
+        Async(warm_start=WarmStart(epochs=1, samples=0))
+    """
+
+    epochs: int = 0
+    samples: int = 0
+
+    def __post_init__(self) -> None:
+        _check_count("epochs", self.epochs, "epochs to take serially")
+        _check_count("samples", self.samples, "rows to take serially")
+        if bool(self.epochs) == bool(self.samples):
+            raise ValueError(
+                f"WarmStart(epochs={self.epochs}, samples={self.samples}); expected one of them, "
+                "1 or more"
+            )
+
+    def is_over(self, epoch: int, samples: int) -> bool:
+        """Whether steps may be asynchronous, in this epoch, after so many rows."""
+        return epoch >= self.epochs if self.epochs else samples >= self.samples
+
+
+@dataclass(frozen=True)
 class Sync:
     """Every step applies the sum of exactly N gradients, N = workers - backup_workers.
 
@@ -50,6 +86,7 @@ class Sync:
 
     backup_workers: int = 0
     tau: ClassVar[float] = 0
+    warm_start: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         _check_count("backup_workers", self.backup_workers, "how many slow workers to bear")
@@ -71,12 +108,14 @@ class BoundedDelay:
 
     Args:
         tau: How many steps a worker may be ahead of the oldest unfinished one; 0 is serial.
+        warm_start: When to begin; until then steps are serial. See `WarmStart`.
 
     Raises:
         ValueError: Not an int of 0 or more.
     """
 
     tau: int
+    warm_start: WarmStart | None = None
     spare: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
@@ -90,8 +129,13 @@ class BoundedDelay:
 
 @dataclass(frozen=True)
 class Async:
-    """No step ever waits for another; a step is one worker's batch."""
+    """No step ever waits for another; a step is one worker's batch.
 
+    Args:
+        warm_start: When to begin; until then steps are serial. See `WarmStart`.
+    """
+
+    warm_start: WarmStart | None = None
     tau: ClassVar[float] = math.inf
     spare: ClassVar[int] = 0
 
@@ -115,7 +159,7 @@ def parse(consistency: object) -> Consistency:
 
     Example:
         >>> parse("sync"), parse(BoundedDelay(4))
-        (Sync(backup_workers=0), BoundedDelay(tau=4))
+        (Sync(backup_workers=0), BoundedDelay(tau=4, warm_start=None))
     """
     if isinstance(consistency, Sync | BoundedDelay | Async):
         return consistency
@@ -263,17 +307,28 @@ class Schedule:
 
     @classmethod
     def of(cls, consistency: Consistency, workers: int) -> Schedule:
-        """The schedule of a consistency for a number of workers.
+        """The schedule of a consistency for a number of workers; serial at first if it warms up.
 
         Raises:
             ValueError: As `check`.
         """
-        return cls(consistency.tau, consistency.slices(workers), consistency.spare)
+        tau = 0 if consistency.warm_start else consistency.tau
+        return cls(tau, consistency.slices(workers), consistency.spare)
 
     @property
     def tau(self) -> float:
         """Step t may start once every step before t - tau is applied."""
         return self._tau
+
+    def loosen(self, tau: float) -> None:
+        """Let steps from now on start earlier than before.
+
+        Raises:
+            ValueError: Steps may already be further ahead than `tau` allows.
+        """
+        if tau < self._tau:
+            raise ValueError(f"{tau=} after {self._tau}; a bound can be loosened, not tightened")
+        self._tau = tau
 
     @property
     def waiting(self) -> int:

@@ -15,7 +15,7 @@ from dtk.cluster import tf_config
 from dtk.communicators import startup
 from dtk.communicators.local import LocalCommunicator
 from dtk.errors import ClusterError
-from dtk.strategies import adopt, crew, extended, serve, served, start
+from dtk.strategies import adopt, crew, extended, serve, served, start, worker_data
 from dtk.strategies import consistency as rules
 from dtk.strategies.base import DtkStrategy
 
@@ -140,16 +140,9 @@ class ParameterServerStrategy(DtkStrategy, extended.ServerStrategy):
         """There is one value for all."""
         variable.assign(values[0])
 
-    def per_worker_dataset(self, dataset_fn: Callable) -> Any:
-        """Refuse pipelines that workers read themselves, which this version does not have.
-
-        Raises:
-            ValueError: Always.
-        """
-        raise ValueError(
-            "datasets made on the workers are not part of this version; give fit arrays, a "
-            "tf.data.Dataset or a generator, which the chief reads and hands out in batches"
-        )
+    def per_worker_dataset(self, dataset_fn: Callable) -> worker_data.WorkerDataset:
+        """Pipelines that workers read themselves; see `dtk.strategies.worker_data`."""
+        return worker_data.worker_dataset(dataset_fn, self.workers, self.slices)
 
     def sum_over_slices(self, value: tf.Tensor) -> tf.Tensor:
         """Sum a value over a step's slices, where it is whole."""

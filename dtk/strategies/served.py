@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtk.errors import NotDistributedError
-from dtk.strategies import adopt, agreement, extended, pushpull, slicing
+from dtk.strategies import adopt, agreement, extended, pushpull, slicing, worker_data
 from dtk.strategies.consistency import Async, Schedule
 
 # Steps that compute at once draw their random numbers this far apart.
@@ -33,6 +34,7 @@ class Result:
     Args:
         outputs: What came back to the chief, as arrays.
         share: The slice's part of the rows of its batch.
+        from_pipelines: Whether the worker read the rows itself.
         mailbox: Where its gradients are, if it has some.
         release: Takes the mailbox back.
     """
@@ -41,10 +43,12 @@ class Result:
         self,
         outputs: Any,
         share: float,
+        from_pipelines: bool = False,
         mailbox: pushpull.Mailbox | None = None,
         release: Callable[[Any], None] = lambda mailbox: None,
     ):
-        self.outputs, self.share, self.mailbox, self._release = outputs, share, mailbox, release
+        self.outputs, self.share, self.from_pipelines = outputs, share, from_pipelines
+        self.mailbox, self._release = mailbox, release
 
     def drop(self) -> None:
         """It is not needed any more."""
@@ -59,17 +63,40 @@ class Batch(NamedTuple):
         counts: Rows of each that are its own; 0 for a stand-in.
         rows: Rows of all.
         spec: Specification of a slice of any number of rows.
+        pipelines: Where workers take the rows from, if the chief has none.
     """
 
     parts: tuple
     counts: tuple
     rows: int
     spec: Any
+    pipelines: worker_data.Pipelines | None = None
 
     @property
     def holders(self) -> float:
         """Slices that have rows."""
         return float(sum(count > 0 for count in self.counts))
+
+
+def _whole_batch(data: Any) -> Any:
+    """A batch, or the next of a worker's own pipeline; traced."""
+    if isinstance(data, tf.data.Iterator):
+        data = data.get_next()
+    return adopt.without_optionals(data)
+
+
+def _check_alike(rows: list[int]) -> None:
+    """Make sure that slices which workers read themselves count alike.
+
+    Raises:
+        ValueError: They have different numbers of rows, so that their mean is not the batch's.
+    """
+    if len(set(rows)) > 1:
+        raise ValueError(
+            f"the workers' own pipelines gave batches of {', '.join(map(str, rows))} rows for one "
+            "synchronous step, so no mean over them would be that of one batch; let dataset_fn "
+            "repeat before it batches, or batch with drop_remainder=True"
+        )
 
 
 class Steps:
@@ -133,15 +160,13 @@ class Loop:
     Args:
         adoption: The model's adoption.
         schedule: Makes what decides which slice may start.
-        ahead: Batches that may be under way when `step` returns.
     """
 
-    def __init__(self, adoption: ServedAdoption, schedule: Callable[[], Schedule], ahead: int):
+    def __init__(self, adoption: ServedAdoption, schedule: Callable[[], Schedule]):
         self.model, self.strategy = adoption.model, adoption.strategy
         self.adoption = adoption
         self._new_schedule = schedule
         self._steps = Steps(schedule())
-        self._ahead = ahead
         self._functions: dict[Any, Callable] = {}
         self._reports: dict[Any, pushpull.Report] = {}
         self._open = contextlib.ExitStack()
@@ -152,15 +177,27 @@ class Loop:
         """What decides which slice may start."""
         return self._steps.schedule
 
-    def step(self, batch: slicing.Slices, spec: Any) -> None:
+    @property
+    def ahead(self) -> int:
+        """Batches that may be under way when `step` returns."""
+        return 0
+
+    def step(self, batch: slicing.Slices | worker_data.Pipelines, spec: Any) -> None:
         """Hand out one batch; return once no more than `ahead` are under way."""
         self._prepare(spec)
         if not self._is_open:
             self._open.enter_context(self.strategy.crew.working(self._steps, self._compute))
             self._is_open = True
-        added = Batch(batch.parts, tuple(map(int, batch.counts)), int(batch.rows), spec)
+        added = self._batch(batch, spec)
         self.strategy.crew.offer(lambda: self._steps.add(added))
-        self._settle(self._ahead)
+        self._settle(self.ahead)
+
+    def _batch(self, batch: slicing.Slices | worker_data.Pipelines, spec: Any) -> Batch:
+        if isinstance(batch, worker_data.Pipelines):
+            slices = self.strategy.slices
+            # Every slice counts alike; see `_check_alike`.
+            return Batch((), (1,) * slices, slices, spec, batch)
+        return Batch(batch.parts, tuple(map(int, batch.counts)), int(batch.rows), spec)
 
     def drain(self) -> None:
         """Wait until everything handed out is finished."""
@@ -205,8 +242,8 @@ class Loop:
 class Counting(Loop):
     """A loop whose workers count metrics, which the chief adds up."""
 
-    def __init__(self, adoption: ServedAdoption, schedule: Callable[[], Schedule], ahead: int):
-        super().__init__(adoption, schedule, ahead)
+    def __init__(self, adoption: ServedAdoption, schedule: Callable[[], Schedule]):
+        super().__init__(adoption, schedule)
         self.logs: dict[str, Any] = {}
         self._absorb: Callable | None = None
 
@@ -219,21 +256,22 @@ class Counting(Loop):
         counted = [(v, tf.zeros(v.shape, v._value.dtype)) for v in metrics]
         return [*pulled, *counted], read
 
-    def _count(self, apart: adopt.Apart) -> dict:
-        """What a step adds to the metrics, and the numbers it returned besides."""
+    def _count(self, apart: adopt.Apart, data: Any) -> dict:
+        """What a step adds to the metrics, the numbers it returned besides, and its rows."""
         assigned = apart.assigned
         return {
             "metrics": [
                 apart.scope.get_current_value(v) for v in adopt.metric_variables(self.model)
             ],
             "logs": adopt.other_logs(self.model, apart.logs, assigned),
+            "rows": slicing.count_rows(data),
         }
 
     def _report_of(self, results: dict) -> tf.Tensor:
         self._report = pushpull.Report(results)
         return self._report.tensor
 
-    def _call(self, batch: Batch, piece: Any, *more: Any) -> tuple[dict, float]:
+    def _call(self, batch: Batch, piece: Any, worker: int, *more: Any) -> tuple[dict, float]:
         """Run the traced step on a slice, on the worker whose thread this is.
 
         Returns:
@@ -245,12 +283,20 @@ class Counting(Loop):
         with tf.device(extended.CHIEF):
             numbers = [tf.constant(n, tf.float32) for n in (share, batch.holders)]
             numbers += [tf.constant(n) if isinstance(n, np.ndarray) else n for n in more]
-        report = self._functions[key](batch.parts[piece.slice], *numbers)
-        return self._reports[key].read(report.numpy()), share
+
+        def step(data: Any) -> np.ndarray:
+            return self._functions[key](data, *numbers).numpy()
+
+        if batch.pipelines is None:
+            found = step(batch.parts[piece.slice])
+        else:
+            found = batch.pipelines.call(step, worker)
+        return self._reports[key].read(found), share
 
     def _add_up(self, results: list[Result]) -> None:
         """Add what a batch's slices counted to the chief's metrics; renew the logs."""
         model = self.model
+        _check_alike([int(r.outputs["rows"]) for r in results if r.from_pipelines])
         by_batch = adopt.count_batches(model)
         deltas = []
         for variable, *column in zip(
@@ -282,11 +328,10 @@ class Training(Counting):
 
     def __init__(self, adoption: ServedAdoption):
         strategy = adoption.strategy
-        schedule = functools.partial(Schedule.of, strategy.consistency, strategy.workers)
-        # Asynchronous workers shall find work waiting, whatever the main thread is busy with.
-        super().__init__(
-            adoption, schedule, 2 * strategy.workers if strategy.consistency.tau else 0
-        )
+        self._consistency = strategy.consistency
+        schedule = functools.partial(Schedule.of, self._consistency, strategy.workers)
+        super().__init__(adoption, schedule)
+        self._epoch = self._rows = 0
         self._mailboxes: collections.deque = collections.deque()
         self._layout: pushpull.Layout | None = None
         self._plan: list = []
@@ -294,6 +339,26 @@ class Training(Counting):
         self._moving: list = []
         self._commits: dict[int, Callable] = {}
         self._chance: np.ndarray | None = None
+
+    @property
+    def ahead(self) -> int:
+        """Asynchronous workers shall find work waiting, whatever the main thread is busy with."""
+        return 2 * self.strategy.workers if self.schedule.tau else 0
+
+    def step(self, batch: slicing.Slices | worker_data.Pipelines, spec: Any) -> None:
+        """As in the base, and let workers loose when the warm start is over."""
+        if self.schedule.tau != self._consistency.tau:
+            warm_start = self._consistency.warm_start
+            if warm_start is None or warm_start.is_over(self._epoch, self._rows):
+                # Serial steps draw their random numbers one after the other; these have their own.
+                self.drain()
+                self.strategy.crew.offer(lambda: self.schedule.loosen(self._consistency.tau))
+        super().step(batch, spec)
+
+    def new_epoch(self, epoch: int) -> None:
+        """Begin what is observed anew."""
+        self._epoch = epoch
+        self.schedule.take_statistics()
 
     def drain(self) -> None:
         """Wait for every step, and keep what random layers go on from."""
@@ -340,12 +405,13 @@ class Training(Counting):
         assert layout is not None
         with extended.in_replica(strategy):
             state, read = self._state(self._tables)
+            data = _whole_batch(data)
             states = self.adoption.chance_states()
             state += list(zip(states, tf.unstack(chance, num=len(states)), strict=True))
             before = {id(v): value for v, value in state}
             apart = adopt.trace_apart(
                 model.train_step,
-                adopt.without_optionals(data),
+                data,
                 model,
                 share=share,
                 size=size,
@@ -361,7 +427,7 @@ class Training(Counting):
             ]
             return self._report_of(
                 {
-                    **self._count(apart),
+                    **self._count(apart, data),
                     "moved": [
                         apart.scope.get_current_value(v) - before[id(v)] for v in self._moving
                     ],
@@ -404,9 +470,9 @@ class Training(Counting):
     def _compute(self, work: Any, worker: int) -> Result:
         piece, batch = work
         mailbox = self._free_mailbox()
-        outputs, share = self._call(batch, piece, self._chance_of(piece), mailbox.handles)
+        outputs, share = self._call(batch, piece, worker, self._chance_of(piece), mailbox.handles)
         self.strategy.note_traffic(worker, outputs["traffic"])
-        return Result(outputs, share, mailbox, self._mailboxes.append)
+        return Result(outputs, share, batch.pipelines is not None, mailbox, self._mailboxes.append)
 
     def _free_mailbox(self) -> pushpull.Mailbox:
         # One whose worker was lost is never used again: the lost may come back and write to it.
@@ -442,10 +508,18 @@ class Training(Counting):
         if not self.schedule.tau and results[0].outputs["chance"]:
             self._chance = np.array(results[0].outputs["chance"], "uint32")
         self._add_up(results)
+        if self.schedule.tau != self._consistency.tau:
+            self._count_rows(results)
         if self.schedule.tau:
             statistics = self.schedule.statistics
             self.logs["staleness_mean"] = statistics.mean
             self.logs["staleness_max"] = float(statistics.max)
+
+    def _count_rows(self, results: list[Result]) -> None:
+        rows = sum(int(r.outputs["rows"]) for r in results)
+        # The first step of a run that is resumed stands for those before it.
+        before = int(adopt.optimizers_of(self.model)[0].iterations.numpy()) if not self._rows else 1
+        self._rows += rows * before
 
     def _commit_function(self, count: int) -> Callable:
         assert self._layout is not None
@@ -477,7 +551,12 @@ class Testing(Counting):
     def __init__(self, adoption: ServedAdoption):
         strategy = adoption.strategy
         schedule = functools.partial(Schedule, Async().tau, strategy.slices)
-        super().__init__(adoption, schedule, ahead=2 * strategy.workers)
+        super().__init__(adoption, schedule)
+
+    @property
+    def ahead(self) -> int:
+        """Workers shall find work waiting."""
+        return 2 * self.strategy.workers
 
     def _prepare(self, spec: Any) -> None:
         key = pushpull.key_of(spec)
@@ -491,9 +570,10 @@ class Testing(Counting):
     def _step(self, data: Any, share: Any, size: Any) -> tf.Tensor:
         with extended.in_replica(self.strategy):
             state, _ = self._state(self._tables)
+            data = _whole_batch(data)
             apart = adopt.trace_apart(
                 self.model.test_step,
-                adopt.without_optionals(data),
+                data,
                 self.model,
                 share=share,
                 size=size,
@@ -501,11 +581,11 @@ class Testing(Counting):
                 state=state,
                 tables=self._tables,
             )
-            return self._report_of(self._count(apart))
+            return self._report_of(self._count(apart, data))
 
     def _compute(self, work: Any, worker: int) -> Result:
         piece, batch = work
-        return Result(*self._call(batch, piece))
+        return Result(*self._call(batch, piece, worker), batch.pipelines is not None)
 
     def _finish(self, step: int, results: list[Result]) -> None:
         self._add_up(results)
@@ -517,7 +597,7 @@ class Predicting(Loop):
     def __init__(self, adoption: ServedAdoption):
         strategy = adoption.strategy
         schedule = functools.partial(Schedule, math.inf, strategy.workers)
-        super().__init__(adoption, schedule, ahead=0)
+        super().__init__(adoption, schedule)
         self.outputs: list = []
 
     def _prepare(self, spec: Any) -> None:
@@ -595,21 +675,35 @@ class ServedAdoption(adopt.Adoption):
 
     # Data.
 
-    def cut(self, dataset: Any) -> tf.data.Dataset:
-        """Every global batch in as many slices as a step has."""
+    def cut(self, dataset: Any) -> Any:
+        """Every global batch in as many slices as a step has; pipelines of workers as they are."""
+        if isinstance(dataset, worker_data.WorkerDataset):
+            return dataset
         slices = self.strategy.slices
         return slicing.cut_dataset(dataset, range(slices), slices).prefetch(tf.data.AUTOTUNE)
 
     def take_epoch_iterator(self, iterator: Any = None, data_batch: Any = None) -> None:
         """As in the base, and wait for the workers when the data of an epoch ends."""
+        if iterator is not None:
+            self._check_steps(iterator)
         super().take_epoch_iterator(iterator, data_batch)
         if iterator is not None:
             adopt.at_end_of_data(iterator, self.settle)
 
-    def new_epoch(self) -> None:
+    def _check_steps(self, iterator: Any) -> None:
+        endless = isinstance(iterator.data_adapter.get_tf_dataset(), worker_data.WorkerDataset)
+        if endless and iterator.steps_per_epoch is None:
+            raise ValueError(
+                "the workers read their own pipelines, which begin anew when they end, so the data "
+                "does not tell how long an epoch is; give fit steps_per_epoch=, validation_steps=, "
+                "and evaluate steps="
+            )
+
+    def new_epoch(self, epoch: int) -> None:
         """Begin what is observed anew."""
-        if self.schedule is not None:
-            self.schedule.take_statistics()
+        loop = self._loops.get("train")
+        if loop is not None:
+            loop.new_epoch(epoch)
 
     def settle(self) -> None:
         """Wait until every step handed out is applied, and every batch counted."""
@@ -623,8 +717,10 @@ class ServedAdoption(adopt.Adoption):
         for loop in self._loops.values():
             loop.close()
 
-    def _read(self, iterator: Any) -> Iterator[tuple[slicing.Slices, Any]]:
+    def _read(self, iterator: Any) -> Iterator[tuple[Any, Any]]:
         """Batches and the specification of their slices."""
+        if isinstance(iterator, worker_data.Pipelines):
+            yield from itertools.repeat((iterator, tf.data.IteratorSpec(iterator.element_spec)))
         if isinstance(iterator, tf.data.Iterator):
             spec = pushpull.spec_of(iterator.element_spec.parts[0])
             for batch in iterator:
@@ -670,7 +766,7 @@ class ServedAdoption(adopt.Adoption):
             if not done:
                 loop.drain()
                 raise StopIteration
-            if not isinstance(iterator, tf.data.Iterator):
+            if not isinstance(iterator, tf.data.Iterator | worker_data.Pipelines):
                 loop.drain()
             return loop.logs
 
@@ -685,6 +781,11 @@ class ServedAdoption(adopt.Adoption):
 
         def run(batches: list) -> Any:
             for data in batches:
+                if isinstance(data, worker_data.Pipelines):
+                    raise ValueError(
+                        "predict gives a result for every row, in order, which pipelines of the "
+                        "workers' own do not have; give it arrays or a tf.data.Dataset"
+                    )
                 loop.step(slicing.cut(data, range(workers), workers), pushpull.spec_of(data))
             loop.drain()
             outputs, loop.outputs = loop.outputs, []
