@@ -1,0 +1,413 @@
+"""Batches go out to workers behind parameter servers, and results come back.
+
+A loop is what Keras calls as its train, test or predict function: it hands a batch's slices to
+workers and uses what they made of them. Everything but the workers' computing happens on the main
+thread, between Keras's callbacks: a callback that reads weights never sees half a step. Here are
+the parts, and the loops that change nothing; `training.py` has the one that does.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from dtk.strategies import adopt, extended, pushpull, slicing, worker_data
+from dtk.strategies.consistency import Async, Schedule
+
+
+class Result:
+    """What a worker made of one slice.
+
+    Args:
+        outputs: What came back to the chief, as arrays.
+        share: The slice's part of the rows of its batch.
+        from_pipelines: Whether the worker read the rows itself.
+        mailbox: Where its gradients are, if it has some.
+        release: Takes the mailbox back.
+    """
+
+    def __init__(
+        self,
+        outputs: Any,
+        share: float,
+        from_pipelines: bool = False,
+        mailbox: pushpull.Mailbox | None = None,
+        release: Callable[[Any], None] = lambda mailbox: None,
+    ):
+        self.outputs, self.share, self.from_pipelines = outputs, share, from_pipelines
+        self.mailbox, self._release = mailbox, release
+
+    def drop(self) -> None:
+        """It is not needed any more."""
+        self._release(self.mailbox)
+
+
+class Batch(NamedTuple):
+    """A global batch in slices.
+
+    Attributes:
+        parts: The slices.
+        counts: Rows of each that are its own; 0 for a stand-in.
+        rows: Rows of all.
+        spec: Specification of a slice of any number of rows.
+        pipelines: Where workers take the rows from, if the chief has none.
+    """
+
+    parts: tuple
+    counts: tuple
+    rows: int
+    spec: Any
+    pipelines: worker_data.Pipelines | None = None
+
+    @property
+    def holders(self) -> float:
+        """Slices that have rows."""
+        return float(sum(count > 0 for count in self.counts))
+
+
+def whole_batch(data: Any) -> Any:
+    """A batch, or the next of a worker's own pipeline; traced."""
+    if isinstance(data, tf.data.Iterator):
+        data = data.get_next()
+    return adopt.without_optionals(data)
+
+
+def _check_alike(rows: list[int]) -> None:
+    """Make sure that slices which workers read themselves count alike.
+
+    Raises:
+        ValueError: They have different numbers of rows, so that their mean is not the batch's.
+    """
+    if len(set(rows)) > 1:
+        raise ValueError(
+            f"the workers' own pipelines gave batches of {', '.join(map(str, rows))} rows for one "
+            "synchronous step, so no mean over them would be that of one batch; let dataset_fn "
+            "repeat before it batches, or batch with drop_remainder=True"
+        )
+
+
+class Steps:
+    """Slices of batches, handed out in the order the schedule allows; see `crew.Work`.
+
+    Args:
+        schedule: Which slice may start.
+    """
+
+    def __init__(self, schedule: Schedule):
+        self.schedule = schedule
+        self._batches: dict[int, Batch] = {}
+        self._results: dict[int, dict[int, Result | None]] = {}
+        self._complete: collections.deque[int] = collections.deque()
+
+    def add(self, batch: Batch) -> None:
+        """Add a batch: one step."""
+        step = self.schedule.offer()
+        self._batches[step], self._results[step] = batch, {}
+
+    def take(self, worker: int) -> Any:
+        """The next slice for a worker. One without rows needs none."""
+        while (piece := self.schedule.take(worker)) is not None:
+            work = (piece, self._batches[piece.step])
+            if work[1].counts[piece.slice] > 0:
+                return work
+            self.finished(work, worker, None)
+        return None
+
+    def finished(self, work: Any, worker: int, result: Result | None) -> None:
+        """A worker has computed a slice."""
+        piece, _ = work
+        if self.schedule.returned(piece, worker):
+            self._results[piece.step][piece.slice] = result
+            if self.schedule.complete(piece.step):
+                self._complete.append(piece.step)
+        elif result is not None:
+            result.drop()
+
+    def lost(self, work: Any, worker: int) -> None:
+        """A worker died with a slice."""
+        self.schedule.lost(work[0], worker)
+
+    def next_complete(self) -> tuple[int, list[Result]] | None:
+        """A step whose slices are all computed, and their results in order; None if there is none.
+
+        The slices without rows are left out.
+        """
+        if not self._complete:
+            return None
+        step = self._complete.popleft()
+        results = self._results.pop(step)
+        # A copy of one of its slices may still be computing, and has the batch in its hands.
+        del self._batches[step]
+        return step, [r for _, r in sorted(results.items()) if r is not None]
+
+
+class Loop:
+    """Batches go out to the workers, results come back; the base of training, testing, predicting.
+
+    Args:
+        adoption: The model's adoption.
+        schedule: Makes what decides which slice may start.
+    """
+
+    def __init__(self, adoption: Any, schedule: Callable[[], Schedule]):
+        self.model, self.strategy = adoption.model, adoption.strategy
+        self.adoption = adoption
+        self._new_schedule = schedule
+        self._steps = Steps(schedule())
+        self._functions: dict[Any, Callable] = {}
+        self._reports: dict[Any, pushpull.Report] = {}
+        self._open = contextlib.ExitStack()
+        self._is_open = False
+
+    @property
+    def schedule(self) -> Schedule:
+        """What decides which slice may start."""
+        return self._steps.schedule
+
+    @property
+    def ahead(self) -> int:
+        """Batches that may be under way when `step` returns."""
+        return 0
+
+    def step(self, batch: slicing.Slices | worker_data.Pipelines, spec: Any) -> None:
+        """Hand out one batch; return once no more than `ahead` are under way."""
+        self._prepare(spec)
+        if not self._is_open:
+            self._open.enter_context(self.strategy.crew.working(self._steps, self._compute))
+            self._is_open = True
+        added = self._batch(batch, spec)
+        self.strategy.crew.offer(lambda: self._steps.add(added))
+        self._settle(self.ahead)
+
+    def _batch(self, batch: slicing.Slices | worker_data.Pipelines, spec: Any) -> Batch:
+        if isinstance(batch, worker_data.Pipelines):
+            slices = self.strategy.slices
+            # Every slice counts alike; see `_check_alike`.
+            return Batch((), (1,) * slices, slices, spec, batch)
+        return Batch(batch.parts, tuple(map(int, batch.counts)), int(batch.rows), spec)
+
+    def drain(self) -> None:
+        """Wait until everything handed out is finished."""
+        if self._is_open:
+            self._settle(0)
+
+    def close(self) -> None:
+        """Send the workers home, and forget what is not finished: an exception left the loop."""
+        self._open.close()
+        self._is_open = False
+        if self.schedule.unfinished:
+            self._steps = Steps(self._new_schedule())
+
+    def _settle(self, allowed: int) -> None:
+        crew = self.strategy.crew
+        while True:
+            found = crew.wait(
+                lambda: self._steps.next_complete() or self.schedule.unfinished <= allowed
+            )
+            if found is True:
+                return
+            step, results = found
+            with crew.asking_servers():
+                self._finish(step, results)
+            crew.offer(functools.partial(self.schedule.applied, step))
+            for result in results:
+                result.drop()
+
+    def _prepare(self, spec: Any) -> None:
+        """Trace, here and not on a worker's thread, what batches like this one need."""
+        raise NotImplementedError
+
+    def _compute(self, work: Any, worker: int) -> Result:
+        """Compute a slice; called on a worker's thread."""
+        raise NotImplementedError
+
+    def _finish(self, step: int, results: list[Result]) -> None:
+        """Use the results of a batch, on the main thread."""
+        raise NotImplementedError
+
+
+class Counting(Loop):
+    """A loop whose workers count metrics, which the chief adds up."""
+
+    def __init__(self, adoption: Any, schedule: Callable[[], Schedule]):
+        super().__init__(adoption, schedule)
+        self.logs: dict[str, Any] = {}
+        self._absorb: Callable | None = None
+
+    def _state(self, tables: Sequence) -> tuple[list, int]:
+        """The values variables have in a worker's step, and the bytes read for that."""
+        model = self.model
+        metrics = adopt.metric_variables(model)
+        elsewhere = {id(v) for v in [*metrics, *tables, *self.adoption.chance_states()]}
+        pulled, read = pushpull.pull(v for v in model.variables if id(v) not in elsewhere)
+        counted = [(v, tf.zeros(v.shape, v._value.dtype)) for v in metrics]
+        return [*pulled, *counted], read
+
+    def _count(self, apart: adopt.Apart, data: Any) -> dict:
+        """What a step adds to the metrics, the numbers it returned besides, and its rows."""
+        assigned = apart.assigned
+        return {
+            "metrics": [
+                apart.scope.get_current_value(v) for v in adopt.metric_variables(self.model)
+            ],
+            "logs": adopt.other_logs(self.model, apart.logs, assigned),
+            "rows": slicing.count_rows(data),
+        }
+
+    def _report_of(self, results: dict) -> tf.Tensor:
+        self._report = pushpull.Report(results)
+        return self._report.tensor
+
+    def _call(self, batch: Batch, piece: Any, worker: int, *more: Any) -> tuple[dict, float]:
+        """Run the traced step on a slice, on the worker whose thread this is.
+
+        Returns:
+            What it reported, and the slice's part of the batch's rows.
+        """
+        share = batch.counts[piece.slice] / batch.rows
+        key = pushpull.key_of(batch.spec)
+        # Made on the chief, they go along with the call; made on the worker, each is a message.
+        with tf.device(extended.CHIEF):
+            numbers = [tf.constant(n, tf.float32) for n in (share, batch.holders)]
+            numbers += [tf.constant(n) if isinstance(n, np.ndarray) else n for n in more]
+
+        def step(data: Any) -> np.ndarray:
+            return self._functions[key](data, *numbers).numpy()
+
+        if batch.pipelines is None:
+            found = step(batch.parts[piece.slice])
+        else:
+            found = batch.pipelines.call(step, worker)
+        return self._reports[key].read(found), share
+
+    def _add_up(self, results: list[Result]) -> None:
+        """Add what a batch's slices counted to the chief's metrics; renew the logs."""
+        model = self.model
+        _check_alike([int(r.outputs["rows"]) for r in results if r.from_pipelines])
+        by_batch = adopt.count_batches(model)
+        deltas = []
+        for variable, *column in zip(
+            adopt.metric_variables(model), *(r.outputs["metrics"] for r in results), strict=True
+        ):
+            total = np.sum(column, axis=0)
+            if id(variable) in by_batch:
+                total = total / len(results)
+            deltas.append(tf.cast(total, variable._value.dtype))
+        if self._absorb is None:
+            self._absorb = tf.function(self._absorbing(), autograph=False)
+        self.logs.update(self._absorb(deltas))
+        for name in results[0].outputs["logs"]:
+            self.logs[name] = sum(r.share * r.outputs["logs"][name] for r in results)
+
+    def _absorbing(self) -> Callable:
+        model = self.model
+
+        def absorb(deltas: list) -> dict:
+            for variable, delta in zip(adopt.metric_variables(model), deltas, strict=True):
+                variable._value.assign_add(delta)
+            return dict(model.get_metrics_result())
+
+        return absorb
+
+
+class Testing(Counting):
+    """`evaluate`'s batches: any order, nothing applied."""
+
+    def __init__(self, adoption: Any):
+        strategy = adoption.strategy
+        schedule = functools.partial(Schedule, Async().tau, strategy.slices)
+        super().__init__(adoption, schedule)
+
+    @property
+    def ahead(self) -> int:
+        """Workers shall find work waiting."""
+        return 2 * self.strategy.workers
+
+    def _prepare(self, spec: Any) -> None:
+        key = pushpull.key_of(spec)
+        if key not in self._functions:
+            self._tables = adopt.tables_of(self.model)
+            scalar = tf.TensorSpec([], tf.float32)
+            function = tf.function(self._step, autograph=False)
+            self._functions[key] = function.get_concrete_function(spec, scalar, scalar)
+            self._reports[key] = self._report
+
+    def _step(self, data: Any, share: Any, size: Any) -> tf.Tensor:
+        with extended.in_replica(self.strategy):
+            state, _ = self._state(self._tables)
+            data = whole_batch(data)
+            apart = adopt.trace_apart(
+                self.model.test_step,
+                data,
+                self.model,
+                share=share,
+                size=size,
+                world_sum=self.strategy.sum_over_slices,
+                state=state,
+                tables=self._tables,
+            )
+            return self._report_of(self._count(apart, data))
+
+    def _compute(self, work: Any, worker: int) -> Result:
+        piece, batch = work
+        return Result(*self._call(batch, piece, worker), batch.pipelines is not None)
+
+    def _finish(self, step: int, results: list[Result]) -> None:
+        self._add_up(results)
+
+
+class Predicting(Loop):
+    """`predict`'s batches: each cut into a slice per worker, rows put together in order."""
+
+    def __init__(self, adoption: Any):
+        strategy = adoption.strategy
+        schedule = functools.partial(Schedule, math.inf, strategy.workers)
+        super().__init__(adoption, schedule)
+        self.outputs: list = []
+
+    def _prepare(self, spec: Any) -> None:
+        key = pushpull.key_of(spec)
+        if key not in self._functions:
+            self._tables = adopt.tables_of(self.model)
+            function = tf.function(self._step, autograph=False)
+            self._functions[key] = function.get_concrete_function(spec)
+
+    def _step(self, data: Any) -> Any:
+        model = self.model
+        with extended.in_replica(self.strategy):
+            elsewhere = {id(v) for v in [*self._tables, *self.adoption.chance_states()]}
+            elsewhere |= {id(v) for v in adopt.metric_variables(model)}
+            state, _ = pushpull.pull(v for v in model.variables if id(v) not in elsewhere)
+            return adopt.trace_apart(
+                model.predict_step,
+                adopt.without_optionals(data),
+                model,
+                share=tf.constant(1.0),
+                size=tf.constant(1.0),
+                world_sum=lambda value: value,
+                state=state,
+                tables=self._tables,
+            ).logs
+
+    def _compute(self, work: Any, worker: int) -> Result:
+        piece, batch = work
+        function = self._functions[pushpull.key_of(batch.spec)]
+        outputs = function(batch.parts[piece.slice])
+        with tf.device(extended.CHIEF):  # fetched here, where a lost worker is noticed
+            outputs = tf.nest.map_structure(tf.identity, outputs, expand_composites=True)
+        return Result(outputs, 1.0)
+
+    def _finish(self, step: int, results: list[Result]) -> None:
+        with tf.device(extended.CHIEF):
+            self.outputs.append(
+                tf.nest.map_structure(
+                    lambda *parts: tf.concat(parts, 0), *(r.outputs for r in results)
+                )
+            )

@@ -1,0 +1,246 @@
+"""What `fit` does with workers behind parameter servers.
+
+A step is traced once, on the chief. A worker computes it as a function of a slice and of weights
+that it reads, and puts gradients into a mailbox on the servers; when the slices of a step are there,
+the chief has the servers apply them. Weights and gradients never pass the chief.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from dtk.errors import NotDistributedError
+from dtk.strategies import adopt, agreement, extended, pushpull, slicing, worker_data
+from dtk.strategies.consistency import Schedule
+from dtk.strategies.loops import Counting, Result, whole_batch
+
+# Steps that compute at once draw their random numbers this far apart.
+_CHANCE_STRIDE = 1 << 10
+
+
+class Training(Counting):
+    """`fit`'s steps."""
+
+    def __init__(self, adoption: Any):
+        strategy = adoption.strategy
+        self._consistency = strategy.consistency
+        schedule = functools.partial(Schedule.of, self._consistency, strategy.workers)
+        super().__init__(adoption, schedule)
+        self._epoch = self._rows = 0
+        self._mailboxes: collections.deque = collections.deque()
+        self._layout: pushpull.Layout | None = None
+        self._plan: list = []
+        self._without_gradient: set[int] = set()
+        self._moving: list = []
+        self._commits: dict[int, Callable] = {}
+        self._chance: np.ndarray | None = None
+
+    @property
+    def ahead(self) -> int:
+        """Asynchronous workers shall find work waiting, whatever the main thread is busy with."""
+        return 2 * self.strategy.workers if self.schedule.tau else 0
+
+    def step(self, batch: slicing.Slices | worker_data.Pipelines, spec: Any) -> None:
+        """As in the base, and let workers loose when the warm start is over."""
+        if self.schedule.tau != self._consistency.tau:
+            warm_start = self._consistency.warm_start
+            if warm_start is None or warm_start.is_over(self._epoch, self._rows):
+                # Serial steps draw their random numbers one after the other; these have their own.
+                self.drain()
+                self.strategy.crew.offer(lambda: self.schedule.loosen(self._consistency.tau))
+        super().step(batch, spec)
+
+    def new_epoch(self, epoch: int) -> None:
+        """Begin what is observed anew."""
+        self._epoch = epoch
+        self.schedule.take_statistics()
+
+    def drain(self) -> None:
+        """Wait for every step, and keep what random layers go on from."""
+        super().drain()
+        if self._chance is not None:
+            for variable, state in zip(self.adoption.chance_states(), self._chance, strict=True):
+                variable.assign(state)
+            self._chance = None
+
+    # On the workers.
+
+    def close(self) -> None:
+        """As in the base; random layers go on from where the variables say."""
+        super().close()
+        self._chance = None
+
+    def _prepare(self, spec: Any) -> None:
+        layout = self._layout or self._lay_out()
+        if self._chance is None:
+            self._chance = np.array(
+                [v.numpy() for v in self.adoption.chance_states()], "uint32"
+            ).reshape(-1, 2)
+            self._first = self.schedule.offered
+        key = pushpull.key_of(spec)
+        if key in self._functions:
+            return
+        handles = [tf.TensorSpec([], tf.resource) for _ in layout.slots]
+        scalar = tf.TensorSpec([], tf.float32)
+        chance = tf.TensorSpec(self._chance.shape, tf.uint32)
+        function = tf.function(self._step, autograph=False)
+        self._functions[key] = function.get_concrete_function(spec, scalar, scalar, chance, handles)
+        self._reports[key] = self._report
+
+    def _lay_out(self) -> pushpull.Layout:
+        weights = [p for v in self.model.trainable_variables for p in self.adoption.parts_of(v)]
+        self._tables = adopt.tables_of(self.model)
+        sparse = {id(p) for v in self._tables for p in self.adoption.parts_of(v)}
+        self._layout = pushpull.Layout(weights, sparse)
+        return self._layout
+
+    def _step(self, data: Any, share: Any, size: Any, chance: Any, handles: Any) -> tf.Tensor:
+        """Keras's step on one slice; traced on the chief, runs on a worker, changes a mailbox."""
+        model, strategy, layout = self.model, self.strategy, self._layout
+        assert layout is not None
+        with extended.in_replica(strategy):
+            state, read = self._state(self._tables)
+            data = whole_batch(data)
+            states = self.adoption.chance_states()
+            state += list(zip(states, tf.unstack(chance, num=len(states)), strict=True))
+            before = {id(v): value for v, value in state}
+            apart = adopt.trace_apart(
+                model.train_step,
+                data,
+                model,
+                share=share,
+                size=size,
+                world_sum=strategy.sum_over_slices,
+                state=state,
+                tables=self._tables,
+            )
+            sent = layout.put(self._plan_for(apart.applied), handles)
+            self._moving = [
+                v
+                for v in model.non_trainable_variables
+                if id(v) in apart.assigned & set(before) and v not in states
+            ]
+            return self._report_of(
+                {
+                    **self._count(apart, data),
+                    "moved": [
+                        apart.scope.get_current_value(v) - before[id(v)] for v in self._moving
+                    ],
+                    "chance": [apart.scope.get_current_value(v) for v in states],
+                    "traffic": tf.stack([read + apart.rows_read, sent]),
+                }
+            )
+
+    def _plan_for(self, applied: Sequence) -> list:
+        """Gradients in the layout's order; notes who is to apply them."""
+        assert self._layout is not None
+        if not applied and self.model.trainable_variables:
+            raise NotDistributedError(
+                f"the train_step of model {self.model.name!r} handed no gradient to an optimizer "
+                "that is an attribute of the model, so nothing would be trained; it must call "
+                "self.optimizer.apply(gradients, self.trainable_variables)"
+            )
+        found: dict[int, Any] = {}
+        self._plan = []
+        for optimizer, gradients, variables in applied:
+            parts = [p for v in variables for p in self.adoption.parts_of(v)]
+            split = [
+                g
+                for gradient, v in zip(gradients, variables, strict=True)
+                for g in pushpull.split_gradient(gradient, v)
+            ]
+            if set(found) & {id(p) for p in parts}:
+                raise NotDistributedError(
+                    f"the train_step of model {self.model.name!r} updates a weight twice in a "
+                    "step; behind parameter servers a step applies one gradient to each weight"
+                )
+            found |= {id(p): g for p, g in zip(parts, split, strict=True)}
+            self._plan.append((optimizer, parts))
+        gradients = [found.get(id(w)) for w in self._layout.weights]
+        self._without_gradient = {
+            id(w) for w, g in zip(self._layout.weights, gradients, strict=True) if g is None
+        }
+        return gradients
+
+    def _compute(self, work: Any, worker: int) -> Result:
+        piece, batch = work
+        mailbox = self._free_mailbox()
+        outputs, share = self._call(batch, piece, worker, self._chance_of(piece), mailbox.handles)
+        self.strategy.note_traffic(worker, outputs["traffic"])
+        return Result(outputs, share, batch.pipelines is not None, mailbox, self._mailboxes.append)
+
+    def _free_mailbox(self) -> pushpull.Mailbox:
+        # One whose worker was lost is never used again: the lost may come back and write to it.
+        try:
+            return self._mailboxes.pop()
+        except IndexError:
+            assert self._layout is not None
+            return pushpull.Mailbox(self._layout)
+
+    def _chance_of(self, piece: Any) -> np.ndarray:
+        """Random states of a slice: the same whoever computes it, and whenever."""
+        assert self._chance is not None
+        states = self._chance.copy()
+        if self.schedule.tau:
+            states[:, 1] += np.uint32((piece.step - self._first) * _CHANCE_STRIDE)
+        return np.array(
+            [agreement.fold_seed(state, piece.slice) for state in states], "uint32"
+        ).reshape(-1, 2)
+
+    # On the servers.
+
+    def _finish(self, step: int, results: list[Result]) -> None:
+        count = len(results)
+        if count not in self._commits:
+            self._commits[count] = self._commit_function(count)
+        moved = [
+            sum((r.share * r.outputs["moved"][i] for r in results), start=0.0)
+            for i in range(len(self._moving))
+        ]
+        moved = [tf.cast(m, v._value.dtype) for m, v in zip(moved, self._moving, strict=True)]
+        mailboxes = [r.mailbox.handles for r in results if r.mailbox is not None]
+        self._commits[count](mailboxes, moved)
+        if not self.schedule.tau and results[0].outputs["chance"]:
+            self._chance = np.array(results[0].outputs["chance"], "uint32")
+        self._add_up(results)
+        if self.schedule.tau != self._consistency.tau:
+            self._count_rows(results)
+        if self.schedule.tau:
+            statistics = self.schedule.statistics
+            self.logs["staleness_mean"] = statistics.mean
+            self.logs["staleness_max"] = float(statistics.max)
+
+    def _count_rows(self, results: list[Result]) -> None:
+        rows = sum(int(r.outputs["rows"]) for r in results)
+        # The first step of a run that is resumed stands for those before it.
+        before = int(adopt.optimizers_of(self.model)[0].iterations.numpy()) if not self._rows else 1
+        self._rows += rows * before
+
+    def _commit_function(self, count: int) -> Callable:
+        assert self._layout is not None
+        # A handle's own specification would tell the mailbox's declared length, which is no length.
+        handle = tf.TensorSpec([], tf.resource)
+        function = tf.function(self._commit, autograph=False)
+        return function.get_concrete_function(
+            [[handle for _ in self._layout.slots] for _ in range(count)],
+            [tf.TensorSpec(v.shape, v._value.dtype) for v in self._moving],
+        )
+
+    def _commit(self, mailboxes: list, moved: list) -> None:
+        """Apply the gradients in some mailboxes; traced on the chief, runs on the servers."""
+        assert self._layout is not None
+        with extended.in_replica(self.strategy), tf.compat.v1.device(pushpull.near_inputs):
+            gradients = {
+                id(w): None if id(w) in self._without_gradient else g
+                for w, g in zip(self._layout.weights, self._layout.take(mailboxes), strict=True)
+            }
+            for optimizer, parts in self._plan:
+                adopt.apply_now(optimizer, [gradients[id(p)] for p in parts], parts)
+            for variable, change in zip(self._moving, moved, strict=True):
+                variable._value.assign_add(change)
