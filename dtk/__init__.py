@@ -18,10 +18,10 @@ from dtk.cluster import alone
 from dtk.version import __version__
 
 if TYPE_CHECKING:
-    from dtk import callbacks, cluster, communicators, data, launch, strategies
+    from dtk import callbacks, cluster, communicators, data, exchange, launch, strategies
     from dtk.strategies import auto_strategy
 
-_PARTS = ("callbacks", "cluster", "communicators", "data", "launch", "strategies")
+_PARTS = ("callbacks", "cluster", "communicators", "data", "exchange", "launch", "strategies")
 
 __all__ = [
     "__version__",
@@ -30,6 +30,7 @@ __all__ = [
     "cluster",
     "communicators",
     "data",
+    "exchange",
     "launch",
     "strategies",
 ]

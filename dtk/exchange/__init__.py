@@ -1,1 +1,5 @@
-"""What is sent, and when: how gradients are encoded on their way between ranks."""
+"""What is sent, and when."""
+
+from dtk.exchange.downpour import Downpour
+
+__all__ = ["Downpour"]

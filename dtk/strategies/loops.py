@@ -179,11 +179,13 @@ class Loop:
     def step(self, batch: slicing.Slices | worker_data.Pipelines, spec: Any) -> None:
         """Hand out one batch; return once no more than `ahead` are under way."""
         self._prepare(spec)
+        self._hand_out(self._batch(batch, spec))
+
+    def _hand_out(self, batch: Batch) -> None:
         if not self._is_open:
             self._open.enter_context(self.strategy.crew.working(self._steps, self._compute))
             self._is_open = True
-        added = self._batch(batch, spec)
-        self.strategy.crew.offer(lambda: self._steps.add(added))
+        self.strategy.crew.offer(lambda: self._steps.add(batch))
         self._settle(self.ahead)
 
     def _batch(self, batch: slicing.Slices | worker_data.Pipelines, spec: Any) -> Batch:

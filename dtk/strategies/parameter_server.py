@@ -15,6 +15,7 @@ from dtk.cluster import tf_config
 from dtk.communicators import startup
 from dtk.communicators.local import LocalCommunicator
 from dtk.errors import ClusterError
+from dtk.exchange import Downpour
 from dtk.strategies import adopt, crew, extended, serve, served, start, worker_data
 from dtk.strategies import consistency as rules
 from dtk.strategies.base import DtkStrategy
@@ -38,6 +39,7 @@ class ParameterServerStrategy(DtkStrategy, extended.ServerStrategy):
         consistency: "sync", "async", `Sync(backup_workers=b)` or `BoundedDelay(tau)`.
         variable_partitioner: Cuts large variables into parts on several servers, such as
             `tf.distribute.experimental.partitioners.MinSizePartitioner()`; None cuts none.
+        exchange: A `dtk.exchange.Downpour`, to push and fetch less; None sends every gradient.
 
     Raises:
         ClusterError: TF_CONFIG describes no such job, or a task does not come up.
@@ -55,8 +57,10 @@ class ParameterServerStrategy(DtkStrategy, extended.ServerStrategy):
         self,
         consistency: Any = "async",
         variable_partitioner: Any = None,
+        exchange: Downpour | None = None,
     ):
         self.consistency = rules.parse(consistency)
+        self.exchange = _checked(exchange, self.consistency)
         config = _config()
         _check(config, self.consistency)
         if config.role in ("ps", "worker"):
@@ -182,9 +186,9 @@ class ParameterServerStrategy(DtkStrategy, extended.ServerStrategy):
 
     # Traffic.
 
-    def note_traffic(self, worker: int, moved: np.ndarray) -> None:
-        """Count the bytes one step pulled and pushed."""
-        self._traffic[worker] += (*moved, 1)
+    def note_traffic(self, worker: int, moved: np.ndarray, steps: int = 1) -> None:
+        """Count the bytes that steps pulled and pushed."""
+        self._traffic[worker] += (*moved, steps)
 
     @property
     def traffic(self) -> list[dict[str, int]]:
@@ -203,6 +207,22 @@ def _config() -> cluster.TFConfig:
             f"({cluster.detect().reason}); start with `dtk run -n 2 --ps 1 train.py`"
         )
     return config
+
+
+def _checked(exchange: Any, consistency: rules.Consistency) -> Downpour | None:
+    if exchange is None or (isinstance(exchange, Downpour) and isinstance(consistency, rules.Sync)):
+        if exchange is None:
+            return None
+        raise ValueError(
+            f"exchange={exchange!r} with consistency={consistency!r}: workers that train on by "
+            'themselves are not synchronous; use "async" or BoundedDelay(tau)'
+        )
+    if not isinstance(exchange, Downpour):
+        raise ValueError(
+            f"exchange={exchange!r}; expected dtk.exchange.Downpour(...), or None to send every "
+            "gradient as it is"
+        )
+    return exchange
 
 
 def _check(config: cluster.TFConfig, value: rules.Consistency) -> None:

@@ -59,26 +59,53 @@ class Layout:
                 rows.append(Slot(device, dtype, (index,)))
             else:
                 dense.setdefault((device, dtype), []).append(index)
-        self.slots = [
-            Slot(device, dtype, tuple(held)) for (device, dtype), held in dense.items()
-        ] + rows
+        self.dense = [Slot(device, dtype, tuple(held)) for (device, dtype), held in dense.items()]
+        self.rows = rows
+        self.slots = [*self.dense, *rows]
 
-    def put(self, gradients: Sequence, handles: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Write gradients into a mailbox; traced on a worker.
+    def contents(self, gradients: Sequence) -> list[tf.Tensor]:
+        """Gradients as what lies in the slots of a mailbox.
 
         Args:
             gradients: One per weight; None where there is none.
+
+        Returns:
+            One flat tensor per dense slot, then those of the slots of rows.
+        """
+        return [self._content(slot, gradients) for slot in [*self.dense, *self.rows]]
+
+    def put(self, contents: Sequence[tf.Tensor], handles: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Write into a mailbox; traced on a worker.
+
+        Args:
+            contents: One flat tensor per slot.
             handles: Resource handles of the mailbox's slots.
 
         Returns:
             Bytes sent, an int64 scalar.
         """
         sent = tf.constant(0, tf.int64)
-        for slot, handle in zip(self.slots, handles, strict=True):
-            content = self._content(slot, gradients)
-            tf.raw_ops.AssignVariableOp(resource=handle, value=content)
-            sent += tf.size(content, tf.int64) * slot.dtype.size
+        for content, handle in zip(contents, handles, strict=True):
+            tf.raw_ops.AssignVariableOp(resource=_of_any_length(handle), value=content)
+            sent += tf.size(content, tf.int64) * content.dtype.size
         return sent
+
+    def add(self, contents: Sequence[tf.Tensor], more: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The sum of two gradients, as `contents`."""
+        dense = len(self.dense)
+        return [a + b for a, b in zip(contents[:dense], more[:dense], strict=True)] + [
+            tf.concat([a, b], 0) for a, b in zip(contents[dense:], more[dense:], strict=True)
+        ]
+
+    def zeros(self) -> list[tf.Tensor]:
+        """No gradient, as `contents`."""
+        sizes = [sum(self._size(index) for index in slot.holds) for slot in self.dense]
+        return [tf.zeros([n], slot.dtype) for n, slot in zip(sizes, self.dense, strict=True)] + [
+            tf.zeros([0], slot.dtype) for slot in self.rows
+        ]
+
+    def _size(self, index: int) -> int:
+        return int(np.prod(tuple(self.weights[index].shape)))
 
     def _content(self, slot: Slot, gradients: Sequence) -> tf.Tensor:
         first = gradients[slot.holds[0]]
@@ -108,29 +135,92 @@ class Layout:
         """
         gradients: list = [None] * len(self.weights)
         row_numbers: tf.Tensor | None = None
-        for number, slot in enumerate(self.slots):
+        for slot in self.dense:
             with tf.device(slot.device):
-                contents = [
-                    tf.raw_ops.ReadVariableOp(resource=handles[number], dtype=slot.dtype)
-                    for handles in mailboxes
-                ]
+                self._split(slot, tf.add_n(self._read_dense(slot, mailboxes)), gradients)
+        for slot in self.rows:
+            with tf.device(slot.device):
+                content = tf.concat(self._read(slot, mailboxes), 0)
                 if slot.indices:
-                    row_numbers = tf.concat(contents, 0)
-                elif row_numbers is not None:
+                    row_numbers = content
+                else:
                     index = slot.holds[0]
                     shape = tuple(self.weights[index].shape)
-                    rows = tf.reshape(tf.concat(contents, 0), (-1, *shape[1:]))
+                    rows = tf.reshape(content, (-1, *shape[1:]))
                     gradients[index] = tf.IndexedSlices(rows, row_numbers, shape)
-                    row_numbers = None
-                else:
-                    self._split(slot, tf.add_n(contents), gradients)
         return gradients
+
+    def _read(self, slot: Slot, mailboxes: Sequence) -> list[tf.Tensor]:
+        number = next(n for n, other in enumerate(self.slots) if other is slot)
+        return [
+            tf.raw_ops.ReadVariableOp(resource=_of_any_length(handles[number]), dtype=slot.dtype)
+            for handles in mailboxes
+        ]
+
+    def _read_dense(self, slot: Slot, mailboxes: Sequence) -> list[tf.Tensor]:
+        return self._read(slot, mailboxes)
 
     def _split(self, slot: Slot, flat: tf.Tensor, gradients: list) -> None:
         shapes = [tuple(self.weights[index].shape) for index in slot.holds]
         sizes = [tf.TensorShape(shape).num_elements() for shape in shapes]
         for index, shape, part in zip(slot.holds, shapes, tf.split(flat, sizes), strict=True):
             gradients[index] = tf.reshape(part, shape)
+
+
+class FilteredLayout(Layout):
+    """A layout whose dense slots hold a few entries and their positions, or all entries.
+
+    Args:
+        weights: As in `Layout`.
+        sparse: As in `Layout`.
+        significant: Smallest change of a weight worth sending.
+    """
+
+    def __init__(self, weights: Sequence, sparse: set[int], significant: float):
+        super().__init__(weights, sparse)
+        self._significant = significant
+        self._positions = [Slot(slot.device, tf.int32, slot.holds, True) for slot in self.dense]
+        self.slots = [*self.dense, *self._positions, *self.rows]
+
+    def sift(
+        self, contents: Sequence[tf.Tensor], rate: tf.Tensor
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """Choose what is worth sending.
+
+        Args:
+            contents: Accrued gradients; see `Layout.contents`.
+            rate: What a weight changes by, for a gradient of 1.
+
+        Returns:
+            What to `put`, and the `contents` that stay; rows of tables are sent whole.
+        """
+        sent, positions, kept = [], [], []
+        for dense in contents[: len(self.dense)]:
+            changes = tf.abs(dense) * tf.cast(rate, dense.dtype)
+            where = tf.cast(tf.where(changes > self._significant)[:, 0], tf.int32)
+            # A position takes four bytes.
+            shorter = tf.size(where) * (4 + dense.dtype.size) < tf.size(dense) * dense.dtype.size
+            values = tf.gather(dense, where)
+            rest = tf.tensor_scatter_nd_update(dense, where[:, None], tf.zeros_like(values))
+            sent.append(tf.cond(shorter, lambda v=values: v, lambda d=dense: d))
+            positions.append(tf.cond(shorter, lambda w=where: w, lambda w=where: w[:0]))
+            kept.append(tf.cond(shorter, lambda r=rest: r, lambda d=dense: tf.zeros_like(d)))
+        rows = list(contents[len(self.dense) :])
+        return [*sent, *positions, *rows], [*kept, *(row[:0] for row in rows)]
+
+    def _read_dense(self, slot: Slot, mailboxes: Sequence) -> list[tf.Tensor]:
+        positions = self._positions[self.dense.index(slot)]
+        size = sum(self._size(index) for index in slot.holds)
+        return [
+            tf.cond(
+                tf.size(values) == size,
+                lambda v=values: v,
+                lambda v=values, w=where: tf.scatter_nd(w[:, None], v, [size]),
+            )
+            for values, where in zip(
+                self._read(slot, mailboxes), self._read(positions, mailboxes), strict=True
+            )
+        ]
 
 
 class Mailbox:
@@ -147,6 +237,14 @@ class Mailbox:
                 # Declared empty: its content has any length.
                 self._variables.append(tf.Variable(tf.zeros([0], slot.dtype), trainable=False))
         self.handles = [variable.handle for variable in self._variables]
+
+
+def _of_any_length(handle: tf.Tensor) -> tf.Tensor:
+    """A mailbox's handle without what it says about length, which is that of an empty one.
+
+    Graph optimization would believe it at every call, and compute sizes from it.
+    """
+    return tf.raw_ops.PlaceholderWithDefault(input=handle, shape=[])
 
 
 def parts_of(variable: Any, known: dict[int, list]) -> list:

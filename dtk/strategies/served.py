@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from dtk.strategies import adopt, pushpull, slicing, worker_data
 from dtk.strategies.consistency import Schedule
+from dtk.strategies.downpour import DownpourTraining
 from dtk.strategies.loops import Counting, Predicting, Testing
 from dtk.strategies.training import Training
 
@@ -118,7 +119,8 @@ class ServedAdoption(adopt.Adoption):
         """Replaces `Model.make_train_function` on the adopted model."""
         if self.model.train_function is None or force:
             self.bind_optimizers()
-            self.model.train_function = self._make_function("train", Training(self))
+            loop = Training if self.strategy.exchange is None else DownpourTraining
+            self.model.train_function = self._make_function("train", loop(self))
         return self.model.train_function
 
     def make_test_function(self, force: bool = False) -> Callable:

@@ -1,8 +1,8 @@
 """What `fit` does with workers behind parameter servers.
 
-A step is traced once, on the chief. A worker computes it as a function of a slice and of weights
-that it reads, and puts gradients into a mailbox on the servers; when the slices of a step are there,
-the chief has the servers apply them. Weights and gradients never pass the chief.
+A step is traced once, on the chief. A worker computes it as a function of a slice and of weights it
+reads, and puts gradients into a mailbox on the servers; when all slices of a step are there, the
+chief has the servers apply them. Weights and gradients never pass the chief.
 """
 
 from __future__ import annotations
@@ -48,13 +48,16 @@ class Training(Counting):
 
     def step(self, batch: slicing.Slices | worker_data.Pipelines, spec: Any) -> None:
         """As in the base, and let workers loose when the warm start is over."""
+        self._loosen_when_warm()
+        super().step(batch, spec)
+
+    def _loosen_when_warm(self) -> None:
         if self.schedule.tau != self._consistency.tau:
             warm_start = self._consistency.warm_start
             if warm_start is None or warm_start.is_over(self._epoch, self._rows):
                 # Serial steps draw their random numbers one after the other; these have their own.
                 self.drain()
                 self.strategy.crew.offer(lambda: self.schedule.loosen(self._consistency.tau))
-        super().step(batch, spec)
 
     def new_epoch(self, epoch: int) -> None:
         """Begin what is observed anew."""
@@ -77,28 +80,32 @@ class Training(Counting):
         self._chance = None
 
     def _prepare(self, spec: Any) -> None:
-        layout = self._layout or self._lay_out()
+        if self._layout is None:
+            weights = [p for v in self.model.trainable_variables for p in self.adoption.parts_of(v)]
+            self._tables = adopt.tables_of(self.model)
+            self._layout = self._lay_out(
+                weights, {id(p) for v in self._tables for p in self.adoption.parts_of(v)}
+            )
         if self._chance is None:
             self._chance = np.array(
                 [v.numpy() for v in self.adoption.chance_states()], "uint32"
             ).reshape(-1, 2)
             self._first = self.schedule.offered
         key = pushpull.key_of(spec)
-        if key in self._functions:
-            return
+        if key not in self._functions:
+            self._functions[key] = self._trace(spec, self._layout)
+            self._reports[key] = self._report
+
+    def _lay_out(self, weights: list, sparse: set[int]) -> pushpull.Layout:
+        return pushpull.Layout(weights, sparse)
+
+    def _trace(self, spec: Any, layout: pushpull.Layout) -> Callable:
+        assert self._chance is not None
         handles = [tf.TensorSpec([], tf.resource) for _ in layout.slots]
         scalar = tf.TensorSpec([], tf.float32)
         chance = tf.TensorSpec(self._chance.shape, tf.uint32)
         function = tf.function(self._step, autograph=False)
-        self._functions[key] = function.get_concrete_function(spec, scalar, scalar, chance, handles)
-        self._reports[key] = self._report
-
-    def _lay_out(self) -> pushpull.Layout:
-        weights = [p for v in self.model.trainable_variables for p in self.adoption.parts_of(v)]
-        self._tables = adopt.tables_of(self.model)
-        sparse = {id(p) for v in self._tables for p in self.adoption.parts_of(v)}
-        self._layout = pushpull.Layout(weights, sparse)
-        return self._layout
+        return function.get_concrete_function(spec, scalar, scalar, chance, handles)
 
     def _step(self, data: Any, share: Any, size: Any, chance: Any, handles: Any) -> tf.Tensor:
         """Keras's step on one slice; traced on the chief, runs on a worker, changes a mailbox."""
@@ -107,9 +114,7 @@ class Training(Counting):
         with extended.in_replica(strategy):
             state, read = self._state(self._tables)
             data = whole_batch(data)
-            states = self.adoption.chance_states()
-            state += list(zip(states, tf.unstack(chance, num=len(states)), strict=True))
-            before = {id(v): value for v, value in state}
+            state += self._chances(chance)
             apart = adopt.trace_apart(
                 model.train_step,
                 data,
@@ -120,22 +125,30 @@ class Training(Counting):
                 state=state,
                 tables=self._tables,
             )
-            sent = layout.put(self._plan_for(apart.applied), handles)
-            self._moving = [
-                v
-                for v in model.non_trainable_variables
-                if id(v) in apart.assigned & set(before) and v not in states
-            ]
+            sent = layout.put(layout.contents(self._plan_for(apart.applied)), handles)
             return self._report_of(
                 {
-                    **self._count(apart, data),
-                    "moved": [
-                        apart.scope.get_current_value(v) - before[id(v)] for v in self._moving
-                    ],
-                    "chance": [apart.scope.get_current_value(v) for v in states],
+                    **self._results(apart, data, state),
                     "traffic": tf.stack([read + apart.rows_read, sent]),
                 }
             )
+
+    def _chances(self, chance: tf.Tensor) -> list[tuple[Any, tf.Tensor]]:
+        states = self.adoption.chance_states()
+        return list(zip(states, tf.unstack(chance, num=len(states)), strict=True))
+
+    def _results(self, apart: adopt.Apart, data: Any, state: list) -> dict:
+        """What is reported of a traced step, besides its gradients."""
+        states = self.adoption.chance_states()
+        before = {id(v): value for v, value in state}
+        moving = (apart.assigned & set(before)) - {id(v) for v in states}
+        self._moving = [v for v in self.model.non_trainable_variables if id(v) in moving]
+        now = apart.scope.get_current_value
+        return {
+            **self._count(apart, data),
+            "moved": [now(v) - before[id(v)] for v in self._moving],
+            "chance": [now(v) for v in states],
+        }
 
     def _plan_for(self, applied: Sequence) -> list:
         """Gradients in the layout's order; notes who is to apply them."""

@@ -1,0 +1,61 @@
+"""Fewer and smaller messages between workers and parameter servers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Downpour:
+    """Push every n-th step, fetch every m-th, and only what has changed enough.
+
+    A worker takes `push_every` batches at once. It fetches the weights, trains on them by plain SGD
+    at the optimizer's rate, fetches anew after every `fetch_every` batches, and then pushes the sum
+    of the gradients, which the optimizer applies once and counts as `push_every` steps. With
+    momentum-free SGD and one step at a time this is plain SGD. Between two pushes a worker holds
+    nothing, so one that is lost loses nothing: another repeats its batches.
+
+    `significant` leaves on the worker what would change a weight by no more than that (the
+    gradient's sum times the rate); it is added to the next push. So what one worker has not pushed
+    yet is at most `significant` per weight; it is not in checkpoints, and lost with the worker. Of
+    large gradients only the significant entries are sent, as positions and values, where that is
+    shorter.
+
+    Args:
+        push_every: Steps (batches) in a push.
+        fetch_every: Steps between two fetches; divides `push_every`, and None is as many.
+        significant: Smallest change of a weight worth sending; 0.0 sends all.
+
+    Raises:
+        ValueError: An argument is out of range.
+
+    Example:
+        >>> Downpour(push_every=4, significant=1e-4)
+        Downpour(push_every=4, fetch_every=4, significant=0.0001)
+
+    Sources: Dean et al. 2012 (Downpour SGD; n_push and n_fetch); Li et al., OSDI'14 (significantly
+    modified filter).
+    """
+
+    push_every: int = 1
+    fetch_every: int | None = None
+    significant: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.fetch_every is None:
+            object.__setattr__(self, "fetch_every", self.push_every)
+        for name in ("push_every", "fetch_every"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}={value!r}; expected a number of steps, 1 or more")
+        if self.push_every % (self.fetch_every or 1):
+            raise ValueError(
+                f"fetch_every={self.fetch_every} does not divide push_every={self.push_every}; a "
+                "worker keeps no weights from one push to the next, so use a divisor, or the same"
+            )
+        if not 0.0 <= self.significant < math.inf:
+            raise ValueError(
+                f"significant={self.significant!r}; expected the smallest change of a weight worth "
+                "sending, 0.0 or more"
+            )
