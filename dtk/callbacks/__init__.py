@@ -6,29 +6,35 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dtk.callbacks.asynchronous_warmup import AsynchronousWarmup
     from dtk.callbacks.batch_size_schedule import BatchSizeSchedule, parse_schedule
     from dtk.callbacks.broadcast_variables import BroadcastVariables
     from dtk.callbacks.checkpoint import Checkpoint
     from dtk.callbacks.epochs import epochs_per_worker
     from dtk.callbacks.learning_rate_scaling import LearningRateScaling
     from dtk.callbacks.progress_printer import ProgressPrinter
+    from dtk.callbacks.server_report import ServerReport
 
 _HOMES = {
+    "AsynchronousWarmup": "asynchronous_warmup",
     "BatchSizeSchedule": "batch_size_schedule",
     "BroadcastVariables": "broadcast_variables",
     "Checkpoint": "checkpoint",
     "LearningRateScaling": "learning_rate_scaling",
     "ProgressPrinter": "progress_printer",
+    "ServerReport": "server_report",
     "epochs_per_worker": "epochs",
     "parse_schedule": "batch_size_schedule",
 }
 
 __all__ = [
+    "AsynchronousWarmup",
     "BatchSizeSchedule",
     "BroadcastVariables",
     "Checkpoint",
     "LearningRateScaling",
     "ProgressPrinter",
+    "ServerReport",
     "epochs_per_worker",
     "parse_schedule",
 ]

@@ -4,50 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import keras
-import tensorflow as tf
 
 from dtk.callbacks.base import StrategyCallback
+from dtk.callbacks.rate import Rate, Scaling, rate_now, rate_of
 from dtk.strategies import adopt
-
-
-@keras.saving.register_keras_serializable(package="dtk")
-class ScaledSchedule(keras.optimizers.schedules.LearningRateSchedule):
-    """Another schedule's rate times a factor that can be changed while training.
-
-    Args:
-        schedule: The schedule to scale.
-        factor: What to multiply its rate with.
-
-    Example:
-        >>> import keras
-        >>> inner = keras.optimizers.schedules.ExponentialDecay(0.1, 100, 0.5)
-        >>> round(float(ScaledSchedule(inner, 4.0)(0)), 6)
-        0.4
-    """
-
-    def __init__(self, schedule: Any, factor: float = 1.0):
-        self.schedule = schedule
-        self.factor = tf.Variable(factor, trainable=False, dtype=tf.float32, name="rate_factor")
-
-    def __call__(self, step: Any) -> Any:
-        """The scaled rate at a step."""
-        return self.schedule(step) * self.factor
-
-    def get_config(self) -> dict:
-        """Both, as Keras saves them."""
-        return {
-            "schedule": keras.optimizers.schedules.serialize(self.schedule),
-            "factor": float(self.factor.numpy()),
-        }
-
-    @classmethod
-    def from_config(cls, config: dict) -> ScaledSchedule:
-        """From what `get_config` returned."""
-        schedule = keras.optimizers.schedules.deserialize(config["schedule"])
-        return cls(schedule, config["factor"])
 
 
 def factor_for(rule: str | float, workers: int) -> float:
@@ -132,7 +94,7 @@ class LearningRateScaling(StrategyCallback):
         self.rule = rule
         self.warmup_epochs = warmup_epochs
         self.momentum_correction = momentum_correction
-        self._rate: _Rate | None = None
+        self._rate: Rate | None = None
 
     # Where the state of scaling lives: on the optimizer whose rate is scaled, so that neither a new
     # callback nor a second fit scales it again.
@@ -144,7 +106,7 @@ class LearningRateScaling(StrategyCallback):
 
     def set_state(self, state: dict) -> None:
         """From `Checkpoint`; the optimizer's own rate has been restored before."""
-        setattr(self.model.optimizer, _MARK, _Scaling(**state) if state else None)
+        setattr(self.model.optimizer, _MARK, Scaling(**state) if state else None)
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Refuse what cannot work before the first epoch."""
@@ -174,9 +136,9 @@ class LearningRateScaling(StrategyCallback):
         scaling = getattr(optimizer, _MARK, None)
         fresh = scaling is None
         if scaling is None:
-            scaling = _Scaling(_rate_now(optimizer), factor_for(self.rule, self.strategy.size))
+            scaling = Scaling(rate_now(optimizer), factor_for(self.rule, self.strategy.size))
             setattr(optimizer, _MARK, scaling)
-        self._rate = _rate_of(optimizer, scaling, self.momentum_correction)
+        self._rate = rate_of(optimizer, scaling, self.momentum_correction)
         if self._rate.retrace:
             self.model.make_train_function(force=True)
         if fresh:
@@ -198,7 +160,7 @@ class LearningRateScaling(StrategyCallback):
         self._rate.apply(warm_up(scaling.factor, progress))
         scaling.warm = progress >= 1.0
 
-    def _announce(self, scaling: _Scaling) -> None:
+    def _announce(self, scaling: Scaling) -> None:
         size, batch = self.strategy.size, self.adoption.batch_size()
         base, scaled = scaling.base, scaling.base * scaling.factor
         batches = f"global batch {batch} ({batch / size:g} per worker), " if batch else ""
@@ -207,84 +169,5 @@ class LearningRateScaling(StrategyCallback):
         self.say(f"{workers}, {batches}learning rate {base:.6g} -> {scaled:.6g}{over}")
 
 
-# The attribute of an optimizer that holds its _Scaling.
+# The attribute of an optimizer that holds its `Scaling`.
 _MARK = "_dtk_rate_scaling"
-
-
-@dataclasses.dataclass
-class _Scaling:
-    """How one optimizer's learning rate has been scaled.
-
-    Attributes:
-        base: The script's rate.
-        factor: What it is to be multiplied with.
-        applied: What it has been multiplied with so far.
-        warm: Whether `factor` has been reached.
-    """
-
-    base: float
-    factor: float
-    applied: float = 1.0
-    warm: bool = False
-
-
-def _rate_now(optimizer: Any) -> float:
-    return float(keras.ops.convert_to_tensor(optimizer.learning_rate).numpy())
-
-
-class _Rate:
-    """An optimizer's learning rate as something that can be multiplied.
-
-    Attributes:
-        scaling: How far it has been.
-        retrace: Whether steps traced before do not know about the scaling.
-    """
-
-    retrace = False
-
-    def __init__(self, optimizer: Any, scaling: _Scaling, momentum_correction: bool):
-        self.optimizer = optimizer
-        self.scaling = scaling
-        self._buffers = momentum_buffers(optimizer) if momentum_correction else []
-
-    def apply(self, factor: float) -> None:
-        """Make the rate `base * factor`, and the momentum buffers agree with it."""
-        before = self.scaling.applied
-        if factor == before:
-            return
-        self._set(factor)
-        self.scaling.applied = factor
-        for buffer in self._buffers:
-            buffer.assign(buffer.value * (factor / before))
-
-    def _set(self, factor: float) -> None:
-        self.optimizer.learning_rate = self.scaling.base * factor
-
-
-class _ScheduledRate(_Rate):
-    def __init__(self, optimizer: Any, scaling: _Scaling, momentum_correction: bool):
-        super().__init__(optimizer, scaling, momentum_correction)
-        schedule = adopt.schedule_of(optimizer)
-        if not isinstance(schedule, ScaledSchedule):
-            schedule = ScaledSchedule(schedule)
-            optimizer.learning_rate = schedule
-            self.retrace = True
-        self._schedule = schedule
-        self._set(scaling.applied)
-
-    def _set(self, factor: float) -> None:
-        self._schedule.factor.assign(factor)
-
-
-def _rate_of(optimizer: Any, scaling: _Scaling, momentum_correction: bool) -> _Rate:
-    kind = _Rate if adopt.schedule_of(optimizer) is None else _ScheduledRate
-    return kind(optimizer, scaling, momentum_correction)
-
-
-def momentum_buffers(optimizer: Any) -> list:
-    """Variables that hold a sum of past gradients times the learning rate."""
-    while hasattr(optimizer, "inner_optimizer"):
-        optimizer = optimizer.inner_optimizer
-    if not isinstance(optimizer, keras.optimizers.SGD | keras.optimizers.RMSprop):
-        return []
-    return [v for v in optimizer.variables if v.name.endswith("_momentum")]

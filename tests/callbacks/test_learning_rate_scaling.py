@@ -62,7 +62,7 @@ def test_arguments(arguments):
 def test_the_scaled_schedule_survives_saving():
     import keras
 
-    from dtk.callbacks.learning_rate_scaling import ScaledSchedule
+    from dtk.callbacks.rate import ScaledSchedule
 
     inner = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
     schedule = ScaledSchedule(inner, 3.0)

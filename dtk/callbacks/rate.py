@@ -1,0 +1,137 @@
+"""An optimizer's learning rate as something that can be multiplied while training."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from dtk.strategies import adopt
+
+
+@keras.saving.register_keras_serializable(package="dtk")
+class ScaledSchedule(keras.optimizers.schedules.LearningRateSchedule):
+    """Another schedule's rate times a factor that can be changed while training.
+
+    Args:
+        schedule: The schedule to scale.
+        factor: What to multiply its rate with.
+
+    Example:
+        >>> import keras
+        >>> inner = keras.optimizers.schedules.ExponentialDecay(0.1, 100, 0.5)
+        >>> round(float(ScaledSchedule(inner, 4.0)(0)), 6)
+        0.4
+    """
+
+    def __init__(self, schedule: Any, factor: float = 1.0):
+        self.schedule = schedule
+        self.factor = tf.Variable(factor, trainable=False, dtype=tf.float32, name="rate_factor")
+
+    def __call__(self, step: Any) -> Any:
+        """The scaled rate at a step."""
+        return self.schedule(step) * self.factor
+
+    def get_config(self) -> dict:
+        """Both, as Keras saves them."""
+        return {
+            "schedule": keras.optimizers.schedules.serialize(self.schedule),
+            "factor": float(self.factor.numpy()),
+        }
+
+    @classmethod
+    def from_config(cls, config: dict) -> ScaledSchedule:
+        """From what `get_config` returned."""
+        schedule = keras.optimizers.schedules.deserialize(config["schedule"])
+        return cls(schedule, config["factor"])
+
+
+@dataclasses.dataclass
+class Scaling:
+    """How one optimizer's learning rate has been scaled.
+
+    Attributes:
+        base: The script's rate.
+        factor: What it is to be multiplied with.
+        applied: What it has been multiplied with so far.
+        warm: Whether `factor` has been reached.
+    """
+
+    base: float
+    factor: float
+    applied: float = 1.0
+    warm: bool = False
+
+
+def rate_now(optimizer: Any) -> float:
+    """The rate the next step would have."""
+    return float(keras.ops.convert_to_tensor(optimizer.learning_rate).numpy())
+
+
+class Rate:
+    """An optimizer's learning rate as something that can be multiplied.
+
+    Attributes:
+        scaling: How far it has been.
+        retrace: Whether steps traced before do not know about the scaling.
+    """
+
+    retrace = False
+
+    def __init__(self, optimizer: Any, scaling: Scaling, momentum_correction: bool):
+        self.optimizer = optimizer
+        self.scaling = scaling
+        self._buffers = momentum_buffers(optimizer) if momentum_correction else []
+
+    def apply(self, factor: float) -> None:
+        """Make the rate `base * factor`, and the momentum buffers agree with it."""
+        before = self.scaling.applied
+        if factor == before:
+            return
+        self._set(factor)
+        self.scaling.applied = factor
+        for buffer in self._buffers:
+            buffer.assign(buffer.value * (factor / before))
+
+    def _set(self, factor: float) -> None:
+        self.optimizer.learning_rate = self.scaling.base * factor
+
+
+class ScheduledRate(Rate):
+    """The rate of an optimizer with a schedule, which stays in force."""
+
+    def __init__(self, optimizer: Any, scaling: Scaling, momentum_correction: bool):
+        super().__init__(optimizer, scaling, momentum_correction)
+        schedule = adopt.schedule_of(optimizer)
+        if not isinstance(schedule, ScaledSchedule):
+            schedule = ScaledSchedule(schedule)
+            optimizer.learning_rate = schedule
+            self.retrace = True
+        self._schedule = schedule
+        self._set(scaling.applied)
+
+    def _set(self, factor: float) -> None:
+        self._schedule.factor.assign(factor)
+
+
+def rate_of(optimizer: Any, scaling: Scaling, momentum_correction: bool) -> Rate:
+    """An optimizer's rate.
+
+    Args:
+        optimizer: The optimizer.
+        scaling: How its rate has been scaled so far; kept up to date.
+        momentum_correction: Whether to rescale momentum buffers at changes.
+    """
+    kind = Rate if adopt.schedule_of(optimizer) is None else ScheduledRate
+    return kind(optimizer, scaling, momentum_correction)
+
+
+def momentum_buffers(optimizer: Any) -> list:
+    """Variables that hold a sum of past gradients times the learning rate."""
+    while hasattr(optimizer, "inner_optimizer"):
+        optimizer = optimizer.inner_optimizer
+    if not isinstance(optimizer, keras.optimizers.SGD | keras.optimizers.RMSprop):
+        return []
+    return [v for v in optimizer.variables if v.name.endswith("_momentum")]

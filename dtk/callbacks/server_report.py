@@ -1,0 +1,94 @@
+"""What parameter servers held, workers moved, and how stale the weights were."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dtk.callbacks.base import StrategyCallback
+from dtk.strategies import ParameterServerStrategy
+
+
+class ServerReport(StrategyCallback):
+    """Print, after `fit`, how a parameter-server job has worked; put its traffic into the logs.
+
+    Each epoch's logs get `pulled_bytes` and `pushed_bytes`, the mean of a worker's step. After
+    training come the bytes on each server, the traffic of each worker, and the staleness of all
+    steps as a histogram. Slot variables of the optimizer lie beside their weights and are not
+    counted.
+
+    Attributes:
+        epochs: For each epoch, staleness -> number of steps.
+
+    Raises:
+        ValueError: At train begin, when the strategy has no servers.
+
+    Example:
+        >>> import dtk
+        >>> report = dtk.callbacks.ServerReport()
+        >>> model.fit(x, y, callbacks=[report])  # doctest: +SKIP
+        ServerReport: 2 servers hold 24.4 and 24.1 kB of weights (largest 1.01 of the mean)
+        ServerReport: worker 0: 88 steps, pulled 19.2 kB and pushed 19.2 kB in each
+        ServerReport: worker 1: 88 steps, pulled 19.2 kB and pushed 19.2 kB in each
+        ServerReport: staleness (missing steps x times): 0 x 9, 1 x 31, 2 x 97, 3 x 39
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs: list[dict[int, int]] = []
+        self._before: list[dict[str, int]] = []
+
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        """Note what had been moved before."""
+        if not isinstance(self.strategy, ParameterServerStrategy):
+            raise ValueError(
+                f"ServerReport: {type(self.strategy).__name__} has no parameter servers; leave "
+                "this callback out, or use dtk.strategies.ParameterServerStrategy"
+            )
+        self.epochs = []
+        self._start = self._before = self.strategy.traffic
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        """Add the epoch's traffic to its logs."""
+        self.adoption.settle()
+        moved = _moved(self._before, self.strategy.traffic)
+        self._before = self.strategy.traffic
+        steps = max(1, sum(worker["steps"] for worker in moved))
+        if logs is not None:
+            for name in ("pulled", "pushed"):
+                logs[f"{name}_bytes"] = sum(worker[name] for worker in moved) / steps
+        self.epochs.append(dict(self.strategy.schedule_of(self.model).statistics.histogram))
+
+    def on_train_end(self, logs: dict | None = None) -> None:
+        """Print the report."""
+        strategy = self.strategy
+        held = strategy.placement
+        mean = sum(held) / len(held)
+        servers = f"{len(held)} servers hold" if len(held) > 1 else "1 server holds"
+        self.say(
+            f"{servers} {_listed([f'{n / 1e3:.1f}' for n in held])} kB of weights (largest "
+            f"{max(held) / mean if mean else 1:.2f} of the mean)"
+        )
+        for index, worker in enumerate(_moved(self._start, strategy.traffic)):
+            steps = max(1, worker["steps"])
+            self.say(
+                f"worker {index}: {worker['steps']} steps, pulled "
+                f"{worker['pulled'] / steps / 1e3:.1f} kB and pushed "
+                f"{worker['pushed'] / steps / 1e3:.1f} kB in each"
+            )
+        ages: dict[int, int] = {}
+        for histogram in self.epochs:
+            for age, steps in histogram.items():
+                ages[age] = ages.get(age, 0) + steps
+        told = ", ".join(f"{age} x {ages[age]}" for age in sorted(ages))
+        self.say(f"staleness (missing steps x times): {told or 'no step'}")
+
+
+def _moved(before: list[dict[str, int]], after: list[dict[str, int]]) -> list[dict[str, int]]:
+    return [
+        {name: now[name] - then[name] for name in now}
+        for then, now in zip(before, after, strict=True)
+    ]
+
+
+def _listed(words: list[Any]) -> str:
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))

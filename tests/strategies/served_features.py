@@ -1,0 +1,238 @@
+"""What the tests of datasets, warm starts and exchanges run on the chief of parameter servers."""
+
+from __future__ import annotations
+
+import contextlib
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from strategies.bodies import digits, flat, served_with
+from strategies.served_bodies import line
+
+
+@contextlib.contextmanager
+def exchanging(strategy, exchange):
+    """Under a strategy of this process, which has none otherwise."""
+    if strategy is not None:
+        strategy.exchange = exchange
+    try:
+        yield
+    finally:
+        if strategy is not None:
+            strategy.exchange = None
+
+
+def network(*more):
+    keras.utils.set_random_seed(4)
+    model = keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            keras.layers.Flatten(),
+            keras.layers.Dense(32, activation="relu"),
+            *more,
+            keras.layers.Dense(10),
+        ]
+    )
+    model.compile(
+        keras.optimizers.SGD(0.05),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    return model
+
+
+# Pipelines of the workers' own.
+
+
+def shard(count, index, rows):
+    """Every `count`-th of the digits' first 160, in batches of `rows`."""
+    data = tf.data.Dataset.from_tensor_slices(tuple(a[:160] for a in digits()))
+    return data.shard(count, index).batch(rows)
+
+
+def pipelines(consistency, slices, epochs=2):
+    """Ten steps an epoch; with a consistency of None in one process, from the same batches."""
+    strategy = served_with(consistency) if consistency else None
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = network()
+    if strategy is None:
+        shards = [shard(slices, index, 16 // slices) for index in range(slices)]
+        data = tf.data.Dataset.zip(*shards).map(
+            lambda *parts: tuple(tf.concat(column, 0) for column in zip(*parts, strict=True))
+        )
+    else:
+        data = strategy.distribute_datasets_from_function(
+            lambda context: shard(
+                context.num_input_pipelines,
+                context.input_pipeline_id,
+                context.get_per_replica_batch_size(16),
+            )
+        )
+    steps = 10 if strategy else None
+    shuffle = {"shuffle": False}
+    history = model.fit(data, epochs=epochs, steps_per_epoch=steps, verbose=0, **shuffle).history
+    evaluated = model.evaluate(data, steps=steps, verbose=0)
+    return flat(model.get_weights()), history, evaluated, int(model.optimizer.iterations.numpy())
+
+
+def _fit_from(dataset_fn, steps=2, consistency="sync"):
+    strategy = served_with(consistency)
+    with strategy.scope():
+        model = network()
+    data = strategy.distribute_datasets_from_function(dataset_fn)
+    model.fit(data, steps_per_epoch=steps, verbose=0, shuffle=False)
+    return model, data
+
+
+def _raises(context):
+    raise OSError("no such file: rows-00001")
+
+
+def _uneven(context):
+    return shard(1, 0, 8 + context.input_pipeline_id)
+
+
+WRONG = {
+    "raises": lambda: _fit_from(_raises),
+    "rows": lambda: _fit_from(lambda context: shard(1, 0, 4).unbatch()),
+    "no dataset": lambda: _fit_from(lambda context: [1, 2]),
+    "no batch": lambda: _fit_from(lambda context: shard(1, 0, 4).take(0)),
+    "uneven": lambda: _fit_from(_uneven),
+    "no steps": lambda: _fit_from(lambda context: shard(1, 0, 4), steps=None),
+    "predict": lambda: (lambda pair: pair[0].predict(pair[1], steps=1, verbose=0))(
+        _fit_from(lambda context: shard(1, 0, 4))
+    ),
+    "loss scaling": lambda: _push_rarely("loss scaling"),
+    "accumulation": lambda: _push_rarely("accumulation"),
+}
+
+
+def _push_rarely(what):
+    from dtk.exchange import Downpour
+
+    strategy = served_with("async")
+    optimizer = keras.optimizers.SGD(
+        gradient_accumulation_steps=2 * (what == "accumulation") or None
+    )
+    if what == "loss scaling":
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+    with exchanging(strategy, Downpour(2)), strategy.scope():
+        model = line()
+        model.compile(optimizer, "mse")
+        model.fit(np.ones((8, 3), "float32"), np.ones((8, 1), "float32"), batch_size=4, verbose=0)
+
+
+def wrong(name):
+    """Class, message and notes of what a mistake raised."""
+    try:
+        WRONG[name]()
+    except Exception as error:
+        return type(error).__name__, " ".join([str(error), *getattr(error, "__notes__", [])])
+    return "nothing", ""
+
+
+# Warm starts.
+
+
+def warmed_up(consistency, epochs=3):
+    """By epoch: weights, and the statistics of its schedule. 8 steps of 20 rows an epoch."""
+    strategy = served_with(consistency) if consistency else None
+    seen = []
+
+    class Look(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            statistics = strategy.schedule_of(model).statistics if strategy else None
+            seen.append((flat(model.get_weights()), statistics))
+
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = network(keras.layers.Dropout(0.2))
+    x, y = digits()
+    model.fit(x[:160], y[:160], batch_size=20, epochs=epochs, verbose=0, callbacks=[Look()])
+    return seen, int(model.optimizer.iterations.numpy())
+
+
+# Exchanges.
+
+
+def pushed(consistency, exchange, *more):
+    """Weights, steps, the history of 3 epochs of 13 steps, and bytes by worker."""
+    strategy = served_with(consistency) if consistency else None
+    layers = {
+        "dropout": lambda: keras.layers.Dropout(0.2),
+        "normalisation": lambda: keras.layers.BatchNormalization(),
+    }
+    with exchanging(strategy, exchange):
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            model = network(*(layers[name]() for name in more))
+        before = strategy.traffic if strategy else []
+        x, y = digits()
+        history = model.fit(x[:200], y[:200], batch_size=16, epochs=3, verbose=0).history
+    moved = [
+        {name: after[name] - old[name] for name in after}
+        for after, old in zip(strategy.traffic if strategy else [], before, strict=True)
+    ]
+    return flat(model.get_weights()), int(model.optimizer.iterations.numpy()), history, moved
+
+
+def constant_gradients(consistency, exchange, steps=100):
+    """Weights after constant gradients of -rate * (1, 2, 3) in all, and the optimizer's count."""
+    strategy = served_with(consistency)
+    with exchanging(strategy, exchange):
+        with strategy.scope():
+            model = line()
+            model.layers[0].kernel.assign(tf.zeros((3, 1)))
+        x = np.tile(np.float32([1, 2, 3]), (8 * steps, 1))
+        model.fit(x, x[:, :1], batch_size=8, verbose=0)
+    return flat(model.get_weights()), int(model.optimizer.iterations.numpy())
+
+
+# Callbacks.
+
+
+def with_callbacks(name, directory, consistency):
+    """Weights, steps and history under a strategy of this process, or of one alone."""
+    import dtk
+    from dtk.callbacks import BatchSizeSchedule, BroadcastVariables, Checkpoint, LearningRateScaling
+
+    alone = consistency is None
+    strategy = dtk.strategies.AllReduceStrategy("local") if alone else served_with(consistency)
+    callbacks = {
+        "broadcast": lambda: [BroadcastVariables()],
+        "batch sizes": lambda: [BatchSizeSchedule([16, 32, 48])],
+        "rate": lambda: [LearningRateScaling(2.0, warmup_epochs=1.5)],
+        "checkpoint": lambda: [Checkpoint(directory, save_freq=7)],
+    }
+    x, y = digits()
+
+    def fit(epochs):
+        with strategy.scope():
+            model = network(keras.layers.Dropout(0.2)) if name == "checkpoint" else network()
+        history = model.fit(
+            x[:200], y[:200], batch_size=16, epochs=epochs, verbose=0, callbacks=callbacks[name]()
+        )
+        return model, history.history
+
+    if name == "checkpoint":
+        fit(2)
+    model, history = fit(3)
+    return flat(model.get_weights()), int(model.optimizer.iterations.numpy()), history
+
+
+def saved_steps(directory):
+    """What checkpoints taken in the middle of asynchronous training say, against the weights."""
+    from dtk.callbacks import Checkpoint
+
+    strategy = served_with("async")
+    with strategy.scope():
+        model = line()
+        model.layers[0].kernel.assign(tf.zeros((3, 1)))
+    x = np.tile(np.float32([1, 2, 3]), (8 * 40, 1))
+    saver = Checkpoint(directory, save_freq=7, max_to_keep=None)
+    model.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=[saver])
+    found = []
+    for name in reversed(saver.files.names()):
+        saved = saver.load_weights(model, name)
+        found.append((saved.step or 40, saved.iterations, float(model.get_weights()[0][0, 0])))
+    return found

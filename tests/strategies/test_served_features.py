@@ -1,0 +1,144 @@
+"""Parameter servers: pipelines on workers, warm starts, sparing exchanges, callbacks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dtk.exchange import Downpour
+from dtk.strategies.consistency import Async, BoundedDelay, WarmStart
+
+from strategies import served_features
+
+TOLERANCE = 1e-5
+
+
+def close(mine, expected):
+    return np.linalg.norm(mine - expected) <= TOLERANCE * np.linalg.norm(expected)
+
+
+def test_synchronous_workers_that_read_for_themselves_equal_one_process(world):
+    """Breaks when a worker reads another's rows, or its gradient counts for more than its rows."""
+    ((weights, history, evaluated, steps),) = world("served", 2).run(
+        served_features.pipelines, "sync", 2, timeout=120
+    )
+    expected, logs, plain, _ = served_features.pipelines(None, 2)
+    assert steps == 20 and close(weights, expected)
+    np.testing.assert_allclose(history["loss"], logs["loss"], rtol=TOLERANCE)
+    np.testing.assert_allclose(evaluated, plain, rtol=TOLERANCE)
+
+
+def test_asynchronous_workers_that_read_for_themselves(world):
+    """More steps than a pipeline has batches: it begins anew."""
+    ((_, history, _, steps),) = world("served", 2).run(
+        served_features.pipelines, "async", 1, 4, timeout=120
+    )
+    assert steps == 40 and history["loss"][-1] < history["loss"][0]
+
+
+@pytest.mark.parametrize(
+    "name, kind, parts",
+    [
+        ("raises", "OSError", ["no such file: rows-00001", "raised by dataset_fn, for worker 0"]),
+        ("rows", "ValueError", ["single rows", "TensorSpec(shape=(8, 8, 1)", ".batch(context."]),
+        ("no dataset", "TypeError", ["returned a list", "tf.data.Dataset of batches"]),
+        ("no batch", "ValueError", ["dataset_fn gave worker", "without a batch"]),
+        ("uneven", "ValueError", ["batches of 8, 9 rows", "drop_remainder=True"]),
+        ("no steps", "ValueError", ["steps_per_epoch="]),
+        ("predict", "ValueError", ["predict", "in order", "arrays or a tf.data.Dataset"]),
+        ("loss scaling", "ValueError", ["Downpour(push_every=2", "scales its loss"]),
+        ("accumulation", "ValueError", ["Downpour(push_every=2", "accumulates them"]),
+    ],
+)
+def test_mistakes(world, name, kind, parts):
+    ((raised, text),) = world("served", 2).run(served_features.wrong, name)
+    assert raised == kind, text
+    for part in parts:
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    "warm_start, serial", [(WarmStart(epochs=1), 8), (WarmStart(samples=200), 10)], ids=str
+)
+def test_the_first_steps_of_a_warm_start_are_those_of_one_process(world, warm_start, serial):
+    ((seen, steps),) = world("served", 2).run(
+        served_features.warmed_up, Async(warm_start), timeout=120
+    )
+    expected, _ = served_features.warmed_up(None, epochs=1)
+    assert steps == 24
+    assert close(seen[0][0], expected[0][0]), "the first epoch was not that of one process"
+    assert seen[0][1].histogram == {0: 8}
+    fresh = [sum(age * n for age, n in statistics.histogram.items()) for _, statistics in seen[1:]]
+    assert sum(fresh) > 0, "no step was ever asynchronous"
+    assert seen[1][1].histogram.get(0, 0) >= serial - 8
+
+
+@pytest.mark.parametrize("more", [(), ("dropout", "normalisation")], ids=str)
+@pytest.mark.parametrize("exchange", [Downpour(4), Downpour(4, fetch_every=2)], ids=str)
+def test_pushing_every_fourth_step_of_plain_sgd_is_plain_sgd(world, exchange, more):
+    """One at a time, a worker's own steps are those the server takes when they are pushed."""
+    ((weights, steps, history, moved),) = world("served", 2).run(
+        served_features.pushed, BoundedDelay(0), exchange, *more, timeout=120
+    )
+    expected, _, logs, _ = served_features.pushed(None, None, *more)
+    assert steps == 39, "the optimizer counts every batch"
+    if exchange.fetch_every == 4:
+        assert close(weights, expected)
+        np.testing.assert_allclose(history["loss"], logs["loss"], rtol=1e-4)
+    model = 4 * (64 * 32 + 32 + 320 + 10) + (4 * 2 * 32 if more else 0)
+    pushes = 3 * 4  # of 4, 4, 4 and 1 batches
+    assert sum(worker["pushed"] for worker in moved) == pushes * model
+    pulled = model + (4 * 2 * 32 if more else 0)  # moving statistics, too
+    fetches = pushes if exchange.fetch_every == 4 else 3 * 7
+    assert sum(worker["pulled"] for worker in moved) == fetches * pulled
+
+
+@pytest.mark.parametrize("consistency", ["async", BoundedDelay(2)], ids=str)
+@pytest.mark.parametrize("push_every", [1, 3])
+def test_every_gradient_is_applied_once_however_rarely_it_is_pushed(world, consistency, push_every):
+    ((weights, steps),) = world("served", 2).run(
+        served_features.constant_gradients, consistency, Downpour(push_every, significant=1e-9)
+    )
+    assert steps == 100
+    np.testing.assert_allclose(weights, [-1.0, -2.0, -3.0], rtol=1e-5)
+
+
+def test_what_is_not_significant_waits_on_the_worker(world):
+    """Steps of 0.01, 0.02 and 0.03 are pushed once they add up to more than 0.05."""
+    ((weights, steps),) = world("served", 2).run(
+        served_features.constant_gradients, BoundedDelay(0), Downpour(significant=0.05)
+    )
+    assert steps == 100
+    missing = np.abs(weights - np.array([-1.0, -2.0, -3.0]))
+    assert (missing <= 2 * 0.05 + 1e-5).all(), "more is missing than two workers may keep"
+    assert missing.max() > 1e-3, "nothing was kept back"
+
+
+def test_a_filter_sends_less(world):
+    whole, sifted = (
+        world("served", 2).run(served_features.pushed, BoundedDelay(0), exchange, timeout=120)[0]
+        for exchange in (Downpour(), Downpour(significant=2e-3))
+    )
+    sent = [sum(worker["pushed"] for worker in found[3]) for found in (whole, sifted)]
+    assert sent[1] < 0.6 * sent[0], sent
+    assert sifted[2]["loss"][-1] < 1.1 * whole[2]["loss"][-1]
+
+
+@pytest.mark.parametrize("name", ["broadcast", "batch sizes", "rate", "checkpoint"])
+def test_callbacks(world, name, tmp_path):
+    """Of dtk's own, on workers as in one process."""
+    ((weights, steps, history),) = world("served", 2).run(
+        served_features.with_callbacks, name, tmp_path / "served", BoundedDelay(0), timeout=120
+    )
+    expected = served_features.with_callbacks(name, tmp_path / "alone", None)
+    assert steps == expected[1] and close(weights, expected[0])
+    np.testing.assert_allclose(history["loss"], expected[2]["loss"], rtol=1e-4)
+
+
+def test_a_checkpoint_in_the_middle_has_every_step_it_counts(world, tmp_path):
+    """Steps under way when it was taken would be passed over on resuming, and be lost."""
+    (found,) = world("served", 2).run(served_features.saved_steps, tmp_path)
+    assert [step for step, _, _ in found] == [7, 14, 21, 28, 35, 40]
+    for step, iterations, weight in found:
+        assert iterations == step
+        np.testing.assert_allclose(weight, -0.01 * step, rtol=1e-5)
