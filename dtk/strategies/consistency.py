@@ -331,6 +331,11 @@ class Schedule:
         self._tau = tau
 
     @property
+    def next_slice(self) -> tuple[int, int]:
+        """Step and slice of what `take` hands out next, when nothing lost goes before it."""
+        return self._fresh
+
+    @property
     def waiting(self) -> int:
         """Offered steps of which a slice is still to be handed out, or again after a loss."""
         fresh = self._fresh[0]

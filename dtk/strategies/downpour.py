@@ -163,7 +163,8 @@ class DownpourTraining(Training):
             ]
             values = [tf.convert_to_tensor(value) for value in values]
             results = self._results(apart, data, state)
-            drawn = tf.cast(tf.stack(results["chance"]), chance.dtype) if len(chance) else chance
+            states = results["chance"]
+            drawn = tf.cast(tf.stack(states), chance.dtype) if states else chance
             report = self._report_of({**results, "read": apart.rows_read})
             return report, drawn, values, accrued
 

@@ -12,7 +12,7 @@ import collections
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,6 +58,7 @@ class Batch(NamedTuple):
         rows: Rows of all.
         spec: Specification of a slice of any number of rows.
         pipelines: Where workers take the rows from, if the chief has none.
+        bound: Whether slice i is worker i's.
     """
 
     parts: tuple
@@ -65,6 +66,7 @@ class Batch(NamedTuple):
     rows: int
     spec: Any
     pipelines: worker_data.Pipelines | None = None
+    bound: bool = False
 
     @property
     def holders(self) -> float:
@@ -98,10 +100,11 @@ class Steps:
 
     Args:
         schedule: Which slice may start.
+        lost_workers: Who is gone at the moment.
     """
 
-    def __init__(self, schedule: Schedule):
-        self.schedule = schedule
+    def __init__(self, schedule: Schedule, lost_workers: Collection[int]):
+        self.schedule, self._lost_workers = schedule, lost_workers
         self._batches: dict[int, Batch] = {}
         self._results: dict[int, dict[int, Result | None]] = {}
         self._complete: collections.deque[int] = collections.deque()
@@ -113,12 +116,24 @@ class Steps:
 
     def take(self, worker: int) -> Any:
         """The next slice for a worker. One without rows needs none."""
-        while (piece := self.schedule.take(worker)) is not None:
+        while self._is_turn_of(worker) and (piece := self.schedule.take(worker)) is not None:
             work = (piece, self._batches[piece.step])
             if work[1].counts[piece.slice] > 0:
                 return work
             self.finished(work, worker, None)
         return None
+
+    def _is_turn_of(self, worker: int) -> bool:
+        """Whether the next slice may be this worker's.
+
+        Of workers that read pipelines of their own each has a slice of every step, so that the rows
+        of a step are always from the same pipelines. Another stands in while one is lost.
+        """
+        step, part = self.schedule.next_slice
+        batch = self._batches.get(step)
+        if batch is None or batch.pipelines is None or not batch.bound:
+            return True
+        return part == worker or part in self._lost_workers
 
     def finished(self, work: Any, worker: int, result: Result | None) -> None:
         """A worker has computed a slice."""
@@ -160,7 +175,7 @@ class Loop:
         self.model, self.strategy = adoption.model, adoption.strategy
         self.adoption = adoption
         self._new_schedule = schedule
-        self._steps = Steps(schedule())
+        self._steps = Steps(schedule(), self.strategy.crew.lost_workers)
         self._functions: dict[Any, Callable] = {}
         self._reports: dict[Any, pushpull.Report] = {}
         self._open = contextlib.ExitStack()
@@ -192,7 +207,7 @@ class Loop:
         if isinstance(batch, worker_data.Pipelines):
             slices = self.strategy.slices
             # Every slice counts alike; see `_check_alike`.
-            return Batch((), (1,) * slices, slices, spec, batch)
+            return Batch((), (1,) * slices, slices, spec, batch, slices == self.strategy.workers)
         return Batch(batch.parts, tuple(map(int, batch.counts)), int(batch.rows), spec)
 
     def drain(self) -> None:
@@ -205,7 +220,7 @@ class Loop:
         self._open.close()
         self._is_open = False
         if self.schedule.unfinished:
-            self._steps = Steps(self._new_schedule())
+            self._steps = Steps(self._new_schedule(), self.strategy.crew.lost_workers)
 
     def _settle(self, allowed: int) -> None:
         crew = self.strategy.crew
