@@ -24,14 +24,21 @@ def exchanging(strategy, exchange):
             strategy.exchange = None
 
 
+LAYERS = {
+    "dropout": lambda: keras.layers.Dropout(0.2),
+    "normalisation": lambda: keras.layers.BatchNormalization(),
+}
+
+
 def network(*more):
+    """A classifier with some of LAYERS, which draw their seeds after the model's has been set."""
     keras.utils.set_random_seed(4)
     model = keras.Sequential(
         [
             keras.Input((8, 8, 1)),
             keras.layers.Flatten(),
             keras.layers.Dense(32, activation="relu"),
-            *more,
+            *(LAYERS[name]() for name in more),
             keras.layers.Dense(10),
         ]
     )
@@ -147,7 +154,7 @@ def warmed_up(consistency, epochs=3):
             seen.append((flat(model.get_weights()), statistics))
 
     with strategy.scope() if strategy else contextlib.nullcontext():
-        model = network(keras.layers.Dropout(0.2))
+        model = network("dropout")
     x, y = digits()
     model.fit(x[:160], y[:160], batch_size=20, epochs=epochs, verbose=0, callbacks=[Look()])
     return seen, int(model.optimizer.iterations.numpy())
@@ -159,13 +166,9 @@ def warmed_up(consistency, epochs=3):
 def pushed(consistency, exchange, *more):
     """Weights, steps, the history of 3 epochs of 13 steps, and bytes by worker."""
     strategy = served_with(consistency) if consistency else None
-    layers = {
-        "dropout": lambda: keras.layers.Dropout(0.2),
-        "normalisation": lambda: keras.layers.BatchNormalization(),
-    }
     with exchanging(strategy, exchange):
         with strategy.scope() if strategy else contextlib.nullcontext():
-            model = network(*(layers[name]() for name in more))
+            model = network(*more)
         before = strategy.traffic if strategy else []
         x, y = digits()
         history = model.fit(x[:200], y[:200], batch_size=16, epochs=3, verbose=0).history
@@ -208,7 +211,7 @@ def with_callbacks(name, directory, consistency):
 
     def fit(epochs):
         with strategy.scope():
-            model = network(keras.layers.Dropout(0.2)) if name == "checkpoint" else network()
+            model = network("dropout") if name == "checkpoint" else network()
         history = model.fit(
             x[:200], y[:200], batch_size=16, epochs=epochs, verbose=0, callbacks=callbacks[name]()
         )
