@@ -20,7 +20,7 @@ from sklearn.datasets import load_digits
 parser = argparse.ArgumentParser(description="A large partitioned table with sparse updates.")
 parser.add_argument("--buckets", type=int, default=1_000_000, help="rows of the table")
 parser.add_argument("--dimension", type=int, default=16, help="numbers in a row")
-parser.add_argument("--epochs", type=int, default=6)
+parser.add_argument("--epochs", type=int, default=8)
 args = parser.parse_args()
 
 strategy = dtk.strategies.ParameterServerStrategy(
@@ -53,7 +53,7 @@ with strategy.scope():
         ]
     )
     model.compile(
-        optimizer=keras.optimizers.SGD(20.0),
+        optimizer=keras.optimizers.SGD(8.0),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )

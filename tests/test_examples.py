@@ -58,6 +58,15 @@ def test_parameter_servers(consistency):
     assert re.search(r"worker 1: \d+ steps, pulled 116 and pushed 116 kB", out)
 
 
+def test_a_large_table_travels_by_rows():
+    script = "examples/embedding_parameter_server.py"
+    out = run([*DTK_RUN, "--ps", "2"], script, "--buckets=400000")
+    assert number(r"test accuracy (\S+)", out) > 0.85
+    assert number(r"a step moved (\S+) MB", out) < 0.01 * number(r"the table has (\S+) MB", out)
+    held = re.search(r"2 servers hold (\S+) and (\S+) kB", out).groups()
+    assert all(float(kilobytes) > 12_000 for kilobytes in held), "the table is on one server"
+
+
 @pytest.mark.parametrize(("launcher", "workers"), [(DTK_RUN, 2), (PYTHON, 1)], ids=["2", "1"])
 def test_the_demo(launcher, workers):
     out = run(launcher, "examples/digits_allreduce.py", "--epochs=8", "--width=32")

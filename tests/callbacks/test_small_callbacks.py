@@ -88,12 +88,14 @@ def test_epochs_per_worker():
 @pytest.mark.parametrize(
     "name",
     [
+        "asynchronous_warmup",
         "batch_size_schedule",
         "broadcast_variables",
         "checkpoint",
         "epochs",
         "learning_rate_scaling",
         "progress_printer",
+        "server_report",
         "state",
     ],
 )

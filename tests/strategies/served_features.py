@@ -223,6 +223,44 @@ def with_callbacks(name, directory, consistency):
     return flat(model.get_weights()), int(model.optimizer.iterations.numpy()), history
 
 
+def reported(consistency):
+    """What ServerReport printed, its histograms, and the logs."""
+    import io
+
+    from dtk.callbacks import ServerReport
+
+    strategy = served_with(consistency)
+    with strategy.scope():
+        model = network()
+    x, y = digits()
+    report = ServerReport()
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        history = model.fit(
+            x[:160], y[:160], batch_size=16, epochs=2, verbose=0, callbacks=[report]
+        ).history
+    return told.getvalue(), report.epochs, history
+
+
+def warming_rates(shape, warm_start):
+    """The learning rate of each step, and whether it was taken asynchronously."""
+    from dtk.callbacks import AsynchronousWarmup
+    from dtk.strategies import Async
+
+    strategy = served_with(Async(warm_start))
+    rates = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            rates.append(float(model.optimizer.learning_rate.numpy()))
+
+    with strategy.scope():
+        model = line(0.1)
+    x = np.ones((8 * 6, 3), "float32")
+    callbacks = [AsynchronousWarmup(0.25, 3, shape), Look()]
+    model.fit(x, x[:, :1], batch_size=8, epochs=3, verbose=0, callbacks=callbacks)
+    return rates
+
+
 def saved_steps(directory):
     """What checkpoints taken in the middle of asynchronous training say, against the weights."""
     from dtk.callbacks import Checkpoint

@@ -9,8 +9,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import keras
+import numpy as np
 import pytest
 
+import dtk
+from dtk.errors import ClusterError
+from dtk.strategies import watching
+
+DATA = (np.ones((4, 2)), np.ones((4, 1)))
 HERE = Path(__file__).resolve().parent
 RUN = [sys.executable, "-m", "dtk.cli.main", "run", "-n", "1", "--ps", "1", "--evaluator"]
 
@@ -48,16 +55,30 @@ def test_checkpoints_are_evaluated_as_they_appear(tmp_path):
     assert list((tmp_path / "events" / "evaluation").iterdir())
     assert done.stderr == ""
 
-    again = run(tmp_path)
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert len(rows_of(tmp_path)) == 3, "what had been evaluated was evaluated again"
+    seen = watching.Book(tmp_path / "evaluation.csv", None).names()
+    left = dtk.callbacks.Checkpoint(tmp_path).appeared(seen)
+    assert left == [], "a job that is started again would evaluate these again"
 
 
 @pytest.mark.parametrize(
-    "wrong, said",
-    [("no checkpoint", "no dtk.callbacks.Checkpoint"), ("no data", "no validation_data")],
+    "callbacks, data, said",
+    [
+        ([], DATA, "evaluator 0: fit has no dtk.callbacks.Checkpoint"),
+        ([dtk.callbacks.Checkpoint("nowhere")], None, "evaluator 0: fit has no validation_data"),
+    ],
+    ids=["no checkpoint", "no data"],
 )
-def test_mistakes(tmp_path, wrong, said):
-    done = run(tmp_path, wrong)
-    assert done.returncode != 0
-    assert f"evaluator 0: fit has {said}" in done.stderr, done.stderr
+def test_mistakes(callbacks, data, said):
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    fit = watching.wrapped_fit(model.fit, model, None)
+    with pytest.raises(ClusterError, match=said):
+        fit(*DATA, callbacks=callbacks, validation_data=data)
+
+
+def test_numbers_of_another_model_are_not_mixed_in(tmp_path):
+    book = watching.Book(tmp_path / "evaluation.csv", None)
+    book.write("checkpoint-1", watching.Saved(1, 0, 8), {"loss": 1.0})
+    with pytest.raises(ClusterError, match="has the columns .*loss, and this model has .*accuracy"):
+        book.write("checkpoint-2", watching.Saved(2, 0, 16), {"accuracy": 1.0})
+    assert book.names() == {"checkpoint-1"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -142,3 +144,27 @@ def test_a_checkpoint_in_the_middle_has_every_step_it_counts(world, tmp_path):
     for step, iterations, weight in found:
         assert iterations == step
         np.testing.assert_allclose(weight, -0.01 * step, rtol=1e-5)
+
+
+def test_the_report(world):
+    ((told, epochs, history),) = world("served", 2).run(served_features.reported, "async")
+    assert [sum(histogram.values()) for histogram in epochs] == [10, 10]
+    model = 4 * (64 * 32 + 32 + 320 + 10)
+    assert history["pushed_bytes"] == history["pulled_bytes"] == [model, model]
+    assert "ServerReport: 2 servers hold" in told
+    assert told.count(f"pulled {model / 1e3:.1f} kB and pushed {model / 1e3:.1f} kB in each") == 2
+    ages = re.search(r"staleness \(missing steps x times\): (.*)", told)[1]
+    assert sum(int(part.split(" x ")[1]) for part in ages.split(", ")) == 20
+
+
+@pytest.mark.parametrize(
+    "shape, warm_start, factors",
+    [
+        ("staircase", None, [0.25] * 3 + [0.5] * 3 + [0.75] * 3 + [1.0] * 9),
+        ("linear", WarmStart(epochs=1), [1.0] * 7 + [0.25, 0.5, 0.75] + [1.0] * 8),
+    ],
+)
+def test_the_rate_of_asynchronous_steps_warms_up(world, shape, warm_start, factors):
+    """Of serial ones it does not; the first asynchronous step is announced one step late."""
+    (rates,) = world("served", 2).run(served_features.warming_rates, shape, warm_start)
+    np.testing.assert_allclose(rates, 0.1 * np.array(factors), rtol=1e-5)
