@@ -17,6 +17,7 @@ from dtk import communicators
 from dtk.cluster import Environment
 from dtk.communicators import LocalCommunicator, create, startup
 from dtk.errors import CommunicatorError
+from dtk.strategies import AllReduceStrategy
 
 
 def free_address():
@@ -80,6 +81,21 @@ def test_one_process_needs_nothing():
 def test_unknown_name():
     with pytest.raises(ValueError, match="'carrier'; use one of auto, collective, horovod, local"):
         create("carrier")
+
+
+@pytest.mark.parametrize("name", [name for name in communicators.NAMES if name != "local"])
+@pytest.mark.parametrize("role", ["ps", "evaluator"])
+def test_roles_that_do_not_train_are_refused(monkeypatch, role, name):
+    """Their index is 0 too: as rank 0 they would answer for the chief, and both would hang."""
+    cluster = {"chief": [free_address()], "worker": [free_address()], role: [free_address()]}
+    config = {"cluster": cluster, "task": {"type": role, "index": 0}}
+    monkeypatch.setenv("DTK_RUN", "1")
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    monkeypatch.setenv("DTK_START_TIMEOUT", "2")  # if it does try
+    told = f"this process is {role} 0 .*TF_CONFIG.* takes no part in all-reduce training; start it"
+    for make in (create, AllReduceStrategy):
+        with pytest.raises(CommunicatorError, match=told):
+            make(name)
 
 
 def test_horovod_missing(monkeypatch):

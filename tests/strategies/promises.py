@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 
 import keras
 import numpy as np
@@ -133,7 +134,15 @@ def half_precision():
 
 def own_loop(devices=0):
     """A custom loop as tf.distribute documents it; returns the weights and the reduced loss."""
-    strategy = bodies.strategy(devices)
+    return _loop(bodies.strategy(devices))
+
+
+def own_loop_plain():
+    """The same under TensorFlow's default strategy, which is one process without any."""
+    return _loop(tf.distribute.get_strategy())
+
+
+def _loop(strategy):
     x, y = cases.rows(48)
     with strategy.scope():
         model = cases.small()
@@ -159,6 +168,66 @@ def own_loop(devices=0):
 
     losses = [float(step(*batch)) for batch in dataset]
     return bodies.flat(model.get_weights()), losses, strategy.num_replicas_in_sync
+
+
+def own_loop_in_a_function(pipelines, devices=0):
+    """The same, with the loop over an epoch inside one `tf.function` that gets the dataset.
+
+    With `pipelines` every worker makes a dataset of its own, of rows that together are the same.
+    Returns the weights, the loss of both epochs, and how often the function was traced.
+    """
+    return _loop_in_a_function(pipelines, bodies.strategy(devices))
+
+
+def own_loop_in_a_function_plain(pipelines):
+    """The same under TensorFlow's default strategy, which is one process without any."""
+    return _loop_in_a_function(pipelines, tf.distribute.get_strategy())
+
+
+def _loop_in_a_function(pipelines, strategy):
+    x, y = cases.rows(45)
+    with strategy.scope():
+        model = cases.small()
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        optimizer.build(model.trainable_variables)
+
+    def pipeline(context):
+        # Worker 0 reads ten rows of every fifteen, worker 1 the other five; alone it reads all.
+        mine = np.arange(45) % 15
+        chosen = (mine < 10) == (context.input_pipeline_id == 0)
+        alone = context.num_input_pipelines == 1
+        size = 15 if alone else int(chosen[:15].sum())
+        rows = slice(None) if alone else chosen
+        return tf.data.Dataset.from_tensor_slices((x[rows], y[rows])).batch(size)
+
+    if pipelines:
+        dataset = strategy.distribute_datasets_from_function(pipeline)
+    else:
+        # The last batch has one row: the second worker has none.
+        whole = tf.data.Dataset.from_tensor_slices((x[:31], y[:31])).batch(15)
+        dataset = strategy.experimental_distribute_dataset(whole)
+    traced = []
+
+    def replica_step(x, y):
+        with tf.GradientTape() as tape:
+            per_row = keras.losses.sparse_categorical_crossentropy(
+                y, model(x, training=True), from_logits=True
+            )
+            loss = tf.reduce_sum(per_row) / 15
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        return loss
+
+    @tf.function
+    def epoch(batches):
+        traced.append(1)
+        total = tf.zeros(())
+        for x, y in batches:
+            losses = strategy.run(replica_step, args=(x, y))
+            total += strategy.reduce("SUM", losses, axis=None)
+        return total
+
+    losses = [float(epoch(dataset)) for _ in range(2)]
+    return bodies.flat(model.get_weights()), losses, len(traced)
 
 
 def own_pipelines():
@@ -215,6 +284,52 @@ def one_reduction_per_window():
         model.fit(x, y, batch_size=8, verbose=0)
         sent.append(strategy.communicator.bytes_sent - before)
     return sent, 4 * sum(int(np.prod(v.shape)) for v in model.trainable_variables)
+
+
+class Stop(keras.callbacks.Callback):
+    """Wants to stop after a batch, and counts the batches it sees."""
+
+    def __init__(self, after):
+        super().__init__()
+        self.after, self.batches = after, 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.batches += 1
+        if self.batches == self.after:
+            self.model.stop_training = True
+
+
+def stopped_by(given):
+    """`fit` of 2 epochs of 5 steps, which the last rank wants to stop after 3 steps.
+
+    Returns the batches seen (None without a callback), the optimizer's count, the epochs logged,
+    and the weights.
+    """
+    strategy = bodies.strategy()
+    wishes = strategy.rank == strategy.size - 1
+    x, y = cases.rows(40)
+    stop = Stop(after=3 if wishes else None)
+    kinds = {
+        "a callback of the script's own": [stop],
+        "a callback on one rank alone": [stop] if wishes else [],
+        "a function": [keras.callbacks.LambdaCallback(on_train_batch_end=stop.on_train_batch_end)],
+    }
+    model = cases.compiled(strategy)
+    stop.set_model(model)
+    fitted = model.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=kinds[given])
+    seen = stop.batches if kinds[given] else None
+    steps, epochs = int(model.optimizer.iterations.numpy()), len(fitted.history["loss"])
+    return seen, steps, epochs, bodies.flat(model.get_weights())
+
+
+def mirrored_in_this_job():
+    """What MirroredStrategy warns of: class, text and file of each warning."""
+    from dtk.strategies import MirroredStrategy
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        MirroredStrategy(devices=1)
+    return [(w.category.__name__, str(w.message), w.filename) for w in caught]
 
 
 def output_of_fit():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,12 @@ TWO = pytest.mark.parametrize("backend, size", [("collective", 2)])
 SEVERAL = pytest.mark.parametrize(
     "backend, size", [("collective", 2), ("horovod-mpi", 2), ("collective", 3)]
 )
+
+
+@functools.cache
+def once(function, *args):
+    """What one process makes of it, computed once for all worlds."""
+    return function(*args)
 
 
 @SEVERAL
@@ -89,9 +97,27 @@ def test_mixed_precision(world, backend, size):
 def test_custom_loops(world, backend, size):
     devices = 2 if backend == "local" else 0
     results = world(backend, size).run(promises.own_loop, devices)
-    (plain, losses, _), *_ = world("local", 1).run(promises.own_loop, 1)
+    plain, losses, _ = once(promises.own_loop_plain)
     for weights, reduced, replicas in results:
         assert replicas == 2
+        assert np.linalg.norm(weights - plain) <= 1e-5 * np.linalg.norm(plain)
+        np.testing.assert_allclose(reduced, losses, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "backend, size, pipelines",
+    [("collective", 2, False), ("collective", 2, True), ("local", 1, False)],
+)
+def test_custom_loops_inside_a_function(world, backend, size, pipelines):
+    """Breaks when a distributed dataset cannot be an argument, or `for` takes it apart in Python.
+
+    Traced again for every epoch, or a batch at a time, it would also be slow.
+    """
+    devices = 2 if backend == "local" else 0
+    results = world(backend, size).run(promises.own_loop_in_a_function, pipelines, devices)
+    plain, losses, _ = once(promises.own_loop_in_a_function_plain, pipelines)
+    for weights, reduced, traced in results:
+        assert traced == 1
         assert np.linalg.norm(weights - plain) <= 1e-5 * np.linalg.norm(plain)
         np.testing.assert_allclose(reduced, losses, rtol=1e-5)
 
@@ -117,6 +143,37 @@ def test_accumulation_reduces_once_per_window(world, backend, size):
     ):
         # Three of four gradient reductions are gone; metric state still travels every step.
         assert every_step - once == pytest.approx(3 * gradient_bytes, rel=0.05)
+
+
+@TWO
+@pytest.mark.parametrize(
+    "given", ["a callback of the script's own", "a callback on one rank alone", "a function"]
+)
+def test_one_rank_that_stops_in_an_epoch_stops_all_at_that_step(world, backend, size, given):
+    """Breaks when wishes are compared at the end of an epoch only: the ranks are then at different
+    steps, and one waits in a sum for what the other will never send.
+    """
+    results = world(backend, size).run(promises.stopped_by, given, timeout=30)
+    for seen, steps, epochs, weights in results:
+        assert seen in (3, None) and steps == 3 and epochs == 1
+        np.testing.assert_array_equal(weights, results[0][3])
+    assert results[-1][0] == 3
+
+
+@TWO
+def test_mirrored_strategy_in_a_job_of_several_processes_warns(world, backend, size):
+    """Without a word every process would train a model of its own, on all of the data."""
+    for rank, warned in enumerate(world(backend, size).run(promises.mirrored_in_this_job)):
+        ((kind, text, file),) = warned
+        assert kind == "RuntimeWarning"
+        assert f"rank {rank}: MirroredStrategy" in text and "the job has 2 processes" in text
+        assert "use dtk.auto_strategy() or AllReduceStrategy()" in text
+        assert file == promises.__file__, "the warning must point at the script's own line"
+
+
+@pytest.mark.parametrize("backend, size", [("local", 1)])
+def test_mirrored_strategy_in_a_process_of_its_own_does_not_warn(world, backend, size):
+    assert world(backend, size).run(promises.mirrored_in_this_job) == [[]]
 
 
 @TWO
