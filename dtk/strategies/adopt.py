@@ -71,6 +71,7 @@ class _Step:
         reductions: How many times gradients were reduced.
         assigned: Keras variables assigned so far, by id.
         per_output: True while Keras computes the losses of single outputs.
+        parts: The losses computed so far.
     """
 
     def __init__(self, share: tf.Tensor, size: Any, model: Any, world_sum: Callable):
@@ -84,11 +85,48 @@ class _Step:
         self.reductions = 0
         self.assigned: dict[int, Any] = {}
         self.per_output = False
+        self.parts = _Parts()
 
     def note_read(self, rows: tf.Tensor) -> None:
         """Count bytes read; not inside a loop or branch, whose tensors cannot leave it."""
         if tf.compat.v1.get_default_graph() is self._graph:
             self.rows_read.append(tf.size(rows, tf.int64) * rows.dtype.size)
+
+
+class _Parts:
+    """The losses of a step, each one replica's part: over the replicas they add up to the world's.
+
+    Whatever else a step computes, such as a mean over its rows, must be weighed by share to add up.
+    `in` tells them apart: a loss, and in a graph what was computed from one, is a part. Eagerly,
+    only what `compute_loss` or a loss object returned is.
+    """
+
+    def __init__(self) -> None:
+        self._parts: set = set()
+        self._others: set = set()
+
+    def add(self, loss: Any) -> Any:
+        """Note a loss, and return it."""
+        self._parts.add(loss.ref())
+        return loss
+
+    def made_whole(self, loss: Any) -> Any:
+        """Note what Keras records of a loss, and return it: no part any more."""
+        self._others.add(loss.ref())
+        return loss
+
+    def __contains__(self, value: Any) -> bool:
+        seen: set = set()
+        left = [value] if isinstance(value, tf.Tensor) else []
+        while left:
+            tensor = left.pop()
+            if tensor.ref() in self._parts:
+                return True
+            if tensor.ref() not in seen and tensor.ref() not in self._others:
+                seen.add(tensor.ref())
+                left.extend([] if tf.executing_eagerly() else tensor.op.inputs)
+        self._others |= seen
+        return False
 
 
 class Applied(NamedTuple):
@@ -111,7 +149,7 @@ def _scale(value: Any, original: Callable) -> Any:
     if step is None:
         return original(value)
     # multiply_no_nan: a mean over no rows may be 0/0, and must count as nothing.
-    return tf.math.multiply_no_nan(value, tf.cast(step.share, value.dtype))
+    return step.parts.add(tf.math.multiply_no_nan(value, tf.cast(step.share, value.dtype)))
 
 
 def _unscale(value: Any, original: Callable) -> Any:
@@ -122,8 +160,8 @@ def _unscale(value: Any, original: Callable) -> Any:
         # In a graph, trackers of single outputs count one per batch on every replica: the mean
         # over replicas of size * (share * mean) is the batch's mean. Eagerly they count rows, as
         # the loss tracker does.
-        return value * tf.cast(step.size, value.dtype)
-    return tf.math.divide_no_nan(value, tf.cast(step.share, value.dtype))
+        return step.parts.made_whole(value * tf.cast(step.size, value.dtype))
+    return step.parts.made_whole(tf.math.divide_no_nan(value, tf.cast(step.share, value.dtype)))
 
 
 def _reduce_weighted(
@@ -137,7 +175,7 @@ def _reduce_weighted(
 ) -> Any:
     result = original(values, sample_weight, mask, reduction, dtype)
     step = _step()
-    if step is None:
+    if step is None or reduction in (None, "none"):
         return result
     if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
         weight = keras_losses.apply_mask(sample_weight, mask, dtype=dtype, reduction=reduction)
@@ -145,11 +183,33 @@ def _reduce_weighted(
     elif reduction in ("sum_over_batch_size", "mean") and mask is not None:
         counted = tf.reduce_sum(tf.cast(mask, result.dtype))
     else:
-        return result
+        return step.parts.add(result)
     # `result` is share * (local sum / local count); wanted is local sum / global count.
     counted = tf.stop_gradient(counted)
     total = step.world_sum(counted)
-    return result * tf.math.divide_no_nan(counted, total * tf.cast(step.share, result.dtype))
+    part = tf.math.divide_no_nan(counted, total * tf.cast(step.share, result.dtype))
+    return step.parts.add(result * part)
+
+
+def _noting_loss(compute_loss: Callable) -> Callable:
+    """A model's `compute_loss`, whose result is a part; eagerly nothing else would tell."""
+
+    @functools.wraps(compute_loss)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        loss, step = compute_loss(*args, **kwargs), _step()
+        return loss if step is None else step.parts.add(tf.convert_to_tensor(loss))
+
+    return noting
+
+
+def _update_mean(self: Any, values: Any, sample_weight: Any = None, *, original: Callable) -> Any:
+    """A custom step that records a loss means the world's, as one batch or as the rows it tells."""
+    step = _step()
+    if step is not None and values in step.parts:
+        share = tf.cast(step.share, values.dtype)
+        values = tf.math.divide_no_nan(values, share)
+        sample_weight = share if sample_weight is None else sample_weight
+    return original(self, values, sample_weight)
 
 
 def _observe_assign(self: Any, value: Any, *, original: Callable) -> Any:
@@ -165,11 +225,15 @@ def _keras_in_shares() -> Iterator[None]:
     scale = keras_losses.scale_loss_for_distribution
     unscale = keras_losses.unscale_loss_for_distribution
     reduce_weighted = keras_losses.reduce_weighted_values
-    assign = KerasVariable.assign
+    assign, update = KerasVariable.assign, keras.metrics.Mean.update_state
 
     @functools.wraps(assign)
     def observed(self: Any, value: Any) -> Any:
         return _observe_assign(self, value, original=assign)
+
+    @functools.wraps(update)
+    def updated(self: Any, values: Any, sample_weight: Any = None) -> Any:
+        return _update_mean(self, values, sample_weight, original=update)
 
     keras_losses.scale_loss_for_distribution = functools.partial(_scale, original=scale)
     keras_losses.unscale_loss_for_distribution = functools.partial(_unscale, original=unscale)
@@ -177,6 +241,7 @@ def _keras_in_shares() -> Iterator[None]:
         _reduce_weighted, original=reduce_weighted
     )
     KerasVariable.assign = observed
+    keras.metrics.Mean.update_state = updated
     try:
         yield
     finally:
@@ -184,6 +249,7 @@ def _keras_in_shares() -> Iterator[None]:
         keras_losses.unscale_loss_for_distribution = unscale
         keras_losses.reduce_weighted_values = reduce_weighted
         KerasVariable.assign = assign
+        keras.metrics.Mean.update_state = update
 
 
 # Optimizers.
@@ -404,7 +470,7 @@ def _global_state(step: _Step, model: Any, logs: Any) -> Any:
     replica = tf.distribute.get_replica_context()
     summed = [v for v in metric_variables(model) if v.aggregation == "sum"]
     averaged = _moving_statistics(step)
-    numbers = other_logs(model, logs, set(step.assigned))
+    numbers = other_logs(step, logs)
     share = step.share
     values = (
         [tf.convert_to_tensor(v) for v in summed]
@@ -412,7 +478,7 @@ def _global_state(step: _Step, model: Any, logs: Any) -> Any:
             tf.math.multiply_no_nan(tf.convert_to_tensor(v), tf.cast(share, v.dtype))
             for v in averaged
         ]
-        + [tf.math.multiply_no_nan(v, tf.cast(share, v.dtype)) for v in numbers.values()]
+        + list(numbers.values())
     )
     if not values:
         return logs
@@ -429,13 +495,15 @@ def _global_state(step: _Step, model: Any, logs: Any) -> Any:
     return {**logs, **dict(zip(numbers, others, strict=True))}
 
 
-def other_logs(model: Any, logs: Any, assigned: set[int]) -> dict:
-    """Numbers a custom step returned that are no metric it has updated."""
+def other_logs(step: _Step, logs: Any) -> dict:
+    """What adds up to the numbers a custom step returned that are no metric it has updated."""
     if not isinstance(logs, dict):
         return {}
-    counted = _counted(model, assigned)
+    counted = _counted(step.model, set(step.assigned))
     return {
         name: value
+        if value in step.parts
+        else tf.math.multiply_no_nan(value, tf.cast(step.share, value.dtype))
         for name, value in logs.items()
         if name not in counted and tf.is_tensor(value) and value.dtype.is_floating
     }
@@ -477,15 +545,20 @@ class Apart(NamedTuple):
         logs: What Keras's step returned.
         applied: Gradients by optimizer, in the order they were handed over.
         scope: Knows the values the step assigned (`keras.StatelessScope.get_current_value`).
-        assigned: Ids of the Keras variables it assigned.
+        step: The step.
         rows_read: Bytes of table rows it looked up, int64 scalar.
     """
 
     logs: Any
     applied: list[Applied]
     scope: Any
-    assigned: set[int]
+    step: _Step
     rows_read: tf.Tensor
+
+    @property
+    def assigned(self) -> set[int]:
+        """Ids of the Keras variables it assigned."""
+        return set(self.step.assigned)
 
 
 def trace_apart(
@@ -525,7 +598,7 @@ def trace_apart(
             logs = step_function(data)
     finally:
         _tracing.step = outer
-    return Apart(logs, step.applied, scope, set(step.assigned), tf.add_n(step.rows_read))
+    return Apart(logs, step.applied, scope, step, tf.add_n(step.rows_read))
 
 
 @contextlib.contextmanager
@@ -1204,6 +1277,7 @@ def adopt(model: Any, strategy: Any) -> Adoption:
         return before
     model._dtk_adoption = adoption
     model._maybe_symbolic_build = adoption.take_epoch_iterator
+    model.compute_loss = _noting_loss(model.compute_loss)
     if adoption.takes_over:
         model.make_train_function = adoption.make_train_function
         model.make_test_function = adoption.make_test_function

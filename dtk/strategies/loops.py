@@ -269,12 +269,11 @@ class Counting(Loop):
 
     def _count(self, apart: adopt.Apart, data: Any) -> dict:
         """What a step adds to the metrics, the numbers it returned besides, and its rows."""
-        assigned = apart.assigned
         return {
             "metrics": [
                 apart.scope.get_current_value(v) for v in adopt.metric_variables(self.model)
             ],
-            "logs": adopt.other_logs(self.model, apart.logs, assigned),
+            "logs": adopt.other_logs(apart.step, apart.logs),
             "rows": slicing.count_rows(data),
         }
 
@@ -321,7 +320,7 @@ class Counting(Loop):
             self._absorb = tf.function(self._absorbing(), autograph=False)
         self.logs.update(self._absorb(deltas))
         for name in results[0].outputs["logs"]:
-            self.logs[name] = sum(r.share * r.outputs["logs"][name] for r in results)
+            self.logs[name] = sum(r.outputs["logs"][name] for r in results)
 
     def _absorbing(self) -> Callable:
         model = self.model

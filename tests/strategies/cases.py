@@ -359,6 +359,77 @@ def own_train_step(strategy):
     return outcome(model)
 
 
+class OwnLog(Subclassed):
+    """Logs losses as they are, as numbers of this batch, and records one, as Keras's guide does."""
+
+    def __init__(self):
+        super().__init__()
+        self.recorded = keras.metrics.Mean(name="recorded")
+        self.square = keras.losses.MeanSquaredError(reduction="sum")
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            predicted = self(x, training=True)
+            loss = self.compute_loss(x=x, y=y, y_pred=predicted)
+            square = self.square(tf.one_hot(y, 10), predicted)
+            loss += 0.01 * square
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        self.recorded.update_state(loss)
+        right = tf.reduce_mean(tf.cast(tf.equal(y, tf.argmax(predicted, 1)), "float32"))
+        recorded = self.recorded.result()
+        return {"loss": loss, "square": square, "right": right, "recorded": recorded}
+
+
+@case
+def own_train_step_that_logs_numbers(strategy):
+    """Each is the global batch's: not one worker's, nor its share of it, nor their mean."""
+
+    def build():
+        keras.utils.set_random_seed(5)
+        return OwnLog()
+
+    x, y = rows()
+    logged = []
+    note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs: logged.append(logs))
+    outcomes = {}
+    for reduction in ("sum_over_batch_size", "sum"):
+        optimizer = keras.optimizers.SGD(0.001, momentum=0.9)
+        model = compiled(
+            strategy, build, loss=crossentropy(reduction=reduction), optimizer=optimizer
+        )
+        fitted = model.fit(x, y, batch_size=16, epochs=2, verbose=0, callbacks=[note])
+        outcomes |= {f"{reduction} {name}": v for name, v in outcome(model, fitted).items()}
+    for name in logged[0]:
+        outcomes[name] = np.array([float(logs[name]) for logs in logged])
+    return outcomes
+
+
+class OwnLoss(Subclassed):
+    def __init__(self):
+        super().__init__()
+        self.outer.kernel_regularizer = keras.regularizers.L2(0.1)
+
+    def train_step(self, data):
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+@case
+def own_train_step_that_logs_its_loss_eagerly(strategy):
+    x, y = rows(9)
+    keras.utils.set_random_seed(5)
+    model = compiled(strategy, OwnLoss, run_eagerly=True)
+    # Not fit, whose history takes {"loss": ...} for the loss tracker, which this never updates.
+    logs = [model.train_on_batch(x[start:], y[start:], return_dict=True) for start in (0, 2, 8)]
+    return outcome(model, logged=np.array([float(log["loss"]) for log in logs]))
+
+
 class Adversaries(keras.Model):
     """Two optimizers as attributes, set by an overridden compile."""
 

@@ -58,14 +58,23 @@ NOT_SERVED = {
     "two optimizers",
     "gathered rows",
     "eager steps",
+    "own train step that logs its loss eagerly",
     "outputs with a tail of one eagerly",
 }
 
 
-@pytest.mark.parametrize("name", [name for name in cases.CASES if name not in NOT_SERVED])
-def test_features_of_fit(world, name):
-    """Serial steps: whole batches, so that everything but where it runs is as in one process."""
-    (result,) = world("served", 2).run(bodies.run_served_case, name, BoundedDelay(0), timeout=120)
+@pytest.mark.parametrize(
+    "name, consistency",
+    [
+        # Serial steps: whole batches, so that everything but where it runs is as in one process.
+        *((name, BoundedDelay(0)) for name in cases.CASES if name not in NOT_SERVED),
+        # What slices of a batch return besides metrics.
+        ("own train step that logs numbers", "sync"),
+    ],
+    ids=str,
+)
+def test_features_of_fit(world, name, consistency):
+    (result,) = world("served", 2).run(bodies.run_served_case, name, consistency, timeout=120)
     expected = bodies.run_plain(name)
     assert result.keys() == expected.keys()
     for part, value in expected.items():
