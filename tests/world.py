@@ -102,7 +102,13 @@ class World:
         """Whether bodies can be run."""
         return bool(self._connections)
 
-    def run(self, function: Callable[..., Any] | str, *args: Any, timeout: float = 60) -> list[Any]:
+    def run(
+        self,
+        function: Callable[..., Any] | str,
+        *args: Any,
+        timeout: float = 60,
+        meanwhile: Callable[[], Any] = lambda: None,
+    ) -> list[Any]:
         """Run a function on every rank.
 
         Args:
@@ -110,6 +116,8 @@ class World:
                 importable from there.
             args: Its arguments, pickled.
             timeout: Seconds until the world is ended and WorldError raised.
+            meanwhile: Called here once the ranks have begun, such as to compute what they are
+                compared with.
 
         Returns:
             What it returned, in rank order.
@@ -124,6 +132,7 @@ class World:
         try:
             for line in self._connections:
                 line.send((name, args))
+            meanwhile()
             return self._collect(name, deadline, timeout)
         except BaseException:
             self.close(patience=0)

@@ -62,15 +62,15 @@ def plain(*recipe):
     return bodies.train(*recipe)
 
 
-def run(world, backend, size, function, *args):
+def run(world, backend, size, function, *args, meanwhile):
     """Run on a backend; "mirrored" is one process with `size` devices."""
     if backend == "mirrored":
-        return world("local", 1).run(function, *args, size, timeout=120)
-    return world(backend, size).run(function, *args, timeout=120)
+        args, backend, size = (*args, size), "local", 1
+    return world(backend, size).run(function, *args, timeout=120, meanwhile=meanwhile)
 
 
 def check(world, backend, size, recipe, body=bodies.train_here):
-    results = run(world, backend, size, body, *recipe)
+    results = run(world, backend, size, body, *recipe, meanwhile=lambda: plain(*recipe))
     weights, history = plain(*recipe)
     for rank_weights, rank_history in results:
         difference = np.linalg.norm(rank_weights - weights) / np.linalg.norm(weights)

@@ -10,6 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from dtk.errors import DtkError
+from dtk.strategies import ParameterServerStrategy
+
 HERE = Path(__file__).resolve().parent
 RUN = [sys.executable, "-m", "dtk.cli.main", "run", "-n", "2", "--ps", "2"]
 
@@ -57,25 +62,40 @@ def port():
         return f"127.0.0.1:{door.getsockname()[1]}"
 
 
-def refused(environ, *parts):
+def gives_up(environ, *parts):
+    """A process that starts TensorFlow, waits in vain and says for whom."""
     done = run("nobody:0", "unused", command=[sys.executable], timeout=60, **environ)
     assert done.returncode != 0
     for part in parts:
         assert part in done.stderr, done.stderr
-    return done
 
 
-def test_no_job_at_all():
+@pytest.fixture
+def refused(monkeypatch):
+    """What is refused before anything starts, and so in this process."""
+
+    def refused(environ, *parts):
+        for name, value in {**environ, "DTK_START_TIMEOUT": "2"}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(DtkError) as raised:
+            ParameterServerStrategy("async")
+        for part in parts:
+            assert part in str(raised.value)
+
+    return refused
+
+
+def test_no_job_at_all(refused):
     refused({"TF_CONFIG": ""}, "needs TF_CONFIG", "dtk run -n 2 --ps 1 train.py")
 
 
-def test_no_server_no_worker_no_chief():
+def test_no_server_no_worker_no_chief(refused):
     refused(config({"chief": [port()], "worker": [port()]}, "chief"), "no parameter server")
     refused(config({"chief": [port()], "ps": [port()]}, "chief"), "no worker")
     refused(config({"worker": [port()], "ps": [port()]}, "ps"), "no chief")
 
 
-def test_two_evaluators():
+def test_two_evaluators(refused):
     cluster = {"chief": [port()], "worker": [port()], "ps": [port()]}
     refused(config({**cluster, "evaluator": [port(), port()]}, "chief"), "2 evaluators", "at most")
 
@@ -83,10 +103,10 @@ def test_two_evaluators():
 def test_a_task_that_does_not_come_up_is_named_with_its_address():
     cluster = {"chief": [port()], "worker": [port()], "ps": [port()]}
     environ = config(cluster, "chief", DTK_START_TIMEOUT="2")
-    refused(environ, f"ps 0 ({cluster['ps'][0]})", f"worker 0 ({cluster['worker'][0]})", "2 s")
+    gives_up(environ, f"ps 0 ({cluster['ps'][0]})", f"worker 0 ({cluster['worker'][0]})", "2 s")
 
 
-def test_a_port_that_is_taken():
+def test_a_port_that_is_taken(refused):
     with socket.socket() as door:
         door.bind(("127.0.0.1", 0))
         door.listen()
@@ -97,4 +117,4 @@ def test_a_port_that_is_taken():
 
 def test_a_server_without_a_chief_does_not_wait_for_ever():
     cluster = {"chief": [port()], "worker": [port()], "ps": [port()]}
-    refused(config(cluster, "ps", DTK_START_TIMEOUT="2"), "no chief at", cluster["chief"][0])
+    gives_up(config(cluster, "ps", DTK_START_TIMEOUT="2"), "no chief at", cluster["chief"][0])

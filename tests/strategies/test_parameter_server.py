@@ -14,6 +14,7 @@ import tensorflow as tf
 from dtk.strategies.consistency import BoundedDelay, Sync
 
 from strategies import bodies, cases, served_bodies
+from strategies.test_cases import plain as plain_case
 from strategies.test_equivalence import TOLERANCE
 
 MATRIX = [
@@ -28,26 +29,38 @@ MATRIX = [
 ]
 
 
+TWO, THREE = (pytest.mark.parametrize("backend, size", [("served", size)]) for size in (2, 3))
+
+
 @functools.cache
 def plain(*recipe):
     return bodies.train(*recipe, normalise=False)
 
 
-@pytest.mark.parametrize("workers, optimizer, clip, tail", MATRIX)
-def test_synchronous_steps_equal_one_process(world, workers, optimizer, clip, tail):
-    weights, history = plain(optimizer, clip, tail)
-    check(world, workers, bodies.train_served, (optimizer, clip, tail), weights, history)
+@functools.cache
+def once(function, *args):
+    """What one process makes of it, computed once."""
+    return function(*args)
 
 
+@pytest.mark.parametrize(
+    "backend, size, optimizer, clip, tail", [("served", *recipe) for recipe in MATRIX]
+)
+def test_synchronous_steps_equal_one_process(world, backend, size, optimizer, clip, tail):
+    check(world(backend, size), (optimizer, clip, tail))
+
+
+@THREE
 @pytest.mark.parametrize("consistency", [Sync(backup_workers=1), BoundedDelay(0)], ids=str)
-def test_backups_and_serial_steps_equal_one_process(world, consistency):
-    recipe = ("adam", "global clipnorm", "tail of one")
+def test_backups_and_serial_steps_equal_one_process(world, backend, size, consistency):
+    check(world(backend, size), ("adam", "global clipnorm", "tail of one"), consistency)
+
+
+def check(pool, recipe, *consistency):
+    ((mine, logged),) = pool.run(
+        bodies.train_served, *recipe, *consistency, timeout=120, meanwhile=lambda: plain(*recipe)
+    )
     weights, history = plain(*recipe)
-    check(world, 3, bodies.train_served, (*recipe, consistency), weights, history)
-
-
-def check(world, workers, body, args, weights, history):
-    ((mine, logged),) = world("served", workers).run(body, *args, timeout=120)
     assert np.linalg.norm(mine - weights) <= TOLERANCE * np.linalg.norm(weights)
     for name, values in history.items():
         np.testing.assert_allclose(logged[name], values, rtol=TOLERANCE, atol=TOLERANCE)
@@ -63,6 +76,7 @@ NOT_SERVED = {
 }
 
 
+@TWO
 @pytest.mark.parametrize(
     "name, consistency",
     [
@@ -73,20 +87,23 @@ NOT_SERVED = {
     ],
     ids=str,
 )
-def test_features_of_fit(world, name, consistency):
-    (result,) = world("served", 2).run(bodies.run_served_case, name, consistency, timeout=120)
-    expected = bodies.run_plain(name)
+def test_features_of_fit(world, backend, size, name, consistency):
+    (result,) = world(backend, size).run(
+        bodies.run_served_case, name, consistency, timeout=120, meanwhile=lambda: plain_case(name)
+    )
+    expected = plain_case(name)
     assert result.keys() == expected.keys()
     for part, value in expected.items():
         np.testing.assert_allclose(result[part], value, rtol=2e-5, atol=2e-5, err_msg=part)
 
 
+@THREE
 @pytest.mark.parametrize(
     "consistency", ["sync", "async", BoundedDelay(0), BoundedDelay(2)], ids=str
 )
-def test_every_gradient_is_applied_once(world, consistency):
+def test_every_gradient_is_applied_once(world, backend, size, consistency):
     """A lost update, or one applied twice, would show in the sum of constant gradients."""
-    ((weights, iterations, history),) = world("served", 3).run(
+    ((weights, iterations, history),) = world(backend, size).run(
         served_bodies.every_gradient_once, consistency
     )
     assert iterations == 100
@@ -94,10 +111,11 @@ def test_every_gradient_is_applied_once(world, consistency):
     assert history["loss"][0] == history["loss"][0]  # a number
 
 
+@THREE
 @pytest.mark.parametrize("consistency", ["sync", "async"])
-def test_a_fit_that_was_left_leaves_nothing_behind(world, consistency):
+def test_a_fit_that_was_left_leaves_nothing_behind(world, backend, size, consistency):
     """Steps of the first `fit` that nobody applied must not be applied by the second."""
-    ((first, second),) = world("served", 3).run(served_bodies.left_and_fitted_again, consistency)
+    ((first, second),) = world(backend, size).run(served_bodies.left_and_fitted_again, consistency)
     assert first <= 5 and second == 10
 
 
@@ -116,9 +134,12 @@ def test_the_end_of_an_epoch_is_told_once():
     assert ends == ["end"] * 3
 
 
+@TWO
 @pytest.mark.parametrize("tau", [0, 1, 4])
-def test_a_slow_worker_stays_within_the_bound(world, tau):
-    (seen,) = world("served", 2).run(served_bodies.staleness, BoundedDelay(tau), True, timeout=120)
+def test_a_slow_worker_stays_within_the_bound(world, backend, size, tau):
+    (seen,) = world(backend, size).run(
+        served_bodies.staleness, BoundedDelay(tau), True, timeout=120
+    )
     assert seen["max"] <= tau and seen["lag"] <= tau
     assert seen["steps"] == 60 and seen["iterations"] == 64
     if tau:
@@ -126,25 +147,33 @@ def test_a_slow_worker_stays_within_the_bound(world, tau):
         assert seen["history"]["staleness_max"] == [seen["max"]]
 
 
-def test_asynchronous_workers_do_not_wait_for_a_slow_one(world):
-    (seen,) = world("served", 2).run(served_bodies.staleness, "async", True, timeout=120)
+@TWO
+def test_asynchronous_workers_do_not_wait_for_a_slow_one(world, backend, size):
+    (seen,) = world(backend, size).run(served_bodies.staleness, "async", True, timeout=120)
     slow, fast = seen["by worker"]
     assert fast > 1.5 * slow and seen["steps"] == 60
 
 
+@TWO
 @pytest.mark.parametrize("consistency", ["sync", "async", BoundedDelay(8)], ids=str)
-def test_accuracy_on_the_digits(world, consistency):
-    (mine,) = world("served", 2).run(served_bodies.accuracy, consistency, timeout=120)
-    assert mine >= served_bodies.accuracy(None) - 0.015
+def test_accuracy_on_the_digits(world, backend, size, consistency):
+    (mine,) = world(backend, size).run(
+        served_bodies.accuracy,
+        consistency,
+        timeout=120,
+        meanwhile=lambda: once(served_bodies.accuracy, None),
+    )
+    assert mine >= once(served_bodies.accuracy, None) - 0.015
 
 
+@TWO
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("consistency", ["sync", BoundedDelay(0)], ids=str)
-def test_tables(world, consistency, parts):
-    ((weights, history, moved, devices, predicted),) = world("served", 2).run(
+def test_tables(world, backend, size, consistency, parts):
+    ((weights, history, moved, devices, predicted),) = world(backend, size).run(
         served_bodies.tables, consistency, parts
     )
-    expected, expected_history, _, _, expected_predictions = served_bodies.tables(None, 0)
+    expected, expected_history, _, _, expected_predictions = once(served_bodies.tables, None, 0)
     assert np.linalg.norm(weights - expected) <= TOLERANCE * np.linalg.norm(expected)
     np.testing.assert_allclose(history["loss"], expected_history["loss"], rtol=TOLERANCE)
     np.testing.assert_allclose(predicted, expected_predictions, rtol=1e-4, atol=1e-5)
@@ -155,12 +184,14 @@ def test_tables(world, consistency, parts):
     assert sum(worker["pushed"] for worker in moved) < steps * table / 4, "pushed whole tables"
 
 
-def test_variables_are_spread_by_bytes(world):
-    ((placed, largest),) = world("served", 2).run(served_bodies.placement)
+@TWO
+def test_variables_are_spread_by_bytes(world, backend, size):
+    ((placed, largest),) = world(backend, size).run(served_bodies.placement)
     assert len(placed) == 2
     assert max(placed) - min(placed) <= largest, placed
 
 
+@TWO
 @pytest.mark.parametrize(
     "name, kind, parts",
     [
@@ -171,8 +202,8 @@ def test_variables_are_spread_by_bytes(world):
         ("too many backups", "ValueError", ["backup_workers=2", "use at most 1"]),
     ],
 )
-def test_mistakes(world, name, kind, parts):
-    ((raised, text),) = world("served", 2).run(served_bodies.refused, name)
+def test_mistakes(world, backend, size, name, kind, parts):
+    ((raised, text),) = world(backend, size).run(served_bodies.refused, name)
     assert raised == kind, text
     for part in parts:
         assert part in text

@@ -70,8 +70,9 @@ def test_dropout_masks_differ_by_rank_and_repeat_with_the_seed(world, backend, s
     assert first[0] == first[1] and second[0] == second[1]
 
 
-def test_dropout_masks_differ_by_device(world):
-    ((masks, again),) = world("local", 1).run(promises.dropout_masks, 2)
+@pytest.mark.parametrize("backend, size", [("local", 1)])
+def test_dropout_masks_differ_by_device(world, backend, size):
+    ((masks, again),) = world(backend, size).run(promises.dropout_masks, 2)
     assert masks[0] != masks[1]
     assert masks == again
 

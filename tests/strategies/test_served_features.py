@@ -14,14 +14,16 @@ from strategies import served_features
 
 TOLERANCE = 1e-5
 
+pytestmark = pytest.mark.worlds(("served", 2))
+
 
 def close(mine, expected):
     return np.linalg.norm(mine - expected) <= TOLERANCE * np.linalg.norm(expected)
 
 
-def test_synchronous_workers_that_read_for_themselves_equal_one_process(world):
+def test_synchronous_workers_that_read_for_themselves_equal_one_process(pool):
     """Breaks when a worker reads another's rows, or its gradient counts for more than its rows."""
-    ((weights, history, evaluated, steps),) = world("served", 2).run(
+    ((weights, history, evaluated, steps),) = pool.run(
         served_features.pipelines, "sync", 2, timeout=120
     )
     expected, logs, plain, _ = served_features.pipelines(None, 2)
@@ -30,11 +32,9 @@ def test_synchronous_workers_that_read_for_themselves_equal_one_process(world):
     np.testing.assert_allclose(evaluated, plain, rtol=TOLERANCE)
 
 
-def test_asynchronous_workers_that_read_for_themselves(world):
+def test_asynchronous_workers_that_read_for_themselves(pool):
     """More steps than a pipeline has batches: it begins anew."""
-    ((_, history, _, steps),) = world("served", 2).run(
-        served_features.pipelines, "async", 1, 4, timeout=120
-    )
+    ((_, history, _, steps),) = pool.run(served_features.pipelines, "async", 1, 4, timeout=120)
     assert steps == 40 and history["loss"][-1] < history["loss"][0]
 
 
@@ -52,8 +52,8 @@ def test_asynchronous_workers_that_read_for_themselves(world):
         ("accumulation", "ValueError", ["Downpour(push_every=2", "accumulates them"]),
     ],
 )
-def test_mistakes(world, name, kind, parts):
-    ((raised, text),) = world("served", 2).run(served_features.wrong, name)
+def test_mistakes(pool, name, kind, parts):
+    ((raised, text),) = pool.run(served_features.wrong, name)
     assert raised == kind, text
     for part in parts:
         assert part in text
@@ -62,10 +62,8 @@ def test_mistakes(world, name, kind, parts):
 @pytest.mark.parametrize(
     "warm_start, serial", [(WarmStart(epochs=1), 8), (WarmStart(samples=200), 10)], ids=str
 )
-def test_the_first_steps_of_a_warm_start_are_those_of_one_process(world, warm_start, serial):
-    ((seen, steps),) = world("served", 2).run(
-        served_features.warmed_up, Async(warm_start), timeout=120
-    )
+def test_the_first_steps_of_a_warm_start_are_those_of_one_process(pool, warm_start, serial):
+    ((seen, steps),) = pool.run(served_features.warmed_up, Async(warm_start), timeout=120)
     expected, _ = served_features.warmed_up(None, epochs=1)
     assert steps == 24
     assert close(seen[0][0], expected[0][0]), "the first epoch was not that of one process"
@@ -77,9 +75,9 @@ def test_the_first_steps_of_a_warm_start_are_those_of_one_process(world, warm_st
 
 @pytest.mark.parametrize("more", [(), ("dropout", "normalisation")], ids=str)
 @pytest.mark.parametrize("exchange", [Downpour(4), Downpour(4, fetch_every=2)], ids=str)
-def test_pushing_every_fourth_step_of_plain_sgd_is_plain_sgd(world, exchange, more):
+def test_pushing_every_fourth_step_of_plain_sgd_is_plain_sgd(pool, exchange, more):
     """One at a time, a worker's own steps are those the server takes when they are pushed."""
-    ((weights, steps, history, moved),) = world("served", 2).run(
+    ((weights, steps, history, moved),) = pool.run(
         served_features.pushed, BoundedDelay(0), exchange, *more, timeout=120
     )
     expected, _, logs, _ = served_features.pushed(None, None, *more)
@@ -97,17 +95,17 @@ def test_pushing_every_fourth_step_of_plain_sgd_is_plain_sgd(world, exchange, mo
 
 @pytest.mark.parametrize("consistency", ["async", BoundedDelay(2)], ids=str)
 @pytest.mark.parametrize("push_every", [1, 3])
-def test_every_gradient_is_applied_once_however_rarely_it_is_pushed(world, consistency, push_every):
-    ((weights, steps),) = world("served", 2).run(
+def test_every_gradient_is_applied_once_however_rarely_it_is_pushed(pool, consistency, push_every):
+    ((weights, steps),) = pool.run(
         served_features.constant_gradients, consistency, Downpour(push_every, significant=1e-9)
     )
     assert steps == 100
     np.testing.assert_allclose(weights, [-1.0, -2.0, -3.0], rtol=1e-5)
 
 
-def test_what_is_not_significant_waits_on_the_worker(world):
+def test_what_is_not_significant_waits_on_the_worker(pool):
     """Steps of 0.01, 0.02 and 0.03 are pushed once they add up to more than 0.05."""
-    ((weights, steps),) = world("served", 2).run(
+    ((weights, steps),) = pool.run(
         served_features.constant_gradients, BoundedDelay(0), Downpour(significant=0.05)
     )
     assert steps == 100
@@ -116,9 +114,9 @@ def test_what_is_not_significant_waits_on_the_worker(world):
     assert missing.max() > 1e-3, "nothing was kept back"
 
 
-def test_a_filter_sends_less(world):
+def test_a_filter_sends_less(pool):
     whole, sifted = (
-        world("served", 2).run(served_features.pushed, BoundedDelay(0), exchange, timeout=120)[0]
+        pool.run(served_features.pushed, BoundedDelay(0), exchange, timeout=120)[0]
         for exchange in (Downpour(), Downpour(significant=2e-3))
     )
     sent = [sum(worker["pushed"] for worker in found[3]) for found in (whole, sifted)]
@@ -127,9 +125,9 @@ def test_a_filter_sends_less(world):
 
 
 @pytest.mark.parametrize("name", ["broadcast", "batch sizes", "rate", "checkpoint"])
-def test_callbacks(world, name, tmp_path):
+def test_callbacks(pool, name, tmp_path):
     """Of dtk's own, on workers as in one process."""
-    ((weights, steps, history),) = world("served", 2).run(
+    ((weights, steps, history),) = pool.run(
         served_features.with_callbacks, name, tmp_path / "served", BoundedDelay(0), timeout=120
     )
     expected = served_features.with_callbacks(name, tmp_path / "alone", None)
@@ -137,17 +135,17 @@ def test_callbacks(world, name, tmp_path):
     np.testing.assert_allclose(history["loss"], expected[2]["loss"], rtol=1e-4)
 
 
-def test_a_checkpoint_in_the_middle_has_every_step_it_counts(world, tmp_path):
+def test_a_checkpoint_in_the_middle_has_every_step_it_counts(pool, tmp_path):
     """Steps under way when it was taken would be passed over on resuming, and be lost."""
-    (found,) = world("served", 2).run(served_features.saved_steps, tmp_path)
+    (found,) = pool.run(served_features.saved_steps, tmp_path)
     assert [step for step, _, _ in found] == [7, 14, 21, 28, 35, 40]
     for step, iterations, weight in found:
         assert iterations == step
         np.testing.assert_allclose(weight, -0.01 * step, rtol=1e-5)
 
 
-def test_the_report(world):
-    ((told, epochs, history),) = world("served", 2).run(served_features.reported, "async")
+def test_the_report(pool):
+    ((told, epochs, history),) = pool.run(served_features.reported, "async")
     assert [sum(histogram.values()) for histogram in epochs] == [10, 10]
     model = 4 * (64 * 32 + 32 + 320 + 10)
     assert history["pushed_bytes"] == history["pulled_bytes"] == [model, model]
@@ -164,7 +162,7 @@ def test_the_report(world):
         ("linear", WarmStart(epochs=1), [1.0] * 7 + [0.25, 0.5, 0.75] + [1.0] * 8),
     ],
 )
-def test_the_rate_of_asynchronous_steps_warms_up(world, shape, warm_start, factors):
+def test_the_rate_of_asynchronous_steps_warms_up(pool, shape, warm_start, factors):
     """Of serial ones it does not; the first asynchronous step is announced one step late."""
-    (rates,) = world("served", 2).run(served_features.warming_rates, shape, warm_start)
+    (rates,) = pool.run(served_features.warming_rates, shape, warm_start)
     np.testing.assert_allclose(rates, 0.1 * np.array(factors), rtol=1e-5)
