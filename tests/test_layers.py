@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import pathlib
+import re
 from collections.abc import Iterator, Mapping
 
 import pytest
@@ -30,6 +31,19 @@ SEAMS = {
     "keras": ("src", "dtk.strategies.adopt"),
 }
 PUBLIC_DUNDERS = {"__version__", "__enter__"}
+# what of its own a method uses; how an attribute is used by its name
+OWN = {"self", "cls", "super()"}
+BY_NAME = {"getattr", "setattr", "hasattr", "delattr"}
+# Keras's attributes that others than its seam may use: these ask a variable where it is stored
+LENT = {
+    "_value": {
+        "dtk.strategies.downpour",
+        "dtk.strategies.loops",
+        "dtk.strategies.parameter_server",
+        "dtk.strategies.pushpull",
+        "dtk.strategies.training",
+    }
+}
 
 
 def modules(root: pathlib.Path = ROOT) -> dict[str, str]:
@@ -111,6 +125,17 @@ def circle(known: Mapping[str, str]) -> list[str]:
     return next(filter(None, (visit(name, []) for name in graph)), [])
 
 
+def path_of(node: ast.AST) -> str:
+    """`tf.function(step).name` -> "tf.function.name": what is called with is no part of it."""
+    if isinstance(node, ast.Attribute):
+        return f"{path_of(node.value)}.{node.attr}"
+    if isinstance(node, ast.Call):
+        return path_of(node.func)
+    if isinstance(node, ast.Subscript):
+        return path_of(node.value)
+    return node.id if isinstance(node, ast.Name) else ""
+
+
 def private_uses(name: str, source: str, known: Mapping[str, str]) -> list[str]:
     """Uses of TensorFlow's and Keras's private names outside the file that may."""
     wrong = []
@@ -131,11 +156,44 @@ def private_uses(name: str, source: str, known: Mapping[str, str]) -> list[str]:
         look(line, target)
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute):
-            dotted = ast.unparse(node)
+            dotted = path_of(node)
             root = dotted.partition(".")[0]
             if root in aliases:
                 look(node.lineno, aliases[root] + dotted[len(root) :])
     return wrong
+
+
+def private_attributes(source: str) -> dict[str, int]:
+    """Private attributes of other objects that a module uses, name -> line; dtk's marks left out.
+
+    What a method uses of `self` is taken to be its own.
+    """
+    found: dict[str, int] = {}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in OWN:
+            found[node.attr] = node.lineno
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in BY_NAME:
+            # getattr(model, "_name")
+            found |= {a.value: a.lineno for a in node.args[1:2] if isinstance(a, ast.Constant)}
+    return {
+        name: line
+        for name, line in found.items()
+        if str(name).startswith("_") and not name.startswith(("__", "_dtk_"))
+    }
+
+
+def attributes_of_keras(name: str, source: str, known: Mapping[str, str]) -> list[str]:
+    """Uses of the private attributes of Keras's objects outside the file that may."""
+    seam = SEAMS["keras"][1]
+    if name in {seam for _, seam in SEAMS.values()}:
+        return []
+    used = private_attributes(source)
+    hidden = set(private_attributes(known[seam])) & set(used)
+    return [
+        f"{name}:{used[attribute]} uses {attribute}; only {seam} may"
+        for attribute in sorted(hidden)
+        if name not in LENT.get(attribute, ())
+    ]
 
 
 KNOWN = modules()
@@ -153,6 +211,13 @@ def test_no_circle():
 @pytest.mark.parametrize("name", KNOWN)
 def test_private_names_stay_in_the_seams(name):
     assert not private_uses(name, KNOWN[name], KNOWN)
+    assert not attributes_of_keras(name, KNOWN[name], KNOWN)
+
+
+def test_the_seam_with_keras_lists_what_it_uses():
+    source = KNOWN[SEAMS["keras"][1]]
+    listed = set(re.findall(r"\w+", ast.get_docstring(ast.parse(source))))
+    assert set(private_attributes(source)) <= listed
 
 
 @pytest.mark.parametrize(
@@ -204,6 +269,7 @@ def test_the_checker_catches_a_circle():
         "import keras.src.trainers",
         "from keras import src",
         "import keras\nkeras.src.backend",
+        "import keras\nkeras.Sequential(layers)._layers",
     ],
 )
 def test_the_checker_catches_private_names(source):
@@ -215,3 +281,14 @@ def test_the_checker_knows_the_seams():
     assert not private_uses("dtk.strategies.adopt", "import keras.src", {})
     assert private_uses("dtk.strategies.adopt", "import tensorflow.python.eager", {})
     assert not private_uses("dtk.data.shard", "import tensorflow as tf\ntf.__version__", {})
+    own = "import tensorflow as tf\ntf.function(self._step).get_concrete_function()"
+    assert not private_uses("dtk.data.shard", own, {})
+
+
+@pytest.mark.parametrize(
+    "source", ["model._compile_loss", "iterator._steps_seen = 3", "getattr(model, '_compile_loss')"]
+)
+def test_the_checker_catches_private_attributes(source):
+    assert attributes_of_keras("dtk.data.shard", source, KNOWN)
+    assert not attributes_of_keras("dtk.strategies.adopt", source, KNOWN)
+    assert not attributes_of_keras("dtk.data.shard", "self._compile_loss, model._dtk_mark", KNOWN)

@@ -7,21 +7,21 @@ from typing import Any
 import keras
 
 from dtk.errors import NotDistributedError
-from dtk.strategies import adopt
+from dtk.strategies.adoption import Adoption, adoption_of
 
 
 class StrategyCallback(keras.callbacks.Callback):
     """A callback that needs the strategy of the model it runs with."""
 
     @property
-    def adoption(self) -> adopt.Adoption:
+    def adoption(self) -> Adoption:
         """What the strategy keeps about the model.
 
         Raises:
             NotDistributedError: The model was not compiled under a dtk strategy, so that this `fit`
                 trains one process alone.
         """
-        found = adopt.adoption_of(self.model)
+        found = adoption_of(self.model)
         if found is None:
             raise NotDistributedError(
                 f"{type(self).__name__}: model {self.model.name!r} was compiled outside a dtk "

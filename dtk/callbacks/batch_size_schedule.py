@@ -96,8 +96,8 @@ class BatchSizeSchedule(StrategyCallback):
         adoption = self.adoption
         for size in sorted(set(self.sizes)):
             fitting.check_batch_size(size, adoption.strategy)
-        adoption.check_rebatch()
+        adoption.feed.check_rebatch()
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Cut this epoch's batches."""
-        self.adoption.rebatch(size_at(self.sizes, epoch))
+        self.adoption.feed.rebatch(size_at(self.sizes, epoch))

@@ -19,7 +19,8 @@ from dtk.callbacks import state as states
 from dtk.callbacks.base import StrategyCallback
 from dtk.callbacks.checkpoint_files import CheckpointFiles, CorruptCheckpointError
 from dtk.callbacks.termination import EXIT_CODE, Termination
-from dtk.strategies import adopt, agreement, extended, watching
+from dtk.strategies import agreement, extended, optimizing, watching
+from dtk.strategies.adoption import Adoption, adoption_of
 
 _FORMAT = 1
 _BETTER_WHEN_LARGER = ("acc", "auc", "precision", "recall", "f1", "fbeta", "iou", "r2", "cosine")
@@ -184,7 +185,7 @@ class Checkpoint(StrategyCallback):
             self.strategy.seed_in_force = state["tensorflow_seed"]
         if state["tensorflow_seed"] not in (None, extended.global_seed()):
             tf.random.set_seed(state["tensorflow_seed"])
-            adoption.set_batches(adoption.epoch_iterator.data_adapter)
+            adoption.feed.set_batches(adoption.feed.iterator.data_adapter)
         self._metrics, self._resumed_step = state["metrics"], state["step"]
         self.best, self._trained = state["best"], state["trained"]
         if state["stopped"]:
@@ -192,9 +193,9 @@ class Checkpoint(StrategyCallback):
             return
         adoption.set_initial_epoch(state["epoch"])
         if self._trained is None:
-            adoption.resume_at(state["step"], state["data"])
+            adoption.feed.resume_at(state["step"], state["data"])
         else:
-            adoption.resume_after_steps(self._trained, state["data"])
+            adoption.feed.resume_after_steps(self._trained, state["data"])
 
     def _tell(self, name: str, state: dict) -> None:
         epochs, path = self.params["epochs"], self.files.directory / name
@@ -241,13 +242,13 @@ class Checkpoint(StrategyCallback):
         if self._termination is not None and self._termination.wanted_after_step():
             # Whoever put other weights into the model to validate them takes them out again.
             self.adoption.callbacks.on_test_end(self.model.get_metrics_result())
-            steps = self.adoption.epoch_iterator.num_batches or 0
+            steps = self.adoption.feed.iterator.num_batches or 0
             self._save(self._epoch, steps, in_epoch=False, trained=self._trained)
             self._exit()
 
     def on_epoch_agreed(self, epoch: int, logs: dict | None = None) -> None:
         """Save after an epoch, when all callbacks have seen it."""
-        steps = self.adoption.epoch_iterator.num_batches
+        steps = self.adoption.feed.iterator.num_batches
         self._since_save += max(0, (steps or 0) - self._last_step)
         ending = self._termination is not None and self._termination.wanted()
         if self._termination is not None and self._trained is not None:
@@ -318,7 +319,7 @@ class Checkpoint(StrategyCallback):
             "random": states.of_generators(),
             "tensorflow_seed": extended.global_seed(),
             "shuffle_seed": strategy.shuffle_seed,
-            "data": adoption.data_position(in_epoch),
+            "data": adoption.feed.position(in_epoch),
         }
 
     def _write(self, state: dict, arrays: dict, best: dict | None) -> str:
@@ -363,7 +364,7 @@ class Checkpoint(StrategyCallback):
             CorruptCheckpointError: It is not what was written.
             ValueError: It belongs to another model.
         """
-        adoption = adopt.adoption_of(model)
+        adoption = adoption_of(model)
         assert adoption is not None
         try:
             packed, _ = self.files.read(name)
@@ -433,7 +434,7 @@ def better_when_larger(monitor: str, mode: str) -> bool:
     raise ValueError(f"the name {monitor!r} does not tell whether more is better; give mode")
 
 
-def describe(adoption: adopt.Adoption) -> list[list]:
+def describe(adoption: Adoption) -> list[list]:
     """Path, shape and dtype of every variable a checkpoint holds, in order."""
     variables = adoption.shared_variables()
     return [[v.path, [int(n) for n in v.shape], str(v.dtype)] for v in variables]
@@ -461,7 +462,7 @@ def check_same_model(saved: list, mine: list, path: Any) -> None:
         )
 
 
-def check_same_counts(saved: dict, adoption: adopt.Adoption, path: Any) -> None:
+def check_same_counts(saved: dict, adoption: Adoption, path: Any) -> None:
     """Compare what has no weights: random layers, and metrics in the middle of an epoch.
 
     Args:
@@ -492,12 +493,12 @@ def _metric_variables(model: Any) -> list:
     return [v for metric in model.metrics for v in metric.variables]
 
 
-def _accumulators(adoption: adopt.Adoption) -> list:
-    optimizers = adopt.optimizers_of(adoption.model)
-    return [v for optimizer in optimizers for v in adopt.accumulators_of(optimizer)]
+def _accumulators(adoption: Adoption) -> list:
+    optimizers = optimizing.optimizers_of(adoption.model)
+    return [v for optimizer in optimizers for v in optimizing.accumulators_of(optimizer)]
 
 
-def fold_accumulators(adoption: adopt.Adoption) -> None:
+def fold_accumulators(adoption: Adoption) -> None:
     """Move unfinished gradient accumulation to rank 0: its sum there, zeros elsewhere.
 
     The window ends with a sum over ranks, so nothing changes, and what rank 0 saves is what a

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from dtk.strategies import adopt
+from dtk.strategies import optimizing
 
 
 @keras.saving.register_keras_serializable(package="dtk")
@@ -104,7 +104,7 @@ class ScheduledRate(Rate):
 
     def __init__(self, optimizer: Any, scaling: Scaling, momentum_correction: bool):
         super().__init__(optimizer, scaling, momentum_correction)
-        schedule = adopt.schedule_of(optimizer)
+        schedule = optimizing.schedule_of(optimizer)
         if not isinstance(schedule, ScaledSchedule):
             schedule = ScaledSchedule(schedule)
             optimizer.learning_rate = schedule
@@ -124,7 +124,7 @@ def rate_of(optimizer: Any, scaling: Scaling, momentum_correction: bool) -> Rate
         scaling: How its rate has been scaled so far; kept up to date.
         momentum_correction: Whether to rescale momentum buffers at changes.
     """
-    kind = Rate if adopt.schedule_of(optimizer) is None else ScheduledRate
+    kind = Rate if optimizing.schedule_of(optimizer) is None else ScheduledRate
     return kind(optimizer, scaling, momentum_correction)
 
 

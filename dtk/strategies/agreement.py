@@ -305,9 +305,9 @@ class Agreement(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Shuffle anew, alike on every rank."""
-        self.adoption.tell_learned_steps()
+        self.adoption.feed.tell_learned_steps()
         self.adoption.new_epoch(epoch)
-        self.adoption.shuffle(epoch)
+        self.adoption.feed.shuffle(epoch)
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         """After the first step, make sure that it was the same step everywhere."""

@@ -12,7 +12,7 @@ import tensorflow as tf
 from dtk.cluster import alone
 from dtk.communicators.base import Communicator
 from dtk.errors import at_rank
-from dtk.strategies import adopt
+from dtk.strategies import adopt, adoption
 
 
 class DtkStrategy(tf.distribute.Strategy):
@@ -77,14 +77,14 @@ class DtkStrategy(tf.distribute.Strategy):
 
     def run(self, fn: Callable, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """As `tf.distribute.Strategy.run`; refuses steps of models compiled outside the scope."""
-        adopt.check_adopted(fn, self)
+        adoption.check_adopted(fn, self)
         return super().run(fn, args=args, kwargs=kwargs, options=options)
 
-    # For adopt and fitting.
+    # For adoption and fitting.
 
-    def make_adoption(self, model: Any) -> adopt.Adoption:
+    def make_adoption(self, model: Any) -> adoption.Adoption:
         """What this strategy keeps about a model compiled in its scope."""
-        return adopt.Adoption(model, self)
+        return adoption.Adoption(model, self)
 
     @property
     def rows_needed(self) -> int:
@@ -145,5 +145,5 @@ class DtkStrategy(tf.distribute.Strategy):
 
 @contextlib.contextmanager
 def _scope(scope: Any, strategy: DtkStrategy) -> Iterator[Any]:
-    with scope as entered, adopt.adopting(strategy):
+    with scope as entered, adoption.adopting(strategy):
         yield entered

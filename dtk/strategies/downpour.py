@@ -19,8 +19,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dtk.strategies import adopt, extended, pushpull, slicing, worker_data
+from dtk.strategies import extended, optimizing, pushpull, slicing, worker_data
+from dtk.strategies.apart import trace_apart
 from dtk.strategies.loops import Batch, Result, whole_batch
+from dtk.strategies.steps import metric_variables
 from dtk.strategies.training import Training
 
 
@@ -42,7 +44,7 @@ class DownpourTraining(Training):
         Raises:
             ValueError: The optimizer scales them, or counts steps itself.
         """
-        for optimizer in adopt.optimizers_of(self.model):
+        for optimizer in optimizing.optimizers_of(self.model):
             scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
             if scales or optimizer.gradient_accumulation_steps:
                 raise ValueError(
@@ -111,7 +113,7 @@ class DownpourTraining(Training):
         return step.get_concrete_function(spec, chance, *self._state_spec)
 
     def _pulled_variables(self) -> list:
-        elsewhere = [*adopt.metric_variables(self.model), *self._tables]
+        elsewhere = [*metric_variables(self.model), *self._tables]
         without = {id(v) for v in [*elsewhere, *self.adoption.chance_states()]}
         return [v for v in self.model.variables if id(v) not in without]
 
@@ -120,7 +122,7 @@ class DownpourTraining(Training):
         assert self._layout is not None
         with extended.in_replica(self.strategy):
             pulled, self._read = pushpull.pull(self._pulled_variables())
-            optimizers = adopt.optimizers_of(self.model)
+            optimizers = optimizing.optimizers_of(self.model)
             rate = tf.convert_to_tensor(optimizers[0].learning_rate) if optimizers else 0.0
             return [value for _, value in pulled], tf.identity(rate), self._layout.zeros()
 
@@ -133,11 +135,11 @@ class DownpourTraining(Training):
         variables = self._pulled_variables()
         with extended.in_replica(self.strategy):
             data = whole_batch(data)
-            metrics = adopt.metric_variables(model)
+            metrics = metric_variables(model)
             state = list(zip(variables, values, strict=True))
             state += [(v, tf.zeros(v.shape, v._value.dtype)) for v in metrics]
             state += self._chances(chance)
-            apart = adopt.trace_apart(
+            apart = trace_apart(
                 model.train_step,
                 data,
                 model,
@@ -218,7 +220,7 @@ class DownpourTraining(Training):
         super()._finish(step, results)
         more = sum(r.outputs["batches"] for r in results) - 1
         if more:
-            for optimizer in adopt.optimizers_of(self.model):
+            for optimizer in optimizing.optimizers_of(self.model):
                 optimizer.iterations._value.assign_add(more)
 
 

@@ -73,7 +73,8 @@ def _wrapped_fit(fit: Callable, model: Any, adoption: Any) -> Callable:
             return fit(*given.args, **given.kwargs)
         finally:
             agreement.tell(callbacks.callbacks, "on_fit_left")
-            adoption.callbacks = adoption.epoch_iterator = None
+            adoption.callbacks = None
+            adoption.feed.end()
             adoption.leave()
 
     return distributed_fit

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from dtk.strategies import adopt, extended, pushpull, slicing, worker_data
+from dtk.strategies import adopt, extended, pushpull, slicing, steps, worker_data
+from dtk.strategies.apart import Apart, trace_apart
 from dtk.strategies.consistency import Async, Schedule
 
 
@@ -78,7 +79,7 @@ def whole_batch(data: Any) -> Any:
     """A batch, or the next of a worker's own pipeline; traced."""
     if isinstance(data, tf.data.Iterator):
         data = data.get_next()
-    return adopt.without_optionals(data)
+    return steps.without_optionals(data)
 
 
 def _check_alike(rows: list[int]) -> None:
@@ -261,19 +262,19 @@ class Counting(Loop):
     def _state(self, tables: Sequence) -> tuple[list, int]:
         """The values variables have in a worker's step, and the bytes read for that."""
         model = self.model
-        metrics = adopt.metric_variables(model)
+        metrics = steps.metric_variables(model)
         elsewhere = {id(v) for v in [*metrics, *tables, *self.adoption.chance_states()]}
         pulled, read = pushpull.pull(v for v in model.variables if id(v) not in elsewhere)
         counted = [(v, tf.zeros(v.shape, v._value.dtype)) for v in metrics]
         return [*pulled, *counted], read
 
-    def _count(self, apart: adopt.Apart, data: Any) -> dict:
+    def _count(self, apart: Apart, data: Any) -> dict:
         """What a step adds to the metrics, the numbers it returned besides, and its rows."""
         return {
             "metrics": [
-                apart.scope.get_current_value(v) for v in adopt.metric_variables(self.model)
+                apart.scope.get_current_value(v) for v in steps.metric_variables(self.model)
             ],
-            "logs": adopt.other_logs(apart.step, apart.logs),
+            "logs": steps.other_logs(apart.step, apart.logs),
             "rows": slicing.count_rows(data),
         }
 
@@ -307,10 +308,10 @@ class Counting(Loop):
         """Add what a batch's slices counted to the chief's metrics; renew the logs."""
         model = self.model
         _check_alike([int(r.outputs["rows"]) for r in results if r.from_pipelines])
-        by_batch = adopt.count_batches(model)
+        by_batch = steps.count_batches(model)
         deltas = []
         for variable, *column in zip(
-            adopt.metric_variables(model), *(r.outputs["metrics"] for r in results), strict=True
+            steps.metric_variables(model), *(r.outputs["metrics"] for r in results), strict=True
         ):
             total = np.sum(column, axis=0)
             if id(variable) in by_batch:
@@ -326,7 +327,7 @@ class Counting(Loop):
         model = self.model
 
         def absorb(deltas: list) -> dict:
-            for variable, delta in zip(adopt.metric_variables(model), deltas, strict=True):
+            for variable, delta in zip(steps.metric_variables(model), deltas, strict=True):
                 variable._value.assign_add(delta)
             return dict(model.get_metrics_result())
 
@@ -359,7 +360,7 @@ class Testing(Counting):
         with extended.in_replica(self.strategy):
             state, _ = self._state(self._tables)
             data = whole_batch(data)
-            apart = adopt.trace_apart(
+            apart = trace_apart(
                 self.model.test_step,
                 data,
                 self.model,
@@ -399,11 +400,11 @@ class Predicting(Loop):
         model = self.model
         with extended.in_replica(self.strategy):
             elsewhere = {id(v) for v in [*self._tables, *self.adoption.chance_states()]}
-            elsewhere |= {id(v) for v in adopt.metric_variables(model)}
+            elsewhere |= {id(v) for v in steps.metric_variables(model)}
             state, _ = pushpull.pull(v for v in model.variables if id(v) not in elsewhere)
-            return adopt.trace_apart(
+            return trace_apart(
                 model.predict_step,
-                adopt.without_optionals(data),
+                steps.without_optionals(data),
                 model,
                 share=tf.constant(1.0),
                 size=tf.constant(1.0),

@@ -13,7 +13,7 @@ import tensorflow as tf
 from dtk import cluster, quiet
 from dtk.communicators.local import LocalCommunicator
 from dtk.errors import at_rank
-from dtk.strategies import adopt, extended
+from dtk.strategies import adopt, adoption, extended
 from dtk.strategies.base import DtkStrategy
 
 
@@ -52,7 +52,7 @@ class MirroredStrategy(DtkStrategy):
         the second replica's first would wait for the first replica's last, which waits for a
         reduction that the second has yet to reach.
         """
-        adopt.check_adopted(fn, self)
+        adoption.check_adopted(fn, self)
         return super().run(_isolated(fn), args=args, kwargs=kwargs, options=options)
 
     def local_ranks(self) -> Sequence[int]:

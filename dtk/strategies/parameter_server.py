@@ -18,6 +18,7 @@ from dtk.errors import ClusterError
 from dtk.exchange import Downpour
 from dtk.strategies import adopt, crew, extended, serve, served, start, worker_data
 from dtk.strategies import consistency as rules
+from dtk.strategies.adoption import Adoption, adoption_of
 from dtk.strategies.base import DtkStrategy
 
 
@@ -117,11 +118,9 @@ class ParameterServerStrategy(DtkStrategy, extended.ServerStrategy):
         """A full batch has a row for each slice."""
         return self.slices
 
-    def make_adoption(self, model: Any) -> adopt.Adoption:
+    def make_adoption(self, model: Any) -> Adoption:
         """Steps run on workers; the evaluator takes none."""
-        return (
-            adopt.Adoption(model, self) if self.is_evaluator else served.ServedAdoption(model, self)
-        )
+        return Adoption(model, self) if self.is_evaluator else served.ServedAdoption(model, self)
 
     def local_ranks(self) -> Sequence[int]:
         """Keras runs once, here."""
@@ -172,7 +171,7 @@ class ParameterServerStrategy(DtkStrategy, extended.ServerStrategy):
         Raises:
             ValueError: The model has not been trained under this strategy.
         """
-        adoption = adopt.adoption_of(model)
+        adoption = adoption_of(model)
         if not isinstance(adoption, served.ServedAdoption) or adoption.schedule is None:
             raise ValueError(
                 f"model {model.name!r} has taken no step under this strategy; call fit first"

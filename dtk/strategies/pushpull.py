@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from dtk.strategies import adopt, extended
+from dtk.strategies import adopt, apart, extended
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Layout:
         if slot.indices:
             if first is None:
                 return tf.zeros([0], tf.int64)
-            return tf.cast(adopt.as_slices(first).indices, tf.int64)
+            return tf.cast(apart.as_slices(first).indices, tf.int64)
         if len(slot.holds) == 1 and isinstance(first, tf.IndexedSlices):
             return tf.reshape(first.values, [-1])
         parts = []

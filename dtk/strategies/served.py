@@ -14,14 +14,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from dtk.strategies import adopt, pushpull, slicing, worker_data
+from dtk.strategies import feeding, optimizing, pushpull, slicing, worker_data
+from dtk.strategies.adoption import Adoption
 from dtk.strategies.consistency import Schedule
 from dtk.strategies.downpour import DownpourTraining
 from dtk.strategies.loops import Counting, Predicting, Testing
 from dtk.strategies.training import Training
 
 
-class ServedAdoption(adopt.Adoption):
+class ServedAdoption(Adoption):
     """What dtk keeps about a model whose weights are on parameter servers."""
 
     def __init__(self, model: Any, strategy: Any):
@@ -36,8 +37,8 @@ class ServedAdoption(adopt.Adoption):
 
     def bind_optimizers(self) -> None:
         """Let steps note their gradients."""
-        for optimizer in adopt.optimizers_of(self.model):
-            adopt.note_applies(optimizer, self.strategy, self.parts_of)
+        for optimizer in optimizing.optimizers_of(self.model):
+            optimizing.note_applies(optimizer, self.strategy, self.parts_of)
 
     def parts_of(self, variable: Any) -> list:
         """A Keras variable in a list, or its parts where it is partitioned."""
@@ -68,7 +69,7 @@ class ServedAdoption(adopt.Adoption):
             self._check_steps(iterator)
         super().take_epoch_iterator(iterator, data_batch)
         if iterator is not None:
-            adopt.at_end_of_data(iterator, self.settle)
+            feeding.at_end_of_data(iterator, self.settle)
 
     def _check_steps(self, iterator: Any) -> None:
         endless = isinstance(iterator.data_adapter.get_tf_dataset(), worker_data.WorkerDataset)

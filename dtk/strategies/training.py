@@ -16,7 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 from dtk.errors import NotDistributedError
-from dtk.strategies import adopt, agreement, extended, pushpull, slicing, worker_data
+from dtk.strategies import adopt, agreement, extended, optimizing, pushpull, slicing, worker_data
+from dtk.strategies.apart import Apart, trace_apart
 from dtk.strategies.consistency import Schedule
 from dtk.strategies.loops import Counting, Result, whole_batch
 
@@ -115,7 +116,7 @@ class Training(Counting):
             state, read = self._state(self._tables)
             data = whole_batch(data)
             state += self._chances(chance)
-            apart = adopt.trace_apart(
+            apart = trace_apart(
                 model.train_step,
                 data,
                 model,
@@ -137,7 +138,7 @@ class Training(Counting):
         states = self.adoption.chance_states()
         return list(zip(states, tf.unstack(chance, num=len(states)), strict=True))
 
-    def _results(self, apart: adopt.Apart, data: Any, state: list) -> dict:
+    def _results(self, apart: Apart, data: Any, state: list) -> dict:
         """What is reported of a traced step, besides its gradients."""
         states = self.adoption.chance_states()
         before = {id(v): value for v, value in state}
@@ -232,7 +233,9 @@ class Training(Counting):
     def _count_rows(self, results: list[Result]) -> None:
         rows = sum(int(r.outputs["rows"]) for r in results)
         # The first step of a run that is resumed stands for those before it.
-        before = int(adopt.optimizers_of(self.model)[0].iterations.numpy()) if not self._rows else 1
+        before = (
+            int(optimizing.optimizers_of(self.model)[0].iterations.numpy()) if not self._rows else 1
+        )
         self._rows += rows * before
 
     def _commit_function(self, count: int) -> Callable:
@@ -254,6 +257,6 @@ class Training(Counting):
                 for w, g in zip(self._layout.weights, self._layout.take(mailboxes), strict=True)
             }
             for optimizer, parts in self._plan:
-                adopt.apply_now(optimizer, [gradients[id(p)] for p in parts], parts)
+                optimizing.apply_now(optimizer, [gradients[id(p)] for p in parts], parts)
             for variable, change in zip(self._moving, moved, strict=True):
                 variable._value.assign_add(change)

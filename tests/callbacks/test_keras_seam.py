@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 
-from dtk.strategies import adopt
+from dtk.strategies import adopt, optimizing
 
 
 def array_adapter():
@@ -49,10 +49,10 @@ def test_epoch_iterator_yields_step_end_and_iterator():
 
 def test_optimizer_learning_rate():
     decay = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
-    assert adopt.schedule_of(keras.optimizers.SGD(decay)) is decay
-    assert adopt.schedule_of(keras.optimizers.SGD(0.1)) is None
+    assert optimizing.schedule_of(keras.optimizers.SGD(decay)) is decay
+    assert optimizing.schedule_of(keras.optimizers.SGD(0.1)) is None
     wrapped = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(decay))
-    assert adopt.schedule_of(wrapped) is decay
+    assert optimizing.schedule_of(wrapped) is decay
 
 
 @pytest.mark.parametrize("kind", [keras.optimizers.SGD, keras.optimizers.RMSprop])

@@ -41,20 +41,22 @@ def order_of_rows(seed, devices=0):
 
 def starts_apart():
     """Ranks build different weights and train; returns the paths that differ afterwards."""
-    from dtk.strategies import adopt, agreement
+    from dtk.strategies import agreement
+    from dtk.strategies.adoption import adoption_of
 
     strategy = bodies.strategy()
     x, y = cases.rows(16)
     model = cases.compiled(strategy, lambda: cases.small(seed=strategy.rank))
     keras.utils.set_random_seed(1)  # the rows must come in one order, whatever the weights
-    before = agreement.differing_variables(adopt.adoption_of(model))
+    before = agreement.differing_variables(adoption_of(model))
     model.fit(x, y, batch_size=8, verbose=0)
-    return before, agreement.differing_variables(adopt.adoption_of(model)), model.get_weights()
+    return before, agreement.differing_variables(adoption_of(model)), model.get_weights()
 
 
 def weights_of_rank_0_alone():
     """Rank 0 alone is given other weights, then single batches: who trains from which?"""
-    from dtk.strategies import adopt, agreement
+    from dtk.strategies import agreement
+    from dtk.strategies.adoption import adoption_of
 
     strategy = bodies.strategy()
     x, y = cases.rows(16)
@@ -66,7 +68,7 @@ def weights_of_rank_0_alone():
         for rows in (16, 16, 7):
             model.train_on_batch(x[:rows], y[:rows])
         trained.append(model)
-    differing = agreement.differing_variables(adopt.adoption_of(trained[0]))
+    differing = agreement.differing_variables(adoption_of(trained[0]))
     return differing, *(bodies.flat(model.get_weights()) for model in trained)
 
 

@@ -123,13 +123,13 @@ def test_the_end_of_an_epoch_is_told_once():
     """Wrapped anew in each epoch, the validation's iterator ended in a RecursionError."""
     from keras.src.backend.tensorflow.trainer import TFEpochIterator
 
-    from dtk.strategies import adopt
+    from dtk.strategies import feeding
 
     plain = tf.distribute.get_strategy()
     iterator = TFEpochIterator(x=np.zeros((4, 1)), batch_size=2, distribute_strategy=plain)
     ends = []
     for _ in range(3):
-        adopt.at_end_of_data(iterator, lambda: ends.append("end"))
+        feeding.at_end_of_data(iterator, lambda: ends.append("end"))
         list(iterator._enumerate_iterator())
     assert ends == ["end"] * 3
 

@@ -1,0 +1,292 @@
+"""Adopting: what makes a plain Keras model train over the replicas of a strategy.
+
+`strategy.scope()` *adopts* every model compiled inside it. Adopting gives that one model object its
+own step functions, and `fit`, `evaluate` and `predict` dtk's share of the work; once the scope is
+left, nothing of Keras stays patched.
+
+    what fit reads    feeding      global batches, cut by rank
+    a step            tracing      losses that count with their share of the rows
+                      optimizing   gradients reduced once, where every later step sees them
+                      steps        metrics and moving statistics of the whole world
+    around fit        fitting      callbacks; agreement: what ranks must agree on
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from dtk.errors import NotDistributedError, at_rank
+from dtk.strategies import adopt, feeding, fitting, optimizing, slicing, steps, tracing
+
+
+class Adoption:
+    """What dtk keeps about one model compiled under one strategy.
+
+    Attributes:
+        model: The model.
+        strategy: Its strategy.
+        feed: The data of the running `fit`.
+        callbacks: The `keras.callbacks.CallbackList` of the running `fit`; None outside.
+    """
+
+    def __init__(self, model: Any, strategy: Any):
+        self.model = model
+        self.strategy = strategy
+        self.feed = feeding.Feed(model, strategy, self.distribute)
+        self.callbacks: Any = None
+
+    @property
+    def takes_over(self) -> bool:
+        """Whether the model's step functions are replaced; in a world of one it is plain Keras."""
+        return self.strategy.num_replicas_in_sync > 1
+
+    def bind_optimizers(self) -> None:
+        """Make the model's optimizers reduce their gradients over the replicas."""
+        for optimizer in optimizing.optimizers_of(self.model):
+            optimizing.bind(optimizer, self.strategy)
+
+    # Data.
+
+    def cut(self, dataset: Any) -> tf.data.Dataset:
+        """Dataset of `Slices` for this process, from whatever `fit` was given."""
+        return feeding.cut(dataset, self.strategy)
+
+    def distribute(self, dataset: Any) -> Any:
+        """What Keras is to read instead of a dataset of global batches."""
+        if self.takes_over:
+            return self.cut(dataset)
+        return self.strategy.experimental_distribute_dataset(dataset)
+
+    def take_epoch_iterator(self, iterator: Any = None, data_batch: Any = None) -> None:
+        """Feed Keras's epoch iterator with cut batches, and build the model from their shapes."""
+        model, strategy = self.model, self.strategy
+        if iterator is not None:
+            if self.takes_over:
+                dataset = iterator.data_adapter.get_tf_dataset()
+                slices = self.cut(dataset)
+                adopt.set_dataset(iterator, slices)
+                data_batch = _first_part(slices.element_spec)
+            else:
+                dataset = adopt.dataset_of(iterator)
+                data_batch = dataset.element_spec
+            if self.callbacks is not None and self.feed.iterator is None:
+                self.feed.begin(iterator, dataset, self.callbacks)
+        with strategy.scope():
+            adopt.build_from(model, data_batch)
+        if not self.takes_over:
+            return
+        self._take_metrics()
+        self.bind_optimizers()
+        tracing.flag_outputs(adopt.compile_loss(model))
+
+    def _take_metrics(self) -> None:
+        """Make the state of metrics created outside the scope one that is summed when read."""
+        self.strategy.take_metric_state(
+            [v for v in steps.metric_variables(self.model) if v.synchronization == "on_read"]
+        )
+
+    # Step functions.
+
+    def make_step_function(self, step_function: Callable, name: str) -> Callable:
+        """Keras's loop around one step, over cut batches."""
+        model, strategy = self.model, self.strategy
+        sequence = strategy.new_sequence(name)
+
+        @tf.autograph.experimental.do_not_convert
+        def step(batch: slicing.Slices) -> Any:
+            with strategy.sequence(sequence):
+                return steps.run_step(step_function, batch, model, strategy)
+
+        function = adopt.make_function(model, step)
+
+        def run(iterator: Any) -> Any:
+            with tracing.in_shares():
+                if isinstance(iterator, tf.data.Iterator):
+                    return function(iterator)
+                return function(feeding.cut_batches(iterator, strategy))
+
+        return run
+
+    def make_train_function(self, force: bool = False) -> Callable:
+        """Replaces `Model.make_train_function` on the adopted model."""
+        model = self.model
+        if model.train_function is None or force:
+            self.bind_optimizers()
+            model.train_function = self.make_step_function(model.train_step, "train")
+        return model.train_function
+
+    def make_test_function(self, force: bool = False) -> Callable:
+        """Replaces `Model.make_test_function` on the adopted model."""
+        model = self.model
+        if model.test_function is None or force:
+            model.test_function = self.make_step_function(model.test_step, "test")
+        return model.test_function
+
+    def make_predict_function(self, force: bool = False) -> Callable:
+        """Replaces `Model.make_predict_function`: every rank gets every row, in order."""
+        model, strategy = self.model, self.strategy
+        if model.predict_function is not None and not force:
+            return model.predict_function
+        sequence = strategy.new_sequence("predict")
+
+        @tf.autograph.experimental.do_not_convert
+        def one_step(data: Any) -> Any:
+            with strategy.sequence(sequence):
+                return strategy.gather_outputs(steps.predict_rows(data, model))
+
+        @tf.autograph.experimental.do_not_convert
+        def every_step(batches: list) -> Any:
+            outputs = [
+                strategy.join_outputs(strategy.run(one_step, args=(data,))) for data in batches
+            ]
+            return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
+
+        function = (
+            every_step if model.run_eagerly else tf.function(every_step, reduce_retracing=True)
+        )
+        model.predict_function = function
+        return function
+
+    def predict_on_batch(self, x: Any) -> Any:
+        """Replaces `Model.predict_on_batch`: a cut batch, a whole result on every rank."""
+        function = self.make_predict_function()
+        strategy = self.strategy
+        batch = slicing.cut_exactly(
+            tf.nest.map_structure(tf.convert_to_tensor, (x,)),
+            strategy.local_ranks(),
+            strategy.num_replicas_in_sync,
+        )
+        outputs = function([self.strategy.per_replica(batch)])
+        return tf.nest.map_structure(
+            lambda leaf: leaf if isinstance(leaf, tf.RaggedTensor) else leaf.numpy(), outputs
+        )
+
+    def new_epoch(self, epoch: int) -> None:
+        """Called when an epoch of `fit` begins."""
+
+    def settle(self) -> None:
+        """Wait for steps under way; here there are none, each is over when Keras has called it."""
+
+    def leave(self) -> None:
+        """Called when `fit`, `evaluate`, `predict` or a single step is over."""
+
+    # Where training starts.
+
+    def initial_epoch(self) -> int | None:
+        """The epoch a callback wants `fit` to start from; None for the argument's."""
+        return adopt.initial_epoch(self.model)
+
+    def set_initial_epoch(self, epoch: int | None) -> None:
+        """Make `fit` start from this epoch."""
+        adopt.set_initial_epoch(self.model, epoch)
+
+    # State that is this rank's own.
+
+    def seed_states(self) -> list:
+        """State variables of the model's random number generators (dropout and the like)."""
+        weights = {id(v) for v in self.model.weights}
+        return [
+            v
+            for v in self.model.variables
+            if id(v) not in weights and v.name == "seed_generator_state"
+        ]
+
+    def shared_variables(self) -> list:
+        """Every variable the ranks must agree on: weights and optimizer state."""
+        optimizers = optimizing.optimizers_of(self.model)
+        own = {id(a) for optimizer in optimizers for a in optimizing.accumulators_of(optimizer)}
+        optimizer_variables = [v for optimizer in optimizers for v in optimizer.variables]
+        unique = {id(v): v for v in [*self.model.weights, *optimizer_variables]}
+        return [v for key, v in unique.items() if key not in own]
+
+
+def _first_part(spec: Any) -> Any:
+    return spec.parts[0] if isinstance(spec, slicing.Slices) else spec
+
+
+def adoption_of(model: Any) -> Adoption | None:
+    """The adoption of a model, None when no dtk strategy compiled it."""
+    return getattr(model, "_dtk_adoption", None)
+
+
+def adopt_model(model: Any, strategy: Any) -> Adoption:
+    """Give one compiled model the strategy's step functions. Compiling again starts afresh."""
+    before = adoption_of(model)
+    if before is not None and before.strategy is not strategy:
+        raise ValueError(
+            at_rank(
+                strategy.rank,
+                f"model {model.name!r} was compiled under another strategy; build a new one for "
+                "this",
+            )
+        )
+    strategy.take_variables(model.variables)
+    adoption = before or strategy.make_adoption(model)
+    adoption.bind_optimizers()
+    if before is not None:
+        return before
+    model._dtk_adoption = adoption
+    adopt.build_through(model, adoption.take_epoch_iterator)
+    model.compute_loss = tracing.noting_loss(model.compute_loss)
+    if adoption.takes_over:
+        model.make_train_function = adoption.make_train_function
+        model.make_test_function = adoption.make_test_function
+        model.make_predict_function = adoption.make_predict_function
+        model.predict_on_batch = adoption.predict_on_batch
+    fitting.wrap(model, adoption)
+    return adoption
+
+
+@contextlib.contextmanager
+def adopting(strategy: Any) -> Iterator[None]:
+    """While inside, `compile` adopts. Keras's own `compile` is restored on leaving."""
+
+    def check_and_own(model: Any, jit_compile: Any) -> None:
+        _refuse_jit(jit_compile, strategy)
+        owner = adopt.owner_of(model)
+        if owner is not None and owner is not strategy:
+            raise ValueError(
+                at_rank(
+                    strategy.rank,
+                    f"model {model.name!r} was built under another strategy "
+                    f"({type(owner).__name__}); build and compile it under the same one",
+                )
+            )
+        adopt.set_owner(model, strategy)
+
+    with adopt.compiles_through(check_and_own, lambda model: adopt_model(model, strategy)):
+        yield
+
+
+def _refuse_jit(jit_compile: Any, strategy: Any) -> None:
+    if jit_compile is True and strategy.num_replicas_in_sync > 1:
+        raise ValueError(
+            at_rank(
+                strategy.rank,
+                "jit_compile=True compiles the whole step with XLA, which cannot contain "
+                "reductions that run on the host; leave jit_compile at 'auto' (it stays off under "
+                "a strategy)",
+            )
+        )
+
+
+def check_adopted(function: Any, strategy: Any) -> None:
+    """Refuse to run the step of a model that this strategy did not compile."""
+    model = getattr(function, "__self__", None)
+    if not isinstance(model, keras.Model) or strategy.num_replicas_in_sync == 1:
+        return
+    if function.__name__ not in ("train_step", "test_step", "predict_step"):
+        return
+    if adoption_of(model) is None:
+        raise NotDistributedError(
+            at_rank(
+                strategy.rank,
+                f"model {model.name!r} was compiled outside strategy.scope(), so its steps would "
+                "not be exact; call model.compile(...) inside `with strategy.scope():`",
+            )
+        )

@@ -1,0 +1,287 @@
+"""What `fit` reads: batches cut by rank, in the order and from the place they should come.
+
+Keras's epoch iterator reads whatever dataset it is given. Here it is given the cut one, and between
+epochs another: shuffled anew, in batches of another size, or from where a checkpoint was saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from dtk.strategies import adopt, extended, slicing
+
+
+def cut(dataset: Any, strategy: Any) -> tf.data.Dataset:
+    """Dataset of `Slices` for this process, from whatever `fit` was given."""
+    if isinstance(dataset, extended.PerRankDataset):
+        if dataset.whole is None:
+            return dataset.local.map(slicing.on_elements(dataset.local, _own_rows))
+        dataset = dataset.whole
+    slices = slicing.cut_dataset(dataset, strategy.local_ranks(), strategy.num_replicas_in_sync)
+    return slices.prefetch(tf.data.AUTOTUNE)
+
+
+def _own_rows(batch: Any) -> slicing.Slices:
+    return slicing.Slices((batch,), (slicing.count_rows(batch),), ())
+
+
+def cut_batches(batches: Any, strategy: Any) -> Iterator[slicing.Slices]:
+    """The same for single batches, which need not be tensors yet."""
+    for batch in batches:
+        batch = tf.nest.map_structure(
+            lambda leaf: leaf if leaf is None else tf.convert_to_tensor(leaf), batch
+        )
+        yield slicing.cut(batch, strategy.local_ranks(), strategy.num_replicas_in_sync)
+
+
+def is_per_rank(dataset: Any) -> bool:
+    """Whether every rank reads a pipeline of its own."""
+    return isinstance(dataset, extended.PerRankDataset) and dataset.whole is None
+
+
+def at_end_of_data(iterator: Any, call: Callable[[], None]) -> None:
+    """Call a function whenever an epoch of a Keras epoch iterator ends, however it ends.
+
+    `fit` keeps the iterator of its validation data and brings it every epoch: once is enough.
+    """
+    if getattr(iterator, "_dtk_tells_its_end", False):
+        return
+    iterator._dtk_tells_its_end = True
+
+    def until_end(steps: Iterator[tuple]) -> Iterator[tuple]:
+        try:
+            yield from steps
+        finally:
+            call()
+
+    adopt.steps_through(iterator, until_end)
+
+
+class Feed:
+    """The data of the running `fit`.
+
+    Args:
+        model: The model that is fitted.
+        strategy: Its strategy.
+        distribute: Makes of a dataset of global batches the one that Keras is to read.
+
+    Attributes:
+        iterator: Keras's epoch iterator; None outside `fit`.
+        rows_unknown: True while `fit` reads per-rank pipelines, so that the rows of a global batch
+            are known only by summing.
+    """
+
+    def __init__(self, model: Any, strategy: Any, distribute: Callable[[Any], Any]):
+        self.model = model
+        self.strategy = strategy
+        self.iterator: Any = None
+        self.rows_unknown = False
+        self._distribute = distribute
+        self._callbacks: Any = None
+        self._given_adapter: Any = None
+        self._batch_size: int | None = None
+        self._openings = 0
+
+    def begin(self, iterator: Any, dataset: Any, callbacks: Any) -> None:
+        """A `fit` begins.
+
+        Args:
+            iterator: Keras's epoch iterator.
+            dataset: What it was given, before it was cut.
+            callbacks: The `keras.callbacks.CallbackList`.
+        """
+        self.iterator = iterator
+        self.rows_unknown = is_per_rank(dataset)
+        self._callbacks = callbacks
+        self._given_adapter = iterator.data_adapter
+        self._batch_size = None
+        self._openings = 0
+        adopt.on_opening(iterator, self._count_opening)
+        self._tell_steps(iterator.num_batches)
+
+    def end(self) -> None:
+        """The `fit` is over, or was left by an exception."""
+        self.iterator = self._callbacks = None
+
+    def _count_opening(self) -> None:
+        self._openings += 1
+
+    def _tell_steps(self, steps: int | None) -> None:
+        """Tell the callbacks, the progress bar among them, how many steps an epoch has."""
+        self._callbacks.set_params({**self._callbacks.params, "steps": steps})
+
+    def tell_learned_steps(self) -> None:
+        """Once an epoch has shown how many steps the data has, let the progress bar know."""
+        iterator = self.iterator
+        if iterator is None or self._callbacks.params.get("steps") is not None:
+            return
+        if iterator.num_batches is not None:
+            # Keras counts the attempt that found the data at its end.
+            self._tell_steps(iterator.num_batches - iterator.steps_per_execution)
+
+    def shuffle(self, epoch: int) -> None:
+        """Put the rows of arrays in an order of their own for this epoch, the same on every rank.
+
+        With a fixed seed Keras repeats one order in every epoch. That is what a script that sets a
+        seed gets, as without dtk; one that sets none gets a new order each epoch, as without dtk.
+        """
+        iterator, strategy = self.iterator, self.strategy
+        if extended.global_seed() != strategy.seed_in_force:
+            strategy.shuffle_seed = None
+        if strategy.shuffle_seed is None or iterator is None:
+            return
+        adapter = iterator.data_adapter
+        if isinstance(adapter, adopt.ArrayDataAdapter) and adopt.shuffles(adapter):
+            strategy.seed_in_force = (strategy.shuffle_seed + epoch) % 2**31
+            tf.random.set_seed(strategy.seed_in_force)
+            adopt.set_dataset(iterator, self._distribute(adapter.get_tf_dataset()))
+
+    # Batch size between epochs.
+
+    def set_batches(self, adapter: Any) -> None:
+        """Read the following epochs from another Keras data adapter, and tell the progress bar."""
+        iterator = self.iterator
+        dataset = adapter.get_tf_dataset()
+        iterator.data_adapter = adapter
+        adopt.set_dataset(iterator, self._distribute(dataset))
+        adopt.set_batches_in(iterator, adapter.num_batches)
+        adopt.forget_place(iterator)
+        self._tell_steps(iterator.num_batches)
+
+    def batch_size(self) -> int | None:
+        """Global batch size of the running `fit`; None where the data does not tell."""
+        if self._batch_size is not None:
+            return self._batch_size
+        adapter = self.iterator.data_adapter
+        return None if self.rows_unknown else adapter.batch_size
+
+    def rows_in(self, steps: int) -> int | None:
+        """Rows in the first `steps` batches of an epoch; None where the data does not tell."""
+        adapter, size = self.iterator.data_adapter, self.batch_size()
+        if size is None:
+            return None
+        partial = adapter.partial_batch_size if steps == adapter.num_batches else None
+        return steps * size - (size - partial if partial else 0)
+
+    def check_rebatch(self) -> None:
+        """Whether `rebatch` is possible.
+
+        Raises:
+            ValueError: The data comes in batches that cannot be cut anew.
+        """
+        given = self._given_adapter
+        if isinstance(given, adopt.ArrayDataAdapter) or (
+            isinstance(given, adopt.TFDatasetAdapter) and not self.rows_unknown
+        ):
+            return
+        raise ValueError(
+            f"the batch size of data from a {type(given).__name__} cannot be changed during fit; "
+            "give fit arrays or a tf.data.Dataset of global batches"
+        )
+
+    def rebatch(self, size: int) -> None:
+        """Read the following epochs in global batches of `size` rows.
+
+        Arrays keep their order of rows (the same shuffle, cut differently). A dataset is cut anew
+        behind the script's own pipeline; Keras then learns the number of steps in the first epoch.
+        """
+        if size == self.batch_size():
+            return
+        self.check_rebatch()
+        given = self._given_adapter
+        if isinstance(given, adopt.ArrayDataAdapter):
+            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(adopt.arrays_of(given))
+            adapter = adopt.ArrayDataAdapter(
+                x, y, sample_weight, batch_size=size, shuffle=adopt.shuffles(given)
+            )
+        else:
+            dataset = given.get_tf_dataset()
+            whole: Any = dataset.whole if isinstance(dataset, extended.PerRankDataset) else dataset
+            adapter = adopt.TFDatasetAdapter(whole.rebatch(size))
+        self.set_batches(adapter)
+        self._batch_size = size
+        if adapter.num_batches is None:
+            # Where the data ends is where an epoch of unknown length ends: nothing to warn about.
+            adopt.end_quietly(self.iterator)
+
+    # Position in the data, to go on from it later.
+
+    def position(self, in_epoch: bool) -> dict:
+        """Where the running `fit` is in its data, as plain numbers.
+
+        Args:
+            in_epoch: Call it with True from `on_train_batch_begin`, with False between epochs.
+        """
+        iterator = self.iterator
+        ahead = iterator.steps_per_execution if in_epoch else 0
+        return {
+            "iterators": self._openings,
+            "seen": adopt.steps_seen(iterator) - ahead,
+            "open": in_epoch or adopt.is_open(iterator),
+            "batch_size": self.batch_size(),
+            "batches": None if self._batch_size else adopt.batches_in(iterator),
+        }
+
+    def resume_at(self, step: int, position: dict) -> None:
+        """Let the next epoch begin at `step`, with the rows that would have come there.
+
+        Iterators over a dataset shuffle anew each time one is made, so as many are made as before;
+        then the batches already seen are passed over.
+        """
+        iterator = self.iterator
+
+        def resumed(steps: Iterator[tuple]) -> Iterator[tuple]:
+            if step and position["batch_size"] != self.batch_size():
+                raise ValueError(
+                    f"step {step} of an epoch was reached with batch_size="
+                    f"{position['batch_size']}, which {self.batch_size()} cannot continue; use the "
+                    "same, or a checkpoint from the end of an epoch"
+                )
+            self._find_position(step, position)
+            for begin, end, batches in steps:
+                if begin >= step:
+                    yield begin, end, batches
+                elif iterator.steps_per_epoch is None:
+                    _pass_over(batches, end - begin + 1)
+
+        adopt.steps_through(iterator, resumed, once=True)
+
+    def resume_after_steps(self, logs: dict, position: dict) -> None:
+        """Let the next epoch have no steps: they are done, and only its validation is left.
+
+        Args:
+            logs: What the epoch's training steps said.
+            position: Where the data is after them.
+        """
+
+        def none_left(steps: Iterator[tuple]) -> Iterator[tuple]:
+            del steps
+            self._find_position(0, position)
+            # Keras asks for an epoch's numbers when its steps are over.
+            adopt.answer_once(self.model, logs)
+            yield from ()
+
+        adopt.steps_through(self.iterator, none_left, once=True)
+
+    def _find_position(self, step: int, position: dict) -> None:
+        iterator = self.iterator
+        stream = iterator.steps_per_epoch is not None
+        inside = position["open"] if stream else step > 0
+        if adopt.batches_in(iterator) is None and not self._batch_size:
+            adopt.set_batches_in(iterator, position["batches"])
+        if not isinstance(iterator.data_adapter, adopt.ArrayDataAdapter):
+            while self._openings < position["iterators"] - inside:
+                adopt.open_data(iterator)
+        if stream and inside:
+            opened = adopt.open_data(iterator)
+            _pass_over(opened, position["seen"])
+            adopt.set_place(iterator, opened, position["seen"] - step)
+
+
+def _pass_over(batches: Iterator, count: int) -> None:
+    for _ in range(count):
+        next(batches, None)

@@ -1,0 +1,217 @@
+"""Optimizers that many replicas share.
+
+Gradients are reduced once, before loss-scale checks, accumulation and clipping see them; with
+accumulation once per window. Where steps run behind parameter servers, an optimizer only notes what
+a step hands it, and applies it later.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from dtk.errors import at_rank
+from dtk.strategies import adopt, extended, tracing
+
+
+def optimizers_of(model: Any) -> list:
+    """The model's optimizer and any other it holds as an attribute (a GAN has two)."""
+    found = [
+        value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)
+    ]
+    unique = {id(optimizer): optimizer for optimizer in found}
+    return list(unique.values())
+
+
+def _chain(optimizer: Any) -> list:
+    """An optimizer and those it wraps, outermost first."""
+    chain = [optimizer]
+    while hasattr(chain[-1], "inner_optimizer"):
+        chain.append(chain[-1].inner_optimizer)
+    return chain
+
+
+def accumulators_of(optimizer: Any) -> list:
+    """Variables that hold this rank's part of an unfinished accumulation window."""
+    return adopt.accumulated(_chain(optimizer)[-1])
+
+
+def schedule_of(optimizer: Any) -> Any:
+    """What an optimizer computes its learning rate with; None when the rate is a plain number."""
+    return adopt.given_rate(_chain(optimizer)[-1])
+
+
+def accumulates(optimizer: Any) -> bool:
+    """Whether it sums gradients over several steps before it applies them."""
+    return bool(_chain(optimizer)[-1].gradient_accumulation_steps)
+
+
+def is_linear(optimizer: Any) -> bool:
+    """Whether an optimizer makes the same of two gradients and of their sum."""
+    chain = _chain(optimizer)
+    inner = chain[-1]
+    clips = inner.clipnorm or inner.global_clipnorm or inner.clipvalue
+    return type(inner) is keras.optimizers.SGD and len(chain) == 1 and not clips
+
+
+# Reducing.
+
+
+def bind(optimizer: Any, strategy: Any) -> None:
+    """Make `optimizer` reduce its gradients once, where every later step sees the reduced ones."""
+    chain = _chain(optimizer)
+    for member in chain:
+        if getattr(member, "_dtk_member_of", None) is strategy:
+            continue
+        _check_owner(member, strategy)
+        adopt.own_optimizer(member, strategy)
+        member._dtk_member_of = strategy
+
+    for member in chain:
+        adopt.index_variables(member)
+
+    outer, inner = chain[0], chain[-1]
+    if getattr(outer, "_dtk_bound", None) is strategy:
+        return
+    outer._dtk_bound = strategy
+    if inner.gradient_accumulation_steps:
+        _reduce_windows(outer, inner, strategy)
+    else:
+        _reduce_each(outer, strategy)
+
+
+def _reduce_windows(outer: Any, inner: Any, strategy: Any) -> None:
+    """The window's sum is all that is needed: reduce where the window closes."""
+    apply_own = outer.apply
+
+    def clip_reduced(grads: Any, clip: Callable) -> Any:
+        # What earlier steps of the window left counts, whether or not this one has rows.
+        with extended.counted_if(None):
+            return clip(_reduce_gradients(grads, strategy))
+
+    def apply_present(grads: Any, trainable_variables: Any = None) -> Any:
+        return apply_own(extended.if_present(list(grads)), trainable_variables)
+
+    adopt.clip_through(inner, clip_reduced)
+    outer.apply = apply_present
+    if outer is not inner:
+        check_finite = outer.check_finite
+        outer.check_finite = lambda grads: _everywhere(check_finite(grads))
+
+
+def _reduce_each(outer: Any, strategy: Any) -> None:
+    apply = outer.apply
+
+    @functools.wraps(apply)
+    def reduced_apply(grads: Any, trainable_variables: Any = None) -> Any:
+        if not outer.built and trainable_variables is not None:
+            _build_outside(outer, list(trainable_variables), strategy)
+        return apply(_reduce_gradients(grads, strategy), trainable_variables)
+
+    outer.apply = reduced_apply
+
+
+def _check_owner(member: Any, strategy: Any) -> None:
+    """Take over an optimizer that no other strategy has."""
+    owner = adopt.optimizer_owner(member)
+    if owner is strategy:
+        return
+    if type(owner).__name__ != "_DefaultDistributionStrategy":
+        raise ValueError(
+            at_rank(
+                strategy.rank,
+                f"optimizer {member.name!r} was made for another strategy "
+                f"({type(owner).__name__}); make a new optimizer inside this strategy's scope",
+            )
+        )
+    strategy.take_variables(member.variables)
+
+
+def _build_outside(optimizer: Any, variables: list, strategy: Any) -> None:
+    """Make an optimizer's variables outside the step being traced.
+
+    Keras builds the optimizer given to `compile` before the first step; others are built by their
+    first `apply`, in the middle of a step. Variables made there tie one replica's step to
+    another's. A new thread is outside every graph, device and replica.
+    """
+
+    def build() -> None:
+        with strategy.scope():
+            optimizer.build(variables)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        thread.submit(build).result()
+
+
+def _reduce_gradients(grads: Any, strategy: Any) -> list:
+    """Sum gradients over all replicas; None stays None."""
+    grads = list(grads)
+    step = tracing.current()
+    if step is not None:
+        step.reductions += 1
+    present = [g for g in grads if g is not None]
+    if not present or not _in_replica(strategy):
+        return grads
+    reduced = iter(strategy.reduce_gradients(present))
+    return [None if g is None else next(reduced) for g in grads]
+
+
+def _in_replica(strategy: Any) -> bool:
+    replica = tf.distribute.get_replica_context()
+    return replica is not None and replica.strategy is strategy
+
+
+def _everywhere(flag: tf.Tensor) -> tf.Tensor:
+    """True where `flag` is true on every replica."""
+    replica = tf.distribute.get_replica_context()
+    misses = tf.cast(tf.logical_not(flag), tf.int32)
+    return replica.all_reduce(tf.distribute.ReduceOp.SUM, misses) == 0
+
+
+# Noting.
+
+
+def note_applies(optimizer: Any, strategy: Any, parts_of: Callable[[Any], list]) -> None:
+    """Make an optimizer note what a traced step hands it, and see partitioned variables as parts.
+
+    Args:
+        optimizer: The model's optimizer.
+        strategy: Its strategy.
+        parts_of: Keras variable -> itself in a list, or its parts.
+    """
+    chain = _chain(optimizer)
+    outer = chain[0]
+    if getattr(outer, "_dtk_bound", None) is strategy:
+        return
+    for member in chain:
+        _check_owner(member, strategy)
+        adopt.own_optimizer(member, strategy)
+    outer._dtk_bound = strategy
+    apply, build, finalize = outer.apply, outer.build, outer.finalize_variable_values
+
+    @functools.wraps(apply)
+    def noted_apply(grads: Any, trainable_variables: Any = None) -> Any:
+        step = tracing.current()
+        if step is None or step.applied is None:
+            return apply(grads, trainable_variables)
+        variables = trainable_variables or adopt.trained_variables(outer)
+        step.applied.append(tracing.Applied(outer, list(grads), list(variables)))
+        return None
+
+    def expanded(variables: Any) -> list:
+        return [part for variable in variables for part in parts_of(variable)]
+
+    outer.apply = noted_apply
+    outer._dtk_apply = apply
+    outer.build = lambda variables: build(expanded(variables))
+    outer.finalize_variable_values = lambda variables: finalize(expanded(variables))
+
+
+def apply_now(optimizer: Any, gradients: list, variables: list) -> None:
+    """What `optimizer.apply` does where it is not only noted."""
+    optimizer._dtk_apply(gradients, variables)
