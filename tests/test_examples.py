@@ -67,6 +67,17 @@ def test_a_large_table_travels_by_rows():
     assert all(float(kilobytes) > 12_000 for kilobytes in held), "the table is on one server"
 
 
+def test_block_updates_end_where_scikit_learn_does():
+    more = ("--tau=2", "--blocks=4", "--l1=1000", "--steps=600")
+    out = run([*DTK_RUN, "--ps", "2"], "examples/linear_regression_ps.py", *more)
+    assert number(r"objective / scikit-learn's (\S+)", out) < 1.0005
+    assert number(r"(\d+) of 65 weights are not zero", out) < 25
+    objectives = [float(found) for found in re.findall(r"objective (\d+)\n", out)]
+    assert len(objectives) == 7 and objectives == sorted(objectives, reverse=True)
+    assert number(r"at most (\d) steps", out) in (1, 2)
+    assert "130 of 520 bytes for each" in out, "a quarter of the weights"
+
+
 @pytest.mark.parametrize(("launcher", "workers"), [(DTK_RUN, 2), (PYTHON, 1)], ids=["2", "1"])
 def test_the_demo(launcher, workers):
     out = run(launcher, "examples/digits_allreduce.py", "--epochs=8", "--width=32")

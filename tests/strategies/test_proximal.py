@@ -1,0 +1,385 @@
+"""Block updates on parameter servers: one process's numbers at tau=0, the same minimum later.
+
+The reference is a serial block proximal gradient in NumPy, of four lines.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as draw
+
+from dtk.strategies import (
+    MirroredStrategy,
+    consistency,
+    descent,
+    least_squares_smoothness,
+    minimize_blocks,
+    minimizing,
+    rate_bound,
+)
+from dtk.strategies.proximal import soft_threshold
+
+from strategies import proximal_bodies
+from strategies.proximal_bodies import BLOCKS, L1, problem
+
+HERE = Path(__file__).resolve().parent
+STEPS = 60
+# float64, sums in another order
+TOLERANCE = 1e-12
+# 24 entries in 5 blocks: the first four have one more
+SPANS = [(0, 5), (5, 10), (10, 15), (15, 20), (20, 24)]
+
+
+def shrink(v, t):
+    return np.sign(v) * np.maximum(np.abs(v) - t, 0)
+
+
+def value(x, y, w, l1):
+    return ((x @ w - y) ** 2).sum() / 2 + l1 * np.abs(w).sum()
+
+
+def serial(x, y, w, order, rate, l1):
+    """One process, one block after the other: the weights, and the objective after each step."""
+    w, objective = w.copy(), [value(x, y, w, l1)]
+    for block in order:
+        mine = slice(*SPANS[block])
+        gradient = x[:, mine].T @ (x @ w - y)
+        w[mine] = shrink(w[mine] - rate[block] * gradient, rate[block] * l1)
+        objective.append(value(x, y, w, l1))
+    return w, objective
+
+
+def cyclic(steps):
+    return [step % BLOCKS for step in range(steps)]
+
+
+@functools.cache
+def smoothness():
+    return least_squares_smoothness(problem()[0], BLOCKS)
+
+
+@functools.cache
+def minimum(l1=L1):
+    """The weights at the minimum, and the objective there."""
+    weights, objective = serial(*problem(), cyclic(10_000), rate_bound(smoothness(), 0), l1)
+    assert objective[-1] == pytest.approx(objective[-1000], rel=1e-14), "not at the minimum yet"
+    return weights, objective[-1]
+
+
+def distance(mine, other):
+    return np.linalg.norm(mine - other) / np.linalg.norm(other)
+
+
+# Equal to one process.
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_without_delay_it_is_one_process(world, workers):
+    """A part's gradient that is lost, counted twice, late, or of another block would show."""
+    (found,) = world("served", workers).run(
+        proximal_bodies.minimize, {"steps": STEPS, "smoothness": smoothness()}
+    )
+    weights, objective = serial(*problem(), cyclic(STEPS), rate_bound(smoothness(), 0), L1)
+    assert distance(found.weights, weights) <= TOLERANCE
+    assert sorted(found.objective) == list(range(0, STEPS + 1, BLOCKS))
+    for step, mine in found.objective.items():
+        assert mine == pytest.approx(objective[step], rel=TOLERANCE)
+    assert found.staleness.histogram == {0: STEPS} and found.staleness.lag == 0
+
+
+def test_a_matrix_of_float32_in_random_order(world):
+    """Cut along another axis, cast, or in an order that the seed does not give, it would differ."""
+    x, y, start = problem(columns=3)
+    (found,) = world("served", 2).run(
+        proximal_bodies.minimize,
+        {"steps": STEPS, "rate": rate_bound(smoothness(), 0), "order": "random", "seed": 3},
+        "float32",
+        3,
+    )
+    order = np.random.default_rng(3).integers(0, BLOCKS, STEPS)
+    weights, _ = serial(x, y, start, order, rate_bound(smoothness(), 0), L1)
+    assert found.weights.dtype == np.float32 and found.weights.shape == (24, 3)
+    assert distance(found.weights, weights) <= 1e-5
+
+
+def test_a_killed_worker_changes_nothing():
+    """Its part has to go to another, with rows and weights of which the dead one had the copies."""
+    done = subprocess.run(
+        [sys.executable, "-m", "dtk.cli.main", "run", "-n", "2", "--ps", "2"]
+        + [str(HERE / "losing_blocks.py")],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE.parents[1])])},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "starting it again (1 of 3)" in done.stderr
+    steps = int(re.search(r"steps (\d+)", done.stdout)[1])
+    weights = np.array(re.search(r"weights (.*)", done.stdout)[1].split(), float)
+    expected, _ = serial(*problem(), cyclic(steps), rate_bound(smoothness(), 0), L1)
+    assert distance(weights, expected) <= TOLERANCE
+    assert "worker 1 came back True" in done.stdout
+
+
+# Late gradients.
+
+
+@pytest.mark.parametrize("tau", [2, 4])
+def test_late_gradients_reach_the_same_minimum(world, tau):
+    """Relative 1e-6 after 500 steps; steps applied twice, never, or later would end elsewhere."""
+    (found,) = world("served", 2).run(
+        proximal_bodies.minimize, {"steps": 500, "smoothness": smoothness(), "tau": tau}
+    )
+    assert found.objective[500] == pytest.approx(minimum()[1], rel=1e-6)
+    assert 1 <= found.staleness.max <= tau and found.staleness.lag <= tau
+    assert found.staleness.steps == 500
+
+
+def test_a_worker_that_stands_still_is_waited_for_after_tau_steps(world):
+    """No bound, or one for each part alone, would let the other worker run away from it."""
+    (found,) = world("served", 2).run(
+        proximal_bodies.minimize_with_a_pause, {"smoothness": smoothness(), "tau": 3}
+    )
+    assert found.staleness.lag == 3
+    assert found.staleness.max <= 3, "fewer when the steps between are already applied"
+    assert found.staleness.steps == 60
+
+
+class Late:
+    """The algorithm without processes: newest gradients first, each as late as tau allows."""
+
+    def __init__(self, tau, steps):
+        self.schedule = consistency.Schedule(tau, slices=2)
+        self.steps = descent.Steps(self.schedule, 2)
+        for _ in range(steps):
+            self.schedule.offer()
+        # One worker for every piece that may be under way.
+        self.idle, self.running = list(range(2 * (tau + 1))), []
+
+    def minimize(self, x, y, w, spans, rate):
+        parts = [slice(0, len(x) // 2), slice(len(x) // 2, None)]
+        while self.schedule.unfinished:
+            while self.idle and (task := self.steps.take(self.idle[-1])):
+                rows, mine = parts[task.part], slice(*spans[task.piece.step % len(spans)])
+                gradient = x[rows, mine].T @ (x[rows] @ w - y[rows])
+                self.running.append((task, self.idle.pop(), gradient))
+            task, worker, gradient = self.running.pop()
+            self.steps.finished(task, worker, gradient)
+            self.idle.append(worker)
+            if found := self.steps.next_complete():
+                step, gradients = found
+                block = step % len(spans)
+                w[slice(*spans[block])] -= rate[block] * sum(gradients)
+                self.schedule.applied(step)
+        return value(x, y, w, 0)
+
+
+@pytest.mark.parametrize("tau", [1, 3])
+def test_the_bound_on_the_rate_is_neither_too_high_nor_idle(tau):
+    """Blocks that are nearly the same feature are the worst case: 2 + 2 tau times it diverges."""
+    random = np.random.default_rng(0)
+    x = random.normal(size=(40, 1)) + 0.01 * random.normal(size=(40, 4))
+    y, spans = x @ np.ones(4), [(0, 1), (1, 2), (2, 3), (3, 4)]
+    start = value(x, y, np.zeros(4), 0)
+    rate = rate_bound(least_squares_smoothness(x, 4), tau)
+    assert Late(tau, 400).minimize(x, y, np.zeros(4), spans, rate) < 1e-3 * start
+    too_high = (2 + 2 * tau) * rate
+    assert not Late(tau, 400).minimize(x, y, np.zeros(4), spans, too_high) < 10 * start
+
+
+# Sparse weights, little traffic.
+
+
+def test_the_norm_gives_exact_zeros(world):
+    """Applied as a subgradient, or to another block, it would leave tiny numbers instead."""
+    (found,) = world("served", 2).run(
+        proximal_bodies.minimize, {"steps": 150, "smoothness": smoothness(), "record_every": 50}
+    )
+    weights, _ = minimum()
+    np.testing.assert_array_equal(found.weights != 0, weights != 0)
+    assert np.count_nonzero(weights) == 8
+    np.testing.assert_allclose(found.weights, weights, atol=1e-6)
+
+
+def test_a_norm_beyond_every_gradient_leaves_nothing(world):
+    x, y, _ = problem()
+    l1 = 1.01 * np.abs(x.T @ y).max()
+    (found,) = world("served", 2).run(
+        proximal_bodies.minimize, {"steps": 30, "smoothness": smoothness(), "l1": l1}
+    )
+    assert not found.weights.any()
+    assert found.objective[30] == pytest.approx((y**2).sum() / 2)
+
+
+def test_a_step_moves_one_block_and_no_rows(world):
+    """Whole gradients, whole weights, or rows sent again in each step would be many times that."""
+    x, y, start = problem()
+    (found,) = world("served", 2).run(
+        proximal_bodies.minimize,
+        {"steps": 120, "smoothness": least_squares_smoothness(x, 6), "blocks": 6},
+    )
+    whole, rows = start.nbytes, x.nbytes + y.nbytes
+    assert sum(worker["steps"] for worker in found.traffic) == 240
+    for worker in found.traffic:
+        assert worker["pushed"] == worker["steps"] * whole / 6
+        # all of it at first, then in each step the block of the step before
+        assert worker["pulled"] <= whole + 120 * whole / 6
+        assert rows / 2 - x[0].nbytes <= worker["copied"] <= rows
+
+
+# Which part a worker gets.
+
+
+@given(draw.data())
+def test_every_part_of_a_step_is_computed_once(data):
+    """A part that two slices share, or that a lost slice leaves, would be missing or double."""
+    tau, parts = data.draw(draw.integers(0, 3)), data.draw(draw.integers(1, 4))
+    schedule = consistency.Schedule(tau, slices=parts)
+    steps = descent.Steps(schedule, parts)
+    for _ in range(5):
+        schedule.offer()
+    running, losses = {}, 3
+    while schedule.unfinished:
+        worker = data.draw(draw.integers(0, parts))
+        if worker not in running:
+            if task := steps.take(worker):
+                running[worker] = task
+            elif not running:
+                raise AssertionError("nobody works, and nobody may")
+            continue
+        task = running.pop(worker)
+        if losses and data.draw(draw.booleans()):
+            losses -= 1
+            steps.lost(task, worker)
+        else:
+            steps.finished(task, worker, (task.piece.step, task.part))
+        while found := steps.next_complete():
+            step, results = found
+            assert results == [(step, part) for part in range(parts)]
+            schedule.applied(step)
+    assert schedule.statistics.max <= tau
+
+
+def test_a_worker_computes_its_own_part():
+    """Handed out in turn, every part's rows would end on every worker."""
+    schedule = consistency.Schedule(0, slices=2)
+    steps = descent.Steps(schedule, 2)
+    for _ in range(4):
+        schedule.offer()
+    for first in (1, 0, 1, 1):
+        tasks = {worker: steps.take(worker) for worker in (first, 1 - first)}
+        assert {worker: task.part for worker, task in tasks.items()} == {0: 0, 1: 1}
+        for worker, task in tasks.items():
+            steps.finished(task, worker, worker)
+        schedule.applied(steps.next_complete()[0])
+
+
+# The proximal operator.
+
+numbers = draw.floats(-1e6, 1e6)
+
+
+@given(numbers, draw.floats(0, 1e6))
+def test_soft_threshold_shrinks_by_as_much_and_to_nothing(v, t):
+    """A wrong sign, or a threshold of the wrong side, is no proximal operator."""
+    x = float(soft_threshold(np.float64(v), t))
+    assert x == shrink(v, t)
+    assert (x == 0) == (abs(v) <= t)
+    assert float(soft_threshold(np.float64(-v), t)) == -x
+
+
+@given(numbers, draw.floats(0, 1e3), numbers)
+def test_soft_threshold_is_the_minimum(v, t, other):
+    """Nothing else has a smaller |x - v|^2 / 2 + t |x|."""
+
+    def cost(x):
+        return (x - v) ** 2 / 2 + t * abs(x)
+
+    best = cost(float(soft_threshold(np.float64(v), t)))
+    assert best <= cost(other) * (1 + 1e-9) + 1e-9
+
+
+@given(numbers, numbers, draw.floats(0, 1e6))
+def test_soft_threshold_brings_nothing_apart(v, u, t):
+    x, y = soft_threshold(np.array([v, u]), t).numpy()
+    assert abs(x - y) <= abs(v - u) * (1 + 1e-9) + 1e-9
+
+
+# Mistakes.
+
+
+@pytest.mark.parametrize(
+    "name, kind, parts",
+    [
+        ("a mean", "ValueError", ["returned shape ()", "one number per row"]),
+        ("another axis", "ValueError", ["returned 24 numbers for 52 rows", "one number per row"]),
+        ("no gradient", "ValueError", ["no gradient with respect to the weights"]),
+        ("in the scope", "ValueError", ["inside strategy.scope()", "outside"]),
+        ("rate too high", "FloatingPointError", ["steps at rates up to 1", "smaller"]),
+        ("rows not finite", "FloatingPointError", ["nan at the weights given", "data"]),
+    ],
+)
+def test_mistakes_of_the_loss_and_the_numbers(world, name, kind, parts):
+    ((raised, text),) = world("served", 2).run(proximal_bodies.refused, name)
+    assert raised == kind, text
+    for part in parts:
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    "given, parts",
+    [
+        ({"weights": np.zeros(4, int)}, ["int64", "float32 or float64"]),
+        ({"weights": 0.0}, ["shape ()", "at least one axis"]),
+        ({"blocks": 0}, ["blocks=0", "expected 1 to 4"]),
+        ({"blocks": 5}, ["blocks=5", "4 entries", "expected 1 to 4"]),
+        ({"tau": -1}, ["tau=-1", "0 or more"]),
+        ({"tau": 0.5}, ["tau=0.5"]),
+        ({"steps": 0}, ["steps=0", "1 or more"]),
+        ({"record_every": 0}, ["record_every=0", "1 or more"]),
+        ({"l1": -1.0}, ["l1=-1.0", "0 or more"]),
+        ({"l1": np.nan}, ["l1=nan"]),
+        ({"rate": None}, ["rate=None", "least_squares_smoothness(x, blocks=2)"]),
+        ({"rate": 0}, ["rate=[0.0, 0.0]", "above 0"]),
+        ({"rate": [1, 2, 3]}, ["rate of shape (3,)", "2 blocks"]),
+        ({"rate": 0.3, "smoothness": 2.0, "tau": 1}, ["rate=0.3", "above 0.25", "tau=1"]),
+        ({"smoothness": 0}, ["smoothness=0.0", "above 0"]),
+        ({"order": "reversed"}, ["order='reversed'", '"cyclic"']),
+        ({"order": [0, 2]}, ["step 1 is block 2", "expected 0 to 1"]),
+        ({"order": lambda step: -step}, ["step 1 is block -1"]),
+        ({"order": []}, ["order=[]", "at least one block"]),
+        ({"data": ()}, ["shapes none", "arrays of rows"]),
+        ({"data": (np.zeros((3, 4)), np.zeros(2))}, ["(3, 4), (2,)", "same number of rows"]),
+        ({"data": np.zeros((0, 4))}, ["(0, 4)", "at least one"]),
+    ],
+    ids=str,
+)
+def test_arguments_that_cannot_be(monkeypatch, given, parts):
+    """Each is refused before anything is placed on a server."""
+    monkeypatch.setattr(minimizing, "_check_strategy", lambda strategy: None)
+    good = {"weights": np.zeros(4), "data": np.zeros((3, 4)), "blocks": 2, "steps": 2, "rate": 0.1}
+    with pytest.raises(ValueError) as caught:
+        minimize_blocks(None, None, **{**good, **given})
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_a_strategy_without_servers():
+    with pytest.raises(ValueError, match="MirroredStrategy; .*ParameterServerStrategy"):
+        minimize_blocks(MirroredStrategy(), None, np.zeros(2), np.zeros(2), blocks=1, steps=1)
+
+
+def test_rows_and_entries_of_the_smoothness():
+    with pytest.raises(ValueError, match="shape .3,.; expected .rows, entries."):
+        least_squares_smoothness(np.zeros(3))
+    with pytest.raises(ValueError, match="blocks=3 for weights of 2 entries"):
+        least_squares_smoothness(np.zeros((4, 2)), 3)
