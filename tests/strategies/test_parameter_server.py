@@ -94,7 +94,7 @@ SLICED = {
 @pytest.mark.parametrize(
     "name, consistency",
     [
-        # Serial steps are whole batches, so that everything but where they run is as in one process.
+        # Serial steps are whole batches: all but where they run is as in one process.
         *(
             (name, "sync" if name in SLICED else BoundedDelay(0))
             for name in cases.CASES
