@@ -12,8 +12,8 @@ class ServerReport(StrategyCallback):
     """Print, after `fit`, how a parameter-server job has worked; put its traffic into the logs.
 
     Each epoch's logs get `pulled_bytes` and `pushed_bytes`, the mean of a worker's step. After
-    training come the bytes on each server, the traffic of each worker, and the staleness of all
-    steps as a histogram. Slot variables of the optimizer lie beside their weights and are not
+    training come the bytes on each server, the traffic of each worker, what backup workers or lost
+    ones made superfluous, and the staleness of all steps as a histogram. Slot variables of the optimizer lie beside their weights and are not
     counted.
 
     Attributes:
@@ -79,6 +79,12 @@ class ServerReport(StrategyCallback):
         for histogram in self.epochs:
             for age, steps in histogram.items():
                 ages[age] = ages.get(age, 0) + steps
+        schedule = strategy.schedule_of(self.model)
+        if schedule.dropped or schedule.retried:
+            self.say(
+                f"{schedule.dropped} results were not needed any more, {schedule.retried} slices "
+                "were computed again for a lost worker"
+            )
         told = ", ".join(f"{age} x {ages[age]}" for age in sorted(ages))
         self.say(f"staleness (missing steps x times): {told or 'no step'}")
 

@@ -191,6 +191,26 @@ def constant_gradients(consistency, exchange, steps=100):
     return flat(model.get_weights()), int(model.optimizer.iterations.numpy())
 
 
+def constant_gradients_with(name, consistency, steps=60):
+    """What is left of constant gradients in weights and slots, whatever the order of steps."""
+    strategy = served_with(consistency) if consistency else None
+    optimizer = {
+        "momentum": lambda: keras.optimizers.SGD(0.01, momentum=0.9),
+        "adam": lambda: keras.optimizers.Adam(0.01),
+        "schedule": lambda: keras.optimizers.SGD(
+            keras.optimizers.schedules.InverseTimeDecay(0.1, 10, 1.0)
+        ),
+        "averages": lambda: keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.9),
+    }[name]()
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = line()
+        model.compile(optimizer, loss=lambda y, prediction: prediction)
+        model.layers[0].kernel.assign(tf.ones((3, 1)))
+    x = np.tile(np.float32([1, 2, 3]), (8 * steps, 1))
+    model.fit(x, x[:, :1], batch_size=8, verbose=0)
+    return flat([v.numpy() for v in [*model.weights, *model.optimizer.variables]])
+
+
 # Callbacks.
 
 

@@ -124,6 +124,13 @@ def test_a_filter_sends_less(pool):
     assert sifted[2]["loss"][-1] < 1.1 * whole[2]["loss"][-1]
 
 
+@pytest.mark.parametrize("name", ["momentum", "adam", "schedule", "averages"])
+def test_no_slot_loses_an_update(pool, name):
+    """Constant gradients leave the same behind in whatever order asynchronous steps are applied."""
+    (mine,) = pool.run(served_features.constant_gradients_with, name, "async")
+    assert close(mine, served_features.constant_gradients_with(name, None))
+
+
 @pytest.mark.parametrize("name", ["broadcast", "batch sizes", "rate", "checkpoint"])
 def test_callbacks(pool, name, tmp_path):
     """Of dtk's own, on workers as in one process."""
