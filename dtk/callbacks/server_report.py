@@ -13,8 +13,8 @@ class ServerReport(StrategyCallback):
 
     Each epoch's logs get `pulled_bytes` and `pushed_bytes`, the mean of a worker's step. After
     training come the bytes on each server, the traffic of each worker, what backup workers or lost
-    ones made superfluous, and the staleness of all steps as a histogram. Slot variables of the optimizer lie beside their weights and are not
-    counted.
+    ones made superfluous, and the staleness of all steps as a histogram. Slot variables of the
+    optimizer lie beside their weights and are not counted.
 
     Attributes:
         epochs: For each epoch, staleness -> number of steps.
