@@ -27,8 +27,8 @@ def warmup_factor(step: int, start: float, steps: int, shape: str) -> float:
     Example:
         >>> [warmup_factor(n, 0.25, 100, "staircase") for n in (0, 99, 100, 300, 999)]
         [0.25, 0.25, 0.5, 1.0, 1.0]
-        >>> [warmup_factor(n, 0.2, 100, "linear") for n in (0, 50, 100, 999)]
-        [0.2, 0.6, 1.0, 1.0]
+        >>> [warmup_factor(n, 0.25, 100, "linear") for n in (0, 50, 100, 999)]
+        [0.25, 0.625, 1.0, 1.0]
     """
     if shape == "staircase":
         return min(1.0, start * (step // steps + 1))

@@ -95,6 +95,7 @@ def test_epochs_per_worker():
         "epochs",
         "learning_rate_scaling",
         "progress_printer",
+        "rate",
         "server_report",
         "state",
     ],
