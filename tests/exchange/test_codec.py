@@ -1,0 +1,118 @@
+"""Quantisation is CNTK's, to the bit; what is packed comes out again."""
+
+from __future__ import annotations
+
+import doctest
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from dtk.exchange import codec
+
+FLOATS = st.floats(-1e3, 1e3, width=32)
+MATRICES = arrays.arrays("float32", arrays.array_shapes(min_dims=2, max_dims=2), elements=FLOATS)
+
+
+def written_out(matrix, bits):
+    """The equations, entry by entry: reconstruction and indices."""
+    made, chosen = np.zeros_like(matrix), np.zeros(matrix.shape, int)
+    for column, values in enumerate(matrix):
+        if bits == 1:
+            means = [
+                values[part].mean(dtype="float64") if part.any() else 0.0
+                for part in (values < 0, values >= 0)
+            ]
+            chosen[column] = values >= 0
+            made[column] = np.array(means)[chosen[column]]
+            continue
+        high = np.float32(4.0) * np.sqrt(np.mean(values * values, dtype="float32"))
+        top = 2**bits - 1
+        for row, value in enumerate(values):
+            if value <= -high:
+                index = 0
+            elif value >= high:
+                index = top
+            else:
+                index = int(np.floor((value + high) * np.float32(top) / (2 * high)))
+            chosen[column, row] = index
+            made[column, row] = (index + 0.5) * 2 * high / top - high
+    return made, chosen
+
+
+def test_the_vector_of_the_original():
+    """From CNTK: v = [1, 2, -3, -1, 0], what it becomes, and what is left over."""
+    matrix = tf.constant([[1.0, 2.0, -3.0, -1.0, 0.0]])
+    made = codec.decode(codec.encode(matrix, 1), 5, 1)
+    assert made.numpy().tolist() == [[1.0, 1.0, -2.0, -2.0, 1.0]]
+    assert (matrix - made).numpy().tolist() == [[0.0, 1.0, -1.0, 1.0, -1.0]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(matrix=MATRICES, bits=st.sampled_from(codec.BITS))
+def test_it_is_what_the_equations_say(matrix, bits):
+    made = codec.decode(codec.encode(tf.constant(matrix), bits), matrix.shape[1], bits).numpy()
+    expected, _ = written_out(matrix, bits)
+    # An entry on the edge between two steps may fall on either side of it, by rounding.
+    size = np.abs(matrix).max(1, keepdims=True)
+    step = 8 * size / (2**bits - 1) if bits > 1 else 0 * size
+    assert (np.abs(made - expected) <= step * 1.01 + 1e-4 * size + 1e-12).all()
+    assert (np.abs(made - expected) > 1e-4 * size + 1e-12).mean() <= (0.0 if bits == 1 else 0.35)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    bits=st.sampled_from(codec.BITS),
+    shape=st.tuples(st.integers(1, 4), st.integers(1, 19)),
+    seed=st.integers(0, 2**16),
+)
+def test_packing_loses_nothing(bits, shape, seed):
+    """Whatever the number of entries: the last byte is padded."""
+    indices = np.random.default_rng(seed).integers(0, 2**bits, shape)
+    kind = "uint16" if bits == 16 else "uint8"
+    packed = codec._pack(tf.constant(indices.astype(kind)), bits)
+    assert packed.dtype == tf.uint8
+    assert packed.shape == (shape[0], -(-shape[1] * bits // 8)), "not packed"
+    assert (codec._unpack(packed, shape[1], bits).numpy() == indices).all()
+
+
+@pytest.mark.parametrize("bits", codec.BITS)
+def test_error_feedback_makes_up_for_what_was_lost(bits):
+    """The sum of what was sent follows the sum of what was to be sent, at any number of bits."""
+    random = np.random.default_rng(bits)
+    truth, sent, residual = np.zeros((3, 40)), np.zeros((3, 40)), tf.zeros((3, 40))
+    for _ in range(200):
+        gradient = tf.constant(random.normal(0.1, 1.0, (3, 40)), tf.float32)
+        wanted = gradient + residual
+        made = codec.decode(codec.encode(wanted, bits), 40, bits)
+        residual = wanted - made
+        truth, sent = truth + gradient.numpy(), sent + made.numpy()
+    np.testing.assert_allclose(sent + residual.numpy(), truth, atol=1e-3)
+    assert np.abs(residual.numpy()).max() < 12.0, "what is left over grows without bound"
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (5, 3), (3, 3, 2, 4)])
+def test_columns_are_those_of_the_last_axis(shape):
+    gradient = tf.reshape(tf.range(int(np.prod(shape)), dtype=tf.float32), shape)
+    matrix = codec.to_columns(gradient)
+    assert matrix.shape == codec.matrix_shape(shape)
+    if len(shape) > 1:
+        assert (matrix[1].numpy() == gradient.numpy()[..., 1].ravel()).all()
+    back = codec.from_columns(matrix, shape, tf.float16)
+    assert back.dtype == tf.float16 and (back.numpy() == gradient.numpy().astype("float16")).all()
+
+
+def test_zeros_and_empty_columns():
+    for bits in codec.BITS:
+        for shape in ((2, 3), (1, 0), (0, 3)):
+            made = codec.decode(codec.encode(tf.zeros(shape), bits), shape[1], bits)
+            assert made.shape == shape
+            assert (made.numpy() == 0).all(), bits
+
+
+def test_the_examples_in_the_docstrings():
+    failed, tried = doctest.testmod(codec, extraglobs={"tf": tf})
+    assert tried and not failed
