@@ -3,7 +3,7 @@
 A gradient is quantised column by column, because the entries of a column are of one size: for a
 kernel a column is what one output unit or channel has, along the last axis; a vector is one column.
 
-    kernel (3, 3, 16, 32)  ->  32 columns of 144 entries  ->  at 1 bit (32, 18) bytes, (32, 2) floats
+    kernel (3, 3, 16, 32)  ->  32 columns of 144 entries  ->  1 bit: (32, 18) bytes, (32, 2) floats
 
 With 1 bit, an entry becomes the mean of its column's negative entries or of the others. With more,
 the range of four root mean squares either way is cut into equal steps. What an entry loses a caller
