@@ -95,6 +95,7 @@ def _reduce_windows(outer: Any, inner: Any, strategy: Any) -> None:
             return clip(_reduce_gradients(grads, strategy))
 
     def apply_present(grads: Any, trainable_variables: Any = None) -> Any:
+        _build_in_time(outer, trainable_variables, strategy)
         return apply_own(extended.if_present(list(grads)), trainable_variables)
 
     adopt.clip_through(inner, clip_reduced)
@@ -109,8 +110,7 @@ def _reduce_each(outer: Any, strategy: Any) -> None:
 
     @functools.wraps(apply)
     def reduced_apply(grads: Any, trainable_variables: Any = None) -> Any:
-        if not outer.built and trainable_variables is not None:
-            _build_outside(outer, list(trainable_variables), strategy)
+        _build_in_time(outer, trainable_variables, strategy)
         return apply(_reduce_gradients(grads, strategy), trainable_variables)
 
     outer.apply = reduced_apply
@@ -132,17 +132,19 @@ def _check_owner(member: Any, strategy: Any) -> None:
     strategy.take_variables(member.variables)
 
 
-def _build_outside(optimizer: Any, variables: list, strategy: Any) -> None:
+def _build_in_time(optimizer: Any, variables: Any, strategy: Any) -> None:
     """Make an optimizer's variables outside the step being traced.
 
     Keras builds the optimizer given to `compile` before the first step; others are built by their
     first `apply`, in the middle of a step. Variables made there tie one replica's step to
     another's. A new thread is outside every graph, device and replica.
     """
+    if optimizer.built or variables is None:
+        return
 
     def build() -> None:
         with strategy.scope():
-            optimizer.build(variables)
+            optimizer.build(list(variables))
 
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         thread.submit(build).result()
