@@ -104,7 +104,10 @@ class AsynchronousWarmup(StrategyCallback):
         if self._rate is not None or self._over():
             return
         optimizer = self.model.optimizer
-        scaling = getattr(optimizer, _MARK, None) or Scaling(rate_now(optimizer), 1.0)
+        scaling = getattr(optimizer, _MARK, None)
+        if scaling is None or scaling.applied == 1.0:
+            # Whole again: somebody may have changed it since.
+            scaling = Scaling(rate_now(optimizer), 1.0)
         setattr(optimizer, _MARK, scaling)
         self._rate = rate_of(optimizer, scaling, momentum_correction=False)
         if self._rate.retrace:
@@ -115,7 +118,7 @@ class AsynchronousWarmup(StrategyCallback):
         if self._rate is None or not self.strategy.schedule_of(self.model).tau:
             return
         self._rate.apply(warmup_factor(self._taken, self.start, self.steps, self.shape))
-        self._taken += 1
+        self._taken += self.model.steps_per_execution
         if self._over():
             self._rate.apply(1.0)
             self._rate = None

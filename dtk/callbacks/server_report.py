@@ -46,6 +46,7 @@ class ServerReport(StrategyCallback):
             )
         self.epochs = []
         self._start = self._before = self.strategy.traffic
+        self._wasted = self._waste()
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Add the epoch's traffic to its logs."""
@@ -79,14 +80,21 @@ class ServerReport(StrategyCallback):
         for histogram in self.epochs:
             for age, steps in histogram.items():
                 ages[age] = ages.get(age, 0) + steps
-        schedule = strategy.schedule_of(self.model)
-        if schedule.dropped or schedule.retried:
+        dropped, retried = (
+            now - then for now, then in zip(self._waste(), self._wasted, strict=True)
+        )
+        if dropped or retried:
             self.say(
-                f"{schedule.dropped} results were not needed any more, {schedule.retried} slices "
-                "were computed again for a lost worker"
+                f"{dropped} results were not needed any more, {retried} slices were computed again "
+                "for a lost worker"
             )
         told = ", ".join(f"{age} x {ages[age]}" for age in sorted(ages))
         self.say(f"staleness (missing steps x times): {told or 'no step'}")
+
+    def _waste(self) -> tuple[int, int]:
+        """Results that did not count, and lost slices handed out again, so far."""
+        schedule = self.strategy.schedule_of(self.model)
+        return schedule.dropped, schedule.retried
 
 
 def _moved(before: list[dict[str, int]], after: list[dict[str, int]]) -> list[dict[str, int]]:

@@ -13,12 +13,14 @@ class Downpour:
     A worker takes `push_every` batches at once. It fetches the weights, trains on them by plain SGD
     at the optimizer's rate, fetches anew after every `fetch_every` batches, and then pushes the sum
     of the gradients, which the optimizer applies once and counts as `push_every` steps. With
-    momentum-free SGD and one step at a time this is plain SGD. Between two pushes a worker holds
+    momentum-free SGD and one step at a time this is plain SGD; but rows of embedding tables, which
+    stay on the servers, change there only. Between two pushes a worker holds
     nothing, so one that is lost loses nothing: another repeats its batches.
 
     `significant` leaves on the worker what would change a weight by no more than that (the
     gradient's sum times the rate); it is added to the next push. So what one worker has not pushed
-    yet is at most `significant` per weight; it is not in checkpoints, and lost with the worker. Of
+    yet is at most `significant` per weight; it ends with `fit`, is not in checkpoints, and is lost
+    with the worker. Of
     large gradients only the significant entries are sent, as positions and values, where that is
     shorter.
 

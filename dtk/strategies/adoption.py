@@ -172,6 +172,9 @@ class Adoption:
     def settle(self) -> None:
         """Wait for steps under way; here there are none, each is over when Keras has called it."""
 
+    def go_back(self) -> None:
+        """Called when `evaluate`, `predict` or a single step inside `fit` is over."""
+
     def leave(self) -> None:
         """Called when `fit`, `evaluate`, `predict` or a single step is over."""
 

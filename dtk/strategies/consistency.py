@@ -41,7 +41,7 @@ class WarmStart:
     with one replica. The serial steps go to whichever worker is free.
 
     Args:
-        epochs: Epochs of `fit` to take serially.
+        epochs: Epochs of `fit` to take serially, those whose number is below it.
         samples: Or rows; of a run that is resumed, each earlier step counts as one full batch.
 
     Raises:
@@ -75,7 +75,8 @@ class Sync:
 
     A global batch is cut into N slices. A worker that would stand idle repeats a slice still being
     computed, and the first result for a slice counts: backup workers (Chen et al. 2016), but for
-    the same rows, so no data is dropped and the result stays that of one process.
+    the same rows, so no data is dropped and the result stays that of one process. (Workers that
+    read pipelines of their own have other rows, see `worker_data`.)
 
     Args:
         backup_workers: How many workers may be slow, or silent, without a step waiting for them.
@@ -329,6 +330,11 @@ class Schedule:
         if tau < self._tau:
             raise ValueError(f"{tau=} after {self._tau}; a bound can be loosened, not tightened")
         self._tau = tau
+
+    @property
+    def slices(self) -> int:
+        """Results a step needs."""
+        return self._slices
 
     @property
     def next_slice(self) -> tuple[int, int]:

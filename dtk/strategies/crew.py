@@ -26,6 +26,8 @@ from dtk.strategies import extended
 
 # How often a waiting main thread makes sure that somebody is still there.
 _LOOK_SECONDS = 5.0
+# A worker that could not reach a server which is there tries again after so long.
+_RETRY_SECONDS = 1.0
 
 
 class Work(Protocol):
@@ -57,8 +59,8 @@ class Crew:
         self._strategy = strategy
         self._workers, self._servers, self._patience = workers, servers, patience
         self._changed = threading.Condition()
-        self._work: Work | None = None
-        self._compute: Callable[[Any, int], Any] = lambda piece, worker: None
+        # What there is to do, the innermost last.
+        self._entries: list[tuple[Work, Callable[[Any, int], Any]]] = []
         self._error: BaseException | None = None
         self._shift = 0
         self.lost_workers: set[int] = set()
@@ -71,22 +73,25 @@ class Crew:
             work: Where pieces come from.
             compute: Computes a piece; called as `compute(piece, worker)` on a worker's thread.
         """
+        entry = (work, compute)
         with self._changed:
-            before = (self._work, self._compute)
-            self._work, self._compute = work, compute
-            if before[0] is None:
+            is_first = not self._entries
+            self._entries.append(entry)
+            if is_first:
                 self._error = None
                 self._shift += 1
             shift = self._shift
             self._changed.notify_all()
-        if before[0] is None:
-            extended.employ(self._strategy, lambda: self._serve(shift), len(self._workers))
         try:
+            if is_first:
+                extended.employ(self._strategy, lambda: self._serve(shift), len(self._workers))
             yield self
         finally:
             with self._changed:
-                self._work, self._compute = before
-                if before[0] is None:
+                # Others may have begun later and end later: those inside of `fit` that an
+                # exception left do.
+                self._entries = [other for other in self._entries if other is not entry]
+                if not self._entries:
                     self._shift += 1
                 self._changed.notify_all()
 
@@ -145,7 +150,8 @@ class Crew:
 
     def _check_servers(self) -> None:
         for index, address in enumerate(self._servers):
-            if not startup.answers(address):
+            # A packet may be lost, which takes a second to notice.
+            if not any(startup.answers(address, timeout) for timeout in (1.0, 2.0, 4.0)):
                 raise ClusterError(
                     f"parameter server {index} ({address}) is gone, and with it a part of the "
                     "weights; start the job again, with dtk.callbacks.Checkpoint(directory, "
@@ -155,33 +161,38 @@ class Crew:
     def _serve(self, shift: int) -> None:
         """What a worker's thread does until the shift is over."""
         worker = extended.current_worker()
-        while True:
-            with self._changed:
-                piece = None
-                while self._shift == shift and self._error is None:
-                    piece = self._work.take(worker) if self._work is not None else None
-                    if piece is not None:
-                        break
-                    self._changed.wait()
-                if piece is None:
-                    return
-                work, compute = self._work, self._compute
-            assert work is not None
+        while (found := self._next(worker, shift)) is not None:
+            piece, work, compute = found
             try:
                 result = compute(piece, worker)
             except Exception as error:
                 with self._changed:
                     work.lost(piece, worker)
                     self._changed.notify_all()
-                if self._survives(error, worker):
-                    raise
-                return
+                if not self._survives(error, worker, shift):
+                    return
+                if extended.worker_is_lost(error):
+                    raise  # TensorFlow waits until it is back
+                time.sleep(_RETRY_SECONDS)
+                continue
             with self._changed:
                 self.lost_workers.discard(worker)
                 work.finished(piece, worker, result)
                 self._changed.notify_all()
 
-    def _survives(self, error: Exception, worker: int) -> bool:
+    def _next(self, worker: int, shift: int) -> tuple[Any, Work, Callable] | None:
+        """What a worker is to do next; None when its shift is over."""
+        with self._changed:
+            while self._shift == shift and self._error is None:
+                work, compute = self._entries[-1]
+                piece = work.take(worker)
+                # Taking may have finished slices without rows.
+                self._changed.notify_all() if piece is not None else self._changed.wait()
+                if piece is not None:
+                    return piece, work, compute
+            return None
+
+    def _survives(self, error: Exception, worker: int, shift: int) -> bool:
         """Whether the others go on. Otherwise the main thread is told why not."""
         fatal: BaseException | None = error
         if isinstance(error, tf.errors.OpError) and extended.worker_is_lost(error):
@@ -200,7 +211,7 @@ class Crew:
                 if worker not in self.lost_workers:
                     self._tell(worker)
                 self.lost_workers.add(worker)
-            elif self._error is None:
+            elif self._error is None and self._shift == shift:
                 self._error = fatal
             self._changed.notify_all()
         return fatal is None

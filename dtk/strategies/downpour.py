@@ -78,8 +78,9 @@ class DownpourTraining(Training):
         super().drain()
 
     def close(self) -> None:
-        """As in the base."""
+        """As in the base; what workers kept belongs to the weights of this `fit`."""
         self._waiting = []
+        self._kept.clear()
         super().close()
 
     # On the workers.
@@ -214,7 +215,7 @@ class DownpourTraining(Training):
         outputs = _together(reports)
         traffic = np.array([pulled + sum(int(r["read"]) for r in reports), sent], np.int64)
         self.strategy.note_traffic(worker, traffic, len(reports))
-        return Result(outputs, 1.0, batch.pipelines is not None, mailbox, self._mailboxes.append)
+        return Result(outputs, 1.0, mailbox, self._mailboxes.append)
 
     def _finish(self, step: int, results: list[Result]) -> None:
         super()._finish(step, results)

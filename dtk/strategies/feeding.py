@@ -44,19 +44,19 @@ def is_per_rank(dataset: Any) -> bool:
 
 
 def at_end_of_data(iterator: Any, call: Callable[[], None]) -> None:
-    """Call a function whenever an epoch of a Keras epoch iterator ends, however it ends.
+    """Call a function whenever an epoch of a Keras epoch iterator has had all its steps.
 
-    `fit` keeps the iterator of its validation data and brings it every epoch: once is enough.
+    Not when it is left before that: then the generator ends when it is collected as garbage, at any
+    time and on any thread. `fit` keeps the iterator of its validation data and brings it every
+    epoch: once is enough.
     """
     if getattr(iterator, "_dtk_tells_its_end", False):
         return
     iterator._dtk_tells_its_end = True
 
     def until_end(steps: Iterator[tuple]) -> Iterator[tuple]:
-        try:
-            yield from steps
-        finally:
-            call()
+        yield from steps
+        call()
 
     adopt.steps_through(iterator, until_end)
 

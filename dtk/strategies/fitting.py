@@ -101,6 +101,8 @@ def _wrapped_quiet(method: Callable, adoption: Any) -> Callable:
         finally:
             if adoption.callbacks is None:
                 adoption.leave()
+            else:
+                adoption.go_back()
 
     return quiet
 
@@ -119,6 +121,8 @@ def _wrapped_on_batch(method: Callable, adoption: Any) -> Callable:
         finally:
             if adoption.callbacks is None:
                 adoption.leave()
+            else:
+                adoption.go_back()
         calls += 1
         if adoption.strategy.num_replicas_in_sync > 1 and calls & (calls - 1) == 0:
             agreement.check_same_weights(adoption, f"after call {calls} of {method.__name__}")

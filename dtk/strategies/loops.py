@@ -18,9 +18,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from dtk.strategies import adopt, extended, pushpull, slicing, steps, worker_data
+from dtk.strategies import adopt, agreement, extended, pushpull, slicing, steps, worker_data
 from dtk.strategies.apart import Apart, trace_apart
 from dtk.strategies.consistency import Async, Schedule
+
+# Steps that compute at once draw their random numbers this far apart.
+_CHANCE_STRIDE = 1 << 10
 
 
 class Result:
@@ -29,7 +32,6 @@ class Result:
     Args:
         outputs: What came back to the chief, as arrays.
         share: The slice's part of the rows of its batch.
-        from_pipelines: Whether the worker read the rows itself.
         mailbox: Where its gradients are, if it has some.
         release: Takes the mailbox back.
     """
@@ -38,12 +40,10 @@ class Result:
         self,
         outputs: Any,
         share: float,
-        from_pipelines: bool = False,
         mailbox: pushpull.Mailbox | None = None,
         release: Callable[[Any], None] = lambda mailbox: None,
     ):
-        self.outputs, self.share, self.from_pipelines = outputs, share, from_pipelines
-        self.mailbox, self._release = mailbox, release
+        self.outputs, self.share, self.mailbox, self._release = outputs, share, mailbox, release
 
     def drop(self) -> None:
         """It is not needed any more."""
@@ -59,7 +59,7 @@ class Batch(NamedTuple):
         rows: Rows of all.
         spec: Specification of a slice of any number of rows.
         pipelines: Where workers take the rows from, if the chief has none.
-        bound: Whether slice i is worker i's.
+        bound: Whether slices go round the workers; for pipelines only.
     """
 
     parts: tuple
@@ -82,18 +82,9 @@ def whole_batch(data: Any) -> Any:
     return steps.without_optionals(data)
 
 
-def _check_alike(rows: list[int]) -> None:
-    """Make sure that slices which workers read themselves count alike.
-
-    Raises:
-        ValueError: They have different numbers of rows, so that their mean is not the batch's.
-    """
-    if len(set(rows)) > 1:
-        raise ValueError(
-            f"the workers' own pipelines gave batches of {', '.join(map(str, rows))} rows for one "
-            "synchronous step, so no mean over them would be that of one batch; let dataset_fn "
-            "repeat before it batches, or batch with drop_remainder=True"
-        )
+def _apart_by(steps: int) -> np.uint32:
+    """How far apart steps draw their random numbers."""
+    return np.uint32(steps * _CHANCE_STRIDE % 2**32)
 
 
 class Steps:
@@ -101,11 +92,12 @@ class Steps:
 
     Args:
         schedule: Which slice may start.
+        workers: Their number.
         lost_workers: Who is gone at the moment.
     """
 
-    def __init__(self, schedule: Schedule, lost_workers: Collection[int]):
-        self.schedule, self._lost_workers = schedule, lost_workers
+    def __init__(self, schedule: Schedule, workers: int, lost_workers: Collection[int]):
+        self.schedule, self._workers, self._lost_workers = schedule, workers, lost_workers
         self._batches: dict[int, Batch] = {}
         self._results: dict[int, dict[int, Result | None]] = {}
         self._complete: collections.deque[int] = collections.deque()
@@ -127,14 +119,15 @@ class Steps:
     def _is_turn_of(self, worker: int) -> bool:
         """Whether the next slice may be this worker's.
 
-        Of workers that read pipelines of their own each has a slice of every step, so that the rows
-        of a step are always from the same pipelines. Another stands in while one is lost.
+        Workers that read pipelines of their own take turns, so that each is read as far as any
+        other. Another stands in while one is lost.
         """
         step, part = self.schedule.next_slice
         batch = self._batches.get(step)
         if batch is None or batch.pipelines is None or not batch.bound:
             return True
-        return part == worker or part in self._lost_workers
+        owner = (step * self.schedule.slices + part) % self._workers
+        return owner == worker or owner in self._lost_workers
 
     def finished(self, work: Any, worker: int, result: Result | None) -> None:
         """A worker has computed a slice."""
@@ -176,11 +169,15 @@ class Loop:
         self.model, self.strategy = adoption.model, adoption.strategy
         self.adoption = adoption
         self._new_schedule = schedule
-        self._steps = Steps(schedule(), self.strategy.crew.lost_workers)
+        self._steps = self._new_steps()
         self._functions: dict[Any, Callable] = {}
         self._reports: dict[Any, pushpull.Report] = {}
         self._open = contextlib.ExitStack()
         self._is_open = False
+        # States of random layers, shape (layers, 2), and the step they are the states of.
+        self._chance: np.ndarray | None = None
+        self._first = 0
+        self._draws = False
 
     @property
     def schedule(self) -> Schedule:
@@ -207,21 +204,32 @@ class Loop:
     def _batch(self, batch: slicing.Slices | worker_data.Pipelines, spec: Any) -> Batch:
         if isinstance(batch, worker_data.Pipelines):
             slices = self.strategy.slices
-            # Every slice counts alike; see `_check_alike`.
+            # Every slice counts alike: they have the same number of rows, see `worker_dataset`.
             return Batch((), (1,) * slices, slices, spec, batch, slices == self.strategy.workers)
         return Batch(batch.parts, tuple(map(int, batch.counts)), int(batch.rows), spec)
 
     def drain(self) -> None:
-        """Wait until everything handed out is finished."""
+        """Wait until everything handed out is finished; keep what random layers go on from."""
         if self._is_open:
             self._settle(0)
+        if self._chance is not None and self._draws:
+            if self.schedule.tau:
+                self._chance[:, 1] += _apart_by(self.schedule.offered - self._first)
+            for variable, state in zip(self.adoption.chance_states(), self._chance, strict=True):
+                variable.assign(state)
+        self._chance = None
 
     def close(self) -> None:
         """Send the workers home, and forget what is not finished: an exception left the loop."""
         self._open.close()
         self._is_open = False
+        self._chance = None
         if self.schedule.unfinished:
-            self._steps = Steps(self._new_schedule(), self.strategy.crew.lost_workers)
+            self._steps = self._new_steps()
+
+    def _new_steps(self) -> Steps:
+        strategy = self.strategy
+        return Steps(self._new_schedule(), strategy.workers, strategy.crew.lost_workers)
 
     def _settle(self, allowed: int) -> None:
         crew = self.strategy.crew
@@ -237,6 +245,33 @@ class Loop:
             crew.offer(functools.partial(self.schedule.applied, step))
             for result in results:
                 result.drop()
+
+    def _take_chance(self) -> tf.TensorSpec:
+        """Find out what random layers go on from."""
+        if self._chance is None:
+            states = [v.numpy() for v in self.adoption.chance_states()]
+            self._chance = np.array(states, "uint32").reshape(-1, 2)
+            self._first = self.schedule.offered
+        return tf.TensorSpec(self._chance.shape, tf.uint32)
+
+    def _chances(self, chance: tf.Tensor) -> list[tuple[Any, tf.Tensor]]:
+        """The states of random layers in a traced step."""
+        states = self.adoption.chance_states()
+        return list(zip(states, tf.unstack(chance, num=len(states)), strict=True))
+
+    def _note_draws(self, traced: Apart, given: list[tuple[Any, tf.Tensor]]) -> None:
+        now = traced.scope.get_current_value
+        self._draws |= any(now(variable) is not state for variable, state in given)
+
+    def _chance_of(self, piece: Any) -> np.ndarray:
+        """Random states of a slice: the same whoever computes it, and whenever."""
+        assert self._chance is not None
+        states = self._chance.copy()
+        if self.schedule.tau:
+            states[:, 1] += _apart_by(piece.step - self._first)
+        return np.array(
+            [agreement.fold_seed(state, piece.slice) for state in states], "uint32"
+        ).reshape(-1, 2)
 
     def _prepare(self, spec: Any) -> None:
         """Trace, here and not on a worker's thread, what batches like this one need."""
@@ -307,7 +342,6 @@ class Counting(Loop):
     def _add_up(self, results: list[Result]) -> None:
         """Add what a batch's slices counted to the chief's metrics; renew the logs."""
         model = self.model
-        _check_alike([int(r.outputs["rows"]) for r in results if r.from_pipelines])
         by_batch = steps.count_batches(model)
         deltas = []
         for variable, *column in zip(
@@ -347,19 +381,25 @@ class Testing(Counting):
         """Workers shall find work waiting."""
         return 2 * self.strategy.workers
 
+    def _batch(self, batch: slicing.Slices | worker_data.Pipelines, spec: Any) -> Batch:
+        # Else a fast worker's rows would count more often than a slow one's.
+        return super()._batch(batch, spec)._replace(bound=True)
+
     def _prepare(self, spec: Any) -> None:
+        chance = self._take_chance()
         key = pushpull.key_of(spec)
         if key not in self._functions:
             self._tables = adopt.tables_of(self.model)
             scalar = tf.TensorSpec([], tf.float32)
             function = tf.function(self._step, autograph=False)
-            self._functions[key] = function.get_concrete_function(spec, scalar, scalar)
+            self._functions[key] = function.get_concrete_function(spec, scalar, scalar, chance)
             self._reports[key] = self._report
 
-    def _step(self, data: Any, share: Any, size: Any) -> tf.Tensor:
+    def _step(self, data: Any, share: Any, size: Any, chance: Any) -> tf.Tensor:
         with extended.in_replica(self.strategy):
             state, _ = self._state(self._tables)
             data = whole_batch(data)
+            chances = self._chances(chance)
             apart = trace_apart(
                 self.model.test_step,
                 data,
@@ -367,14 +407,15 @@ class Testing(Counting):
                 share=share,
                 size=size,
                 world_sum=self.strategy.sum_over_slices,
-                state=state,
+                state=[*state, *chances],
                 tables=self._tables,
             )
+            self._note_draws(apart, chances)
             return self._report_of(self._count(apart, data))
 
     def _compute(self, work: Any, worker: int) -> Result:
         piece, batch = work
-        return Result(*self._call(batch, piece, worker), batch.pipelines is not None)
+        return Result(*self._call(batch, piece, worker, self._chance_of(piece)))
 
     def _finish(self, step: int, results: list[Result]) -> None:
         self._add_up(results)
@@ -390,33 +431,39 @@ class Predicting(Loop):
         self.outputs: list = []
 
     def _prepare(self, spec: Any) -> None:
+        chance = self._take_chance()
         key = pushpull.key_of(spec)
         if key not in self._functions:
             self._tables = adopt.tables_of(self.model)
             function = tf.function(self._step, autograph=False)
-            self._functions[key] = function.get_concrete_function(spec)
+            self._functions[key] = function.get_concrete_function(spec, chance)
 
-    def _step(self, data: Any) -> Any:
+    def _step(self, data: Any, chance: Any) -> Any:
         model = self.model
         with extended.in_replica(self.strategy):
             elsewhere = {id(v) for v in [*self._tables, *self.adoption.chance_states()]}
             elsewhere |= {id(v) for v in steps.metric_variables(model)}
             state, _ = pushpull.pull(v for v in model.variables if id(v) not in elsewhere)
-            return trace_apart(
+            chances = self._chances(chance)
+            traced = trace_apart(
                 model.predict_step,
                 steps.without_optionals(data),
                 model,
                 share=tf.constant(1.0),
                 size=tf.constant(1.0),
                 world_sum=lambda value: value,
-                state=state,
+                state=[*state, *chances],
                 tables=self._tables,
-            ).logs
+            )
+            self._note_draws(traced, chances)
+            return traced.logs
 
     def _compute(self, work: Any, worker: int) -> Result:
         piece, batch = work
         function = self._functions[pushpull.key_of(batch.spec)]
-        outputs = function(batch.parts[piece.slice])
+        with tf.device(extended.CHIEF):
+            chance = tf.constant(self._chance_of(piece))
+        outputs = function(batch.parts[piece.slice], chance)
         with tf.device(extended.CHIEF):  # fetched here, where a lost worker is noticed
             outputs = tf.nest.map_structure(tf.identity, outputs, expand_composites=True)
         return Result(outputs, 1.0)

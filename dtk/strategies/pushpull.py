@@ -108,13 +108,14 @@ class Layout:
         return int(np.prod(tuple(self.weights[index].shape)))
 
     def _content(self, slot: Slot, gradients: Sequence) -> tf.Tensor:
-        first = gradients[slot.holds[0]]
-        if slot.indices:
+        if slot in self.rows:
+            first = gradients[slot.holds[0]]
             if first is None:
-                return tf.zeros([0], tf.int64)
-            return tf.cast(apart.as_slices(first).indices, tf.int64)
-        if len(slot.holds) == 1 and isinstance(first, tf.IndexedSlices):
-            return tf.reshape(first.values, [-1])
+                return tf.zeros([0], slot.dtype)
+            sparse = apart.as_slices(first)
+            if slot.indices:
+                return tf.cast(sparse.indices, tf.int64)
+            return tf.reshape(tf.cast(sparse.values, slot.dtype), [-1])
         parts = []
         for index in slot.holds:
             gradient, weight = gradients[index], self.weights[index]

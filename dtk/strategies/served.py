@@ -88,10 +88,17 @@ class ServedAdoption(Adoption):
 
     def settle(self) -> None:
         """Wait until every step handed out is applied, and every batch counted."""
-        for name, loop in self._loops.items():
+        # Inside `fit` the workers go back to training, and may have to finish some of it.
+        for name, loop in sorted(self._loops.items(), key=lambda item: item[0] == "train"):
             loop.drain()
             if name != "train":
-                loop.close()  # inside `fit` the workers go back to training
+                loop.close()
+
+    def go_back(self) -> None:
+        """A call inside `fit` is over, well or not: the workers go back to training."""
+        for name, loop in self._loops.items():
+            if name != "train":
+                loop.close()
 
     def leave(self) -> None:
         """The outermost call is over: send the workers home."""
@@ -162,6 +169,7 @@ class ServedAdoption(Adoption):
         workers = self.strategy.workers
 
         def run(batches: list) -> Any:
+            loop.outputs = []
             for data in batches:
                 if isinstance(data, worker_data.Pipelines):
                     raise ValueError(

@@ -16,13 +16,10 @@ import numpy as np
 import tensorflow as tf
 
 from dtk.errors import NotDistributedError
-from dtk.strategies import adopt, agreement, extended, optimizing, pushpull, slicing, worker_data
+from dtk.strategies import adopt, extended, optimizing, pushpull, slicing, worker_data
 from dtk.strategies.apart import Apart, trace_apart
 from dtk.strategies.consistency import Schedule
 from dtk.strategies.loops import Counting, Result, whole_batch
-
-# Steps that compute at once draw their random numbers this far apart.
-_CHANCE_STRIDE = 1 << 10
 
 
 class Training(Counting):
@@ -40,7 +37,6 @@ class Training(Counting):
         self._without_gradient: set[int] = set()
         self._moving: list = []
         self._commits: dict[int, Callable] = {}
-        self._chance: np.ndarray | None = None
 
     @property
     def ahead(self) -> int:
@@ -65,20 +61,7 @@ class Training(Counting):
         self._epoch = epoch
         self.schedule.take_statistics()
 
-    def drain(self) -> None:
-        """Wait for every step, and keep what random layers go on from."""
-        super().drain()
-        if self._chance is not None:
-            for variable, state in zip(self.adoption.chance_states(), self._chance, strict=True):
-                variable.assign(state)
-            self._chance = None
-
     # On the workers.
-
-    def close(self) -> None:
-        """As in the base; random layers go on from where the variables say."""
-        super().close()
-        self._chance = None
 
     def _prepare(self, spec: Any) -> None:
         if self._layout is None:
@@ -87,11 +70,8 @@ class Training(Counting):
             self._layout = self._lay_out(
                 weights, {id(p) for v in self._tables for p in self.adoption.parts_of(v)}
             )
-        if self._chance is None:
-            self._chance = np.array(
-                [v.numpy() for v in self.adoption.chance_states()], "uint32"
-            ).reshape(-1, 2)
-            self._first = self.schedule.offered
+        self._take_chance()
+        self._draws = True
         key = pushpull.key_of(spec)
         if key not in self._functions:
             self._functions[key] = self._trace(spec, self._layout)
@@ -133,10 +113,6 @@ class Training(Counting):
                     "traffic": tf.stack([read + apart.rows_read, sent]),
                 }
             )
-
-    def _chances(self, chance: tf.Tensor) -> list[tuple[Any, tf.Tensor]]:
-        states = self.adoption.chance_states()
-        return list(zip(states, tf.unstack(chance, num=len(states)), strict=True))
 
     def _results(self, apart: Apart, data: Any, state: list) -> dict:
         """What is reported of a traced step, besides its gradients."""
@@ -187,7 +163,7 @@ class Training(Counting):
         mailbox = self._free_mailbox()
         outputs, share = self._call(batch, piece, worker, self._chance_of(piece), mailbox.handles)
         self.strategy.note_traffic(worker, outputs["traffic"])
-        return Result(outputs, share, batch.pipelines is not None, mailbox, self._mailboxes.append)
+        return Result(outputs, share, mailbox, self._mailboxes.append)
 
     def _free_mailbox(self) -> pushpull.Mailbox:
         # One whose worker was lost is never used again: the lost may come back and write to it.
@@ -196,16 +172,6 @@ class Training(Counting):
         except IndexError:
             assert self._layout is not None
             return pushpull.Mailbox(self._layout)
-
-    def _chance_of(self, piece: Any) -> np.ndarray:
-        """Random states of a slice: the same whoever computes it, and whenever."""
-        assert self._chance is not None
-        states = self._chance.copy()
-        if self.schedule.tau:
-            states[:, 1] += np.uint32((piece.step - self._first) * _CHANCE_STRIDE)
-        return np.array(
-            [agreement.fold_seed(state, piece.slice) for state in states], "uint32"
-        ).reshape(-1, 2)
 
     # On the servers.
 
@@ -217,11 +183,13 @@ class Training(Counting):
             sum((r.share * r.outputs["moved"][i] for r in results), start=0.0)
             for i in range(len(self._moving))
         ]
-        moved = [tf.cast(m, v._value.dtype) for m, v in zip(moved, self._moving, strict=True)]
+        moved = [_as(v._value.dtype, m) for m, v in zip(moved, self._moving, strict=True)]
         mailboxes = [r.mailbox.handles for r in results if r.mailbox is not None]
         self._commits[count](mailboxes, moved)
         if not self.schedule.tau and results[0].outputs["chance"]:
+            # One after the other, steps go on from where the last one stopped.
             self._chance = np.array(results[0].outputs["chance"], "uint32")
+            self._first = self.schedule.offered
         self._add_up(results)
         if self.schedule.tau != self._consistency.tau:
             self._count_rows(results)
@@ -232,11 +200,12 @@ class Training(Counting):
 
     def _count_rows(self, results: list[Result]) -> None:
         rows = sum(int(r.outputs["rows"]) for r in results)
-        # The first step of a run that is resumed stands for those before it.
-        before = (
-            int(optimizing.optimizers_of(self.model)[0].iterations.numpy()) if not self._rows else 1
-        )
-        self._rows += rows * before
+        if not self._rows:
+            # A batch of a run that is resumed stands for each of those before it.
+            batches = sum(r.outputs.get("batches", 1) for r in results)
+            optimizer = optimizing.optimizers_of(self.model)[0]
+            self._rows = (int(optimizer.iterations.numpy()) - 1) * rows // batches
+        self._rows += rows
 
     def _commit_function(self, count: int) -> Callable:
         assert self._layout is not None
@@ -260,3 +229,8 @@ class Training(Counting):
                 optimizing.apply_now(optimizer, [gradients[id(p)] for p in parts], parts)
             for variable, change in zip(self._moving, moved, strict=True):
                 variable._value.assign_add(change)
+
+
+def _as(dtype: tf.DType, change: Any) -> tf.Tensor:
+    """A change in a variable's type; a count that sixths add up to is a whole number."""
+    return tf.cast(np.rint(change) if dtype.is_integer else change, dtype)

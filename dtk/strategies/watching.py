@@ -124,6 +124,7 @@ def watch_until_end(
         ClusterError: There was none, ever.
     """
     seen = book.names()
+    _check_same_run(seen, source)
     while True:
         # Asked first: what the chief saved before it went is still found below.
         gone = chief.is_gone()
@@ -141,6 +142,16 @@ def watch_until_end(
         raise ClusterError(
             f"evaluator 0: no checkpoint appeared in {source.directory.absolute()} while the chief "
             "was there; the directory must be one that this host and the chief's share"
+        )
+
+
+def _check_same_run(seen: Collection[str], source: Source) -> None:
+    there = source.appeared(())
+    if seen and (not there or max(there) < max(seen)):
+        raise ClusterError(
+            f"evaluator 0: {source.directory / _FILE} has numbers of {max(seen)}, and the newest "
+            f"checkpoint there is {there[-1] if there else 'none'}: it belongs to another run; "
+            "remove it, or use another directory"
         )
 
 

@@ -5,7 +5,8 @@
 
 The chief hands out steps; whoever computes one takes the next batch of a pipeline of its own, which
 begins anew when it ends. So no order of rows is kept between workers, and a worker that was lost
-begins its pipeline from the start.
+begins its pipeline from the start. A backup worker that repeats a slice reads other rows for it:
+the gradients that come first count, the rows of late ones are dropped (Chen et al. 2016).
 """
 
 from __future__ import annotations
@@ -76,7 +77,13 @@ class Pipelines:
         """The iterator of the worker whose thread this is."""
         if worker not in self._at:
             with self._lock:  # it may call the script's own function
-                self._at[worker] = iter(self._dataset.make(worker))
+                made = self._dataset.make(worker)
+            if made.element_spec != self.element_spec:
+                raise ValueError(
+                    f"dataset_fn gave worker {worker} batches of {made.element_spec}, and worker 0 "
+                    f"of {self.element_spec}; all must be alike"
+                )
+            self._at[worker] = iter(made)
         return self._at[worker]
 
     def lose(self, worker: int) -> None:
@@ -115,7 +122,8 @@ def worker_dataset(dataset_fn: Callable, workers: int, slices: int) -> WorkerDat
 
     Raises:
         TypeError: It returned something else.
-        ValueError: It returned rows instead of batches.
+        ValueError: It returned rows instead of batches, or a synchronous step would have slices of
+            different sizes.
     """
 
     def make(worker: int) -> tf.data.Dataset:
@@ -138,5 +146,10 @@ def worker_dataset(dataset_fn: Callable, workers: int, slices: int) -> WorkerDat
         raise ValueError(
             f"dataset_fn returned single rows ({example.element_spec}), not batches; end it with "
             ".batch(context.get_per_replica_batch_size(global_batch_size))"
+        )
+    if slices > 1 and any(leaf.shape[0] is None for leaf in flat if hasattr(leaf, "shape")):
+        raise ValueError(
+            "dataset_fn returned batches of any size, of which a synchronous step cannot be the "
+            "mean over all rows; batch with drop_remainder=True"
         )
     return WorkerDataset(make, example)

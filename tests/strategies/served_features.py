@@ -56,7 +56,7 @@ def network(*more):
 def shard(count, index, rows):
     """Every `count`-th of the digits' first 160, in batches of `rows`."""
     data = tf.data.Dataset.from_tensor_slices(tuple(a[:160] for a in digits()))
-    return data.shard(count, index).batch(rows)
+    return data.shard(count, index).batch(rows, drop_remainder=True)
 
 
 def pipelines(consistency, slices, epochs=2):
@@ -105,6 +105,7 @@ WRONG = {
     "raises": lambda: _fit_from(_raises),
     "rows": lambda: _fit_from(lambda context: shard(1, 0, 4).unbatch()),
     "no dataset": lambda: _fit_from(lambda context: [1, 2]),
+    "any size": lambda: _fit_from(lambda context: shard(1, 0, 4).unbatch().batch(4)),
     "no batch": lambda: _fit_from(lambda context: shard(1, 0, 4).take(0)),
     "uneven": lambda: _fit_from(_uneven),
     "no steps": lambda: _fit_from(lambda context: shard(1, 0, 4), steps=None),
@@ -297,3 +298,107 @@ def saved_steps(directory):
         saved = saver.load_weights(model, name)
         found.append((saved.step or 40, saved.iterations, float(model.get_weights()[0][0, 0])))
     return found
+
+
+# What happens inside of `fit`, and after it.
+
+
+class AlwaysDropping(keras.layers.Layer):
+    """Dropout outside of training, too."""
+
+    def build(self, shape):
+        self.seed = keras.random.SeedGenerator()
+
+    def call(self, x):
+        return keras.random.dropout(x, 0.5, seed=self.seed)
+
+
+def masks():
+    """Losses of epochs whose weights and rows never change, only their masks; predictions, too."""
+    strategy = served_with("async")
+    keras.utils.set_random_seed(6)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((50,)), AlwaysDropping()])
+        model.compile(keras.optimizers.SGD(0.0), loss=lambda y, prediction: prediction)
+    x = np.random.default_rng(0).random((1, 50)).repeat(16, 0).astype("float32")
+    losses = [
+        loss
+        for _ in range(2)
+        for loss in model.fit(x, x, batch_size=4, epochs=2, verbose=0).history["loss"]
+    ]
+    predicted = [model.predict(x, batch_size=8, verbose=0) for _ in range(2)]
+    evaluated = [model.evaluate(x, x, batch_size=8, verbose=0) for _ in range(2)]
+    return losses, np.concatenate(predicted), evaluated
+
+
+def asked_in_the_middle(consistency):
+    """Predictions, evaluations and single batches from callbacks. Steps, and what they gave."""
+    strategy = served_with(consistency)
+    x, y = (a[:64] for a in digits())
+    given = []
+
+    class Ask(keras.callbacks.Callback):
+        def ask(self):
+            given.append(self.model.predict(x[:5], verbose=0).shape)
+            given.append(self.model.predict_on_batch(x[:3]).shape)
+            given.append(len(self.model.evaluate(x[:9], y[:9], batch_size=4, verbose=0)))
+            given.append(len(self.model.test_on_batch(x[:9], y[:9])))
+
+        def on_train_begin(self, logs=None):
+            self.ask()
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.ask()
+
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch in (0, 2):
+                self.ask()
+
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 1:
+                self.ask()
+
+    with strategy.scope():
+        model = network()
+    model.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=[Ask()])
+    return int(model.optimizer.iterations.numpy()), given
+
+
+def left_in_validation(consistency):
+    """Leaves `fit` while it validates; then everything works as before. Steps of the second."""
+    strategy = served_with(consistency)
+    x, y = (a[:64] for a in digits())
+
+    class Leave(keras.callbacks.Callback):
+        def on_test_batch_end(self, batch, logs=None):
+            raise KeyError("enough")
+
+    with strategy.scope():
+        model = network()
+    data = {"validation_data": (x, y), "batch_size": 8, "verbose": 0}
+    with contextlib.suppress(KeyError):
+        model.fit(x, y, callbacks=[Leave()], **data)
+    before = int(model.optimizer.iterations.numpy())
+    history = model.fit(x, y, epochs=2, **data).history
+    return int(model.optimizer.iterations.numpy()) - before, sorted(history)
+
+
+class Taken(keras.layers.Layer):
+    """Looks rows up in a weight that is no embedding layer's, so that its gradient is sparse."""
+
+    def build(self, shape):
+        self.table = self.add_weight(shape=(5, 4), initializer="ones")
+
+    def call(self, ids):
+        return keras.ops.sum(keras.ops.take(self.table, ids, axis=0), axis=(1, 2))
+
+
+def sparse_gradient_of_a_lone_weight(consistency):
+    """The weight after two steps; rows 1 and 3 are taken three and two times."""
+    strategy = served_with(consistency) if consistency else None
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = keras.Sequential([keras.Input((5,), dtype="int32"), Taken()])
+        model.compile(keras.optimizers.SGD(0.1), loss=lambda y, prediction: prediction)
+    ids = np.array([[1, 1, 1, 3, 3]] * 8, "int32")
+    model.fit(ids, np.zeros(8), batch_size=4, verbose=0)
+    return model.get_weights()[0]

@@ -44,8 +44,13 @@ def test_asynchronous_workers_that_read_for_themselves(pool):
         ("raises", "OSError", ["no such file: rows-00001", "raised by dataset_fn, for worker 0"]),
         ("rows", "ValueError", ["single rows", "TensorSpec(shape=(8, 8, 1)", ".batch(context."]),
         ("no dataset", "TypeError", ["returned a list", "tf.data.Dataset of batches"]),
+        ("any size", "ValueError", ["batches of any size", "drop_remainder=True"]),
         ("no batch", "ValueError", ["dataset_fn gave worker", "without a batch"]),
-        ("uneven", "ValueError", ["batches of 8, 9 rows", "drop_remainder=True"]),
+        (
+            "uneven",
+            "ValueError",
+            ["gave worker 1 batches of", "shape=(9, 8", "shape=(8, 8", "alike"],
+        ),
         ("no steps", "ValueError", ["steps_per_epoch="]),
         ("predict", "ValueError", ["predict", "in order", "arrays or a tf.data.Dataset"]),
         ("loss scaling", "ValueError", ["Downpour(push_every=2", "scales its loss"]),
@@ -173,3 +178,33 @@ def test_the_rate_of_asynchronous_steps_warms_up(pool, shape, warm_start, factor
     """Of serial ones it does not; the first asynchronous step is announced one step late."""
     (rates,) = pool.run(served_features.warming_rates, shape, warm_start)
     np.testing.assert_allclose(rates, 0.1 * np.array(factors), rtol=1e-5)
+
+
+def test_random_layers_never_repeat_themselves(pool):
+    """Breaks when epochs, calls or batches begin again with the same masks."""
+    ((losses, predicted, evaluated),) = pool.run(served_features.masks)
+    assert len(set(losses)) == 4, losses
+    assert len({row.tobytes() for row in predicted}) == 32, "two rows have the same mask"
+    assert evaluated[0] != evaluated[1]
+
+
+@pytest.mark.parametrize("consistency", ["sync", "async"])
+def test_callbacks_may_predict_and_evaluate_at_any_time(pool, consistency):
+    """Breaks when the workers do not go back to training: it hangs."""
+    ((steps, given),) = pool.run(served_features.asked_in_the_middle, consistency, timeout=90)
+    assert steps == 16
+    assert given == [(5, 10), (3, 10), 2, 2] * 9
+
+
+@pytest.mark.parametrize("consistency", ["sync", "async"])
+def test_a_validation_that_was_left_leaves_nothing_behind(pool, consistency):
+    ((steps, logged),) = pool.run(served_features.left_in_validation, consistency)
+    assert steps == 16 and "val_loss" in logged
+
+
+@pytest.mark.parametrize("consistency", ["sync", BoundedDelay(0)], ids=str)
+def test_a_sparse_gradient_of_a_lone_weight(pool, consistency):
+    """Breaks when its row numbers are lost on the way to the server."""
+    (mine,) = pool.run(served_features.sparse_gradient_of_a_lone_weight, consistency)
+    expected = served_features.sparse_gradient_of_a_lone_weight(None)
+    np.testing.assert_allclose(mine, expected, rtol=1e-5)
