@@ -14,19 +14,20 @@ class Downpour:
     at the optimizer's rate, fetches anew after every `fetch_every` batches, and then pushes the sum
     of the gradients, which the optimizer applies once and counts as `push_every` steps. With
     momentum-free SGD and one step at a time this is plain SGD; but rows of embedding tables, which
-    stay on the servers, change there only. Between two pushes a worker holds
-    nothing, so one that is lost loses nothing: another repeats its batches.
+    stay on the servers, change there only. A worker that is lost loses nothing: another repeats the
+    batches it had.
 
     `significant` leaves on the worker what would change a weight by no more than that (the
     gradient's sum times the rate); it is added to the next push. So what one worker has not pushed
     yet is at most `significant` per weight; it ends with `fit`, is not in checkpoints, and is lost
-    with the worker. Of
-    large gradients only the significant entries are sent, as positions and values, where that is
-    shorter.
+    with the worker. Of large gradients only the significant entries are sent, as positions and
+    values, where that is shorter.
 
     Args:
         push_every: Steps (batches) in a push.
-        fetch_every: Steps between two fetches; divides `push_every`, and None is as many.
+        fetch_every: Steps between two fetches, a divisor or a multiple of `push_every`; None is as
+            many. A multiple, with "async" only: a worker goes on with its own weights after a push,
+            and the staleness in the logs counts from the fetch.
         significant: Smallest change of a weight worth sending; 0.0 sends all.
 
     Raises:
@@ -51,13 +52,18 @@ class Downpour:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r}; expected a number of steps, 1 or more")
-        if self.push_every % (self.fetch_every or 1):
+        if self.push_every % self.fetch and self.fetch % self.push_every:
             raise ValueError(
-                f"fetch_every={self.fetch_every} does not divide push_every={self.push_every}; a "
-                "worker keeps no weights from one push to the next, so use a divisor, or the same"
+                f"fetch_every={self.fetch_every} is neither a divisor nor a multiple of "
+                f"push_every={self.push_every}; use one, or the same"
             )
         if not 0.0 <= self.significant < math.inf:
             raise ValueError(
                 f"significant={self.significant!r}; expected the smallest change of a weight worth "
                 "sending, 0.0 or more"
             )
+
+    @property
+    def fetch(self) -> int:
+        """Steps between two fetches."""
+        return self.fetch_every or self.push_every

@@ -372,8 +372,13 @@ class Schedule:
         backup = self._backup(worker)
         return None if backup is None else self._hand_out(backup, worker)
 
-    def returned(self, piece: Piece, worker: int) -> bool:
+    def returned(self, piece: Piece, worker: int, older: int = 0) -> bool:
         """Note that a worker has computed its piece.
+
+        Args:
+            piece: What it had.
+            worker: The worker.
+            older: Steps that were applied when it was handed out, and not in the weights it used.
 
         Returns:
             True for the first result of this slice, which counts; False if it is to be dropped.
@@ -387,8 +392,8 @@ class Schedule:
             self.dropped += 1
             return False
         step.missing.remove(piece.slice)
-        step.staleness = max(step.staleness, run.staleness)
-        step.lag = max(step.lag, run.lag)
+        step.staleness = max(step.staleness, run.staleness + older)
+        step.lag = max(step.lag, run.lag + older)
         return True
 
     def lost(self, piece: Piece, worker: int) -> None:

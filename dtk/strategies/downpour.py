@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -26,6 +26,24 @@ from dtk.strategies.steps import metric_variables
 from dtk.strategies.training import Training
 
 
+class Held(NamedTuple):
+    """Weights that a worker goes on with.
+
+    Attributes:
+        values: The weights.
+        rate: The optimizer's rate.
+        nothing: A gradient of nothing.
+        finished: Steps that were applied when it fetched them.
+        pushes: How often it has pushed since.
+    """
+
+    values: list[tf.Tensor]
+    rate: tf.Tensor
+    nothing: list[tf.Tensor]
+    finished: int
+    pushes: int = 0
+
+
 class DownpourTraining(Training):
     """`fit`'s steps, several to a push."""
 
@@ -36,6 +54,8 @@ class DownpourTraining(Training):
         self._waiting: list[Batch] = []
         # Per worker, what it has not pushed yet.
         self._kept: dict[int, list[tf.Tensor]] = {}
+        # And the weights it goes on with, if it fetches less often than it pushes.
+        self._held: dict[int, Held] = {}
         self._begin: Callable | None = None
 
     def _check_optimizers(self) -> None:
@@ -81,6 +101,7 @@ class DownpourTraining(Training):
         """As in the base; what workers kept belongs to the weights of this `fit`."""
         self._waiting = []
         self._kept.clear()
+        self._held.clear()
         super().close()
 
     # On the workers.
@@ -193,12 +214,18 @@ class DownpourTraining(Training):
         with tf.device(extended.CHIEF):
             chance = tf.constant(self._chance_of(piece))
         try:
-            values, rate, nothing = begin()
+            held = self._held.pop(worker, None)
+            if held is None:
+                values, rate, nothing = begin()
+                held = Held(values, rate, nothing, self.schedule.finished)
+            values, rate, nothing = held.values, held.rate, held.nothing
+            pulled += self._read if not held.pushes else 0
+            older = max(0, self.schedule.finished - held.finished - held.pushes)
             accrued = nothing
             for number, data in enumerate(batch.parts[0]):
                 if number and number % self._exchange.fetch_every == 0:
                     values, rate, _ = begin()
-                pulled += self._read if number % self._exchange.fetch_every == 0 else 0
+                    pulled += self._read
                 call = functools.partial(_called, step, chance, values, rate, accrued)
                 if batch.pipelines is None:
                     report, chance, values, accrued = call(data)
@@ -210,12 +237,16 @@ class DownpourTraining(Training):
         except tf.errors.OpError:
             self._kept.pop(worker, None)
             raise
+        # Serial steps read what the one before has written.
+        pushes = held.pushes + 1 if self.schedule.tau else self._exchange.fetch_every
+        if pushes * self._exchange.push_every < self._exchange.fetch_every:
+            self._held[worker] = held._replace(values=values, pushes=pushes)
         if self._exchange.significant:
             self._kept[worker] = kept
         outputs = _together(reports)
         traffic = np.array([pulled + sum(int(r["read"]) for r in reports), sent], np.int64)
         self.strategy.note_traffic(worker, traffic, len(reports))
-        return Result(outputs, 1.0, mailbox, self._mailboxes.append)
+        return Result(outputs, 1.0, mailbox, self._mailboxes.append, older)
 
     def _finish(self, step: int, results: list[Result]) -> None:
         super()._finish(step, results)

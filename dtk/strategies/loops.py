@@ -34,6 +34,7 @@ class Result:
         share: The slice's part of the rows of its batch.
         mailbox: Where its gradients are, if it has some.
         release: Takes the mailbox back.
+        older: Applied steps that were not in the weights, besides those under way.
     """
 
     def __init__(
@@ -42,8 +43,10 @@ class Result:
         share: float,
         mailbox: pushpull.Mailbox | None = None,
         release: Callable[[Any], None] = lambda mailbox: None,
+        older: int = 0,
     ):
         self.outputs, self.share, self.mailbox, self._release = outputs, share, mailbox, release
+        self.older = older
 
     def drop(self) -> None:
         """It is not needed any more."""
@@ -132,7 +135,7 @@ class Steps:
     def finished(self, work: Any, worker: int, result: Result | None) -> None:
         """A worker has computed a slice."""
         piece, _ = work
-        if self.schedule.returned(piece, worker):
+        if self.schedule.returned(piece, worker, 0 if result is None else result.older):
             self._results[piece.step][piece.slice] = result
             if self.schedule.complete(piece.step):
                 self._complete.append(piece.step)

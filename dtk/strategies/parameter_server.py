@@ -209,17 +209,22 @@ def _config() -> cluster.TFConfig:
 
 
 def _checked(exchange: Any, consistency: rules.Consistency) -> Downpour | None:
-    if exchange is None or (isinstance(exchange, Downpour) and isinstance(consistency, rules.Sync)):
-        if exchange is None:
-            return None
-        raise ValueError(
-            f"exchange={exchange!r} with consistency={consistency!r}: workers that train on by "
-            'themselves are not synchronous; use "async" or BoundedDelay(tau)'
-        )
+    if exchange is None:
+        return None
     if not isinstance(exchange, Downpour):
         raise ValueError(
             f"exchange={exchange!r}; expected dtk.exchange.Downpour(...), or None to send every "
             "gradient as it is"
+        )
+    if isinstance(consistency, rules.Sync):
+        raise ValueError(
+            f"exchange={exchange!r} with consistency={consistency!r}: workers that train on by "
+            'themselves are not synchronous; use "async" or BoundedDelay(tau)'
+        )
+    if isinstance(consistency, rules.BoundedDelay) and exchange.fetch > exchange.push_every:
+        raise ValueError(
+            f"exchange={exchange!r} with consistency={consistency!r}: weights kept after a push "
+            'may be later than the bound allows; use "async", or fetch with every push'
         )
     return exchange
 

@@ -766,3 +766,31 @@ def test_workers_of_any_speed_finish_every_step_once(mode, extra, speeds, steps)
         for worker in range(len(speeds)):
             own = sorted((one.start, one.end) for one in ran if one.worker == worker)
             assert all(a[1] == b[0] for a, b in zip(own, own[1:], strict=False)), "it waited"
+
+
+def test_weights_fetched_earlier_make_a_step_staler():
+    schedule = Schedule(math.inf)
+    for _ in range(2):
+        schedule.offer()
+    first, second = schedule.take(0), schedule.take(1)
+    for piece, worker, older in ((first, 0, 0), (second, 1, 3)):
+        assert schedule.returned(piece, worker, older)
+        schedule.applied(piece.step)
+    assert schedule.statistics.histogram == {0: 1, 4: 1} and schedule.statistics.lag == 4
+
+
+def test_a_schedule_is_loosened_and_never_tightened():
+    schedule = Schedule(0)
+    for _ in range(3):
+        schedule.offer()
+    assert schedule.take(0) is not None and schedule.take(1) is None
+    schedule.loosen(1)
+    assert schedule.take(1) is not None and schedule.take(2) is None
+    with pytest.raises(ValueError, match="can be loosened, not tightened"):
+        schedule.loosen(0)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"epochs": 1, "samples": 1}, {"epochs": -1}])
+def test_a_warm_start_has_one_length(arguments):
+    with pytest.raises(ValueError, match="expected"):
+        consistency.WarmStart(**arguments)

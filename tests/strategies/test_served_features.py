@@ -108,6 +108,20 @@ def test_every_gradient_is_applied_once_however_rarely_it_is_pushed(pool, consis
     np.testing.assert_allclose(weights, [-1.0, -2.0, -3.0], rtol=1e-5)
 
 
+def test_fetching_less_often_than_pushing(pool):
+    """A worker goes on with its own weights; the logs say how old they are."""
+    ((_, steps, history, moved),) = pool.run(
+        served_features.pushed, "async", Downpour(1, fetch_every=4), "normalisation", timeout=120
+    )
+    assert steps == 39 and history["loss"][-1] < history["loss"][0]
+    pushed, pulled = (sum(worker[way] for worker in moved) for way in ("pushed", "pulled"))
+    model = 4 * (64 * 32 + 32 + 320 + 10) + 4 * 2 * 32
+    assert pushed == 39 * model
+    # A fetch for four steps of a worker, and a new one for the first in each epoch or two.
+    assert pulled < 0.5 * 39 * (model + 4 * 2 * 32)
+    assert max(history["staleness_max"]) > 3, "the logs do not count from the fetch"
+
+
 def test_what_is_not_significant_waits_on_the_worker(pool):
     """Steps of 0.01, 0.02 and 0.03 are pushed once they add up to more than 0.05."""
     ((weights, steps),) = pool.run(

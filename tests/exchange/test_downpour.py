@@ -1,0 +1,61 @@
+"""What a Downpour may be, and with which consistency."""
+
+from __future__ import annotations
+
+import doctest
+
+import pytest
+
+from dtk.exchange import Downpour, downpour
+from dtk.strategies import parameter_server
+from dtk.strategies.consistency import Async, BoundedDelay, Sync
+
+
+def test_it_fetches_with_every_push_unless_told_otherwise():
+    assert Downpour(4).fetch == 4
+    assert Downpour(4, fetch_every=2).fetch == 2
+    assert Downpour(2, fetch_every=6).fetch == 6
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ({"push_every": 0}, "push_every=0; expected a number of steps"),
+        ({"push_every": 2.5}, "push_every=2.5"),
+        ({"push_every": True}, "push_every=True"),
+        ({"fetch_every": -1}, "fetch_every=-1"),
+        ({"push_every": 4, "fetch_every": 3}, "neither a divisor nor a multiple of push_every=4"),
+        ({"significant": -1.0}, "significant=-1.0; expected the smallest change"),
+        ({"significant": float("inf")}, "significant=inf"),
+    ],
+)
+def test_mistakes(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        Downpour(**arguments)
+
+
+@pytest.mark.parametrize(
+    "exchange, consistency, said",
+    [
+        (Downpour(2), Sync(), "are not synchronous"),
+        (Downpour(1, fetch_every=2), BoundedDelay(4), "later than the bound allows"),
+        ("1bit", Async(), "expected dtk.exchange.Downpour"),
+    ],
+)
+def test_what_does_not_go_together(exchange, consistency, said):
+    with pytest.raises(ValueError, match=said):
+        parameter_server._checked(exchange, consistency)
+
+
+def test_what_does():
+    for exchange, consistency in (
+        (None, Sync()),
+        (Downpour(2), BoundedDelay(4)),
+        (Downpour(1, fetch_every=2), Async()),
+    ):
+        assert parameter_server._checked(exchange, consistency) is exchange
+
+
+def test_the_examples_in_the_docstrings():
+    failed, tried = doctest.testmod(downpour)
+    assert tried and not failed
