@@ -37,11 +37,11 @@ def remote(code, ranks=2):
     ]
 
 
-def run(processes, **options):
+def run(processes, wait=60, **options):
     out, err = io.StringIO(), io.StringIO()
     began = time.monotonic()
     with Job(processes, stdout=out, stderr=err, **{"grace": 1.0, **options}) as job:
-        code = job.wait(timeout=60)
+        code = job.wait(timeout=wait)
     assert agent.members(job.job_id) == []
     return code, out.getvalue(), err.getvalue(), time.monotonic() - began
 
@@ -259,3 +259,26 @@ def test_horovod_reduces_between_two_hosts(two_hosts):
     given, out, err, _ = run(processes, remote_shell=shell)
     assert given == 0, err
     assert sorted(out.splitlines()) == ["[0] 1 3.0", "[1] 1 3.0"]
+
+
+@pytest.mark.timeout(180)
+def test_parameter_servers_on_two_hosts(two_hosts):
+    """A server and a worker on each: weights and gradients cross the network."""
+    hosts, shell = two_hosts
+    script = Path(__file__).resolve().parents[2] / "examples" / "digits_parameter_server.py"
+
+    def survey(host, ports):
+        return ssh.survey(host, ports, remote_shell=shell)
+
+    processes = plan(
+        [sys.executable, str(script), "--epochs=2"],
+        hosts=[Host(hosts[0].name, 1), Host(hosts[1].name, 1)],
+        ps=2,
+        survey=survey,
+    )
+    roles = {process.name: process.host for process in processes}
+    assert {roles["ps 0"], roles["ps 1"]} == {host.name for host in hosts}
+    given, out, err, _ = run(processes, remote_shell=shell, grace=10.0, wait=150)
+    assert given == 0, err
+    assert "after 46 steps" in out
+    assert "worker 0: 0 steps" not in out and "worker 1: 0 steps" not in out
