@@ -11,6 +11,7 @@ the gradients that come first count, the rows of late ones are dropped (Chen et 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +19,11 @@ from typing import Any
 import tensorflow as tf
 
 from dtk.strategies import extended
+
+_ELSEWHERE = (
+    "dataset_fn gave worker {worker} a dataset that was made on the chief, which cannot be sent "
+    "there; make the whole pipeline inside dataset_fn"
+)
 
 
 class WorkerDataset(extended.PerRankDataset):
@@ -76,14 +82,14 @@ class Pipelines:
     def of(self, worker: int) -> Any:
         """The iterator of the worker whose thread this is."""
         if worker not in self._at:
-            with self._lock:  # it may call the script's own function
+            with self._lock, _made_there(worker):  # it may call the script's own function
                 made = self._dataset.make(worker)
-            if made.element_spec != self.element_spec:
-                raise ValueError(
-                    f"dataset_fn gave worker {worker} batches of {made.element_spec}, and worker 0 "
-                    f"of {self.element_spec}; all must be alike"
-                )
-            self._at[worker] = iter(made)
+                if made.element_spec != self.element_spec:
+                    raise ValueError(
+                        f"dataset_fn gave worker {worker} batches of {made.element_spec}, and "
+                        f"worker 0 of {self.element_spec}; all must be alike"
+                    )
+                self._at[worker] = _opened(made, worker)
         return self._at[worker]
 
     def lose(self, worker: int) -> None:
@@ -92,24 +98,44 @@ class Pipelines:
             self._lost.append(self._at.pop(worker))
 
     def call(self, function: Callable[[Any], Any], worker: int) -> Any:
-        """Call a function with the worker's iterator, with a new one when it is at its end.
+        """Call a function with the worker's iterator.
 
         Raises:
             ValueError: The pipeline has no batch at all.
         """
-        is_new = worker not in self._at
         try:
             return function(self.of(worker))
         except tf.errors.OutOfRangeError:
-            if is_new:
-                raise ValueError(
-                    f"dataset_fn gave worker {worker} a dataset without a batch"
-                ) from None
-            del self._at[worker]
+            raise ValueError(f"dataset_fn gave worker {worker} a dataset without a batch") from None
         except tf.errors.OpError:
             self.lose(worker)
             raise
-        return self.call(function, worker)
+
+
+@contextlib.contextmanager
+def _made_there(worker: int) -> Iterator[None]:
+    """While inside, TensorFlow's error about a dataset that is elsewhere says what to do.
+
+    Raises:
+        ValueError: Instead of it.
+    """
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        if "Failed copying input tensor" not in str(error):
+            raise
+        raise ValueError(_ELSEWHERE.format(worker=worker)) from None
+
+
+def _opened(dataset: tf.data.Dataset, worker: int) -> Any:
+    """An endless iterator over a worker's dataset.
+
+    Raises:
+        ValueError: The dataset is not on the worker.
+    """
+    if "/job:worker" not in tf.data.experimental.to_variant(dataset).device:
+        raise ValueError(_ELSEWHERE.format(worker=worker))
+    return iter(dataset.repeat())
 
 
 def worker_dataset(dataset_fn: Callable, workers: int, slices: int) -> WorkerDataset:

@@ -1,6 +1,6 @@
 """Trains behind parameter servers, and kills one of its own tasks in the middle.
 
-dtk run -n 2 --ps 2 losing_tasks.py worker:1 DIRECTORY
+dtk run -n 2 --ps 2 losing_tasks.py worker:1 DIRECTORY [pipelines | downpour]
 """
 
 import contextlib
@@ -11,12 +11,18 @@ import time
 
 import keras
 import psutil
+import tensorflow as tf
 from sklearn.datasets import load_digits
 
 import dtk
 
 role, _, index = sys.argv[1].partition(":")
-strategy = dtk.strategies.ParameterServerStrategy("async")
+how = (sys.argv[3:] or ["plain"])[0]
+strategy = dtk.strategies.ParameterServerStrategy(
+    # Synchronous workers that read for themselves take turns, which must not wait for the lost.
+    "sync" if how == "pipelines" else "async",
+    exchange=dtk.exchange.Downpour(2, significant=1e-4) if how == "downpour" else None,
+)
 cluster = json.loads(os.environ["TF_CONFIG"])["cluster"]
 
 
@@ -57,11 +63,18 @@ with strategy.scope():
         keras.optimizers.Adam(0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     )
 kill = Kill()
+data = {"x": images[:640] / 16, "y": labels[:640], "batch_size": 16}
+if how == "pipelines":
+    arrays = data["x"], data["y"]
+
+    def rows(context):
+        return tf.data.Dataset.from_tensor_slices(arrays).batch(8, drop_remainder=True)
+
+    data = {"x": strategy.distribute_datasets_from_function(rows)}
+    data |= {"steps_per_epoch": 40, "shuffle": False}
 try:
     history = model.fit(
-        images[:640] / 16,
-        labels[:640],
-        batch_size=16,
+        **data,
         epochs=10_000 if role == "worker" else 4,
         verbose=0,
         callbacks=[dtk.callbacks.Checkpoint(sys.argv[2], resume=True), kill],

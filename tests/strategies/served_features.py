@@ -97,6 +97,15 @@ def _raises(context):
     raise OSError("no such file: rows-00001")
 
 
+def tuple_of(*row):
+    return row
+
+
+def _made_before(change):
+    data = shard(1, 0, 4)
+    return _fit_from(lambda context: change(data))
+
+
 def _uneven(context):
     return shard(1, 0, 8 + context.input_pipeline_id)
 
@@ -108,6 +117,8 @@ WRONG = {
     "any size": lambda: _fit_from(lambda context: shard(1, 0, 4).unbatch().batch(4)),
     "no batch": lambda: _fit_from(lambda context: shard(1, 0, 4).take(0)),
     "uneven": lambda: _fit_from(_uneven),
+    "made before": lambda: _made_before(lambda data: data),
+    "made from what was made before": lambda: _made_before(lambda data: data.map(tuple_of)),
     "no steps": lambda: _fit_from(lambda context: shard(1, 0, 4), steps=None),
     "predict": lambda: (lambda pair: pair[0].predict(pair[1], steps=1, verbose=0))(
         _fit_from(lambda context: shard(1, 0, 4))

@@ -30,8 +30,9 @@ def run(*arguments, command=RUN, timeout=150, **environ):
     )
 
 
-def test_a_killed_worker_loses_no_step_and_takes_part_again(tmp_path):
-    done = run("worker:1", tmp_path)
+@pytest.mark.parametrize("how", ["plain", "pipelines", "downpour"])
+def test_a_killed_worker_loses_no_step_and_takes_part_again(tmp_path, how):
+    done = run("worker:1", tmp_path, how)
     assert done.returncode == 0, done.stdout + done.stderr
     epochs, iterations = re.search(r"epochs (\d+) iterations (\d+)", done.stdout).groups()
     assert int(iterations) == 40 * int(epochs), "a step was lost, or applied twice"

@@ -51,6 +51,8 @@ def test_asynchronous_workers_that_read_for_themselves(pool):
             "ValueError",
             ["gave worker 1 batches of", "shape=(9, 8", "shape=(8, 8", "alike"],
         ),
+        ("made before", "ValueError", ["made on the chief", "inside dataset_fn"]),
+        ("made from what was made before", "ValueError", ["whole pipeline inside dataset_fn"]),
         ("no steps", "ValueError", ["steps_per_epoch="]),
         ("predict", "ValueError", ["predict", "in order", "arrays or a tf.data.Dataset"]),
         ("loss scaling", "ValueError", ["Downpour(push_every=2", "scales its loss"]),
