@@ -21,6 +21,7 @@ from dtk.callbacks.checkpoint_files import CheckpointFiles, CorruptCheckpointErr
 from dtk.callbacks.termination import EXIT_CODE, Termination
 from dtk.strategies import agreement, extended, optimizing, watching
 from dtk.strategies.adoption import Adoption, adoption_of
+from dtk.strategies.steps import metric_variables
 
 _FORMAT = 1
 _BETTER_WHEN_LARGER = ("acc", "auc", "precision", "recall", "f1", "fbeta", "iou", "r2", "cosine")
@@ -215,7 +216,7 @@ class Checkpoint(StrategyCallback):
         """Put back the metrics of an epoch that is resumed in its middle."""
         self._epoch, self._last_step, self._resumed_step = epoch, self._resumed_step, 0
         if self._metrics:
-            for variable, value in zip(_metric_variables(self.model), self._metrics, strict=True):
+            for variable, value in zip(metric_variables(self.model), self._metrics, strict=True):
                 variable.assign(value)
         self._metrics = None
 
@@ -292,7 +293,7 @@ class Checkpoint(StrategyCallback):
         self._since_save = 0
         self.adoption.settle()
         fold_accumulators(self.adoption)
-        metrics = [_value(v) for v in _metric_variables(self.model)] if in_epoch and step else None
+        metrics = [_value(v) for v in metric_variables(self.model)] if in_epoch and step else None
         better = self._is_better(logs)
         note = {"epoch": epoch, "monitor": self.monitor, "value": self.best} if better else None
 
@@ -475,7 +476,7 @@ def check_same_counts(saved: dict, adoption: Adoption, path: Any) -> None:
     """
     counts = [("random layers (Dropout and the like)", "seeds", adoption.seed_states())]
     if saved["metrics"] is not None:
-        counts.append(("variables of metrics", "metrics", _metric_variables(adoption.model)))
+        counts.append(("variables of metrics", "metrics", metric_variables(adoption.model)))
     for what, key, mine in counts:
         if len(saved[key]) != len(mine):
             raise ValueError(
@@ -487,10 +488,6 @@ def check_same_counts(saved: dict, adoption: Adoption, path: Any) -> None:
 
 def _last_word(path: str) -> str:
     return path.rsplit("/", 1)[-1].rsplit("_", 1)[-1]
-
-
-def _metric_variables(model: Any) -> list:
-    return [v for metric in model.metrics for v in metric.variables]
 
 
 def _accumulators(adoption: Adoption) -> list:

@@ -189,7 +189,6 @@ class Training(Counting):
         if not self.schedule.tau and results[0].outputs["chance"]:
             # One after the other, steps go on from where the last one stopped.
             self._chance = np.array(results[0].outputs["chance"], "uint32")
-            self._first = self.schedule.offered
         self._add_up(results)
         if self.schedule.tau != self._consistency.tau:
             self._count_rows(results)
