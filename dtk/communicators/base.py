@@ -58,6 +58,14 @@ class Communicator(abc.ABC):
         transport makes of it is its own affair: a ring all-reduce moves 2(size-1)/size of each.
         """
 
+    @property
+    def seconds_communicating(self) -> float:
+        """Seconds this rank has spent in collectives so far, waiting for other ranks included.
+
+        Counted from when this rank's own values are ready, when a collective runs.
+        """
+        return 0.0
+
     @abc.abstractmethod
     def allreduce(self, value: Any, op: str = "sum") -> Any:
         """Combine `value` over all ranks; every rank gets the result.
@@ -74,10 +82,13 @@ class Communicator(abc.ABC):
         """
 
     @abc.abstractmethod
-    def allgather(self, value: tf.Tensor) -> tf.Tensor:
+    def allgather(self, value: tf.Tensor, rows: Sequence[int] | None = None) -> tf.Tensor:
         """Concatenate every rank's rows along axis 0, in rank order.
 
-        Ragged: row counts may differ. A scalar counts as one row: the result has shape `[size]`.
+        Args:
+            value: Ragged: row counts may differ. A scalar counts as one row: the result has shape
+                `[size]`.
+            rows: How many come from each rank, where every rank knows; that saves a message.
         """
 
     @abc.abstractmethod
@@ -95,7 +106,9 @@ class Communicator(abc.ABC):
 
         Args:
             value: Shape `[rows, ...]`.
-            splits: Rows for each rank, shape `[size]`; equal blocks when None.
+            splits: Rows for each rank, shape `[size]`; equal blocks when None. Where every rank
+                knows what all others send, `[size, size]`: row i is what rank i sends. That saves a
+                message.
 
         Returns:
             The received rows in rank order, and how many came from each rank (int32, shape

@@ -4,15 +4,17 @@ Inside `tf.function` nothing orders two collectives by itself: TensorFlow runs w
 two ranks may start them in opposite orders and wait for each other, and reusing a key needs the
 first use to be over. TensorFlow does order everything that touches the same *variable*, through
 conditionals, loops and nested functions alike. So each collective reads the variable before it
-starts and adds to it when it is over. What it adds is the number of bytes it sent:
+starts and adds to it when it is over. What it adds is the number of bytes it sent, and the time it
+took:
 
-    read -> collective -> add bytes -> read -> collective -> add bytes -> ...
+    read -> collective -> add -> read -> collective -> add -> ...
 
-which counts executions exactly, dynamic shapes included, at no further cost.
+which counts executions exactly, dynamic shapes included, at next to no cost.
 """
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable, Sequence
 
@@ -20,20 +22,31 @@ import tensorflow as tf
 
 
 class Ledger:
-    """Runs a communicator's collectives in trace order and counts the bytes they send."""
+    """Runs a communicator's collectives in trace order; counts what they send and how long.
+
+    The variable holds bytes and microseconds.
+    """
 
     def __init__(self, device: str = "CPU:0") -> None:
         self._eager_bytes = 0
+        self._eager_seconds = 0.0
         self._handle = lane(device)
         with tf.init_scope(), tf.device(device):
-            tf.raw_ops.AssignVariableOp(resource=self._handle, value=tf.constant(0, tf.int64))
+            tf.raw_ops.AssignVariableOp(resource=self._handle, value=tf.constant([0, 0], tf.int64))
 
     @property
     def bytes(self) -> int:
         """Bytes sent so far."""
+        return self._eager_bytes + self._counted(0)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds in collectives so far, from when this rank's values were ready."""
+        return self._eager_seconds + self._counted(1) / 1e6
+
+    def _counted(self, place: int) -> int:
         with tf.init_scope():
-            counted = tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=tf.int64)
-            return self._eager_bytes + int(counted)
+            return int(tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=tf.int64)[place])
 
     def run(
         self,
@@ -54,19 +67,26 @@ class Ledger:
         if tf.executing_eagerly():
             if sends:
                 self._eager_bytes += sum(t.shape.num_elements() * t.dtype.size for t in inputs)
-            return collective(list(inputs))
+            start = time.perf_counter()
+            outputs = collective(list(inputs))
+            self._eager_seconds += time.perf_counter() - start
+            return outputs
         # Outside the control dependencies below: TensorFlow leaves those off an op whose inputs
         # have them already, and then loses them where the inputs are constants it folds away.
         sizes = [tf.size(t, tf.int64) * t.dtype.size for t in inputs if sends]
         sent = tf.add_n(sizes) if sizes else tf.zeros([], tf.int64)
-        before = tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=tf.int64)
-        outputs = collective([_behind(before, t) for t in inputs])
+        before = tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=tf.int64)[0]
+        behind = [_behind(before, t) for t in inputs]
+        with tf.control_dependencies(behind):
+            start = tf.timestamp()
+        outputs = collective(behind)
         # Horovod does not mark its ops as stateful, so a result that is only waited for would be
         # optimized away, on the ranks that do not use it. A stateful op that takes it as data keeps
         # it, if its condition is one the optimizer cannot foresee.
         kept = tf.raw_ops.Assert(condition=before >= 0, data=outputs, summarize=0)
         with tf.control_dependencies([kept]):
-            tf.raw_ops.AssignAddVariableOp(resource=self._handle, value=sent)
+            took = tf.cast((tf.timestamp() - start) * 1e6, tf.int64)
+            tf.raw_ops.AssignAddVariableOp(resource=self._handle, value=tf.stack([sent, took]))
         return outputs
 
 
@@ -78,7 +98,7 @@ def lane(device: str = "CPU:0") -> tf.Tensor:
     """
     with tf.init_scope(), tf.device(device):
         return tf.raw_ops.VarHandleOp(
-            dtype=tf.int64, shape=[], shared_name=f"dtk_lane_{uuid.uuid4().hex}"
+            dtype=tf.int64, shape=[2], shared_name=f"dtk_lane_{uuid.uuid4().hex}"
         )
 
 

@@ -45,8 +45,9 @@ class LocalCommunicator(Communicator):
             return value
         return self._checked(value, op)
 
-    def allgather(self, value: Any) -> tf.Tensor:
+    def allgather(self, value: Any, rows: Sequence[int] | None = None) -> tf.Tensor:
         """See `Communicator.allgather`."""
+        del rows
         value = self._checked(value)
         return tf.reshape(value, [1]) if value.shape.rank == 0 else value
 
@@ -67,6 +68,8 @@ class LocalCommunicator(Communicator):
         rows = tf.shape(value)[:1]
         if splits is not None:
             given = tf.cast(tf.convert_to_tensor(splits), tf.int32)
+            if given.shape == [1, 1]:
+                given = given[0]
             if given.shape != [1]:
                 raise ValueError(
                     f"alltoall got splits of shape {tuple(given.shape)}, expected (1,)"

@@ -14,8 +14,9 @@ class NullCommunicator(PackedCommunicator):
     """Claims any world, and behaves as if every other rank held nothing.
 
     A sum is the identity, a gather returns this rank's rows once per rank (so that shapes are those
-    of a real world), an all-to-all returns this rank's own block once per rank. Every dtype but
-    bool is native. `bytes_sent` counts what a real transport would have been given.
+    of a real world), an all-to-all returns this rank's own block once per rank, cut or filled up
+    with zeros where other lengths are expected. Every dtype but bool is native. `bytes_sent` counts
+    what a real transport would have been given.
 
     Args:
         rank: The rank to claim.
@@ -55,7 +56,7 @@ class NullCommunicator(PackedCommunicator):
         del label
         # What is expected of source j is what this rank would send to itself.
         mine = tf.split(flat, sizes[self.rank], num=self.size)[self.rank]
-        return [tf.identity(mine) for _ in range(self.size)]
+        return [_of_length(mine, sizes[source, self.rank]) for source in range(self.size)]
 
     def _spread(self, flat: list[tf.Tensor], root: int, label: str) -> list[tf.Tensor]:
         del root, label
@@ -73,3 +74,8 @@ class NullCommunicator(PackedCommunicator):
         """See `Communicator.split`; every claimed rank is taken to have chosen `color`."""
         del color, key
         return NullCommunicator(self.rank, self.size)
+
+
+def _of_length(flat: tf.Tensor, length: tf.Tensor) -> tf.Tensor:
+    missing = tf.maximum(length - tf.size(flat, tf.int64), 0)
+    return tf.pad(flat, [[0, missing]])[:length]

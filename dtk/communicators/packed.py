@@ -75,6 +75,11 @@ class PackedCommunicator(Communicator):
         """Payload bytes handed to the transport so far."""
         return self._ledger.bytes
 
+    @property
+    def seconds_communicating(self) -> float:
+        """See `Communicator.seconds_communicating`."""
+        return self._ledger.seconds
+
     # -- what a backend provides
 
     @abc.abstractmethod
@@ -176,23 +181,40 @@ class PackedCommunicator(Communicator):
             raise ValueError(
                 at_rank(self.rank, f"op {op!r} on IndexedSlices; only 'sum' and 'mean' make sense")
             )
-        values, indices = self._allgather_rows([slices.values, slices.indices])
+        values, indices = self._allgather_rows([slices.values, slices.indices], None)
         if op == "mean":
             values = values / tf.cast(self.size, values.dtype)
         return tf.IndexedSlices(values, indices, slices.dense_shape)
 
-    def allgather(self, value: Any) -> tf.Tensor:
+    def allgather(self, value: Any, rows: Sequence[int] | None = None) -> tf.Tensor:
         """See `Communicator.allgather`."""
-        return self._allgather_rows([tf.convert_to_tensor(value)])[0]
+        return self._allgather_rows([tf.convert_to_tensor(value)], rows)[0]
 
-    def _allgather_rows(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Gather several tensors with the same number of rows; the counts travel once."""
+    def _allgather_rows(
+        self, tensors: list[tf.Tensor], known: Sequence[int] | None
+    ) -> list[tf.Tensor]:
+        """Gather several tensors with the same number of rows; the counts travel once, if ever."""
         for tensor in tensors:
             wire.check(tensor.dtype)
         tensors = [tf.reshape(t, [1]) if t.shape.rank == 0 else t for t in tensors]
         rows = tf.shape(tensors[0], tf.int64)[:1]
-        counts = self._sizes(rows, "gather")[:, 0]
+        if known is None:
+            counts = self._sizes(rows, "gather")[:, 0]
+        else:
+            counts = self._check_rows(tensors[0], known)
         return [self._gather_one(tensor, counts) for tensor in tensors]
+
+    def _check_rows(self, value: tf.Tensor, known: Sequence[int]) -> tf.Tensor:
+        counts = list(known)
+        if len(counts) != self.size or value.shape[0] not in (None, counts[self.rank]):
+            raise ValueError(
+                at_rank(
+                    self.rank,
+                    f"allgather got rows={counts} for {value.shape[0]} rows of this rank, expected "
+                    f"one number for each of {self.size} ranks",
+                )
+            )
+        return tf.constant(counts, tf.int64)
 
     def _gather_one(self, tensor: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
         encoded, decode, words = self._encode_rows(tensor)
@@ -229,8 +251,9 @@ class PackedCommunicator(Communicator):
         """See `Communicator.alltoall`."""
         value = tf.convert_to_tensor(value)
         wire.check(value.dtype)
-        splits = self._check_splits(value, splits)
-        matrix = self._sizes(splits, "alltoall")
+        matrix = self._check_splits(value, splits)
+        if matrix.shape.rank == 1:
+            matrix = self._sizes(matrix, "alltoall")
         parts = self._exchange_blocks(value, matrix)
         received = matrix[:, self.rank]
         return self._join_blocks(parts, received, value), tf.cast(received, tf.int32)
@@ -250,18 +273,20 @@ class PackedCommunicator(Communicator):
                 )
             return tf.repeat(rows // self.size, self.size)
         splits = tf.cast(tf.convert_to_tensor(splits), tf.int64)
-        if splits.shape != [self.size]:
+        if splits.shape not in ([self.size], [self.size, self.size]):
             raise ValueError(
                 at_rank(
                     self.rank,
-                    f"alltoall got splits of shape {tuple(splits.shape)}, expected ({self.size},)",
+                    f"alltoall got splits of shape {tuple(splits.shape)}, expected ({self.size},), "
+                    f"or ({self.size}, {self.size}) for what every rank sends",
                 )
             )
-        if tf.executing_eagerly() and int(tf.reduce_sum(splits)) != int(rows):
+        mine = splits if splits.shape.rank == 1 else splits[self.rank]
+        if tf.executing_eagerly() and int(tf.reduce_sum(mine)) != int(rows):
             raise ValueError(
                 at_rank(
                     self.rank,
-                    f"alltoall got splits {splits.numpy().tolist()} for {int(rows)} rows: "
+                    f"alltoall got splits {mine.numpy().tolist()} for {int(rows)} rows: "
                     "they must add up to the rows",
                 )
             )
