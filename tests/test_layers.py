@@ -34,16 +34,6 @@ PUBLIC_DUNDERS = {"__version__", "__enter__"}
 # what of its own a method uses; how an attribute is used by its name
 OWN = {"self", "cls", "super()"}
 BY_NAME = {"getattr", "setattr", "hasattr", "delattr"}
-# Keras's attributes that others than its seam may use: these ask a variable where it is stored
-LENT = {
-    "_value": {
-        "dtk.strategies.downpour",
-        "dtk.strategies.loops",
-        "dtk.strategies.parameter_server",
-        "dtk.strategies.pushpull",
-        "dtk.strategies.training",
-    }
-}
 
 
 def modules(root: pathlib.Path = ROOT) -> dict[str, str]:
@@ -192,7 +182,6 @@ def attributes_of_keras(name: str, source: str, known: Mapping[str, str]) -> lis
     return [
         f"{name}:{used[attribute]} uses {attribute}; only {seam} may"
         for attribute in sorted(hidden)
-        if name not in LENT.get(attribute, ())
     ]
 
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from dtk.callbacks.batch_size_schedule import BatchSizeSchedule, parse_schedule
     from dtk.callbacks.broadcast_variables import BroadcastVariables
     from dtk.callbacks.checkpoint import Checkpoint
+    from dtk.callbacks.communication_stats import CommunicationStats
     from dtk.callbacks.epochs import epochs_per_worker
     from dtk.callbacks.learning_rate_scaling import LearningRateScaling
     from dtk.callbacks.progress_printer import ProgressPrinter
@@ -20,6 +21,7 @@ _HOMES = {
     "BatchSizeSchedule": "batch_size_schedule",
     "BroadcastVariables": "broadcast_variables",
     "Checkpoint": "checkpoint",
+    "CommunicationStats": "communication_stats",
     "LearningRateScaling": "learning_rate_scaling",
     "ProgressPrinter": "progress_printer",
     "ServerReport": "server_report",
@@ -32,6 +34,7 @@ __all__ = [
     "BatchSizeSchedule",
     "BroadcastVariables",
     "Checkpoint",
+    "CommunicationStats",
     "LearningRateScaling",
     "ProgressPrinter",
     "ServerReport",

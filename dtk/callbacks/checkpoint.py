@@ -176,6 +176,7 @@ class Checkpoint(StrategyCallback):
         agreement.start_from(0, adoption)
         for variable in _accumulators(adoption):
             _give_to_first(variable, _copies(variable, self.strategy)[0], self.strategy)
+        adoption.restore_exchange(state.get("exchange", {}))
         for variable, value in zip(adoption.seed_states(), state["seeds"], strict=True):
             variable.assign(value)
         agreement.spread_seeds(adoption)
@@ -294,13 +295,14 @@ class Checkpoint(StrategyCallback):
         self.adoption.settle()
         fold_accumulators(self.adoption)
         metrics = [_value(v) for v in metric_variables(self.model)] if in_epoch and step else None
+        exchange = self.adoption.exchange_state()
         better = self._is_better(logs)
         note = {"epoch": epoch, "monitor": self.monitor, "value": self.best} if better else None
 
         def write() -> str:
             arrays: dict[str, np.ndarray] = {}
             state = {**self._state(in_epoch), "epoch": epoch, "step": step}
-            state |= {"metrics": metrics, "trained": trained}
+            state |= {"metrics": metrics, "trained": trained, "exchange": exchange}
             return self._write(states.pack(state, arrays), arrays, note)
 
         self._last = self._on_chief(write)

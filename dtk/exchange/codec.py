@@ -115,6 +115,42 @@ def bytes_of(columns: int, entries: int, bits: int) -> int:
     return columns * (-(-entries * bits // 8) + 8)
 
 
+def to_bytes(codes: Sequence[Code]) -> tf.Tensor:
+    """Codes as one flat uint8 tensor, of as many bytes as `bytes_of` says of each."""
+    flat = [tf.reshape(part, [-1]) for code in codes for part in (code.packed, _as_bytes(code))]
+    return tf.concat(flat, 0)
+
+
+def from_bytes(
+    rows: tf.Tensor, columns: Sequence[int], entries: Sequence[int], bits: int
+) -> list[Code]:
+    """The inverse of `to_bytes`, for several senders at once.
+
+    Args:
+        rows: uint8, shape (senders, bytes).
+        columns: Of each code.
+        entries: Of a column of each code.
+        bits: As encoded.
+
+    Returns:
+        Codes whose columns are those of the first sender, then those of the second, and so on.
+    """
+    widths = [-(-n * bits // 8) for n in entries]
+    sizes = [size for c, w in zip(columns, widths, strict=True) for size in (c * w, c * 8)]
+    parts = tf.split(rows, sizes, axis=1)
+    codes = []
+    for i, (count, width) in enumerate(zip(columns, widths, strict=True)):
+        height = rows.shape[0] * count
+        scales = tf.reshape(parts[2 * i + 1], (height, 2, 4))
+        packed = tf.reshape(parts[2 * i], (height, width))
+        codes.append(Code(packed, tf.bitcast(scales, tf.float32)))
+    return codes
+
+
+def _as_bytes(code: Code) -> tf.Tensor:
+    return tf.bitcast(code.scales, tf.uint8)
+
+
 def _top(bits: int) -> float:
     """The highest index."""
     return float(2**bits - 1)
@@ -148,7 +184,7 @@ def _pack(indices: tf.Tensor, bits: int) -> tf.Tensor:
         return indices
     each = 8 // bits
     padded = tf.pad(indices, [[0, 0], [0, -entries % each]])
-    groups = tf.reshape(padded, (columns, -1, each))
+    groups = tf.reshape(padded, (columns, -(-entries // each), each))
     if bits == 1:
         words = tf.bitcast(groups, tf.uint64) * tf.constant(_GATHER_BITS, tf.uint64)
         return tf.cast(tf.bitwise.right_shift(words, tf.constant(56, tf.uint64)), tf.uint8)

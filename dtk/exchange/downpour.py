@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from dtk.exchange.quantized import Quantized
+
 
 @dataclass(frozen=True)
 class Downpour:
@@ -23,19 +25,25 @@ class Downpour:
     with the worker. Of large gradients only the significant entries are sent, as positions and
     values, where that is shorter.
 
+    `bits` sends a code of so many bits for each entry of a kernel; what rounding takes off is added
+    to the next push, and is likewise the worker's own. `exchange=Quantized(bits)` is short for
+    `Downpour(bits=bits)`.
+
     Args:
         push_every: Steps (batches) in a push.
         fetch_every: Steps between two fetches, a divisor or a multiple of `push_every`; None is as
             many. A multiple, with "async" only: a worker goes on with its own weights after a push,
             and the staleness in the logs counts from the fetch.
         significant: Smallest change of a weight worth sending; 0.0 sends all.
+        bits: 1, 2, 4, 8 or 16 for each entry of a kernel (see `dtk.exchange.Quantized`); None sends
+            what it is.
 
     Raises:
         ValueError: An argument is out of range.
 
     Example:
         >>> Downpour(push_every=4, significant=1e-4)
-        Downpour(push_every=4, fetch_every=4, significant=0.0001)
+        Downpour(push_every=4, fetch_every=4, significant=0.0001, bits=None)
 
     Sources: Dean et al. 2012 (Downpour SGD; n_push and n_fetch); Li et al., OSDI'14 (significantly
     modified filter).
@@ -44,6 +52,7 @@ class Downpour:
     push_every: int = 1
     fetch_every: int | None = None
     significant: float = 0.0
+    bits: int | None = None
 
     def __post_init__(self) -> None:
         if self.fetch_every is None:
@@ -62,6 +71,18 @@ class Downpour:
                 f"significant={self.significant!r}; expected the smallest change of a weight worth "
                 "sending, 0.0 or more"
             )
+        if self.bits is not None:
+            Quantized(self.bits)
+            if self.significant:
+                raise ValueError(
+                    f"significant={self.significant} sends single entries, and bits={self.bits} a "
+                    "code of all of them; use one of the two"
+                )
+
+    @property
+    def keeps(self) -> bool:
+        """Whether something of a push stays on the worker."""
+        return bool(self.significant or self.bits)
 
     @property
     def fetch(self) -> int:

@@ -21,7 +21,16 @@ import keras
 import tensorflow as tf
 
 from dtk.errors import NotDistributedError, at_rank
-from dtk.strategies import adopt, feeding, fitting, optimizing, slicing, steps, tracing
+from dtk.strategies import (
+    adopt,
+    agreement,
+    feeding,
+    fitting,
+    optimizing,
+    slicing,
+    steps,
+    tracing,
+)
 
 
 class Adoption:
@@ -171,6 +180,20 @@ class Adoption:
 
     def settle(self) -> None:
         """Wait for steps under way; here there are none, each is over when Keras has called it."""
+        self.meet()
+
+    @property
+    def trains_apart(self) -> bool:
+        """Whether replicas take steps of their own, so that weights are equal after `meet` only."""
+        return any(exchanging.local for exchanging in optimizing.exchangings_of(self.model))
+
+    def meet(self) -> None:
+        """Make the weights of replicas that train apart equal. All ranks call it together."""
+        if not self.trains_apart:
+            return
+        for exchanging in optimizing.exchangings_of(self.model):
+            exchanging.close()
+        agreement.average(self.model.non_trainable_weights, self.strategy)
 
     def go_back(self) -> None:
         """Called when `evaluate`, `predict` or a single step inside `fit` is over."""
@@ -198,6 +221,25 @@ class Adoption:
             for v in self.model.variables
             if id(v) not in weights and v.name == "seed_generator_state"
         ]
+
+    def equal_variables(self) -> list:
+        """Every variable that steps keep equal on all ranks."""
+        return list(self.model.weights) if self.trains_apart else self.shared_variables()
+
+    def exchange_state(self) -> dict:
+        """What the exchange of gradients remembers, of all ranks. All ranks call it together."""
+        return {
+            f"{i}/{name}": item
+            for i, exchanging in enumerate(optimizing.exchangings_of(self.model))
+            for name, item in exchanging.memory.collect().items()
+        }
+
+    def restore_exchange(self, state: dict) -> None:
+        """Go on from what `exchange_state` returned."""
+        for i, exchanging in enumerate(optimizing.exchangings_of(self.model)):
+            start = f"{i}/"
+            mine = {k.removeprefix(start): v for k, v in state.items() if k.startswith(start)}
+            exchanging.memory.restore(mine)
 
     def shared_variables(self) -> list:
         """Every variable the ranks must agree on: weights and optimizer state."""

@@ -171,10 +171,9 @@ def fingerprint(value: Any) -> str:
     return hashlib.blake2b(array.tobytes(), digest_size=8).hexdigest()
 
 
-def differing_variables(adoption: Any) -> list[int]:
-    """Indices of the shared variables that are not bit-identical on all replicas."""
-    strategy = adoption.strategy
-    mine = [{fingerprint(copy) for copy in strategy.copies(v)} for v in adoption.shared_variables()]
+def differing(variables: Sequence, strategy: Any) -> list[int]:
+    """Indices of the Keras variables that are not bit-identical on all replicas."""
+    mine = [{fingerprint(copy) for copy in strategy.copies(v)} for v in variables]
     columns = zip(*strategy.communicator.allgather_object(mine), strict=True)
     return [index for index, column in enumerate(columns) if len(set.union(*column)) > 1]
 
@@ -189,14 +188,14 @@ def check_same_weights(adoption: Any, when: str) -> None:
     Raises:
         DisagreementError: Naming the variables.
     """
-    differing = differing_variables(adoption)
-    if differing:
-        variables = adoption.shared_variables()
-        first = variables[differing[0]].path
+    variables = adoption.equal_variables()
+    apart = differing(variables, adoption.strategy)
+    if apart:
+        first = variables[apart[0]].path
         raise DisagreementError(
             at_rank(
                 adoption.strategy.rank,
-                f"{when}, {len(differing)} of {len(variables)} variables of model "
+                f"{when}, {len(apart)} of {len(variables)} variables of model "
                 f"{adoption.model.name!r} differ between workers, the first is {first!r}; "
                 f"{_SAME_UPDATES}",
             )
@@ -210,7 +209,7 @@ def start_from(root: int, adoption: Any) -> list[str]:
         The paths of the variables that differed.
     """
     variables = adoption.shared_variables()
-    wanted = [variables[index] for index in differing_variables(adoption)]
+    wanted = [variables[index] for index in differing(variables, adoption.strategy)]
     if wanted:
         values = adoption.strategy.communicator.broadcast(
             [keras.ops.convert_to_tensor(v) for v in wanted], root
@@ -218,6 +217,15 @@ def start_from(root: int, adoption: Any) -> list[str]:
         for variable, value in zip(wanted, values, strict=True):
             variable.assign(value)
     return [variable.path for variable in wanted]
+
+
+def average(variables: Sequence, strategy: Any) -> None:
+    """Give every rank the mean of what the ranks hold of the floating-point ones that differ."""
+    floats = [v for v in variables if keras.backend.is_float_dtype(v.dtype)]
+    wanted = [floats[index] for index in differing(floats, strategy)]
+    values = [keras.ops.convert_to_tensor(v) for v in wanted]
+    for variable, mean in zip(wanted, strategy.communicator.allreduce(values, "mean"), strict=True):
+        variable.assign(mean)
 
 
 def agree_on_weights(adoption: Any) -> None:
@@ -313,7 +321,8 @@ class Agreement(keras.callbacks.Callback):
         """After the first step, make sure that it was the same step everywhere."""
         if not self._stepped:
             self._stepped = True
-            self._check("after the first step")
+            if not self.adoption.trains_apart:
+                self._check("after the first step")
         if self._every_batch and not self._alone:
             self._agree_on_stopping()
         if self.model.stop_training:

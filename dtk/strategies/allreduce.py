@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from dtk import communicators, quiet
 from dtk.communicators.base import Communicator
+from dtk.exchange import parse
 from dtk.strategies import start
 from dtk.strategies.base import DtkStrategy
 from dtk.strategies.extended import AllReduceExtended
@@ -25,9 +26,11 @@ class AllReduceStrategy(DtkStrategy):
     Args:
         communicator: "auto" (from the environment), "horovod", "collective" (TensorFlow's own),
             "local" (one process), or a `dtk.communicators.Communicator`.
-        exchange: How gradients are encoded; None sends them as they are.
+        exchange: What is sent of gradients, and when: a value of `dtk.exchange`, or its short name
+            ("fp16", "bf16", "1bit", "2bit", "4bit", "8bit", "16bit"); None sends them as they are.
 
     Raises:
+        ValueError: No such exchange, or it cannot work with this many workers.
         CommunicatorError: The communicator cannot start; the message says what to do.
         DisagreementError: Ranks run different scripts or versions of dtk.
 
@@ -42,17 +45,17 @@ class AllReduceStrategy(DtkStrategy):
     """
 
     def __init__(self, communicator: str | Communicator = "auto", exchange: Any = None):
-        if exchange is not None:
-            raise ValueError(
-                f"exchange={exchange!r} is not available in this version of dtk; "
-                "leave it out to send gradients as they are"
-            )
+        parsed = parse(exchange)
         with quiet.device_start():
             if not isinstance(communicator, Communicator):
                 communicator = communicators.create(communicator)
             device = start.pin_device(communicator)
         super().__init__(AllReduceExtended(self, device, communicator), communicator)
-        self.shuffle_seed = self.seed_in_force = start.agree(communicator)
+        self.exchange = parsed
+        parsed.check(communicator.size)
+        if exchange is not None and communicator.size == 1:
+            print(f"dtk: one worker has nobody to exchange gradients with; {parsed} is not used")
+        self.shuffle_seed = self.seed_in_force = start.agree(communicator, exchange=repr(parsed))
 
     def local_ranks(self) -> Sequence[int]:
         """This process holds one replica."""

@@ -24,11 +24,13 @@ class DtkStrategy(tf.distribute.Strategy):
         seed_in_force: The global seed dtk has set last; another one is the script's.
         is_evaluator: Whether this process evaluates beside the training and trains nothing.
         has_evaluator: Whether the job has such a process.
+        exchange: What is sent of gradients, and when; None is all, as it is, every step.
     """
 
     communicator: Communicator
     is_evaluator = False
     has_evaluator = False
+    exchange: Any = None
 
     def __init__(self, extended: Any, communicator: Communicator):
         self.communicator = communicator

@@ -19,7 +19,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dtk.strategies import extended, optimizing, pushpull, slicing, worker_data
+from dtk.strategies import adopt, extended, optimizing, pushpull, sifting, slicing, worker_data
 from dtk.strategies.apart import trace_apart
 from dtk.strategies.loops import Batch, Result, whole_batch
 from dtk.strategies.steps import metric_variables
@@ -108,7 +108,9 @@ class DownpourTraining(Training):
 
     def _lay_out(self, weights: list, sparse: set[int]) -> pushpull.Layout:
         if self._exchange.significant:
-            return pushpull.FilteredLayout(weights, sparse, self._exchange.significant)
+            return sifting.FilteredLayout(weights, sparse, self._exchange.significant)
+        if self._exchange.bits:
+            return sifting.QuantizedLayout(weights, sparse, self._exchange.bits)
         return super()._lay_out(weights, sparse)
 
     def _trace(self, spec: Any, layout: pushpull.Layout) -> Callable:
@@ -159,7 +161,7 @@ class DownpourTraining(Training):
             data = whole_batch(data)
             metrics = metric_variables(model)
             state = list(zip(variables, values, strict=True))
-            state += [(v, tf.zeros(v.shape, v._value.dtype)) for v in metrics]
+            state += [(v, tf.zeros(v.shape, adopt.stored(v).dtype)) for v in metrics]
             state += self._chances(chance)
             apart = trace_apart(
                 model.train_step,
@@ -198,10 +200,7 @@ class DownpourTraining(Training):
         """Write what is to be sent into a mailbox; the bytes of it, and what is kept; traced."""
         layout = self._layout
         assert layout is not None
-        accrued = layout.add(accrued, kept)
-        if not isinstance(layout, pushpull.FilteredLayout):
-            return layout.put(accrued, handles), layout.zeros()
-        sent, kept = layout.sift(accrued, rate)
+        sent, kept = layout.sift(layout.add(accrued, kept), rate)
         return layout.put(sent, handles), kept
 
     def _compute(self, work: Any, worker: int) -> Result:
@@ -241,7 +240,7 @@ class DownpourTraining(Training):
         pushes = held.pushes + 1 if self.schedule.tau else self._exchange.fetch_every
         if pushes * self._exchange.push_every < self._exchange.fetch_every:
             self._held[worker] = held._replace(values=values, pushes=pushes)
-        if self._exchange.significant:
+        if self._exchange.keeps:
             self._kept[worker] = kept
         outputs = _together(reports)
         traffic = np.array([pulled + sum(int(r["read"]) for r in reports), sent], np.int64)
@@ -253,7 +252,7 @@ class DownpourTraining(Training):
         more = sum(r.outputs["batches"] for r in results) - 1
         if more:
             for optimizer in optimizing.optimizers_of(self.model):
-                optimizer.iterations._value.assign_add(more)
+                adopt.stored(optimizer.iterations).assign_add(more)
 
 
 def _called(

@@ -91,6 +91,7 @@ def _wrapped_quiet(method: Callable, adoption: Any) -> Callable:
             asked["verbose"] = 0
         if not isinstance(asked.get("callbacks"), keras.callbacks.CallbackList):
             asked["callbacks"] = on_this_rank(asked.get("callbacks"), strategy)
+        adoption.meet()
         # Inside `fit` the validation data has been compared, and the weights are every epoch.
         if adoption.callbacks is None:
             agreement.check_same_call(strategy, {"data": asked.get("x")})
@@ -124,7 +125,9 @@ def _wrapped_on_batch(method: Callable, adoption: Any) -> Callable:
             else:
                 adoption.go_back()
         calls += 1
-        if adoption.strategy.num_replicas_in_sync > 1 and calls & (calls - 1) == 0:
+        if adoption.strategy.num_replicas_in_sync == 1 or adoption.trains_apart:
+            return result
+        if calls & (calls - 1) == 0:
             agreement.check_same_weights(adoption, f"after call {calls} of {method.__name__}")
         return result
 

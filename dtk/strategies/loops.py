@@ -303,7 +303,7 @@ class Counting(Loop):
         metrics = steps.metric_variables(model)
         elsewhere = {id(v) for v in [*metrics, *tables, *self.adoption.chance_states()]}
         pulled, read = pushpull.pull(v for v in model.variables if id(v) not in elsewhere)
-        counted = [(v, tf.zeros(v.shape, v._value.dtype)) for v in metrics]
+        counted = [(v, tf.zeros(v.shape, adopt.stored(v).dtype)) for v in metrics]
         return [*pulled, *counted], read
 
     def _count(self, apart: Apart, data: Any) -> dict:
@@ -353,7 +353,7 @@ class Counting(Loop):
             total = np.sum(column, axis=0)
             if id(variable) in by_batch:
                 total = total / len(results)
-            deltas.append(tf.cast(total, variable._value.dtype))
+            deltas.append(tf.cast(total, adopt.stored(variable).dtype))
         if self._absorb is None:
             self._absorb = tf.function(self._absorbing(), autograph=False)
         self.logs.update(self._absorb(deltas))
@@ -365,7 +365,7 @@ class Counting(Loop):
 
         def absorb(deltas: list) -> dict:
             for variable, delta in zip(steps.metric_variables(model), deltas, strict=True):
-                variable._value.assign_add(delta)
+                adopt.stored(variable).assign_add(delta)
             return dict(model.get_metrics_result())
 
         return absorb

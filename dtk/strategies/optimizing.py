@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from dtk.errors import at_rank
 from dtk.strategies import adopt, extended, tracing
+from dtk.strategies.exchanging import Exchanging, exchanging_of
 
 
 def optimizers_of(model: Any) -> list:
@@ -78,25 +79,36 @@ def bind(optimizer: Any, strategy: Any) -> None:
     outer, inner = chain[0], chain[-1]
     if getattr(outer, "_dtk_bound", None) is strategy:
         return
+    outer._dtk_exchanging = exchanging = exchanging_of(outer, inner, strategy)
     outer._dtk_bound = strategy
     if inner.gradient_accumulation_steps:
-        _reduce_windows(outer, inner, strategy)
+        _reduce_windows(outer, inner, strategy, exchanging)
     else:
-        _reduce_each(outer, strategy)
+        _reduce_each(outer, strategy, exchanging)
 
 
-def _reduce_windows(outer: Any, inner: Any, strategy: Any) -> None:
+def exchangings_of(model: Any) -> list[Exchanging]:
+    """What exchanges the gradients of a model's optimizers."""
+    bound = [getattr(o, "_dtk_exchanging", None) for o in optimizers_of(model)]
+    return [exchanging for exchanging in bound if exchanging is not None]
+
+
+def _reduce_windows(outer: Any, inner: Any, strategy: Any, exchanging: Exchanging | None) -> None:
     """The window's sum is all that is needed: reduce where the window closes."""
     apply_own = outer.apply
 
     def clip_reduced(grads: Any, clip: Callable) -> Any:
         # What earlier steps of the window left counts, whether or not this one has rows.
         with extended.counted_if(None):
-            return clip(_reduce_gradients(grads, strategy))
+            return clip(_reduce_gradients(grads, strategy, exchanging))
 
+    @tf.autograph.experimental.do_not_convert
     def apply_present(grads: Any, trainable_variables: Any = None) -> Any:
         _build_in_time(outer, trainable_variables, strategy)
-        return apply_own(extended.if_present(list(grads)), trainable_variables)
+        result = apply_own(extended.if_present(list(grads)), trainable_variables)
+        if exchanging is not None and _in_replica(strategy):
+            exchanging.count()
+        return result
 
     adopt.clip_through(inner, clip_reduced)
     outer.apply = apply_present
@@ -105,13 +117,19 @@ def _reduce_windows(outer: Any, inner: Any, strategy: Any) -> None:
         outer.check_finite = lambda grads: _everywhere(check_finite(grads))
 
 
-def _reduce_each(outer: Any, strategy: Any) -> None:
+def _reduce_each(outer: Any, strategy: Any, exchanging: Exchanging | None) -> None:
     apply = outer.apply
 
+    @tf.autograph.experimental.do_not_convert
     @functools.wraps(apply)
     def reduced_apply(grads: Any, trainable_variables: Any = None) -> Any:
         _build_in_time(outer, trainable_variables, strategy)
-        return apply(_reduce_gradients(grads, strategy), trainable_variables)
+        if exchanging is None or not _in_replica(strategy):
+            return apply(_reduce_gradients(grads, strategy), trainable_variables)
+        _note_reduction()
+        return exchanging.apply(
+            list(grads), trainable_variables, lambda reduced: apply(reduced, trainable_variables)
+        )
 
     outer.apply = reduced_apply
 
@@ -150,15 +168,21 @@ def _build_in_time(optimizer: Any, variables: Any, strategy: Any) -> None:
         thread.submit(build).result()
 
 
-def _reduce_gradients(grads: Any, strategy: Any) -> list:
-    """Sum gradients over all replicas; None stays None."""
-    grads = list(grads)
+def _note_reduction() -> None:
     step = tracing.current()
     if step is not None:
         step.reductions += 1
+
+
+def _reduce_gradients(grads: Any, strategy: Any, exchanging: Exchanging | None = None) -> list:
+    """Sum gradients over all replicas; None stays None."""
+    grads = list(grads)
+    _note_reduction()
     present = [g for g in grads if g is not None]
     if not present or not _in_replica(strategy):
         return grads
+    if exchanging is not None:
+        return exchanging.reduce_window(grads)
     reduced = iter(strategy.reduce_gradients(present))
     return [None if g is None else next(reduced) for g in grads]
 

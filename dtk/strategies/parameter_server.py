@@ -15,7 +15,7 @@ from dtk.cluster import tf_config
 from dtk.communicators import startup
 from dtk.communicators.local import LocalCommunicator
 from dtk.errors import ClusterError
-from dtk.exchange import Downpour
+from dtk.exchange import Downpour, Quantized, parse
 from dtk.strategies import adopt, crew, extended, serve, served, start, worker_data
 from dtk.strategies import consistency as rules
 from dtk.strategies.adoption import Adoption, adoption_of
@@ -40,7 +40,8 @@ class ParameterServerStrategy(DtkStrategy, extended.ServerStrategy):
         consistency: "sync", "async", `Sync(backup_workers=b)` or `BoundedDelay(tau)`.
         variable_partitioner: Cuts large variables into parts on several servers, such as
             `tf.distribute.experimental.partitioners.MinSizePartitioner()`; None cuts none.
-        exchange: A `dtk.exchange.Downpour`, to push and fetch less; None sends every gradient.
+        exchange: A `dtk.exchange.Downpour`, to push and fetch less, or a `Quantized`, to push a few
+            bits of each entry ("1bit" and the like for short); None sends every gradient.
 
     Raises:
         ClusterError: TF_CONFIG describes no such job, or a task does not come up.
@@ -58,7 +59,7 @@ class ParameterServerStrategy(DtkStrategy, extended.ServerStrategy):
         self,
         consistency: Any = "async",
         variable_partitioner: Any = None,
-        exchange: Downpour | None = None,
+        exchange: Downpour | Quantized | str | None = None,
     ):
         self.consistency = rules.parse(consistency)
         self.exchange = _checked(exchange, self.consistency)
@@ -132,7 +133,7 @@ class ParameterServerStrategy(DtkStrategy, extended.ServerStrategy):
             return
         with self.scope():
             for variable in variables:
-                if not extended.is_served(variable._value):
+                if not extended.is_served(adopt.stored(variable)):
                     adopt.move_variable(variable)
 
     def take_metric_state(self, variables: Sequence) -> None:
@@ -211,10 +212,14 @@ def _config() -> cluster.TFConfig:
 def _checked(exchange: Any, consistency: rules.Consistency) -> Downpour | None:
     if exchange is None:
         return None
+    if isinstance(exchange, str):
+        exchange = parse(exchange)
+    if isinstance(exchange, Quantized):
+        exchange = Downpour(bits=exchange.bits)
     if not isinstance(exchange, Downpour):
         raise ValueError(
-            f"exchange={exchange!r}; expected dtk.exchange.Downpour(...), or None to send every "
-            "gradient as it is"
+            f"exchange={exchange!r}; expected dtk.exchange.Downpour(...), Quantized(bits), or None "
+            "to send every gradient as it is"
         )
     if isinstance(consistency, rules.Sync):
         raise ValueError(

@@ -49,11 +49,11 @@ class Layout:
 
     def __init__(self, weights: Sequence, sparse: set[int]):
         self.weights = list(weights)
-        self.devices = [weight._value.device for weight in self.weights]
+        self.devices = [adopt.stored(weight).device for weight in self.weights]
         dense: dict[tuple, list[int]] = {}
         rows: list[Slot] = []
         for index, weight in enumerate(self.weights):
-            device, dtype = self.devices[index], weight._value.dtype
+            device, dtype = self.devices[index], adopt.stored(weight).dtype
             if id(weight) in sparse:
                 rows.append(Slot(device, tf.int64, (index,), indices=True))
                 rows.append(Slot(device, dtype, (index,)))
@@ -73,6 +73,21 @@ class Layout:
             One flat tensor per dense slot, then those of the slots of rows.
         """
         return [self._content(slot, gradients) for slot in [*self.dense, *self.rows]]
+
+    def sift(
+        self, contents: Sequence[tf.Tensor], rate: tf.Tensor
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """Choose what is sent.
+
+        Args:
+            contents: Accrued gradients; see `contents`.
+            rate: What a weight changes by, for a gradient of 1.
+
+        Returns:
+            What to `put`, and the `contents` that stay on the worker.
+        """
+        del rate
+        return list(contents), self.zeros()
 
     def put(self, contents: Sequence[tf.Tensor], handles: Sequence[tf.Tensor]) -> tf.Tensor:
         """Write into a mailbox; traced on a worker.
@@ -168,62 +183,6 @@ class Layout:
             gradients[index] = tf.reshape(part, shape)
 
 
-class FilteredLayout(Layout):
-    """A layout whose dense slots hold a few entries and their positions, or all entries.
-
-    Args:
-        weights: As in `Layout`.
-        sparse: As in `Layout`.
-        significant: Smallest change of a weight worth sending.
-    """
-
-    def __init__(self, weights: Sequence, sparse: set[int], significant: float):
-        super().__init__(weights, sparse)
-        self._significant = significant
-        self._positions = [Slot(slot.device, tf.int32, slot.holds, True) for slot in self.dense]
-        self.slots = [*self.dense, *self._positions, *self.rows]
-
-    def sift(
-        self, contents: Sequence[tf.Tensor], rate: tf.Tensor
-    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Choose what is worth sending.
-
-        Args:
-            contents: Accrued gradients; see `Layout.contents`.
-            rate: What a weight changes by, for a gradient of 1.
-
-        Returns:
-            What to `put`, and the `contents` that stay; rows of tables are sent whole.
-        """
-        sent, positions, kept = [], [], []
-        for dense in contents[: len(self.dense)]:
-            changes = tf.abs(dense) * tf.cast(rate, dense.dtype)
-            where = tf.cast(tf.where(changes > self._significant)[:, 0], tf.int32)
-            # A position takes four bytes.
-            shorter = tf.size(where) * (4 + dense.dtype.size) < tf.size(dense) * dense.dtype.size
-            values = tf.gather(dense, where)
-            rest = tf.tensor_scatter_nd_update(dense, where[:, None], tf.zeros_like(values))
-            sent.append(tf.cond(shorter, lambda v=values: v, lambda d=dense: d))
-            positions.append(tf.cond(shorter, lambda w=where: w, lambda w=where: w[:0]))
-            kept.append(tf.cond(shorter, lambda r=rest: r, lambda d=dense: tf.zeros_like(d)))
-        rows = list(contents[len(self.dense) :])
-        return [*sent, *positions, *rows], [*kept, *(row[:0] for row in rows)]
-
-    def _read_dense(self, slot: Slot, mailboxes: Sequence) -> list[tf.Tensor]:
-        positions = self._positions[self.dense.index(slot)]
-        size = sum(self._size(index) for index in slot.holds)
-        return [
-            tf.cond(
-                tf.size(values) == size,
-                lambda v=values: v,
-                lambda v=values, w=where: tf.scatter_nd(w[:, None], v, [size]),
-            )
-            for values, where in zip(
-                self._read(slot, mailboxes), self._read(positions, mailboxes), strict=True
-            )
-        ]
-
-
 class Mailbox:
     """Where one piece of work leaves its gradients.
 
@@ -255,7 +214,7 @@ def parts_of(variable: Any, known: dict[int, list]) -> list:
         variable: The variable.
         known: Remembers the parts made so far, by id.
     """
-    shards = extended.shards_of(variable._value)
+    shards = extended.shards_of(adopt.stored(variable))
     if shards is None:
         return [variable]
     if id(variable) not in known:
@@ -265,7 +224,7 @@ def parts_of(variable: Any, known: dict[int, list]) -> list:
 
 def split_gradient(gradient: Any, variable: Any) -> list:
     """A variable's gradient, as one per part."""
-    shards = extended.shards_of(variable._value)
+    shards = extended.shards_of(adopt.stored(variable))
     if shards is None or gradient is None:
         return [gradient] * (len(shards) if shards else 1)
     sizes = [shard.shape[0] for shard in shards]
@@ -302,7 +261,7 @@ def pull(variables: Iterable) -> tuple[list[tuple[Any, tf.Tensor]], int]:
     Returns:
         (Keras variable, its value) pairs, and the bytes read.
     """
-    pairs = [(variable, tf.convert_to_tensor(variable._value)) for variable in variables]
+    pairs = [(variable, tf.convert_to_tensor(adopt.stored(variable))) for variable in variables]
     read = sum(value.shape.num_elements() * value.dtype.size for _, value in pairs)
     return [(variable, tf.identity(value)) for variable, value in pairs], read
 

@@ -35,8 +35,12 @@ def pin_device(communicator: Communicator) -> str:
     return f"/gpu:{communicator.local_rank}"
 
 
-def agree(communicator: Communicator) -> int | None:
+def agree(communicator: Communicator, **chosen: str) -> int | None:
     """Check that all ranks run the same thing, share one seed, and will end together.
+
+    Args:
+        communicator: Between the ranks.
+        chosen: What else must be the same on all of them.
 
     Returns:
         The seed dtk chose; None when the script has set one.
@@ -44,12 +48,12 @@ def agree(communicator: Communicator) -> int | None:
     if communicator.size == 1:
         return None
     end_together(communicator)
-    check_same_program(communicator)
+    check_same_program(communicator, **chosen)
     return share_seed(communicator)
 
 
-def check_same_program(communicator: Communicator) -> None:
-    """Compare dtk, TensorFlow, Keras and the script over all ranks.
+def check_same_program(communicator: Communicator, **chosen: str) -> None:
+    """Compare dtk, TensorFlow, Keras, the script and what else is given over all ranks.
 
     Raises:
         DisagreementError: Naming the first difference.
@@ -60,6 +64,7 @@ def check_same_program(communicator: Communicator) -> None:
         ("Keras version", keras.__version__),
         ("script", os.path.basename(sys.argv[0])),
         ("script's text (its hash)", _text_hash(sys.argv[0])),
+        *chosen.items(),
     ]
     agreement.compare(mine, communicator)
 

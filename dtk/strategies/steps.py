@@ -28,14 +28,50 @@ def run_step(step_function: Callable, batch: slicing.Slices, model: Any, strateg
         tf.math.divide_no_nan(tf.cast(mine, tf.float64), tf.cast(rows, tf.float64)), tf.float32
     )
 
-    step = tracing.Step(share, strategy.num_replicas_in_sync, model, _sum_over_replicas)
+    size = strategy.num_replicas_in_sync
+    step = tracing.Step(share, size, model, _sum_over_replicas, tf.cast(rows, tf.int64))
     before = {id(v): tf.identity(v) for v in metric_variables(model)}
     with tracing.tracing(step), extended.counted_if(mine > 0):
         logs = step_function(data)
     _forget_stand_in(mine > 0, before, model)
     if step_function.__name__ == "train_step":
         _check_reduced(step, model, strategy)
+        together = weights_are_equal(model)
+        if together is not None:
+            return _own_state(step, model, logs, together)
     return _global_state(step, model, logs)
+
+
+def weights_are_equal(model: Any) -> tf.Tensor | None:
+    """Whether all replicas hold the same weights now; None where they always do."""
+    flags = [exchanging.together() for exchanging in optimizing.exchangings_of(model)]
+    known = [flag for flag in flags if flag is not None]
+    return tf.reduce_all(known) if known else None
+
+
+def _own_state(step: tracing.Step, model: Any, logs: Any, together: tf.Tensor) -> Any:
+    """Where replicas train apart, nothing is sent until they meet: logs are this replica's own.
+
+    What metrics have counted is summed when an epoch's logs are made.
+    """
+    averaged = _moving_statistics(step)
+    values = [tf.convert_to_tensor(v) for v in averaged]
+    replica = tf.distribute.get_replica_context()
+    if averaged:
+        means = tf.cond(
+            together,
+            lambda: replica.all_reduce(tf.distribute.ReduceOp.MEAN, values),
+            lambda: values,
+        )
+        for variable, mean in zip(averaged, means, strict=True):
+            variable.assign(mean)
+    if not isinstance(logs, dict):
+        return logs
+    return logs | {
+        name: tf.math.divide_no_nan(value, tf.cast(step.share, value.dtype))
+        for name, value in logs.items()
+        if tf.is_tensor(value) and value in step.parts
+    }
 
 
 def _sum_over_replicas(value: tf.Tensor) -> tf.Tensor:

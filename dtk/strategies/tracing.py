@@ -77,6 +77,7 @@ class Step:
         size: Number of replicas.
         model: Whose step it is.
         world_sum: Sums a tensor over the replicas.
+        rows: N (int64 scalar); None where only shares are known.
         applied: What was to be applied, where steps only note it (see `apart`); else None.
         rows_read: Bytes of table rows looked up so far, int64 scalars.
         reductions: How many times gradients were reduced.
@@ -85,11 +86,14 @@ class Step:
         parts: The losses computed so far.
     """
 
-    def __init__(self, share: tf.Tensor, size: Any, model: Any, world_sum: Callable):
+    def __init__(
+        self, share: tf.Tensor, size: Any, model: Any, world_sum: Callable, rows: Any = None
+    ):
         self.share = share
         self.size = size
         self.model = model
         self.world_sum = world_sum
+        self.rows = rows
         self.applied: list[Applied] | None = None
         self.rows_read: list[tf.Tensor] = [tf.constant(0, tf.int64)]
         self._graph = tf.compat.v1.get_default_graph()

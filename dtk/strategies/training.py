@@ -183,7 +183,7 @@ class Training(Counting):
             sum((r.share * r.outputs["moved"][i] for r in results), start=0.0)
             for i in range(len(self._moving))
         ]
-        moved = [_as(v._value.dtype, m) for m, v in zip(moved, self._moving, strict=True)]
+        moved = [_as(adopt.stored(v).dtype, m) for m, v in zip(moved, self._moving, strict=True)]
         mailboxes = [r.mailbox.handles for r in results if r.mailbox is not None]
         self._commits[count](mailboxes, moved)
         if not self.schedule.tau and results[0].outputs["chance"]:
@@ -213,7 +213,7 @@ class Training(Counting):
         function = tf.function(self._commit, autograph=False)
         return function.get_concrete_function(
             [[handle for _ in self._layout.slots] for _ in range(count)],
-            [tf.TensorSpec(v.shape, v._value.dtype) for v in self._moving],
+            [tf.TensorSpec(v.shape, adopt.stored(v).dtype) for v in self._moving],
         )
 
     def _commit(self, mailboxes: list, moved: list) -> None:
@@ -227,7 +227,7 @@ class Training(Counting):
             for optimizer, parts in self._plan:
                 optimizing.apply_now(optimizer, [gradients[id(p)] for p in parts], parts)
             for variable, change in zip(self._moving, moved, strict=True):
-                variable._value.assign_add(change)
+                adopt.stored(variable).assign_add(change)
 
 
 def _as(dtype: tf.DType, change: Any) -> tf.Tensor:

@@ -219,7 +219,60 @@ def swapped_case():
     }
 
 
+def quantised_case():
+    # Its residuals are each worker's own, and the stripes of sums each owner's.
+    return {
+        "optimizer": "adam",
+        "exchange": exchange().WarmStart(exchange().Quantized(1), samples=3 * BATCH),
+        "save_freq": 7,
+        "crash": (2, 2),
+        "resumed": (1, 2),
+    }
+
+
+def delayed_case():
+    # Gradients that no step has applied yet are saved.
+    return {
+        "optimizer": "adam",
+        "exchange": exchange().Delayed(exchange().Quantized(4)),
+        "save_freq": 7,
+        "crash": (2, 2),
+        "resumed": (1, 2),
+    }
+
+
+def block_momentum_case():
+    import keras
+
+    return {
+        "optimizer": keras.optimizers.SGD(0.05, momentum=0.9),
+        "exchange": exchange().BlockMomentum(block_size=3 * BATCH, reset_local_momentum=False),
+        "crash": (2, 3),
+        "resumed": (2, 0),
+    }
+
+
+def averaging_case():
+    # Adam's moments are each worker's own.
+    return {
+        "optimizer": "adam",
+        "exchange": exchange().ModelAveraging(period=BATCH),
+        "crash": (2, 3),
+        "resumed": (2, 0),
+    }
+
+
+def exchange():
+    import dtk.exchange
+
+    return dtk.exchange
+
+
 CASES = {
+    "quantised": quantised_case,
+    "delayed": delayed_case,
+    "block momentum": block_momentum_case,
+    "averaging": averaging_case,
     "swapped": swapped_case,
     "execution": execution_case,
     "epoch": epoch_case,
@@ -240,6 +293,7 @@ def train(name, directory=None, crash=False, seed=5, kind="world"):
 
     keras.utils.set_random_seed(seed)
     case = CASES[name]()
+    strategy(kind).exchange = case.get("exchange")
     model = compiled(case["optimizer"], kind, case.get("dropout", 0.0), **case.get("compile", {}))
     seen = []
     callbacks = [*case.get("callbacks", ()), recorder(seen)]

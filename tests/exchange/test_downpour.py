@@ -6,7 +6,7 @@ import doctest
 
 import pytest
 
-from dtk.exchange import Downpour, downpour
+from dtk.exchange import Downpour, Quantized, downpour
 from dtk.strategies import parameter_server
 from dtk.strategies.consistency import Async, BoundedDelay, Sync
 
@@ -27,6 +27,8 @@ def test_it_fetches_with_every_push_unless_told_otherwise():
         ({"push_every": 4, "fetch_every": 3}, "neither a divisor nor a multiple of push_every=4"),
         ({"significant": -1.0}, "significant=-1.0; expected the smallest change"),
         ({"significant": float("inf")}, "significant=inf"),
+        ({"bits": 3}, "a power of two"),
+        ({"bits": 1, "significant": 0.1}, "use one of the two"),
     ],
 )
 def test_mistakes(arguments, said):
@@ -39,7 +41,8 @@ def test_mistakes(arguments, said):
     [
         (Downpour(2), Sync(), "are not synchronous"),
         (Downpour(1, fetch_every=2), BoundedDelay(4), "later than the bound allows"),
-        ("1bit", Async(), "expected dtk.exchange.Downpour"),
+        ("fp16", Async(), "expected dtk.exchange.Downpour"),
+        (Quantized(1), Sync(), "are not synchronous"),
     ],
 )
 def test_what_does_not_go_together(exchange, consistency, said):
@@ -54,6 +57,8 @@ def test_what_does():
         (Downpour(1, fetch_every=2), Async()),
     ):
         assert parameter_server._checked(exchange, consistency) is exchange
+    for bits in ("4bit", Quantized(4), Downpour(bits=4)):
+        assert parameter_server._checked(bits, Async()) == Downpour(bits=4)
 
 
 def test_the_examples_in_the_docstrings():

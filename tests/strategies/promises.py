@@ -39,25 +39,28 @@ def order_of_rows(seed, devices=0):
     return model.seen[:5], model.seen[5:]
 
 
-def starts_apart():
-    """Ranks build different weights and train; returns the paths that differ afterwards."""
+def differing(model):
+    """Indices of the variables that are not the same on all ranks."""
     from dtk.strategies import agreement
     from dtk.strategies.adoption import adoption_of
 
+    adoption = adoption_of(model)
+    return agreement.differing(adoption.shared_variables(), adoption.strategy)
+
+
+def starts_apart():
+    """Ranks build different weights and train; returns the paths that differ afterwards."""
     strategy = bodies.strategy()
     x, y = cases.rows(16)
     model = cases.compiled(strategy, lambda: cases.small(seed=strategy.rank))
     keras.utils.set_random_seed(1)  # the rows must come in one order, whatever the weights
-    before = agreement.differing_variables(adoption_of(model))
+    before = differing(model)
     model.fit(x, y, batch_size=8, verbose=0)
-    return before, agreement.differing_variables(adoption_of(model)), model.get_weights()
+    return before, differing(model), model.get_weights()
 
 
 def weights_of_rank_0_alone():
     """Rank 0 alone is given other weights, then single batches: who trains from which?"""
-    from dtk.strategies import agreement
-    from dtk.strategies.adoption import adoption_of
-
     strategy = bodies.strategy()
     x, y = cases.rows(16)
     trained = []
@@ -68,8 +71,7 @@ def weights_of_rank_0_alone():
         for rows in (16, 16, 7):
             model.train_on_batch(x[:rows], y[:rows])
         trained.append(model)
-    differing = agreement.differing_variables(adoption_of(trained[0]))
-    return differing, *(bodies.flat(model.get_weights()) for model in trained)
+    return differing(trained[0]), *(bodies.flat(model.get_weights()) for model in trained)
 
 
 def one_model_more_on_rank_0():

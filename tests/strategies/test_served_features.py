@@ -144,6 +144,19 @@ def test_a_filter_sends_less(pool):
     assert sifted[2]["loss"][-1] < 1.1 * whole[2]["loss"][-1]
 
 
+def test_a_few_bits_of_each_gradient_are_pushed_and_the_rest_later(pool):
+    whole, fine, coarse = (
+        pool.run(served_features.pushed, BoundedDelay(0), exchange, timeout=120)[0]
+        for exchange in (Downpour(), Downpour(bits=16), Downpour(bits=1))
+    )
+    assert np.linalg.norm(fine[0] - whole[0]) < 1e-3 * np.linalg.norm(whole[0])
+    sent = [sum(worker["pushed"] for worker in found[3]) for found in (whole, fine, coarse)]
+    code = 32 * (64 // 8 + 8) + 10 * (32 // 8 + 8) + 4 * (32 + 10)
+    assert sent[2] == sent[0] // (4 * (64 * 32 + 32 + 320 + 10)) * code
+    # Two workers keep what they have not sent, so one bit needs more steps; without it, far more.
+    assert coarse[2]["loss"][-1] < 1.3 * whole[2]["loss"][-1]
+
+
 @pytest.mark.parametrize("name", ["momentum", "adam", "schedule", "averages"])
 def test_no_slot_loses_an_update(pool, name):
     """Constant gradients leave the same behind in whatever order asynchronous steps are applied."""

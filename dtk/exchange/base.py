@@ -1,0 +1,113 @@
+"""The contract every exchange keeps: what is sent between workers, and when.
+
+An exchange is a value, such as `Quantized(bits=1)`. For each list of variables that is trained it
+makes an `Exchanger`, which holds what has to be remembered from step to step and puts the ops into
+a step:
+
+    this rank's part of the gradients  ->  exchanger  ->  their sum over all ranks  ->  optimizer
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from dtk.communicators.base import Communicator
+from dtk.exchange.memory import Memory
+
+
+class Trained(NamedTuple):
+    """What an optimizer trains.
+
+    Attributes:
+        variables: TensorFlow variables, in the order of their gradients.
+        momenta: The optimizer's own averages of gradients, if it has any.
+    """
+
+    variables: Sequence[Any] = ()
+    momenta: Sequence[Any] = ()
+
+
+class Portion(NamedTuple):
+    """This rank's part of a step's global batch.
+
+    Attributes:
+        rows: Rows of the global batch, int64 scalar.
+        share: This rank's part of them, float32 scalar; all ranks' add up to 1.
+    """
+
+    rows: tf.Tensor
+    share: tf.Tensor
+
+
+class Exchange(abc.ABC):
+    """What is sent between workers, and when. With one worker every exchange is the identity.
+
+    Attributes:
+        local: Whether workers also take steps of their own, so that weights are equal on all ranks
+            at times only.
+        remembers: Whether something of a step's gradients is added to a later step's.
+    """
+
+    local = False
+    remembers = False
+
+    @abc.abstractmethod
+    def exchanger(self, communicator: Communicator, memory: Memory, trained: Trained) -> Exchanger:
+        """Make what exchanges one list of gradients.
+
+        Args:
+            communicator: Between the workers.
+            memory: Where it remembers.
+            trained: What the gradients are for.
+        """
+
+    def check(self, size: int) -> None:  # noqa: B027
+        """Refuse a number of workers it cannot work with.
+
+        Raises:
+            ValueError: With the cure.
+        """
+
+
+class Exchanger(abc.ABC):
+    """Exchanges one list of gradients; the same list, in the same order, at every step.
+
+    Every rank calls it at every step. Sums are the same on all of them, bit for bit.
+
+    Args:
+        communicator: Between the workers.
+        memory: Where it remembers.
+    """
+
+    def __init__(self, communicator: Communicator, memory: Memory):
+        self.communicator = communicator
+        self.memory = memory
+
+    @abc.abstractmethod
+    def reduce(self, gradients: list, portion: Portion | None = None) -> list:
+        """Sum gradients over all ranks.
+
+        Args:
+            gradients: This rank's part of each, tensors or `tf.IndexedSlices`.
+            portion: This rank's part of the batch; None in a loop of the script's own.
+        """
+
+    def apply(
+        self, gradients: list, apply: Callable[[list], Any], portion: Portion | None = None
+    ) -> Any:
+        """Reduce, then apply: an order that an exchange may change."""
+        return apply(self.reduce(gradients, portion))
+
+    def count(self, portion: Portion | None) -> None:  # noqa: B027
+        """Told after every step of which batch it was."""
+
+    def together(self) -> tf.Tensor | None:
+        """Whether all ranks hold the same weights now; None where they always do."""
+        return None
+
+    def close(self) -> None:  # noqa: B027
+        """Make all ranks hold the same weights. All ranks call it together."""

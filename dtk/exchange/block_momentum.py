@@ -1,0 +1,163 @@
+"""Block momentum: what a block of local steps changed is a gradient of its own, with momentum."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from dtk.communicators.base import Communicator
+from dtk.exchange.base import Exchanger, Trained
+from dtk.exchange.local import LocalExchange, LocalExchanger
+from dtk.exchange.memory import Memory
+
+
+@dataclass(frozen=True)
+class BlockMomentum(LocalExchange):
+    """Train apart for a block of samples, then move all workers by a filtered sum of their changes.
+
+    With K workers, a block of n rows, weights W at its begin and W_k at its end, and the momentum
+    eta of a whole block of B rows:
+
+        eta_n = eta ^ (n/B)
+        G = sum_k (W - W_k)
+        V = eta_n V + (1 - eta_n) rate G
+        W = W - V                     and, with Nesterov's momentum, W = W - eta_n V once more
+
+    So what a block learned goes into the weights over several blocks, and in all as much as if the
+    workers' changes had been added up. Communication falls to one exchange of weights per block.
+    An epoch's last block is closed with it, whole or not; with epochs of few blocks choose
+    `block_size` so that it divides the rows of an epoch.
+
+    Args:
+        block_size: B, rows of all workers together.
+        momentum: eta of a whole block; None is 1 - 1/K.
+        rate: The block learning rate.
+        nesterov: Whether to look ahead.
+        reset_local_momentum: Whether to forget the optimizer's momentum after each block: it was
+            gathered on the way to weights that nobody has any more. Second moments stay.
+
+    Raises:
+        ValueError: An argument is out of range, or a block has less than a row for each worker.
+
+    Example:
+        >>> BlockMomentum(block_size=2048).momentum_of(2048, workers=4)
+        0.75
+
+    Source: Chen and Huo 2016, "Scalable Training of Deep Learning Machines by Incremental Block
+    Training with Intra-Block Parallel Optimization and Blockwise Model-Update Filtering" (BMUF);
+    CNTK's `BlockMomentumDistributedLearner`, which also closes a block early at checkpoints.
+    """
+
+    block_size: int
+    momentum: float | None = None
+    rate: float = 1.0
+    nesterov: bool = True
+    reset_local_momentum: bool = True
+
+    def __post_init__(self) -> None:
+        _check_rows("BlockMomentum(block_size", self.block_size)
+        if self.momentum is not None and not 0.0 <= self.momentum < 1.0:
+            raise ValueError(
+                f"BlockMomentum(momentum={self.momentum!r}); expected 0.0 or more and below 1.0, "
+                "or None for 1 - 1/workers"
+            )
+        if not 0.0 < self.rate < math.inf:
+            raise ValueError(f"BlockMomentum(rate={self.rate!r}); expected a positive number")
+
+    def check(self, size: int) -> None:
+        """See `Exchange.check`."""
+        if self.block_size < size:
+            raise ValueError(
+                f"BlockMomentum(block_size={self.block_size}) has less than a row for each of "
+                f"{size} workers; block_size counts the rows of all workers, use some thousands"
+            )
+
+    def rows_in_block(self, size: int) -> int:
+        """See `LocalExchange.rows_in_block`."""
+        return self.block_size // size * size
+
+    def momentum_of(self, rows: Any, workers: int) -> Any:
+        """eta of a block of so many rows: a float, or a tensor for a tensor."""
+        full = 1.0 - 1.0 / workers if self.momentum is None else self.momentum
+        return full ** (rows / self.block_size)
+
+    def exchanger(self, communicator: Communicator, memory: Memory, trained: Trained) -> Exchanger:
+        """See `Exchange.exchanger`."""
+        rows = self.rows_in_block(communicator.size)
+        return LocalExchanger(communicator, memory, trained, rows, self.combine)
+
+    def combine(self, block: LocalExchanger, start: Sequence[Any]) -> None:
+        """Close a block: see the equations above."""
+        communicator = block.communicator
+        weights = block.trained.variables
+        changes = [before - now for before, now in zip(start, weights, strict=True)]
+        eta = tf.cast(
+            self.momentum_of(tf.cast(block.rows, tf.float64), communicator.size), tf.float32
+        )
+        for i, change in enumerate(communicator.allreduce(changes)):
+            momentum = block.memory.variable(f"block_momentum_{i}", "same", change.shape)
+            moved = momentum.assign(
+                eta * momentum + (1.0 - eta) * self.rate * tf.cast(change, tf.float32),
+                read_value=True,
+            )
+            step = moved * (1.0 + eta) if self.nesterov else moved
+            weights[i].assign(start[i] - tf.cast(step, start[i].dtype))
+        if self.reset_local_momentum:
+            block.forget_momenta()
+
+
+@dataclass(frozen=True)
+class ModelAveraging(LocalExchange):
+    """Train apart for some samples, then go on from the mean of all workers' weights.
+
+        W = sum_k (n_k / sum n) W_k        n_k: rows worker k has seen
+
+    The mean moves as far as one worker does, so the learning rate is usually multiplied by the
+    number of workers. The optimizer's state stays each worker's own.
+
+    Args:
+        period: Rows each worker trains on in between. CNTK's default is 40,000.
+
+    Raises:
+        ValueError: It is not a number of rows.
+
+    Example:
+        >>> ModelAveraging(period=40_000).rows_in_block(4)
+        160000
+
+    Sources: McDonald et al. 2010; CNTK's `ModelAveragingSGD`.
+    """
+
+    period: int = 40_000
+
+    def __post_init__(self) -> None:
+        _check_rows("ModelAveraging(period", self.period)
+
+    def rows_in_block(self, size: int) -> int:
+        """See `LocalExchange.rows_in_block`."""
+        return self.period * size
+
+    def exchanger(self, communicator: Communicator, memory: Memory, trained: Trained) -> Exchanger:
+        """See `Exchange.exchanger`."""
+        rows = self.rows_in_block(communicator.size)
+        return LocalExchanger(communicator, memory, trained, rows, self.combine)
+
+    def combine(self, block: LocalExchanger, start: Sequence[Any]) -> None:
+        """Close a block: see the equation above."""
+        del start
+        weights = block.trained.variables
+        share = tf.math.divide_no_nan(
+            tf.convert_to_tensor(block.own_rows), tf.cast(block.rows, tf.float32)
+        )
+        parts = [weight * tf.cast(share, weight.dtype) for weight in weights]
+        for weight, mean in zip(weights, block.communicator.allreduce(parts), strict=True):
+            weight.assign(mean)
+
+
+def _check_rows(what: str, rows: Any) -> None:
+    if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
+        raise ValueError(f"{what}={rows!r}); expected a number of rows, 1 or more")

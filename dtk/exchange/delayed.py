@@ -1,0 +1,102 @@
+"""One step late: the sum of the last gradients is under way while the next are computed.
+
+    step n     compute g(n)  .................  keep g(n)
+               sum of g(n-1) over all ranks ..  apply it
+
+Neither needs the other, so they run at the same time, and a step takes as long as the slower.
+Source: ChainerMN's double buffering.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+
+from dtk.communicators.base import Communicator
+from dtk.exchange.base import Exchange, Exchanger, Portion, Trained
+from dtk.exchange.dense import Dense
+from dtk.exchange.memory import Memory
+from dtk.exchange.quantized import Quantized
+
+
+@dataclass(frozen=True)
+class Delayed(Exchange):
+    """Apply each step the gradients of the step before, summed in the meantime (double buffering).
+
+    The first step applies nothing, so after n steps the optimizer counts n - 1. What is left at the
+    end of `fit` is applied by the next `fit`, and kept in checkpoints.
+
+    Args:
+        exchange: How gradients are summed: `Dense` or `Quantized`.
+
+    Raises:
+        ValueError: Another exchange; at the first step, rows of embedding tables
+            (`tf.IndexedSlices`) or gradient accumulation.
+
+    Example:
+        >>> Delayed(Dense("float16"))
+        Delayed(exchange=Dense(dtype='float16'))
+    """
+
+    exchange: Exchange = field(default_factory=Dense)
+    remembers = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.exchange, Dense | Quantized):
+            raise ValueError(
+                f"Delayed(exchange={self.exchange!r}); expected Dense or Quantized. A warm start "
+                "goes around it: WarmStart(Delayed(...), samples=...)"
+            )
+
+    def exchanger(self, communicator: Communicator, memory: Memory, trained: Trained) -> Exchanger:
+        """See `Exchange.exchanger`."""
+        return DelayedExchanger(self.exchange.exchanger(communicator, memory, trained))
+
+
+class DelayedExchanger(Exchanger):
+    """Keeps gradients for one step.
+
+    Args:
+        inner: Sums them.
+    """
+
+    def __init__(self, inner: Exchanger):
+        super().__init__(inner.communicator, inner.memory)
+        self._inner = inner
+
+    def reduce(self, gradients: list, portion: Portion | None = None) -> list:
+        """Not without `apply`: the first step must apply nothing."""
+        del gradients, portion
+        raise ValueError(
+            "Delayed does not go with gradient accumulation, whose windows sum several steps "
+            "already; use one of the two"
+        )
+
+    def apply(
+        self, gradients: list, apply: Callable[[list], Any], portion: Portion | None = None
+    ) -> Any:
+        """Sum and apply the gradients of the last step, and keep these."""
+        if any(isinstance(g, tf.IndexedSlices) for g in gradients):
+            raise ValueError(
+                "Delayed keeps whole gradients, and one of this model's is rows of a table "
+                "(tf.IndexedSlices); use exchange=Dense()"
+            )
+        started = self.memory.variable("started", "same", (), tf.bool)
+        kept = [
+            self.memory.variable(f"delayed_{i}", "sum", g.shape, g.dtype)
+            for i, g in enumerate(gradients)
+        ]
+        reduced = self._inner.reduce([v.read_value() for v in kept])
+        go = started.read_value()
+        for variable, gradient in zip(kept, gradients, strict=True):
+            variable.assign(gradient)
+        started.assign(True)
+
+        def applied() -> tf.Tensor:
+            apply(reduced)
+            return tf.constant(True)
+
+        return tf.cond(go, applied, lambda: tf.constant(False))

@@ -1,0 +1,142 @@
+"""Steps of their own: workers train apart for a block of samples, then combine their weights.
+
+    open      keep the weights all workers start from
+    step      apply this worker's own gradients         (as many as the block has samples for)
+    close     combine: every worker goes on from the same weights
+
+A block is also closed, early, wherever weights must be whole: at the end of an epoch, before an
+evaluation and before a checkpoint. So a block that has ended is never open in what users see.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from dtk.communicators.base import Communicator
+from dtk.exchange.base import Exchange, Exchanger, Portion, Trained
+from dtk.exchange.memory import Memory
+
+
+class LocalExchange(Exchange):
+    """Base of the exchanges that send weights after a block of samples, and never gradients.
+
+    Each worker applies its own gradients at the learning rate given: the mean over its rows, as if
+    they were the whole batch. Steps must come from `fit` or `train_on_batch`, which count rows.
+    """
+
+    local = True
+
+    @abc.abstractmethod
+    def rows_in_block(self, size: int) -> int:
+        """Rows of all `size` workers after which a block is closed."""
+
+
+class LocalExchanger(Exchanger):
+    """Counts rows, opens blocks and closes them.
+
+    Args:
+        communicator: Between the workers.
+        memory: Holds the counts.
+        trained: What is combined, and the momenta to forget.
+        rows: Of a block, of all workers.
+        combine: Called with the weights a block began with; gives all workers new ones.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        memory: Memory,
+        trained: Trained,
+        rows: int,
+        combine: Callable[[LocalExchanger, Sequence[Any]], None],
+    ):
+        super().__init__(communicator, memory)
+        self.trained = trained
+        self._limit = rows
+        self._combine = combine
+
+    @property
+    def rows(self) -> tf.Variable:
+        """Rows of all workers in the open block; 0 when none is open."""
+        return self.memory.variable("block_rows", "same", (), tf.int64)
+
+    @property
+    def own_rows(self) -> tf.Variable:
+        """Rows of this worker in the open block."""
+        return self.memory.variable("own_rows", "sum", (), tf.float32)
+
+    def reduce(self, gradients: list, portion: Portion | None = None) -> list:
+        """This worker's own estimate of the whole batch's gradients."""
+        if portion is None:
+            raise ValueError(
+                "this exchange counts the rows of global batches, which only fit and "
+                "train_on_batch know; in a loop of your own use Dense or Quantized"
+            )
+        return [_divided(g, portion.share) for g in gradients]
+
+    def apply(
+        self, gradients: list, apply: Callable[[list], Any], portion: Portion | None = None
+    ) -> Any:
+        """See `Exchanger.apply`."""
+        own = self.reduce(gradients, portion)
+        self._open(self._start())
+        return apply(own)
+
+    def _start(self) -> list[tf.Variable]:
+        # Not in checkpoints: a block is closed before one is written.
+        return [
+            self.memory.scratch(f"start_{i}", v.shape, v.dtype)
+            for i, v in enumerate(self.trained.variables)
+        ]
+
+    def _open(self, start: list[tf.Variable]) -> None:
+        def keep() -> bool:
+            for kept, variable in zip(start, self.trained.variables, strict=True):
+                kept.assign(variable)
+            return True
+
+        tf.cond(tf.equal(self.rows, 0), keep, lambda: False)
+
+    def count(self, portion: Portion | None) -> None:
+        """Count a step, and close the block when it is full."""
+        assert portion is not None
+        self.own_rows.assign_add(tf.cast(portion.rows, tf.float32) * portion.share)
+        rows = self.rows.assign_add(portion.rows, read_value=True)
+
+        def close() -> bool:
+            self._close()
+            return True
+
+        tf.cond(rows >= self._limit, close, lambda: False)
+
+    def together(self) -> tf.Tensor | None:
+        """See `Exchanger.together`."""
+        return tf.equal(self.rows, 0)
+
+    def close(self) -> None:
+        """See `Exchanger.close`. Called between steps, not inside one."""
+        if int(self.rows):
+            self._close()
+
+    def _close(self) -> None:
+        self._combine(self, self._start())
+        self.rows.assign(0)
+        self.own_rows.assign(0.0)
+
+    def forget_momenta(self) -> None:
+        """Zero the averages of gradients that belong to weights no worker has any more."""
+        for variable in self.trained.momenta:
+            variable.assign(tf.zeros_like(variable))
+
+
+def _divided(gradient: Any, share: tf.Tensor) -> Any:
+    """A gradient over the whole batch's number of rows -> over this worker's; zeros for none."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(
+            _divided(gradient.values, share), gradient.indices, gradient.dense_shape
+        )
+    return tf.math.divide_no_nan(gradient, tf.cast(share, gradient.dtype))

@@ -1,0 +1,155 @@
+"""What an exchange remembers from step to step: variables that checkpoints keep.
+
+Each is of one of these kinds, which say what a checkpoint holds, and what another number of ranks
+makes of it:
+
+    same      equal on all ranks
+    sum       each rank has its own; what counts is their sum (residuals, gradients not sent yet)
+    mean      each rank has its own; another world goes on from their mean (local momentum)
+    stripe    each rank has some rows of one whole, in rank order
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from dtk.communicators.base import Communicator
+
+KINDS = ("same", "sum", "mean", "stripe")
+
+
+class Kept(NamedTuple):
+    """A variable, its kind, and for a stripe the rows of the whole it has."""
+
+    variable: Any
+    kind: str
+    rows: tuple[int, int] | None
+
+
+class Memory:
+    """Named variables, made when a step that is being traced first asks for them.
+
+    Args:
+        communicator: Between the ranks that remember.
+        device: Where the variables live.
+
+    Example:
+        >>> from dtk.communicators.local import LocalCommunicator
+        >>> memory = Memory(LocalCommunicator(), "CPU:0")
+        >>> memory.variable("residual", "sum", (2,)).assign_add([1.0, 2.0]).numpy().tolist()
+        [1.0, 2.0]
+        >>> memory.variable("residual", "sum", (2,)).numpy().tolist()
+        [1.0, 2.0]
+    """
+
+    def __init__(self, communicator: Communicator, device: str):
+        self._communicator = communicator
+        self._device = device
+        self._prefix = ""
+        self._kept: dict[str, Kept] = {}
+        self._scratch: dict[str, tf.Variable] = {}
+        self._restored: dict[str, dict] = {}
+
+    def part(self, prefix: str) -> Memory:
+        """This memory, with something put before every name."""
+        part = copy.copy(self)
+        part._prefix = self._prefix + prefix
+        return part
+
+    def variable(
+        self,
+        name: str,
+        kind: str,
+        shape: Sequence[int],
+        dtype: Any = tf.float32,
+        rows: tuple[int, int] | None = None,
+    ) -> tf.Variable:
+        """The variable of this name; new ones hold zeros, or what a checkpoint held.
+
+        Args:
+            name: Its name, the same on all ranks.
+            kind: One of KINDS.
+            shape: Of this rank's part.
+            dtype: Its dtype.
+            rows: First and last (excluded) of the rows this rank has of a stripe.
+        """
+        if self._prefix + name not in self._kept:
+            self._keep(Kept(self._make(name, shape, dtype), kind, rows), name)
+        return self._kept[self._prefix + name].variable
+
+    def keep(self, name: str, kind: str, variable: Any) -> None:
+        """Have a variable that somebody else made saved and restored as well."""
+        self._keep(Kept(variable, kind, None), name)
+
+    def scratch(self, name: str, shape: Sequence[int], dtype: Any) -> tf.Variable:
+        """A variable that no checkpoint needs."""
+        if self._prefix + name not in self._scratch:
+            self._scratch[self._prefix + name] = self._make(name, shape, dtype)
+        return self._scratch[self._prefix + name]
+
+    def _keep(self, kept: Kept, name: str) -> None:
+        self._kept[self._prefix + name] = kept
+        saved = self._restored.pop(self._prefix + name, None)
+        if saved is not None:
+            _outside(lambda: self._assign(kept, saved))
+
+    def _make(self, name: str, shape: Sequence[int], dtype: Any) -> tf.Variable:
+        def make() -> tf.Variable:
+            with tf.device(self._device):
+                return tf.Variable(tf.zeros(shape, dtype), trainable=False, name=name)
+
+        return _outside(make)
+
+    def collect(self) -> dict[str, dict]:
+        """Everything remembered, of all ranks, on every rank. All ranks call it together."""
+        if not self._kept:
+            return dict(self._restored)
+        saved = {}
+        for name, kept in self._kept.items():
+            value = tf.convert_to_tensor(kept.variable)
+            if kept.kind in ("sum", "mean"):
+                value = self._communicator.allgather(value[None])
+            elif kept.kind == "stripe":
+                value = self._communicator.allgather(value)
+            saved[name] = {"kind": kept.kind, "value": value.numpy()}
+        return saved
+
+    def restore(self, saved: dict[str, dict]) -> None:
+        """Go on from what `collect` returned, in a world of any size.
+
+        Variables that no step has asked for yet take their values when one does.
+        """
+        self._restored.clear()
+        for name, item in saved.items():
+            if name in self._kept:
+                self._assign(self._kept[name], item)
+            else:
+                self._restored[name] = item
+
+    def _assign(self, kept: Kept, saved: dict) -> None:
+        rank, size = self._communicator.rank, self._communicator.size
+        value = np.asarray(saved["value"])
+        if kept.kind == "stripe":
+            value = value[slice(*kept.rows)] if kept.rows else value
+        elif kept.kind != "same":
+            value = value[rank] if len(value) == size else _shared_out(value, kept.kind, size)
+        kept.variable.assign(value)
+
+
+def _shared_out(values: np.ndarray, kind: str, size: int) -> np.ndarray:
+    """What each rank of another world gets of what every rank had."""
+    mean = values.mean(0, dtype=np.float64)
+    mean = mean if kind == "mean" else mean * (len(values) / size)
+    return mean.astype(values.dtype)
+
+
+def _outside(work: Callable[[], Any]) -> Any:
+    """Run in a new thread: outside the graph being traced, its device and its replica."""
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(work).result()

@@ -1,0 +1,44 @@
+"""Short names of exchanges."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dtk.exchange.base import Exchange
+from dtk.exchange.codec import BITS
+from dtk.exchange.dense import Dense
+from dtk.exchange.quantized import Quantized
+
+NAMES: dict[str, Exchange] = {
+    "fp16": Dense("float16"),
+    "bf16": Dense("bfloat16"),
+    **{f"{bits}bit": Quantized(bits) for bits in BITS},
+}
+
+
+def parse(exchange: Any) -> Exchange:
+    """An exchange from what a user gave: a value, a short name, or None for whole gradients.
+
+    Raises:
+        ValueError: Nothing of this name.
+        TypeError: Something else.
+
+    Example:
+        >>> parse("1bit"), parse(None)
+        (Quantized(bits=1), Dense(dtype=None))
+    """
+    if exchange is None:
+        return Dense()
+    if isinstance(exchange, Exchange):
+        return exchange
+    if not isinstance(exchange, str):
+        raise TypeError(
+            f"exchange={exchange!r}; expected a value of dtk.exchange such as Quantized(bits=1), "
+            f"or one of {', '.join(NAMES)}"
+        )
+    if exchange not in NAMES:
+        raise ValueError(
+            f"exchange={exchange!r}; expected one of {', '.join(NAMES)}, or a value of "
+            "dtk.exchange such as BlockMomentum(block_size=4096)"
+        )
+    return NAMES[exchange]

@@ -1,0 +1,177 @@
+"""How an optimizer's gradients go through the strategy's exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from dtk.errors import at_rank
+from dtk.exchange import Dense
+from dtk.exchange.base import Exchanger, Portion, Trained
+from dtk.exchange.memory import Memory
+from dtk.strategies import adopt, extended, tracing
+
+
+class Exchanging:
+    """One optimizer's exchangers, one for each list of variables it is applied to.
+
+    Args:
+        outer: The optimizer.
+        inner: The same, or the one it wraps.
+        strategy: An `AllReduceStrategy`.
+
+    Attributes:
+        memory: What the exchangers remember.
+    """
+
+    def __init__(self, outer: Any, inner: Any, strategy: Any):
+        self._outer = outer
+        self._inner = inner
+        self._strategy = strategy
+        self._exchange = strategy.exchange
+        self._exchangers: dict[tuple, Exchanger] = {}
+        self.memory = Memory(strategy.communicator, strategy.extended.worker_devices[0])
+
+    @property
+    def local(self) -> bool:
+        """Whether replicas also take steps of their own."""
+        return self._exchange.local
+
+    def of(self, variables: Sequence | None) -> Exchanger:
+        """The exchanger of the gradients of these Keras variables; None is all of them."""
+        trained = list(variables or adopt.trained_variables(self._inner))
+        key = tuple(id(v) for v in trained)
+        if key not in self._exchangers:
+            self._exchangers[key] = self._make(trained)
+        return self._exchangers[key]
+
+    def _make(self, trained: list) -> Exchanger:
+        strategy, number = self._strategy, len(self._exchangers)
+        memory = self.memory.part(f"{number}/")
+        if self.local:
+            for i, slot in enumerate(slots_of(self._outer)):
+                memory.keep(f"slot_{i}", "mean", adopt.stored(slot))
+        return self._exchange.exchanger(
+            strategy.communicator,
+            memory,
+            Trained(
+                [adopt.stored(v) for v in trained],
+                [adopt.stored(v) for v in momenta_of(self._inner)],
+            ),
+        )
+
+    def apply(self, gradients: list, variables: Sequence | None, go: Callable[[list], Any]) -> Any:
+        """Call `go` with the gradients that are to be applied.
+
+        Args:
+            gradients: This replica's, None where there are none.
+            variables: Keras variables they are for; None is all.
+            go: Applies gradients.
+        """
+        exchanger = self.of(variables)
+        scale = self._scale()
+
+        def go_with(reduced: list) -> Any:
+            return go(_put_back([_each(tf.multiply, g, scale) for g in reduced], gradients))
+
+        present = extended.if_present([g for g in gradients if g is not None])
+        # Not multiplied by 1 / scale, which may be too small a number.
+        present = [_each(tf.divide, g, scale) for g in present]
+        result = exchanger.apply(present, go_with, portion())
+        exchanger.count(portion())
+        return result
+
+    def reduce_window(self, gradients: list) -> list:
+        """The sum over the replicas of an accumulation window's gradients."""
+        present = [g for g in gradients if g is not None]
+        return _put_back(self.of(None).reduce(present, portion()), gradients)
+
+    def count(self) -> None:
+        """Tell of a step in an accumulation window."""
+        self.of(None).count(portion())
+
+    def _scale(self) -> tf.Tensor | None:
+        """What gradients are multiplied by, where they must not be: it changes, what is remembered
+        of gradients does not.
+        """
+        scale = getattr(self._outer, "dynamic_scale", None)
+        if scale is None or not self._exchange.remembers:
+            return None
+        return tf.convert_to_tensor(scale)
+
+    def close(self) -> None:
+        """Make all ranks hold the same weights."""
+        for exchanger in self._exchangers.values():
+            exchanger.close()
+
+    def together(self) -> tf.Tensor | None:
+        """Whether all ranks hold the same weights now; None where they always do."""
+        flags = [exchanger.together() for exchanger in self._exchangers.values()]
+        known = [flag for flag in flags if flag is not None]
+        return tf.reduce_all(known) if known else None
+
+
+def exchanging_of(outer: Any, inner: Any, strategy: Any) -> Exchanging | None:
+    """What exchanges an optimizer's gradients; None where they are summed as they are.
+
+    Raises:
+        ValueError: The optimizer and the exchange cannot work together.
+    """
+    exchange = strategy.exchange
+    if strategy.num_replicas_in_sync == 1 or exchange is None or exchange == Dense():
+        return None
+    if exchange.local and inner.gradient_accumulation_steps:
+        raise ValueError(
+            at_rank(
+                strategy.rank,
+                f"gradient_accumulation_steps with exchange={exchange}: a block is a window of "
+                "steps that send nothing already; leave one of the two out",
+            )
+        )
+    if exchange.local and inner.use_ema:
+        raise ValueError(
+            at_rank(
+                strategy.rank,
+                f"use_ema=True averages the weights of every step, and with exchange={exchange} "
+                "each worker has weights of its own between blocks; leave one of the two out",
+            )
+        )
+    return Exchanging(outer, inner, strategy)
+
+
+def slots_of(optimizer: Any) -> list:
+    """An optimizer's floating-point state beside its learning rate."""
+    return [
+        v
+        for v in optimizer.variables
+        if keras.backend.is_float_dtype(v.dtype) and not v.path.endswith("learning_rate")
+    ]
+
+
+def momenta_of(optimizer: Any) -> list:
+    """Those of an optimizer's variables that average gradients."""
+    return [v for v in optimizer.variables if v.path.endswith("_momentum")]
+
+
+def portion() -> Portion | None:
+    """This replica's part of the batch of the step being traced; None outside dtk's steps."""
+    step = tracing.current()
+    return None if step is None else Portion(step.rows, step.share)
+
+
+def _each(operation: Callable, gradient: Any, scale: tf.Tensor | None) -> Any:
+    if scale is None:
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        values = _each(operation, gradient.values, scale)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return operation(gradient, tf.cast(scale, gradient.dtype))
+
+
+def _put_back(present: list, gradients: list) -> list:
+    """What there is, in the places of what there was; None stays None."""
+    remaining = iter(present)
+    return [None if g is None else next(remaining) for g in gradients]

@@ -1,0 +1,432 @@
+"""What exchanges send is what their equations say, and training with them is still training."""
+
+from __future__ import annotations
+
+import doctest
+import functools
+import importlib
+
+import numpy as np
+import pytest
+
+from dtk import exchange as exchanges
+from dtk.communicators.local import LocalCommunicator
+from dtk.communicators.null import NullCommunicator
+from dtk.exchange import (
+    BlockMomentum,
+    Delayed,
+    Dense,
+    ModelAveraging,
+    Quantized,
+    WarmStart,
+    codec,
+    quantized,
+)
+from dtk.exchange.memory import Memory
+from exchange import exchanged
+
+two = pytest.mark.worlds(("collective", 2))
+two_and_three = pytest.mark.worlds(("collective", 2), ("collective", 3))
+two_ways = pytest.mark.worlds(("collective", 2), ("horovod-mpi", 2))
+
+# A step of float32 sums in another order.
+ROUNDING = 1e-5
+
+
+def apart(one, other):
+    return np.linalg.norm(one - other) / np.linalg.norm(other)
+
+
+def same_everywhere(results):
+    """All ranks' weights, which must be one bit pattern; returns them."""
+    for result in results:
+        assert np.array_equal(result[0], results[0][0])
+    return results[0][0]
+
+
+@functools.cache
+def plain(*args, **kwargs):
+    return exchanged.train("plain", *args, **kwargs)
+
+
+# The two stages.
+
+
+def quantise(matrix, residual, bits):
+    """By the codec, whose own test compares it with the equations."""
+    wanted = matrix + residual
+    made = codec.decode(codec.encode(wanted, bits), matrix.shape[1], bits).numpy()
+    return made, wanted - made
+
+
+def two_stages(size, steps, bits, shape):
+    """What a gradient of one shape becomes, step by step, and what is left at the end."""
+    columns, entries = codec.matrix_shape(shape)
+    residuals = [np.zeros((columns, entries), "float32") for _ in range(size)]
+    owner = np.zeros((columns, entries), "float32")
+    index, results = exchanged.SHAPES.index(shape), []
+    for step in range(steps):
+        total = np.zeros((columns, entries), "float32")
+        for rank in range(size):
+            matrix = codec.to_columns(exchanged.gradients(rank, step)[index]).numpy()
+            made, residuals[rank] = quantise(matrix, residuals[rank], bits)
+            total += made
+        made, owner = quantise(total, owner, bits)
+        results.append(codec.from_columns(made, shape, "float32").numpy())
+    return results, residuals, owner
+
+
+@two_and_three
+@pytest.mark.parametrize("bits", [1, 4])
+@pytest.mark.parametrize("in_graph", [True, False], ids=["graph", "eager"])
+def test_gradients_are_quantised_twice_and_what_is_left_is_kept(pool, bits, in_graph):
+    results = pool.run(exchanged.sums, Quantized(bits), 3, in_graph)
+    for coded, shape in enumerate([(3, 3, 4, 6), (40, 12)]):
+        made, residuals, owner = two_stages(pool.size, 3, bits, shape)
+        for outputs, remembered, _ in results:
+            for step in range(3):
+                np.testing.assert_allclose(outputs[step][coded], made[step], atol=1e-4)
+                assert np.array_equal(outputs[step][coded], results[0][0][step][coded])
+            np.testing.assert_allclose(remembered[f"residual_{coded}"], residuals, atol=1e-4)
+            np.testing.assert_allclose(remembered[f"owner_residual_{coded}"], owner, atol=1e-4)
+
+
+@two
+def test_nothing_is_lost_only_late(pool):
+    """All that came out, and all that is left, is all that went in."""
+    outputs, remembered, _ = pool.run(exchanged.sums, Quantized(1), 4, True)[0]
+    given = sum(exchanged.gradients(rank, step)[1] for rank in range(2) for step in range(4))
+    left = remembered["residual_1"].sum(0) + remembered["owner_residual_1"]
+    np.testing.assert_allclose(sum(out[1] for out in outputs) + left.T, given, atol=1e-4)
+
+
+@two
+def test_vectors_and_scalars_travel_whole(pool):
+    outputs, remembered, _ = pool.run(exchanged.sums, Quantized(1), 1, True)[0]
+    for i in (2, 3):
+        given = sum(exchanged.gradients(rank, 0)[i] for rank in range(2))
+        np.testing.assert_allclose(outputs[0][i], given, rtol=1e-6)
+    assert set(remembered) == {f"{name}residual_{i}" for name in ("", "owner_") for i in range(2)}
+
+
+@two
+def test_a_step_that_is_not_finite_says_so_everywhere_and_leaves_no_trace(pool):
+    broken = pool.run(exchanged.sums, Quantized(1), 3, True, 1)
+    for outputs, remembered, _ in broken:
+        assert not np.isfinite(outputs[1][1]).all()
+        assert all(np.isfinite(value).all() for value in remembered.values())
+        assert all(np.isfinite(out).all() for out in outputs[2])
+
+
+@two_ways
+def test_the_wire_carries_packed_bits(pool):
+    _, _, sent = pool.run(exchanged.sums, Quantized(1), 2, True)[0]
+    codes = sum(codec.bytes_of(*codec.matrix_shape(shape), 1) for shape in [(3, 3, 4, 6), (40, 12)])
+    whole = 4 * (7 + 1)
+    # Half of the codes goes to the other owner, and the other half to everyone, in words.
+    assert sent <= codes + whole + 16
+    _, _, dense = pool.run(exchanged.sums, Dense(), 2, True)[0]
+    assert dense == 4 * sum(int(np.prod(shape)) for shape in exchanged.SHAPES)
+
+
+def test_columns_are_striped_as_in_cntk():
+    assert quantized.stripes(10, 4) == [(0, 3), (3, 6), (6, 8), (8, 10)]
+    assert quantized.stripes(2, 3) == [(0, 1), (1, 2), (2, 2)]
+
+
+# Training.
+
+
+@two
+@pytest.mark.parametrize(
+    "value, optimizer, tolerance",
+    [
+        ("16bit", "adam", 1e-2),
+        ("8bit", "momentum", 2e-2),
+        ("fp16", "momentum", 1e-3),
+        ("bf16", "sgd", 5e-3),
+        ("16bit", "accumulated", 1e-3),
+        ("16bit", "scaled", 1e-3),
+        (WarmStart(Quantized(1), samples=10_000), "adam", ROUNDING),
+        (WarmStart(BlockMomentum(64), samples=10_000), "adam", ROUNDING),
+        (WarmStart(Delayed(), samples=10_000), "momentum", ROUNDING),
+        (Dense(), "adam", ROUNDING),
+    ],
+    ids=str,
+)
+def test_training_is_close_to_one_process(pool, value, optimizer, tolerance):
+    weights, history, steps = plain(optimizer)
+    results = pool.run(exchanged.train, value, optimizer)
+    assert apart(same_everywhere(results), weights) <= tolerance
+    for _, own, taken in results:
+        assert taken == steps
+        assert own == results[0][1]
+        for name, values in history.items():
+            np.testing.assert_allclose(own[name], values, rtol=50 * tolerance)
+
+
+# What an exchange must not get in the way of; 16 bits lose next to nothing.
+@two
+@pytest.mark.parametrize(
+    "name",
+    [
+        "two optimizers",
+        "steps per execution",
+        "eager steps",
+        "sparse embedding gradients clipped",
+        "fewer rows than workers",
+        "single batches",
+        "two models compiled in one scope",
+        "own train step",
+    ],
+)
+def test_features_of_fit_with_a_lossy_exchange(pool, name):
+    from strategies import bodies
+
+    expected, results = bodies.run_plain(name), pool.run(exchanged.feature, name, "16bit")
+    for result in results:
+        for key, value in expected.items():
+            np.testing.assert_allclose(result[key], value, rtol=5e-2, atol=5e-3, err_msg=key)
+
+
+@two
+def test_ranks_hold_the_same_bits_after_500_steps(pool):
+    results = pool.run(exchanged.train, "1bit", "momentum", 160, 16, 50, timeout=120)
+    same_everywhere(results)
+    assert results[0][1]["loss"][-1] < 0.1 * results[0][1]["loss"][0]
+
+
+@two
+@pytest.mark.parametrize(
+    "value, optimizer, points",
+    [
+        (WarmStart(Quantized(1), samples=1437), "adam", 0.01),
+        (WarmStart(BlockMomentum(256), samples=1437), "momentum", 0.02),
+        (WarmStart(ModelAveraging(64), samples=1437), "momentum", 0.02),
+    ],
+    ids=str,
+)
+def test_accuracy_on_the_digits(pool, value, optimizer, points):
+    expected, _ = exchanged.accuracy("plain", optimizer, 12)
+    for tested, _ in pool.run(exchanged.accuracy, value, optimizer, 12, timeout=120):
+        assert tested >= expected - points
+
+
+@two
+@pytest.mark.parametrize("value", [Delayed(), Delayed(Dense("float16"))], ids=str)
+def test_delayed_applies_each_gradient_one_step_later(pool, value):
+    expected = exchanged.delayed_by_hand()
+    results = pool.run(exchanged.delayed, value)
+    assert apart(same_everywhere(results), expected) <= (
+        ROUNDING if value.exchange == Dense() else 1e-2
+    )
+    assert [steps for _, steps in results] == [9, 9], "the first step applies nothing"
+
+
+# Blocks.
+
+
+@two
+@pytest.mark.parametrize(
+    "nesterov, expected", [(True, [0.7, 0.25]), (False, [0.8, 0.5])], ids=["nesterov", "plain"]
+)
+def test_block_momentum_is_the_vector_of_the_original(pool, nesterov, expected):
+    """W = 1, locals .9 and .7: V = .2; then changes of -.1 and -.3: V = .3."""
+    value = BlockMomentum(block_size=2, nesterov=nesterov)
+    locals_ = [(0.9, 0.7), (expected[0] - 0.1, expected[0] - 0.3)]
+    for after in pool.run(exchanged.combined, value, locals_):
+        np.testing.assert_allclose([weight for weight, _, _ in after], expected, rtol=1e-6)
+        assert [slot for _, slot, _ in after] == [0.0, 0.0], "local momentum is forgotten"
+        assert all(together for _, _, together in after)
+
+
+@two
+def test_an_open_block_leaves_weights_apart(pool):
+    first, second = pool.run(exchanged.combined, BlockMomentum(block_size=4), [(0.9, 0.7)])
+    assert first == [(pytest.approx(0.9), 5.0, False)]
+    assert second == [(pytest.approx(0.7), 5.0, False)]
+
+
+@two
+def test_model_averaging_weighs_by_rows(pool):
+    value = ModelAveraging(period=2)
+    for after in pool.run(exchanged.combined, value, [(0.9, 0.5)], [3, 1]):
+        assert after == [(pytest.approx(0.8), 5.0, True)]
+
+
+@two_and_three
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_block_momentum_trains_as_its_equations_say(pool, nesterov):
+    value = BlockMomentum(block_size=48, nesterov=nesterov)
+    eta = 1 - 1 / pool.size
+    expected = exchanged.apart_by_hand(pool.size, eta, nesterov, 0.9, 3)
+    results = pool.run(exchanged.apart, value, 0.9)
+    assert apart(same_everywhere(results), expected) <= ROUNDING
+    assert all(own == results[0][1] for _, own in results), "logs are the same everywhere"
+
+
+@two
+def test_averaging_every_step_of_plain_sgd_is_one_process(pool):
+    """The mean of steps from the same weights is the step of the mean."""
+    weights, history, _ = plain("sgd", 160)
+    results = pool.run(exchanged.train, ModelAveraging(period=8), "sgd", 160)
+    assert apart(same_everywhere(results), weights) <= ROUNDING
+    np.testing.assert_allclose(results[0][1]["accuracy"], history["accuracy"])
+
+
+@two
+def test_evaluating_closes_a_block_and_averages_statistics(pool):
+    first, second = pool.run(exchanged.statistics_apart)
+    assert not np.array_equal(first[0], second[0]), "between blocks workers train apart"
+    assert first[1] == second[1]
+    assert np.array_equal(first[2], second[2])
+    np.testing.assert_allclose(first[2], (first[0] + second[0]) / 2, atol=1e-6)
+
+
+@two
+def test_blocks_within_one_execution(pool):
+    arguments = BlockMomentum(block_size=32), "momentum", 155, 16, 2
+    alone = pool.run(exchanged.train, *arguments)
+    several = pool.run(exchanged.train, *arguments, {"steps_per_execution": 5})
+    assert apart(same_everywhere(several), same_everywhere(alone)) <= ROUNDING
+
+
+# What it costs.
+
+
+@two_ways
+def test_bytes_of_a_step_are_counted(pool):
+    parameters = 64 * 32 + 32 + 32 * 10 + 10
+    dense, share = pool.run(exchanged.stats, Dense())[0]
+    # Gradients, and two metrics of two numbers.
+    assert all(4 * parameters <= sent <= 4 * parameters + 64 for sent in dense)
+    assert all(0 < part < 1 for part in share)
+    half, _ = pool.run(exchanged.stats, "fp16", True)[0]
+    assert all(2 * parameters <= sent <= 2 * parameters + 64 for sent in half)
+    coded, _ = pool.run(exchanged.stats, "1bit")[0]
+    assert all(sent < dense[0] / 8 for sent in coded)
+    # 96 rows an epoch are three blocks; between them nothing is sent.
+    blocks, _ = pool.run(exchanged.stats, BlockMomentum(block_size=32))[0]
+    assert all(sent == pytest.approx(4 * parameters / 2, rel=0.05) for sent in blocks)
+
+
+# Another number of workers.
+
+
+def memory_with(rank, size, rows):
+    memory = Memory(NullCommunicator(rank, size), "CPU:0")
+    for kind in ("same", "sum", "mean"):
+        memory.variable(kind, kind, (2,))
+    memory.variable("stripe", "stripe", (rows[1] - rows[0], 2), rows=rows)
+    return memory
+
+
+SAVED = {
+    "same": {"kind": "same", "value": np.float32([1, 2])},
+    "sum": {"kind": "sum", "value": np.float32([[1, 2], [3, 4]])},
+    "mean": {"kind": "mean", "value": np.float32([[1, 2], [3, 4]])},
+    "stripe": {"kind": "stripe", "value": np.float32([[1, 2], [3, 4], [5, 6], [7, 8]])},
+}
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+def test_what_is_remembered_goes_to_another_number_of_workers(first):
+    """Before the variables are made, or after."""
+    if first:
+        memory = Memory(NullCommunicator(1, 4), "CPU:0")
+        memory.restore(SAVED)
+        for kind in ("same", "sum", "mean"):
+            memory.variable(kind, kind, (2,))
+        memory.variable("stripe", "stripe", (1, 2), rows=(1, 2))
+    else:
+        memory = memory_with(1, 4, (1, 2))
+        memory.restore(SAVED)
+    held = {name: memory.variable(name, name, (2,)).numpy().tolist() for name in SAVED}
+    assert held == {"same": [1, 2], "sum": [1, 1.5], "mean": [2, 3], "stripe": [[3, 4]]}
+
+
+def test_the_same_number_of_workers_gets_back_what_each_had():
+    memory = memory_with(1, 2, (2, 4))
+    memory.restore(SAVED | {"stripe": {"kind": "stripe", "value": np.zeros((4, 2))}})
+    assert memory.variable("sum", "sum", (2,)).numpy().tolist() == [3, 4]
+
+
+def test_what_no_step_asked_for_yet_is_saved_again():
+    memory = Memory(LocalCommunicator(), "CPU:0")
+    memory.restore(SAVED)
+    assert memory.collect() == SAVED
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: Quantized(3), "a power of two, one of 1, 2, 4, 8, 16"),
+        (lambda: Quantized(32), "for whole gradients: Dense()"),
+        (lambda: Quantized(True), "Quantized(bits=True)"),
+        (lambda: Dense("float64"), "'float16' or 'bfloat16', or None"),
+        (lambda: BlockMomentum(0), "BlockMomentum(block_size=0); expected a number of rows"),
+        (lambda: BlockMomentum(64, momentum=1.0), "BlockMomentum(momentum=1.0)"),
+        (lambda: BlockMomentum(64, rate=0.0), "BlockMomentum(rate=0.0)"),
+        (lambda: BlockMomentum(3).check(4), "block_size=3) has less than a row for each of 4"),
+        (lambda: ModelAveraging(0), "ModelAveraging(period=0); expected a number of rows"),
+        (lambda: WarmStart(Quantized(1), samples=0), "WarmStart(samples=0)"),
+        (lambda: WarmStart("1bit", samples=10), "WarmStart(exchange='1bit')"),
+        (lambda: WarmStart(WarmStart(Dense(), 5), samples=10), "expected another exchange"),
+        (lambda: WarmStart(BlockMomentum(3), samples=10).check(4), "has less than a row"),
+        (lambda: Delayed(BlockMomentum(64)), "Delayed(exchange=BlockMomentum"),
+        (lambda: Delayed(WarmStart(Dense(), 5)), "WarmStart(Delayed(...), samples=...)"),
+        (lambda: exchanges.parse("3bit"), "expected one of fp16, bf16, 1bit"),
+    ],
+)
+def test_bad_values_are_refused(make, message):
+    with pytest.raises(ValueError) as raised:
+        make()
+    assert message in str(raised.value)
+
+
+def test_an_exchange_of_another_kind_is_refused():
+    with pytest.raises(TypeError, match="expected a value of dtk.exchange"):
+        exchanges.parse(8)
+
+
+@two
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"value": Delayed(), "sparse": True}, "rows of a table"),
+        ({"value": Delayed(), "optimizer": "accumulated"}, "does not go with gradient accumul"),
+        ({"value": BlockMomentum(64), "optimizer": "ema"}, "use_ema=True averages the weights"),
+        ({"value": BlockMomentum(64), "optimizer": "accumulated"}, "a block is a window of steps"),
+        ({"value": BlockMomentum(64), "own_loop": True}, "only fit and train_on_batch know"),
+        ({"value": WarmStart(Quantized(1), 64), "own_loop": True}, "use the exchange without it"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else str(value),
+)
+def test_what_cannot_work_together_is_refused(pool, options, message):
+    for told in pool.run(exchanged.refused, options):
+        assert message in told
+
+
+def test_one_worker_has_nobody_to_exchange_with(capsys):
+    from dtk.strategies import AllReduceStrategy
+
+    strategy = AllReduceStrategy(communicator="local", exchange="1bit")
+    assert "one worker has nobody to exchange gradients with" in capsys.readouterr().out
+    x, y = exchanged.cases.rows(32)
+    trained = []
+    for under in (strategy, None):
+        model = exchanged.perceptron(under, exchanged.make("sgd"))
+        model.fit(x, y, batch_size=8, verbose=0)
+        trained.append(exchanged.bodies.flat(model.get_weights()))
+    assert np.array_equal(*trained)
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["block_momentum", "delayed", "dense", "memory", "names", "quantized", "warm_start"],
+)
+def test_examples(module):
+    assert doctest.testmod(importlib.import_module(f"dtk.exchange.{module}")).failed == 0
