@@ -1,0 +1,90 @@
+"""Hosts without machines: network namespaces on a bridge, each with a link of limited speed."""
+
+import contextlib
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import uuid
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def hosts(count, mbit=None):
+    """Make `count` hosts whose links carry `mbit` Mbit/s each way.
+
+    Yields their addresses, and a program that stands for ssh. Everything is gone afterwards.
+    """
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if os.getuid() != 0 or missing:
+        sys.exit(
+            "network namespaces need root and iproute2 (apt-get install iproute2); without them "
+            "use --mbit 0, which measures processes on loopback"
+        )
+    mark, net = f"dtk{uuid.uuid4().hex[:6]}", f"10.{200 + os.getpid() % 50}.{os.getpid() % 250}"
+    undo = []
+
+    def do(command, cure=None):
+        subprocess.run(shlex.split(command), check=True, capture_output=True)
+        if cure:
+            undo.append(cure)
+
+    folders = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            do(f"ip link add {mark}b type bridge", f"ip link del {mark}b")
+            do(f"ip addr add {net}.254/24 dev {mark}b")
+            do(f"ip link set {mark}b up")
+            for n in range(1, count + 1):
+                do(f"ip netns add {mark}{n}", f"ip netns del {mark}{n}")
+                veth = f"{mark}v{n}"
+                do(f"ip link add {veth} type veth peer name eth0 netns {mark}{n}")
+                do(f"ip link set {veth} master {mark}b up")
+                do(f"ip -n {mark}{n} addr add {net}.{n}/24 dev eth0")
+                for device in ("eth0", "lo"):
+                    do(f"ip -n {mark}{n} link set {device} up")
+                if mbit:
+                    limit = f"root tbf rate {mbit}mbit burst 256kb latency 200ms"
+                    do(f"tc qdisc add dev {veth} {limit}")
+                    do(f"ip netns exec {mark}{n} tc qdisc add dev eth0 {limit}")
+                # What `ip netns exec` shows as /etc/hosts: a name's address is the link's.
+                names = Path("/etc/netns", f"{mark}{n}", "hosts")
+                names.parent.mkdir(parents=True)
+                folders.append(names.parent)
+                names.write_text(f"127.0.0.1 localhost\n{net}.{n} {socket.gethostname()}\n")
+            shell = Path(folder, "shell")
+            shell.write_text(
+                f'#!/bin/sh\nn=${{1##*.}}; shift; exec ip netns exec {mark}$n sh -c "$*"\n'
+            )
+            shell.chmod(0o755)
+            yield [f"{net}.{n}" for n in range(1, count + 1)], str(shell)
+        finally:
+            for command in reversed(undo):
+                subprocess.run(shlex.split(command), check=False, capture_output=True)
+            for path in folders:
+                shutil.rmtree(path)
+
+
+def run(script, options, workers, mbit, env=None, timeout=3600):
+    """Run a script on so many workers, each on a host of its own; returns what it printed.
+
+    Without `mbit` they are processes on loopback.
+    """
+    command = [sys.executable, "-m", "dtk.cli.main", "run"]
+    env = {**os.environ, **(env or {})}
+    if not mbit:
+        where = ["-n", str(workers)]
+        return _output([*command, *where, script, *options], env, timeout)
+    with hosts(workers, mbit) as (addresses, shell):
+        where = ["--hosts", ",".join(f"{a}:1" for a in addresses), "--remote-shell", shell]
+        return _output([*command, *where, script, *options], env, timeout)
+
+
+def _output(command, env, timeout):
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=timeout, env=env)
+    if done.returncode:
+        sys.exit(f"{shlex.join(command)} ended with {done.returncode}")
+    return done.stdout
