@@ -83,7 +83,7 @@ def measure():
             model.compile(
                 keras.optimizers.SGD(0.05, momentum=0.9),
                 keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-                ["accuracy"],
+                metrics=["accuracy"],
             )
         return model
 
