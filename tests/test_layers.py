@@ -19,11 +19,15 @@ LAYERS = (
     {"strategies"},
     {"exchange"},
     {"communicators"},
-    {"cluster"},
+    {"cluster", "schedules"},
     {"errors", "quiet", "version"},
 )
-# launch starts processes: it needs to know where, and nothing of what they will do
-ONLY = {"launch": {"cluster", "errors", "quiet", "version"}}
+# launch starts processes: it needs to know where, and nothing of what they will do; schedules
+# are Keras's, and work without a strategy
+ONLY = {
+    "launch": {"cluster", "errors", "quiet", "version"},
+    "schedules": {"errors"},
+}
 
 # who may use what is private: package -> (its private parts, the one file)
 SEAMS = {
