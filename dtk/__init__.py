@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         data,
         exchange,
         launch,
+        optimizers,
         schedules,
         strategies,
     )
@@ -37,6 +38,7 @@ _PARTS = (
     "data",
     "exchange",
     "launch",
+    "optimizers",
     "schedules",
     "strategies",
 )
@@ -50,6 +52,7 @@ __all__ = [
     "data",
     "exchange",
     "launch",
+    "optimizers",
     "schedules",
     "strategies",
 ]
