@@ -18,10 +18,30 @@ from dtk.cluster import alone
 from dtk.version import __version__
 
 if TYPE_CHECKING:
-    from dtk import callbacks, cluster, communicators, data, exchange, launch, strategies
+    from dtk import (
+        callbacks,
+        cluster,
+        communicators,
+        data,
+        exchange,
+        launch,
+        optimizers,
+        schedules,
+        strategies,
+    )
     from dtk.strategies import auto_strategy
 
-_PARTS = ("callbacks", "cluster", "communicators", "data", "exchange", "launch", "strategies")
+_PARTS = (
+    "callbacks",
+    "cluster",
+    "communicators",
+    "data",
+    "exchange",
+    "launch",
+    "optimizers",
+    "schedules",
+    "strategies",
+)
 
 __all__ = [
     "__version__",
@@ -32,6 +52,8 @@ __all__ = [
     "data",
     "exchange",
     "launch",
+    "optimizers",
+    "schedules",
     "strategies",
 ]
 

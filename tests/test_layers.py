@@ -19,11 +19,16 @@ LAYERS = (
     {"strategies"},
     {"exchange"},
     {"communicators"},
-    {"cluster"},
+    {"cluster", "optimizers", "schedules"},
     {"errors", "quiet", "version"},
 )
-# launch starts processes: it needs to know where, and nothing of what they will do
-ONLY = {"launch": {"cluster", "errors", "quiet", "version"}}
+# launch starts processes: it needs to know where, and nothing of what they will do; optimizers and
+# schedules are Keras's, and work without a strategy
+ONLY = {
+    "launch": {"cluster", "errors", "quiet", "version"},
+    "optimizers": {"errors"},
+    "schedules": {"errors"},
+}
 
 # who may use what is private: package -> (its private parts, the one file)
 SEAMS = {
@@ -231,6 +236,15 @@ def test_the_checker_keeps_launch_to_cluster():
     assert [text.split(" imports ")[0] for text in upward("dtk.launch.plan", source, known)] == [
         "dtk.launch.plan:2"
     ]
+
+
+def test_the_checker_keeps_optimizers_and_schedules_to_keras():
+    known = {"dtk.errors": "", "dtk.quiet": "", "dtk.schedules": "", "dtk.optimizers": ""}
+    for own in ("optimizers", "schedules"):
+        source = "from dtk import errors\nfrom dtk import quiet, schedules, optimizers"
+        assert len(upward(f"dtk.{own}.a", source, known)) == 2
+    source = "from dtk import schedules, optimizers"
+    assert not upward("dtk.callbacks.a", source, known)
 
 
 def test_the_checker_keeps_siblings_apart():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dtk.callbacks.base import StrategyCallback
+from dtk.schedules.runs import is_count, parse_runs
 from dtk.strategies import fitting
 
 Schedule = Sequence[int | tuple[int, int]]
@@ -23,22 +24,8 @@ def parse_schedule(schedule: Schedule) -> list[int]:
         >>> parse_schedule([64, (2, 128), 256])
         [64, 128, 128, 256]
     """
-    if isinstance(schedule, str | bytes) or not isinstance(schedule, Sequence):
-        raise ValueError(
-            f"a batch size schedule is a list of sizes or (count, size), got {schedule!r}"
-        )
-    sizes: list[int] = []
-    for item in schedule:
-        count, size = item if isinstance(item, list | tuple) and len(item) == 2 else (1, item)
-        if not _positive(count) or not _positive(size):
-            raise ValueError(
-                f"a batch size schedule holds sizes or (count, size), all integers of at least 1, "
-                f"got {item!r}"
-            )
-        sizes += [size] * count
-    if not sizes:
-        raise ValueError("a batch size schedule needs at least one size, got none")
-    return sizes
+    runs = parse_runs(schedule, "batch size", is_count, "an integer of at least 1")
+    return [size for count, size in runs for _ in range(count)]
 
 
 def size_at(sizes: Sequence[int], epoch: int) -> int:
@@ -49,10 +36,6 @@ def size_at(sizes: Sequence[int], epoch: int) -> int:
         [64, 128, 128, 128]
     """
     return sizes[min(epoch, len(sizes) - 1)]
-
-
-def _positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 class BatchSizeSchedule(StrategyCallback):

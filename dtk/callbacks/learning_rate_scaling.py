@@ -52,10 +52,10 @@ class LearningRateScaling(StrategyCallback):
     LearningRateScheduler set what they like; during the warm-up this callback overrides them. An
     optimizer with a `LearningRateSchedule` keeps its schedule, multiplied by the same factor.
 
-    SGD's and RMSprop's momentum buffers contain the rate (v = m v - lr g). When the rate grows, old
-    gradients would still count with the old one; momentum correction multiplies the buffer by
-    new/old at each of this callback's changes (Goyal et al., section 3). Optimizers whose buffers
-    do not contain the rate, such as Adam, need none.
+    SGD's, RMSprop's and LARS's momentum buffers contain the rate (v = m v - lr g). When the rate
+    grows, old gradients would still count with the old one; momentum correction multiplies the
+    buffer by new/old at each of this callback's changes (Goyal et al., section 3). Optimizers whose
+    buffers do not contain the rate, such as Adam, need none.
 
     The rate of an optimizer is scaled once: a second `fit`, or one that `Checkpoint` resumes, finds
     it scaled and goes on with what is left of the warm-up. A job resumed with another number of

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from dtk.optimizers import LARS
 from dtk.strategies import optimizing
 
 
@@ -132,6 +133,6 @@ def momentum_buffers(optimizer: Any) -> list:
     """Variables that hold a sum of past gradients times the learning rate."""
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
-    if not isinstance(optimizer, keras.optimizers.SGD | keras.optimizers.RMSprop):
+    if not isinstance(optimizer, keras.optimizers.SGD | keras.optimizers.RMSprop | LARS):
         return []
     return [v for v in optimizer.variables if v.name.endswith("_momentum")]

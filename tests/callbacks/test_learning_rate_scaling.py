@@ -68,3 +68,16 @@ def test_the_scaled_schedule_survives_saving():
     schedule = ScaledSchedule(inner, 3.0)
     again = keras.optimizers.schedules.deserialize(keras.optimizers.schedules.serialize(schedule))
     assert float(again(10)) == pytest.approx(0.15)
+
+
+@pytest.mark.parametrize("name, buffers", [("LARS", 1), ("LAMB", 0), ("RMSpropWarmup", 0)])
+def test_which_of_dtks_optimizers_have_the_rate_in_their_momentum(name, buffers):
+    import keras
+
+    import dtk
+    from dtk.callbacks.rate import momentum_buffers
+
+    more = {"steps_per_epoch": 10} if name == "RMSpropWarmup" else {}
+    optimizer = getattr(dtk.optimizers, name)(learning_rate=0.1, **more)
+    optimizer.build([keras.Variable([[1.0]])])
+    assert len(momentum_buffers(optimizer)) == buffers

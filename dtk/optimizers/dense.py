@@ -1,0 +1,31 @@
+"""Gradients as whole tensors, for optimizers whose step moves every row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+
+def dense(gradient: Any, variable: Any) -> tf.Tensor:
+    """A gradient in the shape and type of its variable; rows named twice are summed first.
+
+    Norms, decay and decaying moments concern every row of a table, also those that a batch does not
+    read, so a sparse gradient saves nothing here. Squares of its slices would not be the square of
+    their sum.
+
+    Args:
+        gradient: A tensor, or the `tf.IndexedSlices` of an embedding.
+        variable: What it is the gradient of; its shape is known.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> slices = tf.IndexedSlices(tf.constant([[1.0], [2.0], [4.0]]), tf.constant([0, 2, 0]))
+        >>> dense(slices, tf.Variable(tf.zeros((3, 1)))).numpy().tolist()
+        [[5.0], [0.0], [2.0]]
+    """
+    if isinstance(gradient, tf.IndexedSlices):
+        rows = variable.shape[0]
+        gradient = tf.math.unsorted_segment_sum(gradient.values, gradient.indices, rows)
+    return keras.ops.cast(gradient, variable.dtype)

@@ -1,0 +1,110 @@
+"""Layer-wise adaptive moments (You et al. 2020, arXiv:1904.00962)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from dtk.optimizers.dense import dense
+from dtk.optimizers.layerwise import LayerwiseOptimizer, both_positive, norm
+
+
+@keras.saving.register_keras_serializable(package="dtk")
+class LAMB(LayerwiseOptimizer):
+    """Adam with a step as long as the weights of a variable, times the rate.
+
+        m = b1 m + (1 - b1) g           mhat = m / (1 - b1^t)
+        v = b2 v + (1 - b2) g^2         vhat = v / (1 - b2^t)
+        u = mhat / (sqrt(vhat) + epsilon) + decay w
+        w = w - rate * (|w| / |u|) * u, with the ratio 1 if |w| or |u| is 0
+
+    Biases and normalizations take plain Adam steps, see `LayerwiseOptimizer`.
+
+    `keras.optimizers.Lamb` is another algorithm in two ways: its weight decay is decoupled, `w (1 -
+    rate * decay)` before the step, so that the ratio neither sees nor scales it; and it adapts
+    every variable, biases and normalizations too. For matrices without decay both are the same. Its
+    epsilon is 1e-7, the paper's 1e-6.
+
+    Sparse gradients of embeddings are made dense: moments, decay and norm concern every row.
+
+    Args:
+        learning_rate: A float, a schedule, or a function.
+        beta_1: b1, 0.0 up to but below 1.0.
+        beta_2: b2, likewise.
+        epsilon: Keeps the division finite, above 0.
+        weight_decay: Factor of the weights in the update; None or 0.0 for none.
+        exclude: Regular expressions for paths of other variables to skip.
+        **kwargs: What every Keras optimizer takes: name, clipnorm, use_ema, ...
+
+    Raises:
+        ValueError: An argument is out of range.
+
+    Example:
+        >>> import keras
+        >>> w = keras.Variable([[3.0, 4.0]])
+        >>> optimizer = LAMB(0.1)
+        >>> optimizer.apply([keras.ops.convert_to_tensor([[0.0, 2.0]])], [w])
+        >>> w.numpy().round(4).tolist()      # a step of 0.1 |w|
+        [[3.0, 3.5]]
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any = 0.001,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-6,
+        weight_decay: float | None = None,
+        exclude: Sequence[str] = (),
+        **kwargs: Any,
+    ):
+        super().__init__(learning_rate, exclude=exclude, weight_decay=weight_decay, **kwargs)
+        for name, beta in (("beta_1", beta_1), ("beta_2", beta_2)):
+            if not 0.0 <= beta < 1.0:
+                raise ValueError(f"{name}={beta!r}; expected 0.0 up to but below 1.0")
+        if not epsilon > 0.0:
+            raise ValueError(f"epsilon={epsilon!r}; expected more than 0.0")
+        self.beta_1 = beta_1
+        self.beta_2 = beta_2
+        self.epsilon = epsilon
+
+    def build(self, variables: Any) -> None:
+        """Make both moments for each variable."""
+        if self.built:
+            return
+        super().build(variables)
+        self._momentums, self._velocities = self.add_optimizer_variables(
+            variables, ["momentum", "velocity"]
+        )
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """One step of one variable."""
+        update = self._adam(dense(gradient, variable), variable)
+        update += self.decay_of(variable) * variable
+        step = ops.cast(learning_rate, variable.dtype) * update
+        if self.adapts(variable):
+            weights, length = norm(variable), norm(update)
+            step *= ops.cast(both_positive(weights, length, weights / length), variable.dtype)
+        self.assign_sub(variable, step)
+
+    def _adam(self, gradient: Any, variable: Any) -> Any:
+        index = self._get_variable_index(variable)
+        m, v = self._momentums[index], self._velocities[index]
+        self.assign_add(m, (1.0 - self.beta_1) * (gradient - m))
+        self.assign_add(v, (1.0 - self.beta_2) * (ops.square(gradient) - v))
+        t = ops.cast(self.iterations + 1, variable.dtype)
+        mhat = m / (1.0 - ops.power(ops.cast(self.beta_1, variable.dtype), t))
+        vhat = v / (1.0 - ops.power(ops.cast(self.beta_2, variable.dtype), t))
+        return mhat / (ops.sqrt(vhat) + self.epsilon)
+
+    def get_config(self) -> dict:
+        """What the constructor takes, as Keras saves it."""
+        return {
+            **super().get_config(),
+            "beta_1": self.beta_1,
+            "beta_2": self.beta_2,
+            "epsilon": self.epsilon,
+        }

@@ -1,0 +1,100 @@
+"""Layer-wise adaptive rate scaling (You, Gitman & Ginsburg 2017, arXiv:1708.03888)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from dtk.optimizers.dense import dense
+from dtk.optimizers.layerwise import LayerwiseOptimizer, both_positive, norm
+
+
+@keras.saving.register_keras_serializable(package="dtk")
+class LARS(LayerwiseOptimizer):
+    """Momentum SGD with a local rate for each variable.
+
+        ratio = eta |w| / (|g| + beta |w|), and 1 if |w| or |g| is 0
+        v = m v + rate * ratio * (g + beta w)
+        w = w - v
+
+    with eta the trust coefficient and beta the weight decay. The buffer v contains the rate, as
+    SGD's does; `LearningRateScaling` corrects it. The paper's rate falls as
+    `dtk.schedules.polynomial_decay`.
+
+    Biases and normalizations take plain momentum steps, see `LayerwiseOptimizer`, and those with
+    the whole rate. If that is too much for them, make eta ten times larger and the rate ten times
+    smaller: only their steps change.
+
+    Sparse gradients of embeddings are made dense: the decay and the norm concern every row.
+
+    Args:
+        learning_rate: A float, a schedule, or a function. A step is about eta times the rate times
+            the weights long, so rates are larger than SGD's.
+        momentum: m, 0.0 up to but below 1.0.
+        trust_coefficient: eta, above 0.
+        weight_decay: beta; None or 0.0 for none.
+        exclude: Regular expressions for paths of other variables to skip.
+        **kwargs: What every Keras optimizer takes: name, clipnorm, use_ema, ...
+
+    Raises:
+        ValueError: An argument is out of range.
+
+    Example:
+        >>> import keras
+        >>> w = keras.Variable([[3.0, 4.0]])
+        >>> optimizer = LARS(10.0, momentum=0.0, trust_coefficient=0.01)
+        >>> optimizer.apply([keras.ops.convert_to_tensor([[0.0, 2.0]])], [w])
+        >>> w.numpy().tolist()      # 10 * 0.01 * |w| / |g| = 0.25 gradients
+        [[3.0, 3.5]]
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any,
+        momentum: float = 0.9,
+        trust_coefficient: float = 0.001,
+        weight_decay: float | None = None,
+        exclude: Sequence[str] = (),
+        **kwargs: Any,
+    ):
+        super().__init__(learning_rate, exclude=exclude, weight_decay=weight_decay, **kwargs)
+        if not 0.0 <= momentum < 1.0:
+            raise ValueError(f"momentum={momentum!r}; expected 0.0 up to but below 1.0")
+        if not trust_coefficient > 0.0:
+            raise ValueError(f"trust_coefficient={trust_coefficient!r}; expected more than 0.0")
+        self.momentum = momentum
+        self.trust_coefficient = trust_coefficient
+
+    def build(self, variables: Any) -> None:
+        """Make a momentum buffer for each variable."""
+        if self.built:
+            return
+        super().build(variables)
+        self._momentums = self.add_optimizer_variables(variables, "momentum")
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """One step of one variable."""
+        momentum = self._momentums[self._get_variable_index(variable)]
+        rate = ops.cast(learning_rate, variable.dtype)
+        gradient, decay = dense(gradient, variable), self.decay_of(variable)
+        step = rate * (gradient + decay * variable)
+        if self.adapts(variable):
+            step *= ops.cast(self._ratio(gradient, variable, decay), variable.dtype)
+        self.assign(momentum, self.momentum * momentum + step)
+        self.assign_sub(variable, momentum)
+
+    def _ratio(self, gradient: Any, variable: Any, decay: float) -> Any:
+        slope, weights = norm(gradient), norm(variable)
+        ratio = self.trust_coefficient * weights / (slope + decay * weights)
+        return both_positive(weights, slope, ratio)
+
+    def get_config(self) -> dict:
+        """What the constructor takes, as Keras saves it."""
+        return {
+            **super().get_config(),
+            "momentum": self.momentum,
+            "trust_coefficient": self.trust_coefficient,
+        }

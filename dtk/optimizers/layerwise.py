@@ -1,0 +1,96 @@
+"""What LARS and LAMB share: a step length for each variable, from the ratio of two norms.
+
+Of what Keras gives to subclasses without promising it, this uses `_get_variable_index`,
+`_use_weight_decay` and `_apply_weight_decay`; a test says when one is gone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+
+def norm(x: Any) -> Any:
+    """L2 norm of all entries; for half precision in float32, where their squares do not overflow.
+
+    Example:
+        >>> from keras import ops
+        >>> float(norm(ops.convert_to_tensor([300.0, -400.0], "float16")))
+        500.0
+    """
+    x = ops.cast(x, keras.backend.result_type(x.dtype, "float32"))
+    return ops.sqrt(ops.sum(ops.square(x)))
+
+
+def both_positive(first: Any, second: Any, ratio: Any) -> Any:
+    """The ratio where both norms are above 0, else 1."""
+    return ops.where(ops.logical_and(first > 0, second > 0), ratio, 1.0)
+
+
+class LayerwiseOptimizer(keras.optimizers.Optimizer):
+    """An optimizer that adapts its rate to each variable, which the papers call a layer.
+
+    Variables of rank 0 and 1 are skipped: biases, and the scales and offsets of normalizations.
+    They take the plain step of the algorithm, with a ratio of 1 and no weight decay. `exclude`
+    skips others. `exclude_from_weight_decay` works as in Keras and only takes the decay away.
+
+    Weight decay is part of the gradient or of the update, and so of the norms; it is not Keras's
+    decoupled one. Clipping, accumulation, loss scaling and moving averages are Keras's own.
+
+    Where parameter servers hold a variable in parts, each part has a ratio of its own.
+
+    Args:
+        learning_rate: A float, a schedule, or a function.
+        exclude: Regular expressions; a variable is skipped when one is found in its path, such as
+            "dense_1/kernel".
+        weight_decay: Factor of the weights in the step; None or 0.0 for none.
+        **kwargs: What every Keras optimizer takes: name, clipnorm, use_ema, ...
+
+    Raises:
+        ValueError: `exclude` is a string.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any,
+        exclude: Sequence[str] = (),
+        weight_decay: float | None = None,
+        **kwargs: Any,
+    ):
+        super().__init__(learning_rate=learning_rate, weight_decay=weight_decay, **kwargs)
+        if isinstance(exclude, str):
+            raise ValueError(
+                f"exclude={exclude!r} is a string; expected a list of regular expressions, such as "
+                f"[{exclude!r}]"
+            )
+        self.exclude = tuple(exclude)
+
+    def build(self, variables: Any) -> None:
+        """Decide which variables are skipped; here, because steps see variables without a path."""
+        super().build(variables)
+        self._skipped = tuple(self.skips(variable) for variable in variables)
+
+    def skips(self, variable: Any) -> bool:
+        """Whether a variable is neither adapted nor decayed."""
+        path = getattr(variable, "path", variable.name)
+        return len(variable.shape) <= 1 or any(re.search(text, path) for text in self.exclude)
+
+    def adapts(self, variable: Any) -> bool:
+        """Whether a variable that was there at build time has a ratio of its own."""
+        return not self._skipped[self._get_variable_index(variable)]
+
+    def decay_of(self, variable: Any) -> float:
+        """The weight decay of a variable; 0.0 for one that is skipped or excluded from it."""
+        decays = self.weight_decay and self.adapts(variable) and self._use_weight_decay(variable)
+        return self.weight_decay if decays else 0.0
+
+    def _apply_weight_decay(self, variables: Any) -> None:
+        """Keras would decay before the step; here decay is in the step."""
+
+    def get_config(self) -> dict:
+        """What the constructor takes, as Keras saves it."""
+        return {**super().get_config(), "exclude": list(self.exclude)}

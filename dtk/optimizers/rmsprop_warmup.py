@@ -1,0 +1,134 @@
+"""RMSprop that blends into momentum SGD (Akiba, Suzuki & Fukuda 2017, arXiv:1711.04325)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+from keras import ops
+
+from dtk.optimizers.dense import dense
+
+
+def sgd_share(epoch: Any, center: float = 10.0, period: float = 5.0) -> Any:
+    """How much of a step is SGD's, a_s: exponential below one half, linear above, smooth between.
+
+        a_s = exp(2 (e - center) / period) / 2      for e < center
+        a_s = 1/2 + (e - center) / period           until it is 1, half a period later
+
+    The slope of the line is the one the exponential arrives with. Published ports of the recipe
+    double it, and so jump over half of the line.
+
+    Example:
+        >>> [round(float(sgd_share(epoch)), 4) for epoch in (0.0, 5.0, 10.0, 11.0, 12.5, 90.0)]
+        [0.0092, 0.0677, 0.5, 0.7, 1.0, 1.0]
+    """
+    beyond = (ops.convert_to_tensor(epoch) - center) / period
+    below = 0.5 * ops.exp(2.0 * ops.minimum(beyond, 0.0))
+    return ops.where(beyond < 0.0, below, ops.minimum(0.5 + beyond, 1.0))
+
+
+@keras.saving.register_keras_serializable(package="dtk")
+class RMSpropWarmup(keras.optimizers.Optimizer):
+    """Begin with RMSprop, end with momentum SGD: the warm-up for batches of 32k.
+
+        m = rho m + (1 - rho) g^2
+        D = momentum D - (a_s + a_r / (sqrt(m) + epsilon)) g
+        w = w + rate * D
+
+    with `a_s = sgd_share(epoch)` and `a_r = (1 - a_s) * rmsprop_rate / rate`, so that the RMSprop
+    part has a rate of its own. The epoch is a fraction, from the optimizer's own count of steps: a
+    resumed job goes on where it was. The recipe's rates are `dtk.schedules.slow_start`; do not warm
+    up the rate as well, because a_r grows as it shrinks. At a rate of 0 there is no RMSprop part.
+
+    Weight decay is Keras's, decoupled. Sparse gradients of embeddings are made dense: m and D decay
+    in every row.
+
+    Args:
+        learning_rate: The rate of the SGD part: a float, a schedule, or a function.
+        steps_per_epoch: Batches in an epoch, as `fit` counts them.
+        center: Epoch at which half of a step is SGD's.
+        period: Epochs; half of it after `center` all is SGD's.
+        rmsprop_rate: The rate of the RMSprop part.
+        momentum: Decay of D.
+        rho: Decay of m.
+        epsilon: Keeps the division finite, above 0.
+        **kwargs: What every Keras optimizer takes: name, weight_decay, clipnorm, use_ema, ...
+
+    Raises:
+        ValueError: An argument is out of range.
+
+    Example:
+        >>> import keras
+        >>> w = keras.Variable([1.0])
+        >>> optimizer = RMSpropWarmup(0.1, steps_per_epoch=100)
+        >>> optimizer.apply([keras.ops.convert_to_tensor([2.0])], [w])
+        >>> round(float(w[0]), 4)      # 1 - 0.1 a_s g - 3e-4 (1 - a_s) g / sqrt(0.01 g^2)
+        0.9952
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any,
+        steps_per_epoch: int,
+        center: float = 10.0,
+        period: float = 5.0,
+        rmsprop_rate: float = 3e-4,
+        momentum: float = 0.9,
+        rho: float = 0.99,
+        epsilon: float = 1e-8,
+        **kwargs: Any,
+    ):
+        super().__init__(learning_rate=learning_rate, **kwargs)
+        for name, value in (("momentum", momentum), ("rho", rho)):
+            if not 0.0 <= value < 1.0:
+                raise ValueError(f"{name}={value!r}; expected 0.0 up to but below 1.0")
+        for name, value in (
+            ("steps_per_epoch", steps_per_epoch),
+            ("period", period),
+            ("rmsprop_rate", rmsprop_rate),
+            ("epsilon", epsilon),
+        ):
+            if not value > 0:
+                raise ValueError(f"{name}={value!r}; expected more than 0")
+        self.steps_per_epoch = steps_per_epoch
+        self.center = center
+        self.period = period
+        self.rmsprop_rate = rmsprop_rate
+        self.momentum = momentum
+        self.rho = rho
+        self.epsilon = epsilon
+
+    def build(self, variables: Any) -> None:
+        """Make m and D for each variable."""
+        if self.built:
+            return
+        super().build(variables)
+        self._velocities, self._steps = self.add_optimizer_variables(
+            variables, ["velocity", "step"]
+        )
+
+    @property
+    def epoch(self) -> Any:
+        """Epochs taken so far, with a fraction; an accumulation window counts all its batches."""
+        taken = self.iterations * (self.gradient_accumulation_steps or 1)
+        return ops.cast(taken, "float32") / self.steps_per_epoch
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """One step of one variable."""
+        index = self._get_variable_index(variable)
+        velocity, step = self._velocities[index], self._steps[index]
+        gradient = dense(gradient, variable)
+        rate = ops.cast(learning_rate, variable.dtype)
+        sgd = ops.cast(sgd_share(self.epoch, self.center, self.period), variable.dtype)
+        rmsprop = ops.divide_no_nan((1.0 - sgd) * self.rmsprop_rate, rate)
+        self.assign(velocity, self.rho * velocity + (1.0 - self.rho) * ops.square(gradient))
+        share = sgd + rmsprop / (ops.sqrt(velocity) + self.epsilon)
+        self.assign(step, self.momentum * step - share * gradient)
+        self.assign_add(variable, rate * step)
+
+    def get_config(self) -> dict:
+        """What the constructor takes, as Keras saves it."""
+        names = ("center", "period", "rmsprop_rate", "momentum", "rho", "epsilon")
+        own = {name: getattr(self, name) for name in ("steps_per_epoch", *names)}
+        return {**super().get_config(), **own}

@@ -1,0 +1,30 @@
+"""Learning rates and momentum over time: conversions of numbers, and Keras schedules.
+
+What Keras has is not here: `CosineDecay` warms up by itself, `PolynomialDecay`, `ExponentialDecay`
+and `PiecewiseConstantDecay` go into `LearningRateWarmup`. Importing this package registers that
+one with Keras: do it before `keras.saving.load_model` reads a model that was compiled with it.
+"""
+
+from dtk.schedules.polynomial_decay import polynomial_decay
+from dtk.schedules.sample_rate import (
+    learning_rate_from_sample_rate,
+    sample_rate_from_learning_rate,
+)
+from dtk.schedules.samples import by_samples
+from dtk.schedules.slow_start import slow_start
+from dtk.schedules.time_constant import (
+    momentum_from_time_constant,
+    time_constant_from_momentum,
+)
+from dtk.schedules.warmup import LearningRateWarmup
+
+__all__ = [
+    "LearningRateWarmup",
+    "by_samples",
+    "learning_rate_from_sample_rate",
+    "momentum_from_time_constant",
+    "polynomial_decay",
+    "sample_rate_from_learning_rate",
+    "slow_start",
+    "time_constant_from_momentum",
+]

@@ -1,0 +1,79 @@
+"""Schedules written as lists: runs of a value that lasts for a while."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Runs = list[tuple[int, Any]]
+
+
+def parse_runs(schedule: Any, noun: str, valid: Callable[[object], bool], expected: str) -> Runs:
+    """The runs of a list of values and `(count, value)` pairs; a value alone has a count of 1.
+
+    Args:
+        schedule: What the user wrote.
+        noun: What its values are, for errors.
+        valid: Whether something can be a value.
+        expected: What a value must be, for errors.
+
+    Returns:
+        Pairs of count and value, at least one. The last value persists beyond its count.
+
+    Raises:
+        ValueError: It is no list, is empty, or holds something else.
+
+    Example:
+        >>> parse_runs([64, (2, 128)], "batch size", is_count, "an integer of at least 1")
+        [(1, 64), (2, 128)]
+    """
+    if isinstance(schedule, str | bytes) or not isinstance(schedule, Sequence):
+        raise ValueError(
+            f"a {noun} schedule is a list of values or (count, value), got {schedule!r}"
+        )
+    runs: Runs = []
+    for item in schedule:
+        count, value = item if isinstance(item, list | tuple) and len(item) == 2 else (1, item)
+        if not is_count(count) or not valid(value):
+            raise ValueError(
+                f"a {noun} schedule holds values or (count, value), a count an integer of at least "
+                f"1 and a value {expected}, got {item!r}"
+            )
+        runs.append((count, value))
+    if not runs:
+        raise ValueError(f"a {noun} schedule needs at least one value, got none")
+    return runs
+
+
+def is_count(value: object) -> bool:
+    """Whether something is an integer of at least 1.
+
+    Example:
+        >>> is_count(3), is_count(0), is_count(True), is_count(3.0)
+        (True, False, False, False)
+    """
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def ends_of(runs: Runs) -> list[int]:
+    """Where each run ends.
+
+    Example:
+        >>> ends_of([(1, 64), (2, 128)])
+        [1, 3]
+    """
+    return list(itertools.accumulate(count for count, _ in runs))
+
+
+def value_at(runs: Runs, position: int) -> Any:
+    """The value at a position, counted from 0; the last persists.
+
+    Example:
+        >>> [value_at([(1, 64), (2, 128), (1, 256)], position) for position in range(6)]
+        [64, 128, 128, 256, 256, 256]
+    """
+    for end, (_, value) in zip(ends_of(runs), runs, strict=True):
+        if position < end:
+            return value
+    return runs[-1][1]
