@@ -118,7 +118,7 @@ def bytes_of(columns: int, entries: int, bits: int) -> int:
 def to_bytes(codes: Sequence[Code]) -> tf.Tensor:
     """Codes as one flat uint8 tensor, of as many bytes as `bytes_of` says of each."""
     flat = [tf.reshape(part, [-1]) for code in codes for part in (code.packed, _as_bytes(code))]
-    return tf.concat(flat, 0)
+    return tf.concat([*flat, tf.zeros([0], tf.uint8)], 0)
 
 
 def from_bytes(
@@ -137,7 +137,7 @@ def from_bytes(
     """
     widths = [-(-n * bits // 8) for n in entries]
     sizes = [size for c, w in zip(columns, widths, strict=True) for size in (c * w, c * 8)]
-    parts = tf.split(rows, sizes, axis=1)
+    parts = tf.split(rows, sizes, axis=1) if sizes else []
     codes = []
     for i, (count, width) in enumerate(zip(columns, widths, strict=True)):
         height = rows.shape[0] * count

@@ -133,7 +133,7 @@ class QuantizedLayout(Layout):
             for index, one, (_, entries) in zip(coded, codes, matrices, strict=True)
         }
         sizes = [self._size(index) for index in slot.holds if index not in decoded]
-        others = iter(tf.split(whole, sizes))
+        others = iter(tf.split(whole, sizes) if sizes else [])
         return tf.concat(
             [
                 tf.reshape(codec.from_columns(decoded[i], shapes[i], slot.dtype), [-1])
