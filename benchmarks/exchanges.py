@@ -2,12 +2,14 @@
 
     python benchmarks/exchanges.py                                      # CNTK's tables
     python benchmarks/exchanges.py --width 3072 --steps 12 --workers 4  # speed alone
+    python benchmarks/exchanges.py --model resnet20 --steps 12 --workers 2 --mbit 0
 
 Workers are hosts of their own, network namespaces, whose links carry --mbit Mbit/s each way (tc,
 token bucket); each computes with one thread. A perceptron with two hidden layers learns the digits
 of scikit-learn. Speed is images per second against one worker; error is the test set's after the
 same number of epochs at the same global batch, so that with exact sums it would not change. With
---steps nothing is tested, all exchanges take turns in one job, and times are medians.
+--steps nothing is tested, all exchanges take turns in one job, and times are medians; resnet20 is
+that of CIFAR-10, on random images, for its speed only.
 
 Writes a Markdown table and, with matplotlib (pip install matplotlib), a plot.
 """
@@ -23,6 +25,7 @@ from pathlib import Path
 parser = argparse.ArgumentParser(description="Speed and error by exchange on a limited link.")
 parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
 parser.add_argument("--mbit", type=int, default=100, help="of each link; 0: loopback, no limit")
+parser.add_argument("--model", choices=("perceptron", "resnet20"), default="perceptron")
 parser.add_argument("--width", type=int, default=896, help="of both hidden layers")
 parser.add_argument("--batch-size", type=int, default=64, help="the global batch")
 parser.add_argument("--epochs", type=int, default=6)
@@ -68,18 +71,35 @@ def measure():
     images, labels = (images[order] / 16 - 0.5).astype("float32"), labels[order]
     found = {}
 
+    if args.model == "resnet20":
+        images = np.random.default_rng(0).normal(size=(len(images), 32, 32, 3)).astype("float32")
+
+    def perceptron():
+        hidden = [keras.layers.Dense(args.width, activation="relu") for _ in range(2)]
+        return keras.Sequential([keras.Input((64,)), *hidden, keras.layers.Dense(10)])
+
+    def resnet20():
+        def conv(x, filters, strides=1, activation="relu"):
+            x = keras.layers.Conv2D(filters, 3, strides, padding="same", use_bias=False)(x)
+            return keras.layers.Activation(activation)(keras.layers.BatchNormalization()(x))
+
+        x = conv(inputs := keras.Input((32, 32, 3)), 16)
+        for filters in (16, 32, 64):
+            for block in range(3):
+                strides = 2 if filters > 16 and not block else 1
+                y = conv(conv(x, filters, strides), filters, activation=None)
+                if strides > 1:
+                    x = keras.layers.AveragePooling2D(2)(x)
+                    x = keras.layers.Concatenate()([x, keras.ops.zeros_like(x)])
+                x = keras.layers.ReLU()(keras.layers.Add()([x, y]))
+        x = keras.layers.GlobalAveragePooling2D()(x)
+        return keras.Model(inputs, keras.layers.Dense(10)(x))
+
     def model_with(exchange):
         keras.utils.set_random_seed(1)
         strategy.exchange = exchange
         with strategy.scope():
-            model = keras.Sequential(
-                [
-                    keras.Input((64,)),
-                    keras.layers.Dense(args.width, activation="relu"),
-                    keras.layers.Dense(args.width, activation="relu"),
-                    keras.layers.Dense(10),
-                ]
-            )
+            model = {"perceptron": perceptron, "resnet20": resnet20}[args.model]()
             model.compile(
                 keras.optimizers.SGD(0.05, momentum=0.9),
                 keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -143,8 +163,9 @@ def job(workers):
 def setting():
     link = f"links of {args.mbit} Mbit/s (tc tbf)" if args.mbit else "loopback"
     parameters = 64 * args.width + args.width**2 + 12 * args.width + 10
+    size = "0.27" if args.model == "resnet20" else f"{parameters / 1e6:.2f}"
     return (
-        f"{link}, one thread per worker, {os.cpu_count()} cores in all, {parameters / 1e6:.2f} M "
+        f"{link}, one thread per worker, {os.cpu_count()} cores in all, {args.model} of {size} M "
         f"parameters, global batch {args.batch_size}"
     )
 
