@@ -7,19 +7,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dtk.callbacks.asynchronous_warmup import AsynchronousWarmup
+    from dtk.callbacks.auto_batch_size import AutoBatchSize
     from dtk.callbacks.batch_size_schedule import BatchSizeSchedule, parse_schedule
     from dtk.callbacks.broadcast_variables import BroadcastVariables
     from dtk.callbacks.checkpoint import Checkpoint
     from dtk.callbacks.epochs import epochs_per_worker
+    from dtk.callbacks.grow_batch_instead_of_decay import GrowBatchInsteadOfDecay
     from dtk.callbacks.learning_rate_scaling import LearningRateScaling
     from dtk.callbacks.progress_printer import ProgressPrinter
     from dtk.callbacks.server_report import ServerReport
 
 _HOMES = {
     "AsynchronousWarmup": "asynchronous_warmup",
+    "AutoBatchSize": "auto_batch_size",
     "BatchSizeSchedule": "batch_size_schedule",
     "BroadcastVariables": "broadcast_variables",
     "Checkpoint": "checkpoint",
+    "GrowBatchInsteadOfDecay": "grow_batch_instead_of_decay",
     "LearningRateScaling": "learning_rate_scaling",
     "ProgressPrinter": "progress_printer",
     "ServerReport": "server_report",
@@ -29,9 +33,11 @@ _HOMES = {
 
 __all__ = [
     "AsynchronousWarmup",
+    "AutoBatchSize",
     "BatchSizeSchedule",
     "BroadcastVariables",
     "Checkpoint",
+    "GrowBatchInsteadOfDecay",
     "LearningRateScaling",
     "ProgressPrinter",
     "ServerReport",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from dtk.callbacks.base import StrategyCallback
 from dtk.strategies import fitting
@@ -23,22 +24,44 @@ def parse_schedule(schedule: Schedule) -> list[int]:
         >>> parse_schedule([64, (2, 128), 256])
         [64, 128, 128, 256]
     """
+    return expand(schedule, "batch size", "size", "an integer of at least 1", _positive)
+
+
+def expand(
+    schedule: Any, what: str, value: str, demand: str, is_valid: Callable[[object], bool]
+) -> list:
+    """One value per epoch, from values and `(count, value)` pairs.
+
+    Args:
+        schedule: What the user gave.
+        what: What it is a schedule of, for messages.
+        value: What one item of it is called.
+        demand: What a value must be.
+        is_valid: Whether it is.
+
+    Raises:
+        ValueError: It is empty, not a list, or holds something else.
+
+    Example:
+        >>> expand([0.5, (2, 0.1)], "learning rate", "rate", "above 0", lambda rate: rate > 0)
+        [0.5, 0.1, 0.1]
+    """
     if isinstance(schedule, str | bytes) or not isinstance(schedule, Sequence):
         raise ValueError(
-            f"a batch size schedule is a list of sizes or (count, size), got {schedule!r}"
+            f"a {what} schedule is a list of {value}s or (count, {value}), got {schedule!r}"
         )
-    sizes: list[int] = []
+    values: list = []
     for item in schedule:
-        count, size = item if isinstance(item, list | tuple) and len(item) == 2 else (1, item)
-        if not _positive(count) or not _positive(size):
+        count, one = item if isinstance(item, list | tuple) and len(item) == 2 else (1, item)
+        if not _positive(count) or not is_valid(one):
             raise ValueError(
-                f"a batch size schedule holds sizes or (count, size), all integers of at least 1, "
-                f"got {item!r}"
+                f"a {what} schedule holds {value}s or (count, {value}), a {value} being {demand} "
+                f"and a count an integer of at least 1, got {item!r}"
             )
-        sizes += [size] * count
-    if not sizes:
-        raise ValueError("a batch size schedule needs at least one size, got none")
-    return sizes
+        values += [one] * count
+    if not values:
+        raise ValueError(f"a {what} schedule needs at least one {value}, got none")
+    return values
 
 
 def size_at(sizes: Sequence[int], epoch: int) -> int:
@@ -53,6 +76,17 @@ def size_at(sizes: Sequence[int], epoch: int) -> int:
 
 def _positive(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def check_sizes(sizes: Iterable[int], adoption: Any) -> None:
+    """Whether `fit` can read its data in batches of all these sizes.
+
+    Raises:
+        ValueError: A size is smaller than the number of workers, or the data cannot be cut anew.
+    """
+    for size in sorted(set(sizes)):
+        fitting.check_batch_size(size, adoption.strategy)
+    adoption.feed.check_rebatch()
 
 
 class BatchSizeSchedule(StrategyCallback):
@@ -87,16 +121,15 @@ class BatchSizeSchedule(StrategyCallback):
         10
     """
 
+    sets = ("batch size",)
+
     def __init__(self, schedule: Schedule):
         super().__init__()
         self.sizes = parse_schedule(schedule)
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Check every size, and that the data can be cut anew, before the first epoch."""
-        adoption = self.adoption
-        for size in sorted(set(self.sizes)):
-            fitting.check_batch_size(size, adoption.strategy)
-        adoption.feed.check_rebatch()
+        check_sizes(self.sizes, self.adoption)
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Cut this epoch's batches."""

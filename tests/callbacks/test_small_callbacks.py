@@ -89,10 +89,13 @@ def test_epochs_per_worker():
     "name",
     [
         "asynchronous_warmup",
+        "auto_batch_size",
         "batch_size_schedule",
+        "batch_size_search",
         "broadcast_variables",
         "checkpoint",
         "epochs",
+        "grow_batch_instead_of_decay",
         "learning_rate_scaling",
         "progress_printer",
         "rate",
