@@ -11,8 +11,11 @@ if TYPE_CHECKING:
     from dtk.callbacks.batch_size_schedule import BatchSizeSchedule, parse_schedule
     from dtk.callbacks.broadcast_variables import BroadcastVariables
     from dtk.callbacks.checkpoint import Checkpoint
+    from dtk.callbacks.cross_validation import CrossValidation
     from dtk.callbacks.epochs import epochs_per_worker
+    from dtk.callbacks.final_test import FinalTest
     from dtk.callbacks.grow_batch_instead_of_decay import GrowBatchInsteadOfDecay
+    from dtk.callbacks.halve_rate import HalveRate
     from dtk.callbacks.learning_rate_scaling import LearningRateScaling
     from dtk.callbacks.progress_printer import ProgressPrinter
     from dtk.callbacks.server_report import ServerReport
@@ -23,7 +26,10 @@ _HOMES = {
     "BatchSizeSchedule": "batch_size_schedule",
     "BroadcastVariables": "broadcast_variables",
     "Checkpoint": "checkpoint",
+    "CrossValidation": "cross_validation",
+    "FinalTest": "final_test",
     "GrowBatchInsteadOfDecay": "grow_batch_instead_of_decay",
+    "HalveRate": "halve_rate",
     "LearningRateScaling": "learning_rate_scaling",
     "ProgressPrinter": "progress_printer",
     "ServerReport": "server_report",
@@ -37,7 +43,10 @@ __all__ = [
     "BatchSizeSchedule",
     "BroadcastVariables",
     "Checkpoint",
+    "CrossValidation",
+    "FinalTest",
     "GrowBatchInsteadOfDecay",
+    "HalveRate",
     "LearningRateScaling",
     "ProgressPrinter",
     "ServerReport",
