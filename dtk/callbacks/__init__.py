@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dtk.callbacks.asynchronous_warmup import AsynchronousWarmup
     from dtk.callbacks.auto_batch_size import AutoBatchSize
+    from dtk.callbacks.batch_norm_statistics import BatchNormStatistics
     from dtk.callbacks.batch_size_schedule import BatchSizeSchedule, parse_schedule
     from dtk.callbacks.broadcast_variables import BroadcastVariables
     from dtk.callbacks.checkpoint import Checkpoint
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "AsynchronousWarmup": "asynchronous_warmup",
     "AutoBatchSize": "auto_batch_size",
+    "BatchNormStatistics": "batch_norm_statistics",
     "BatchSizeSchedule": "batch_size_schedule",
     "BroadcastVariables": "broadcast_variables",
     "Checkpoint": "checkpoint",
@@ -40,6 +42,7 @@ _HOMES = {
 __all__ = [
     "AsynchronousWarmup",
     "AutoBatchSize",
+    "BatchNormStatistics",
     "BatchSizeSchedule",
     "BroadcastVariables",
     "Checkpoint",

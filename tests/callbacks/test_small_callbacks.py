@@ -90,6 +90,7 @@ def test_epochs_per_worker():
     [
         "asynchronous_warmup",
         "auto_batch_size",
+        "batch_norm_statistics",
         "batch_size_schedule",
         "batch_size_search",
         "broadcast_variables",
