@@ -43,8 +43,11 @@ def train(callbacks, optimizer, epochs=4, form="arrays", kind="world", **options
     model = compiled(optimizer, kind, **options)
     x, y = data(ROWS)
     given = {"x": x, "y": y, "batch_size": BATCH}
+    rows = tf.data.Dataset.from_tensor_slices((x, y))
     if form == "dataset":
-        given = {"x": tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)}
+        given = {"x": rows.batch(BATCH)}
+    if form == "shuffled":
+        given = {"x": rows.shuffle(ROWS).batch(BATCH)}
     steps, rates = [], []
     model.fit(
         **given,
@@ -185,16 +188,16 @@ def searched_seldom():
     return searched(frequency=2, scale_rate=False)
 
 
-def searched_and_resumed(directory):
+def searched_and_resumed(directory, form):
     """Steps, rates and weights of a run, and of what is left of it after a crash."""
     import keras
 
     import dtk
 
     def run(*callbacks):
-        searching = dtk.callbacks.AutoBatchSize(multiple=8, margin=0.5)
+        searching = dtk.callbacks.AutoBatchSize(multiple=8, margin=0.5, batch_size=8)
         optimizer = keras.optimizers.SGD(1e-3, momentum=0.9)
-        return train([*callbacks, searching], optimizer, 3, dropout=0.3)[:3]
+        return train([*callbacks, searching], optimizer, 3, form, dropout=0.3)[:3]
 
     whole = run()
     with contextlib.suppress(Crash):

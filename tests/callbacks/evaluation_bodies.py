@@ -65,7 +65,6 @@ def cross_validation(every, calls, form="arrays", **options):
 
     import dtk
 
-    strategy()  # before the optimizer: TensorFlow's collectives come first
     x, y = data(21)
     given = (x, y) if form == "arrays" else tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
     size = 4 if form == "arrays" else None
@@ -78,6 +77,7 @@ def cross_validated(form, every=20, kind="world", epochs=2):
     """What the callback was told; and the same training without, for comparison."""
     import dtk
 
+    strategy(kind)  # before the first dataset: TensorFlow's collectives come first
     calls = Calls()
     more = []
     if form == "schedule":
@@ -164,6 +164,39 @@ def validation_refused():
         fails(fit, [validate(20, print, (x, y), monitor="accuracy")]),
         fails(own.fit, rows, verbose=0, callbacks=[validate(20, print, (x, y))]),
     ]
+
+
+def served(consistency):
+    """On the chief of parameter servers: what was told, runs with and without, what is refused."""
+    import keras
+    import tensorflow as tf
+
+    import dtk
+
+    from strategies.bodies import served_with
+
+    chosen = served_with(consistency)
+    x, y = data(64)
+
+    def run(*callbacks, dataset=False):
+        keras.utils.set_random_seed(3)
+        with chosen.scope():
+            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+            model.compile(keras.optimizers.SGD(0.01), "mse")
+        rows = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+        given = {"x": rows} if dataset else {"x": x, "y": y, "batch_size": 8}
+        model.fit(**given, epochs=2, verbose=0, callbacks=callbacks)
+        return model.get_weights()[0], model.history.history["loss"]
+
+    calls, testing = Calls(), dtk.callbacks.FinalTest(x[:9], y[:9])
+    validating = cross_validation(24, calls)
+    runs = [run(validating, testing), run()]
+    refused = [
+        fails(run, cross_validation(24, calls), dataset=True),
+        fails(run, dtk.callbacks.AutoBatchSize()),
+        fails(run, dtk.callbacks.BatchNormStatistics(x)),
+    ]
+    return calls.noted, testing.result, runs, refused
 
 
 # HalveRate.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -81,6 +82,30 @@ def test_a_resumed_run_counts_on(pool, tmp_path):
     for first, second in pool.run(bodies.counted_on, str(tmp_path), timeout=90):
         assert first == whole[:3]
         assert second == whole[3:]
+
+
+@pytest.mark.worlds(("served", 2))
+@pytest.mark.parametrize("consistency", ["sync", "async"])
+def test_behind_parameter_servers(pool, consistency):
+    [(noted, tested, (validated, plain), refused)] = pool.run(
+        bodies.served, consistency, timeout=90
+    )
+    # The chief hands out 8 rows a step; steps handed out are done before it evaluates.
+    assert [(index, steps) for index, *_, steps in noted] == [
+        (0, 3),
+        (1, 6),
+        (2, 9),
+        (3, 12),
+        (4, 15),
+    ]
+    assert all(rows == 21 and batches == 6 for _, _, rows, batches, _ in noted)
+    assert np.isfinite(tested["loss"])
+    if consistency == "sync":
+        np.testing.assert_array_equal(validated[0], plain[0])
+        assert validated[1] == plain[1]
+    told = ["give fit arrays", "use BatchSizeSchedule", "leave it out"]
+    assert [kind for kind, _ in refused] == ["ValueError"] * 3
+    assert all(cure in text for (_, text), cure in zip(refused, told, strict=True))
 
 
 @two_ranks
