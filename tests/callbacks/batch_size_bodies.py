@@ -205,6 +205,35 @@ def searched_and_resumed(directory, form):
     return whole, run(dtk.callbacks.Checkpoint(directory, 5))
 
 
+def rows_of_a_trial():
+    """Rows of every batch of 8 of 24, in a script that sets no seed: 3, a trial's 2, and 3."""
+    import keras
+    import tensorflow as tf
+
+    import dtk
+    from dtk.strategies import extended
+
+    chosen, order = strategy(), []
+    before = chosen.shuffle_seed, chosen.seed_in_force
+    chosen.shuffle_seed, chosen.seed_in_force = 7, extended.global_seed()
+
+    class Rows(keras.layers.Layer):
+        def call(self, rows):
+            tf.py_function(lambda values: order.append(values.numpy().ravel().tolist()), [rows], [])
+            return rows
+
+    with chosen.scope():
+        model = keras.Sequential([keras.Input((1,)), Rows(), keras.layers.Dense(1)])
+        model.compile(optimizer="sgd", loss="mse")
+    x = np.arange(24.0, dtype="float32")[:, None]
+    searching = dtk.callbacks.AutoBatchSize(trial_batches=2, max_batch_size=8, multiple=8)
+    try:
+        model.fit(x, x, batch_size=8, epochs=2, verbose=0, callbacks=[searching])
+    finally:
+        chosen.shuffle_seed, chosen.seed_in_force = before
+    return order
+
+
 def search_refused():
     import keras
 

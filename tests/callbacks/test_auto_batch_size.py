@@ -58,6 +58,13 @@ def test_every_second_epoch_and_a_rate_left_alone(alone):
     assert rates == pytest.approx([1e-6] * 5)
 
 
+def test_a_trial_trains_on_the_rows_the_epoch_begins_with(alone):
+    [order] = alone.run(bodies.rows_of_a_trial)
+    assert len(order) == 8
+    assert order[3:5] == order[5:7]
+    assert order[5:] != order[:3], "epochs must be shuffled apart"
+
+
 def test_what_is_no_number_is_bad(alone):
     [(steps, rates, trials)] = alone.run(bodies.searched, 1e30, "arrays", 2)
     assert steps == [12] * 2
