@@ -7,21 +7,33 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dtk.callbacks.asynchronous_warmup import AsynchronousWarmup
+    from dtk.callbacks.auto_batch_size import AutoBatchSize
+    from dtk.callbacks.batch_norm_statistics import BatchNormStatistics
     from dtk.callbacks.batch_size_schedule import BatchSizeSchedule, parse_schedule
     from dtk.callbacks.broadcast_variables import BroadcastVariables
     from dtk.callbacks.checkpoint import Checkpoint
     from dtk.callbacks.communication_stats import CommunicationStats
+    from dtk.callbacks.cross_validation import CrossValidation
     from dtk.callbacks.epochs import epochs_per_worker
+    from dtk.callbacks.final_test import FinalTest
+    from dtk.callbacks.grow_batch_instead_of_decay import GrowBatchInsteadOfDecay
+    from dtk.callbacks.halve_rate import HalveRate
     from dtk.callbacks.learning_rate_scaling import LearningRateScaling
     from dtk.callbacks.progress_printer import ProgressPrinter
     from dtk.callbacks.server_report import ServerReport
 
 _HOMES = {
     "AsynchronousWarmup": "asynchronous_warmup",
+    "AutoBatchSize": "auto_batch_size",
+    "BatchNormStatistics": "batch_norm_statistics",
     "BatchSizeSchedule": "batch_size_schedule",
     "BroadcastVariables": "broadcast_variables",
     "Checkpoint": "checkpoint",
     "CommunicationStats": "communication_stats",
+    "CrossValidation": "cross_validation",
+    "FinalTest": "final_test",
+    "GrowBatchInsteadOfDecay": "grow_batch_instead_of_decay",
+    "HalveRate": "halve_rate",
     "LearningRateScaling": "learning_rate_scaling",
     "ProgressPrinter": "progress_printer",
     "ServerReport": "server_report",
@@ -31,10 +43,16 @@ _HOMES = {
 
 __all__ = [
     "AsynchronousWarmup",
+    "AutoBatchSize",
+    "BatchNormStatistics",
     "BatchSizeSchedule",
     "BroadcastVariables",
     "Checkpoint",
     "CommunicationStats",
+    "CrossValidation",
+    "FinalTest",
+    "GrowBatchInsteadOfDecay",
+    "HalveRate",
     "LearningRateScaling",
     "ProgressPrinter",
     "ServerReport",

@@ -11,7 +11,13 @@ from dtk.strategies.adoption import Adoption, adoption_of
 
 
 class StrategyCallback(keras.callbacks.Callback):
-    """A callback that needs the strategy of the model it runs with."""
+    """A callback that needs the strategy of the model it runs with.
+
+    Attributes:
+        sets: What it sets while training, such as "batch size"; no two may set the same.
+    """
+
+    sets: tuple[str, ...] = ()
 
     @property
     def adoption(self) -> Adoption:
@@ -34,6 +40,33 @@ class StrategyCallback(keras.callbacks.Callback):
     def strategy(self) -> Any:
         """The strategy the model was compiled under."""
         return self.adoption.strategy
+
+    def check_sole(self) -> None:
+        """Compare what this callback sets with what dtk's others set.
+
+        Raises:
+            ValueError: Another sets the same.
+        """
+        for other in self.adoption.callbacks.callbacks:
+            common = [what for what in getattr(other, "sets", ()) if what in self.sets]
+            if other is not self and common:
+                raise ValueError(
+                    f"{type(self).__name__} and {type(other).__name__} would set the same "
+                    f"{common[0]}; keep one"
+                )
+
+    def batch_size_or_fits(self, given: int | None) -> int:
+        """A global batch size that was given, or else that of the running `fit`.
+
+        Raises:
+            ValueError: Neither is known.
+        """
+        size = given or self.adoption.feed.batch_size()
+        if size is None:
+            raise ValueError(
+                f"{type(self).__name__}: fit's data does not tell its batch size; give batch_size="
+            )
+        return size
 
     def say(self, text: str) -> None:
         """Print one line, on rank 0 only."""

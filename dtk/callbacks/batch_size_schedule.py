@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from dtk.callbacks.base import StrategyCallback
 from dtk.schedules.runs import is_count, parse_runs
@@ -38,6 +39,17 @@ def size_at(sizes: Sequence[int], epoch: int) -> int:
     return sizes[min(epoch, len(sizes) - 1)]
 
 
+def check_sizes(sizes: Iterable[int], adoption: Any) -> None:
+    """Whether `fit` can read its data in batches of all these sizes.
+
+    Raises:
+        ValueError: A size is smaller than the number of workers, or the data cannot be cut anew.
+    """
+    for size in sorted(set(sizes)):
+        fitting.check_batch_size(size, adoption.strategy)
+    adoption.feed.check_rebatch()
+
+
 class BatchSizeSchedule(StrategyCallback):
     """Change the global batch size between epochs, within one `fit`.
 
@@ -70,16 +82,15 @@ class BatchSizeSchedule(StrategyCallback):
         10
     """
 
+    sets = ("batch size",)
+
     def __init__(self, schedule: Schedule):
         super().__init__()
         self.sizes = parse_schedule(schedule)
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Check every size, and that the data can be cut anew, before the first epoch."""
-        adoption = self.adoption
-        for size in sorted(set(self.sizes)):
-            fitting.check_batch_size(size, adoption.strategy)
-        adoption.feed.check_rebatch()
+        check_sizes(self.sizes, self.adoption)
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Cut this epoch's batches."""

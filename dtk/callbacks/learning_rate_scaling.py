@@ -81,6 +81,8 @@ class LearningRateScaling(StrategyCallback):
         LearningRateScaling: 1 worker, global batch 32 (32 per worker), learning rate 0.1 -> 0.2
     """
 
+    sets = ("learning rate",)
+
     def __init__(
         self,
         rule: str | float = "linear",

@@ -71,6 +71,24 @@ def rate_now(optimizer: Any) -> float:
     return float(keras.ops.convert_to_tensor(optimizer.learning_rate).numpy())
 
 
+def check_settable(optimizer: Any, who: str) -> None:
+    """Whether callbacks can set an optimizer's rate.
+
+    Args:
+        optimizer: The optimizer.
+        who: The callback that wants to.
+
+    Raises:
+        ValueError: It computes its rate itself.
+    """
+    schedule = optimizing.schedule_of(optimizer)
+    if schedule is not None:
+        raise ValueError(
+            f"{who} sets the learning rate, but the optimizer computes its own ({schedule!r}); "
+            "give the optimizer a number"
+        )
+
+
 class Rate:
     """An optimizer's learning rate as something that can be multiplied.
 

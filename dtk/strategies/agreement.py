@@ -281,6 +281,7 @@ class Agreement(keras.callbacks.Callback):
 
         on_train_agreed(logs)           every on_train_begin has run and the ranks start equal
         on_epoch_agreed(epoch, logs)    every on_epoch_end has run and the ranks agree on stopping
+        on_end_agreed(logs)             every on_train_end has run: training ended without exception
         on_fit_left()                   `fit` is over, or was left by an exception
 
     Args:
@@ -335,6 +336,10 @@ class Agreement(keras.callbacks.Callback):
         if not self._alone:
             self._agree_on_stopping()
         tell(self.adoption.callbacks.callbacks, "on_epoch_agreed", epoch, logs)
+
+    def on_train_end(self, logs: dict | None = None) -> None:
+        """Nobody changes the weights any more."""
+        tell(self.adoption.callbacks.callbacks, "on_end_agreed", logs)
 
     def _check(self, when: str) -> None:
         if self.adoption.strategy.num_replicas_in_sync > 1:

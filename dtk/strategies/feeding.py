@@ -167,6 +167,18 @@ class Feed:
         partial = adapter.partial_batch_size if steps == adapter.num_batches else None
         return steps * size - (size - partial if partial else 0)
 
+    def rows_counted(self, steps: int) -> int | None:
+        """Rows in the first `steps` batches of this epoch, exactly; None where only counting tells.
+
+        Args:
+            steps: Batches since the epoch began; those beyond its end have no rows.
+        """
+        iterator = self.iterator
+        adapter = iterator.data_adapter
+        if not isinstance(adapter, adopt.ArrayDataAdapter) or iterator.steps_per_epoch is not None:
+            return None
+        return self.rows_in(min(steps, adapter.num_batches))
+
     def check_rebatch(self) -> None:
         """Whether `rebatch` is possible.
 
@@ -191,22 +203,41 @@ class Feed:
         """
         if size == self.batch_size():
             return
-        self.check_rebatch()
-        given = self._given_adapter
-        if isinstance(given, adopt.ArrayDataAdapter):
-            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(adopt.arrays_of(given))
-            adapter = adopt.ArrayDataAdapter(
-                x, y, sample_weight, batch_size=size, shuffle=adopt.shuffles(given)
-            )
-        else:
-            dataset = given.get_tf_dataset()
-            whole: Any = dataset.whole if isinstance(dataset, extended.PerRankDataset) else dataset
-            adapter = adopt.TFDatasetAdapter(whole.rebatch(size))
+        adapter = self._adapter(size)
         self.set_batches(adapter)
         self._batch_size = size
         if adapter.num_batches is None:
             # Where the data ends is where an epoch of unknown length ends: nothing to warn about.
             adopt.end_quietly(self.iterator)
+
+    def _adapter(self, size: int) -> Any:
+        """What `fit` was given, in global batches of `size` rows."""
+        self.check_rebatch()
+        given = self._given_adapter
+        if isinstance(given, adopt.ArrayDataAdapter):
+            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(adopt.arrays_of(given))
+            return adopt.ArrayDataAdapter(
+                x, y, sample_weight, batch_size=size, shuffle=adopt.shuffles(given)
+            )
+        dataset = given.get_tf_dataset()
+        whole: Any = dataset.whole if isinstance(dataset, extended.PerRankDataset) else dataset
+        return adopt.TFDatasetAdapter(whole.rebatch(size))
+
+    def peek(self, size: int, rows: int) -> tuple[Iterator, int]:
+        """The first rows of the data in other batches, beside what `fit` reads.
+
+        Args:
+            size: Rows of a global batch.
+            rows: How many rows at least; fewer when the data ends before.
+
+        Returns:
+            An iterator for the train function, and how many batches it has at most.
+        """
+        adapter = self._adapter(size)
+        steps = -(-rows // size)
+        steps = min(steps, adapter.num_batches or steps)
+        self._count_opening()  # A pipeline that shuffles does so anew with each.
+        return iter(self._distribute(adapter.get_tf_dataset().take(steps))), steps
 
     # Position in the data, to go on from it later.
 

@@ -1,0 +1,194 @@
+"""The largest global batch that trains as well, found by trial: CNTK's automatic scaling."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import tensorflow as tf
+
+from dtk.callbacks import state as states
+from dtk.callbacks.base import StrategyCallback
+from dtk.callbacks.batch_size_schedule import check_sizes
+from dtk.callbacks.batch_size_search import bounds, last_good, trial_sizes
+from dtk.callbacks.rate import Rate, Scaling, check_settable, rate_now
+from dtk.strategies import ParameterServerStrategy
+from dtk.strategies.snapshot import Snapshot, changed_by_training
+
+
+class AutoBatchSize(StrategyCallback):
+    """Look every few epochs how large the global batch may be, by training a little with each size.
+
+    Before an epoch, sizes from half the last one to twice it are tried, each a factor of sqrt 2
+    larger (see `dtk.callbacks.batch_size_search`). A trial trains on the first rows of that epoch,
+    on all ranks; then weights, optimizer, metrics and random states are put back bit for bit. The
+    largest size before the loss is `margin` above that of the smallest wins. Where even the
+    smallest gives no finite loss, the size stays. The first epoch has `fit`'s size.
+
+    CNTK's rates are per sample: a step of twice the rows goes twice as far. Keras's are per step,
+    so the rate is multiplied along with the batch (linear scaling, with momentum correction as in
+    `LearningRateScaling`), unless `scale_rate` is False.
+
+    Data may be what `BatchSizeSchedule` takes. A dataset that shuffles is opened once for each
+    trial, so its order in the epochs after it is another than without. What cannot be put back is
+    the state of `tf.random` ops inside a step.
+
+    A second `fit` with the same callback goes on with the size it has found, and `Checkpoint`
+    restores it.
+
+    Args:
+        frequency: Epochs from one search to the next.
+        trial_batches: Rows of a trial, in batches of the initial size; an epoch at most.
+        margin: By how much of the smallest size's loss another's may be larger.
+        max_batch_size: Never more than this.
+        multiple: What sizes are rounded to.
+        batch_size: The size to begin with; None for `fit`'s. A `tf.data.Dataset` whose batches may
+            have any size does not tell, and needs it.
+        scale_rate: Whether the rate is multiplied along with the batch.
+
+    Attributes:
+        trials: Size -> loss of the last search.
+
+    Raises:
+        ValueError: An argument is out of range; at train begin, when `multiple` is smaller than the
+            number of workers, the data cannot be cut anew, steps run behind parameter servers, the
+            optimizer has a schedule of its own, or another callback sets the same.
+
+    Example:
+        >>> import dtk, keras, numpy as np
+        >>> strategy = dtk.strategies.AllReduceStrategy(communicator="local")
+        >>> with strategy.scope():
+        ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        ...     model.compile(optimizer=keras.optimizers.SGD(1e-6), loss="mse")
+        >>> search = dtk.callbacks.AutoBatchSize(multiple=16)
+        >>> history = model.fit(np.ones((64, 4)), np.ones((64, 1)), batch_size=16, epochs=2,
+        ...     verbose=0, callbacks=[search])  # doctest: +ELLIPSIS
+        AutoBatchSize: epoch 2: batch size 16 -> 32 (loss ... at 16, ... at 32)
+        >>> int(model.optimizer.iterations)      # 4 + 2
+        6
+
+    Source: Seide et al., "On parallelizability of stochastic gradient descent for speech DNNs",
+    ICASSP 2014, and CNTK 2.
+    """
+
+    def __init__(
+        self,
+        frequency: int = 1,
+        trial_batches: int = 500,
+        margin: float = 0.01,
+        max_batch_size: int = 2**20,
+        multiple: int = 64,
+        batch_size: int | None = None,
+        scale_rate: bool = True,
+    ):
+        super().__init__()
+        counts = {
+            "frequency": frequency,
+            "trial_batches": trial_batches,
+            "max_batch_size": max_batch_size,
+            "multiple": multiple,
+            "batch_size": batch_size or 1,
+        }
+        for name, count in counts.items():
+            if not isinstance(count, int) or count < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {count!r}")
+        if not 0 <= margin < math.inf:
+            raise ValueError(f"margin must be 0 or more, got {margin!r}")
+        self.frequency, self.trial_batches, self.margin = frequency, trial_batches, margin
+        self.max_batch_size, self.multiple = max_batch_size, multiple
+        self.batch_size, self.scale_rate = batch_size, scale_rate
+        self.sets = ("batch size", "learning rate") if scale_rate else ("batch size",)
+        self.trials: dict[int, float] = {}
+        self._size = self._initial = 0
+        self._first_rate = 0.0
+        self._searched: int | None = None
+
+    def get_state(self) -> dict:
+        """For `Checkpoint`: sizes then and now, the rate at the beginning, the last search."""
+        return {
+            "size": self._size,
+            "initial": self._initial,
+            "first_rate": self._first_rate,
+            "searched": self._searched,
+        }
+
+    def set_state(self, state: dict) -> None:
+        """From `Checkpoint`; the optimizer's own rate has been restored before."""
+        self._size, self._initial = state["size"], state["initial"]
+        self._first_rate, self._searched = state["first_rate"], state["searched"]
+
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        """Refuse what cannot work before the first epoch."""
+        if isinstance(self.strategy, ParameterServerStrategy):
+            raise ValueError(
+                f"{type(self).__name__} puts all state back after a trial, which it cannot behind "
+                "parameter servers; use BatchSizeSchedule"
+            )
+        self.check_sole()
+        if self.scale_rate:
+            check_settable(self.model.optimizer, f"{type(self).__name__}(scale_rate=True)")
+        first = self.batch_size_or_fits(self.batch_size)
+        check_sizes([first, self.multiple], self.adoption)
+        if not self._size:
+            self._size = self._initial = first
+        self._searched = None
+
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+        """Search, when it is time, and cut this epoch's batches."""
+        self._first_rate = self._first_rate or rate_now(self.model.optimizer)
+        if epoch and epoch % self.frequency == 0 and epoch != self._searched:
+            self._searched = epoch
+            self._search(epoch)
+        self.adoption.feed.rebatch(self._size)
+
+    def _search(self, epoch: int) -> None:
+        # The rows of the coming epoch, in its order; told once more when the epoch begins.
+        self.adoption.feed.shuffle(epoch)
+        lower, upper = bounds(self._initial, self._size, self._rate_ratio(), self.max_batch_size)
+        sizes = trial_sizes(lower, upper, self.multiple)
+        found, self.trials = last_good(sizes, self._trial, self.margin)
+        told = ", ".join(f"{loss:.4g} at {size}" for size, loss in self.trials.items())
+        size = self._size if found is None else found
+        self.say(f"epoch {epoch + 1}: batch size {self._size} -> {size} (loss {told})")
+        self._scale_rate(size)
+        self._size = size
+
+    def _rate_ratio(self) -> float:
+        """The rate for one sample, by what it was at the beginning."""
+        now = rate_now(self.model.optimizer)
+        if not now or not self._first_rate:
+            return 1.0
+        return now / self._first_rate * (self._initial / self._size if self.scale_rate else 1.0)
+
+    def _scale_rate(self, size: int) -> None:
+        if self.scale_rate and size != self._size:
+            optimizer = self.model.optimizer
+            rate = Rate(optimizer, Scaling(rate_now(optimizer), 1.0), momentum_correction=True)
+            rate.apply(size / self._size)
+
+    def _trial(self, size: int) -> float:
+        """The loss of training a little with a size, on all ranks; nothing of it remains."""
+        kept, drawn = Snapshot(changed_by_training(self.model)), states.of_generators()
+        try:
+            self._scale_rate(size)
+            self.model.reset_metrics()
+            return self._train(size)
+        finally:
+            kept.restore()
+            states.to_generators(drawn)
+
+    def _train(self, size: int) -> float:
+        model, logs = self.model, {}
+        rows = self.trial_batches * self._initial
+        batches, steps = self.adoption.feed.peek(size, rows)
+        # A dataset that was cut anew does not tell where it ends.
+        with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
+            for _ in range(0, steps, model.steps_per_execution):
+                logs = model.train_function(batches)
+        if "loss" not in logs:
+            raise ValueError(
+                f"{type(self).__name__} compares losses, and a step of model {model.name!r} tells "
+                f"none (it tells: {', '.join(logs) or 'nothing'}); return it as 'loss' from "
+                "train_step"
+            )
+        return float(logs["loss"])

@@ -1,0 +1,97 @@
+"""Which global batch to train with next, by trial: pure logic of CNTK's automatic scaling.
+
+    lower bound                                        upper bound
+    previous / 2, and initial / sqrt(lr_now / lr_0)    2 x previous, and a maximum
+        |----- x sqrt 2 -----|----- x sqrt 2 -----| ... |
+      base                  good                 loss > base * 1.01: stop, the last good one wins
+
+Source: SGD::AdaptiveMinibatchSizing and SearchForBestMinibatchSize of CNTK 2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+
+def bounds(initial: int, previous: int, rate_ratio: float, maximum: int) -> tuple[int, int]:
+    """The smallest and the largest size to try.
+
+    A rate that fell lets the lower bound rise: by its square root, as the whole is found to be too
+    aggressive. It may rise above the upper bound.
+
+    Args:
+        initial: The size training began with.
+        previous: The size of the last epoch.
+        rate_ratio: The rate now by the rate at the beginning, both for one sample.
+        maximum: Never more than this.
+
+    Example:
+        >>> bounds(256, 256, rate_ratio=1.0, maximum=2**20)
+        (256, 512)
+        >>> bounds(256, 1024, rate_ratio=0.25, maximum=2**20)
+        (512, 2048)
+    """
+    lowest = int(initial / math.sqrt(min(1.0, rate_ratio)))
+    return max(lowest, previous // 2), min(maximum, 2 * previous)
+
+
+def trial_sizes(lower: int, upper: int, multiple: int = 64) -> list[int]:
+    """Sizes to try, each the square root of two larger, rounded to multiples.
+
+    Args:
+        lower: The smallest.
+        upper: The largest; the only one, if `lower` is above it.
+        multiple: What sizes are rounded to, at least one.
+
+    Example:
+        >>> trial_sizes(128, 512)
+        [128, 192, 256, 384, 512]
+        >>> trial_sizes(4096, 512)
+        [512]
+    """
+    wanted = [float(min(lower, upper))]
+    while (larger := wanted[0] * 2.0 ** (len(wanted) / 2)) <= upper:
+        wanted.append(larger)
+    return list(dict.fromkeys(round_to(size, multiple) for size in wanted))
+
+
+def round_to(size: float, multiple: int) -> int:
+    """The nearest multiple, at least one; halves go up.
+
+    Example:
+        >>> round_to(95, 64), round_to(96, 64), round_to(3, 64)
+        (64, 128, 64)
+    """
+    return multiple * max(1, int((size + multiple / 2) // multiple))
+
+
+def last_good(
+    sizes: Iterable[int], criterion: Callable[[int], float], margin: float
+) -> tuple[int | None, dict[int, float]]:
+    """Try sizes until one does worse than the first.
+
+    CNTK takes a criterion that is not a number for a good one; here it is a bad one.
+
+    Args:
+        sizes: The sizes, smallest first.
+        criterion: Trains a little with a size and tells the loss.
+        margin: By how much of the first loss another may be larger.
+
+    Returns:
+        The last good size, None when not even the first is; and what the trials told.
+
+    Example:
+        >>> last_good([64, 128, 192], {64: 1.0, 128: 1.005, 192: 1.02}.get, 0.01)
+        (128, {64: 1.0, 128: 1.005, 192: 1.02})
+    """
+    best, told = None, {}
+    allowed = math.inf
+    for size in sizes:
+        loss = told[size] = criterion(size)
+        if not (math.isfinite(loss) and loss <= allowed):
+            break
+        if best is None:
+            allowed = loss + margin * abs(loss)
+        best = size
+    return best, told

@@ -1,0 +1,117 @@
+"""An evaluation of the model in the midst of `fit`, which leaves no trace there."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import keras
+
+from dtk.strategies import agreement
+from dtk.strategies.snapshot import Snapshot
+from dtk.strategies.steps import metric_variables
+
+
+class Evaluated(NamedTuple):
+    """What an evaluation told.
+
+    Attributes:
+        numbers: Loss and metrics by name, of the whole data, equal on every rank.
+        samples: Rows of the data.
+        minibatches: Batches it was read in.
+    """
+
+    numbers: dict[str, float]
+    samples: int
+    minibatches: int
+
+
+class Evaluation:
+    """`model.evaluate` on the same data again and again.
+
+    Args:
+        name: What the data is called in messages.
+        data: Arrays `x`, `(x, y)` or `(x, y, sample_weight)`, or a dataset of these in batches.
+        batch_size: Global batch for arrays; None for that of `fit`.
+    """
+
+    def __init__(self, name: str, data: Any, batch_size: int | None):
+        if batch_size is not None and batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, or None for fit's, got {batch_size}")
+        if data is None:
+            raise ValueError(f"the {name} is missing; give arrays (x, y), or a dataset")
+        self._name = name
+        self._data = keras.utils.unpack_x_y_sample_weight(data)
+        self._batch_size = batch_size
+
+    def check(self, adoption: Any) -> None:
+        """Compare the data over all ranks.
+
+        Raises:
+            DisagreementError: With both ranks' values.
+        """
+        agreement.check_same_call(adoption.strategy, {self._name: self._data[0]})
+
+    def run(self, adoption: Any) -> Evaluated:
+        """Evaluate now; every rank calls it. The metrics of the running epoch are put back."""
+        adoption.settle()
+        model = adoption.model
+        kept, counter = Snapshot(metric_variables(model)), _Counter()
+        x, y, sample_weight = self._data
+        try:
+            numbers = model.evaluate(
+                x,
+                y,
+                sample_weight=sample_weight,
+                batch_size=self._batch_size_for(x, adoption.feed),
+                callbacks=[counter],
+                verbose=0,
+                return_dict=True,
+            )
+            samples = _rows_of(x)
+            samples = count_rows(model) if samples is None else samples
+        finally:
+            kept.restore()
+        numbers = {key: float(value) for key, value in numbers.items()}
+        return Evaluated(numbers, samples, counter.minibatches)
+
+    def _batch_size_for(self, x: Any, feed: Any) -> int | None:
+        return None if _rows_of(x) is None else self._batch_size or feed.batch_size()
+
+
+class _Counter(keras.callbacks.Callback):
+    """Counts batches."""
+
+    minibatches = 0
+
+    def on_test_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        self.minibatches = min(batch + 1, self.params.get("steps") or batch + 1)
+
+
+def _rows_of(x: Any) -> int | None:
+    """Rows of arrays; None for what comes in batches."""
+    first = keras.tree.flatten(x)[0]
+    return int(first.shape[0]) if getattr(first, "shape", None) else None
+
+
+def count_rows(model: Any) -> int:
+    """Rows that the metrics of a model have seen since they were reset, on all ranks together.
+
+    Keras weighs the mean of its losses by rows, and so counts them: in float32, which is exact up
+    to 2^24.
+
+    Raises:
+        ValueError: It does not in this model, which has steps of its own.
+    """
+    trackers = [m for m in model.metrics if isinstance(m, keras.metrics.Mean) and m.name == "loss"]
+    own = any(
+        getattr(type(model), name) is not getattr(keras.Model, name)
+        for name in ("train_step", "test_step")
+    )
+    if own or not trackers:
+        raise ValueError(
+            f"the rows of this data are counted by Keras's own mean of the loss, which model "
+            f"{model.name!r}, having a train_step or test_step of its own, need not keep; give fit "
+            "arrays, and as validation data too"
+        )
+    # Metric state that was restored is a sum cut in parts, which may not add up to whole numbers.
+    return round(float(keras.ops.convert_to_numpy(trackers[0].count)))

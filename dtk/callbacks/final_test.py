@@ -1,0 +1,60 @@
+"""A test when training has succeeded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dtk.callbacks.base import StrategyCallback
+from dtk.callbacks.evaluation import Evaluation
+
+
+class FinalTest(StrategyCallback):
+    """Evaluate once, when `fit` ends well: with the last weights, or those a callback put back.
+
+    The numbers are those of the whole data, equal on every rank. Rank 0 prints them, and History
+    gets them as `test_loss` and so on, each a list of one. A `fit` that is left by an exception,
+    SIGTERM's among them, is not tested; one that a callback stopped early is.
+
+    Args:
+        x: Arrays, or a dataset of batches `(x, y)`; the same on every rank.
+        y: Targets, for arrays.
+        batch_size: Global batch for arrays; None for that of `fit`.
+
+    Attributes:
+        result: Loss and metrics by name; None before.
+
+    Raises:
+        DisagreementError: At train begin, when ranks have different data.
+
+    Example:
+        >>> import dtk, keras, numpy as np
+        >>> strategy = dtk.strategies.AllReduceStrategy(communicator="local")
+        >>> with strategy.scope():
+        ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        ...     model.compile(optimizer="sgd", loss="mse")
+        >>> x, y = np.zeros((64, 4)), np.zeros((64, 1))
+        >>> test = dtk.callbacks.FinalTest(x, y)
+        >>> history = model.fit(x, y, verbose=0, callbacks=[test])
+        FinalTest: loss 0
+        >>> test.result, history.history["test_loss"]
+        ({'loss': 0.0}, [0.0])
+
+    Source: `TestConfig` of CNTK 2.
+    """
+
+    def __init__(self, x: Any, y: Any = None, batch_size: int | None = None):
+        super().__init__()
+        self._evaluation = Evaluation("test data", x if y is None else (x, y), batch_size)
+        self.result: dict[str, float] | None = None
+
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        """Compare the data over all ranks."""
+        self._evaluation.check(self.adoption)
+        self.result = None
+
+    def on_end_agreed(self, logs: dict | None = None) -> None:
+        """Test, now that no callback changes the weights any more."""
+        self.result = self._evaluation.run(self.adoption).numbers
+        for name, value in self.result.items():
+            self.model.history.history[f"test_{name}"] = [value]
+        self.say(", ".join(f"{name} {value:.4g}" for name, value in self.result.items()))

@@ -1,0 +1,155 @@
+"""A larger batch where a schedule would have a smaller rate (Smith et al. 2018)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from dtk.callbacks.base import StrategyCallback
+from dtk.callbacks.batch_size_schedule import check_sizes
+from dtk.callbacks.rate import check_settable
+from dtk.schedules.runs import parse_runs
+
+RateSchedule = Callable[[int], float] | Sequence[float | tuple[int, float]]
+
+
+def _is_rate(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def rates_of(schedule: RateSchedule, epochs: int) -> list[float]:
+    """The rate of each of the first epochs; the last of a list persists.
+
+    Args:
+        schedule: A function epoch -> rate, or a list of rates and `(count, rate)` pairs.
+        epochs: How many are wanted.
+
+    Raises:
+        ValueError: The schedule is malformed, or a rate is not a positive number.
+
+    Example:
+        >>> rates_of([(2, 0.1), 0.01], 4)
+        [0.1, 0.1, 0.01, 0.01]
+    """
+    if not callable(schedule):
+        runs = parse_runs(schedule, "learning rate", _is_rate, "a number above 0")
+        rates = [rate for count, rate in runs for _ in range(count)]
+        return [rates[min(epoch, len(rates) - 1)] for epoch in range(epochs)]
+    rates = [float(schedule(epoch)) for epoch in range(epochs)]
+    for epoch, rate in enumerate(rates):
+        if not _is_rate(rate):
+            raise ValueError(f"the learning rate of epoch {epoch} must be above 0, got {rate!r}")
+    return rates
+
+
+def grow(
+    rates: Iterable[float], batch_size: int, max_batch_size: int | None = None
+) -> list[tuple[int, float]]:
+    """Batch size and rate of each epoch, from the rates it would have had at `batch_size`.
+
+    A rate below the highest so far is a decay: the batch grows by as much as the rate would have
+    fallen. The noise of SGD, proportional to rate / batch size, is then that of the schedule; what
+    rounding or the largest batch leave over goes into the rate.
+
+    Args:
+        rates: The schedule.
+        batch_size: The batch it was made for.
+        max_batch_size: The largest batch; None for no limit.
+
+    Example:
+        >>> grow([0.5, 0.25, 0.0625], 64)
+        [(64, 0.5), (128, 0.5), (512, 0.5)]
+        >>> grow([0.5, 0.25, 0.0625], 64, max_batch_size=256)
+        [(64, 0.5), (128, 0.5), (256, 0.25)]
+        >>> grow([0.25, 0.5, 0.25], 64)  # warming up is no decay
+        [(64, 0.25), (64, 0.5), (128, 0.5)]
+    """
+    plan, highest = [], 0.0
+    for rate in rates:
+        highest = max(highest, rate)
+        wanted = batch_size * (highest / rate)
+        size = round(wanted if max_batch_size is None else min(wanted, max_batch_size))
+        plan.append((size, rate * size / batch_size))
+    return plan
+
+
+class GrowBatchInsteadOfDecay(StrategyCallback):
+    """Where a schedule would multiply the rate by 1/a, multiply the global batch by a instead.
+
+    The schedule is the one that the script would use at `fit`'s batch size. This callback sets the
+    rate as well, at the begin of every epoch, so the optimizer's own does not count. Sizes and
+    rates belong to epochs, as in `BatchSizeSchedule`, which also says what data may be.
+
+    Args:
+        schedule: A function epoch -> rate, or a list of rates, one per epoch, or `(count, rate)`
+            pairs; the last persists.
+        max_batch_size: Beyond it the rate falls; None for the rows of the data where these can be
+            counted, else no limit.
+        batch_size: The batch size the schedule was made for; None for `fit`'s. A `tf.data.Dataset`
+            whose batches may have any size does not tell, and needs it.
+
+    Raises:
+        ValueError: The schedule is malformed; at train begin, when a size is smaller than the
+            number of workers, the data cannot be cut anew, the optimizer has a schedule of its own,
+            or another callback sets the same.
+
+    Example:
+        >>> import dtk, keras, numpy as np
+        >>> strategy = dtk.strategies.AllReduceStrategy(communicator="local")
+        >>> with strategy.scope():
+        ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        ...     model.compile(optimizer="sgd", loss="mse")
+        >>> history = model.fit(np.ones((64, 4)), np.ones((64, 1)), batch_size=16, epochs=3,
+        ...     verbose=0, callbacks=[dtk.callbacks.GrowBatchInsteadOfDecay([(2, 0.1), 0.05])])
+        >>> int(model.optimizer.iterations)      # 4 + 4 + 2
+        10
+
+    Source: Smith et al., "Don't decay the learning rate, increase the batch size", ICLR 2018,
+    arXiv:1711.00489.
+    """
+
+    sets = ("batch size", "learning rate")
+
+    def __init__(
+        self,
+        schedule: RateSchedule,
+        max_batch_size: int | None = None,
+        batch_size: int | None = None,
+    ):
+        super().__init__()
+        if not callable(schedule):
+            rates_of(schedule, 1)
+        for name, size in (("max_batch_size", max_batch_size), ("batch_size", batch_size)):
+            if size is not None and size < 1:
+                raise ValueError(f"{name} must be at least 1, or None, got {size}")
+        self.schedule = schedule
+        self.max_batch_size = max_batch_size
+        self.batch_size = batch_size
+        self.plan: list[tuple[int, float]] = []
+
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        """Make the plan of all epochs, and refuse what cannot work before the first."""
+        self.check_sole()
+        check_settable(self.model.optimizer, type(self).__name__)
+        rates = rates_of(self.schedule, self.params["epochs"])
+        first = self.batch_size_or_fits(self.batch_size)
+        self.plan = grow(rates, first, self._largest(first))
+        check_sizes([size for size, _ in self.plan], self.adoption)
+
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+        """Cut this epoch's batches, and set its rate."""
+        size, rate = self.plan[epoch]
+        self.adoption.feed.rebatch(size)
+        self.model.optimizer.learning_rate = rate
+
+    def _largest(self, first: int) -> int | None:
+        if self.max_batch_size is None:
+            feed = self.adoption.feed
+            rows = feed.rows_counted(feed.iterator.num_batches or 0)
+            return None if rows is None else max(first, rows)
+        if self.max_batch_size < first:
+            raise ValueError(
+                f"{type(self).__name__}: max_batch_size={self.max_batch_size} is smaller than the "
+                f"batch to begin with, {first}; give that or more"
+            )
+        return self.max_batch_size

@@ -1,0 +1,102 @@
+"""CNTK's example of a cross-validation callback: halve the rate when little is gained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dtk.callbacks.cross_validation import CrossValidation
+from dtk.callbacks.rate import check_settable, rate_now
+
+
+def gains_enough(before: float, error: float, gain: float) -> bool:
+    """Whether an error has fallen by at least `gain` of what it was. What is no number has not.
+
+    Example:
+        >>> gains_enough(0.5, 0.475, 0.05), gains_enough(0.5, 0.48, 0.05)
+        (True, False)
+    """
+    return before - error >= gain * abs(before)
+
+
+class HalveRate(CrossValidation):
+    """Halve the learning rate where cross-validation gains too little, and stop after some cuts.
+
+    Args:
+        every_samples: Training samples from one evaluation to the next.
+        validation_data: `(x, y)`, `(x, y, sample_weight)` or a dataset, the same on every rank.
+        gain: By which part of itself the error must have fallen since the evaluation before.
+        cuts: How many times the rate is halved; where it should be once more, training ends.
+        first: The error before the first evaluation, such as 1.0, the error rate of who knows
+            nothing (CNTK's example). None: the first evaluation is only noted.
+        batch_size: Global batch of the evaluation for arrays; None for that of `fit`.
+        monitor: As for `CrossValidation`.
+
+    Raises:
+        ValueError: An argument is out of range; at train begin, when the optimizer has a schedule
+            of its own.
+
+    Example:
+        >>> import dtk, keras, numpy as np
+        >>> strategy = dtk.strategies.AllReduceStrategy(communicator="local")
+        >>> with strategy.scope():
+        ...     dense = keras.layers.Dense(1, use_bias=False)
+        ...     model = keras.Sequential([keras.Input((4,)), dense])
+        ...     model.compile(optimizer=keras.optimizers.SGD(0.5), loss="mse")
+        >>> x, y = np.zeros((64, 4)), np.ones((64, 1))
+        >>> history = model.fit(x, y, batch_size=32, epochs=9, verbose=0, callbacks=[
+        ...     dtk.callbacks.HalveRate(64, (x, y), cuts=2)])
+        HalveRate: error 1 after 1, learning rate 0.5 -> 0.25 (cut 1 of 2)
+        HalveRate: error 1 after 1, learning rate 0.25 -> 0.125 (cut 2 of 2)
+        HalveRate: error 1 after 1, training ends after 2 cuts
+    """
+
+    def __init__(
+        self,
+        every_samples: int,
+        validation_data: Any,
+        gain: float = 0.05,
+        cuts: int = 6,
+        first: float | None = None,
+        batch_size: int | None = None,
+        monitor: str | Callable[[dict[str, float]], float] = "loss",
+    ):
+        super().__init__(every_samples, self._judge, validation_data, batch_size, monitor)
+        if not 0 <= gain < 1:
+            raise ValueError(f"gain must be 0 or more and less than 1, got {gain!r}")
+        if not isinstance(cuts, int) or cuts < 0:
+            raise ValueError(f"cuts must be an integer of at least 0, got {cuts!r}")
+        self.gain, self.cuts, self.first = gain, cuts, first
+        self._before, self._made = first, 0
+
+    def get_state(self) -> dict:
+        """For `Checkpoint`: the last error and the cuts made besides."""
+        return {**super().get_state(), "before": self._before, "made": self._made}
+
+    def set_state(self, state: dict) -> None:
+        """From `Checkpoint`; the optimizer's own rate has been restored before."""
+        super().set_state(state)
+        self._before, self._made = state["before"], state["made"]
+
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        """Refuse what cannot work before the first epoch."""
+        super().on_train_begin(logs)
+        check_settable(self.model.optimizer, type(self).__name__)
+        self._before, self._made = self.first, 0
+
+    def _judge(self, index: int, average_error: float, samples: int, minibatches: int) -> bool:
+        del index, samples, minibatches
+        before, self._before = self._before, average_error
+        if before is None or gains_enough(before, average_error, self.gain):
+            return True
+        told = f"error {average_error:.4g} after {before:.4g}"
+        if self._made == self.cuts:
+            self.say(f"{told}, training ends after {self.cuts} cuts")
+            return False
+        self._made += 1
+        rate = rate_now(self.model.optimizer)
+        self.model.optimizer.learning_rate = rate / 2
+        self.say(
+            f"{told}, learning rate {rate:.4g} -> {rate / 2:.4g} (cut {self._made} of {self.cuts})"
+        )
+        return True

@@ -1,0 +1,45 @@
+"""Values of variables, to be put back bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from dtk.strategies import adopt, extended, optimizing, steps
+
+
+class Snapshot:
+    """What this process's replicas hold of some Keras variables.
+
+    Each replica gets its own value back, also where values differ by replica (metric state, dropout
+    seeds, unfinished gradient accumulation). Nothing is communicated.
+
+    Args:
+        variables: The variables; one that is given twice is kept once.
+
+    Example:
+        >>> import keras
+        >>> variable = keras.Variable([1.0, 2.0])
+        >>> before = Snapshot([variable])
+        >>> variable.assign([3.0, 4.0]) is None
+        False
+        >>> before.restore()
+        >>> variable.numpy().tolist()
+        [1.0, 2.0]
+    """
+
+    def __init__(self, variables: Iterable):
+        copies = [copy for v in variables for copy in extended.components(adopt.stored(v))]
+        self._kept = [(copy, copy.numpy()) for copy in {id(c): c for c in copies}.values()]
+
+    def restore(self) -> None:
+        """Put the values back."""
+        for copy, value in self._kept:
+            copy.assign(value)
+
+
+def changed_by_training(model: Any) -> list:
+    """Every variable a training step may change: weights, seeds, metrics, optimizers' state."""
+    optimizers = optimizing.optimizers_of(model)
+    of_optimizers = [v for optimizer in optimizers for v in optimizer.variables]
+    return [*model.variables, *steps.metric_variables(model), *of_optimizers]

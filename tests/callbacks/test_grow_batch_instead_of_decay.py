@@ -1,0 +1,101 @@
+"""A batch that grows instead of the rate falling: the noise, rate / batch, is the schedule's."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtk.callbacks import GrowBatchInsteadOfDecay
+from dtk.callbacks.grow_batch_instead_of_decay import grow, rates_of
+
+from callbacks import batch_size_bodies as bodies
+from callbacks.bodies import difference
+
+two_ranks = pytest.mark.worlds(("collective", 2))
+rates = st.lists(st.floats(1e-6, 10.0), min_size=1, max_size=20)
+
+
+@pytest.mark.parametrize(
+    "given, largest, plan",
+    [
+        ([1.0, 0.2, 0.04], None, [(128, 1.0), (640, 1.0), (3200, 1.0)]),  # a = 5, as in the paper
+        ([1.0, 0.2, 0.04], 640, [(128, 1.0), (640, 1.0), (640, 0.2)]),
+        ([0.5, 1.0, 0.5, 1.0], None, [(128, 0.5), (128, 1.0), (256, 1.0), (128, 1.0)]),
+    ],
+)
+def test_plans(given, largest, plan):
+    assert grow(given, 128, largest) == [(size, pytest.approx(rate)) for size, rate in plan]
+
+
+@given(rates, st.integers(1, 4096), st.none() | st.integers(0, 4096))
+def test_noise_is_that_of_the_schedule(schedule, batch_size, more):
+    largest = None if more is None else batch_size + more
+    for (size, rate), wanted in zip(grow(schedule, batch_size, largest), schedule, strict=True):
+        assert rate / size == pytest.approx(wanted / batch_size)
+        assert batch_size <= size <= (largest or size)
+
+
+@given(rates, st.integers(1, 4096))
+def test_without_a_limit_only_rounding_reaches_the_rate(schedule, batch_size):
+    for epoch, (_, rate) in enumerate(grow(schedule, batch_size)):
+        half_a_row = 0.51 * schedule[epoch] / batch_size
+        assert rate == pytest.approx(max(schedule[: epoch + 1]), abs=half_a_row)
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.floats(1e-6, 10.0)), min_size=1, max_size=5))
+def test_a_function_is_as_good_as_a_list(pairs):
+    flat = [rate for count, rate in pairs for _ in range(count)]
+    assert rates_of(pairs, len(flat)) == rates_of(flat.__getitem__, len(flat)) == flat
+    assert rates_of(pairs, len(flat) + 2) == [*flat, flat[-1], flat[-1]]
+
+
+@pytest.mark.parametrize(
+    "schedule", [[], 0.1, "0.1", [0.0], [-1.0], [True], [None], [(0, 0.1)], [float("nan")]]
+)
+def test_malformed_schedules_are_refused(schedule):
+    with pytest.raises(ValueError, match="learning rate schedule"):
+        GrowBatchInsteadOfDecay(schedule)
+
+
+def test_arguments():
+    with pytest.raises(ValueError, match="max_batch_size must be at least 1"):
+        GrowBatchInsteadOfDecay([0.1], max_batch_size=0)
+
+
+# 96 rows at 8, 16, 32, 64, or no more than 32.
+@two_ranks
+def test_two_ranks_train_as_one_process(pool, alone):
+    first, second = pool.run(bodies.grown, 32, "dataset")
+    steps, seen, weights, _ = first
+    assert steps == [12, 6, 3, 3]
+    assert seen == pytest.approx([0.1, 0.1, 0.1, 0.05])
+    assert second[:2] == first[:2]
+    [(_, _, whole, _)] = alone.run(bodies.grown, 32, "dataset")
+    assert difference(weights, whole) <= 1e-5
+
+
+def test_one_process_has_no_limit_but_its_rows(alone):
+    [(steps, seen, _, _)] = alone.run(bodies.grown)
+    assert steps == [12, 6, 3, 2]
+    assert seen == pytest.approx([0.1] * 4)
+
+
+@two_ranks
+def test_what_cannot_work_is_refused_before_the_first_step(pool):
+    for answers in pool.run(bodies.growing_refused):
+        assert [kind for kind, _ in answers] == ["ValueError"] * len(answers)
+        for (_, text), told in zip(
+            answers,
+            [
+                "max_batch_size=4 is smaller than the batch to begin with, 8",
+                "give batch_size=",
+                "computes its own",
+                "GrowBatchInsteadOfDecay and BatchSizeSchedule would set the same batch size",
+                "GrowBatchInsteadOfDecay and LearningRateScaling would set the same learning rate",
+                "the learning rate of epoch 1 must be above 0",
+                "batch_size=1 is smaller than 2 workers",
+            ],
+            strict=True,
+        ):
+            assert told in text
