@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import pickle
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from dtk.callbacks import state as states
 from dtk.callbacks.base import StrategyCallback
 from dtk.callbacks.checkpoint_files import CheckpointFiles, CorruptCheckpointError
 from dtk.callbacks.termination import EXIT_CODE, Termination
+from dtk.communicators.root import on_root
 from dtk.strategies import agreement, extended, optimizing, watching
 from dtk.strategies.adoption import Adoption, adoption_of
 from dtk.strategies.steps import metric_variables
@@ -386,26 +386,12 @@ class Checkpoint(StrategyCallback):
 
     def _on_chief(self, work: Callable[[], Any]) -> Any:
         """Rank 0 does it; everyone gets the result, or the error."""
-        result, error = None, None
-        if self.strategy.is_chief:
-            try:
-                with _alone(self.strategy):
-                    result = work()
-            except Exception as caught:
-                error = _sendable(caught)
-        result, error = self.strategy.communicator.broadcast_object((result, error))
-        if error is not None:
-            raise error
-        return result
 
+        def alone() -> Any:
+            with _alone(self.strategy):
+                return work()
 
-def _sendable(error: Exception) -> Exception:
-    """The error, or one that says the same where it cannot be pickled."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
+        return on_root(self.strategy.communicator, alone)
 
 
 @contextlib.contextmanager

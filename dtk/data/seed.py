@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import keras
+import numpy as np
 
+from dtk.communicators.base import Communicator
 from dtk.strategies.agreement import spread_seed
 from dtk.strategies.base import DtkStrategy
 
@@ -29,3 +31,22 @@ def set_seed(seed: int, strategy: DtkStrategy) -> int:
     """
     keras.utils.set_random_seed(seed)
     return spread_seed(seed, strategy.rank)
+
+
+def drawn(seed: int | None) -> int:
+    """The seed itself, or where it is None a number from numpy's generator.
+
+    Every rank draws, also where only one rank's number will count: generators stay alike.
+    """
+    return int(np.random.randint(2**31)) if seed is None else seed
+
+
+def agree_on_seed(seed: int | None, communicator: Communicator, root: int = 0) -> int:
+    """`root`'s seed, on every rank; where that is None, the one `root` draws.
+
+    Example:
+        >>> from dtk.communicators import create
+        >>> agree_on_seed(7, create("local"))
+        7
+    """
+    return communicator.broadcast_object(drawn(seed), root)

@@ -1,0 +1,59 @@
+"""What one rank does for all: the others get what it returned, or raise what it raised."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+from dtk.communicators.base import Communicator
+from dtk.errors import at_rank
+
+
+def on_root(communicator: Communicator, work: Callable[[], Any], root: int = 0) -> Any:
+    """Let `root` do it; every rank gets the result, or the error. Every rank calls this.
+
+    Args:
+        communicator: The ranks.
+        work: Called on `root` only. Its result is pickled, which is part of what may fail.
+        root: Who works.
+
+    Returns:
+        What `work` returned, on every rank.
+
+    Raises:
+        Exception: What `work` raised, on every rank; a RuntimeError that says the same where that
+            cannot be pickled.
+
+    Example:
+        >>> from dtk.communicators import LocalCommunicator
+        >>> on_root(LocalCommunicator(), lambda: {"epoch": 3})
+        {'epoch': 3}
+    """
+    if communicator.size == 1 and root == 0:
+        return work()
+    payload, failure = _outcome(work) if communicator.rank == root else (None, None)
+    result, error = pickle.loads(communicator.broadcast_object(payload, root))
+    if failure is not None:
+        raise failure  # root's own, with its traceback
+    if error is not None:
+        error.add_note(at_rank(communicator.rank, f"this happened on rank {root}"))
+        raise error
+    return result
+
+
+def _outcome(work: Callable[[], Any]) -> tuple[bytes, Exception | None]:
+    """The pickled pair (result, error), and the error itself."""
+    try:
+        return pickle.dumps((work(), None)), None
+    except Exception as caught:
+        return pickle.dumps((None, _sendable(caught))), caught
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error, or one that says the same where it cannot be pickled."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

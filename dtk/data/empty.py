@@ -1,0 +1,27 @@
+"""The dataset of a rank that gets its input from another rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dtk.data.rows import count_rows
+
+
+def empty_dataset(dataset: Any) -> list[tuple]:
+    """As many elements as `dataset` has, with nothing in them (ChainerMN's `create_empty_dataset`).
+
+    In a chain of stages only the first rank reads inputs. The others loop over this, and so take as
+    many steps without reading or holding a row.
+
+    Args:
+        dataset: An array, a tuple or dict of arrays, a sequence, or a `tf.data.Dataset`.
+
+    Raises:
+        ValueError: Its rows cannot be counted.
+
+    Example:
+        >>> import numpy as np
+        >>> empty_dataset(np.zeros((3, 28, 28)))
+        [(), (), ()]
+    """
+    return [()] * count_rows(dataset)

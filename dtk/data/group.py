@@ -1,0 +1,38 @@
+"""The ranks that share data: a strategy's, or a communicator's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from dtk.communicators.base import Communicator
+from dtk.strategies.base import DtkStrategy
+
+
+def group_of(strategy_or_communicator: Any = None) -> Communicator:
+    """The communicator of a strategy; a communicator as it is.
+
+    Args:
+        strategy_or_communicator: None takes the strategy whose scope this is called in.
+
+    Raises:
+        ValueError: It is neither, or None outside every scope.
+
+    Example:
+        >>> from dtk.communicators import create
+        >>> group_of(create("local")).size
+        1
+    """
+    given = strategy_or_communicator
+    if given is None and tf.distribute.has_strategy():
+        given = tf.distribute.get_strategy()
+    if isinstance(given, DtkStrategy):
+        return given.communicator
+    if isinstance(given, Communicator):
+        return given
+    what = "nothing outside a strategy's scope" if given is None else f"a {type(given).__name__}"
+    raise ValueError(
+        f"which ranks share the data? got {what}; give one of dtk's strategies or communicators, "
+        "or call this inside strategy.scope()"
+    )

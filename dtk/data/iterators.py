@@ -1,0 +1,87 @@
+"""Iterators for ranks that must work on the same batches (ChainerMN's two).
+
+broadcast_iterator       root reads and sends: whatever root alone can reach
+synchronized_iterator    every rank reads for itself, in one random order: nothing is sent
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from dtk.communicators.base import Communicator
+from dtk.communicators.root import on_root
+from dtk.data.group import group_of
+from dtk.data.seed import agree_on_seed
+
+
+def broadcast_iterator(
+    iterable: Iterable | None, strategy_or_communicator: Any = None, root: int = 0
+) -> Iterator[Any]:
+    """Every rank gets the batches that `root` reads.
+
+    Every rank takes the same number of batches; what ends or breaks the iterator on `root` ends or
+    breaks it on all.
+
+    Args:
+        iterable: Of structures of arrays or tensors, or of anything that can be pickled. Only
+            `root`'s is read; None elsewhere.
+        strategy_or_communicator: The ranks; None inside a strategy's scope.
+        root: The rank that reads.
+
+    Returns:
+        An iterator over `root`'s batches. Where `root`'s iterator raises, it raises the same on
+        every rank.
+
+    Example:
+        >>> import dtk
+        >>> strategy = dtk.strategies.AllReduceStrategy("local")
+        >>> list(dtk.data.broadcast_iterator([[1, 2], [3]], strategy))
+        [[1, 2], [3]]
+    """
+    return _broadcast(iterable, group_of(strategy_or_communicator), root)
+
+
+def _broadcast(iterable: Any, communicator: Communicator, root: int) -> Iterator[Any]:
+    source = _items(iterable)
+    while True:
+        try:
+            batch = on_root(communicator, lambda: next(source), root)
+        except StopIteration:
+            return
+        yield batch
+
+
+def _items(iterable: Any) -> Iterator[Any]:
+    """Its items; what cannot be iterated over says so at the first, where all ranks can hear it."""
+    yield from iterable
+
+
+def synchronized_iterator(
+    make: Callable[[int], Iterable],
+    strategy_or_communicator: Any = None,
+    seed: int | None = None,
+    root: int = 0,
+) -> Iterator[Any]:
+    """Every rank reads for itself, in the same random order.
+
+    Args:
+        make: Makes the batches from a seed, of which alone their order may depend; such as
+            `lambda seed: dataset.shuffle(1000, seed=seed)`.
+        strategy_or_communicator: The ranks; None inside a strategy's scope.
+        seed: What `make` is given; None draws one from numpy's generator.
+        root: The rank whose seed counts.
+
+    Returns:
+        An iterator over what `make` returned.
+
+    Example:
+        >>> import dtk, numpy as np
+        >>> strategy = dtk.strategies.AllReduceStrategy("local")
+        >>> def shuffled(seed):
+        ...     return np.random.RandomState(seed).permutation(6).reshape(3, 2)
+        >>> batches = dtk.data.synchronized_iterator(shuffled, strategy, seed=0)
+        >>> [batch.tolist() for batch in batches]
+        [[5, 2], [1, 3], [0, 4]]
+    """
+    return iter(make(agree_on_seed(seed, group_of(strategy_or_communicator), root)))

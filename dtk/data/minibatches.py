@@ -1,0 +1,210 @@
+"""Minibatches in an order that depends on nothing but a seed (CNTK's partitioned minibatches).
+
+    sweep 0                        sweep 1
+    3 0 4 1 2                      1 4 0 2 3             a new order every sweep, of one seed
+    [3 0 4] [1 2]                  [1 4 0] [2 3]         size 3: a minibatch ends with its sweep
+    [3 0|4] [1|2]                  [1 4|0] [2|3]         two ranks: each has its slice of every one
+
+Read end to end, the minibatches of all ranks are the same rows in the same order at every size,
+also one that changes, with any number of workers, and however often the job was stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from dtk.data import rows
+from dtk.data.group import group_of
+from dtk.data.order import minibatch_at, sweep_order
+from dtk.data.seed import agree_on_seed
+from dtk.errors import at_rank
+from dtk.strategies import agreement, slicing
+
+
+class Minibatch(NamedTuple):
+    """What one rank gets of a global minibatch.
+
+    Attributes:
+        data: This rank's rows, in the structure of the data; none for the last ranks of a minibatch
+            of fewer rows than ranks.
+        rows: Rows of the global minibatch.
+        ends_sweep: Whether it is the last of its sweep.
+    """
+
+    data: Any
+    rows: int
+    ends_sweep: bool
+
+
+class PartitionedMinibatches:
+    """Reads arrays by minibatches: every rank calls `next_minibatch` and gets its slice.
+
+    Nothing is sent between ranks after the constructor: where a rank is follows from how many rows
+    all have taken, which `get_state` and `set_state` save and restore, with another number of
+    workers too.
+
+    Args:
+        data: An array, or a tuple or dict of arrays with the same rows; the same on every rank.
+            A `numpy.memmap` is read minibatch by minibatch.
+        strategy_or_communicator: Whose ranks share each minibatch; None inside a strategy's scope.
+        shuffle: Whether each sweep over the rows has a random order of its own.
+        seed: Of these orders; None draws one, the same for all ranks.
+        sweeps: After how many sweeps the data ends; None never ends it.
+
+    Raises:
+        TypeError: The data is something else than arrays.
+        ValueError: It has no rows, or `sweeps` is less than 1.
+        DisagreementError: Ranks were given different numbers of rows, seeds or sweeps.
+
+    Example:
+        >>> import dtk, numpy as np
+        >>> strategy = dtk.strategies.AllReduceStrategy("local")
+        >>> reader = dtk.data.PartitionedMinibatches(np.arange(5), strategy, shuffle=False)
+        >>> [reader.next_minibatch(size).data.tolist() for size in (3, 3, 2)]
+        [[0, 1, 2], [3, 4], [0, 1]]
+        >>> reader.get_state()["position"]
+        7
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        strategy_or_communicator: Any = None,
+        *,
+        shuffle: bool = True,
+        seed: int | None = 0,
+        sweeps: int | None = None,
+    ):
+        communicator = group_of(strategy_or_communicator)
+        self._data = data
+        self._rows = _checked_rows(data, sweeps)
+        given = {"rows of data": self._rows, "shuffle": shuffle, "seed": seed, "sweeps": sweeps}
+        agreement.compare(list(given.items()), communicator)
+        self._rank, self._size = communicator.rank, communicator.size
+        self._sweeps = sweeps
+        if shuffle and seed is None:
+            seed = agree_on_seed(None, communicator)
+        self._seed = seed if shuffle else None
+        self._position = 0
+        self._kept: tuple[Any, Any] = (None, None)  # the last order, and whose it is
+
+    @property
+    def position(self) -> int:
+        """Rows taken so far by all ranks together, over all sweeps."""
+        return self._position
+
+    def steps(self, batch_size: int) -> int:
+        """Minibatches in a whole sweep at this size."""
+        return -(-self._rows // self._checked_size(batch_size))
+
+    def next_minibatch(self, size: int) -> Minibatch | None:
+        """This rank's slice of the next `size` rows, or of those left of the sweep.
+
+        Args:
+            size: Rows of the global minibatch, the same on every rank; it may change from one to
+                the next.
+
+        Returns:
+            None after the last sweep, on all ranks alike.
+
+        Raises:
+            ValueError: The size is not at least 1.
+        """
+        if self._is_over(self._position):
+            return None
+        taken, ends_sweep = self._minibatch(self._position, self._checked_size(size))
+        self._position += len(taken)
+        begin, end = slicing.bounds(len(taken), self._rank, self._size)
+        return Minibatch(rows.take(self._data, taken[begin:end]), len(taken), ends_sweep)
+
+    def dataset(self, batch_size: int) -> tf.data.Dataset:
+        """Global minibatches from here on, for `fit`, which slices them itself.
+
+        `fit` reads ahead, so this does not move `position`: `dtk.callbacks.Checkpoint` keeps the
+        place instead. Without `sweeps` it never ends: give `fit` steps_per_epoch as well.
+
+        Args:
+            batch_size: Rows of a global minibatch.
+
+        Example:
+            >>> import dtk, numpy as np
+            >>> strategy = dtk.strategies.AllReduceStrategy("local")
+            >>> reader = dtk.data.PartitionedMinibatches(np.arange(5), strategy, shuffle=False)
+            >>> for batch in reader.dataset(3).take(reader.steps(3)):
+            ...     print(batch.numpy())
+            [0 1 2]
+            [3 4]
+        """
+        begin, size = self._position, self._checked_size(batch_size)
+        return tf.data.Dataset.from_generator(
+            lambda: self._from(begin, size), output_signature=_specification(self._data)
+        )
+
+    def get_state(self) -> dict:
+        """Where this is and in which order it goes on, as plain numbers."""
+        return {"position": self._position, "rows": self._rows, "seed": self._seed}
+
+    def set_state(self, state: dict) -> None:
+        """Go on from where `get_state` was called, in that reader's order.
+
+        Raises:
+            ValueError: The state is that of data with another number of rows.
+        """
+        if state["rows"] != self._rows:
+            raise ValueError(
+                at_rank(
+                    self._rank,
+                    f"the saved state is at row {state['position']} of data with {state['rows']} "
+                    f"rows, and this data has {self._rows}; give the data it was saved with",
+                )
+            )
+        self._position, self._seed = state["position"], state["seed"]
+
+    def _is_over(self, position: int) -> bool:
+        return self._sweeps is not None and position >= self._sweeps * self._rows
+
+    def _minibatch(self, position: int, size: int) -> tuple[Any, bool]:
+        """The rows of a global minibatch, and whether it ends its sweep."""
+        sweep, begin, end = minibatch_at(position, size, self._rows)
+        return self._order(sweep)[begin:end], end == self._rows
+
+    def _order(self, sweep: int) -> Any:
+        if self._seed is None:
+            return range(self._rows)
+        kept, order = self._kept
+        if kept != (self._seed, sweep):
+            order = sweep_order(self._rows, self._seed, sweep)
+            self._kept = ((self._seed, sweep), order)
+        return order
+
+    def _from(self, position: int, size: int) -> Iterator[Any]:
+        while not self._is_over(position):
+            taken, _ = self._minibatch(position, size)
+            position += len(taken)
+            yield rows.take(self._data, taken)
+
+    def _checked_size(self, size: int) -> int:
+        if size < 1:
+            raise ValueError(at_rank(self._rank, f"a minibatch of {size} rows; ask for 1 or more"))
+        return size
+
+
+def _checked_rows(data: Any, sweeps: int | None) -> int:
+    if not rows.are_arrays(data):
+        raise TypeError(
+            f"minibatches are taken from an array, or a tuple or dict of arrays, not from a "
+            f"{type(data).__name__}; stack the samples, or give fit a tf.data.Dataset"
+        )
+    count = rows.count_rows(data)
+    if count == 0 or (sweeps is not None and sweeps < 1):
+        raise ValueError(f"{count} rows and sweeps={sweeps}; expected at least 1 of each")
+    return count
+
+
+def _specification(data: Any) -> Any:
+    return tf.nest.map_structure(
+        lambda leaf: tf.TensorSpec([None, *leaf.shape[1:]], tf.as_dtype(leaf.dtype)), data
+    )

@@ -1,0 +1,50 @@
+"""The order of rows: a function of a seed and a sweep, of nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def permutation(rows: int, seed: int) -> np.ndarray:
+    """The rows `0 .. rows - 1` in random order, int64 of shape `[rows]`.
+
+    Drawn from numpy's `RandomState`, whose numbers never change between versions of numpy, as
+    ChainerMN does: the same seed gives the same order there.
+
+    Raises:
+        ValueError: The seed is not within 32 bits.
+
+    Example:
+        >>> permutation(6, seed=0).tolist()
+        [5, 2, 1, 3, 0, 4]
+    """
+    return np.random.RandomState(seed).permutation(rows)
+
+
+def sweep_order(rows: int, seed: int, sweep: int) -> np.ndarray:
+    """The order of one sweep over the rows, another one for each sweep.
+
+    Example:
+        >>> sorted(sweep_order(5, seed=0, sweep=3).tolist())
+        [0, 1, 2, 3, 4]
+    """
+    return np.random.RandomState([seed, sweep]).permutation(rows)
+
+
+def minibatch_at(position: int, size: int, rows: int) -> tuple[int, int, int]:
+    """Where the minibatch that begins at `position` lies; it ends with its sweep, as CNTK's do.
+
+    Args:
+        position: Rows taken before it, over all sweeps.
+        size: Rows wanted.
+        rows: Rows of a sweep.
+
+    Returns:
+        The sweep, and within it the first row and the one after the last.
+
+    Example:
+        >>> [minibatch_at(position, 4, rows=10) for position in (0, 4, 8, 10)]
+        [(0, 0, 4), (0, 4, 8), (0, 8, 10), (1, 0, 4)]
+    """
+    sweep, begin = divmod(position, rows)
+    return sweep, begin, min(begin + size, rows)

@@ -1,0 +1,160 @@
+"""Rows of whatever holds them: arrays, sequences of samples, `tf.data`.
+
+holds                                          some of its rows            sent as
+an array, or a tuple or dict of arrays         the same of arrays          itself
+a tf.data.Dataset of single elements           a tf.data.Dataset           Elements
+a sequence of samples                          a Subset, read when asked   a list
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+
+class Subset(Sequence):
+    """Some items of a sequence, each read when asked for.
+
+    Args:
+        items: Anything with `__getitem__`.
+        indices: Which of them, in which order.
+
+    Example:
+        >>> list(Subset("abcde", [4, 0]))
+        ['e', 'a']
+    """
+
+    def __init__(self, items: Any, indices: Any):
+        self._items = items
+        self._indices = indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return Subset(self._items, self._indices[index])
+        return self._items[int(self._indices[index])]
+
+
+class Elements(NamedTuple):
+    """Elements of a `tf.data.Dataset`, kept in memory.
+
+    Attributes:
+        spec: Their specification.
+        held: The elements.
+    """
+
+    spec: Any
+    held: list
+
+    def dataset(self) -> tf.data.Dataset:
+        """A dataset of them, in this order."""
+        made = tf.data.Dataset.from_generator(lambda: iter(self.held), output_signature=self.spec)
+        return made.apply(tf.data.experimental.assert_cardinality(len(self.held)))
+
+
+def are_arrays(dataset: Any) -> bool:
+    """Whether rows lie along the first axis of one array, or of each of a tuple or dict of them."""
+    leaves = tf.nest.flatten(dataset) if isinstance(dataset, tuple | dict) else [dataset]
+    return bool(leaves) and all(isinstance(leaf, np.ndarray | tf.Tensor) for leaf in leaves)
+
+
+def count_rows(dataset: Any) -> int:
+    """How many rows, elements or samples there are.
+
+    Raises:
+        ValueError: Arrays differ in rows or are scalars; the dataset is endless, or only reading
+            it would tell.
+        TypeError: It has no length.
+
+    Example:
+        >>> count_rows((np.zeros((4, 2)), np.zeros(4))), count_rows(["a", "b"])
+        (4, 2)
+    """
+    if isinstance(dataset, tf.data.Dataset):
+        return _cardinality(dataset)
+    if not are_arrays(dataset):
+        return len(dataset)
+    shapes = [tuple(leaf.shape) for leaf in tf.nest.flatten(dataset)]
+    if len({shape[:1] for shape in shapes}) > 1 or not shapes[0]:
+        raise ValueError(
+            f"arrays of shapes {shapes} do not hold the same rows along their first axis; a list "
+            "of them is taken for a list of samples"
+        )
+    return shapes[0][0]
+
+
+def _cardinality(dataset: tf.data.Dataset) -> int:
+    count = int(dataset.cardinality())
+    if count < 0:
+        endless = count == tf.data.INFINITE_CARDINALITY
+        raise ValueError(
+            f"a dataset {'without end' if endless else 'whose elements TensorFlow cannot count'} "
+            "has no known rows; use take, or tf.data.experimental.assert_cardinality"
+        )
+    return count
+
+
+def take(dataset: Any, indices: Any) -> Any:
+    """Some rows.
+
+    Args:
+        dataset: Arrays, a sequence or a `tf.data.Dataset`.
+        indices: A `range` of step 1, or an array of rows in the order wanted. Elements of a
+            `tf.data.Dataset` in another order than its own are read once, and kept in memory.
+
+    Returns:
+        The same kind of data; of a sequence a `Subset`.
+
+    Example:
+        >>> take(np.arange(5) * 10, np.array([4, 0])).tolist()
+        [40, 0]
+    """
+    if isinstance(dataset, tf.data.Dataset):
+        if isinstance(indices, range):
+            return dataset.skip(indices.start).take(len(indices))
+        return pack(dataset, [indices])[0].dataset()
+    if are_arrays(dataset):
+        return tf.nest.map_structure(lambda leaf: _take_array(leaf, indices), dataset)
+    return Subset(dataset, indices)
+
+
+def _take_array(array: Any, indices: Any) -> Any:
+    if isinstance(indices, range):
+        return array[indices.start : indices.stop]
+    return tf.gather(array, indices) if isinstance(array, tf.Tensor) else array[indices]
+
+
+def _read(dataset: tf.data.Dataset, indices: Iterable[int]) -> dict[int, Any]:
+    """The elements wanted by their position, in one pass."""
+    specs = tf.nest.flatten(dataset.element_spec)
+    if odd := [spec for spec in specs if not isinstance(spec, tf.TensorSpec)]:
+        raise ValueError(
+            f"elements of {type(odd[0]).__name__} cannot be kept in memory; make such a dataset on "
+            "every rank and scatter it without shuffle"
+        )
+    wanted = set(indices)
+    return {index: element for index, element in enumerate(dataset) if index in wanted}
+
+
+def pack(dataset: Any, blocks: Sequence[Any]) -> list[Any]:
+    """Several blocks of rows, each as a value that can be pickled; `unpack` is the way back.
+
+    Raises:
+        ValueError: Elements of a `tf.data.Dataset` are ragged or sparse.
+    """
+    if isinstance(dataset, tf.data.Dataset):
+        held = _read(dataset, {index for block in blocks for index in block})
+        return [Elements(dataset.element_spec, [held[i] for i in block]) for block in blocks]
+    if are_arrays(dataset):
+        return [take(dataset, block) for block in blocks]
+    return [list(Subset(dataset, block)) for block in blocks]
+
+
+def unpack(packed: Any) -> Any:
+    """What one value of `pack` stands for."""
+    return packed.dataset() if isinstance(packed, Elements) else packed

@@ -1,0 +1,181 @@
+"""Every rank its block of rows: ChainerMN's arithmetic, and rows that travel unharmed."""
+
+from __future__ import annotations
+
+import collections
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from data import bodies
+from dtk.communicators import LocalCommunicator
+from dtk.data import empty_dataset, scatter_dataset, scatter_index
+from dtk.data.group import group_of
+from dtk.data.order import permutation
+from dtk.data.rows import count_rows
+from dtk.data.scatter import block
+
+COLLECTIVE = pytest.mark.parametrize("backend, size", [("collective", 2)])
+
+
+def blocks(n_total, size, equal):
+    return [block(n_total, rank, size, force_equal_length=equal) for rank in range(size)]
+
+
+@pytest.mark.parametrize(
+    "n_total, size, equal, expected",
+    [
+        (10, 3, True, [(0, 4), (3, 7), (6, 10)]),
+        (10, 3, False, [(0, 4), (4, 7), (7, 10)]),
+        (10, 4, True, [(0, 3), (2, 5), (5, 8), (7, 10)]),
+        (10, 4, False, [(0, 3), (3, 6), (6, 8), (8, 10)]),
+        (12, 4, True, [(0, 3), (3, 6), (6, 9), (9, 12)]),
+        (2, 3, True, [(0, 1), (0, 1), (1, 2)]),
+        (2, 3, False, [(0, 1), (1, 2), (2, 2)]),
+        (0, 2, True, [(0, 0), (0, 0)]),
+    ],
+)
+def test_the_blocks_are_chainermn_s(n_total, size, equal, expected):
+    assert blocks(n_total, size, equal) == expected
+
+
+@given(st.integers(0, 10_000), st.integers(1, 70))
+@example(69, 70)
+def test_equal_blocks_cover_all_rows_and_neighbors_share_at_most_one(n_total, size):
+    cut = blocks(n_total, size, equal=True)
+    assert [end - begin for begin, end in cut] == [-(-n_total // size)] * size
+    assert cut[0][0] == 0 and cut[-1][1] == n_total
+    if n_total >= size:
+        shared = [end - begin for (_, end), (begin, _) in zip(cut, cut[1:], strict=False)]
+        assert set(shared) <= {0, 1}
+    assert len({row for begin, end in cut for row in range(begin, end)}) == n_total
+
+
+@given(st.integers(0, 10_000), st.integers(1, 70))
+def test_unequal_blocks_hold_every_row_once_and_the_first_ranks_one_more(n_total, size):
+    cut = blocks(n_total, size, equal=False)
+    assert [row for begin, end in cut for row in range(begin, end)] == list(range(n_total))
+    base, extra = divmod(n_total, size)
+    assert [end - begin for begin, end in cut] == [base + 1] * extra + [base] * (size - extra)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 60), st.integers(1, 5), st.booleans(), st.integers(0, 2**32 - 1))
+def test_shuffled_parts_are_blocks_of_one_permutation(n_total, size, equal, seed):
+    rows = np.arange(n_total)
+    parts = [
+        scatter_dataset(rows, bodies.Twin(rank, size), 0, True, seed, force_equal_length=equal)
+        for rank in range(size)
+    ]
+    order = permutation(n_total, seed)
+    assert sorted(order) == list(range(n_total))
+    for part, (begin, end) in zip(parts, blocks(n_total, size, equal), strict=True):
+        assert part.tolist() == order[begin:end].tolist()
+    counts = collections.Counter(row for part in parts for row in part.tolist())
+    assert len(counts) == n_total
+    assert equal or set(counts.values()) <= {1}
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("kind", bodies.KINDS)
+def test_every_kind_of_data_gives_the_same_rows(kind, shuffle):
+    """Of a rank that has the data itself."""
+    group = bodies.Twin(1, 3)
+    begin, end = scatter_index(11, group)
+    expected = (permutation(11, 5) if shuffle else np.arange(11))[begin:end].tolist()
+    part = scatter_dataset(bodies.dataset(kind, 11), group, shuffle=shuffle, seed=5)
+    assert bodies.rows_of(kind, part) == expected
+    assert count_rows(part) == len(empty_dataset(part)) == len(expected)
+
+
+def test_samples_are_read_when_asked_for():
+    read = []
+
+    class Images:
+        def __len__(self):
+            return 9
+
+        def __getitem__(self, index):
+            read.append(index)
+            return index * 10
+
+    part = scatter_dataset(Images(), bodies.Twin(2, 3), shuffle=True, seed=1)
+    assert read == []
+    order = permutation(9, 1)
+    assert part[0] == order[6] * 10 and part[-1] == order[8] * 10
+    assert list(part[1:]) == [row * 10 for row in order[7:]]
+    assert read == [order[row] for row in (6, 8, 7, 8)]
+
+
+def test_ragged_elements_keep_their_order_or_are_refused():
+    ragged = tf.data.Dataset.from_tensor_slices(tf.ragged.range([3, 0, 2]))
+    part = scatter_dataset(ragged, bodies.Twin(0, 2))
+    assert [element.numpy().tolist() for element in part] == [[0, 1, 2], []]
+    with pytest.raises(ValueError, match="elements of RaggedTensorSpec cannot be kept in memory"):
+        scatter_dataset(ragged, bodies.Twin(0, 2), shuffle=True)
+
+
+def test_a_seed_that_is_not_given_follows_the_script_s():
+    def drawn():
+        np.random.seed(3)
+        return scatter_dataset(np.arange(50), bodies.Twin(0, 2), shuffle=True).tolist()
+
+    assert drawn() == drawn()
+    assert drawn() != list(range(25))
+
+
+def test_an_empty_dataset_has_the_elements_but_nothing_in_them():
+    assert empty_dataset(tf.data.Dataset.range(3)) == [(), (), ()]
+    assert empty_dataset("ab") == [(), ()]
+
+
+@pytest.mark.parametrize(
+    "dataset, message",
+    [
+        (tf.data.Dataset.range(2).repeat(), "without end has no known rows"),
+        (tf.data.Dataset.range(2).filter(lambda i: i > 0), "cannot count has no known rows"),
+        ((np.zeros(3), np.zeros(4)), r"arrays of shapes \[\(3,\), \(4,\)\] do not hold the same"),
+        (np.zeros(()), r"arrays of shapes \[\(\)\] do not hold"),
+        (iter("ab"), "has no len"),
+        (None, "rank 0 has no dataset to scatter"),
+    ],
+)
+def test_what_cannot_be_counted_is_refused(dataset, message):
+    with pytest.raises(ValueError, match=f"rank 1: .*{message}"):
+        scatter_dataset(dataset, bodies.Twin(1, 2))
+
+
+def test_whose_ranks_must_be_told():
+    with pytest.raises(ValueError, match="got nothing outside a strategy's scope"):
+        scatter_dataset(np.arange(3))
+    with pytest.raises(ValueError, match="got a str"):
+        scatter_index(3, "horovod")
+    group = bodies.Twin(1, 2)
+    assert group_of(group) is group
+    with pytest.raises(ValueError, match="rank 1: n_total=-1 on rank 0"):
+        scatter_index(-1, group)
+    with pytest.raises(ValueError, match="root=2 is not a rank of 1"):
+        scatter_index(4, LocalCommunicator(), 2)
+
+
+@COLLECTIVE
+def test_a_dataset_that_one_rank_has_reaches_all(world, backend, size):
+    """In messages of a few bytes, so that it takes many."""
+    for rank, parts in enumerate(world(backend, size).run(bodies.scattered_from, 1)):
+        order = permutation(11, 4)[slice(*block(11, rank, 2))].tolist()
+        assert parts == dict.fromkeys(bodies.KINDS, order)
+
+
+@COLLECTIVE
+def test_root_s_order_counts_and_everyone_hears_what_is_wrong(world, backend, size):
+    (first, wrongs), (second, heard) = world(backend, size).run(bodies.scattered_apart)
+    order = permutation(8, 1).tolist()
+    assert (first, second) == (order[:4], order[4:])
+    for rank, said in enumerate((wrongs, heard)):
+        lengths, unreadable, nowhere = said
+        assert f"rank {rank}: ranks have datasets of different lengths" in lengths
+        assert "OSError: no such image" in unreadable
+        assert f"rank {rank}: rank 1 has no dataset to scatter" in nowhere
