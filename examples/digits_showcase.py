@@ -43,7 +43,7 @@ keras.utils.set_random_seed(1)
 strategy = dtk.strategies.AllReduceStrategy(exchange=WarmStart(Quantized(bits=1), args.warm))
 batch = 32
 momentum = momentum_from_time_constant(256, batch)
-rate = learning_rate_from_sample_rate(0.005, batch, momentum)
+rate = learning_rate_from_sample_rate(0.02, batch, momentum)
 
 with strategy.scope():
     model = keras.Sequential(

@@ -49,6 +49,16 @@ def number(pattern, text):
     return float(found[1])
 
 
+def test_the_showcase_sends_bits_after_its_warm_start_and_goes_on_from_its_checkpoint(tmp_path):
+    script, place = "examples/digits_showcase.py", f"--checkpoints={tmp_path / 'saved'}"
+    out = run(DTK_RUN, script, place, "--epochs=3")
+    sent = re.search(r"a step sent (\S+) kB at first, and (\S+) kB in the end", out)
+    assert sent and float(sent[2]) < float(sent[1]) / 15
+    out = run(DTK_RUN, script, place, "--epochs=6")
+    assert "resuming at epoch 4/6" in out
+    assert number(r"FinalTest: accuracy (\S+),", out) > 0.93
+
+
 @pytest.mark.parametrize("consistency", ["async", "sync"])
 def test_parameter_servers(consistency):
     script = "examples/digits_parameter_server.py"
