@@ -8,6 +8,8 @@ SHELL := /bin/bash
 PYTHON ?= python3
 # what pytest is given, such as PYTEST_ARGS="-k slurm"
 PYTEST_ARGS ?=
+# how many pytest share the tests; those of one world of processes stay together (tests/conftest.py)
+WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -109,5 +111,6 @@ $(PIP) install -qq --progress-bar off -e '$(1)' || { echo 'pip failed; $(VENV)/p
 endef
 
 define run_pytest
-if [ -e $(VENV)/.horovod ]; then export DTK_REQUIRE_HOROVOD=1; fi; $(BIN)/python -m pytest $(1) $(PYTEST_ARGS)
+if [ -e $(VENV)/.horovod ]; then export DTK_REQUIRE_HOROVOD=1; fi; \
+$(BIN)/python -m pytest -n $(WORKERS) $(1) $(PYTEST_ARGS)
 endef

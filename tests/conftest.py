@@ -1,17 +1,25 @@
-"""Fixtures for all tests: worlds of processes, at most one alive at a time."""
+"""Fixtures for all tests: worlds of processes, at most one alive at a time for each pytest."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from world import World, missing  # noqa: E402
+from world import World, missing, named_in, wanted  # noqa: E402
+
+# An example that takes long has met another test's processes, which is no fault of its own.
+settings.register_profile("beside others", deadline=None)
+settings.load_profile("beside others")
 
 
 class _Worlds:
@@ -62,6 +70,10 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "worlds((backend, size), ...): run the test, with `pool`, in each of these worlds",
     )
+    if "DTK_TEST_RESULTS" not in os.environ:  # where `once` keeps them; pytest's workers inherit it
+        results = tempfile.TemporaryDirectory()
+        os.environ["DTK_TEST_RESULTS"] = results.name
+        config.add_cleanup(results.cleanup)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -72,13 +84,30 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("pool", marker.args, indirect=True, ids=ids)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let one worker of pytest-xdist run all tests that want the same world: it starts once.
+
+    Worlds with most tests go first; what needs no world fills up the end. `--dist loadgroup` would
+    do, but writes a group into an attribute that pytest 9.2 no longer reads, and says nothing.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByWorld(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            # The tests of callbacks share a process besides; see tests/callbacks/conftest.py.
+            alone = "callbacks" if "callbacks/" in nodeid else nodeid
+            return named_in(nodeid) or alone
+
+    return ByWorld(config, log)
+
+
+def pytest_collection_finish() -> None:
+    """Never again look for garbage among what was imported; see tests/worker.py."""
+    gc.freeze()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put tests that want the same world next to each other; the rest keep their order."""
-    items.sort(key=_wanted)
-
-
-def _wanted(item: pytest.Item) -> tuple[str, int]:
-    params = getattr(getattr(item, "callspec", None), "params", {})
-    backend, size = params.get("pool") or (params.get("backend", ""), params.get("size", 0))
-    return (backend, size) if isinstance(backend, str) and isinstance(size, int) else ("", 0)
+    items.sort(key=wanted)

@@ -39,6 +39,7 @@ def test_results_come_in_rank_order_and_processes_are_reused(world, backend, siz
     assert [r[2] for r in first] != [os.getpid()] * size
 
 
+@pytest.mark.worlds(("collective", 2))
 @pytest.mark.parametrize(
     "function, args, message",
     [
@@ -47,8 +48,7 @@ def test_results_come_in_rank_order_and_processes_are_reused(world, backend, siz
         (die, (), "the process ended"),
     ],
 )
-def test_a_failure_ends_every_process(world, function, args, message):
-    pool = world("collective", 2)
+def test_a_failure_ends_every_process(pool, function, args, message):
     pids = list(pool.pids)
     began = time.monotonic()
     with pytest.raises(harness.WorldError, match=message):
@@ -57,6 +57,17 @@ def test_a_failure_ends_every_process(world, function, args, message):
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
     with pytest.raises(harness.WorldError, match="has ended"):
         pool.run(double, 1)
+
+
+def test_the_id_of_a_test_names_its_world(request):
+    """Breaks as a world that is started once for each worker of pytest-xdist."""
+    named = {item.nodeid: harness.named_in(item.nodeid) for item in request.session.items}
+    for item in request.session.items:
+        backend, size = harness.wanted(item)
+        assert named[item.nodeid] == (f"{backend}-{size}" if backend else None), item.nodeid
+    assert harness.named_in("test_a[0-horovod-gloo-2-adam-none]") == "horovod-gloo-2"
+    assert harness.named_in("test_a[mirrored-3-adam]") == "local-1"
+    assert harness.named_in("test_a_collective-2[sync]") is None
 
 
 def test_unknown_backend():

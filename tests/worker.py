@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import os
 import sys
@@ -67,6 +68,19 @@ def _one_thread() -> None:
         tf.config.set_logical_device_configuration(cpu, three)
 
 
-if __name__ == "__main__":
+def _import_for_good() -> None:
+    """Import what bodies need, and never again look through it for garbage.
+
+    `clear_session` after every body looks through all there is: 0.19 s on each rank, which is more
+    than most bodies take, and 0.01 s without the 300,000 objects that imports leave.
+    """
+    gc.disable()
     _one_thread()
+    importlib.import_module("dtk.strategies")
+    gc.freeze()
+    gc.enable()
+
+
+if __name__ == "__main__":
+    _import_for_good()
     main()

@@ -24,6 +24,7 @@ import contextlib
 import importlib.util
 import inspect
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -59,6 +60,26 @@ def missing(backend: str) -> str | None:
             "no mpirun: install Debian's openmpi-bin and libopenmpi-dev, then `dtk install-horovod`"
         )
     return None
+
+
+def wanted(item: Any) -> tuple[str, int]:
+    """The world a pytest item wants by its parameters; ("", 0) for none."""
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    backend, size = params.get("pool") or (params.get("backend", ""), params.get("size", 0))
+    if backend == "mirrored":  # several devices in a world of one
+        return "local", 1
+    return (backend, size) if isinstance(backend, str) and isinstance(size, int) else ("", 0)
+
+
+def named_in(test: str) -> str | None:
+    """The world a test runs in by its id, such as "served-2"; None if it names none.
+
+    What is "mirrored" runs in a world of one.
+    """
+    found = re.search(rf"\[(?:.*-)?({'|'.join(BACKENDS)}|mirrored)-(\d)[-\]]", test)
+    if found is None:
+        return None
+    return "local-1" if found[1] == "mirrored" else f"{found[1]}-{found[2]}"
 
 
 def communicator() -> Any:

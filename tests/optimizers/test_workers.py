@@ -13,8 +13,8 @@ from strategies.test_equivalence import run
 plain = functools.cache(bodies.train)
 
 
-def check(world, backend, body):
-    results = run(world, backend, 2, body, meanwhile=plain)
+def check(world, backend, size, body):
+    results = run(world, backend, size, body, meanwhile=plain)
     for name, weights in plain().items():
         for result in results:
             difference = np.linalg.norm(result[name] - weights) / np.linalg.norm(weights)
@@ -23,12 +23,14 @@ def check(world, backend, body):
 
 
 @pytest.mark.parametrize(
-    "backend", ["collective", pytest.param("mirrored", marks=pytest.mark.full)]
+    "backend, size",
+    [("collective", 2), pytest.param("mirrored", 2, marks=pytest.mark.full)],
 )
-def test_two_workers_equal_one_process(world, backend):
-    check(world, backend, bodies.train_here)
+def test_two_workers_equal_one_process(world, backend, size):
+    check(world, backend, size, bodies.train_here)
 
 
 @pytest.mark.full
-def test_behind_parameter_servers(world):
-    check(world, "served", bodies.train_served)
+@pytest.mark.parametrize("backend, size", [("served", 2)])
+def test_behind_parameter_servers(world, backend, size):
+    check(world, backend, size, bodies.train_served)

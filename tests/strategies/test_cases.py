@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import pytest
 
+from once import once
 from strategies import bodies, cases
 from strategies.test_equivalence import run
 
@@ -14,9 +13,8 @@ from strategies.test_equivalence import run
 TOLERANCE = 2e-5
 
 
-@functools.cache
 def plain(name):
-    return bodies.run_plain(name)
+    return once(bodies.run_plain, name)
 
 
 # What evaluates and predicts, which in a world of one goes another way, and what sends most.

@@ -6,12 +6,12 @@ logged number within 1e-5 of the single process's and identical on all ranks.
 
 from __future__ import annotations
 
-import functools
 import itertools
 
 import numpy as np
 import pytest
 
+from once import once
 from strategies import bodies
 
 TOLERANCE = 1e-5
@@ -57,9 +57,8 @@ def test_the_subset_covers_every_pair():
     assert len(COVERING) == len(set(COVERING)) == 36
 
 
-@functools.cache
 def plain(*recipe):
-    return bodies.train(*recipe)
+    return once(bodies.train, *recipe)
 
 
 def run(world, backend, size, function, *args, meanwhile):

@@ -16,10 +16,14 @@ from dtk.errors import DtkError
 from dtk.strategies import ParameterServerStrategy
 
 HERE = Path(__file__).resolve().parent
-RUN = [sys.executable, "-m", "dtk.cli.main", "run", "-n", "2", "--ps", "2"]
 
 
-def run(*arguments, command=RUN, timeout=150, **environ):
+def job(workers, servers):
+    run = [sys.executable, "-m", "dtk.cli.main", "run"]
+    return [*run, "-n", str(workers), "--ps", str(servers)]
+
+
+def run(*arguments, command, timeout=150, **environ):
     env = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), **environ}
     return subprocess.run(
         [*command, str(HERE / "losing_tasks.py"), *map(str, arguments)],
@@ -32,7 +36,7 @@ def run(*arguments, command=RUN, timeout=150, **environ):
 
 @pytest.mark.parametrize("how", ["plain", "pipelines", "downpour"])
 def test_a_killed_worker_loses_no_step_and_takes_part_again(tmp_path, how):
-    done = run("worker:1", tmp_path, how)
+    done = run("worker:1", tmp_path, how, command=job(2, 2 if how == "plain" else 1))
     assert done.returncode == 0, done.stdout + done.stderr
     epochs, iterations = re.search(r"epochs (\d+) iterations (\d+)", done.stdout).groups()
     assert int(iterations) == 40 * int(epochs), "a step was lost, or applied twice"
@@ -41,12 +45,13 @@ def test_a_killed_worker_loses_no_step_and_takes_part_again(tmp_path, how):
 
 
 def test_a_killed_server_ends_the_job_clearly_and_a_checkpoint_continues_it(tmp_path):
-    done = run("ps:1", tmp_path)
+    """Also with fewer tasks than it had."""
+    done = run("ps:1", tmp_path, command=job(2, 2))
     assert done.returncode != 0
     assert float(re.search(r"noticed after (\S+) s", done.stdout)[1]) < 30
     told = done.stdout + done.stderr
     assert "parameter server 1 (127.0.0.1:" in told and "Checkpoint(directory" in told
-    again = run("nobody:0", tmp_path)
+    again = run("nobody:0", tmp_path, command=job(1, 1))
     assert again.returncode == 0, again.stdout + again.stderr
     assert "resuming at epoch 3/4" in again.stdout
     assert "iterations 160" in again.stdout, "the first two epochs were saved"

@@ -5,14 +5,13 @@ Tolerance of the synchronous mode as in test_equivalence: 1e-5 relative after 50
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from dtk.strategies.consistency import BoundedDelay, Sync
 
+from once import once
 from strategies import bodies, cases, served_bodies
 from strategies.test_cases import plain as plain_case
 from strategies.test_equivalence import TOLERANCE
@@ -32,15 +31,8 @@ MATRIX = [
 TWO, THREE = (pytest.mark.parametrize("backend, size", [("served", size)]) for size in (2, 3))
 
 
-@functools.cache
 def plain(*recipe):
-    return bodies.train(*recipe, normalise=False)
-
-
-@functools.cache
-def once(function, *args):
-    """What one process makes of it, computed once."""
-    return function(*args)
+    return once(bodies.train, *recipe, normalise=False)
 
 
 @pytest.mark.parametrize(
