@@ -97,7 +97,7 @@ class Memory:
         self._kept[self._prefix + name] = kept
         saved = self._restored.pop(self._prefix + name, None)
         if saved is not None:
-            _outside(lambda: self._assign(kept, saved))
+            _outside(lambda: self._assign(self._prefix + name, kept, saved))
 
     def _make(self, name: str, shape: Sequence[int], dtype: Any) -> tf.Variable:
         def make() -> tf.Variable:
@@ -108,15 +108,15 @@ class Memory:
 
     def collect(self) -> dict[str, dict]:
         """Everything remembered, of all ranks, on every rank. All ranks call it together."""
-        if not self._kept:
-            return dict(self._restored)
-        saved = {}
+        saved = dict(self._restored)  # what no step has asked for yet
         for name, kept in self._kept.items():
             value = tf.convert_to_tensor(kept.variable)
             if kept.kind in ("sum", "mean"):
                 value = self._communicator.allgather(value[None])
             elif kept.kind == "stripe":
                 value = self._communicator.allgather(value)
+            # Files know no bfloat16.
+            value = tf.cast(value, tf.float32) if value.dtype == tf.bfloat16 else value
             saved[name] = {"kind": kept.kind, "value": value.numpy()}
         return saved
 
@@ -128,18 +128,24 @@ class Memory:
         self._restored.clear()
         for name, item in saved.items():
             if name in self._kept:
-                self._assign(self._kept[name], item)
+                self._assign(name, self._kept[name], item)
             else:
                 self._restored[name] = item
 
-    def _assign(self, kept: Kept, saved: dict) -> None:
+    def _assign(self, name: str, kept: Kept, saved: dict) -> None:
         rank, size = self._communicator.rank, self._communicator.size
         value = np.asarray(saved["value"])
         if kept.kind == "stripe":
             value = value[slice(*kept.rows)] if kept.rows else value
         elif kept.kind != "same":
             value = value[rank] if len(value) == size else _shared_out(value, kept.kind, size)
-        kept.variable.assign(value)
+        if value.shape != tuple(kept.variable.shape):
+            raise ValueError(
+                f"the checkpoint remembers {name} of shape {value.shape} of the exchange, here it "
+                f"has shape {tuple(kept.variable.shape)}; resume with the exchange that was saved, "
+                "or give resume=False and model.load_weights"
+            )
+        kept.variable.assign(tf.cast(value, kept.variable.dtype))
 
 
 def _shared_out(values: np.ndarray, kind: str, size: int) -> np.ndarray:

@@ -33,11 +33,12 @@ from dtk.exchange.memory import Memory
 class Quantized(Exchange):
     """Send a few bits per entry of a gradient; what that loses is added to the next gradient.
 
-    Coded are kernels: gradients of two or more dimensions whose code is at most half as long.
+    Coded are kernels: gradients of two or more dimensions whose code is at most two thirds as long.
     Biases and the like travel whole, being few; so do rows of tables (`tf.IndexedSlices`).
 
     Two float32 residuals per entry are kept (one of them only for 1/K of the entries), in
-    checkpoints too. A step whose gradients are not finite leaves them as they were.
+    checkpoints too. A step in which some rank's gradients are not finite leaves them as they
+    were on all ranks.
 
     Args:
         bits: 1, 2, 4, 8 or 16 per entry. With 1 most models need a warm start, see
@@ -79,7 +80,8 @@ def stripes(columns: int, size: int) -> list[tuple[int, int]]:
 
 
 def is_coded(shape: Sequence[int], dtype: tf.DType, bits: int) -> bool:
-    """Whether such a gradient is quantised: a matrix, or more, whose code is at most half as long.
+    """Whether such a gradient is quantised: a matrix, or more, whose code is at most two thirds as
+    long: with 16 bits for float32, the scales of a column come on top of half.
 
     Example:
         >>> [is_coded(shape, tf.float32, 1) for shape in [(100, 10), (3, 10), (100,)]]
@@ -89,7 +91,7 @@ def is_coded(shape: Sequence[int], dtype: tf.DType, bits: int) -> bool:
         return False
     columns, entries = codec.matrix_shape(shape)
     whole = columns * entries * dtype.size
-    return 0 < 2 * codec.bytes_of(columns, entries, bits) <= whole
+    return 0 < 3 * codec.bytes_of(columns, entries, bits) <= 2 * whole
 
 
 class QuantizedExchanger(Exchanger):
@@ -110,11 +112,13 @@ class QuantizedExchanger(Exchanger):
         results = list(gradients)
         coded = [i for i, g in enumerate(gradients) if self._codes(g)]
         whole = [i for i in range(len(gradients)) if i not in coded]
-        for chosen, way in ((whole, self.communicator.allreduce), (coded, self._reduce_coded)):
-            if chosen:
-                reduced = way([gradients[i] for i in chosen])
-                for i, result in zip(chosen, reduced, strict=True):
-                    results[i] = result
+        reduced = self.communicator.allreduce([gradients[i] for i in whole])
+        for i, result in zip(whole, reduced, strict=True):
+            results[i] = result
+        if coded:
+            reduced = self._reduce_coded({i: gradients[i] for i in coded}, reduced)
+            for i, result in zip(coded, reduced, strict=True):
+                results[i] = result
         return results
 
     def _codes(self, gradient: tf.Tensor | tf.IndexedSlices) -> bool:
@@ -122,42 +126,60 @@ class QuantizedExchanger(Exchanger):
             return False
         return is_coded(tuple(gradient.shape), gradient.dtype, self.bits)
 
-    def _reduce_coded(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+    def _reduce_coded(self, given: dict[int, tf.Tensor], whole: list) -> list[tf.Tensor]:
+        gradients = list(given.values())
         shapes = [codec.matrix_shape(g.shape) for g in gradients]
         owned = [stripes(columns, self.communicator.size) for columns, _ in shapes]
-        codes, decoded = self._quantise(
-            [codec.to_columns(g) for g in gradients], "residual", [None] * len(gradients)
-        )
-        sums = self._to_owners(codes, decoded, shapes, owned)
+        residuals = [
+            self.memory.variable(f"residual_{i}", "sum", shape)
+            for i, shape in zip(given, shapes, strict=True)
+        ]
         mine = [rows[self.communicator.rank] for rows in owned]
-        codes, _ = self._quantise(sums, "owner_residual", mine)
+        of_sums = [
+            self.memory.variable(f"owner_residual_{i}", "stripe", (_count(r), n), rows=r)
+            for i, r, (_, n) in zip(given, mine, shapes, strict=True)
+        ]
+        codes, decoded, left = self._quantise([codec.to_columns(g) for g in gradients], residuals)
+        sums = self._to_owners(codes, decoded, shapes, owned)
+        codes, _, left_of_sums = self._quantise(sums, of_sums)
         codes = self._to_all(codes, shapes, owned)
+        self._keep([*residuals, *of_sums], [*left, *left_of_sums], codes, whole)
         return [
             codec.from_columns(codec.decode(code, entries, self.bits), g.shape, g.dtype)
             for code, (_, entries), g in zip(codes, shapes, gradients, strict=True)
         ]
 
     def _quantise(
-        self, matrices: list[tf.Tensor], name: str, rows: Sequence[tuple[int, int] | None]
-    ) -> tuple[list[codec.Code], list[tf.Tensor]]:
-        """Encode what is given and what was left; returns codes and what they decode to."""
-        residuals = [
-            self.memory.variable(f"{name}_{i}", "stripe" if r else "sum", m.shape, rows=r)
-            for i, (m, r) in enumerate(zip(matrices, rows, strict=True))
-        ]
+        self, matrices: list[tf.Tensor], residuals: list[tf.Variable]
+    ) -> tuple[list[codec.Code], list[tf.Tensor], list[tf.Tensor]]:
+        """Encode what is given and was left: codes, what they decode to, and what is left then."""
         wanted = [m + residual for m, residual in zip(matrices, residuals, strict=True)]
         codes = [codec.encode(w, self.bits) for w in wanted]
         decoded = [
             codec.decode(code, w.shape[1], self.bits) for code, w in zip(codes, wanted, strict=True)
         ]
-        left = tf.cond(
-            tf.reduce_all(tf.math.is_finite(tf.concat([code.scales for code in codes], 0))),
-            lambda: [w - d for w, d in zip(wanted, decoded, strict=True)],
-            lambda: [residual.read_value() for residual in residuals],
-        )
-        for residual, value in zip(residuals, left, strict=True):
-            residual.assign(value)
-        return codes, decoded
+        return codes, decoded, [w - d for w, d in zip(wanted, decoded, strict=True)]
+
+    def _keep(
+        self,
+        residuals: list[tf.Variable],
+        left: list[tf.Tensor],
+        codes: list[codec.Code],
+        whole: list,
+    ) -> None:
+        """Remember what is left, unless some rank's gradients were not finite.
+
+        Such a step may be skipped: then what it sent is lost. What all ranks got tells all of them.
+        """
+        got = [getattr(w, "values", w) for w in whole] + [code.scales for code in codes]
+        finite = [tf.reduce_all(tf.math.is_finite(g)) for g in got if g.dtype.is_floating]
+
+        def assign() -> bool:
+            for residual, value in zip(residuals, left, strict=True):
+                residual.assign(value)
+            return True
+
+        tf.cond(tf.reduce_all(finite), assign, lambda: False)
 
     def _to_owners(
         self,

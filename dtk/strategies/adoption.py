@@ -48,6 +48,7 @@ class Adoption:
         self.strategy = strategy
         self.feed = feeding.Feed(model, strategy, self.distribute)
         self.callbacks: Any = None
+        self._carried: dict = {}
 
     @property
     def takes_over(self) -> bool:
@@ -189,7 +190,7 @@ class Adoption:
 
     def meet(self) -> None:
         """Make the weights of replicas that train apart equal. All ranks call it together."""
-        if not self.trains_apart:
+        if not self.trains_apart or _true_or_none(steps.weights_are_equal(self.model)):
             return
         for exchanging in optimizing.exchangings_of(self.model):
             exchanging.close()
@@ -224,11 +225,27 @@ class Adoption:
 
     def equal_variables(self) -> list:
         """Every variable that steps keep equal on all ranks."""
-        return list(self.model.weights) if self.trains_apart else self.shared_variables()
+        if not self.trains_apart:
+            return self.shared_variables()
+        rates = [
+            v
+            for optimizer in optimizing.optimizers_of(self.model)
+            for v in optimizer.variables
+            if v.path.endswith("learning_rate")
+        ]
+        return [*self.model.weights, *rates]
+
+    def agreed_variables(self) -> list:
+        """What ranks agree on before steps: all, but for slots that have become a rank's own."""
+        begun = any(exchanging.begun for exchanging in optimizing.exchangings_of(self.model))
+        return self.equal_variables() if begun else self.shared_variables()
 
     def exchange_state(self) -> dict:
-        """What the exchange of gradients remembers, of all ranks. All ranks call it together."""
-        return {
+        """What the exchange of gradients remembers, of all ranks. All ranks call it together.
+
+        One worker exchanges nothing, and carries what more of them have left.
+        """
+        return self._carried | {
             f"{i}/{name}": item
             for i, exchanging in enumerate(optimizing.exchangings_of(self.model))
             for name, item in exchanging.memory.collect().items()
@@ -236,7 +253,9 @@ class Adoption:
 
     def restore_exchange(self, state: dict) -> None:
         """Go on from what `exchange_state` returned."""
-        for i, exchanging in enumerate(optimizing.exchangings_of(self.model)):
+        exchangings = optimizing.exchangings_of(self.model)
+        self._carried = {} if exchangings else dict(state)
+        for i, exchanging in enumerate(exchangings):
             start = f"{i}/"
             mine = {k.removeprefix(start): v for k, v in state.items() if k.startswith(start)}
             exchanging.memory.restore(mine)
@@ -248,6 +267,10 @@ class Adoption:
         optimizer_variables = [v for optimizer in optimizers for v in optimizer.variables]
         unique = {id(v): v for v in [*self.model.weights, *optimizer_variables]}
         return [v for key, v in unique.items() if key not in own]
+
+
+def _true_or_none(flag: Any) -> bool:
+    return flag is None or bool(flag)
 
 
 def _first_part(spec: Any) -> Any:

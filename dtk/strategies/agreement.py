@@ -202,13 +202,18 @@ def check_same_weights(adoption: Any, when: str) -> None:
         )
 
 
-def start_from(root: int, adoption: Any) -> list[str]:
+def start_from(root: int, adoption: Any, variables: Sequence | None = None) -> list[str]:
     """Give every rank `root`'s values of the variables that differ.
+
+    Args:
+        root: Whose values count.
+        adoption: The model's adoption.
+        variables: Which; None is all weights and optimizer state.
 
     Returns:
         The paths of the variables that differed.
     """
-    variables = adoption.shared_variables()
+    variables = adoption.shared_variables() if variables is None else variables
     wanted = [variables[index] for index in differing(variables, adoption.strategy)]
     if wanted:
         values = adoption.strategy.communicator.broadcast(
@@ -232,7 +237,7 @@ def agree_on_weights(adoption: Any) -> None:
     """What `fit` does when it begins, for steps taken without it."""
     if adoption.strategy.communicator.size > 1:
         compare(_shapes(adoption), adoption.strategy.communicator)
-        start_from(0, adoption)
+        start_from(0, adoption, adoption.agreed_variables())
     spread_seeds(adoption)
 
 
@@ -274,6 +279,26 @@ def tell(callbacks: Sequence, event: str, *args: Any) -> None:
             method(*args)
 
 
+class Meeting(keras.callbacks.Callback):
+    """Runs before the user's callbacks: what they see at the end of an epoch is the world's."""
+
+    def __init__(self, adoption: Any):
+        super().__init__()
+        self.adoption = adoption
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        """Close blocks of replicas that train apart, and average numbers that no metric counts."""
+        if not self.adoption.trains_apart:
+            return
+        self.adoption.meet()
+        logs = {} if logs is None else logs
+        told = self.adoption.strategy.communicator.allgather_object(logs)
+        for name in logs:
+            values = [one[name] for one in told]
+            if isinstance(values[0], float) and len(set(values)) > 1:
+                logs[name] = sum(values) / len(values)
+
+
 class Agreement(keras.callbacks.Callback):
     """Runs after the user's callbacks, so that what one of them decided on one rank holds on all.
 
@@ -304,7 +329,7 @@ class Agreement(keras.callbacks.Callback):
         adoption = self.adoption
         if not self._alone:
             check_same_run(adoption, self.params)
-            start_from(0, adoption)
+            start_from(0, adoption, adoption.agreed_variables())
             adoption.set_initial_epoch(
                 adoption.strategy.communicator.broadcast_object(adoption.initial_epoch())
             )

@@ -40,6 +40,11 @@ class Exchanging:
         """Whether replicas also take steps of their own."""
         return self._exchange.local
 
+    @property
+    def begun(self) -> bool:
+        """Whether a step has been traced."""
+        return bool(self._exchangers)
+
     def of(self, variables: Sequence | None) -> Exchanger:
         """The exchanger of the gradients of these Keras variables; None is all of them."""
         trained = list(variables or adopt.trained_variables(self._inner))

@@ -54,13 +54,18 @@ def _wrapped_fit(fit: Callable, model: Any, adoption: Any) -> Callable:
             {"training data": asked["x"], "validation data": asked["validation_data"]},
             callbacks.callbacks if listed else keras.tree.flatten(callbacks or []),
         )
+        adoption.meet()
         last = agreement.Agreement(adoption, every_batch)
         if listed:
             join(callbacks, last, {"epochs": asked["epochs"], "steps": None, "verbose": 0})
         else:
             asked["verbose"] = asked["verbose"] if strategy.is_chief else 0
             callbacks = keras.callbacks.CallbackList(
-                [*with_history(on_this_rank(callbacks, strategy)), last],
+                [
+                    agreement.Meeting(adoption),
+                    *with_history(on_this_rank(callbacks, strategy)),
+                    last,
+                ],
                 add_history=True,
                 add_progbar=asked["verbose"] != 0,
                 model=model,
@@ -110,11 +115,13 @@ def _wrapped_quiet(method: Callable, adoption: Any) -> Callable:
 
 def _wrapped_on_batch(method: Callable, adoption: Any) -> Callable:
     """Steps without `fit`: agree before the first, and look again after 1, 2, 4, 8, ... of them."""
-    calls = 0
+    calls, trains = 0, method.__name__ == "train_on_batch"
 
     @functools.wraps(method)
     def on_batch(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
+        if calls == 0 or not trains:
+            adoption.meet()
         if calls == 0 and adoption.model.built:
             agreement.agree_on_weights(adoption)
         try:
@@ -163,9 +170,12 @@ def on_this_rank(callbacks: Any, strategy: Any) -> list:
 def join(callbacks: Any, last: agreement.Agreement, params: dict) -> None:
     """Make a `CallbackList` that the script built itself do what `fit`'s own would."""
     adoption = last.adoption
-    mine = [c for c in callbacks.callbacks if not isinstance(c, agreement.Agreement)]
-    last.set_model(adoption.model)
-    callbacks.callbacks[:] = [*on_this_rank(mine, adoption.strategy), last]
+    ours = (agreement.Agreement, agreement.Meeting)
+    mine = [c for c in callbacks.callbacks if not isinstance(c, ours)]
+    first = agreement.Meeting(adoption)
+    for callback in (first, last):
+        callback.set_model(adoption.model)
+    callbacks.callbacks[:] = [first, *on_this_rank(mine, adoption.strategy), last]
     callbacks.set_params({**params, **(callbacks.params or {})})
 
 

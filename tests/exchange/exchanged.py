@@ -235,6 +235,57 @@ def statistics_apart():
     return between, evaluated, bodies.flat(model.get_weights())
 
 
+def around_open_blocks():
+    """What single test batches, `fit` and `evaluate` make of a block that is open.
+
+    Returns the weight as everything finds it, and how much `evaluate` changes the slots.
+    """
+    x, y = cases.rows(48)
+    with exchanging(exchanges.ModelAveraging(period=10_000)) as strategy:
+        model = perceptron(strategy, make("momentum"))
+        seen = keras.callbacks.LambdaCallback(
+            on_epoch_begin=lambda epoch, logs: found.append(bodies.flat(model.get_weights())),
+            on_epoch_end=lambda epoch, logs: found.append(bodies.flat(model.get_weights())),
+        )
+        found, own = [], []
+        for look in (
+            lambda: model.test_on_batch(x[:16], y[:16]),
+            lambda: model.predict_on_batch(x[:2]),
+            lambda: model.fit(x, y, batch_size=16, verbose=0, callbacks=[seen]),
+        ):
+            for i in range(3):
+                model.train_on_batch(x[16 * i : 16 * i + 16], y[16 * i : 16 * i + 16])
+            own.append(bodies.flat(model.get_weights()))
+            look()
+            if len(own) < 3:
+                found.append(bodies.flat(model.get_weights()))
+        slots = bodies.flat([v.numpy() for v in model.optimizer.variables])
+        model.evaluate(x, y, verbose=0)
+        after = bodies.flat([v.numpy() for v in model.optimizer.variables])
+    return own, found, float(abs(after - slots).max())
+
+
+def own_logs(value):
+    """The history of a train step that returns a loss which no metric counts."""
+
+    class Own(keras.Sequential):
+        def train_step(self, data):
+            images, labels = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(y=labels, y_pred=self(images, training=True))
+            variables = self.trainable_variables
+            self.optimizer.apply(tape.gradient(loss, variables), variables)
+            return {"own": loss}
+
+    x, y = cases.rows(48)
+    with exchanging(value) as strategy:
+        with bodies.scope_of(strategy):
+            keras.utils.set_random_seed(3)
+            model = Own([keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.Dense(10)])
+            model.compile(optimizer=make("sgd"), loss=cases.crossentropy())
+        return model.fit(x, y, batch_size=16, epochs=2, verbose=0).history["own"]
+
+
 def refused(options):
     """The message of the error that training raises."""
     x, y = cases.rows(16)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import doctest
 
+import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 
 from dtk.exchange import Downpour, Quantized, downpour
-from dtk.strategies import parameter_server
+from dtk.strategies import parameter_server, sifting
 from dtk.strategies.consistency import Async, BoundedDelay, Sync
 
 
@@ -59,6 +62,24 @@ def test_what_does():
         assert parameter_server._checked(exchange, consistency) is exchange
     for bits in ("4bit", Quantized(4), Downpour(bits=4)):
         assert parameter_server._checked(bits, Async()) == Downpour(bits=4)
+
+
+@pytest.mark.parametrize("shapes", [[(7,), (3,)], [(40, 12)], [(7,), (40, 12), (3,)]], ids=str)
+def test_a_server_may_hold_vectors_only_or_kernels_only(shapes):
+    """Both once failed: what is coded, or what is not, was no list of tensors."""
+    random = np.random.default_rng(0)
+    weights = [keras.Variable(random.normal(size=shape), dtype="float32") for shape in shapes]
+    layout = sifting.QuantizedLayout(weights, set(), 8)
+    gradients = [tf.constant(random.normal(size=shape), tf.float32) for shape in shapes]
+
+    @tf.autograph.experimental.do_not_convert
+    def there_and_back(flat):
+        (sent, codes), (kept,) = layout.sift([flat], tf.constant(1.0))
+        return layout._joined(layout.dense[0], sent, codes), kept
+
+    flat = tf.concat([tf.reshape(g, [-1]) for g in gradients], 0)
+    joined, kept = tf.function(there_and_back)(flat)
+    np.testing.assert_allclose(joined + kept, flat, atol=1e-6)
 
 
 def test_the_examples_in_the_docstrings():

@@ -8,6 +8,7 @@ import importlib
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from dtk import exchange as exchanges
 from dtk.communicators.local import LocalCommunicator
@@ -111,6 +112,12 @@ def test_vectors_and_scalars_travel_whole(pool):
 
 @two
 def test_a_step_that_is_not_finite_says_so_everywhere_and_leaves_no_trace(pool):
+    left = pool.run(exchanged.sums, Quantized(1), 2, True, 1)
+    before = pool.run(exchanged.sums, Quantized(1), 1, True)
+    for (_, remembered, _), (_, expected, _) in zip(left, before, strict=True):
+        # On the other rank, and of other columns, as well: what it sent was not applied.
+        for name, value in expected.items():
+            np.testing.assert_array_equal(remembered[name], value, err_msg=name)
     broken = pool.run(exchanged.sums, Quantized(1), 3, True, 1)
     for outputs, remembered, _ in broken:
         assert not np.isfinite(outputs[1][1]).all()
@@ -127,6 +134,14 @@ def test_the_wire_carries_packed_bits(pool):
     assert sent <= codes + whole + 16
     _, _, dense = pool.run(exchanged.sums, Dense(), 2, True)[0]
     assert dense == 4 * sum(int(np.prod(shape)) for shape in exchanged.SHAPES)
+
+
+@pytest.mark.parametrize("bits", codec.BITS)
+def test_every_number_of_bits_codes_kernels(bits):
+    """16 bits once coded nothing, and tests that took them for "nearly lossless" tested Dense."""
+    assert quantized.is_coded((64, 32), tf.float32, bits)
+    assert quantized.is_coded((3, 3, 4, 6), tf.float32, bits)
+    assert not quantized.is_coded((64,), tf.float32, bits)
 
 
 def test_columns_are_striped_as_in_cntk():
@@ -284,6 +299,26 @@ def test_evaluating_closes_a_block_and_averages_statistics(pool):
 
 
 @two
+def test_a_block_is_closed_before_anything_looks_at_the_weights(pool):
+    """Single batches and `fit` once went on from rank 0's weights; callbacks saw a rank's own."""
+    (own, found, changed), (other, others, also) = pool.run(exchanged.around_open_blocks)
+    for i in range(3):
+        assert not np.array_equal(own[i], other[i])
+        np.testing.assert_allclose(found[i], (own[i] + other[i]) / 2, atol=1e-6)
+    for one, another in zip(found, others, strict=True):
+        assert np.array_equal(one, another)
+    assert changed == also == 0.0, "evaluating leaves the optimizer's state alone"
+
+
+@two
+@pytest.mark.parametrize("value", [BlockMomentum(10_000), Quantized(8)], ids=str)
+def test_numbers_that_no_metric_counts_are_the_same_everywhere(pool, value):
+    """ReduceLROnPlateau and the like once decided on each rank by its own loss."""
+    first, second = pool.run(exchanged.own_logs, value)
+    assert first == second
+
+
+@two
 def test_blocks_within_one_execution(pool):
     arguments = BlockMomentum(block_size=32), "momentum", 155, 16, 2
     alone = pool.run(exchanged.train, *arguments)
@@ -351,10 +386,44 @@ def test_the_same_number_of_workers_gets_back_what_each_had():
     assert memory.variable("sum", "sum", (2,)).numpy().tolist() == [3, 4]
 
 
+def test_one_worker_carries_what_several_remembered():
+    from dtk.strategies import AllReduceStrategy
+    from dtk.strategies.adoption import adoption_of
+
+    strategy = AllReduceStrategy(communicator="local", exchange="1bit")
+    adoption = adoption_of(exchanged.perceptron(strategy, exchanged.make("sgd")))
+    adoption.restore_exchange({"0/0/sum": SAVED["sum"]})
+    assert adoption.exchange_state() == {"0/0/sum": SAVED["sum"]}
+
+
 def test_what_no_step_asked_for_yet_is_saved_again():
     memory = Memory(LocalCommunicator(), "CPU:0")
     memory.restore(SAVED)
     assert memory.collect() == SAVED
+
+
+def test_what_one_of_two_lists_of_gradients_remembers_is_saved_again():
+    memory = Memory(LocalCommunicator(), "CPU:0")
+    memory.restore({f"{i}/same": SAVED["same"] for i in range(2)})
+    memory.part("0/").variable("same", "same", (2,))
+    assert set(memory.collect()) == {"0/same", "1/same"}
+
+
+def test_a_checkpoint_keeps_bfloat16(tmp_path):
+    memory = Memory(LocalCommunicator(), "CPU:0")
+    memory.variable("sum", "sum", (2,), tf.bfloat16).assign([1.5, -2.0])
+    np.savez(tmp_path / "saved.npz", memory.collect()["sum"]["value"])
+    saved = {"sum": {"kind": "sum", "value": np.load(tmp_path / "saved.npz")["arr_0"]}}
+    memory.variable("sum", "sum", (2,)).assign([0.0, 0.0])
+    memory.restore(saved)
+    assert memory.variable("sum", "sum", (2,)).numpy().tolist() == [1.5, -2.0]
+
+
+def test_what_another_exchange_remembered_is_refused():
+    memory = Memory(LocalCommunicator(), "CPU:0")
+    memory.restore({"same": SAVED["same"]})
+    with pytest.raises(ValueError, match="the checkpoint remembers same of shape"):
+        memory.variable("same", "same", (3,))
 
 
 # Bad input.
