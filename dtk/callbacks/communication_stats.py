@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from dtk.callbacks.base import StrategyCallback
+from dtk.strategies import ParameterServerStrategy
 
 
 class CommunicationStats(StrategyCallback):
@@ -15,6 +16,9 @@ class CommunicationStats(StrategyCallback):
     statistics and metrics (see `Communicator.bytes_sent`). `comm_share` is the part of the epoch's
     time in which a collective was under way, waiting for slower ranks included; what overlaps with
     computing counts too. Validation counts for neither. With one process both are 0.
+
+    Raises:
+        ValueError: At train begin, behind parameter servers.
 
     Example:
         >>> import dtk, keras, numpy as np
@@ -32,6 +36,14 @@ class CommunicationStats(StrategyCallback):
         super().__init__()
         self._first: int | None = None
         self._end: tuple | None = None
+
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        """Refuse where nothing goes through the communicator."""
+        if isinstance(self.strategy, ParameterServerStrategy):
+            raise ValueError(
+                "CommunicationStats: workers of parameter servers speak with the servers, not with "
+                "each other; use dtk.callbacks.ServerReport(), which counts what they move"
+            )
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Note where the counts stand."""

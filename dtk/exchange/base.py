@@ -65,8 +65,8 @@ class Exchange(abc.ABC):
             trained: What the gradients are for.
         """
 
-    def check(self, size: int) -> None:  # noqa: B027
-        """Refuse a number of workers it cannot work with.
+    def check(self, communicator: Communicator) -> None:  # noqa: B027
+        """Refuse workers it cannot work with: too many, or joined by what cannot add its sums up.
 
         Raises:
             ValueError: With the cure.
@@ -105,8 +105,18 @@ class Exchanger(abc.ABC):
     def count(self, portion: Portion | None) -> None:  # noqa: B027
         """Told after every step of which batch it was."""
 
+    def count_exact(self, portion: Portion) -> None:  # noqa: B027
+        """Told instead of `count` after a step whose gradients another exchanger has summed."""
+
     def together(self) -> tf.Tensor | None:
         """Whether all ranks hold the same weights now; None where they always do."""
+        return None
+
+    def share(self) -> tf.Tensor | None:
+        """What this rank counts in a mean over ranks that have just become equal; they add up to 1.
+
+        None where ranks are equal always.
+        """
         return None
 
     def close(self) -> None:  # noqa: B027

@@ -10,9 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
-from dtk.exchange.base import Exchanger, Trained
 from dtk.exchange.local import LocalExchange, LocalExchanger
-from dtk.exchange.memory import Memory
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,9 @@ class BlockMomentum(LocalExchange):
         rate: The block learning rate.
         nesterov: Whether to look ahead.
         reset_local_momentum: Whether to forget the optimizer's momentum after each block: it was
-            gathered on the way to weights that nobody has any more. Second moments stay.
+            gathered on the way to weights that nobody has any more. Second moments and step counts
+            stay, so Adam, who divides by what its momentum must have gathered, takes smaller steps
+            at first; with it, leave this out.
 
     Raises:
         ValueError: An argument is out of range, or a block has less than a row for each worker.
@@ -68,8 +68,9 @@ class BlockMomentum(LocalExchange):
         if not 0.0 < self.rate < math.inf:
             raise ValueError(f"BlockMomentum(rate={self.rate!r}); expected a positive number")
 
-    def check(self, size: int) -> None:
+    def check(self, communicator: Communicator) -> None:
         """See `Exchange.check`."""
+        size = communicator.size
         if self.block_size < size:
             raise ValueError(
                 f"BlockMomentum(block_size={self.block_size}) has less than a row for each of "
@@ -84,11 +85,6 @@ class BlockMomentum(LocalExchange):
         """eta of a block of so many rows: a float, or a tensor for a tensor."""
         full = 1.0 - 1.0 / workers if self.momentum is None else self.momentum
         return full ** (rows / self.block_size)
-
-    def exchanger(self, communicator: Communicator, memory: Memory, trained: Trained) -> Exchanger:
-        """See `Exchange.exchanger`."""
-        rows = self.rows_in_block(communicator.size)
-        return LocalExchanger(communicator, memory, trained, rows, self.combine)
 
     def combine(self, block: LocalExchanger, start: Sequence[Any]) -> None:
         """Close a block: see the equations above."""
@@ -141,18 +137,11 @@ class ModelAveraging(LocalExchange):
         """See `LocalExchange.rows_in_block`."""
         return self.period * size
 
-    def exchanger(self, communicator: Communicator, memory: Memory, trained: Trained) -> Exchanger:
-        """See `Exchange.exchanger`."""
-        rows = self.rows_in_block(communicator.size)
-        return LocalExchanger(communicator, memory, trained, rows, self.combine)
-
     def combine(self, block: LocalExchanger, start: Sequence[Any]) -> None:
         """Close a block: see the equation above."""
         del start
         weights = block.trained.variables
-        share = tf.math.divide_no_nan(
-            tf.convert_to_tensor(block.own_rows), tf.cast(block.rows, tf.float32)
-        )
+        share = block.share()
         parts = [weight * tf.cast(share, weight.dtype) for weight in weights]
         for weight, mean in zip(weights, block.communicator.allreduce(parts), strict=True):
             weight.assign(mean)

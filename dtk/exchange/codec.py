@@ -1,7 +1,8 @@
 """n-bit quantisation of gradients, packed: what goes over the wire, and back.
 
 A gradient is quantised column by column, because the entries of a column are of one size: for a
-kernel a column is what one output unit or channel has, along the last axis; a vector is one column.
+kernel a column is what one output unit or channel has, along the last axis (of a transposed
+convolution that is an input channel); a vector is one column.
 
     kernel (3, 3, 16, 32)  ->  32 columns of 144 entries  ->  1 bit: (32, 18) bytes, (32, 2) floats
 
@@ -45,9 +46,11 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     """Columns and entries of each, for a weight of this shape.
 
     Example:
-        >>> matrix_shape((3, 3, 16, 32)), matrix_shape((10,)), matrix_shape(())
-        ((32, 144), (1, 10), (1, 1))
+        >>> matrix_shape((3, 3, 16, 32)), matrix_shape((3, 3, 16, 1)), matrix_shape((10,))
+        ((32, 144), (16, 9), (1, 10))
     """
+    while len(shape) > 2 and shape[-1] == 1:
+        shape = shape[:-1]  # a depthwise kernel: its channels are one place before
     columns = shape[-1] if len(shape) > 1 else 1
     return columns, math.prod(shape) // max(columns, 1)
 

@@ -17,15 +17,16 @@ _DTYPES = ("float16", "bfloat16")
 class Dense(Exchange):
     """Send whole gradients, as they are or in half precision.
 
-    Half precision sends half the bytes and rounds each gradient once per rank and once for the sum;
-    nothing is remembered. float16 has three bits more than bfloat16 but ends at 65504, and what is
-    below 6e-8 is lost: with small gradients train with a `LossScaleOptimizer` or use bfloat16.
+    Half precision sends half the bytes and rounds each gradient once per rank and once for each sum
+    of two; nothing is remembered. float16 has three bits more than bfloat16 but ends at 65504, and
+    what is below 6e-8 is lost: with small gradients train with a `LossScaleOptimizer` or use
+    bfloat16.
 
     Args:
         dtype: "float16", "bfloat16", or None for the gradients' own.
 
     Raises:
-        ValueError: Another dtype.
+        ValueError: Another dtype, or the communicator cannot add it up (Horovod: bfloat16).
 
     Example:
         >>> Dense("float16")
@@ -39,6 +40,15 @@ class Dense(Exchange):
             raise ValueError(
                 f"Dense(dtype={self.dtype!r}); expected {' or '.join(map(repr, _DTYPES))}, or None "
                 "to send gradients as they are"
+            )
+
+    def check(self, communicator: Communicator) -> None:
+        """See `Exchange.check`."""
+        adds = getattr(communicator, "reduces", ())
+        if self.dtype is not None and adds and tf.as_dtype(self.dtype) not in adds:
+            raise ValueError(
+                f"{self}: {communicator.name} adds no {self.dtype} up, so whole floats would be "
+                'sent; use exchange="fp16", or communicator="collective"'
             )
 
     def exchanger(self, communicator: Communicator, memory: Memory, trained: Trained) -> Exchanger:

@@ -34,6 +34,17 @@ class LocalExchange(Exchange):
     def rows_in_block(self, size: int) -> int:
         """Rows of all `size` workers after which a block is closed."""
 
+    @abc.abstractmethod
+    def combine(self, block: LocalExchanger, start: Sequence[Any]) -> None:
+        """Give all workers new weights, the same; `start` are those the block began with."""
+
+    def exchanger(
+        self, communicator: Communicator, memory: Memory, trained: Trained
+    ) -> LocalExchanger:
+        """See `Exchange.exchanger`."""
+        rows = self.rows_in_block(communicator.size)
+        return LocalExchanger(communicator, memory, trained, rows, self.combine)
+
 
 class LocalExchanger(Exchanger):
     """Counts rows, opens blocks and closes them.
@@ -113,9 +124,20 @@ class LocalExchanger(Exchanger):
 
         tf.cond(rows >= self._limit, close, lambda: False)
 
+    def count_exact(self, portion: Portion) -> None:
+        """See `Exchanger.count_exact`."""
+        self._share().assign(portion.share)
+
     def together(self) -> tf.Tensor | None:
         """See `Exchanger.together`."""
         return tf.equal(self.rows, 0)
+
+    def share(self) -> tf.Tensor | None:
+        """This worker's part of the rows of the block that was closed last."""
+        return self._share().read_value()
+
+    def _share(self) -> tf.Variable:
+        return self.memory.scratch("share", (), tf.float32)
 
     def close(self) -> None:
         """See `Exchanger.close`. Called between steps, not inside one."""
@@ -123,6 +145,10 @@ class LocalExchanger(Exchanger):
             self._close()
 
     def _close(self) -> None:
+        share = tf.math.divide_no_nan(
+            self.own_rows.read_value(), tf.cast(self.rows.read_value(), tf.float32)
+        )
+        self._share().assign(share)
         self._combine(self, self._start())
         self.rows.assign(0)
         self.own_rows.assign(0.0)

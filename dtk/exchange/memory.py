@@ -106,8 +106,12 @@ class Memory:
 
         return _outside(make)
 
-    def collect(self) -> dict[str, dict]:
-        """Everything remembered, of all ranks, on every rank. All ranks call it together."""
+    def collect(self, root: int | None = None) -> dict[str, dict]:
+        """Everything remembered, of all ranks. All ranks call it together.
+
+        Args:
+            root: The rank that is to keep it, of all ranks; None: each keeps it.
+        """
         saved = dict(self._restored)  # what no step has asked for yet
         for name, kept in self._kept.items():
             value = tf.convert_to_tensor(kept.variable)
@@ -117,7 +121,8 @@ class Memory:
                 value = self._communicator.allgather(value)
             # Files know no bfloat16.
             value = tf.cast(value, tf.float32) if value.dtype == tf.bfloat16 else value
-            saved[name] = {"kind": kept.kind, "value": value.numpy()}
+            if root in (None, self._communicator.rank):
+                saved[name] = {"kind": kept.kind, "value": value.numpy()}
         return saved
 
     def restore(self, saved: dict[str, dict]) -> None:

@@ -61,9 +61,9 @@ class WarmStart(Exchange):
         """See `Exchange`."""
         return self.exchange.remembers
 
-    def check(self, size: int) -> None:
+    def check(self, communicator: Communicator) -> None:
         """See `Exchange.check`."""
-        self.exchange.check(size)
+        self.exchange.check(communicator)
 
     def exchanger(self, communicator: Communicator, memory: Memory, trained: Trained) -> Exchanger:
         """See `Exchange.exchanger`."""
@@ -116,16 +116,25 @@ class WarmExchanger(Exchanger):
                 "WarmStart counts the rows of global batches, which only fit and train_on_batch "
                 "know; in a loop of your own use the exchange without it"
             )
-        tf.cond(self._warm(), lambda: False, lambda: self._count_later(portion))
-        self._seen().assign_add(portion.rows)
 
-    def _count_later(self, portion: Portion) -> bool:
-        self._later.count(portion)
-        return True
+        def counted(count: Callable[[Portion], None]) -> bool:
+            count(portion)
+            return True
+
+        tf.cond(
+            self._warm(),
+            lambda: counted(self._later.count_exact),
+            lambda: counted(self._later.count),
+        )
+        self._seen().assign_add(portion.rows)
 
     def together(self) -> tf.Tensor | None:
         """See `Exchanger.together`."""
         return self._later.together()
+
+    def share(self) -> tf.Tensor | None:
+        """See `Exchanger.share`."""
+        return self._later.share()
 
     def close(self) -> None:
         """See `Exchanger.close`."""

@@ -194,7 +194,8 @@ class Adoption:
             return
         for exchanging in optimizing.exchangings_of(self.model):
             exchanging.close()
-        agreement.average(self.model.non_trainable_weights, self.strategy)
+        share = steps.share_of_meeting(self.model)
+        agreement.average(self.model.non_trainable_weights, share, self.strategy)
 
     def go_back(self) -> None:
         """Called when `evaluate`, `predict` or a single step inside `fit` is over."""
@@ -241,14 +242,14 @@ class Adoption:
         return self.equal_variables() if begun else self.shared_variables()
 
     def exchange_state(self) -> dict:
-        """What the exchange of gradients remembers, of all ranks. All ranks call it together.
+        """What the exchange of gradients remembers, of all ranks, on rank 0. All ranks call it.
 
         One worker exchanges nothing, and carries what more of them have left.
         """
         return self._carried | {
             f"{i}/{name}": item
             for i, exchanging in enumerate(optimizing.exchangings_of(self.model))
-            for name, item in exchanging.memory.collect().items()
+            for name, item in exchanging.memory.collect(root=0).items()
         }
 
     def restore_exchange(self, state: dict) -> None:

@@ -224,12 +224,18 @@ def start_from(root: int, adoption: Any, variables: Sequence | None = None) -> l
     return [variable.path for variable in wanted]
 
 
-def average(variables: Sequence, strategy: Any) -> None:
-    """Give every rank the mean of what the ranks hold of the floating-point ones that differ."""
+def average(variables: Sequence, share: Any, strategy: Any) -> None:
+    """Give every rank the mean of what the ranks hold of the floating-point ones that differ.
+
+    Args:
+        variables: Keras variables.
+        share: What this rank's count in the mean; all ranks' add up to 1.
+        strategy: The strategy.
+    """
     floats = [v for v in variables if keras.backend.is_float_dtype(v.dtype)]
     wanted = [floats[index] for index in differing(floats, strategy)]
-    values = [keras.ops.convert_to_tensor(v) for v in wanted]
-    for variable, mean in zip(wanted, strategy.communicator.allreduce(values, "mean"), strict=True):
+    values = [keras.ops.convert_to_tensor(v) * tf.cast(share, v.dtype) for v in wanted]
+    for variable, mean in zip(wanted, strategy.communicator.allreduce(values), strict=True):
         variable.assign(mean)
 
 

@@ -52,10 +52,10 @@ class AllReduceStrategy(DtkStrategy):
             device = start.pin_device(communicator)
         super().__init__(AllReduceExtended(self, device, communicator), communicator)
         self.exchange = parsed
-        parsed.check(communicator.size)
         if exchange is not None and communicator.size == 1:
             print(f"dtk: one worker has nobody to exchange gradients with; {parsed} is not used")
         self.shuffle_seed = self.seed_in_force = start.agree(communicator, exchange=repr(parsed))
+        parsed.check(communicator)
 
     def local_ranks(self) -> Sequence[int]:
         """This process holds one replica."""

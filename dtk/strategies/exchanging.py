@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,11 +55,14 @@ class Exchanging:
         return self._exchangers[key]
 
     def _make(self, trained: list) -> Exchanger:
-        strategy, number = self._strategy, len(self._exchangers)
-        memory = self.memory.part(f"{number}/")
-        if self.local:
+        strategy = self._strategy
+        if self.local and not self._exchangers:
             for i, slot in enumerate(slots_of(self._outer)):
-                memory.keep(f"slot_{i}", "mean", adopt.stored(slot))
+                self.memory.keep(f"slot_{i}", "mean", adopt.stored(slot))
+        # Other variables, such as those that are not frozen any more, have gradients of their own.
+        places = {id(v): i for i, v in enumerate(adopt.trained_variables(self._inner))}
+        key = str([places.get(id(v)) for v in trained])
+        memory = self.memory.part(f"{hashlib.blake2b(key.encode(), digest_size=4).hexdigest()}/")
         return self._exchange.exchanger(
             strategy.communicator,
             memory,
@@ -112,11 +116,15 @@ class Exchanging:
         for exchanger in self._exchangers.values():
             exchanger.close()
 
-    def together(self) -> tf.Tensor | None:
-        """Whether all ranks hold the same weights now; None where they always do."""
+    def together(self) -> list[tf.Tensor]:
+        """For each exchanger that lets ranks part, whether all hold the same weights now."""
         flags = [exchanger.together() for exchanger in self._exchangers.values()]
-        known = [flag for flag in flags if flag is not None]
-        return tf.reduce_all(known) if known else None
+        return [flag for flag in flags if flag is not None]
+
+    def share(self) -> tf.Tensor | None:
+        """See `Exchanger.share`."""
+        shares = [exchanger.share() for exchanger in self._exchangers.values()]
+        return next((share for share in shares if share is not None), None)
 
 
 def exchanging_of(outer: Any, inner: Any, strategy: Any) -> Exchanging | None:

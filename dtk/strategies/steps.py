@@ -44,9 +44,14 @@ def run_step(step_function: Callable, batch: slicing.Slices, model: Any, strateg
 
 def weights_are_equal(model: Any) -> tf.Tensor | None:
     """Whether all replicas hold the same weights now; None where they always do."""
-    flags = [exchanging.together() for exchanging in optimizing.exchangings_of(model)]
-    known = [flag for flag in flags if flag is not None]
-    return tf.reduce_all(known) if known else None
+    flags = [flag for e in optimizing.exchangings_of(model) for flag in e.together()]
+    return tf.reduce_all(flags) if flags else None
+
+
+def share_of_meeting(model: Any) -> tf.Tensor:
+    """What this replica counts in a mean over replicas that have just met; they add up to 1."""
+    shares = [e.share() for e in optimizing.exchangings_of(model)]
+    return next(share for share in shares if share is not None)
 
 
 def _own_state(step: tracing.Step, model: Any, logs: Any, together: tf.Tensor) -> Any:
@@ -58,9 +63,11 @@ def _own_state(step: tracing.Step, model: Any, logs: Any, together: tf.Tensor) -
     values = [tf.convert_to_tensor(v) for v in averaged]
     replica = tf.distribute.get_replica_context()
     if averaged:
+        share = share_of_meeting(model)
+        parts = [tf.math.multiply_no_nan(v, tf.cast(share, v.dtype)) for v in values]
         means = tf.cond(
             together,
-            lambda: replica.all_reduce(tf.distribute.ReduceOp.MEAN, values),
+            lambda: replica.all_reduce(tf.distribute.ReduceOp.SUM, parts),
             lambda: values,
         )
         for variable, mean in zip(averaged, means, strict=True):

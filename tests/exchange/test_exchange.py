@@ -319,6 +319,15 @@ def test_numbers_that_no_metric_counts_are_the_same_everywhere(pool, value):
 
 
 @two
+def test_moving_statistics_are_exact_in_a_warm_start(pool):
+    """19 rows are 16 and 3, and the 3 are two and one: they weigh by their rows."""
+    warm = pool.run(exchanged.normalised, WarmStart(BlockMomentum(64), samples=10_000), 19)
+    dense = pool.run(exchanged.normalised, Dense(), 19)
+    for one, other in zip(warm, dense, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+@two
 def test_blocks_within_one_execution(pool):
     arguments = BlockMomentum(block_size=32), "momentum", 155, 16, 2
     alone = pool.run(exchanged.train, *arguments)
@@ -439,21 +448,34 @@ def test_what_another_exchange_remembered_is_refused():
         (lambda: BlockMomentum(0), "BlockMomentum(block_size=0); expected a number of rows"),
         (lambda: BlockMomentum(64, momentum=1.0), "BlockMomentum(momentum=1.0)"),
         (lambda: BlockMomentum(64, rate=0.0), "BlockMomentum(rate=0.0)"),
-        (lambda: BlockMomentum(3).check(4), "block_size=3) has less than a row for each of 4"),
+        (
+            lambda: BlockMomentum(3).check(NullCommunicator(0, 4)),
+            "block_size=3) has less than a row for each of 4",
+        ),
         (lambda: ModelAveraging(0), "ModelAveraging(period=0); expected a number of rows"),
         (lambda: WarmStart(Quantized(1), samples=0), "WarmStart(samples=0)"),
         (lambda: WarmStart("1bit", samples=10), "WarmStart(exchange='1bit')"),
         (lambda: WarmStart(WarmStart(Dense(), 5), samples=10), "expected another exchange"),
-        (lambda: WarmStart(BlockMomentum(3), samples=10).check(4), "has less than a row"),
+        (
+            lambda: WarmStart(BlockMomentum(3), samples=10).check(NullCommunicator(0, 4)),
+            "has less than a row",
+        ),
         (lambda: Delayed(BlockMomentum(64)), "Delayed(exchange=BlockMomentum"),
         (lambda: Delayed(WarmStart(Dense(), 5)), "WarmStart(Delayed(...), samples=...)"),
         (lambda: exchanges.parse("3bit"), "expected one of fp16, bf16, 1bit"),
+        (lambda: Dense("bfloat16").check(OnlyFloat16(0, 2)), "adds no bfloat16 up"),
     ],
 )
 def test_bad_values_are_refused(make, message):
     with pytest.raises(ValueError) as raised:
         make()
     assert message in str(raised.value)
+
+
+class OnlyFloat16(NullCommunicator):
+    """What Horovod can add up of half precision."""
+
+    reduces = NullCommunicator.reduces - {tf.bfloat16}
 
 
 def test_an_exchange_of_another_kind_is_refused():
