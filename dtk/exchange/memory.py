@@ -56,6 +56,11 @@ class Memory:
         self._scratch: dict[str, tf.Variable] = {}
         self._restored: dict[str, dict] = {}
 
+    @property
+    def variables(self) -> list:
+        """Every variable made or kept so far."""
+        return [*(kept.variable for kept in self._kept.values()), *self._scratch.values()]
+
     def part(self, prefix: str) -> Memory:
         """This memory, with something put before every name."""
         part = copy.copy(self)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import keras
+
 from dtk.strategies import adopt, extended, optimizing, steps
 
 
 class Snapshot:
-    """What this process's replicas hold of some Keras variables.
+    """What this process's replicas hold of some variables, Keras's or TensorFlow's.
 
     Each replica gets its own value back, also where values differ by replica (metric state, dropout
     seeds, unfinished gradient accumulation). Nothing is communicated.
@@ -29,7 +31,7 @@ class Snapshot:
     """
 
     def __init__(self, variables: Iterable):
-        copies = [copy for v in variables for copy in extended.components(adopt.stored(v))]
+        copies = [copy for v in variables for copy in extended.components(_stored(v))]
         self._kept = [(copy, copy.numpy()) for copy in {id(c): c for c in copies}.values()]
 
     def restore(self) -> None:
@@ -38,8 +40,16 @@ class Snapshot:
             copy.assign(value)
 
 
+def _stored(variable: Any) -> Any:
+    return adopt.stored(variable) if isinstance(variable, keras.Variable) else variable
+
+
 def changed_by_training(model: Any) -> list:
-    """Every variable a training step may change: weights, seeds, metrics, optimizers' state."""
+    """Every variable a training step may change.
+
+    Weights, seeds, metrics, optimizers' state, and what the exchange of gradients remembers.
+    """
     optimizers = optimizing.optimizers_of(model)
     of_optimizers = [v for optimizer in optimizers for v in optimizer.variables]
-    return [*model.variables, *steps.metric_variables(model), *of_optimizers]
+    remembered = [v for e in optimizing.exchangings_of(model) for v in e.memory.variables]
+    return [*model.variables, *steps.metric_variables(model), *of_optimizers, *remembered]

@@ -286,6 +286,28 @@ def own_logs(value):
         return model.fit(x, y, batch_size=16, epochs=2, verbose=0).history["own"]
 
 
+def tried(value):
+    """What is remembered before some training, after it, and after taking it back."""
+    from dtk.strategies.adoption import adoption_of
+    from dtk.strategies.snapshot import Snapshot, changed_by_training
+
+    def remembered():
+        return {name: item["value"] for name, item in memory().items()}
+
+    x, y = cases.rows(64)
+    with exchanging(value) as strategy:
+        model = perceptron(strategy, make("sgd"))
+        memory = adoption_of(model).exchange_state
+        model.fit(x, y, batch_size=16, verbose=0)
+        found = [remembered()]
+        kept = Snapshot(changed_by_training(model))
+        model.fit(x, y, batch_size=16, verbose=0)
+        found.append(remembered())
+        kept.restore()
+        found.append(remembered())
+    return found
+
+
 def normalised(value, rows):
     """Moving statistics after batches that are cut unevenly."""
     x, y = cases.rows(rows)

@@ -328,6 +328,17 @@ def test_moving_statistics_are_exact_in_a_warm_start(pool):
 
 
 @two
+@pytest.mark.parametrize("value", [Quantized(1), BlockMomentum(32)], ids=str)
+def test_training_that_is_taken_back_leaves_no_trace(pool, value):
+    """AutoBatchSize trains a little with each size, and puts everything back."""
+    before, changed, after = pool.run(exchanged.tried, value)[0]
+    assert before.keys() == changed.keys() == after.keys() and before
+    assert any(not np.array_equal(before[name], changed[name]) for name in before)
+    for name, kept in before.items():
+        assert np.array_equal(after[name], kept), name
+
+
+@two
 def test_blocks_within_one_execution(pool):
     arguments = BlockMomentum(block_size=32), "momentum", 155, 16, 2
     alone = pool.run(exchanged.train, *arguments)
