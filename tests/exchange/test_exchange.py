@@ -9,6 +9,9 @@ import importlib
 import numpy as np
 import pytest
 import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
 
 from dtk import exchange as exchanges
 from dtk.communicators.local import LocalCommunicator
@@ -23,6 +26,7 @@ from dtk.exchange import (
     codec,
     quantized,
 )
+from dtk.exchange.base import Trained
 from dtk.exchange.memory import Memory
 from exchange import exchanged
 
@@ -90,6 +94,20 @@ def test_gradients_are_quantised_twice_and_what_is_left_is_kept(pool, bits, in_g
                 assert np.array_equal(outputs[step][coded], results[0][0][step][coded])
             np.testing.assert_allclose(remembered[f"residual_{coded}"], residuals, atol=1e-4)
             np.testing.assert_allclose(remembered[f"owner_residual_{coded}"], owner, atol=1e-4)
+
+
+MATRIX = (2, 5)
+ENTRIES = arrays.arrays("float32", MATRIX, elements=st.floats(-1e3, 1e3, width=32))
+
+
+@settings(max_examples=40)
+@given(given=ENTRIES, left=ENTRIES, bits=st.sampled_from(codec.BITS))
+def test_what_is_decoded_and_what_is_left_are_what_was_given_and_left_before(given, left, bits):
+    communicator = NullCommunicator(0, 2)
+    exchanger = Quantized(bits).exchanger(communicator, Memory(communicator, "CPU:0"), Trained())
+    _, (decoded,), (kept,) = exchanger._quantise([tf.constant(given)], [tf.Variable(left)])
+    size = np.abs(given + left).max(1, keepdims=True)
+    np.testing.assert_array_less(np.abs(decoded + kept - (given + left)), 1e-6 * size + 1e-30)
 
 
 @two
@@ -512,10 +530,22 @@ def test_what_cannot_work_together_is_refused(pool, options, message):
         assert message in told
 
 
-def test_one_worker_has_nobody_to_exchange_with(capsys):
+@pytest.mark.parametrize(
+    "value",
+    [
+        "1bit",
+        "fp16",
+        Delayed(),
+        BlockMomentum(8, momentum=0.5),
+        ModelAveraging(8),
+        WarmStart(Quantized(1), 8),
+    ],
+    ids=str,
+)
+def test_with_one_worker_every_exchange_is_the_identity_and_says_so(capsys, value):
     from dtk.strategies import AllReduceStrategy
 
-    strategy = AllReduceStrategy(communicator="local", exchange="1bit")
+    strategy = AllReduceStrategy(communicator="local", exchange=value)
     assert "one worker has nobody to exchange gradients with" in capsys.readouterr().out
     x, y = exchanged.cases.rows(32)
     trained = []
