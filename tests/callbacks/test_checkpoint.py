@@ -26,8 +26,14 @@ def check(results):
         assert result["resumed history"] == results[0]["resumed history"]
 
 
+# What others in the list show as well.
+LESS = ("delayed", "block momentum")
+
+
 @two_ranks
-@pytest.mark.parametrize("name", bodies.CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.full if n in LESS else ()) for n in bodies.CASES]
+)
 def test_resumed_equals_uninterrupted(pool, tmp_path, name):
     results = pool.run(bodies.resume, name, str(tmp_path), timeout=120)
     check(results)
