@@ -169,8 +169,10 @@ def test_mpirun_really_sets_what_is_read(tmp_path):
 
     if shutil.which("mpirun") is None:
         pytest.skip("Open MPI is not installed (Debian: openmpi-bin)")
+    # In one piece: ranks print at the same time.
     script = (
-        "from dtk.cluster import detect; e = detect(); print(e.kind, e.rank, e.size, e.local_size)"
+        "import os; from dtk.cluster import detect; e = detect()\n"
+        "os.write(1, f'{e.kind} {e.rank} {e.size} {e.local_size}\\n'.encode())"
     )
     out = subprocess.run(
         [

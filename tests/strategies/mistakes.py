@@ -255,8 +255,15 @@ def unbatched_dataset(strategy):
     cases.compiled(strategy).fit(dataset, verbose=0, shuffle=False)
 
 
-@mistake("ValueError", "exchange='1bit'", "not available in this version")
+@mistake("ValueError", "exchange='3bit'", "expected one of fp16, bf16, 1bit")
 def unknown_exchange(strategy):
     from dtk.strategies import AllReduceStrategy
 
-    AllReduceStrategy(strategy.communicator, exchange="1bit")
+    AllReduceStrategy(strategy.communicator, exchange="3bit")
+
+
+@mistake("DisagreementError", "ranks disagree on the exchange", "Quantized(bits=1)")
+def another_exchange_on_rank_1(strategy):
+    from dtk.strategies import AllReduceStrategy
+
+    AllReduceStrategy(strategy.communicator, exchange="1bit" if strategy.rank else None)
