@@ -31,7 +31,7 @@ parser.add_argument("--batch-size", type=int, default=64, help="the global batch
 parser.add_argument("--epochs", type=int, default=6)
 parser.add_argument("--warm", type=int, default=1437, help="samples of the warm start")
 parser.add_argument("--blocks", type=int, nargs="+", default=[256, 512, 1437])
-parser.add_argument("--steps", type=int, default=0, help="measure so many steps, in turns")
+parser.add_argument("--steps", type=int, default=0, help="measure so many, after one, in turns")
 parser.add_argument("--rounds", type=int, default=5, help="turns")
 parser.add_argument("--exchanges", nargs="+", help="some of those in the table, by name")
 parser.add_argument("--output", type=Path, default=Path("exchanges"), help="folder of the results")
@@ -107,17 +107,31 @@ def measure():
             )
         return model
 
+    class Stopwatch(keras.callbacks.Callback):
+        """Seconds of a step, without what `fit` does around the first and the last."""
+
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 1:
+                self.began = time.perf_counter()
+
+        def on_train_batch_end(self, batch, logs=None):
+            float(logs["loss"])  # wait for the step
+            if batch:
+                self.per_step = (time.perf_counter() - self.began) / batch
+
     def fit(model, rows, epochs):
-        stats = CommunicationStats()
+        watch = Stopwatch()
         began = time.perf_counter()
         history = model.fit(
-            images[:rows],
-            labels[:rows],
+            np.resize(images, (rows, *images.shape[1:])),
+            np.resize(labels, rows),
             batch_size=args.batch_size,
             epochs=epochs,
             verbose=0,
-            callbacks=[stats],
+            callbacks=[CommunicationStats(), watch] if args.steps else [CommunicationStats()],
         )
+        if args.steps:
+            return watch.per_step, history.history
         return time.perf_counter() - began, history.history
 
     for name, exchange in exchanges().items():
@@ -125,7 +139,10 @@ def measure():
             continue
         model = model_with(exchange)
         if args.steps:
-            found[name] = {"model": model, "seconds": [], "bytes": [], "share": []}
+            # A turn ends an epoch, and so a block: it must not do so before the block is full.
+            block = getattr(exchange, "block_size", 0) // args.batch_size
+            steps = max(args.steps, block) + 1
+            found[name] = {"model": model, "steps": steps, "seconds": [], "bytes": [], "share": []}
             continue
         fit(model, args.batch_size, 1)  # traces
         model.set_weights(model_with(exchange).get_weights())
@@ -139,9 +156,9 @@ def measure():
         }
     for turn in range(args.rounds + 1 if args.steps else 0):
         for result in found.values():
-            seconds, history = fit(result["model"], args.steps * args.batch_size, 1)
+            seconds, history = fit(result["model"], result["steps"] * args.batch_size, 1)
             if turn:  # the first one traces
-                result["seconds"].append(seconds / args.steps)
+                result["seconds"].append(seconds)
                 result["bytes"].append(history["comm_bytes"][0])
                 result["share"].append(history["comm_share"][0])
     for result in found.values():
