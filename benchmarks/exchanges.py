@@ -63,6 +63,7 @@ def measure():
     import keras
     import numpy as np
     from dtk.callbacks import CommunicationStats
+    from dtk.tuning.bench.models import resnet20
     from sklearn.datasets import load_digits
 
     strategy = dtk.strategies.AllReduceStrategy()
@@ -77,23 +78,6 @@ def measure():
     def perceptron():
         hidden = [keras.layers.Dense(args.width, activation="relu") for _ in range(2)]
         return keras.Sequential([keras.Input((64,)), *hidden, keras.layers.Dense(10)])
-
-    def resnet20():
-        def conv(x, filters, strides=1, activation="relu"):
-            x = keras.layers.Conv2D(filters, 3, strides, padding="same", use_bias=False)(x)
-            return keras.layers.Activation(activation)(keras.layers.BatchNormalization()(x))
-
-        x = conv(inputs := keras.Input((32, 32, 3)), 16)
-        for filters in (16, 32, 64):
-            for block in range(3):
-                strides = 2 if filters > 16 and not block else 1
-                y = conv(conv(x, filters, strides), filters, activation=None)
-                if strides > 1:
-                    x = keras.layers.AveragePooling2D(2)(x)
-                    x = keras.layers.Concatenate()([x, keras.ops.zeros_like(x)])
-                x = keras.layers.ReLU()(keras.layers.Add()([x, y]))
-        x = keras.layers.GlobalAveragePooling2D()(x)
-        return keras.Model(inputs, keras.layers.Dense(10)(x))
 
     def model_with(exchange):
         keras.utils.set_random_seed(1)

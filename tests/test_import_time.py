@@ -30,7 +30,9 @@ def test_import_dtk_leaves_tensorflow_out():
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["doctor", "--help"], ["install-horovod", "--help"]], ids=" ".join
+    "arguments",
+    [["--help"], *([name, "--help"] for name in ("bench", "doctor", "install-horovod"))],
+    ids=" ".join,
 )
 def test_help_leaves_tensorflow_out(arguments):
     code = (

@@ -13,6 +13,7 @@ from dtk.version import __version__
 # the command in the module is named as the module's last part.
 COMMANDS = {
     "run": ("dtk.cli.run", "Start a script on N processes, here or on several hosts."),
+    "bench": ("dtk.cli.bench", "Measure training on N workers against the limit."),
     "doctor": ("dtk.cli.doctor", "Say what works on this machine, and what to do about the rest."),
     "install-horovod": ("dtk.cli.install_horovod", "Build and install Horovod, and check it."),
 }

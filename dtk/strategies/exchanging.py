@@ -86,7 +86,8 @@ class Exchanging:
         def go_with(reduced: list) -> Any:
             return go(_put_back([_each(tf.multiply, g, scale) for g in reduced], gradients))
 
-        present = extended.if_present([g for g in gradients if g is not None])
+        present = self._shaped(gradients, variables)
+        present = extended.if_present([g for g in present if g is not None])
         # Not multiplied by 1 / scale, which may be too small a number.
         present = [_each(tf.divide, g, scale) for g in present]
         result = exchanger.apply(present, go_with, portion())
@@ -95,8 +96,19 @@ class Exchanging:
 
     def reduce_window(self, gradients: list) -> list:
         """The sum over the replicas of an accumulation window's gradients."""
-        present = [g for g in gradients if g is not None]
+        present = [g for g in self._shaped(gradients, None) if g is not None]
         return _put_back(self.of(None).reduce(present, portion()), gradients)
+
+    def _shaped(self, gradients: list, variables: Sequence | None) -> list:
+        """Gradients that know their shapes, without which they would travel whole.
+
+        Where a batch may be of any size, those of a Dense layer on sequences do not.
+        """
+        trained = list(variables or adopt.trained_variables(self._inner))
+        return [
+            g if g is None or isinstance(g, tf.IndexedSlices) else tf.ensure_shape(g, v.shape)
+            for g, v in zip(gradients, trained, strict=True)
+        ]
 
     def count(self) -> None:
         """Tell of a step in an accumulation window."""

@@ -222,6 +222,20 @@ def stats(value, validation=False):
     return history.history["comm_bytes"], history.history["comm_share"]
 
 
+def bytes_of_sequences(value):
+    """Bytes per step of a Dense layer on sequences."""
+    from dtk.callbacks import CommunicationStats
+
+    x, y = np.ones((32, 4, 64), "float32"), np.ones((32, 32), "float32")
+    layers = [keras.layers.Dense(32), keras.layers.GlobalAveragePooling1D()]
+    with exchanging(value) as strategy:
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((4, 64)), *layers])
+            model.compile("sgd", "mse")
+        history = model.fit(x, y, batch_size=16, verbose=0, callbacks=[CommunicationStats()])
+    return history.history["comm_bytes"]
+
+
 def statistics_apart():
     """Moving statistics between blocks, and what evaluate makes of them."""
     x, y = cases.rows(48)

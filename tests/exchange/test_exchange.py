@@ -392,6 +392,14 @@ def test_bytes_of_a_step_are_counted(pool):
     assert all(sent == pytest.approx(4 * parameters / 2, rel=0.05) for sent in blocks)
 
 
+@two_ways
+def test_kernels_of_dense_layers_on_sequences_are_coded(pool):
+    # Their gradients did not tell their shapes, and travelled whole.
+    [dense] = pool.run(exchanged.bytes_of_sequences, Dense())[0]
+    [coded] = pool.run(exchanged.bytes_of_sequences, "1bit")[0]
+    assert coded < dense / 8
+
+
 # Another number of workers.
 
 

@@ -1,0 +1,177 @@
+"""What the commands that start a job share: where to start it, and seeing it to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import IO, Any
+
+import click
+
+from dtk.cluster import Host, parse_hosts, read_hostfile
+from dtk.errors import ClusterError, CommunicatorError, DtkError
+from dtk.launch import COMMUNICATORS, Job, ssh
+
+# Options of all of them.
+communicator = click.option(
+    "--communicator",
+    default="collective",
+    show_default=True,
+    help="What moves the bytes: " + " or ".join(COMMUNICATORS) + ".",
+)
+hosts = click.option(
+    "--hosts", metavar="H1:N,H2:N", help="Hosts and how many processes each takes."
+)
+hostfile = click.option("--hostfile", metavar="FILE", help="The same, one `host slots=n` per line.")
+remote_shell = click.option(
+    "--remote-shell",
+    metavar="CMD",
+    default=ssh.DEFAULT_REMOTE_SHELL,
+    show_default=True,
+    help="Command that reaches other hosts, called as `CMD host command`.",
+)
+
+
+class Refused(click.ClickException):
+    """One clear line, exit code 2.
+
+    Args:
+        command: Whose mistake it is, such as "run".
+        message: What is wrong, and what to do.
+    """
+
+    exit_code = 2
+
+    def __init__(self, command: str | None, message: str) -> None:
+        super().__init__(message)
+        self._command = command
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print the line."""
+        click.echo(f"dtk {self._command}: {self.message}", err=True)
+
+
+class JobCommand(click.Command):
+    """A command whose mistakes, dtk's errors and usage errors alike, are one line."""
+
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        """Parse the arguments."""
+        try:
+            return super().make_context(*args, **extra)
+        except click.UsageError as error:
+            told = error.format_message().rstrip(".")
+            raise Refused(self.name, f"{told}; see `dtk {self.name} --help`") from None
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except DtkError as error:
+            raise Refused(self.name, str(error)) from None
+
+
+class _Signalled(BaseException):
+    """The launcher was asked to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def see_through(job: Job, command: str) -> int:
+    """Start a job and wait for it; Ctrl-C, SIGTERM and a closed terminal end all of it.
+
+    Args:
+        job: Not started yet.
+        command: Such as "run", for what is said then.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        with _signals_raise(), job:
+            return job.wait()
+    except _Signalled as signalled:
+        # A second signal may have come before `with` could begin to end the job.
+        job.stop(hurry=True)
+        # Of two signals the first decides; a second one only made the ending quicker.
+        first: BaseException = signalled
+        while isinstance(first.__context__, _Signalled):
+            first = first.__context__
+        assert isinstance(first, _Signalled)
+        name = signal.Signals(first.number).name
+        click.echo(f"dtk {command}: {name}: every process was ended", err=True)
+        return 128 + first.number
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Turn Ctrl-C, SIGTERM and a closed terminal into an exception, so that `with` blocks end."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    caught = 0
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal caught
+        caught += 1
+        # The first ends everything, the second at once; a third must not interrupt that.
+        if caught <= 2:
+            raise _Signalled(number)
+
+    before = {n: signal.signal(n, handle) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    after: dict[Any, Any] = before
+    try:
+        yield
+    except _Signalled:
+        # All is ended, and so are we: one more Ctrl-C has nothing left to interrupt.
+        after = dict.fromkeys(before, signal.SIG_IGN)
+        raise
+    finally:
+        for number, handler in after.items():
+            signal.signal(number, handler)
+
+
+def check_communicator(name: str) -> None:
+    """Raise ClusterError or CommunicatorError unless there is such a communicator here."""
+    if name not in COMMUNICATORS:
+        raise ClusterError(f"--communicator {name}: unknown, expected {' or '.join(COMMUNICATORS)}")
+    if name == "horovod" and importlib.util.find_spec("horovod") is None:
+        raise CommunicatorError(
+            "--communicator horovod: Horovod is not installed; run `dtk install-horovod`"
+        )
+
+
+def check_remote_shell(command: str) -> None:
+    """Raise ClusterError for an empty one."""
+    if not command.split():
+        raise ClusterError("--remote-shell is empty, expected a command such as ssh")
+
+
+def places(hosts: str | None, hostfile: str | None) -> tuple[Host, ...]:
+    """The hosts that --hosts or --hostfile name; none is this machine.
+
+    Raises:
+        ClusterError: Both were given, or what was given cannot be read.
+    """
+    if hosts is not None and hostfile is not None:
+        raise ClusterError("--hosts and --hostfile were both given; keep one")
+    if hostfile is not None:
+        return read_hostfile(hostfile)
+    return () if hosts is None else parse_hosts(hosts)
+
+
+def check_slots(workers: int | None, hosts: tuple[Host, ...]) -> None:
+    """Raise ClusterError where hosts are given that have no place for so many workers."""
+    slots = sum(host.slots for host in hosts)
+    if hosts and workers is not None and workers > slots:
+        listed = ",".join(f"{host.name}:{host.slots}" for host in hosts)
+        raise ClusterError(
+            f"-n {workers}: {listed} have {slots} slots; use -n {slots} or give the hosts more "
+            "slots"
+        )

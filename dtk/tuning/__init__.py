@@ -1,0 +1,1 @@
+"""Finding out what is fast, and what is good."""

@@ -1,0 +1,116 @@
+"""The models that are measured, with random rows for them.
+
+| name | parameters | gradients are |
+|---|---|---|
+| resnet20 | 0.27 M | many and small; much to compute for each byte (He et al. 2016, CIFAR-10) |
+| mlp | 10.5 M | few and large; little to compute for each byte |
+| embedding | 12.8 M | sparse: of 200,000 rows, a step touches eight for each row of its batch |
+| transformer | 0.79 M | in between: one encoder block (Vaswani et al. 2017) |
+
+All tell ten classes apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+
+_CLASSES = 10
+_WORDS = 200_000
+
+
+class Problem(NamedTuple):
+    """A model and what it reads.
+
+    Attributes:
+        build: Makes the model.
+        rows: From a random generator and a number, so many rows of input.
+    """
+
+    build: Callable[[], keras.Model]
+    rows: Callable[[np.random.Generator, int], np.ndarray]
+
+    def compiled(self) -> keras.Model:
+        """The model with equal weights every time, ready to train.
+
+        Plain SGD is the least an optimizer can do, and keeps an embedding's gradient sparse: what
+        is measured is everything else.
+        """
+        keras.utils.set_random_seed(1)
+        model = self.build()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.01), loss)
+        return model
+
+    def data(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """So many rows and their labels, the same every time."""
+        random = np.random.default_rng(0)
+        return self.rows(random, count), random.integers(0, _CLASSES, count)
+
+
+def resnet20() -> keras.Model:
+    """20 layers; where the image shrinks, shortcuts pad channels with zeros (option A)."""
+    inputs = keras.Input((32, 32, 3))
+    x = _conv(inputs, 16)
+    for filters in (16, 32, 64):
+        for block in range(3):
+            stride = 2 if filters > 16 and block == 0 else 1
+            y = _conv(_conv(x, filters, stride), filters, activation=None)
+            if stride == 2:
+                x = keras.layers.AveragePooling2D(2)(x)
+                x = keras.layers.Concatenate()([x, keras.ops.zeros_like(x)])
+            x = keras.layers.ReLU()(keras.layers.Add()([x, y]))
+    x = keras.layers.GlobalAveragePooling2D()(x)
+    return keras.Model(inputs, keras.layers.Dense(_CLASSES)(x))
+
+
+def _conv(x: Any, filters: int, strides: int = 1, activation: str | None = "relu") -> Any:
+    x = keras.layers.Conv2D(filters, 3, strides, padding="same", use_bias=False)(x)
+    x = keras.layers.BatchNormalization()(x)
+    return keras.layers.Activation(activation)(x)
+
+
+def mlp() -> keras.Model:
+    """Three hidden layers of 2048 units."""
+    hidden = [keras.layers.Dense(2048, activation="relu") for _ in range(3)]
+    return keras.Sequential([keras.Input((1024,)), *hidden, keras.layers.Dense(_CLASSES)])
+
+
+def embedding() -> keras.Model:
+    """The mean of eight rows of a table."""
+    return keras.Sequential(
+        [
+            keras.Input((8,), dtype="int32"),
+            keras.layers.Embedding(_WORDS, 64),
+            keras.layers.GlobalAveragePooling1D(),
+            keras.layers.Dense(_CLASSES),
+        ]
+    )
+
+
+def transformer() -> keras.Model:
+    """One encoder block of width 256 and eight heads, over 32 positions."""
+    x = inputs = keras.Input((32, 256))
+    attended = keras.layers.MultiHeadAttention(num_heads=8, key_dim=32)(x, x)
+    x = keras.layers.LayerNormalization()(keras.layers.Add()([x, attended]))
+    fed = keras.layers.Dense(256)(keras.layers.Dense(1024, activation="gelu")(x))
+    x = keras.layers.LayerNormalization()(keras.layers.Add()([x, fed]))
+    x = keras.layers.GlobalAveragePooling1D()(x)
+    return keras.Model(inputs, keras.layers.Dense(_CLASSES)(x))
+
+
+def _normal(*shape: int) -> Callable[[np.random.Generator, int], np.ndarray]:
+    return lambda random, count: random.standard_normal((count, *shape), dtype="float32")
+
+
+PROBLEMS = {
+    "resnet20": Problem(resnet20, _normal(32, 32, 3)),
+    "mlp": Problem(mlp, _normal(1024)),
+    "embedding": Problem(
+        embedding, lambda random, count: random.integers(0, _WORDS, (count, 8), "int32")
+    ),
+    "transformer": Problem(transformer, _normal(32, 256)),
+}

@@ -1,0 +1,106 @@
+"""Tables say what the samples say."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtk.tuning.bench import report
+from dtk.tuning.bench.results import Reading, Results
+
+SETTING = {
+    "models": ["mlp"],
+    "exchanges": ["none", "1bit"],
+    "batch_size": 32,
+    "steps": 20,
+    "rounds": 3,
+    "workers": 2,
+    "ranks": [{"host": "a", "cores": 4, "threads": 2}, {"host": "b", "cores": 8, "threads": 4}],
+    "communicator": "collective",
+    "tensorflow": "2.21.0",
+    "keras": "3.15.1",
+    "dtk": "0.1.0",
+}
+TIMES = st.floats(1e-6, 1e6)
+
+
+def turns(*seconds, sent=0.0, communicating=0.0):
+    """Turns of two ranks, of which the second takes 2 ms longer."""
+    more = (sent, communicating, 9.0)
+    return [[Reading(one, *more), Reading(one + 0.002, *more)] for one in seconds]
+
+
+def results(**contenders):
+    return Results(SETTING, {"mlp": 10_512_394}, {"mlp": contenders})
+
+
+RUN = results(
+    limit=turns(0.019, 0.029, 0.024),
+    none=turns(0.039, 0.099, 0.049, sent=42e6, communicating=0.5),
+)
+BEFORE = results(limit=turns(0.024), none=turns(0.099))
+
+
+def test_a_row_holds_medians_over_turns_of_means_over_ranks():
+    header, limit, none = report.table(RUN, "mlp")
+    assert header == report.HEADER
+    assert limit == ("limit", "25.0 (22.5 - 27.5)", "1.00", "0 B", "0 %")
+    # 20 / 40, 30 / 100, 25 / 50: of each round, and then the median
+    assert none == ("none", "50.0 (45.0 - 75.0)", "0.50", "42.0 MB", "50 %")
+
+
+def test_the_ratio_is_taken_within_rounds():
+    # A machine that gets slower by the round: in each, both take the same.
+    slower = turns(0.01, 0.1, 1.0)
+    assert report.of_the_limit(slower, slower) == 1.0
+    assert report.of_the_limit(turns(0.048, 0.048, 0.998), turns(0.098, 0.023, 0.998)) == 1.0
+
+
+def test_a_saved_run_adds_how_much_faster_this_one_is():
+    rows = report.table(RUN, "mlp", BEFORE)
+    assert [row[-1] for row in rows] == ["saved / this", "1.00", "2.00"]
+    assert [row[:-1] for row in rows] == report.table(RUN, "mlp")
+
+
+def test_what_was_not_saved_is_not_compared():
+    assert [row[-1] for row in report.table(BEFORE, "mlp", results(none=RUN.turns["mlp"]["none"]))][
+        1:
+    ] == ["", "0.50"]
+    assert [row[-1] for row in report.table(RUN, "mlp", Results(SETTING))][1:] == ["", ""]
+
+
+@given(st.lists(TIMES, min_size=1, max_size=9), st.lists(TIMES, min_size=1, max_size=9))
+def test_comparing_in_the_other_direction_is_the_inverse(these, others):
+    forth = report.ratio(turns(*these), turns(*others))
+    assert forth * report.ratio(turns(*others), turns(*these)) == pytest.approx(1.0)
+
+
+@given(st.lists(TIMES, min_size=1, max_size=9))
+def test_quartiles_are_in_order_and_within_what_was_measured(values):
+    found = report.quartiles(values)
+    assert list(found) == sorted(found)
+    assert min(values) <= found[0] and found[2] <= max(values)
+
+
+@given(st.floats(1, 1e12))
+def test_a_size_is_right_to_two_digits(count):
+    number, unit = report.size(count).split()
+    scale = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}[unit]
+    assert float(number) * scale == pytest.approx(count, rel=0.005, abs=0.5)
+
+
+def test_the_setting_names_hosts_cores_threads_and_versions():
+    assert report.setting(RUN) == (
+        "2 workers on a (4 cores), b (8 cores), threads per worker: 2 or 4; batch 32 per worker, 3 "
+        "turns of 20 steps; collective; TensorFlow 2.21.0, Keras 3.15.1, dtk 0.1.0"
+    )
+
+
+def test_markdown_holds_the_table_and_both_settings():
+    page = report.markdown(RUN, BEFORE).splitlines()
+    assert page[0] == "### mlp, 10.51 M parameters"
+    assert page[3:6] == [
+        "|---|---|---|---|---|---|",
+        "| limit | 25.0 (22.5 - 27.5) | 1.00 | 0 B | 0 % | 1.00 |",
+        "| none | 50.0 (45.0 - 75.0) | 0.50 | 42.0 MB | 50 % | 2.00 |",
+    ]
+    assert sum("TensorFlow 2.21.0" in line for line in page) == 2
