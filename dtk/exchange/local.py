@@ -5,7 +5,7 @@
     close     combine: every worker goes on from the same weights
 
 A block is also closed, early, wherever weights must be whole: at the end of an epoch, before an
-evaluation and before a checkpoint. So a block that has ended is never open in what users see.
+evaluation and before a checkpoint. So what is looked at there is the same on every worker.
 """
 
 from __future__ import annotations

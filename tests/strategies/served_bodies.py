@@ -51,9 +51,9 @@ def slowed(process, share):
         process.resume()
 
 
-def line(rate=0.01):
+def line(rate=0.01, inputs=3):
     """A model whose gradient is the same whatever its weights: mean(x) for y = w x."""
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, use_bias=False)])
+    model = keras.Sequential([keras.Input((inputs,)), keras.layers.Dense(1, use_bias=False)])
     model.compile(keras.optimizers.SGD(rate), loss=lambda y, prediction: prediction)
     return model
 

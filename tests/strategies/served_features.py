@@ -191,14 +191,14 @@ def pushed(consistency, exchange, *more):
     return flat(model.get_weights()), int(model.optimizer.iterations.numpy()), history, moved
 
 
-def constant_gradients(consistency, exchange, steps=100):
-    """Weights after constant gradients of -rate * (1, 2, 3) in all, and the optimizer's count."""
+def constant_gradients(consistency, exchange, steps=100, inputs=3):
+    """Weights after constant gradients of -rate * (1 ... 3) in all, and the optimizer's count."""
     strategy = served_with(consistency)
     with exchanging(strategy, exchange):
         with strategy.scope():
-            model = line()
-            model.layers[0].kernel.assign(tf.zeros((3, 1)))
-        x = np.tile(np.float32([1, 2, 3]), (8 * steps, 1))
+            model = line(inputs=inputs)
+            model.layers[0].kernel.assign(tf.zeros((inputs, 1)))
+        x = np.tile(np.linspace(1, 3, inputs, dtype="float32"), (8 * steps, 1))
         model.fit(x, x[:, :1], batch_size=8, verbose=0)
     return flat(model.get_weights()), int(model.optimizer.iterations.numpy())
 

@@ -6,8 +6,9 @@ import re
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
-from dtk.exchange import Downpour
+from dtk.exchange import Downpour, codec
 from dtk.strategies.consistency import Async, BoundedDelay, WarmStart
 
 from strategies import served_features
@@ -153,8 +154,23 @@ def test_a_few_bits_of_each_gradient_are_pushed_and_the_rest_later(pool):
     sent = [sum(worker["pushed"] for worker in found[3]) for found in (whole, fine, coarse)]
     code = 32 * (64 // 8 + 8) + 10 * (32 // 8 + 8) + 4 * (32 + 10)
     assert sent[2] == sent[0] // (4 * (64 * 32 + 32 + 320 + 10)) * code
-    # Two workers keep what they have not sent, so one bit needs more steps; without it, far more.
     assert coarse[2]["loss"][-1] < 1.3 * whole[2]["loss"][-1]
+
+
+def test_what_a_code_loses_is_pushed_later(pool):
+    """One bit makes the same of gradients from 1 to 3; only what is kept tells them apart."""
+    ((weights, steps),) = pool.run(
+        served_features.constant_gradients, BoundedDelay(0), Downpour(bits=1), 100, 24
+    )
+    assert steps == 100
+    given, kept, most = np.linspace(1, 3, 24, dtype="float32")[None], 0.0, 0.0
+    for _ in range(100):
+        wanted = given + kept
+        kept = wanted - codec.decode(codec.encode(tf.constant(wanted), 1), 24, 1).numpy()
+        most = max(most, np.abs(kept).max())
+    missing = np.abs(weights + given[0])
+    assert missing.max() <= 2 * 0.01 * most + 1e-4, "more is missing than two workers may keep"
+    assert 2 * 0.01 * most < 0.5, "and without keeping it, 1 would be missing at either end"
 
 
 @pytest.mark.parametrize("name", ["momentum", "adam", "schedule", "averages"])
