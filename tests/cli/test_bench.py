@@ -96,6 +96,13 @@ def test_bytes_are_counted_and_1bit_sends_less_than_a_tenth(run):
     assert all(0 < part < 1 for part in samples(found, "none", "communicating"))
 
 
+def test_allreduces_are_saved_as_measured(run):
+    _, found, _ = run
+    few, many = found["allreduces"].values()
+    assert len(few) == len(many) > 1
+    assert 0 < statistics.median(few) < statistics.median(many)
+
+
 def test_the_setting_is_that_of_both_runs(run):
     done, found, _ = run
     setting = found["setting"]

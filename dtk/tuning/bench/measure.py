@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,10 @@ from dtk.tuning.bench.models import PROBLEMS
 from dtk.tuning.bench.setting import Setting
 from dtk.version import __version__
 
+# Bytes of the all-reduces: of a few, what a message takes; of many, what a byte does.
+_SIZES = (4 << 10, 4 << 20)
+_REPEATS = 11
+
 
 def measure(setting: Setting, strategy: AllReduceStrategy) -> Iterator[dict[str, Any]]:
     """Measure everything. Every rank calls it, and iterates to the end.
@@ -29,6 +34,8 @@ def measure(setting: Setting, strategy: AllReduceStrategy) -> Iterator[dict[str,
         What `results.line` takes, the same on every rank, as it is measured.
     """
     yield {"setting": describe(setting, strategy.communicator)}
+    for size in _SIZES:
+        yield {"allreduce": size, "seconds": allreduces(size, strategy.communicator)}
     for model in setting.models:
         problem = PROBLEMS[model]
         limit = Alone(problem, setting, strategy)
@@ -38,6 +45,25 @@ def measure(setting: Setting, strategy: AllReduceStrategy) -> Iterator[dict[str,
             yield {"model": model, **turn}
         del limit, others
         keras.utils.clear_session()
+
+
+def allreduces(size: int, communicator: Communicator) -> list[float]:
+    """Seconds of each of some all-reduces, on this rank. Every rank calls it.
+
+    Args:
+        size: Bytes.
+        communicator: Between the ranks. All begin together.
+    """
+    reduce = tf.function(lambda flat: tf.reduce_sum(communicator.allreduce(flat)))
+    flat = tf.ones([size // tf.float32.size])
+    seconds = []
+    for number in range(_REPEATS + 1):
+        communicator.barrier()
+        began = time.perf_counter()
+        reduce(flat).numpy()
+        if number:  # in the first one it is traced
+            seconds.append(time.perf_counter() - began)
+    return seconds
 
 
 def take_turns(

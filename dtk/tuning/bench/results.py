@@ -42,6 +42,7 @@ class Results:
         setting: What was measured, on what, with which versions; see `measure.describe`.
         parameters: Of each model.
         turns: By model and contender, in the order measured: turns, of a reading per rank each.
+        allreduces: By bytes, seconds of all-reduces of so many, as rank 0 saw them.
 
     Example:
         >>> results = Results()
@@ -54,6 +55,7 @@ class Results:
     setting: dict[str, Any] = dataclasses.field(default_factory=dict)
     parameters: dict[str, int] = dataclasses.field(default_factory=dict)
     turns: dict[str, dict[str, list[list[Reading]]]] = dataclasses.field(default_factory=dict)
+    allreduces: dict[int, list[float]] = dataclasses.field(default_factory=dict)
 
     def take(self, printed: str) -> bool:
         """Take in one line of rank 0's output.
@@ -70,6 +72,8 @@ class Results:
         record = json.loads(text)
         if "setting" in record:
             self.setting = record["setting"]
+        elif "allreduce" in record:
+            self.allreduces[record["allreduce"]] = record["seconds"]
         elif "parameters" in record:
             self.parameters[record["model"]] = record["parameters"]
             self.turns[record["model"]] = {}
@@ -88,7 +92,8 @@ def line(record: Mapping[str, Any]) -> str:
     """One line for `Results.take`.
 
     Args:
-        record: {"setting"}, {"model", "parameters"} or {"model", "contender", "turn"}.
+        record: {"setting"}, {"allreduce", "seconds"}, {"model", "parameters"} or {"model",
+            "contender", "turn"}.
 
     Example:
         >>> line({"setting": {}})
@@ -116,4 +121,6 @@ def read(path: str | os.PathLike[str]) -> Results:
     for contenders in found["turns"].values():
         for turns in contenders.values():
             turns[:] = [[Reading(**reading) for reading in turn] for turn in turns]
+    # JSON's keys are text. Runs saved by earlier versions hold none.
+    found["allreduces"] = {int(n): seconds for n, seconds in found.get("allreduces", {}).items()}
     return Results(**found)

@@ -10,7 +10,7 @@ import tensorflow as tf
 from dtk.communicators import LocalCommunicator
 from dtk.strategies import AllReduceStrategy
 from dtk.tuning.bench.contender import Alone, Stopwatch, Together
-from dtk.tuning.bench.measure import take_turns
+from dtk.tuning.bench.measure import allreduces, take_turns
 from dtk.tuning.bench.models import PROBLEMS, Problem
 from dtk.tuning.bench.results import Reading
 from dtk.tuning.bench.setting import Setting
@@ -64,6 +64,29 @@ def test_contenders_begin_at_either_end_and_the_first_round_does_not_count():
     assert "".join(noted) == "cba" + "abc" + "cba"
     assert [one["contender"] for one in told] == list("abccba")
     assert [one["turn"][0]["seconds"] for one in told] == [4, 5, 6, 7, 8, 9]
+
+
+class Slow(LocalCommunicator):
+    """Takes its time, more the first time; notes what it was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.given, self.met = [], 0
+
+    def allreduce(self, value, op="sum"):
+        self.given.append((value.dtype.size * value.shape.num_elements(), self.met))
+        return tf.numpy_function(lambda v: (time.sleep(0.02), v)[1], [value], value.dtype)
+
+    def barrier(self):
+        self.met += 1
+
+
+def test_allreduces_are_of_so_many_bytes_and_begin_together():
+    communicator = Slow()
+    seconds = allreduces(4096, communicator)
+    assert communicator.given == [(4096, 1)]  # traced once, after ranks had met
+    assert communicator.met == len(seconds) + 1
+    assert all(0.02 <= one < 0.25 for one in seconds)
 
 
 @pytest.mark.parametrize("make", [Alone, lambda *given: Together(*given, "1bit")])

@@ -1,6 +1,7 @@
 """What is printed by rank 0 arrives, and what is saved comes back."""
 
 import dataclasses
+import json
 
 import pytest
 from hypothesis import given
@@ -18,16 +19,26 @@ TURNS = st.lists(st.lists(READINGS, min_size=2, max_size=2), max_size=3)
 def test_every_turn_printed_is_taken_and_saved(tmp_path_factory, contenders):
     results = Results()
     assert results.take("[0] " + line({"setting": {"workers": 2}}) + "\n")
+    assert results.take(line({"allreduce": 4096, "seconds": [0.5, 0.25]}))
     assert results.take(line({"model": "mlp", "parameters": 3}))
     for contender, turns in contenders.items():
         for turn in turns:
             record = {"contender": contender, "turn": [dataclasses.asdict(one) for one in turn]}
             assert results.take("[ 0] " + line({"model": "mlp", **record}) + "\n")
     printed = {name: turns for name, turns in contenders.items() if turns}
-    assert results == Results({"workers": 2}, {"mlp": 3}, {"mlp": printed})
+    assert results == Results({"workers": 2}, {"mlp": 3}, {"mlp": printed}, {4096: [0.5, 0.25]})
     file = tmp_path_factory.mktemp("saved") / "run.json"
     results.save(file)
     assert read(file) == results
+
+
+def test_runs_saved_before_there_were_allreduces_are_read(tmp_path):
+    results = Results({"workers": 2}, {"mlp": 3}, {"mlp": {}})
+    results.save(tmp_path / "run.json")
+    saved = json.loads((tmp_path / "run.json").read_text())
+    del saved["allreduces"]
+    (tmp_path / "run.json").write_text(json.dumps(saved))
+    assert read(tmp_path / "run.json") == results
 
 
 def test_what_libraries_print_is_not_taken():
