@@ -13,8 +13,10 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def hosts(count, mbit=None):
+def hosts(count, mbit=None, burst="256kb"):
     """Make `count` hosts whose links carry `mbit` Mbit/s each way.
+
+    After a pause, a link lets `burst` through at once.
 
     Yields their addresses, and a program that stands for ssh. Everything is gone afterwards.
     """
@@ -47,7 +49,7 @@ def hosts(count, mbit=None):
                 for device in ("eth0", "lo"):
                     do(f"ip -n {mark}{n} link set {device} up")
                 if mbit:
-                    limit = f"root tbf rate {mbit}mbit burst 256kb latency 200ms"
+                    limit = f"root tbf rate {mbit}mbit burst {burst} latency 200ms"
                     do(f"tc qdisc add dev {veth} {limit}")
                     do(f"ip netns exec {mark}{n} tc qdisc add dev eth0 {limit}")
                 # What `ip netns exec` shows as /etc/hosts: a name's address is the link's.
@@ -68,7 +70,7 @@ def hosts(count, mbit=None):
                 shutil.rmtree(path)
 
 
-def run(script, options, workers, mbit, env=None, timeout=3600):
+def run(script, options, workers, mbit, env=None, timeout=3600, burst="256kb"):
     """Run a script on so many workers, each on a host of its own; returns what it printed.
 
     Without `mbit` they are processes on loopback.
@@ -78,7 +80,7 @@ def run(script, options, workers, mbit, env=None, timeout=3600):
     if not mbit:
         where = ["-n", str(workers)]
         return _output([*command, *where, script, *options], env, timeout)
-    with hosts(workers, mbit) as (addresses, shell):
+    with hosts(workers, mbit, burst) as (addresses, shell):
         where = ["--hosts", ",".join(f"{a}:1" for a in addresses), "--remote-shell", shell]
         return _output([*command, *where, script, *options], env, timeout)
 

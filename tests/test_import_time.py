@@ -31,7 +31,7 @@ def test_import_dtk_leaves_tensorflow_out():
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], *([name, "--help"] for name in ("bench", "doctor", "install-horovod"))],
+    [["--help"], *([name, "--help"] for name in ("bench", "plan", "doctor", "install-horovod"))],
     ids=" ".join,
 )
 def test_help_leaves_tensorflow_out(arguments):

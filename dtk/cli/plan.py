@@ -1,0 +1,212 @@
+"""`dtk plan`: how long a step would take on more workers, and other links, than one has."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import click
+import rich.console
+import rich.table
+
+from dtk.cli import job as jobs
+from dtk.tuning.bench.results import read
+from dtk.tuning.plan import curve, quantity, report
+from dtk.tuning.plan.advice import TARGET, advise
+from dtk.tuning.plan.calibration import Calibration, calibrated
+from dtk.tuning.plan.prediction import sweep
+from dtk.tuning.plan.quantity import PlanError
+from dtk.tuning.plan.setting import Cluster, Job, Link, Software
+
+_WIDTH = 120  # of a table that goes to no terminal
+_WORKERS = "1,...,4096"
+
+
+@click.command(
+    "plan",
+    cls=jobs.JobCommand,
+    epilog="""
+    \b
+    dtk bench --model resnet20 --json bench.json
+    dtk plan --bench bench.json --bandwidth 1Gbit/s --latency 50us
+    dtk plan --step-time 85ms --parameters 270k --bandwidth 1Gbit/s --workers 1,...,64
+    """,
+)
+@click.option("--bench", metavar="FILE", help="Calibrate with what `dtk bench --json` wrote.")
+@click.option("--model", metavar="NAME", help="Of that file, if it holds several.")
+@click.option("--step-time", metavar="TIME", help="Of one worker that sends nothing, e.g. 85ms.")
+@click.option("--parameters", metavar="N", help="Trainable ones, e.g. 270k.")
+@click.option("--batch-size", metavar="ROWS", help="Of that step, per worker. Default: 32.")
+@click.option(
+    "--global-batch", metavar="ROWS", help="Of all workers, kept. Default: --batch-size each."
+)
+@click.option("--workers", default=_WORKERS, show_default=True, help="`...` doubles.")
+@click.option("--workers-per-host", metavar="N", help="Default: the benchmark's, or 1.")
+@click.option("--bandwidth", metavar="SPEED", help="Between hosts, each way, e.g. 1Gbit/s.")
+@click.option("--latency", metavar="TIME", default="0us", help="Between hosts, one way, e.g. 50us.")
+@click.option(
+    "--host-bandwidth", metavar="SPEED", help="Within a host. Default: what copying takes."
+)
+@click.option("--host-latency", metavar="TIME", default="0us", help="Within a host.")
+@click.option("--coding", metavar="TIME", help="Of a parameter as a few bits, e.g. 8.2ns.")
+@click.option("--block-steps", metavar="N", default="16", help="Of block momentum. Default: 16.")
+@click.option("--servers", metavar="N", default="1", help="Parameter servers. Default: 1.")
+@click.option("--price-per-hour", type=float, default=0.0, help="Of a host, in any currency.")
+@click.option("--efficiency", type=float, default=TARGET, show_default=True, help="To keep to.")
+@click.option("--json", "json_file", metavar="FILE", help="Write all predictions there.")
+@click.option("--markdown", "markdown_file", metavar="FILE", help="Write the tables there.")
+@click.option("--plot", metavar="FILE", help="Draw the curve there (.svg, .png, .pdf).")
+def plan(
+    bench: str | None,
+    model: str | None,
+    step_time: str | None,
+    parameters: str | None,
+    batch_size: str | None,
+    global_batch: str | None,
+    workers: str,
+    workers_per_host: str | None,
+    bandwidth: str | None,
+    latency: str,
+    host_bandwidth: str | None,
+    host_latency: str,
+    coding: str | None,
+    block_steps: str,
+    servers: str,
+    price_per_hour: float,
+    efficiency: float,
+    json_file: str | None,
+    markdown_file: str | None,
+    plot: str | None,
+) -> None:
+    """Predict time, efficiency and cost on up to thousands of workers.
+
+    One step, measured (or given), and the links between hosts say what a step would take with each
+    strategy and exchange. Nothing is run. docs/plan.md has the formulas, how far predictions were
+    off, and when not to trust them.
+    """
+    _check_target(efficiency)
+    counts = quantity.counts("--workers", workers)
+    known = _known(bench, model, step_time, parameters, batch_size)
+    per_host = known.per_host
+    if workers_per_host is not None:
+        per_host = quantity.count("--workers-per-host", workers_per_host)
+    job = dataclasses.replace(
+        known.job,
+        global_batch=None
+        if global_batch is None
+        else quantity.count("--global-batch", global_batch),
+        block_steps=quantity.count("--block-steps", block_steps),
+    )
+    cluster = Cluster(
+        network=_network(known, per_host, counts, bandwidth, latency),
+        host=_link("--host-bandwidth", host_bandwidth, "--host-latency", host_latency),
+        per_host=per_host,
+        servers=quantity.count("--servers", servers),
+        price=price_per_hour,
+        software=_software(known.software, coding),
+    )
+    predictions = sweep(job, cluster, counts)
+    advice = advise(predictions, job, cluster, efficiency)
+    if plot is not None:
+        curve.draw(predictions, plot)
+    for option, file, write in (
+        ("--json", json_file, report.dumps),
+        ("--markdown", markdown_file, report.markdown),
+    ):
+        if file is not None:
+            _write(option, file, write(predictions, job, cluster, advice))
+    _show(report.tables(predictions), report.notes(job, cluster, advice))
+
+
+def _check_target(efficiency: float) -> None:
+    if not 0 < efficiency <= 1:
+        raise PlanError(f"--efficiency {efficiency:g}: expected above 0 and at most 1, such as 0.7")
+
+
+def _known(
+    bench: str | None,
+    model: str | None,
+    step_time: str | None,
+    parameters: str | None,
+    batch_size: str | None,
+) -> Calibration:
+    """From the benchmark, or from what was given instead."""
+    if bench is not None:
+        for option, text in (
+            ("--step-time", step_time),
+            ("--parameters", parameters),
+            ("--batch-size", batch_size),
+        ):
+            if text is not None:
+                raise PlanError(f"{option} {text}: {bench} says so already; keep one of the two")
+        return calibrated(read(bench), model)
+    if model is not None:
+        raise PlanError(f"--model {model} chooses from a benchmark; give its file with --bench")
+    if step_time is None or parameters is None:
+        raise PlanError(
+            "how long does a step take, of what? Give --bench and what `dtk bench --json` wrote, "
+            "or --step-time and --parameters"
+        )
+    rows = Job.rows if batch_size is None else quantity.count("--batch-size", batch_size)
+    seconds = quantity.seconds("--step-time", step_time)
+    job = Job(seconds, quantity.count("--parameters", parameters), rows)
+    return Calibration(job, Software(), per_host=1, hosts=1)
+
+
+def _network(
+    known: Calibration,
+    per_host: int,
+    counts: tuple[int, ...],
+    bandwidth: str | None,
+    latency: str,
+) -> Link:
+    if known.hosts > 1:
+        if bandwidth is not None:
+            raise PlanError(
+                f"--bandwidth {bandwidth}: the benchmark was run between {known.hosts} hosts and "
+                "holds their network; leave it out, or give one that was run on a single host"
+            )
+        return Link()
+    if bandwidth is None and counts[-1] > per_host:
+        raise PlanError(
+            f"{counts[-1]} workers are more than a host's {per_host}: say what joins hosts, e.g. "
+            "`--bandwidth 1Gbit/s --latency 50us`"
+        )
+    return _link("--bandwidth", bandwidth, "--latency", latency)
+
+
+def _link(speed: str, bandwidth: str | None, delay: str, latency: str) -> Link:
+    limit = math.inf if bandwidth is None else quantity.bandwidth(speed, bandwidth)
+    return Link(quantity.seconds(delay, latency), limit)
+
+
+def _software(software: Software, coding: str | None) -> Software:
+    if coding is None:
+        return software
+    seconds = dict.fromkeys(("8bit", "1bit"), quantity.seconds("--coding", coding))
+    return dataclasses.replace(software, coding={**software.coding, **seconds})
+
+
+def _write(option: str, file: str, text: str) -> None:
+    try:
+        Path(file).write_text(text)
+    except OSError as error:
+        raise PlanError(f"{option} {file}: cannot be written: {error.strerror}") from None
+
+
+def _show(tables: dict[str, list[tuple[str, ...]]], notes: list[str]) -> None:
+    console = rich.console.Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = _WIDTH
+    for title, (header, *rows) in tables.items():
+        table = rich.table.Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for number, column in enumerate(header):
+            table.add_column(column, justify="right" if number else "left")
+        for row in rows:
+            table.add_row(*row)
+        console.print(title, style="bold")
+        console.print(table)
+        console.print()
+    for note in notes:
+        console.print(note, soft_wrap=not console.is_terminal)

@@ -1,0 +1,150 @@
+"""`dtk plan` as a user meets it: a table, a sentence, files, and one line for a mistake."""
+
+import json
+import re
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from dtk.cli.main import main
+from dtk.tuning.bench.results import Reading, Results
+from dtk.tuning.plan.methods import METHODS
+from dtk.tuning.plan.prediction import predict
+from dtk.tuning.plan.setting import Cluster, Job, Link, Software
+
+GIVEN = ["--step-time", "85ms", "--parameters", "270k"]
+NETWORK = ["--bandwidth", "1Gbit/s", "--latency", "50us"]
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, ["plan", *arguments])
+
+
+@pytest.fixture
+def bench(tmp_path):
+    """A saved benchmark of two workers, on so many hosts."""
+
+    def save(hosts=1):
+        turns = {
+            "limit": [[Reading(0.1, 0.0, 0.0, 1.0)] * 2],
+            "none": [[Reading(0.15, 4e6, 0.5, 1.0)] * 2],
+        }
+        ranks = [{"host": f"host{rank % hosts}"} for rank in range(2)]
+        setting = {"workers": 2, "batch_size": 16, "ranks": ranks}
+        allreduces = {4096: [0.002], 4 << 20: [0.012]}
+        file = tmp_path / "bench.json"
+        Results(setting, {"mlp": 1_000_000}, {"mlp": turns}, allreduces).save(file)
+        return ["--bench", str(file)]
+
+    return save
+
+
+def test_tables_hold_what_the_model_says():
+    done = run(*GIVEN, *NETWORK, "--workers", "1,...,4,64", "--price-per-hour", "2.5")
+    assert done.exit_code == 0, done.stderr
+    cluster = Cluster(Link(50e-6, 125e6), price=2.5, software=Software())
+    told = [predict(METHODS[0], Job(0.085, 270_000), cluster, n) for n in (1, 2, 4, 64)]
+    milliseconds, efficiency, price = re.findall(r"^dense +(.*)$", done.stdout, re.MULTILINE)
+    assert [float(cell) for cell in milliseconds.split()] == pytest.approx(
+        [1000 * one.seconds for one in told], rel=0.005
+    )
+    assert efficiency.split() == [f"{one.efficiency:.2f}" for one in told]
+    assert [float(cell) for cell in price.split()] == pytest.approx(
+        [one.price for one in told], rel=0.005
+    )
+    header = next(line for line in done.stdout.splitlines() if line.startswith("workers"))
+    assert header.split() == ["workers", "1", "2", "4", "64"]
+
+
+def test_it_recommends_says_what_it_assumes_and_warns_of_change():
+    out = run(*GIVEN, *NETWORK, "--workers-per-host", "4").stdout
+    assert re.search(r"^Use \d+ workers and AllReduceStrategy\(.*\): .* rows per second", out, re.M)
+    assert "Assumed: a step of 85 ms for 32 rows" in out and "1 Gbit/s" in out
+    assert "change training" in out and "docs/exchanges.md" in out
+    assert "price" not in out
+
+
+def test_a_benchmark_calibrates_and_the_network_is_given(bench):
+    done = run(*bench(), "--bandwidth", "100Mbit/s", "--workers", "1,2,4")
+    assert done.exit_code == 0, done.stderr
+    assert "a step of 100 ms for 16 rows" in done.stdout
+    assert "4.00 MB of gradients" in done.stdout
+    assert "workers on a host: 2; between hosts 0 us and 100 Mbit/s" in done.stdout
+    row = re.search(r"^dense +(.*)$", done.stdout, re.MULTILINE)[1].split()
+    # on one host: as measured, since the rest of the step is what a strategy adds
+    assert row[:2] == ["100", "150"] and float(row[2]) > 500
+
+
+def test_a_benchmark_between_hosts_holds_the_network(bench):
+    done = run(*bench(hosts=2), "--workers", "1,2,4")
+    assert done.exit_code == 0, done.stderr
+    assert re.search(r"^dense +100 +150 ", done.stdout, re.MULTILINE)
+    refused = run(*bench(hosts=2), "--bandwidth", "1Gbit/s")
+    assert "was run between 2 hosts and holds their network; leave it out" in refused.stderr
+
+
+def test_a_fixed_global_batch_scales_strongly():
+    out = run(*GIVEN, *NETWORK, "--global-batch", "64", "--workers", "1,2").stdout
+    alone, two = re.search(r"^dense +(.*)$", out, re.MULTILINE)[1].split()
+    assert alone == "170" and 85 < float(two) < 100
+
+
+def test_files_hold_the_same(tmp_path):
+    files = {name: str(tmp_path / f"plan.{name}") for name in ("json", "markdown")}
+    options = [part for name, file in files.items() for part in (f"--{name}", file)]
+    done = run(*GIVEN, *NETWORK, "--workers", "1,2", *options)
+    assert done.exit_code == 0, done.stderr
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert len(found["predictions"]) == 2 * len(METHODS)
+    cluster = Cluster(Link(50e-6, 125e6))
+    for one, method in zip(found["predictions"][::2], METHODS, strict=True):
+        assert one["seconds"] == predict(method, Job(0.085, 270_000), cluster, 1).seconds
+    assert found["cluster"]["host"]["bandwidth"] is None
+    assert found["recommended"]["method"] in [method.name for method in METHODS]
+    page = (tmp_path / "plan.markdown").read_text()
+    assert "### ms per step" in page and "| dense | 85.0 | " in page
+
+
+def test_the_curve_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    done = run(*GIVEN, *NETWORK, "--plot", str(tmp_path / "curve.svg"))
+    assert done.exit_code == 0, done.stderr
+    drawn = (tmp_path / "curve.svg").read_text()
+    assert all(f"<!-- {method.name} -->" in drawn for method in METHODS)
+
+
+def test_without_matplotlib_the_curve_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    done = run(*GIVEN, *NETWORK, "--plot", "curve.svg")
+    assert "--plot needs matplotlib; run `pip install 'dtk[bench]'`" in done.stderr
+
+
+MISTAKES = {
+    "nothing": ([], "how long does a step take, of what? Give --bench"),
+    "unit": (["--step-time", "85", "--parameters", "1"], "--step-time 85: unknown unit"),
+    "zero": (["--step-time", "0s", "--parameters", "1", *NETWORK], "step time 0: expected"),
+    "no link": (GIVEN, "4096 workers are more than a host's 1: say what joins hosts"),
+    "no workers": ([*GIVEN, *NETWORK, "--workers", "0,1"], "--workers 0: expected a whole number"),
+    "no hosts": ([*GIVEN, *NETWORK, "--workers-per-host", "0"], "--workers-per-host 0: expected"),
+    "negative": ([*GIVEN, *NETWORK, "--price-per-hour", "-1"], "price -1: expected 0 or more"),
+    "target": ([*GIVEN, *NETWORK, "--efficiency", "70"], "--efficiency 70: expected above 0"),
+    "not a number": ([*GIVEN, "--price-per-hour", "much"], "see `dtk plan --help`"),
+    "no file": (["--bench", "nope.json"], "cannot read nope.json: No such file or directory"),
+    "another file": (["--bench", __file__], "is not a saved benchmark; expected what `dtk bench"),
+    "both": (["--bench", "a.json", "--step-time", "1s"], "--step-time 1s: a.json says so already"),
+    "model": ([*GIVEN, "--model", "mlp"], "--model mlp chooses from a benchmark; give its file"),
+    "no directory": (
+        [*GIVEN, *NETWORK, "--json", "no/a"],
+        "--json no/a: cannot be written: No such",
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments, message):
+    done = run(*arguments)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert done.stderr.startswith("dtk plan: ")
+    assert done.stderr.count("\n") == 1
