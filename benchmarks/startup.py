@@ -47,6 +47,7 @@ PHASES = {
     "end": "exit",
 }
 WHOLE = {"until the first step is over": "step", "until all is over": "end"}
+NOT_USUAL = ("PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED")
 
 
 def now():
@@ -98,14 +99,15 @@ def bare(env, distributed):
             process.argv,
             env={**env, **process.env, "DTK_BENCHMARK_RANK": str(int(distributed))},
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
         )
         for process in plan([sys.executable, __file__, *sys.argv[1:]], args.workers)
     ]
-    printed = [process.communicate(timeout=120)[0] for process in processes]
+    printed = [process.communicate(timeout=120) for process in processes]
     if any(process.returncode for process in processes):
-        sys.exit(f"bare processes ended with {[process.returncode for process in processes]}")
-    return "".join(printed)
+        sys.exit("a process failed:\n" + "".join(errors for _, errors in printed))
+    return "".join(output for output, _ in printed)
 
 
 def launched(env):
@@ -125,15 +127,17 @@ def launched(env):
 
 def contenders():
     """Name -> what starts it."""
+    # Byte code is kept, as it is for any user.
+    usual = {name: value for name, value in os.environ.items() if name not in NOT_USUAL}
     found = {
-        "plain": lambda: bare(quiet, distributed=False),
-        "bare": lambda: bare(os.environ, distributed=True),
-        "dtk run": lambda: launched(os.environ),
+        "plain": lambda: bare(usual, distributed=False),
+        "bare": lambda: bare(usual, distributed=True),
+        "dtk run": lambda: launched(usual),
     }
     if args.other:
-        env = {**os.environ, "PYTHONPATH": str(args.other.resolve())}
-        found["other bare"] = lambda: bare(env, distributed=True)
-        found["other dtk run"] = lambda: launched(env)
+        other = usual | {"PYTHONPATH": str(args.other.resolve())}
+        found["other bare"] = lambda: bare(other, distributed=True)
+        found["other dtk run"] = lambda: launched(other)
     return {name: found[name] for name in args.contenders} if args.contenders else found
 
 
