@@ -11,7 +11,8 @@ The same script is started in turns, so that whatever else the machine does fall
     dtk run   N processes with dtk, started by `dtk run`
 
 `dtk run` - `bare` is what the launcher costs, `bare` - `plain` what dtk costs inside the ranks. A
-phase is the mean over the processes, so that the phases of a turn add up to its whole.
+phase is the mean over the processes, so that the phases of a turn add up to its whole. The kernel
+notes the start of a process to 0.01 s, so the first two may err by that.
 """
 
 import argparse
