@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dtk.cli import job
 from dtk.cluster import Host
 from dtk.errors import ClusterError, CommunicatorError
-from dtk.launch import COMMUNICATORS, Process, plan
+from dtk.launch import COMMUNICATORS, Process, plan, ssh
 
 MPI = "horovod-mpi"
 LAUNCHERS = (*COMMUNICATORS, MPI)
@@ -21,7 +21,7 @@ _SEAT = (sys.executable, "-m", "dtk.tuning.bench.seat")
 # A process that was stopped for as long as others had their turns is not lost.
 _PATIENT = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "86400"}
 
-Survey = Callable[..., object]
+Survey = Callable[[str, int], ssh.Facts]
 
 
 def check(launcher: str, hosts: Sequence[Host]) -> None:

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from multiprocessing import connection
+from multiprocessing import AuthenticationError, connection
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +120,7 @@ class World:
                 continue
             accepted.setblocking(True)
             line = connection.Connection(accepted.detach())
-            with contextlib.suppress(connection.AuthenticationError, EOFError, OSError):
+            with contextlib.suppress(AuthenticationError, EOFError, OSError):
                 connection.deliver_challenge(line, self._key)
                 connection.answer_challenge(line, self._key)
                 return line

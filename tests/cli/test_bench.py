@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from dtk.cli import bench_run
 from dtk.cli.main import main
+from dtk.tuning.bench import report
 from dtk.tuning.bench.results import Reading, Results
 from dtk.tuning.bench.setting import Setting
 
@@ -71,7 +72,8 @@ def test_the_tables_say_what_the_samples_say(run):
         (line,) = [line for line in done.stdout.splitlines() if line.startswith(f"{contender} ")]
         (row,) = [line for line in page.splitlines() if line.startswith(f"| {contender} |")]
         for text in (line, row):
-            assert f" {1000 * middle:.1f} (" in text
+            shown = f"{1000 * middle:.{report.digits(1000 * middle)}f}"
+            assert f" {shown} (" in text
             assert f" {of_the_limit:.2f} " in text
             assert f" {100 * share:.0f} %" in text
             assert f" {1 / middle:.2f}" in text

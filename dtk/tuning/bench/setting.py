@@ -78,7 +78,10 @@ class Setting:
             >>> Setting.of({"models": ["mlp"]}).models
             ('mlp',)
         """
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+        values: dict[str, Any] = dict(fields)
+        for name, value in values.items():
+            values[name] = tuple(value) if isinstance(value, list) else value
+        return cls(**values)
 
 
 def parse_size(text: str) -> int:

@@ -36,11 +36,11 @@ class Member:
         size = bytes_of(task)
         if size:
             return 0, {"allreduce": self._sum(size)}
-        ways = {"allreduce": _one_by_one, "grouped_allreduce": _grouped}
-        models = {name: PROBLEMS[task].compiled(keras) for name in ways}
-        (first, *_) = models.values()
-        turns = {name: self._train(models[name], ways[name], task) for name in ways}
-        return first.count_params(), turns
+        turns: dict[str, Turn | str] = {}
+        for name, reduce in (("allreduce", _one_by_one), ("grouped_allreduce", _grouped)):
+            model = PROBLEMS[task].compiled(keras)
+            turns[name] = self._train(model, reduce, task)
+        return model.count_params(), turns
 
     def _sum(self, size: int) -> Turn:
         values = tf.zeros(size // 4)
