@@ -18,7 +18,7 @@ from dtk.tuning.bench.results import Results, read
 from dtk.tuning.bench.setting import EXCHANGES, MODELS, BenchError, Setting, parse_size
 
 _WORKERS = 2
-_WIDTH = 120  # of a table that goes to no terminal
+_WIDTH = 140  # of a table that goes to no terminal
 
 
 @click.command(

@@ -17,9 +17,10 @@ HEADER = ("", "steps/s", "ms per step (quartiles)", "of the limit")
 OWN = "of its own"
 COUNTS = ("sent per step", "communicating")
 HEADER_ALLREDUCE = ("", "ms (quartiles)", "GB/s")
-LEGEND = (
-    "Medians over turns, of means over workers. limit: every worker trains by itself, with plain "
-    "Keras, and sends nothing. Of the limit: its time / this time, in the same round; 1 is perfect."
+LEGEND = "Medians over turns, of means over workers."
+_LIMIT_LEGEND = (
+    "limit: every worker trains by itself, with plain Keras, and sends nothing. Of the limit: its "
+    "time / this time, in the same round; 1 is perfect."
 )
 _OWN_LEGEND = (
     "A peer's own limit is its framework training by itself; of its own: that time / this time."
@@ -252,9 +253,12 @@ def _line(cells: Sequence[str]) -> str:
 def notes(results: Results, saved: Results | None = None) -> list[str]:
     """What stands below the tables: what is missing, how to read them, and the setting."""
     lines = [f"Not measured: {name}: {why}." for name, why in results.absent.items()]
-    lines.append(LEGEND)
+    legend = [LEGEND]
+    if any(LIMIT in names for names in results.turns.values()):
+        legend.append(_LIMIT_LEGEND)
     if any(own_limit(name) in names for names in results.turns.values() for name in names):
-        lines.append(_OWN_LEGEND)
+        legend.append(_OWN_LEGEND)
+    lines.append(" ".join(legend))
     lines.append(f"Setting: {setting(results)}.")
     if saved is not None:
         lines.append(f"{_COMPARED}: time of a step there / here. Saved: {setting(saved)}.")

@@ -114,6 +114,13 @@ def test_bars_are_ratios_or_times_with_their_quartiles():
     assert report.bars(SUM, "allreduce 4000")["mpi4py"] == pytest.approx((2.5, 3.0, 3.5))
 
 
+def test_the_legend_explains_what_is_in_the_tables():
+    assert report.notes(SUM)[0] == report.LEGEND
+    (legend, _), (own, _) = report.notes(RUN), report.notes(PEERS)
+    assert "Of the limit: its time" in legend and "own limit" not in legend
+    assert own.startswith(legend) and "of its own: that time" in own
+
+
 def test_what_was_not_measured_is_said_with_the_reason():
     missing = Results(SETTING, {}, {}, {"torch": "no space left"})
     assert report.notes(missing)[0] == "Not measured: torch: no space left."
