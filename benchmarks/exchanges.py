@@ -91,9 +91,11 @@ def measure():
         keras.utils.set_random_seed(1)
         strategy.exchange = exchange
         with strategy.scope():
-            model = {"convnet": convnet, "perceptron": perceptron, "resnet20": resnet20}[
-                args.model
-            ]()
+            model = {
+                "convnet": convnet,
+                "perceptron": perceptron,
+                "resnet20": lambda: resnet20(keras),
+            }[args.model]()
             model.compile(
                 keras.optimizers.SGD(0.05, momentum=0.9),
                 keras.losses.SparseCategoricalCrossentropy(from_logits=True),

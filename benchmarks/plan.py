@@ -42,10 +42,12 @@ THREADS = dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"), "1")
 def measure():
     """On every rank: train with each exchange; rank 0 prints what a step took."""
     import dtk
+    import keras
     from dtk.exchange import BlockMomentum, parse
     from dtk.tuning.bench.contender import Fit
-    from dtk.tuning.bench.measure import take_turns
+    from dtk.tuning.bench.measure import order
     from dtk.tuning.bench.models import PROBLEMS
+    from dtk.tuning.bench.peers.turns import clock
 
     strategy = dtk.strategies.AllReduceStrategy()
     problem = PROBLEMS[args.model]
@@ -55,15 +57,17 @@ def measure():
     def contender(name):
         strategy.exchange = parse(known.get(name, name))
         with strategy.scope():
-            model = problem.compiled()
+            model = problem.compiled(keras)
         data = problem.data((args.steps + 1) * rows)
         return Fit(name, model, data, args.steps, strategy.communicator)
 
     found = {name: [] for name in EXCHANGES}
     contenders = [contender(name) for name in EXCHANGES]
-    for turn in take_turns(contenders, args.rounds, strategy.communicator):
-        seconds = statistics.mean(reading["seconds"] for reading in turn["turn"])
-        found[turn["contender"]].append(seconds)
+    for number in range(args.rounds + 1):
+        for one in order(contenders, number):
+            seconds = strategy.communicator.allgather_object(clock(one.turn)["seconds"])
+            if number:  # in the first one it is traced
+                found[one.name].append(statistics.mean(seconds))
     if strategy.is_chief:
         print("RESULT", json.dumps(found), flush=True)
 

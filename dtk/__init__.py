@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dtk import quiet
+from dtk import garbage, importing, quiet
 from dtk.cluster import alone
 from dtk.version import __version__
 
@@ -57,7 +57,9 @@ __all__ = [
     "strategies",
 ]
 
-quiet.arm()
+importing.inside("tensorflow", quiet.tensorflow_import, garbage.left_alone)
+# It imports TensorFlow, and what the rest of it makes lives as long.
+importing.inside("keras", garbage.left_alone)
 alone.watch()
 
 

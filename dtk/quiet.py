@@ -10,8 +10,8 @@ through a small process that leaves out the lines below the level:
 A process rather than a thread, because C++ holds the interpreter lock while it writes, and because
 what stands in the pipe when this process aborts is still passed on.
 
-The level is the user's, or 2: `TF_CPP_MIN_LOG_LEVEL=0` shows everything. `import dtk` arms the hook
-for the import of TensorFlow; imported after TensorFlow, dtk comes too late to silence it.
+The level is the user's, or 2: `TF_CPP_MIN_LOG_LEVEL=0` shows everything. Imported after TensorFlow,
+dtk comes too late to silence its import.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from types import ModuleType
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 DEFAULT_LEVEL = "2"
@@ -82,40 +81,12 @@ def is_noise(line: str, level: str | None, gpu: bool | None = None) -> bool:
 # In the process that imports TensorFlow.
 
 
-def arm() -> None:
-    """Filter the import of TensorFlow, if that is still to come."""
-    if "tensorflow" not in sys.modules and not any(isinstance(f, _Hook) for f in sys.meta_path):
-        sys.meta_path.insert(0, _Hook())
-
-
-class _Hook:
-    """Finds TensorFlow as Python would, and has it executed inside `filtered`. Then it is gone."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> Any:
-        """Called by Python for every import; only TensorFlow's is of interest."""
-        if name != "tensorflow":
-            return None
-        import importlib.util
-
-        with contextlib.suppress(ValueError):  # another thread may have taken it out
-            sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        loader = getattr(spec, "loader", None)
-        execute = getattr(loader, "exec_module", None)
-        if execute is None:
-            return spec
-
-        def exec_module(module: ModuleType) -> None:
-            os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", DEFAULT_LEVEL)
-            del loader.exec_module  # type: ignore[union-attr]  # the class's own is back
-            with filtered():
-                execute(module)
-
-        with contextlib.suppress(AttributeError):  # a loader with slots: then without the filter
-            loader.exec_module = exec_module  # type: ignore[union-attr]
-        return spec
+@contextlib.contextmanager
+def tensorflow_import() -> Iterator[None]:
+    """Filter the import of TensorFlow, and set the level it will then obey."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", DEFAULT_LEVEL)
+    with filtered():
+        yield
 
 
 @contextlib.contextmanager

@@ -1,10 +1,16 @@
 """Benchmarks start, and print what they measure; whether the numbers are good is not tested."""
 
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from dtk.tuning.bench.results import Reading, Results
+from dtk.tuning.bench.setting import TELLING, task_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -22,3 +28,50 @@ def test_overhead_prints_a_ratio_for_each_model():
     ratios = re.findall(r"ratio +(\d+\.\d+) \(", done.stdout)
     assert len(ratios) == 2, done.stdout
     assert all(0.05 < float(ratio) < 20 for ratio in ratios)
+
+
+def test_plan_compares_what_a_benchmark_predicts_with_what_was_measured(tmp_path):
+    def turns(seconds, sent=0.0):
+        return [[Reading(seconds, sent, None, 1.0)] * 2]
+
+    setting = {"workers": 2, "batch_size": 32, "communicators": ["collective"]}
+    setting["ranks"] = [{"host": "here"}] * 2
+    sums = {task_of(size): {"collective allreduce": turns(2e-3 + size * 1e-9)} for size in TELLING}
+    # 4 MB at 12.5 MB/s, of which Ethernet leaves 0.936, on top of 0.1 s of computing.
+    steps = {"limit": turns(0.1), "collective none": turns(0.1, 4e6)}
+    Results(setting, {"mlp": 10**6}, {"mlp": steps, **sums}).save(tmp_path / "bench-2.json")
+    (tmp_path / "measured-2-100.json").write_text(json.dumps({"dense": [0.38, 0.4, 0.42]}))
+    argv = [sys.executable, str(ROOT / "benchmarks" / "plan.py"), "--only", "table"]
+    argv += ["--model", "mlp", "--output", str(tmp_path)]
+    done = subprocess.run(
+        argv,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    row = re.search(
+        r"^\| 2 \| 100 Mbit/s \| dense \| 400 \(380 - 420\) \| (\d+) \|", done.stdout, re.M
+    )
+    early = 0.75 * 2 / 3 * 0.1
+    assert int(row[1]) == pytest.approx(1000 * (0.1 + 4e6 / 12.5e6 / 0.936 - early + 2e-3), abs=2)
+    assert (tmp_path / "plan.md").read_text() == done.stdout
+
+
+def test_startup_prints_every_phase_of_every_contender(tmp_path):
+    argv = [sys.executable, str(ROOT / "benchmarks" / "startup.py"), "-n1", "--rounds=1"]
+    argv += ["--contenders", "bare", "dtk run", "--samples", str(tmp_path / "samples.json")]
+    done = subprocess.run(
+        argv,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    (turn,) = json.loads((tmp_path / "samples.json").read_text())["dtk run"]
+    whole = turn.pop("until all is over")
+    assert 0 < turn.pop("until the first step is over") < whole
+    assert sum(turn.values()) == pytest.approx(whole)
+    assert re.search(r"dtk run - bare, until all is over: +-?\d", done.stdout), done.stdout

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import functools
-import io
 import sys
 from pathlib import Path
+from typing import TypeVar
 
 import click
 import rich.console
-import rich.status
 import rich.table
 
-from dtk.cli import job
+from dtk.cli import bench_peers, bench_places, job
+from dtk.cli.bench_run import Run
 from dtk.cluster import Host
 from dtk.errors import ClusterError
-from dtk.launch import Job, Process, plan, ssh
-from dtk.tuning.bench import report
+from dtk.tuning.bench import plot, report
 from dtk.tuning.bench.results import Results, read
-from dtk.tuning.bench.setting import EXCHANGES, MODELS, BenchError, Setting
+from dtk.tuning.bench.setting import EXCHANGES, MODELS, TELLING, BenchError, Setting, parse_size
 
+_T = TypeVar("_T")
 _WORKERS = 2
-_WIDTH = 120  # of a table that goes to no terminal
+_WIDTH = 140  # of a table that goes to no terminal
 
 
 @click.command(
@@ -33,12 +32,21 @@ _WIDTH = 120  # of a table that goes to no terminal
     dtk bench --json before.json
     dtk bench --compare before.json
     dtk bench --hosts node1:1,node2:1 --markdown bench.md
+    dtk bench --model mlp --communicator collective --communicator horovod --peer torch
+    dtk bench --allreduce 4kB --allreduce 100MB --communicator horovod --peer mpi4py
     """,
 )
 @click.option(
     "-n", "--workers", type=int, help=f"Workers. Default: the slots of the hosts, or {_WORKERS}."
 )
-@job.communicator
+@click.option(
+    "--communicator",
+    "communicators",
+    metavar="NAME",
+    multiple=True,
+    default=("collective",),
+    help=f"One of {', '.join(bench_places.LAUNCHERS)}; may be repeated. Default: collective.",
+)
 @job.hosts
 @job.hostfile
 @job.remote_shell
@@ -47,8 +55,13 @@ _WIDTH = 120  # of a table that goes to no terminal
     "models",
     metavar="NAME",
     multiple=True,
-    default=Setting.models,
-    help=f"One of {', '.join(MODELS)}; may be repeated. Default: all.",
+    help=f"One of {', '.join(MODELS)}; may be repeated. Default: all, without --allreduce.",
+)
+@click.option(
+    "--allreduce",
+    metavar="SIZE",
+    multiple=True,
+    help="Measure the sum of one tensor of so many bytes, such as 4kB or 100MB; may be repeated.",
 )
 @click.option(
     "--exchange",
@@ -60,60 +73,86 @@ _WIDTH = 120  # of a table that goes to no terminal
     f"{', '.join(Setting.exchanges)}.",
 )
 @click.option(
+    "--peer",
+    "peers",
+    metavar="NAME",
+    multiple=True,
+    help="Something else to measure: "
+    + "; ".join(f"{name}, {peer.about}" for name, peer in bench_peers.PEERS.items())
+    + ". May be repeated; what is not here is installed in an environment of its own.",
+)
+@click.option(
     "--batch-size", default=Setting.batch_size, show_default=True, help="Rows, per worker."
 )
 @click.option("--steps", default=Setting.steps, show_default=True, help="Steps of a turn.")
 @click.option("--rounds", default=Setting.rounds, show_default=True, help="Turns of each.")
-@click.option("--json", "json_file", metavar="FILE", help="Write all samples there.")
+@click.option(
+    "--json",
+    "json_file",
+    metavar="FILE",
+    help="Write all samples there, and what `dtk plan` needs.",
+)
 @click.option("--markdown", "markdown_file", metavar="FILE", help="Write the tables there.")
+@click.option("--plot", "plot_file", metavar="FILE", help="Draw the ratios there, .svg or .png.")
 @click.option("--compare", metavar="FILE", help="Compare with a run saved with --json.")
 def bench(
     workers: int | None,
-    communicator: str,
+    communicators: tuple[str, ...],
     hosts: str | None,
     hostfile: str | None,
     remote_shell: str,
     models: tuple[str, ...],
+    allreduce: tuple[str, ...],
     exchanges: tuple[str, ...],
+    peers: tuple[str, ...],
     batch_size: int,
     steps: int,
     rounds: int,
     json_file: str | None,
     markdown_file: str | None,
+    plot_file: str | None,
     compare: str | None,
 ) -> None:
     """Measure training on several workers.
 
     The limit is what each worker does by itself, at the same time, with plain Keras, sending
-    nothing. It and `fit` under dtk, with each exchange, take turns in one job, so that other load
-    on the machine falls on all alike; the table holds medians and quartiles.
+    nothing. It, `fit` under dtk with each communicator and exchange, and each peer take turns, so
+    that other load on the machine falls on all alike; the table holds medians and quartiles.
 
     A time is that of a step; what `fit` does once an epoch is left out (it is in the samples).
     """
-    setting = Setting(_once(models), _once(exchanges), batch_size, steps, rounds)
-    job.check_communicator(communicator)
+    models = _once(models) or (() if allreduce else MODELS)
+    sizes = tuple(map(parse_size, allreduce))
+    if json_file is not None and models:
+        sizes += TELLING
+    setting = Setting(models, _once(exchanges), batch_size, steps, rounds, _once(sizes))
     job.check_remote_shell(remote_shell)
-    saved = None if compare is None else read(compare)
-    for option, file in (("--json", json_file), ("--markdown", markdown_file)):
-        _check_writable(option, file)
     where = job.places(hosts, hostfile)
-    processes = plan(
-        [sys.executable, "-m", "dtk.tuning.bench", setting.dumps()],
-        _count(workers, where),
-        hosts=where,
-        communicator=communicator,
-        survey=functools.partial(ssh.survey, remote_shell=remote_shell),
-    )
-    results = _measure(processes, remote_shell)
+    for name in communicators:
+        bench_places.check(name, where)
+    bench_peers.check(peers)
+    saved = None if compare is None else read(compare)
+    files = {"--json": json_file, "--markdown": markdown_file, "--plot": plot_file}
+    for option, file in files.items():
+        _check_writable(option, file)
+    if plot_file is not None:
+        plot.check(plot_file)
+    run = Run(setting, _count(workers, where), where, remote_shell)
+    code = run.measure(_once(communicators), _once(peers))
+    if code:
+        sys.exit(code)
+    results = run.results
     if json_file is not None:
         results.save(json_file)
     if markdown_file is not None:
         Path(markdown_file).write_text(report.markdown(results, saved))
+    if plot_file is not None:
+        plot.save(results, plot_file)
     show(results, saved)
 
 
-def _once(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(names))
+def _once(given: tuple[_T, ...]) -> tuple[_T, ...]:
+    return tuple(dict.fromkeys(given))
 
 
 def _count(workers: int | None, where: tuple[Host, ...]) -> int:
@@ -141,39 +180,6 @@ def _check_writable(option: str, file: str | None) -> None:
         raise BenchError(f"{option} {file}: there is no directory {path.parent}; make it first")
 
 
-class _Heard(io.StringIO):
-    """What the workers print: results are taken in, the rest goes to standard error.
-
-    Args:
-        results: Filled with what was measured.
-        status: Shows how far it is.
-    """
-
-    def __init__(self, results: Results, status: rich.status.Status) -> None:
-        super().__init__()
-        self._results, self._status = results, status
-
-    def write(self, text: str) -> int:
-        """Called by the job, with a whole line."""
-        if not self._results.take(text):
-            click.echo(text, err=True, nl=False)
-        elif self._results.turns:
-            self._status.update(report.progress(self._results))
-        return len(text)
-
-
-def _measure(processes: list[Process], remote_shell: str) -> Results:
-    """Run the job; exits as it does where it fails."""
-    results = Results()
-    with rich.console.Console(stderr=True).status("starting ...") as status:
-        heard = _Heard(results, status)
-        started = Job(processes, remote_shell=remote_shell, stdout=heard)
-        code = job.see_through(started, "bench")
-    if code:
-        sys.exit(code)
-    return results
-
-
 def show(results: Results, saved: Results | None = None) -> None:
     """Print a table for each model, and the setting."""
     console = rich.console.Console(highlight=False, markup=False, emoji=False)
@@ -184,7 +190,7 @@ def show(results: Results, saved: Results | None = None) -> None:
         console.print(report.title(results, model), style="bold")
         table = rich.table.Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         for number, column in enumerate(header):
-            table.add_column(column, justify="right" if number else "left")
+            table.add_column(column, justify="right" if number else "left", no_wrap=not number)
         for row in rows:
             table.add_row(*row)
         console.print(table)

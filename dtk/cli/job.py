@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import IO, Any
 
@@ -92,12 +92,32 @@ def see_through(job: Job, command: str) -> int:
     Returns:
         The exit code.
     """
-    try:
-        with _signals_raise(), job:
+
+    def wait() -> int:
+        with job:
             return job.wait()
+
+    return interruptible(wait, command, [job])
+
+
+def interruptible(work: Callable[[], int], command: str, jobs: Iterable[Job]) -> int:
+    """Do what starts jobs; Ctrl-C, SIGTERM and a closed terminal end all of them.
+
+    Args:
+        work: Stops its jobs when it ends, however it does.
+        command: Such as "run", for what is said then.
+        jobs: All it may have started; looked at when it is interrupted.
+
+    Returns:
+        What `work` does, or 128 + signal.
+    """
+    try:
+        with _signals_raise():
+            return work()
     except _Signalled as signalled:
         # A second signal may have come before `with` could begin to end the job.
-        job.stop(hurry=True)
+        for job in jobs:
+            job.stop(hurry=True)
         # Of two signals the first decides; a second one only made the ending quicker.
         first: BaseException = signalled
         while isinstance(first.__context__, _Signalled):

@@ -35,6 +35,7 @@ _WORKERS = "1,...,4096"
 )
 @click.option("--bench", metavar="FILE", help="Calibrate with what `dtk bench --json` wrote.")
 @click.option("--model", metavar="NAME", help="Of that file, if it holds several.")
+@click.option("--communicator", metavar="NAME", help="Of that file, if it holds several.")
 @click.option("--step-time", metavar="TIME", help="Of one worker that sends nothing, e.g. 85ms.")
 @click.option("--parameters", metavar="N", help="Trainable ones, e.g. 270k.")
 @click.option("--batch-size", metavar="ROWS", help="Of that step, per worker. Default: 32.")
@@ -60,6 +61,7 @@ _WORKERS = "1,...,4096"
 def plan(
     bench: str | None,
     model: str | None,
+    communicator: str | None,
     step_time: str | None,
     parameters: str | None,
     batch_size: str | None,
@@ -87,7 +89,12 @@ def plan(
     """
     _check_target(efficiency)
     counts = quantity.counts("--workers", workers)
-    known = _known(bench, model, step_time, parameters, batch_size)
+    if bench is None:
+        _check_alone(model, communicator)
+        known = _given(step_time, parameters, batch_size)
+    else:
+        _check_bench(bench, step_time, parameters, batch_size)
+        known = calibrated(read(bench), model, communicator)
     per_host = known.per_host
     if workers_per_host is not None:
         per_host = quantity.count("--workers-per-host", workers_per_host)
@@ -124,25 +131,22 @@ def _check_target(efficiency: float) -> None:
         raise PlanError(f"--efficiency {efficiency:g}: expected above 0 and at most 1, such as 0.7")
 
 
-def _known(
-    bench: str | None,
-    model: str | None,
-    step_time: str | None,
-    parameters: str | None,
-    batch_size: str | None,
-) -> Calibration:
-    """From the benchmark, or from what was given instead."""
-    if bench is not None:
-        for option, text in (
-            ("--step-time", step_time),
-            ("--parameters", parameters),
-            ("--batch-size", batch_size),
-        ):
-            if text is not None:
-                raise PlanError(f"{option} {text}: {bench} says so already; keep one of the two")
-        return calibrated(read(bench), model)
-    if model is not None:
-        raise PlanError(f"--model {model} chooses from a benchmark; give its file with --bench")
+def _check_bench(bench: str, *given: str | None) -> None:
+    """Raise PlanError where the benchmark's own numbers were given, too."""
+    for option, text in zip(("--step-time", "--parameters", "--batch-size"), given, strict=True):
+        if text is not None:
+            raise PlanError(f"{option} {text}: {bench} says so already; keep one of the two")
+
+
+def _check_alone(*given: str | None) -> None:
+    """Raise PlanError where something was chosen of a benchmark that there is not."""
+    for option, name in zip(("--model", "--communicator"), given, strict=True):
+        if name is not None:
+            raise PlanError(f"{option} {name} chooses from a benchmark; give its file with --bench")
+
+
+def _given(step_time: str | None, parameters: str | None, batch_size: str | None) -> Calibration:
+    """From the command line, in place of a benchmark."""
     if step_time is None or parameters is None:
         raise PlanError(
             "how long does a step take, of what? Give --bench and what `dtk bench --json` wrote, "

@@ -82,13 +82,16 @@ class Communicator(abc.ABC):
         """
 
     @abc.abstractmethod
-    def allgather(self, value: tf.Tensor, rows: Sequence[int] | None = None) -> tf.Tensor:
+    def allgather(
+        self, value: tf.Tensor, rows: Sequence[int] | tf.Tensor | None = None
+    ) -> tf.Tensor:
         """Concatenate every rank's rows along axis 0, in rank order.
 
         Args:
             value: Ragged: row counts may differ. A scalar counts as one row: the result has shape
                 `[size]`.
-            rows: How many come from each rank, where every rank knows; that saves a message.
+            rows: How many come from each rank, of shape `[size]`, where every rank knows; that
+                saves a message.
         """
 
     @abc.abstractmethod
@@ -156,6 +159,17 @@ class Communicator(abc.ABC):
         A `tf.function` may be traced again on some ranks only, when only their slice of a batch
         changed shape. Collectives traced inside `sequence("train_step")` are matched by
         (name, position) instead of by how many were traced before them in this process.
+        """
+        del name
+        yield
+
+    @contextlib.contextmanager
+    def beside(self, name: str) -> Iterator[None]:
+        """Let the collectives traced inside run beside all others.
+
+        Collectives in a graph run in the order they were traced; those beside are only ordered
+        among those of the same name, so they start when their values are ready. They are left out
+        of `seconds_communicating`: it is others that a step waits for meanwhile.
         """
         del name
         yield

@@ -7,6 +7,9 @@ bucket by itself, which needs no copy at all.
 
     tensors   a:f32[3]  b:f16[4]  c:f32[2,2]  d:f32[9]         limit = 8 floats
     buckets   [a a a c c c c]  [b b b b]  [d d d d d d d d d]
+
+A bucket leaves as soon as its own tensors are there. So several buckets, in the order in which
+their tensors become ready, travel while the rest is still being computed.
 """
 
 from __future__ import annotations
@@ -18,6 +21,9 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 DEFAULT_LIMIT = 16 * 2**20
+# What is exposed when a list becomes ready bit by bit is its last bucket; each costs a latency.
+_SEVERAL = 4
+_LEAST = 2**18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +69,24 @@ def plan(dtypes: Sequence[tf.DType], sizes: Sequence[int | None], limit: int) ->
         bucket.append(index)
         open_bucket[dtype] = (bucket, filled + size * dtype.size)
     return Layout(tuple(tuple(bucket) for bucket in buckets), len(sizes))
+
+
+def limit_for(tensors: Sequence[tf.Tensor], most: int = DEFAULT_LIMIT) -> int:
+    """Bytes of a bucket, so that a list travels in a few of them.
+
+    Args:
+        tensors: The list.
+        most: No bucket is larger.
+
+    Returns:
+        A quarter of what is known to be in the list, but at least 256 KiB.
+
+    Example:
+        >>> limit_for([tf.zeros([2**20])] * 2) // 2**20  # 8 MiB in all
+        2
+    """
+    total = sum((static_size(t) or 0) * t.dtype.size for t in tensors)
+    return min(most, max(_LEAST, -(-total // _SEVERAL)))
 
 
 def pack(

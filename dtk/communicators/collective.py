@@ -35,7 +35,6 @@ import tensorflow as tf
 from dtk.cluster.environment import Environment
 from dtk.communicators import startup
 from dtk.communicators.base import Communicator
-from dtk.communicators.ledger import lane
 from dtk.communicators.local import LocalCommunicator
 from dtk.communicators.packed import PackedCommunicator
 from dtk.errors import CommunicatorError, at_rank
@@ -148,7 +147,6 @@ class CollectiveCommunicator(PackedCommunicator):
         self._splits = 0
         self._eager_keys: dict[tuple[str, int], int] = {}
         self._parallel = tf.function(self._reduce_in_graph)
-        self._lanes = [lane(device) for _ in range(_PIECES)]
         # TensorFlow orders a group by device name, where task:10 comes before task:2.
         names = sorted(self._members, key=lambda member: f"task:{member}/")
         self._slots = [names.index(member) for member in self._members]
@@ -192,7 +190,7 @@ class CollectiveCommunicator(PackedCommunicator):
         """What the graph orders an op by. Without one it would order all collectives it holds:
         the pieces of a bucket, and the replicas of a mirrored strategy, who wait for each other.
         """
-        return [] if tf.executing_eagerly() else [self._lanes[lane % _PIECES]]
+        return [] if tf.executing_eagerly() else [self._ledger.lane(lane % _PIECES)]
 
     def _reduce_one(self, flat: tf.Tensor, op: str, label: str, lane: int = 0) -> tf.Tensor:
         return tf.raw_ops.CollectiveReduceV2(

@@ -112,22 +112,14 @@ class HorovodCommunicator(PackedCommunicator):
         }
 
     def _reduce(self, flat: list[tf.Tensor], op: str, label: str) -> list[tf.Tensor]:
+        # One op each, not a group: a group starts when its last bucket is ready.
+        return [self._reduce_one(t, op, f"{label}/{i}/{t.dtype.name}") for i, t in enumerate(flat)]
+
+    def _reduce_one(self, flat: tf.Tensor, op: str, label: str) -> tf.Tensor:
+        if flat.shape.num_elements() == 0:
+            return flat  # empty tensors do not survive Horovod's fusion
         ops = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max, "prod": hvd.Product}
-        outputs: list[Any] = [None] * len(flat)
-        # A group is one op of one dtype; empty tensors do not survive Horovod's fusion.
-        for dtype in dict.fromkeys(t.dtype for t in flat):
-            chosen = [
-                i for i, t in enumerate(flat) if t.dtype == dtype and t.shape.num_elements() != 0
-            ]
-            if chosen:
-                reduced = hvd.grouped_allreduce(
-                    [flat[i] for i in chosen],
-                    op=ops[op],
-                    **self._options(f"{label}/{dtype.name}"),
-                )
-                for i, output in zip(chosen, reduced, strict=True):
-                    outputs[i] = output
-        return [flat[i] if output is None else output for i, output in enumerate(outputs)]
+        return hvd.allreduce(flat, op=ops[op], **self._options(label))
 
     def _gather_sizes(self, sizes: tf.Tensor, label: str) -> tf.Tensor:
         rows = hvd.allgather(sizes[None], **self._options(label))

@@ -30,6 +30,8 @@ class Ledger:
     def __init__(self, device: str = "CPU:0") -> None:
         self._eager_bytes = 0
         self._eager_seconds = 0.0
+        self._device = device
+        self._lanes: dict[int, tf.Tensor] = {}
         self._handle = lane(device)
         with tf.init_scope(), tf.device(device):
             tf.raw_ops.AssignVariableOp(resource=self._handle, value=tf.constant([0, 0], tf.int64))
@@ -43,6 +45,12 @@ class Ledger:
     def seconds(self) -> float:
         """Seconds in collectives so far, from when this rank's values were ready."""
         return self._eager_seconds + self._counted(1) / 1e6
+
+    def lane(self, number: int) -> tf.Tensor:
+        """A resource that orders some of a collective's parts, and lets others run beside them."""
+        if number not in self._lanes:
+            self._lanes[number] = lane(self._device)
+        return self._lanes[number]
 
     def _counted(self, place: int) -> int:
         with tf.init_scope():

@@ -61,6 +61,8 @@ class PackedCommunicator(Communicator):
         self.set_hosts(hosts)
         self.bucket_bytes = bucket_bytes
         self._ledger = Ledger(device)
+        self._device = device
+        self._beside: dict[str, Ledger] = {}
         self._sequence: list[Any] | None = None  # [name, position of the next collective]
         self._traced = 0
 
@@ -73,7 +75,7 @@ class PackedCommunicator(Communicator):
     @property
     def bytes_sent(self) -> int:
         """Payload bytes handed to the transport so far."""
-        return self._ledger.bytes
+        return sum(ledger.bytes for ledger in (self._ledger, *self._beside.values()))
 
     @property
     def seconds_communicating(self) -> float:
@@ -122,6 +124,18 @@ class PackedCommunicator(Communicator):
         finally:
             self._sequence = outer
 
+    @contextlib.contextmanager
+    def beside(self, name: str) -> Iterator[None]:
+        """See `Communicator.beside`."""
+        outer = self._ledger
+        if name not in self._beside:
+            self._beside[name] = Ledger(self._device)
+        self._ledger = self._beside[name]
+        try:
+            yield
+        finally:
+            self._ledger = outer
+
     def _label(self, kind: str) -> str:
         """A name for the next collective, the same one on every rank.
 
@@ -159,7 +173,8 @@ class PackedCommunicator(Communicator):
     def _reduce_tensors(self, tensors: list[tf.Tensor], op: str) -> list[tf.Tensor]:
         if not tensors:
             return []
-        packed, layout = buckets.pack(tensors, self.bucket_bytes)
+        limit = buckets.limit_for(tensors, self.bucket_bytes)
+        packed, layout = buckets.pack(tensors, limit)
         encoded = [wire.for_reducing(bucket, op, self.reduces) for bucket in packed]
         # Only bool changes its op, so this groups buckets into one or two calls.
         for wire_op in dict.fromkeys(item[1] for item in encoded):
@@ -186,12 +201,12 @@ class PackedCommunicator(Communicator):
             values = values / tf.cast(self.size, values.dtype)
         return tf.IndexedSlices(values, indices, slices.dense_shape)
 
-    def allgather(self, value: Any, rows: Sequence[int] | None = None) -> tf.Tensor:
+    def allgather(self, value: Any, rows: Sequence[int] | tf.Tensor | None = None) -> tf.Tensor:
         """See `Communicator.allgather`."""
         return self._allgather_rows([tf.convert_to_tensor(value)], rows)[0]
 
     def _allgather_rows(
-        self, tensors: list[tf.Tensor], known: Sequence[int] | None
+        self, tensors: list[tf.Tensor], known: Sequence[int] | tf.Tensor | None
     ) -> list[tf.Tensor]:
         """Gather several tensors with the same number of rows; the counts travel once, if ever."""
         for tensor in tensors:
@@ -200,6 +215,8 @@ class PackedCommunicator(Communicator):
         rows = tf.shape(tensors[0], tf.int64)[:1]
         if known is None:
             counts = self._sizes(rows, "gather")[:, 0]
+        elif tf.is_tensor(known):
+            counts = tf.ensure_shape(tf.cast(known, tf.int64), [self.size])
         else:
             counts = self._check_rows(tensors[0], known)
         return [self._gather_one(tensor, counts) for tensor in tensors]

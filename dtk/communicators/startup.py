@@ -28,6 +28,8 @@ from dtk.errors import CommunicatorError, at_rank
 from dtk.quiet import device_start
 
 DEFAULT_TIMEOUT = 120.0
+# Between knocks at rank 0's door: often at first, since ranks come at about the same time.
+_FIRST_RETRY_SECONDS = 0.01
 _RETRY_SECONDS = 0.1
 _GO = b"go"
 
@@ -172,6 +174,7 @@ def _visit(rank: int, addresses: Sequence[str], deadline: float, timeout: float)
     answer = b""
     # Rank 0 knows more than we do about who is missing: give it time to say so.
     patience = deadline + 5.0
+    pause = _FIRST_RETRY_SECONDS
     while time.monotonic() < deadline and not answer:
         with contextlib.suppress(OSError):
             target = parse_address(addresses[0])
@@ -180,7 +183,8 @@ def _visit(rank: int, addresses: Sequence[str], deadline: float, timeout: float)
                 line.settimeout(max(0.1, patience - time.monotonic()))
                 answer = line.makefile("rb").read()
         if not answer:
-            time.sleep(_RETRY_SECONDS)
+            time.sleep(pause)
+            pause = min(1.2 * pause, _RETRY_SECONDS)
     if answer == _GO:
         return
     problem = answer.decode(errors="replace") or (

@@ -81,7 +81,12 @@ class Exchanger(abc.ABC):
     Args:
         communicator: Between the workers.
         memory: Where it remembers.
+
+    Attributes:
+        factors: Whether it takes gradients as `Factored`, too.
     """
+
+    factors = False
 
     def __init__(self, communicator: Communicator, memory: Memory):
         self.communicator = communicator
@@ -92,7 +97,8 @@ class Exchanger(abc.ABC):
         """Sum gradients over all ranks.
 
         Args:
-            gradients: This rank's part of each, tensors or `tf.IndexedSlices`.
+            gradients: This rank's part of each, tensors or `tf.IndexedSlices`; or `Factored`, see
+                `factors`.
             portion: This rank's part of the batch; None in a loop of the script's own.
         """
 

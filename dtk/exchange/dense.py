@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
+from typing import Any
 
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
 from dtk.exchange.base import Exchange, Exchanger, Portion, Trained
+from dtk.exchange.factors import Factored, reduce_products
 from dtk.exchange.memory import Memory
 
 _DTYPES = ("float16", "bfloat16")
@@ -57,7 +60,9 @@ class Dense(Exchange):
 
 
 class DenseExchanger(Exchanger):
-    """An all-reduce. Rows of tables (`tf.IndexedSlices`) keep their dtype: they are few.
+    """An all-reduce, or an all-gather of a gradient's factors where that is faster; see `factors`.
+
+    Rows of tables (`tf.IndexedSlices`) and factors keep their dtype: they are few.
 
     Args:
         communicator: Between the workers.
@@ -65,12 +70,29 @@ class DenseExchanger(Exchanger):
         dtype: What floats are sent as; None for what they are.
     """
 
+    factors = True
+
     def __init__(self, communicator: Communicator, memory: Memory, dtype: str | None):
         super().__init__(communicator, memory)
         self._dtype = dtype
 
     def reduce(self, gradients: list, portion: Portion | None = None) -> list:
         """See `Exchanger.reduce`."""
+        # Those of the last layers are ready first, and leave while the others are computed.
+        backwards = range(len(gradients))[::-1]
+        products = [i for i in backwards if isinstance(gradients[i], Factored)]
+        others = [i for i in backwards if i not in products]
+        results: dict[int, Any] = {}
+        with self.communicator.beside("rest") if products else contextlib.nullcontext():
+            sums = self._reduce_whole([gradients[i] for i in others])
+        results.update(zip(others, sums, strict=True))
+        sums = reduce_products(
+            [gradients[i] for i in products], self.communicator, self._reduce_whole
+        )
+        results.update(zip(products, sums, strict=True))
+        return [results[i] for i in range(len(gradients))]
+
+    def _reduce_whole(self, gradients: list) -> list:
         reduced = self.communicator.allreduce([self._narrow(g) for g in gradients])
         return [
             r if isinstance(r, tf.IndexedSlices) else tf.cast(r, g.dtype)

@@ -10,8 +10,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
-import psutil
-
 from dtk.launch import agent
 
 # What another launcher, or an outer `dtk run`, may have left in the environment: a rank must not
@@ -72,6 +70,8 @@ def is_local(host: str) -> bool:
         addresses = {info[4][0] for info in socket.getaddrinfo(host.strip("[]"), None)}
     except OSError:
         return False
+    import psutil  # here, since a job on this machine alone never asks
+
     own = {a.address.split("%")[0] for many in psutil.net_if_addrs().values() for a in many}
     return bool(addresses & own)
 

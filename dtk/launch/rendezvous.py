@@ -34,7 +34,7 @@ class Rendezvous:
                 f"communicator horovod: Horovod is not installed ({error}); run `dtk "
                 "install-horovod`"
             ) from None
-        address = _own_address([process.host for process in processes])
+        address = own_address([process.host for process in processes])
         # RendezvousServer.start() would listen on every interface; this is the same server on one.
         self._server = RendezvousHTTPServer((address, 0), RendezvousHandler, 0)
         self._server.daemon_threads = True
@@ -80,7 +80,7 @@ def is_needed(processes: Sequence[Process]) -> bool:
     return any(process.env.get("HOROVOD_CONTROLLER") == "gloo" for process in processes)
 
 
-def _own_address(hosts: Sequence[str]) -> str:
+def own_address(hosts: Sequence[str]) -> str:
     """Choose the address of this machine that all hosts can reach."""
     remote = [host for host in hosts if not local.is_local(host)]
     if not remote:

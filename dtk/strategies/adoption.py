@@ -77,7 +77,7 @@ class Adoption:
         model, strategy = self.model, self.strategy
         if iterator is not None:
             if self.takes_over:
-                dataset = iterator.data_adapter.get_tf_dataset()
+                dataset = feeding.given_to(iterator)
                 slices = self.cut(dataset)
                 adopt.set_dataset(iterator, slices)
                 data_batch = _first_part(slices.element_spec)

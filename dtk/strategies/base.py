@@ -101,6 +101,10 @@ class DtkStrategy(tf.distribute.Strategy):
         """See `Communicator.sequence`."""
         return self.communicator.sequence(name)
 
+    def beside(self, name: str) -> Any:
+        """See `Communicator.beside`."""
+        return self.communicator.beside(name)
+
     def local_ranks(self) -> Sequence[int]:
         """Ranks of the replicas this process holds."""
         raise NotImplementedError
@@ -132,9 +136,12 @@ class DtkStrategy(tf.distribute.Strategy):
         return (variable,)
 
     def reduce_gradients(self, gradients: list) -> list:
-        """Sum gradients over all replicas, in a replica context."""
+        """Sum gradients over all replicas, in a replica context.
+
+        Those of the last layers are ready first, and leave while the others are computed.
+        """
         replica = tf.distribute.get_replica_context()
-        return replica.all_reduce(tf.distribute.ReduceOp.SUM, gradients)
+        return replica.all_reduce(tf.distribute.ReduceOp.SUM, gradients[::-1])[::-1]
 
     def gather_outputs(self, outputs: Any) -> Any:
         """In a replica context: rows of all ranks where other processes hold some."""

@@ -12,6 +12,7 @@ import tensorflow as tf
 from dtk.errors import at_rank
 from dtk.exchange import Dense
 from dtk.exchange.base import Exchanger, Portion, Trained
+from dtk.exchange.factors import factored
 from dtk.exchange.memory import Memory
 from dtk.strategies import adopt, extended, tracing
 
@@ -32,7 +33,7 @@ class Exchanging:
         self._outer = outer
         self._inner = inner
         self._strategy = strategy
-        self._exchange = strategy.exchange
+        self._exchange = strategy.exchange or Dense()
         self._exchangers: dict[tuple, Exchanger] = {}
         self.memory = Memory(strategy.communicator, strategy.extended.worker_devices[0])
 
@@ -86,7 +87,9 @@ class Exchanging:
         def go_with(reduced: list) -> Any:
             return go(_put_back([_each(tf.multiply, g, scale) for g in reduced], gradients))
 
-        present = self._shaped(gradients, variables)
+        present = shaped(gradients, variables or adopt.trained_variables(self._inner))
+        if exchanger.factors:
+            present = [factored(g) for g in present]
         present = extended.if_present([g for g in present if g is not None])
         # Not multiplied by 1 / scale, which may be too small a number.
         present = [_each(tf.divide, g, scale) for g in present]
@@ -96,19 +99,10 @@ class Exchanging:
 
     def reduce_window(self, gradients: list) -> list:
         """The sum over the replicas of an accumulation window's gradients."""
-        present = [g for g in self._shaped(gradients, None) if g is not None]
-        return _put_back(self.of(None).reduce(present, portion()), gradients)
-
-    def _shaped(self, gradients: list, variables: Sequence | None) -> list:
-        """Gradients that know their shapes, without which they would travel whole.
-
-        Where a batch may be of any size, those of a Dense layer on sequences do not.
-        """
-        trained = list(variables or adopt.trained_variables(self._inner))
-        return [
-            g if g is None or isinstance(g, tf.IndexedSlices) else tf.ensure_shape(g, v.shape)
-            for g, v in zip(gradients, trained, strict=True)
+        present = [
+            g for g in shaped(gradients, adopt.trained_variables(self._inner)) if g is not None
         ]
+        return _put_back(self.of(None).reduce(present, portion()), gradients)
 
     def count(self) -> None:
         """Tell of a step in an accumulation window."""
@@ -140,13 +134,13 @@ class Exchanging:
 
 
 def exchanging_of(outer: Any, inner: Any, strategy: Any) -> Exchanging | None:
-    """What exchanges an optimizer's gradients; None where they are summed as they are.
+    """What exchanges an optimizer's gradients; None where the strategy adds them up by itself.
 
     Raises:
         ValueError: The optimizer and the exchange cannot work together.
     """
-    exchange = strategy.exchange
-    if strategy.num_replicas_in_sync == 1 or exchange is None or exchange == Dense():
+    exchange = strategy.exchange or Dense()
+    if strategy.communicator.size == 1:
         return None
     if exchange.local and inner.gradient_accumulation_steps:
         raise ValueError(
@@ -179,6 +173,17 @@ def slots_of(optimizer: Any) -> list:
 def momenta_of(optimizer: Any) -> list:
     """Those of an optimizer's variables that average gradients."""
     return [v for v in optimizer.variables if v.path.endswith("_momentum")]
+
+
+def shaped(gradients: list, variables: Sequence) -> list:
+    """Gradients that know their shapes, without which each would travel by itself.
+
+    Where a batch may be of any size, those of a Dense layer on sequences do not.
+    """
+    return [
+        g if g is None or isinstance(g, tf.IndexedSlices) else tf.ensure_shape(g, v.shape)
+        for g, v in zip(gradients, variables, strict=True)
+    ]
 
 
 def portion() -> Portion | None:

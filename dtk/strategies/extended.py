@@ -267,7 +267,8 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
             return dataset
         ranks = (self._communicator.rank,)
         cut = slicing.cut_dataset_exactly(dataset, ranks, self._communicator.size)
-        return PerRankDataset(cut.map(lambda *parts: parts[0]), whole=dataset)
+        only = tf.autograph.experimental.do_not_convert(lambda *parts: parts[0])
+        return PerRankDataset(cut.map(only), whole=dataset)
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable, options: Any) -> Any:
         del options

@@ -38,6 +38,15 @@ def cut_batches(batches: Any, strategy: Any) -> Iterator[slicing.Slices]:
         yield slicing.cut(batch, strategy.local_ranks(), strategy.num_replicas_in_sync)
 
 
+def given_to(iterator: Any) -> Any:
+    """What a Keras epoch iterator was made for: a dataset of global batches, or one per rank."""
+    dataset = adopt.dataset_of(iterator)
+    if isinstance(dataset, extended.PerRankDataset):
+        return dataset
+    # Used again, it holds what was made of that the first time. Asking builds the pipeline anew.
+    return iterator.data_adapter.get_tf_dataset()
+
+
 def is_per_rank(dataset: Any) -> bool:
     """Whether every rank reads a pipeline of its own."""
     return isinstance(dataset, extended.PerRankDataset) and dataset.whole is None

@@ -45,6 +45,10 @@ class MirroredStrategy(DtkStrategy):
         """Names the running replica's collectives."""
         return self.extended.replica_communicator().sequence(name)
 
+    def beside(self, name: str) -> Any:
+        """The same."""
+        return self.extended.replica_communicator().beside(name)
+
     def run(self, fn: Callable, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """As `tf.distribute.Strategy.run`; in `tf.function` each replica is a function of its own.
 

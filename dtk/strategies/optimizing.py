@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from dtk.errors import at_rank
 from dtk.strategies import adopt, extended, tracing
-from dtk.strategies.exchanging import Exchanging, exchanging_of
+from dtk.strategies.exchanging import Exchanging, exchanging_of, shaped
 
 
 def optimizers_of(model: Any) -> list:
@@ -84,7 +84,7 @@ def bind(optimizer: Any, strategy: Any) -> None:
     if inner.gradient_accumulation_steps:
         _reduce_windows(outer, inner, strategy, exchanging)
     else:
-        _reduce_each(outer, strategy, exchanging)
+        _reduce_each(outer, inner, strategy, exchanging)
 
 
 def exchangings_of(model: Any) -> list[Exchanging]:
@@ -100,7 +100,8 @@ def _reduce_windows(outer: Any, inner: Any, strategy: Any, exchanging: Exchangin
     def clip_reduced(grads: Any, clip: Callable) -> Any:
         # What earlier steps of the window left counts, whether or not this one has rows.
         with extended.counted_if(None):
-            return clip(_reduce_gradients(grads, strategy, exchanging))
+            trained = adopt.trained_variables(inner)
+            return clip(_reduce_gradients(grads, trained, strategy, exchanging))
 
     @tf.autograph.experimental.do_not_convert
     def apply_present(grads: Any, trainable_variables: Any = None) -> Any:
@@ -117,7 +118,7 @@ def _reduce_windows(outer: Any, inner: Any, strategy: Any, exchanging: Exchangin
         outer.check_finite = lambda grads: _everywhere(check_finite(grads))
 
 
-def _reduce_each(outer: Any, strategy: Any, exchanging: Exchanging | None) -> None:
+def _reduce_each(outer: Any, inner: Any, strategy: Any, exchanging: Exchanging | None) -> None:
     apply = outer.apply
 
     @tf.autograph.experimental.do_not_convert
@@ -125,7 +126,8 @@ def _reduce_each(outer: Any, strategy: Any, exchanging: Exchanging | None) -> No
     def reduced_apply(grads: Any, trainable_variables: Any = None) -> Any:
         _build_in_time(outer, trainable_variables, strategy)
         if exchanging is None or not _in_replica(strategy):
-            return apply(_reduce_gradients(grads, strategy), trainable_variables)
+            trained = trainable_variables or adopt.trained_variables(inner)
+            return apply(_reduce_gradients(grads, trained, strategy), trainable_variables)
         _note_reduction()
         return exchanging.apply(
             list(grads), trainable_variables, lambda reduced: apply(reduced, trainable_variables)
@@ -174,9 +176,11 @@ def _note_reduction() -> None:
         step.reductions += 1
 
 
-def _reduce_gradients(grads: Any, strategy: Any, exchanging: Exchanging | None = None) -> list:
-    """Sum gradients over all replicas; None stays None."""
-    grads = list(grads)
+def _reduce_gradients(
+    grads: Any, variables: Any, strategy: Any, exchanging: Exchanging | None = None
+) -> list:
+    """Sum the gradients of these variables over all replicas; None stays None."""
+    grads = shaped(list(grads), list(variables))
     _note_reduction()
     present = [g for g in grads if g is not None]
     if not present or not _in_replica(strategy):

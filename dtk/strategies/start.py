@@ -86,9 +86,11 @@ def share_seed(communicator: Communicator) -> int | None:
     Returns:
         The seed chosen for a script that has set none; None for one that has.
     """
-    seeds = communicator.allgather_object(extended.global_seed())
+    proposal = random.SystemRandom().randrange(2**31)
+    told = communicator.allgather_object((extended.global_seed(), proposal))
+    seeds = [seed for seed, _ in told]
     if all(seed is None for seed in seeds):
-        chosen = communicator.broadcast_object(random.SystemRandom().randrange(2**31))
+        chosen = told[0][1]
         keras.utils.set_random_seed(chosen)
         return chosen
     what = "random seed (every rank must shuffle alike)"

@@ -153,7 +153,9 @@ def _global_state(step: tracing.Step, model: Any, logs: Any) -> Any:
     )
     if not values:
         return logs
-    reduced = replica.all_reduce(tf.distribute.ReduceOp.SUM, values)
+    # They are ready before the gradients are.
+    with replica.strategy.beside("state"):
+        reduced = replica.all_reduce(tf.distribute.ReduceOp.SUM, values)
     totals, means = reduced[: len(summed)], reduced[len(summed) : len(summed) + len(averaged)]
     for variable, mean in zip(averaged, means, strict=True):
         variable.assign(mean)

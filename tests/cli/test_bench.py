@@ -1,5 +1,6 @@
 """`dtk bench` as a user meets it: two workers really train, and tables say what they measured."""
 
+import importlib.util
 import itertools
 import json
 import os
@@ -10,13 +11,15 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from dtk.cli import bench
+from dtk.cli import bench_run
 from dtk.cli.main import main
-from dtk.launch import plan
-from dtk.tuning.bench.results import Reading, Results
+from dtk.tuning.bench import report
+from dtk.tuning.bench.results import Reading, Results, read
+from dtk.tuning.bench.setting import Setting
+from dtk.tuning.plan.calibration import calibrated
 
 SMALLEST = "transformer"
-CONTENDERS = ["limit", "none", "1bit"]
+CONTENDERS = ["limit", "collective none", "collective 1bit"]
 STEPS, ROUNDS = 2, 2
 
 
@@ -26,8 +29,8 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
     second = [[Reading(1.0, 0.0, 0.0, 1.0)]]
     seconds = dict.fromkeys(CONTENDERS, second)
-    setting = {"workers": 7, "batch_size": 1, "steps": 1, "rounds": 1, "communicator": "horovod"}
-    setting |= {"ranks": [], "tensorflow": "1", "keras": "1", "dtk": "0"}
+    setting = {"workers": 7, "batch_size": 1, "steps": 1, "rounds": 1, "ranks": []}
+    setting |= {"versions": {"dtk": "0"}}
     Results(setting, {}, {SMALLEST: seconds}).save(folder / "saved.json")
     options = ["--model", SMALLEST, "--exchange", "none", "--exchange", "1bit"]
     options += ["--batch-size", "2", "--steps", str(STEPS), "--rounds", str(ROUNDS)]
@@ -70,7 +73,8 @@ def test_the_tables_say_what_the_samples_say(run):
         (line,) = [line for line in done.stdout.splitlines() if line.startswith(f"{contender} ")]
         (row,) = [line for line in page.splitlines() if line.startswith(f"| {contender} |")]
         for text in (line, row):
-            assert f" {1000 * middle:.1f} (" in text
+            shown = f"{1000 * middle:.{report.digits(1000 * middle)}f}"
+            assert f" {shown} (" in text
             assert f" {of_the_limit:.2f} " in text
             assert f" {100 * share:.0f} %" in text
             assert f" {1 / middle:.2f}" in text
@@ -81,26 +85,31 @@ def test_the_command_says_nothing_else(run):
     assert done.stderr == ""
     lines = [line.rstrip() for line in done.stdout.splitlines()]
     assert lines[0] == f"{SMALLEST}, {found['parameters'][SMALLEST] / 1e6:.2f} M parameters"
-    assert [line.split()[0] for line in lines[2:5]] == CONTENDERS
-    assert lines[5] == ""
-    assert lines[6].startswith("Medians over turns") and len(lines) == 9
+    assert [line.split("  ")[0] for line in lines[2:5]] == CONTENDERS
+    for first, size in ((5, "4.10 kB"), (9, "4.19 MB")):
+        assert lines[first : first + 2] == ["", f"all-reduce of {size}"]
+        assert lines[first + 3].startswith("collective allreduce ")
+    assert lines[13] == ""
+    assert lines[14].startswith("Medians over turns") and len(lines) == 17
 
 
 def test_bytes_are_counted_and_1bit_sends_less_than_a_tenth(run):
     _, found, _ = run
     # the same in every turn
-    (whole,), (coded,) = (set(samples(found, name, "sent")) for name in ("none", "1bit"))
+    (whole,), (coded,) = (set(samples(found, name, "sent")) for name in CONTENDERS[1:])
     assert 1.0 <= whole / (4 * found["parameters"][SMALLEST]) < 1.01
     assert 0 < coded < whole / 10
     assert set(samples(found, "limit", "sent") + samples(found, "limit", "communicating")) == {0.0}
-    assert all(0 < part < 1 for part in samples(found, "none", "communicating"))
+    assert all(0 < part < 1 for part in samples(found, "collective none", "communicating"))
 
 
-def test_allreduces_are_saved_as_measured(run):
+def test_what_is_saved_is_all_that_a_plan_needs(run, tmp_path):
     _, found, _ = run
-    few, many = found["allreduces"].values()
-    assert len(few) == len(many) > 1
-    assert 0 < statistics.median(few) < statistics.median(many)
+    (tmp_path / "run.json").write_text(json.dumps(found))
+    known = calibrated(read(tmp_path / "run.json"))
+    assert (known.job.rows, known.per_host, known.hosts) == (2, 2, 1)
+    assert known.job.parameters == found["parameters"][SMALLEST]
+    assert known.software.message > 0
 
 
 def test_the_setting_is_that_of_both_runs(run):
@@ -108,21 +117,79 @@ def test_the_setting_is_that_of_both_runs(run):
     setting = found["setting"]
     assert (setting["workers"], setting["batch_size"]) == (2, 2)
     assert (setting["steps"], setting["rounds"]) == (STEPS, ROUNDS)
-    assert setting["communicator"] == "collective"
+    assert (setting["worlds"], setting["communicators"]) == (
+        ["limit", "collective"],
+        ["collective"],
+    )
     ours, saved = done.stdout.splitlines()[-2:]
     cores = len(os.sched_getaffinity(0))
     assert f"({cores} cores), threads per worker: {setting['ranks'][0]['threads']}; batch 2" in ours
     assert "Saved: 7 workers" in saved
 
 
-def test_a_worker_that_fails_ends_the_command_with_its_code_and_no_table(capfd):
-    code = "import sys; print('hello'); sys.exit(3)"
-    with pytest.raises(SystemExit) as ended:
-        bench._measure(plan([sys.executable, "-c", code], 2), "ssh")
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory):
+    """All-reduces by dtk and by peers, one of which cannot be installed."""
+    folder = tmp_path_factory.mktemp("sums")
+    peers = ["--peer", "mpi4py", "--peer", "torch"]
+    if importlib.util.find_spec("horovod"):
+        peers += ["--peer", "horovod-loop"]
+    done = subprocess.run(
+        [sys.executable, "-m", "dtk.cli.main", "bench", *peers, "--allreduce", "4kB"]
+        + ["--steps", "2", "--rounds", "1", "--json", "run.json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=folder,
+        # The package index is out of reach, and so is Open MPI.
+        env={
+            **os.environ,
+            "PYTHONPATH": os.getcwd(),
+            "XDG_CACHE_HOME": str(folder),
+            "PIP_NO_INDEX": "1",
+            "PIP_FIND_LINKS": str(folder),
+            "PATH": str(folder),
+        },
+    )
+    assert done.returncode == 0, done.stderr
+    return done, json.loads((folder / "run.json").read_text())
+
+
+def test_a_peer_that_cannot_be_measured_is_named_with_the_reason(sums):
+    done, found = sums
+    assert list(found["absent"]) == ["mpi4py", "torch"]
+    assert found["absent"]["mpi4py"].startswith("no mpirun: install Debian's openmpi-bin")
+    why = found["absent"]["torch"]
+    assert why.startswith("its environment cannot be made: ERROR: No matching distribution found")
+    assert why.endswith("install torch==2.13.0 numpy==2.4.6`")
+    for name, why in found["absent"].items():
+        assert f"Not measured: {name}: {why}.\n" in done.stdout
+    assert done.stderr.startswith("dtk bench: torch: makes an environment in ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_rest_goes_on(sums):
+    done, found = sums
+    expected = ["collective allreduce"]
+    if importlib.util.find_spec("horovod"):
+        expected.append("horovod-loop allreduce")
+    (turns,) = found["turns"].values()
+    assert list(turns) == expected
+    for (turn,) in turns.values():
+        assert all(0 < 2 * reading["seconds"] < reading["fit"] for reading in turn)
+    assert [reading["sent"] for reading in turns["collective allreduce"][0]] == [4000.0] * 2
+    assert done.stdout.startswith("all-reduce of 4.00 kB\n")
+
+
+def test_a_worker_that_fails_ends_the_command_with_its_code(capfd, monkeypatch):
+    code = "import sys; print('hello', file=sys.stderr); sys.exit(3)"
+    monkeypatch.setattr(bench_run, "command", lambda *_: [sys.executable, "-c", code])
+    run = bench_run.Run(Setting(models=("mlp",)), workers=2)
+    assert run.measure(("collective",), ()) == 3
     out, err = capfd.readouterr()
-    assert ended.value.code == 3
     assert out == ""
     assert "] hello\n" in err and "failed first, with exit code 3" in err
+    assert [world.name for world in run.worlds] == ["limit"]
 
 
 MISTAKES = {
@@ -139,8 +206,15 @@ MISTAKES = {
     "too many": (["-n", "3", "--hosts", "a:1,b:1"], "-n 3: a:1,b:1 have 2 slots; use -n 2"),
     "communicator": (
         ["--communicator", "nccl"],
-        "--communicator nccl: unknown, expected collective or horovod",
+        "--communicator nccl: unknown, expected collective, horovod or horovod-mpi",
     ),
+    "mpirun on hosts": (
+        ["--communicator", "horovod-mpi", "--hosts", "a:1,b:1"],
+        "horovod",
+    ),
+    "peer": (["--peer", "jax"], "--peer jax: unknown, expected horovod-loop, "),
+    "size": (["--allreduce", "big"], "--allreduce big: expected a size, such as 4kB or 100MB"),
+    "plot": (["--plot", "a.pdf"], "--plot a.pdf: expected a name in .svg or .png"),
     "remote shell": (["--remote-shell", ""], "--remote-shell is empty"),
     "no file": (["--compare", "nope.json"], "cannot read nope.json: No such file or directory"),
     "another file": (

@@ -28,13 +28,17 @@ def bench(tmp_path):
     def save(hosts=1):
         turns = {
             "limit": [[Reading(0.1, 0.0, 0.0, 1.0)] * 2],
-            "none": [[Reading(0.15, 4e6, 0.5, 1.0)] * 2],
+            "collective none": [[Reading(0.15, 4e6, 0.5, 1.0)] * 2],
+        }
+        sums = {
+            "allreduce 4096": {"collective allreduce": [[Reading(0.002, 4096, None, 1.0)] * 2]},
+            "allreduce 4194304": {"collective allreduce": [[Reading(0.012, 4 << 20, None, 1.0)]]},
         }
         ranks = [{"host": f"host{rank % hosts}"} for rank in range(2)]
         setting = {"workers": 2, "batch_size": 16, "ranks": ranks}
-        allreduces = {4096: [0.002], 4 << 20: [0.012]}
+        setting["communicators"] = ["collective"]
         file = tmp_path / "bench.json"
-        Results(setting, {"mlp": 1_000_000}, {"mlp": turns}, allreduces).save(file)
+        Results(setting, {"mlp": 1_000_000}, {"mlp": turns, **sums}).save(file)
         return ["--bench", str(file)]
 
     return save
@@ -134,6 +138,10 @@ MISTAKES = {
     "another file": (["--bench", __file__], "is not a saved benchmark; expected what `dtk bench"),
     "both": (["--bench", "a.json", "--step-time", "1s"], "--step-time 1s: a.json says so already"),
     "model": ([*GIVEN, "--model", "mlp"], "--model mlp chooses from a benchmark; give its file"),
+    "communicator": (
+        [*GIVEN, "--communicator", "horovod"],
+        "--communicator horovod chooses from a benchmark; give its file",
+    ),
     "no directory": (
         [*GIVEN, *NETWORK, "--json", "no/a"],
         "--json no/a: cannot be written: No such",

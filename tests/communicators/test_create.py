@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 
 import pytest
 import tensorflow as tf
@@ -162,6 +163,20 @@ def test_rank_0_missing():
     addresses = [free_address(), free_address()]
     with pytest.raises(CommunicatorError, match=f"rank 1: no answer from rank 0 .{addresses[0]}"):
         startup.meet(1, addresses, 0.5)
+
+
+def test_a_rank_knocks_often_at_first_and_then_seldom(monkeypatch):
+    pauses = []
+
+    def sleep(seconds, sleep=time.sleep):
+        pauses.append(seconds)
+        sleep(seconds)
+
+    monkeypatch.setattr(startup.time, "sleep", sleep)
+    with pytest.raises(CommunicatorError, match="no answer from rank 0"):
+        startup.meet(1, [free_address(), free_address()], 1.0)
+    assert pauses == sorted(pauses)
+    assert (pauses[0], pauses[-1]) == (0.01, 0.1)
 
 
 def test_ranks_of_different_worlds_do_not_mix():

@@ -1,8 +1,9 @@
 """What `dtk bench` measures, how, and what it says about it.
 
-    command line   setting ──────────────────────────────> results -> report
-                      │ started as `dtk run` starts a script  ^
-    every worker      └──> models -> contender -> measure ────┘ a line for each turn, from rank 0
+    command line    setting ──> measure ──> results ──> report, plot
+                                   │ turns, given to the worlds in `dtk.cli.bench_world`
+    every rank      seat ──> peers.turns ──> a Member: of dtk (member, limit: contender, models)
+                                             or of a peer (peers.torch_ddp ...)
 
-`setting`, `results` and `report` import no TensorFlow: the command line's process uses them.
+`setting`, `measure`, `results`, `report`, `plot`, `seat` and `peers.turns` import no TensorFlow.
 """

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import abc
 import time
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from dtk.communicators import Communicator, LocalCommunicator
+from dtk.communicators import Communicator
 from dtk.exchange import parse
 from dtk.strategies import AllReduceStrategy
 from dtk.tuning.bench.models import Problem
+from dtk.tuning.bench.peers.turns import Tick
 from dtk.tuning.bench.report import LIMIT
-from dtk.tuning.bench.results import Reading
 from dtk.tuning.bench.setting import Setting
 
 
@@ -28,8 +29,12 @@ class Contender(abc.ABC):
     name: str
 
     @abc.abstractmethod
-    def turn(self) -> Reading:
-        """Train for one turn, and say what it took on this rank."""
+    def turn(self, tick: Tick) -> dict[str, Any]:
+        """Train for one turn, and say what is known of the `Reading` on this rank.
+
+        Args:
+            tick: Called after every step.
+        """
 
 
 class Fit(Contender):
@@ -55,17 +60,16 @@ class Fit(Contender):
         self.model = model
         self._data, self._steps, self._communicator = data, steps, communicator
 
-    def turn(self) -> Reading:
+    def turn(self, tick: Tick) -> dict[str, Any]:
         """See `Contender.turn`."""
-        watch = Stopwatch(self._communicator, self._steps)
-        began = time.perf_counter()
+        watch = Stopwatch(self._communicator, self._steps, tick)
         self.model.fit(
             *self._data,
             batch_size=len(self._data[0]) // (self._steps + 1),
             verbose=0,
             callbacks=[watch],
         )
-        return watch.reading(time.perf_counter() - began)
+        return watch.counts()
 
 
 class Stopwatch(keras.callbacks.Callback):
@@ -75,9 +79,9 @@ class Stopwatch(keras.callbacks.Callback):
     weights after it. That is a cost of an epoch, of any length, and not of a step.
     """
 
-    def __init__(self, communicator: Communicator, steps: int):
+    def __init__(self, communicator: Communicator, steps: int, tick: Tick):
         super().__init__()
-        self._communicator, self._steps = communicator, steps
+        self._communicator, self._steps, self._tick = communicator, steps, tick
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
         """Start before the second step."""
@@ -85,16 +89,17 @@ class Stopwatch(keras.callbacks.Callback):
             self._begin = self._read()
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        """Stop after the last, which is over: Keras has read its loss."""
+        """A step is over: Keras has read its loss. Stop after the last."""
+        self._tick()
         if batch == self._steps:
             self._end = self._read()
 
-    def reading(self, fit: float) -> Reading:
-        """What a step took; `fit` is the seconds of the whole epoch."""
+    def counts(self) -> dict[str, float]:
+        """Bytes `sent` per step, and the part of the time spent `communicating`."""
         seconds, sent, communicating = (
             end - begin for begin, end in zip(self._begin, self._end, strict=True)
         )
-        return Reading(seconds / self._steps, sent / self._steps, communicating / seconds, fit)
+        return {"sent": sent / self._steps, "communicating": communicating / seconds}
 
     def _read(self) -> tuple[float, int, float]:
         counts = self._communicator.bytes_sent, self._communicator.seconds_communicating
@@ -107,22 +112,23 @@ class Alone(Fit):
     Args:
         problem: What to train.
         setting: What to measure.
-        strategy: Of the others, for its ranks and this rank's device.
+        communicator: Tells the rank, and how many there are; sends nothing.
+        device: This rank's.
     """
 
-    def __init__(self, problem: Problem, setting: Setting, strategy: AllReduceStrategy):
+    def __init__(self, problem: Problem, setting: Setting, communicator: Communicator, device: str):
         count = (setting.steps + 1) * setting.batch_size
-        own = slice(strategy.rank * count, (strategy.rank + 1) * count)
-        x, y = problem.data(strategy.size * count)
-        (self._device,) = strategy.extended.worker_devices
-        with tf.device(self._device):
-            model = problem.compiled()
-        super().__init__(LIMIT, model, (x[own], y[own]), setting.steps, LocalCommunicator())
+        own = slice(communicator.rank * count, (communicator.rank + 1) * count)
+        x, y = problem.data(communicator.size * count)
+        self._device = device
+        with tf.device(device):
+            model = problem.compiled(keras)
+        super().__init__(LIMIT, model, (x[own], y[own]), setting.steps, communicator)
 
-    def turn(self) -> Reading:
+    def turn(self, tick: Tick) -> dict[str, Any]:
         """See `Contender.turn`."""
         with tf.device(self._device):
-            return super().turn()
+            return super().turn(tick)
 
 
 class Together(Fit):
@@ -140,6 +146,33 @@ class Together(Fit):
     ):
         strategy.exchange = parse(None if exchange == "none" else exchange)
         with strategy.scope():
-            model = problem.compiled()
+            model = problem.compiled(keras)
         data = problem.data((setting.steps + 1) * setting.batch_size * strategy.size)
         super().__init__(exchange, model, data, setting.steps, strategy.communicator)
+
+
+class AllReduce(Contender):
+    """dtk: the sum of one tensor over all ranks, and nothing else.
+
+    Args:
+        size: Of the tensor, in bytes.
+        setting: What to measure.
+        strategy: Of all ranks.
+    """
+
+    name = "allreduce"
+
+    def __init__(self, size: int, setting: Setting, strategy: AllReduceStrategy):
+        (device,) = strategy.extended.worker_devices
+        with tf.device(device):
+            values = tf.zeros(size // 4)
+        self._step = tf.function(lambda: strategy.communicator.allreduce(values), jit_compile=False)
+        self._steps, self._communicator = setting.steps, strategy.communicator
+
+    def turn(self, tick: Tick) -> dict[str, Any]:
+        """See `Contender.turn`."""
+        before = self._communicator.bytes_sent
+        for _ in range(self._steps + 1):
+            self._step().numpy()
+            tick()
+        return {"sent": (self._communicator.bytes_sent - before) / (self._steps + 1)}

@@ -1,106 +1,152 @@
-"""Measuring: contenders take turns, so that whatever else the machine does falls on all alike."""
+"""Measuring: contenders take turns, so that whatever else the machine does falls on all alike.
+
+    round 1   limit  none  1bit  ddp        a contender belongs to a world, and every process of
+    round 2   ddp  1bit  none  limit        that world takes the turn at the same time
+    ...
+
+No TensorFlow here.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import os
-import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
-import keras
-import tensorflow as tf
-
-from dtk.communicators import Communicator
-from dtk.strategies import AllReduceStrategy
-from dtk.tuning.bench.contender import Alone, Contender, Together
-from dtk.tuning.bench.models import PROBLEMS
+from dtk.errors import DtkError
+from dtk.tuning.bench.results import Reading, Results
 from dtk.tuning.bench.setting import Setting
-from dtk.version import __version__
-
-# Bytes of the all-reduces: of a few, what a message takes; of many, what a byte does.
-_SIZES = (4 << 10, 4 << 20)
-_REPEATS = 11
 
 
-def measure(setting: Setting, strategy: AllReduceStrategy) -> Iterator[dict[str, Any]]:
-    """Measure everything. Every rank calls it, and iterates to the end.
+class WorldLost(DtkError, RuntimeError):
+    """A world has ended, or could not start; says why.
+
+    Args:
+        message: Why.
+        code: The exit code it ended with.
+    """
+
+    def __init__(self, message: str, code: int = 1):
+        super().__init__(message)
+        self.code = code
+
+
+class World(Protocol):
+    """Processes that take turns together, seen from the command line.
+
+    Attributes:
+        name: Unique.
+        essential: Whether there is nothing to measure without it.
+    """
+
+    name: str
+    essential: bool
+
+    def ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+        """Ask all processes the same (see `peers.turns`), and wait for their answers.
+
+        Returns:
+            One for each rank.
+
+        Raises:
+            WorldLost: One of them has ended.
+        """
+
+    def rest(self) -> None:
+        """Let the cores to others until it is asked again."""
+
+
+@dataclasses.dataclass
+class Measurement:
+    """All tasks, by all worlds.
 
     Args:
         setting: What to measure.
-        strategy: Of all ranks.
-
-    Yields:
-        What `results.line` takes, the same on every rank, as it is measured.
+        worlds: Who takes part; one that is lost is taken out.
+        results: Filled.
+        say: Called as soon as there is more in them.
     """
-    yield {"setting": describe(setting, strategy.communicator)}
-    for size in _SIZES:
-        yield {"allreduce": size, "seconds": allreduces(size, strategy.communicator)}
-    for model in setting.models:
-        problem = PROBLEMS[model]
-        limit = Alone(problem, setting, strategy)
-        others = [Together(problem, setting, strategy, name) for name in setting.exchanges]
-        yield {"model": model, "parameters": limit.model.count_params()}
-        for turn in take_turns([limit, *others], setting.rounds, strategy.communicator):
-            yield {"model": model, **turn}
-        del limit, others
-        keras.utils.clear_session()
+
+    setting: Setting
+    worlds: list[World]
+    results: Results
+    say: Callable[[], None] = lambda: None
+
+    def run(self) -> None:
+        """Measure everything.
+
+        Raises:
+            WorldLost: One that is essential.
+        """
+        for task in self.setting.tasks:
+            contenders = self._build(task)
+            for number in range(self.setting.rounds + 1):
+                for world, name in order(contenders, number):
+                    if world in self.worlds:
+                        self._turn(task, world, name, keep=number > 0)
+
+    def _build(self, task: str) -> list[tuple[World, str]]:
+        self.results.parameters[task], self.results.turns[task] = 0, {}
+        contenders = []
+        for world in list(self.worlds):
+            for built in self._ask(world, {"build": task})[:1]:
+                contenders += [(world, name) for name in self._built(task, world, built)]
+        self.results.turns[task] = {label(*contender): [] for contender in contenders}
+        return contenders
+
+    def _built(self, task: str, world: World, built: dict[str, Any]) -> list[str]:
+        """Take note of what a world can measure, and of what it cannot."""
+        for name, why in built["absent"].items():
+            self.results.absent[f"{label(world, name)}, {task}"] = why
+        if not built["contenders"]:
+            return []
+        # The first is the limit, which all others are compared with.
+        expected = self.results.parameters[task] or built["parameters"]
+        self.results.parameters[task] = expected
+        if built["parameters"] != expected:
+            why = f"its model has {built['parameters']} parameters, expected {expected}"
+            self.results.absent[f"{world.name}, {task}"] = why
+            return []
+        return list(built["contenders"])
+
+    def _turn(self, task: str, world: World, name: str, keep: bool) -> None:
+        answers = self._ask(world, {"turn": name})
+        if not answers:
+            # What is left of a round that has no end compares with nothing.
+            for key in [key for key in self.results.turns[task] if key.split()[0] == world.name]:
+                del self.results.turns[task][key]
+        elif keep:
+            readings = [Reading(**answer) for answer in answers]
+            self.results.turns[task][label(world, name)].append(readings)
+        self.say()
+
+    def _ask(self, world: World, request: dict[str, Any]) -> list[dict[str, Any]]:
+        """No answers from a world that is lost, and can be done without."""
+        try:
+            answers = world.ask(request)
+            world.rest()
+        except WorldLost as lost:
+            if world.essential:
+                raise
+            self.worlds.remove(world)
+            self.results.absent[world.name] = str(lost)
+            return []
+        return answers
 
 
-def allreduces(size: int, communicator: Communicator) -> list[float]:
-    """Seconds of each of some all-reduces, on this rank. Every rank calls it.
+def order(contenders: Sequence[Any], number: int) -> Iterator[Any]:
+    """Who takes turns in one round: every other time they begin at the other end.
 
-    Args:
-        size: Bytes.
-        communicator: Between the ranks. All begin together.
+    Example:
+        >>> list(order("abc", 1)), list(order("abc", 2))
+        (['a', 'b', 'c'], ['c', 'b', 'a'])
     """
-    reduce = tf.function(lambda flat: tf.reduce_sum(communicator.allreduce(flat)))
-    flat = tf.ones([size // tf.float32.size])
-    seconds = []
-    for number in range(_REPEATS + 1):
-        communicator.barrier()
-        began = time.perf_counter()
-        reduce(flat).numpy()
-        if number:  # in the first one it is traced
-            seconds.append(time.perf_counter() - began)
-    return seconds
+    return iter(contenders) if number % 2 else reversed(contenders)
 
 
-def take_turns(
-    contenders: Sequence[Contender], rounds: int, communicator: Communicator
-) -> Iterator[dict[str, Any]]:
-    """Let each have a turn, so many times, and begin at the other end every other time.
+def label(world: World, name: str) -> str:
+    """A contender's name in tables: that of its world, and its own.
 
-    Args:
-        contenders: The same on all ranks.
-        rounds: Turns of each. One more goes before them, in which they trace their functions.
-        communicator: Lets all ranks begin a turn at the same time.
-
-    Yields:
-        The contender, and what each rank read.
+    A world that measures one thing by its own name needs no second word.
     """
-    for number in range(rounds + 1):
-        for contender in contenders if number % 2 else reversed(contenders):
-            communicator.barrier()
-            turn = communicator.allgather_object(dataclasses.asdict(contender.turn()))
-            if number:
-                yield {"contender": contender.name, "turn": turn}
-
-
-def describe(setting: Setting, communicator: Communicator) -> dict[str, Any]:
-    """What is measured, on what, with which versions. Every rank calls it."""
-    mine = {
-        "host": communicator.hosts[communicator.rank],
-        "cores": len(os.sched_getaffinity(0)),
-        # `dtk run` gives every rank its share of the cores, unless the user has said otherwise.
-        "threads": int(os.environ["TF_NUM_INTRAOP_THREADS"]),
-    }
-    return {
-        **dataclasses.asdict(setting),
-        "workers": communicator.size,
-        "ranks": communicator.allgather_object(mine),
-        "communicator": communicator.name,
-        "tensorflow": tf.__version__,
-        "keras": keras.__version__,
-        "dtk": __version__,
-    }
+    return world.name if name == world.name else f"{world.name} {name}"

@@ -7,7 +7,8 @@
 | embedding | 12.8 M | sparse: of 200,000 rows, a step touches eight for each row of its batch |
 | transformer | 0.79 M | in between: one encoder block (Vaswani et al. 2017) |
 
-All tell ten classes apart.
+All tell ten classes apart. A model is built of a Keras, which is an argument: the legacy tf_keras
+builds the same ones.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import keras
 import numpy as np
 
 _CLASSES = 10
@@ -26,21 +26,21 @@ class Problem(NamedTuple):
     """A model and what it reads.
 
     Attributes:
-        build: Makes the model.
+        build: Makes the model, of a Keras.
         rows: From a random generator and a number, so many rows of input.
     """
 
-    build: Callable[[], keras.Model]
+    build: Callable[[Any], Any]
     rows: Callable[[np.random.Generator, int], np.ndarray]
 
-    def compiled(self) -> keras.Model:
-        """The model with equal weights every time, ready to train.
+    def compiled(self, keras: Any) -> Any:
+        """The model with equal weights every time, ready to train with `keras`.
 
         Plain SGD is the least an optimizer can do, and keeps an embedding's gradient sparse: what
         is measured is everything else.
         """
         keras.utils.set_random_seed(1)
-        model = self.build()
+        model = self.build(keras)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.SGD(0.01), loss)
         return model
@@ -51,35 +51,38 @@ class Problem(NamedTuple):
         return self.rows(random, count), random.integers(0, _CLASSES, count)
 
 
-def resnet20() -> keras.Model:
+def resnet20(keras: Any) -> Any:
     """20 layers; where the image shrinks, shortcuts pad channels with zeros (option A)."""
     inputs = keras.Input((32, 32, 3))
-    x = _conv(inputs, 16)
+    x = _conv(keras, inputs, 16)
     for filters in (16, 32, 64):
         for block in range(3):
             stride = 2 if filters > 16 and block == 0 else 1
-            y = _conv(_conv(x, filters, stride), filters, activation=None)
+            y = _conv(keras, x, filters, stride)
+            y = _conv(keras, y, filters, activation=None)
             if stride == 2:
                 x = keras.layers.AveragePooling2D(2)(x)
-                x = keras.layers.Concatenate()([x, keras.ops.zeros_like(x)])
+                x = keras.layers.Concatenate()([x, keras.layers.Rescaling(0.0)(x)])
             x = keras.layers.ReLU()(keras.layers.Add()([x, y]))
     x = keras.layers.GlobalAveragePooling2D()(x)
     return keras.Model(inputs, keras.layers.Dense(_CLASSES)(x))
 
 
-def _conv(x: Any, filters: int, strides: int = 1, activation: str | None = "relu") -> Any:
+def _conv(
+    keras: Any, x: Any, filters: int, strides: int = 1, activation: str | None = "relu"
+) -> Any:
     x = keras.layers.Conv2D(filters, 3, strides, padding="same", use_bias=False)(x)
     x = keras.layers.BatchNormalization()(x)
     return keras.layers.Activation(activation)(x)
 
 
-def mlp() -> keras.Model:
+def mlp(keras: Any) -> Any:
     """Three hidden layers of 2048 units."""
     hidden = [keras.layers.Dense(2048, activation="relu") for _ in range(3)]
     return keras.Sequential([keras.Input((1024,)), *hidden, keras.layers.Dense(_CLASSES)])
 
 
-def embedding() -> keras.Model:
+def embedding(keras: Any) -> Any:
     """The mean of eight rows of a table."""
     return keras.Sequential(
         [
@@ -91,7 +94,7 @@ def embedding() -> keras.Model:
     )
 
 
-def transformer() -> keras.Model:
+def transformer(keras: Any) -> Any:
     """One encoder block of width 256 and eight heads, over 32 positions."""
     x = inputs = keras.Input((32, 256))
     attended = keras.layers.MultiHeadAttention(num_heads=8, key_dim=32)(x, x)

@@ -2,53 +2,149 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dtk.tuning.bench.results import Reading, Results
+from dtk.tuning.bench.setting import bytes_of
+
+Contenders = Mapping[str, Sequence[list[Reading]]]
 
 LIMIT = "limit"
-HEADER = ("", "ms per step (quartiles)", "of the limit", "sent per step", "communicating")
-LEGEND = (
-    "Medians over turns, of means over workers. limit: every worker trains by itself, with plain "
-    "Keras, and sends nothing. Of the limit: its time / this time, in the same round; 1 is perfect."
+HEADER = ("", "steps/s", "ms per step (quartiles)", "of the limit")
+OWN = "of its own"
+COUNTS = ("sent per step", "communicating")
+HEADER_ALLREDUCE = ("", "ms (quartiles)", "GB/s")
+LEGEND = "Medians over turns, of means over workers."
+_LIMIT_LEGEND = (
+    "limit: every worker trains by itself, with plain Keras, and sends nothing. Of the limit: its "
+    "time / this time, in the same round; 1 is perfect."
+)
+_OWN_LEGEND = (
+    "A peer's own limit is its framework training by itself; of its own: that time / this time."
 )
 _COMPARED = "saved / this"
 
 
-def table(results: Results, model: str, saved: Results | None = None) -> list[tuple[str, ...]]:
-    """The table of one model: a header, then a row for each contender.
+def table(results: Results, task: str, saved: Results | None = None) -> list[tuple[str, ...]]:
+    """The table of one task: a header, then a row for each contender.
 
     Args:
         results: What was measured.
-        model: Its name.
+        task: A model, or an all-reduce.
         saved: Another run, for one more column: the time of a step there / here.
 
     Example:
         >>> turns = [[Reading(0.02, 0.0, 0.0, 1.0)], [Reading(0.03, 0.0, 0.0, 1.0)]]
         >>> table(Results(turns={"mlp": {"limit": turns}}), "mlp")[1]
-        ('limit', '25.0 (22.5 - 27.5)', '1.00', '0 B', '0 %')
+        ('limit', '40.0', '25.0 (22.5 - 27.5)', '1.00', '0 B', '0 %')
     """
-    contenders = results.turns[model]
-    earlier = {} if saved is None else saved.turns.get(model, {})
-    rows: list[tuple[str, ...]] = [HEADER if saved is None else (*HEADER, _COMPARED)]
-    for name, turns in contenders.items():
-        row = (name, *_row(turns, contenders[LIMIT]))
-        if saved is not None:
-            compared = ratio(earlier[name], turns) if name in earlier else None
-            row = (*row, "" if compared is None else f"{compared:.2f}")
-        rows.append(row)
-    return rows
+    contenders = results.turns[task]
+    size = bytes_of(task)
+    columns = _sizes(contenders, size) if size else _trained(contenders)
+    if saved is not None:
+        columns[_COMPARED] = _compared(contenders, saved.turns.get(task, {}))
+    rows = zip(contenders, *columns.values(), strict=True)
+    return [("", *columns), *rows]
 
 
-def _row(turns: Sequence[list[Reading]], limit: Sequence[list[Reading]]) -> tuple[str, ...]:
-    low, middle, high = quartiles([1000 * seconds for seconds in means(turns, "seconds")])
+def _trained(contenders: Contenders) -> dict[str, list[str]]:
+    """Columns of a model's table, without the names."""
+    times = {name: _milliseconds(turns) for name, turns in contenders.items()}
+    columns = {
+        HEADER[1]: [
+            f"{1000 / middle:.{digits(1000 / middle)}f}" for _, middle, _ in times.values()
+        ],
+        HEADER[2]: [_with_quartiles(found) for found in times.values()],
+        HEADER[3]: [_ratio(turns, contenders.get(LIMIT)) for turns in contenders.values()],
+    }
+    own = [_ratio(turns, contenders.get(own_limit(name))) for name, turns in contenders.items()]
+    if any(own):
+        columns[OWN] = own
+    columns[COUNTS[0]] = [_known(turns, "sent", size) for turns in contenders.values()]
+    columns[COUNTS[1]] = [
+        _known(turns, "communicating", lambda part: f"{100 * part:.0f} %")
+        for turns in contenders.values()
+    ]
+    return columns
+
+
+def _sizes(contenders: Contenders, count: int) -> dict[str, list[str]]:
+    """Columns of an all-reduce's table, without the names."""
+    times = [_milliseconds(turns) for turns in contenders.values()]
+    return {
+        HEADER_ALLREDUCE[1]: [_with_quartiles(found) for found in times],
+        HEADER_ALLREDUCE[2]: [f"{count / middle / 1e6:.3g}" for _, middle, _ in times],
+    }
+
+
+def own_limit(name: str) -> str:
+    """The contender that is a peer's own limit; one of dtk's has none.
+
+    Example:
+        >>> own_limit("torch ddp fp16")
+        'torch limit'
+    """
+    return f"{name.split()[0]} {LIMIT}"
+
+
+def _milliseconds(turns: Sequence[list[Reading]]) -> tuple[float, ...]:
+    return quartiles([1000 * seconds for seconds in means(turns, "seconds")])
+
+
+def _with_quartiles(found: Sequence[float]) -> str:
+    low, middle, high = (f"{value:.{digits(found[1])}f}" for value in found)
+    return f"{middle} ({low} - {high})"
+
+
+def digits(value: float) -> int:
+    """Behind the point, so that three or four count.
+
+    Example:
+        >>> digits(25.0), digits(1.5), digits(0.0123)
+        (1, 2, 4)
+    """
+    return 1 if value >= 10 else 2 - math.floor(math.log10(value)) if value > 0 else 1
+
+
+def _ratio(turns: Sequence[list[Reading]], limit: Sequence[list[Reading]] | None) -> str:
+    return "" if limit is None else f"{statistics.median(of_the_limit(turns, limit)):.2f}"
+
+
+def _known(turns: Sequence[list[Reading]], what: str, write: Callable[[float], str]) -> str:
+    """The median of what may not be known."""
+    if any(getattr(reading, what) is None for turn in turns for reading in turn):
+        return ""
+    return write(statistics.median(means(turns, what)))
+
+
+def _compared(contenders: Contenders, earlier: Contenders) -> list[str]:
+    return [
+        f"{ratio(earlier[name], turns):.2f}" if name in earlier else ""
+        for name, turns in contenders.items()
+    ]
+
+
+def bars(results: Results, task: str) -> dict[str, tuple[float, ...]]:
+    """For a plot: quartiles of the ratio to the limit; of milliseconds where there is none."""
+    contenders = results.turns[task]
+    if not has_limit(results, task):
+        return {name: _milliseconds(turns) for name, turns in contenders.items()}
+    limit = contenders[LIMIT]
+    return {name: quartiles(of_the_limit(turns, limit)) for name, turns in contenders.items()}
+
+
+def has_limit(results: Results, task: str) -> bool:
+    """Whether there is a ratio to it."""
+    return LIMIT in results.turns[task]
+
+
+def unit(results: Results, task: str) -> str:
+    """Of `bars`."""
     return (
-        f"{middle:.1f} ({low:.1f} - {high:.1f})",
-        f"{of_the_limit(turns, limit):.2f}",
-        size(statistics.median(means(turns, "sent"))),
-        f"{100 * statistics.median(means(turns, 'communicating')):.0f} %",
+        "speed, of the limit (bar: median, line: quartiles)" if has_limit(results, task) else "ms"
     )
 
 
@@ -57,13 +153,13 @@ def means(turns: Sequence[list[Reading]], what: str) -> list[float]:
     return [statistics.mean(getattr(reading, what) for reading in turn) for turn in turns]
 
 
-def of_the_limit(turns: Sequence[list[Reading]], limit: Sequence[list[Reading]]) -> float:
-    """Median, over rounds, of the limit's time / this time.
+def of_the_limit(turns: Sequence[list[Reading]], limit: Sequence[list[Reading]]) -> list[float]:
+    """Of each round, the limit's time / this time.
 
     Within a round, because whatever else the machine did then fell on both alike.
     """
     pairs = zip(means(limit, "seconds"), means(turns, "seconds"), strict=True)
-    return statistics.median(least / this for least, this in pairs)
+    return [least / this for least, this in pairs]
 
 
 def ratio(earlier: Sequence[list[Reading]], turns: Sequence[list[Reading]]) -> float:
@@ -97,36 +193,39 @@ def size(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def title(results: Results, model: str) -> str:
-    """The model and how large it is.
+def title(results: Results, task: str) -> str:
+    """The model and how large it is, or what is reduced.
 
     Example:
-        >>> title(Results(parameters={"mlp": 10512394}), "mlp")
-        'mlp, 10.51 M parameters'
+        >>> title(Results(parameters={"mlp": 10512394}), "mlp"), title(Results(), "allreduce 4000")
+        ('mlp, 10.51 M parameters', 'all-reduce of 4.00 kB')
     """
-    return f"{model}, {results.parameters[model] / 1e6:.2f} M parameters"
+    count = bytes_of(task)
+    if count:
+        return f"all-reduce of {size(count)}"
+    return f"{task}, {results.parameters[task] / 1e6:.2f} M parameters"
 
 
 def progress(results: Results) -> str:
     """How far a measurement is.
 
     Example:
-        >>> progress(Results({"rounds": 5, "exchanges": ["none"]}, turns={"mlp": {"limit": [[]]}}))
+        >>> turns = {"mlp": {"limit": [[]], "collective none": []}}
+        >>> progress(Results({"rounds": 5}, turns=turns))
         'mlp: 1 of 10 turns'
     """
-    model, contenders = list(results.turns.items())[-1]
+    task, contenders = list(results.turns.items())[-1]
     taken = sum(len(turns) for turns in contenders.values())
-    total = results.setting["rounds"] * (1 + len(results.setting["exchanges"]))
-    return f"{model}: {taken} of {total} turns"
+    return f"{task}: {taken} of {results.setting['rounds'] * len(contenders)} turns"
 
 
 def setting(results: Results) -> str:
     """Where and how it was measured, in a sentence."""
     found = results.setting
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     return (
         f"{found['workers']} workers on {_hosts(found['ranks'])}; batch {found['batch_size']} per "
-        f"worker, {found['rounds']} turns of {found['steps']} steps; {found['communicator']}; "
-        f"TensorFlow {found['tensorflow']}, Keras {found['keras']}, dtk {found['dtk']}"
+        f"worker, {found['rounds']} turns of {found['steps']} steps; {versions}"
     )
 
 
@@ -152,8 +251,15 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def notes(results: Results, saved: Results | None = None) -> list[str]:
-    """What stands below the tables: how to read them, and the setting."""
-    lines = [LEGEND, f"Setting: {setting(results)}."]
+    """What stands below the tables: what is missing, how to read them, and the setting."""
+    lines = [f"Not measured: {name}: {why}." for name, why in results.absent.items()]
+    legend = [LEGEND]
+    if any(LIMIT in names for names in results.turns.values()):
+        legend.append(_LIMIT_LEGEND)
+    if any(own_limit(name) in names for names in results.turns.values() for name in names):
+        legend.append(_OWN_LEGEND)
+    lines.append(" ".join(legend))
+    lines.append(f"Setting: {setting(results)}.")
     if saved is not None:
         lines.append(f"{_COMPARED}: time of a step there / here. Saved: {setting(saved)}.")
     return lines

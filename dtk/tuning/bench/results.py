@@ -1,19 +1,16 @@
-"""What was measured: lines from rank 0, then a file. No TensorFlow here."""
+"""What was measured, and a file of it. No TensorFlow here."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dtk.tuning.bench.setting import BenchError
 
-# In front of what rank 0 prints for the command line, apart from what libraries print.
-_MARK = "dtk bench: "
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,15 +19,16 @@ class Reading:
 
     Attributes:
         seconds: Of a step; mean of the turn's.
-        sent: Bytes handed to the transport per step, see `Communicator.bytes_sent`.
+        sent: Bytes handed to the transport per step, see `Communicator.bytes_sent`; None where
+            nobody counts them.
         communicating: Part of these steps' time in which a collective was under way, waiting for
-            slower ranks included.
+            slower ranks included; None where nobody knows.
         fit: Seconds of the whole turn: also its first step, and what goes before and after.
     """
 
     seconds: float
-    sent: float
-    communicating: float
+    sent: float | None
+    communicating: float | None
     fit: float
 
 
@@ -39,67 +37,25 @@ class Results:
     """All samples of a benchmark, and where they were taken.
 
     Attributes:
-        setting: What was measured, on what, with which versions; see `measure.describe`.
-        parameters: Of each model.
-        turns: By model and contender, in the order measured: turns, of a reading per rank each.
-        allreduces: By bytes, seconds of all-reduces of so many, as rank 0 saw them.
+        setting: What was measured, by whom, on what, with which versions.
+        parameters: By task, of its model; 0 without one.
+        turns: By task and contender, in the order measured: turns, of a reading per rank each.
+        absent: By world or contender, why it was not measured.
 
     Example:
-        >>> results = Results()
-        >>> results.take(line({"model": "mlp", "parameters": 10512394}))
-        True
-        >>> results.parameters
-        {'mlp': 10512394}
+        >>> Results(parameters={"mlp": 10512394}).absent
+        {}
     """
 
     setting: dict[str, Any] = dataclasses.field(default_factory=dict)
     parameters: dict[str, int] = dataclasses.field(default_factory=dict)
     turns: dict[str, dict[str, list[list[Reading]]]] = dataclasses.field(default_factory=dict)
-    allreduces: dict[int, list[float]] = dataclasses.field(default_factory=dict)
-
-    def take(self, printed: str) -> bool:
-        """Take in one line of rank 0's output.
-
-        Args:
-            printed: It may have the rank in front.
-
-        Returns:
-            Whether it was one of `line`.
-        """
-        _, mark, text = printed.partition(_MARK)
-        if not mark:
-            return False
-        record = json.loads(text)
-        if "setting" in record:
-            self.setting = record["setting"]
-        elif "allreduce" in record:
-            self.allreduces[record["allreduce"]] = record["seconds"]
-        elif "parameters" in record:
-            self.parameters[record["model"]] = record["parameters"]
-            self.turns[record["model"]] = {}
-        else:
-            turns = self.turns[record["model"]].setdefault(record["contender"], [])
-            turns.append([Reading(**reading) for reading in record["turn"]])
-        return True
+    absent: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything to a file, as JSON."""
         found = {"dtk bench": _FORMAT, **dataclasses.asdict(self)}
         Path(path).write_text(json.dumps(found, indent=1) + "\n")
-
-
-def line(record: Mapping[str, Any]) -> str:
-    """One line for `Results.take`.
-
-    Args:
-        record: {"setting"}, {"allreduce", "seconds"}, {"model", "parameters"} or {"model",
-            "contender", "turn"}.
-
-    Example:
-        >>> line({"setting": {}})
-        'dtk bench: {"setting": {}}'
-    """
-    return _MARK + json.dumps(record)
 
 
 def read(path: str | os.PathLike[str]) -> Results:
@@ -121,6 +77,4 @@ def read(path: str | os.PathLike[str]) -> Results:
     for contenders in found["turns"].values():
         for turns in contenders.values():
             turns[:] = [[Reading(**reading) for reading in turn] for turn in turns]
-    # JSON's keys are text. Runs saved by earlier versions hold none.
-    found["allreduces"] = {int(n): seconds for n, seconds in found.get("allreduces", {}).items()}
     return Results(**found)

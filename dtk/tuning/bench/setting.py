@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import re
+from collections.abc import Mapping
+from typing import Any
 
 from dtk.errors import DtkError
 
 MODELS = ("resnet20", "mlp", "embedding", "transformer")
 # The short names of dtk.exchange, which imports TensorFlow, and "none" for whole gradients.
 EXCHANGES = ("none", "fp16", "bf16", "1bit", "2bit", "4bit", "8bit", "16bit")
+# Bytes of two all-reduces that tell what a message takes from what a byte does: see `dtk plan`.
+TELLING = (4 << 10, 4 << 20)
+_ALLREDUCE = "allreduce"
 
 
 class BenchError(DtkError, ValueError):
@@ -21,11 +26,12 @@ class Setting:
     """What to measure.
 
     Attributes:
-        models: Some of MODELS.
+        models: Some of MODELS, to be trained.
         exchanges: Some of EXCHANGES.
         batch_size: Rows of a step, per worker.
         steps: Steps of a turn that are measured; one more goes before them.
         rounds: Turns that each contender takes; one more, in which it is traced, goes before them.
+        allreduce: Sizes of tensors, in bytes, to be summed.
 
     Raises:
         BenchError: Another name, or a number below 1.
@@ -40,31 +46,81 @@ class Setting:
     batch_size: int = 32
     steps: int = 20
     rounds: int = 5
+    allreduce: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check_names("--model", self.models, MODELS)
         _check_names("--exchange", self.exchanges, EXCHANGES)
+        for size in self.allreduce:
+            if size < 4 or size % 4:
+                raise BenchError(
+                    f"--allreduce {size}: expected bytes of whole float32 numbers, such as 4kB"
+                )
         for name in ("batch_size", "steps", "rounds"):
             value = getattr(self, name)
             if value < 1:
                 option = name.replace("_", "-")
                 raise BenchError(f"--{option} {value}: expected 1 or more")
 
-    def dumps(self) -> str:
-        """As one argument of a command.
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """What is measured, one after the other: models, then sizes.
 
         Example:
-            >>> Setting.loads(Setting(steps=3).dumps()) == Setting(steps=3)
-            True
+            >>> Setting(models=("mlp",), allreduce=(4000,)).tasks
+            ('mlp', 'allreduce 4000')
         """
-        return json.dumps(dataclasses.asdict(self))
+        return (*self.models, *map(task_of, self.allreduce))
 
     @classmethod
-    def loads(cls, text: str) -> Setting:
-        """From what `dumps` returned."""
-        values = json.loads(text)
-        values["models"], values["exchanges"] = map(tuple, (values["models"], values["exchanges"]))
+    def of(cls, fields: Mapping[str, Any]) -> Setting:
+        """From what `dataclasses.asdict` made, also after JSON.
+
+        Example:
+            >>> Setting.of({"models": ["mlp"]}).models
+            ('mlp',)
+        """
+        values: dict[str, Any] = dict(fields)
+        for name, value in values.items():
+            values[name] = tuple(value) if isinstance(value, list) else value
         return cls(**values)
+
+
+def parse_size(text: str) -> int:
+    """Bytes, from a number with a unit or without.
+
+    Raises:
+        BenchError: It is something else.
+
+    Example:
+        >>> parse_size("4kB"), parse_size("1.5 MB"), parse_size("4096")
+        (4000, 1500000, 4096)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([kMG]?)B?", text.strip())
+    if found is None:
+        raise BenchError(f"--allreduce {text}: expected a size, such as 4kB or 100MB")
+    return round(float(found[1]) * {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}[found[2]])
+
+
+def task_of(size: int) -> str:
+    """The task of summing a tensor of so many bytes.
+
+    Example:
+        >>> task_of(4000)
+        'allreduce 4000'
+    """
+    return f"{_ALLREDUCE} {size}"
+
+
+def bytes_of(task: str) -> int:
+    """The size a task sums; 0 where it trains a model.
+
+    Example:
+        >>> bytes_of("allreduce 4000"), bytes_of("mlp")
+        (4000, 0)
+    """
+    kind, _, size = task.partition(" ")
+    return int(size) if kind == _ALLREDUCE else 0
 
 
 def _check_names(option: str, given: tuple[str, ...], known: tuple[str, ...]) -> None:

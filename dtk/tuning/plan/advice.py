@@ -119,7 +119,7 @@ def bound(one: Prediction, job: Job, cluster: Cluster) -> str:
         'bytes wait for the link'
     """
     if one.cost.coding > one.cost.sending:
-        return "coding takes as long as sending"
+        return "what a worker does by itself takes as long as sending"
     messages = predict(one.method, job, _without_limit(cluster), one.workers).cost.sending
     if messages > one.cost.sending / 2:
         return "messages wait for each other"

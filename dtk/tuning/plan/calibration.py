@@ -2,11 +2,15 @@
 
     limit, of the slowest worker   step     computing, with nothing sent
     all-reduces of few, many bytes message  seconds of a message;  byte  seconds a byte costs
-    none - limit - sending         step     what a strategy adds to a step
+    none - limit - sending         step     what a strategy adds to a step; of factors, product
     1bit - limit - sending - step  coding   per parameter
 
 `sending` is the formula's, with the message and byte just found. If the benchmark ran on one host,
 they are software's, and the network is the user's to describe; between hosts they hold it.
+
+What is sent tells factors, whose bytes are whole floats with fp16, too, from the rest:
+
+    none = rows x width + rest          fp16 = rows x width + rest / 2
 """
 
 from __future__ import annotations
@@ -17,15 +21,17 @@ from dataclasses import dataclass, replace
 
 from dtk.tuning.bench.report import LIMIT, means
 from dtk.tuning.bench.results import Reading, Results
+from dtk.tuning.bench.setting import TELLING, task_of
 from dtk.tuning.plan.methods import METHODS
 from dtk.tuning.plan.quantity import PlanError
-from dtk.tuning.plan.setting import Cluster, Job, Link, Software
+from dtk.tuning.plan.setting import Cluster, Factors, Job, Link, Software
 from dtk.tuning.plan.traffic import ring_allreduce
 
 Turns = Sequence[list[Reading]]
 
+_FLOAT = 4
 _DENSE = "dense"
-# Less than this part of 4 bytes a parameter, and gradients were rows of tables.
+# Less than this part of all floats, and something was not sent whole.
 _WHOLE = 0.9
 
 
@@ -46,27 +52,44 @@ class Calibration:
     hosts: int
 
 
-def calibrated(results: Results, model: str | None = None) -> Calibration:
+def calibrated(
+    results: Results, model: str | None = None, communicator: str | None = None
+) -> Calibration:
     """Read a benchmark.
 
     Args:
         results: What `dtk bench` measured.
         model: Its name; None if there is one.
+        communicator: Its name; None if there is one.
 
     Raises:
-        PlanError: It lacks what a plan needs, or there is no such model.
+        PlanError: It lacks what a plan needs, or there is no such model or communicator.
     """
-    model = _chosen(results, model)
-    turns = dict(results.turns[model])
-    limit = turns.pop(LIMIT)
-    seconds, sent = _medians(turns, "seconds"), _medians(turns, "sent")
-    _check(model, sent, results.parameters[model])
-    slowest = statistics.median(max(reading.seconds for reading in turn) for turn in limit)
-    job = Job(slowest, results.parameters[model], results.setting["batch_size"], sent=sent)
+    models = [name for name, turns in results.turns.items() if LIMIT in turns]
+    model = _chosen("--model", model, models)
+    communicator = _chosen("--communicator", communicator, results.setting["communicators"])
+    turns = results.turns[model]
+    limit = statistics.median(max(reading.seconds for reading in turn) for turn in turns[LIMIT])
+    own = _of(turns, communicator)
+    seconds, sent = _medians(own, "seconds"), _medians(own, "sent")
+    if _DENSE not in sent:
+        raise PlanError(f"{model} was measured without whole gradients; add `--exchange none`")
+    parameters, rows = results.parameters[model], results.setting["batch_size"]
+    kernels = _factors(sent, parameters, rows)
+    if kernels is not None:
+        sent = {name: size for name, size in sent.items() if name not in (_DENSE, "fp16")}
+    job = Job(limit, parameters, rows, sent=sent, factors=kernels)
     workers = results.setting["workers"]
-    software = _residuals(job, _software(results.allreduces, workers), seconds, workers)
+    software = _residuals(job, _software(results, communicator, workers), seconds, workers)
     places = [rank["host"] for rank in results.setting["ranks"]]
     return Calibration(job, software, max(map(places.count, places)), len(set(places)))
+
+
+def _of(turns: Mapping[str, Turns], communicator: str) -> dict[str, Turns]:
+    """Those of a communicator, by what comes behind its name."""
+    return {
+        name.partition(" ")[2]: of for name, of in turns.items() if name.split()[0] == communicator
+    }
 
 
 def _medians(turns: Mapping[str, Turns], what: str) -> dict[str, float]:
@@ -76,14 +99,30 @@ def _medians(turns: Mapping[str, Turns], what: str) -> dict[str, float]:
     }
 
 
-def _check(model: str, sent: Mapping[str, float], parameters: int) -> None:
-    if _DENSE not in sent:
-        raise PlanError(f"{model} was measured without whole gradients; add `--exchange none`")
-    if sent[_DENSE] < _WHOLE * 4 * parameters:
+def _factors(sent: Mapping[str, float], parameters: int, rows: int) -> Factors | None:
+    """Kernels whose gradients went as factors; None if none did.
+
+    Without fp16 all are taken to be such kernels.
+
+    Example:
+        >>> found = _factors({"dense": 9000.0, "fp16": 8500.0}, parameters=10250, rows=8)
+        >>> found.entries, found.width
+        (10000.0, 250.0)
+
+    Raises:
+        PlanError: They were neither whole nor factors.
+    """
+    if sent[_DENSE] >= _WHOLE * _FLOAT * parameters:
+        return None
+    rest = 2 * (sent[_DENSE] - sent.get("fp16", sent[_DENSE]))
+    found = Factors(parameters - rest / _FLOAT, (sent[_DENSE] - rest) / (rows * _FLOAT))
+    # Of all matrices with m + n = width, a square one has most entries.
+    if found.entries > (found.width / 2) ** 2:
         raise PlanError(
-            f"{model} sends {sent[_DENSE]:.0f} bytes of {parameters} parameters: rows of tables, "
-            "which nothing here describes; measure it at the number of workers you want"
+            f"{sent[_DENSE]:.0f} bytes are sent of {parameters} parameters: rows of tables, which "
+            "nothing here describes; measure the model at the number of workers you want"
         )
+    return found
 
 
 def line(allreduces: Mapping[int, float], workers: int) -> tuple[float, float]:
@@ -103,37 +142,51 @@ def line(allreduces: Mapping[int, float], workers: int) -> tuple[float, float]:
     return max(0.0, quick - byte * least.bytes) / least.messages, byte
 
 
-def _software(allreduces: Mapping[int, Sequence[float]], workers: int) -> Software:
-    if not allreduces:
-        raise PlanError("this benchmark holds no all-reduces; run `dtk bench --json` anew")
-    middle = {size: statistics.median(seconds) for size, seconds in allreduces.items()}
-    message, byte = line(middle, workers)
+def _software(results: Results, communicator: str, workers: int) -> Software:
+    took = {}
+    for size in TELLING:
+        turns = _of(results.turns.get(task_of(size), {}), communicator)
+        if not turns:
+            raise PlanError(
+                f"the benchmark holds no {task_of(size)} by {communicator}; measure the model anew "
+                "with `dtk bench --json`, which adds it"
+            )
+        took[size] = statistics.median(means(turns["allreduce"], "seconds"))
+    message, byte = line(took, workers)
     return Software(message, byte, step=0.0, coding={})
 
 
 def _residuals(
     job: Job, software: Software, seconds: Mapping[str, float], workers: int
 ) -> Software:
-    """What a strategy and each exchange took beyond computing and sending."""
+    """What a strategy and each exchange took beyond computing and sending.
+
+    Of a strategy that multiplied factors, all of that counts as their product.
+    """
     # Between hosts, what all-reduces took holds the network: no link comes on top of it.
     cluster = Cluster(Link(), Link(), workers, software=software)
-    costs = {method.name: method.cost for method in METHODS}
-    rest = {
-        name: took - costs[name](job, cluster, workers).seconds
-        for name, took in seconds.items()
-        if name in costs
-    }
-    step = max(0.0, rest.pop(_DENSE))
-    coding = {name: max(0.0, more - step) / job.parameters for name, more in rest.items()}
-    return replace(software, step=step, coding=coding)
+    costs = {method.name: method.cost for method in METHODS if method.name in seconds}
+
+    def beyond(name: str) -> float:
+        return max(0.0, seconds[name] - costs[name](job, cluster, workers).seconds)
+
+    kernels = job.factored(workers)
+    if kernels is None:
+        software = replace(software, step=beyond(_DENSE))
+    else:
+        others = (workers - 1) * job.rows
+        software = replace(software, product=beyond(_DENSE) / (kernels.entries * others))
+    cluster = replace(cluster, software=software)
+    coding = {name: beyond(name) / job.parameters for name in costs if name != _DENSE}
+    return replace(software, coding=coding)
 
 
-def _chosen(results: Results, model: str | None) -> str:
-    measured = ", ".join(results.turns)
-    if model is None:
-        if len(results.turns) == 1:
-            return next(iter(results.turns))
-        raise PlanError(f"the benchmark holds {measured or 'no model'}; choose one with --model")
-    if model not in results.turns:
-        raise PlanError(f"--model {model}: not in the benchmark, expected one of {measured}")
-    return model
+def _chosen(option: str, given: str | None, measured: Sequence[str]) -> str:
+    names = ", ".join(measured)
+    if given is None:
+        if len(measured) == 1:
+            return measured[0]
+        raise PlanError(f"the benchmark holds {names or 'no model'}; choose one with {option}")
+    if given not in measured:
+        raise PlanError(f"{option} {given}: not in the benchmark, expected one of {names}")
+    return given

@@ -1,19 +1,21 @@
 """What dtk does with a step, by strategy and exchange: how long each part of it takes.
 
-    plain        compute ...................... | code | send .......... | metrics
+    plain        compute ...................... | code | send ..........
     overlap      compute .......[ backward .... ]                         a bucket goes when full
-                                        [ send .......... ] | metrics
-    delayed      compute ........................ | metrics               the last step's gradients
+                                        [ send .......... ]
+    factors      compute ...................... | send ... | multiply     of few rows
+    delayed      compute ........................                         the last step's gradients
                  [ send .................. ]                              go meanwhile
     blocks       compute | compute | compute | compute | send ..........  weights, once a block
 
 The traffic is that of dtk's own code, which its tests count: whole gradients go round a ring;
-codes go to their owners (all-to-all) and from them to all (all-gather), after what is not coded,
-round a ring; metrics are one more message round the ring, of a few bytes.
+factors go to all (all-gather), beside the gradients that have none; codes go to their owners
+(all-to-all) and from them to all (all-gather), after what is not coded, round a ring. Metrics go
+beside all of these, before there are gradients.
 
 Sources: as in `traffic`; Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data
-Parallel Training" (buckets and what they hide); Seide et al. 2014 (codes); Chen and Huo 2016 (block
-momentum).
+Parallel Training" (buckets and what they hide); Xie et al. 2016 (factors); Seide et al. 2014
+(codes); Chen and Huo 2016 (block momentum).
 """
 
 from __future__ import annotations
@@ -23,14 +25,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dtk.tuning.plan import traffic
-from dtk.tuning.plan.setting import Cluster, Job
+from dtk.tuning.plan.setting import Cluster, Factors, Job
 from dtk.tuning.plan.traffic import Traffic
 
-# `dtk.communicators.buckets`: a bucket is sent when its last gradient is there.
-BUCKET = 16 * 2**20
+# `dtk.communicators.buckets`: a quarter of all bytes, within these; sent when its last gradient is
+# there.
+_BUCKETS = 4
+_LEAST, _MOST = 2**18, 2**24
 # Of a step's computing. The backward pass does twice the work of the forward pass.
 BACKWARD = 2 / 3
-_METRICS = 8  # bytes: a sum and a count
 
 
 class Cost(NamedTuple):
@@ -38,7 +41,8 @@ class Cost(NamedTuple):
 
     Attributes:
         computing: Seconds.
-        coding: Seconds, of this worker: codes, and what a strategy adds to a step.
+        coding: Seconds, of this worker: codes, products of factors, and what a strategy adds to a
+            step.
         sending: Seconds in which nothing else goes on.
         bytes: Handed over by a worker.
     """
@@ -73,16 +77,24 @@ class Method:
     served: bool = False
 
 
+def bucket(size: float) -> float:
+    """Bytes of a bucket, of gradients of so many.
+
+    Example:
+        >>> bucket(3_000_000), bucket(1000)
+        (750000.0, 262144)
+    """
+    return min(_MOST, max(_LEAST, size / _BUCKETS))
+
+
 def early(size: float) -> float:
     """The part of the bytes that can go before the last gradient is there: all buckets but one.
 
-    Buckets fill from the first layer, whose gradient is the last: its bucket is full.
-
     Example:
-        >>> early(BUCKET), early(4 * BUCKET)
-        (0.0, 0.75)
+        >>> early(3_000_000), early(1000)
+        (0.75, 0.0)
     """
-    return max(0.0, 1 - BUCKET / size)
+    return max(0.0, 1 - bucket(size) / size) if size else 0.0
 
 
 def exposed(sending: float, computing: float, part: float) -> float:
@@ -107,18 +119,39 @@ def exposed(sending: float, computing: float, part: float) -> float:
 def dense(job: Job, cluster: Cluster, workers: int, exchange: str = "dense") -> Cost:
     """Whole gradients, or halves of them, round a ring; buckets go out as they fill.
 
+    With few rows those of some kernels go as factors instead.
+
     Example:
         >>> from dtk.tuning.plan.setting import PAYLOAD, Link, Software
         >>> cluster = Cluster(Link(0.0, 1e6 / PAYLOAD), software=Software(0.0, 0.0, 0.0))
         >>> cost = dense(Job(step=1.0, parameters=1_000_000), cluster, 4)
         >>> cost.computing, cost.coding, round(cost.sending, 4), cost.bytes
-        (1.0, 0.0, 6.0, 4000000.0)
+        (1.0, 0.0, 5.5, 4000000.0)
     """
+    kernels = job.factored(workers)
+    if kernels is not None:
+        return _factors(job, cluster, workers, exchange, kernels)
     size = job.size(exchange)
     computing = job.computing(workers)
     messages, stream = cluster.parts(traffic.ring_allreduce(workers, size), workers)
-    waiting = messages + exposed(stream, computing, early(size)) + _metrics(cluster, workers)
+    waiting = messages + exposed(stream, computing, early(size))
     return Cost(computing, _coding(job, cluster, workers, exchange), waiting, size)
+
+
+def _factors(job: Job, cluster: Cluster, workers: int, exchange: str, kernels: Factors) -> Cost:
+    """Everyone's rows to all, whole floats, and then their product. The rest goes as it would.
+
+    Messages of both wait at the same time; bytes share a link.
+    """
+    computing, mine = job.computing(workers), job.rows_of(workers)
+    own, rest = kernels.size(mine), job.size(exchange) * (1 - kernels.entries / job.parameters)
+    striped = traffic.padded(own) * workers
+    rows = cluster.parts(traffic.ring_allgather(workers, striped), workers)
+    others = cluster.parts(traffic.ring_allreduce(workers, rest), workers)
+    stream = rows[1] + exposed(others[1], computing, early(rest))
+    product = cluster.software.product * kernels.entries * (job.batch(workers) - mine)
+    coding = _coding(job, cluster, workers, exchange) + product
+    return Cost(computing, coding, max(rows[0], others[0]) + stream, own + rest)
 
 
 def fp16(job: Job, cluster: Cluster, workers: int) -> Cost:
@@ -135,7 +168,7 @@ def hierarchical(job: Job, cluster: Cluster, workers: int) -> Cost:
     parts = cluster.over(cluster.network, between), cluster.over(cluster.host, within)
     messages, stream = map(sum, zip(*parts, strict=True))
     computing = job.computing(workers)
-    waiting = messages + exposed(stream, computing, early(size)) + _metrics(cluster, workers)
+    waiting = messages + exposed(stream, computing, early(size))
     return Cost(computing, _coding(job, cluster, workers, "dense"), waiting, size)
 
 
@@ -147,7 +180,7 @@ def coded(bits: int) -> Callable[[Job, Cluster, int], Cost]:
         size = job.size(exchange)
         sending = cluster.seconds(_codes(size, workers, cluster.per_host), workers)
         coding = _coding(job, cluster, workers, exchange)
-        return Cost(job.computing(workers), coding, sending + _metrics(cluster, workers), size)
+        return Cost(job.computing(workers), coding, sending, size)
 
     return cost
 
@@ -165,12 +198,12 @@ def delayed(job: Job, cluster: Cluster, workers: int) -> Cost:
     size = job.size("dense")
     computing = job.computing(workers)
     sending = cluster.seconds(traffic.ring_allreduce(workers, size), workers)
-    waiting = max(0.0, sending - computing) + _metrics(cluster, workers)
+    waiting = max(0.0, sending - computing)
     return Cost(computing, _coding(job, cluster, workers, "dense"), waiting, size)
 
 
 def block_momentum(job: Job, cluster: Cluster, workers: int) -> Cost:
-    """Weights round the ring once a block, and nothing in between, metrics included."""
+    """Weights round the ring once a block, and nothing in between."""
     block = traffic.ring_allreduce(workers, job.size("dense")).times(1 / job.block_steps)
     sending = cluster.seconds(block, workers)
     coding = _coding(job, cluster, workers, "block momentum")
@@ -197,10 +230,6 @@ def servers_async(job: Job, cluster: Cluster, workers: int) -> Cost:
     served = sum(cluster.over(cluster.network, Traffic(0, workers / cluster.servers * size)))
     seconds = max(alone, served)
     return Cost(computing, cluster.software.step, seconds - computing, 2 * size)
-
-
-def _metrics(cluster: Cluster, workers: int) -> float:
-    return cluster.seconds(traffic.ring_allreduce(workers, _METRICS), workers)
 
 
 def _coding(job: Job, cluster: Cluster, workers: int, exchange: str) -> float:

@@ -75,12 +75,28 @@ byte; blocks of 16 steps; 1 parameter server
     software = cluster.software
     return (
         f"a step of {1000 * job.step:.3g} ms for {job.rows} rows{batch} on a worker, "
-        f"{size(job.size('dense'))} of gradients (1bit: {size(job.size('1bit'))}); "
+        f"{size(job.size('dense'))} of gradients ({_factors(job)}1bit: {size(job.size('1bit'))}); "
         f"workers on a host: {cluster.per_host}; between hosts {1e6 * cluster.network.latency:.3g} "
         f"us and {_speed(cluster.network.bandwidth)}; software adds "
         f"{1e6 * software.message:.3g} us to a message and {1e9 * software.byte:.2g} ns to a byte; "
         f"blocks of {job.block_steps} steps; {servers}"
     )
+
+
+def _factors(job: Job) -> str:
+    """Which of them need not be sent whole.
+
+    Example:
+        >>> from dtk.tuning.plan.setting import Factors
+        >>> _factors(Job(0.1, 2048 * 2048, factors=Factors(2048 * 2048, 4096)))
+        'as factors with a batch of up to 334 rows: 524.3 kB; '
+        >>> _factors(Job(0.1, 1000))
+        ''
+    """
+    if job.factors is None:
+        return ""
+    most = math.ceil(job.factors.most_rows) - 1
+    return f"as factors with a batch of up to {most} rows: {size(job.factors.size(job.rows))}; "
 
 
 def _speed(bandwidth: float) -> str:

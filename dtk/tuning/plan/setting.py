@@ -16,6 +16,9 @@ PAYLOAD = 1448 / (1514 + 66 / 2)
 BITS = {"dense": 32, "fp16": 16, "8bit": 8, "4bit": 4, "2bit": 2, "1bit": 1}
 _SCALES = 64
 _CODED = ("8bit", "4bit", "2bit", "1bit")
+# As in `dtk.exchange.factors`, which imports TensorFlow.
+FLOPS_PER_BYTE = 100
+_FLOAT = 4
 
 
 def _check(name: str, value: float, fits: bool, expected: str) -> None:
@@ -55,12 +58,14 @@ class Software:
         byte: Seconds a byte costs: it is copied, and added to another.
         step: Seconds of a step under a strategy, beyond what plain Keras takes.
         coding: Seconds per parameter of encoding, decoding and residuals, by exchange.
+        product: Seconds of an entry of a product of factors, for each row of another worker.
     """
 
     message: float = 0.77e-3
     byte: float = 3.0e-9
     step: float = 0.0
     coding: Mapping[str, float] = field(default_factory=lambda: {"fp16": 0.0, "1bit": 8.2e-9})
+    product: float = 0.0
 
     def coding_of(self, exchange: str) -> float:
         """Seconds per parameter; of a code that was not measured, the dearest that was.
@@ -77,6 +82,39 @@ class Software:
 
 
 @dataclass(frozen=True)
+class Factors:
+    """Kernels whose gradients can travel as rows of two matrices, see `dtk.exchange.factors`.
+
+    Attributes:
+        entries: m n of a kernel, of all.
+        width: m + n of a kernel, of all: numbers that a row of the batch is sent as.
+    """
+
+    entries: float
+    width: float
+
+    @property
+    def most_rows(self) -> float:
+        """Rows of all workers below which dtk sends factors, and from which on it does not.
+
+        Example:
+            >>> round(Factors(entries=2048 * 2048, width=4096).most_rows)
+            335
+        """
+        row = self.width * _FLOAT + 2 * self.entries / FLOPS_PER_BYTE
+        return 2 * self.entries * _FLOAT / row
+
+    def size(self, rows: int) -> float:
+        """Bytes of so many rows.
+
+        Example:
+            >>> Factors(entries=2048 * 2048, width=4096).size(32)
+            524288
+        """
+        return rows * self.width * _FLOAT
+
+
+@dataclass(frozen=True)
 class Job:
     """What is trained.
 
@@ -89,7 +127,8 @@ class Job:
             None where each has `rows`.
         block_steps: Steps between two exchanges of weights of block momentum.
         column: Entries of a column of a kernel: what one output unit has.
-        sent: Bytes a worker hands over per step, by exchange, where measured.
+        sent: Bytes of whole gradients or of codes, by exchange, where measured.
+        factors: Kernels whose gradients need not be sent whole, where known.
 
     Raises:
         PlanError: One is out of range.
@@ -102,6 +141,7 @@ class Job:
     block_steps: int = 16
     column: int = 512
     sent: Mapping[str, float] = field(default_factory=dict)
+    factors: Factors | None = None
 
     def __post_init__(self) -> None:
         _check("step time", self.step, 0 < self.step < math.inf, "seconds above 0")
@@ -132,6 +172,18 @@ class Job:
             0.05
         """
         return self.step * self.rows_of(workers) / self.rows
+
+    def factored(self, workers: int) -> Factors | None:
+        """The kernels whose gradients so many workers send as factors; None if none.
+
+        Example:
+            >>> job = Job(0.1, 2048 * 2048, rows=32, factors=Factors(2048 * 2048, 4096))
+            >>> [bool(job.factored(workers)) for workers in (1, 2, 10, 11)]
+            [False, True, True, False]
+        """
+        if self.factors is None or workers == 1 or self.batch(workers) >= self.factors.most_rows:
+            return None
+        return self.factors
 
     def size(self, exchange: str) -> float:
         """Bytes of what one worker has to say, as the exchange says it.
@@ -188,8 +240,8 @@ class Cluster:
 
         Example:
             >>> cluster = Cluster(Link(0.5, 100 / PAYLOAD), software=Software(0.25, 0.001))
-        >>> cluster.seconds(Traffic(messages=2, bytes=200), workers=2)
-        3.5
+            >>> cluster.seconds(Traffic(messages=2, bytes=200), workers=2)
+            3.5
         """
         return sum(self.parts(traffic, workers))
 

@@ -9,14 +9,15 @@ import tensorflow as tf
 
 from dtk.communicators import LocalCommunicator
 from dtk.strategies import AllReduceStrategy
-from dtk.tuning.bench.contender import Alone, Stopwatch, Together
-from dtk.tuning.bench.measure import allreduces, take_turns
+from dtk.tuning.bench.contender import AllReduce, Alone, Stopwatch, Together
+from dtk.tuning.bench.measure import Measurement, WorldLost
 from dtk.tuning.bench.models import PROBLEMS, Problem
-from dtk.tuning.bench.results import Reading
+from dtk.tuning.bench.peers.turns import clock
+from dtk.tuning.bench.results import Results
 from dtk.tuning.bench.setting import Setting
 
 SMALL = Problem(
-    lambda: keras.Sequential([keras.Input((4,)), keras.layers.Dense(10)]),
+    lambda keras: keras.Sequential([keras.Input((4,)), keras.layers.Dense(10)]),
     lambda random, count: random.standard_normal((count, 4), dtype="float32"),
 )
 
@@ -29,82 +30,130 @@ class Counting(LocalCommunicator):
     seconds_communicating = property(lambda self: self.seconds)
 
 
-def test_the_stopwatch_leaves_out_the_first_step_and_what_surrounds_the_others():
+def test_the_first_step_and_what_surrounds_the_others_is_left_out():
     communicator = Counting()
-    watch = Stopwatch(communicator, steps=2)
-    for batch in range(3):
-        watch.on_train_batch_begin(batch)
-        communicator.sent += 10 if batch else 1000
-        communicator.seconds += 0.01 if batch else 1.0
-        time.sleep(0.02 if batch else 0.5)
-        watch.on_train_batch_end(batch)
-    communicator.sent += 1000
-    reading = watch.reading(fit=7.0)
-    assert reading.sent == 10
-    assert 0.02 <= reading.seconds < 0.25
-    assert reading.communicating == pytest.approx(0.01 / reading.seconds)
-    assert reading.fit == 7.0
+
+    def turn(tick):
+        watch = Stopwatch(communicator, 2, tick)
+        for batch in range(3):
+            watch.on_train_batch_begin(batch)
+            communicator.sent += 10 if batch else 1000
+            communicator.seconds += 0.01 if batch else 1.0
+            time.sleep(0.02 if batch else 0.5)
+            watch.on_train_batch_end(batch)
+        communicator.sent += 1000
+        time.sleep(0.5)
+        return watch.counts()
+
+    reading = clock(turn)
+    assert reading["sent"] == 10
+    assert 0.02 <= reading["seconds"] < 0.25
+    assert reading["communicating"] == pytest.approx(0.01 / reading["seconds"], rel=0.1)
+    assert reading["fit"] > 1.0
 
 
-class Noting:
-    """Notes when it had its turn."""
+class Played:
+    """A world that notes when it had its turn, and is lost when it is told to be."""
 
-    def __init__(self, name, noted):
-        self.name, self._noted = name, noted
+    def __init__(self, name, contenders, noted, essential=True, lost_at=None, parameters=7):
+        self.name, self.essential = name, essential
+        self._contenders, self._noted, self._lost_at = contenders, noted, lost_at
+        self._parameters = parameters
 
-    def turn(self):
-        self._noted.append(self.name)
-        return Reading(float(len(self._noted)), 0.0, 0.0, 0.0)
+    def ask(self, request):
+        if "build" in request:
+            absent = {"3": "it is odd"}
+            built = {"parameters": self._parameters, "contenders": [*self._contenders]}
+            return [{**built, "absent": absent}] * 2
+        self._noted.append(request["turn"])
+        if len(self._noted) == self._lost_at:
+            raise WorldLost("it is gone", code=9)
+        return [dict.fromkeys(("seconds", "sent", "communicating", "fit"), len(self._noted))] * 2
+
+    def rest(self):
+        self._noted.append("-")
 
 
-def test_contenders_begin_at_either_end_and_the_first_round_does_not_count():
+def measured(*worlds):
+    results = Results()
+    Measurement(Setting(models=("mlp",), rounds=2), list(worlds), results).run()
+    return results
+
+
+def test_contenders_of_all_worlds_begin_at_either_end_and_the_first_round_does_not_count():
     noted = []
-    contenders = [Noting(name, noted) for name in "abc"]
-    told = list(take_turns(contenders, 2, LocalCommunicator()))
-    assert "".join(noted) == "cba" + "abc" + "cba"
-    assert [one["contender"] for one in told] == list("abccba")
-    assert [one["turn"][0]["seconds"] for one in told] == [4, 5, 6, 7, 8, 9]
+    results = measured(Played("limit", ["limit"], noted), Played("w", "ab", noted))
+    assert "".join(noted).replace("limit", "l") == "--" + "b-a-l-" + "l-a-b-" + "b-a-l-"
+    turns = results.turns["mlp"]
+    assert list(turns) == ["limit", "w a", "w b"]
+    assert [[turn[0].seconds for turn in one] for one in turns.values()] == [
+        [9, 19],
+        [11, 17],
+        [13, 15],
+    ]
+    assert results.parameters == {"mlp": 7}
+    assert results.absent == {"limit 3, mlp": "it is odd", "w 3, mlp": "it is odd"}
 
 
-class Slow(LocalCommunicator):
-    """Takes its time, more the first time; notes what it was given."""
-
-    def __init__(self):
-        super().__init__()
-        self.given, self.met = [], 0
-
-    def allreduce(self, value, op="sum"):
-        self.given.append((value.dtype.size * value.shape.num_elements(), self.met))
-        return tf.numpy_function(lambda v: (time.sleep(0.02), v)[1], [value], value.dtype)
-
-    def barrier(self):
-        self.met += 1
-
-
-def test_allreduces_are_of_so_many_bytes_and_begin_together():
-    communicator = Slow()
-    seconds = allreduces(4096, communicator)
-    assert communicator.given == [(4096, 1)]  # traced once, after ranks had met
-    assert communicator.met == len(seconds) + 1
-    assert all(0.02 <= one < 0.25 for one in seconds)
+@pytest.mark.parametrize("lost_at", range(1, 10))
+def test_a_peer_that_is_lost_is_named_with_the_reason_and_the_rest_goes_on(lost_at):
+    noted = []
+    results = measured(
+        Played("limit", ["limit"], noted), Played("peer", "ab", noted, False, lost_at)
+    )
+    whole = {"limit": 2}
+    if noted[lost_at - 1] != "-" and noted[lost_at - 1] != "limit":
+        assert results.absent["peer"] == "it is gone"
+    else:
+        whole |= {"peer a": 2, "peer b": 2}
+    assert {name: len(turns) for name, turns in results.turns["mlp"].items()} == whole
 
 
-@pytest.mark.parametrize("make", [Alone, lambda *given: Together(*given, "1bit")])
+def test_another_model_is_not_compared():
+    results = measured(
+        Played("limit", ["limit"], []), Played("peer", "ab", [], False, parameters=8)
+    )
+    assert list(results.turns["mlp"]) == ["limit"]
+    assert results.absent["peer, mlp"] == "its model has 8 parameters, expected 7"
+
+
+def test_a_world_that_is_needed_ends_the_measurement_with_its_code():
+    with pytest.raises(WorldLost, match="it is gone") as lost:
+        measured(Played("limit", ["limit"], [], lost_at=2))
+    assert lost.value.code == 9
+
+
+MAKE = {
+    "limit": lambda setting, strategy: Alone(SMALL, setting, strategy.communicator, "/cpu:0"),
+    "dtk": lambda setting, strategy: Together(SMALL, setting, strategy, "1bit"),
+}
+
+
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 def test_a_turn_is_so_many_steps_of_so_many_rows_and_one_more(make):
     strategy = AllReduceStrategy(communicator="local")
-    contender = make(SMALL, Setting(batch_size=3, steps=4), strategy)
+    contender = make(Setting(batch_size=3, steps=4), strategy)
     seen = []
     noting = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(1))
-    reading = contender.turn()
+    reading = clock(contender.turn)
     assert contender.model.optimizer.iterations.numpy() == 5
-    assert 0 < 4 * reading.seconds < reading.fit
+    assert 0 < 4 * reading["seconds"] < reading["fit"]
     contender.model.fit(*contender._data, batch_size=3, verbose=0, callbacks=[noting])
     assert len(seen) == 5
 
 
+def test_an_all_reduce_is_of_so_many_bytes_and_one_more_than_is_measured():
+    strategy = AllReduceStrategy(communicator="local")
+    (step,) = [AllReduce(4000, Setting(steps=4), strategy)]
+    ticks = []
+    assert step.turn(lambda: ticks.append(1)) == {"sent": 0.0}
+    assert len(ticks) == 5
+    assert step._step().shape == (1000,)
+
+
 def test_the_limit_trains_without_a_strategy_and_the_others_with_it():
     strategy = AllReduceStrategy(communicator="local")
-    limit = Alone(SMALL, Setting(), strategy)
+    limit = Alone(SMALL, Setting(), strategy.communicator, "/cpu:0")
     together = Together(SMALL, Setting(), strategy, "8bit")
     assert limit.model.distribute_strategy is not strategy
     assert together.model.distribute_strategy is strategy
@@ -120,7 +169,7 @@ def test_the_limit_trains_without_a_strategy_and_the_others_with_it():
 )
 def test_models_are_as_large_as_the_table_says_and_read_their_rows(name, millions):
     problem = PROBLEMS[name]
-    model = problem.build()
+    model = problem.build(keras)
     assert model.count_params() / 1e6 == pytest.approx(millions, abs=0.01)
     x, y = problem.data(3)
     assert model(x).shape == (3, 10)
@@ -130,7 +179,7 @@ def test_models_are_as_large_as_the_table_says_and_read_their_rows(name, million
 
 def test_the_embeddings_gradient_is_the_rows_it_touches():
     problem = PROBLEMS["embedding"]
-    model = problem.build()
+    model = problem.build(keras)
     x, _ = problem.data(2)
     with tf.GradientTape() as tape:
         out = model(x)

@@ -10,15 +10,13 @@ from dtk.tuning.bench.results import Reading, Results
 SETTING = {
     "models": ["mlp"],
     "exchanges": ["none", "1bit"],
+    "communicators": ["collective"],
     "batch_size": 32,
     "steps": 20,
     "rounds": 3,
     "workers": 2,
     "ranks": [{"host": "a", "cores": 4, "threads": 2}, {"host": "b", "cores": 8, "threads": 4}],
-    "communicator": "collective",
-    "tensorflow": "2.21.0",
-    "keras": "3.15.1",
-    "dtk": "0.1.0",
+    "versions": {"TensorFlow": "2.21.0", "dtk": "0.1.0"},
 }
 TIMES = st.floats(1e-6, 1e6)
 
@@ -33,26 +31,34 @@ def results(**contenders):
     return Results(SETTING, {"mlp": 10_512_394}, {"mlp": contenders})
 
 
-RUN = results(
-    limit=turns(0.019, 0.029, 0.024),
-    none=turns(0.039, 0.099, 0.049, sent=42e6, communicating=0.5),
-)
+LIMIT = turns(0.019, 0.029, 0.024)
+RUN = results(limit=LIMIT, none=turns(0.039, 0.099, 0.049, sent=42e6, communicating=0.5))
 BEFORE = results(limit=turns(0.024), none=turns(0.099))
+UNKNOWN = {"sent": None, "communicating": None}
+PEERS = results(
+    limit=LIMIT,
+    **{
+        "torch limit": turns(0.009, 0.009, 0.009, **UNKNOWN),
+        "torch ddp": turns(0.019, 0.029, 0.024, **UNKNOWN),
+    },
+)
+SUM = Results(SETTING, {}, {"allreduce 4000": {"mpi4py": turns(0.001, 0.002, 0.003)}})
 
 
 def test_a_row_holds_medians_over_turns_of_means_over_ranks():
     header, limit, none = report.table(RUN, "mlp")
-    assert header == report.HEADER
-    assert limit == ("limit", "25.0 (22.5 - 27.5)", "1.00", "0 B", "0 %")
+    assert header == (*report.HEADER, *report.COUNTS)
+    assert limit == ("limit", "40.0", "25.0 (22.5 - 27.5)", "1.00", "0 B", "0 %")
     # 20 / 40, 30 / 100, 25 / 50: of each round, and then the median
-    assert none == ("none", "50.0 (45.0 - 75.0)", "0.50", "42.0 MB", "50 %")
+    assert none == ("none", "20.0", "50.0 (45.0 - 75.0)", "0.50", "42.0 MB", "50 %")
 
 
 def test_the_ratio_is_taken_within_rounds():
     # A machine that gets slower by the round: in each, both take the same.
     slower = turns(0.01, 0.1, 1.0)
-    assert report.of_the_limit(slower, slower) == 1.0
-    assert report.of_the_limit(turns(0.048, 0.048, 0.998), turns(0.098, 0.023, 0.998)) == 1.0
+    assert report.of_the_limit(slower, slower) == [1.0, 1.0, 1.0]
+    ratios = report.of_the_limit(turns(0.049, 0.049), turns(0.099, 0.024))
+    assert ratios == pytest.approx([2.0, 0.5])
 
 
 def test_a_saved_run_adds_how_much_faster_this_one_is():
@@ -88,10 +94,47 @@ def test_a_size_is_right_to_two_digits(count):
     assert float(number) * scale == pytest.approx(count, rel=0.005, abs=0.5)
 
 
+def test_a_peer_is_compared_with_the_limit_and_with_its_own():
+    header, limit, own, ddp = report.table(PEERS, "mlp")
+    assert header == (*report.HEADER, report.OWN, *report.COUNTS)
+    assert limit[3:5] == ("1.00", "")
+    assert own[3:] == ("2.50", "1.00", "", "")
+    assert ddp[3:] == ("1.00", "0.40", "", "")
+
+
+def test_an_all_reduce_has_times_and_no_ratio():
+    header, row = report.table(SUM, "allreduce 4000")
+    assert header == report.HEADER_ALLREDUCE
+    assert row == ("mpi4py", "3.00 (2.50 - 3.50)", "0.00133")
+    assert report.title(SUM, "allreduce 4000") == "all-reduce of 4.00 kB"
+
+
+def test_bars_are_ratios_or_times_with_their_quartiles():
+    assert report.bars(PEERS, "mlp")["torch limit"] == pytest.approx((2.25, 2.5, 2.75))
+    assert report.bars(SUM, "allreduce 4000")["mpi4py"] == pytest.approx((2.5, 3.0, 3.5))
+
+
+def test_the_legend_explains_what_is_in_the_tables():
+    assert report.notes(SUM)[0] == report.LEGEND
+    (legend, _), (own, _) = report.notes(RUN), report.notes(PEERS)
+    assert "Of the limit: its time" in legend and "own limit" not in legend
+    assert own.startswith(legend) and "of its own: that time" in own
+
+
+def test_what_was_not_measured_is_said_with_the_reason():
+    missing = Results(SETTING, {}, {}, {"torch": "no space left"})
+    assert report.notes(missing)[0] == "Not measured: torch: no space left."
+
+
+@given(st.floats(1e-4, 1e5))
+def test_three_digits_count(value):
+    assert float(f"{value:.{report.digits(value)}f}") == pytest.approx(value, rel=0.006)
+
+
 def test_the_setting_names_hosts_cores_threads_and_versions():
     assert report.setting(RUN) == (
         "2 workers on a (4 cores), b (8 cores), threads per worker: 2 or 4; batch 32 per worker, 3 "
-        "turns of 20 steps; collective; TensorFlow 2.21.0, Keras 3.15.1, dtk 0.1.0"
+        "turns of 20 steps; TensorFlow 2.21.0, dtk 0.1.0"
     )
 
 
@@ -99,8 +142,8 @@ def test_markdown_holds_the_table_and_both_settings():
     page = report.markdown(RUN, BEFORE).splitlines()
     assert page[0] == "### mlp, 10.51 M parameters"
     assert page[3:6] == [
-        "|---|---|---|---|---|---|",
-        "| limit | 25.0 (22.5 - 27.5) | 1.00 | 0 B | 0 % | 1.00 |",
-        "| none | 50.0 (45.0 - 75.0) | 0.50 | 42.0 MB | 50 % | 2.00 |",
+        "|---|---|---|---|---|---|---|",
+        "| limit | 40.0 | 25.0 (22.5 - 27.5) | 1.00 | 0 B | 0 % | 1.00 |",
+        "| none | 20.0 | 50.0 (45.0 - 75.0) | 0.50 | 42.0 MB | 50 % | 2.00 |",
     ]
     assert sum("TensorFlow 2.21.0" in line for line in page) == 2

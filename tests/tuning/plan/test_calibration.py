@@ -5,31 +5,40 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtk.tuning.bench.results import Reading, Results
+from dtk.tuning.bench.setting import TELLING, task_of
 from dtk.tuning.plan.calibration import calibrated
 from dtk.tuning.plan.methods import METHODS
 from dtk.tuning.plan.quantity import PlanError
-from dtk.tuning.plan.setting import Cluster, Job, Link, Software
+from dtk.tuning.plan.setting import Cluster, Factors, Job, Link, Software
 from dtk.tuning.plan.traffic import ring_allreduce
 
 COST = {method.name: method.cost for method in METHODS}
 PARAMETERS = 1_000_000
 SENT = {"dense": 4e6, "fp16": 2e6, "1bit": 1.4e5}
+CODES = {"1bit": SENT["1bit"]}
+
+
+def once(seconds, sent=0.0):
+    """One turn of one reading."""
+    return [[Reading(seconds, sent, 0.5, 1.0)]]
 
 
 def bench(job, software, workers, hosts=1):
     """What `dtk bench` would save where the formulas are the truth."""
     cluster = Cluster(Link(), per_host=workers, software=software)
-    seconds = {name: COST[name](job, cluster, workers).seconds for name in SENT}
-    turns = {"limit": [[Reading(job.step, 0.0, 0.0, 1.0)]]}
-    for name, sent in SENT.items():
-        turns["none" if name == "dense" else name] = [[Reading(seconds[name], sent, 0.5, 1.0)]]
-    allreduces = {}
-    for size in (4096, 4 << 20):
+    turns = {"mlp": {"limit": once(job.step)}}
+    for name in SENT:
+        cost = COST[name](job, cluster, workers)
+        label = "none" if name == "dense" else name
+        turns["mlp"][f"collective {label}"] = once(cost.seconds, cost.bytes)
+    for size in TELLING:
         way = ring_allreduce(workers, size)
-        allreduces[size] = [way.messages * software.message + way.bytes * software.byte]
+        took = way.messages * software.message + way.bytes * software.byte
+        turns[task_of(size)] = {"collective allreduce": once(took)}
     ranks = [{"host": f"host{rank % hosts}"} for rank in range(workers)]
     setting = {"workers": workers, "batch_size": job.rows, "ranks": ranks}
-    return Results(setting, {"mlp": PARAMETERS}, {"mlp": turns}, allreduces)
+    setting["communicators"] = ["collective"]
+    return Results(setting, {"mlp": PARAMETERS}, turns)
 
 
 @given(
@@ -52,6 +61,47 @@ def test_what_went_in_comes_out(step, message, byte, overhead, coding, workers):
         assert found.software.coding[name] == pytest.approx(told.coding[name], abs=1e-11)
 
 
+@given(
+    st.floats(1e-3, 1.0),
+    st.floats(1e-10, 1e-7),
+    st.floats(1e-13, 1e-11),
+    st.floats(0.2, 1.0),
+    st.integers(2, 4),
+)
+def test_factors_are_told_from_the_rest(step, byte, product, part, workers):
+    kernels = Factors(entries=PARAMETERS * part, width=4000.0)
+    job = Job(step, PARAMETERS, rows=8, sent=CODES, factors=kernels)
+    told = Software(1e-3, byte, 0.0, {"fp16": 0.0, "1bit": 1e-8}, product)
+    found = calibrated(bench(job, told, workers))
+    assert found.job.factors.entries == pytest.approx(kernels.entries)
+    assert found.job.factors.width == pytest.approx(kernels.width)
+    assert found.job.sent == CODES
+    assert found.software.step == 0.0
+    assert found.software.product == pytest.approx(product, rel=1e-3)
+    assert found.software.coding == pytest.approx(told.coding, abs=1e-11)
+
+
+def test_without_fp16_all_that_is_sent_counts_as_factors():
+    kernels = Factors(entries=float(PARAMETERS), width=4000.0)
+    job = Job(0.1, PARAMETERS, rows=8, sent=CODES, factors=kernels)
+    found = calibrated(without(bench(job, Software(), 2), "fp16"))
+    assert found.job.factors == kernels
+
+
+def test_each_communicator_has_numbers_of_its_own():
+    job = Job(0.1, PARAMETERS, sent=SENT)
+    results = bench(job, Software(), 2)
+    other = bench(job, Software(message=9e-3), 2)
+    for task, turns in other.turns.items():
+        for name, of in turns.items():
+            results.turns[task][name.replace("collective", "horovod")] = of
+    results.setting["communicators"] = ["collective", "horovod"]
+    found = [calibrated(results, communicator=name) for name in ("collective", "horovod")]
+    assert [one.software.message for one in found] == pytest.approx([Software().message, 9e-3])
+    with pytest.raises(PlanError, match="holds collective, horovod; choose one with --comm"):
+        calibrated(results)
+
+
 def test_a_step_is_that_of_the_slowest_worker():
     results = bench(Job(0.1, PARAMETERS, sent=SENT), Software(), 2)
     turns = [(0.1, 0.4), (0.3, 0.1), (0.1, 0.1)]
@@ -70,19 +120,20 @@ def test_workers_are_counted_by_host():
 def test_noise_makes_nothing_negative():
     results = bench(Job(0.1, PARAMETERS, sent=SENT), Software(), 2)
     for name in ("none", "fp16", "1bit"):
-        results.turns["mlp"][name] = [[Reading(0.09, SENT.get(name, 4e6), 0.5, 1.0)]]
-    results.allreduces[4 << 20] = [1e-9]
+        results.turns["mlp"][f"collective {name}"] = once(0.09, SENT.get(name, 4e6))
+    results.turns[task_of(4 << 20)]["collective allreduce"] = once(1e-9)
     found = calibrated(results).software
     assert min(found.message, found.byte, found.step, *found.coding.values()) >= 0
 
 
-def without(results, contender):
-    del results.turns["mlp"][contender]
+def without(results, exchange):
+    del results.turns["mlp"][f"collective {exchange}"]
     return results
 
 
 def rows_of_a_table(results):
-    results.turns["mlp"]["none"] = [[Reading(0.1, 1e3, 0.5, 1.0)]]
+    for name in ("none", "fp16"):
+        results.turns["mlp"][f"collective {name}"] = once(0.1, 1e3)
     return results
 
 
@@ -91,8 +142,8 @@ def two_models(results):
     return results
 
 
-def before_allreduces(results):
-    results.allreduces.clear()
+def without_allreduces(results):
+    del results.turns["allreduce 4096"]
     return results
 
 
@@ -103,7 +154,7 @@ def before_allreduces(results):
         (two_models, None, "the benchmark holds mlp, other; choose one with --model"),
         (lambda r: without(r, "none"), None, "without whole gradients; add `--exchange none`"),
         (rows_of_a_table, None, "rows of tables, which nothing here describes"),
-        (before_allreduces, None, "holds no all-reduces; run `dtk bench --json` anew"),
+        (without_allreduces, None, "holds no allreduce 4096 by collective; measure the model anew"),
     ],
 )
 def test_what_cannot_be_planned_with_is_refused(change, model, message):

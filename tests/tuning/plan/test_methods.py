@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from dtk.communicators import buckets
 from dtk.communicators.collective import _round_up
 from dtk.communicators.null import NullCommunicator
-from dtk.exchange import parse
+from dtk.exchange import factors, parse
 from dtk.exchange.base import Trained
 from dtk.exchange.memory import Memory
 from dtk.tuning.plan import methods, traffic
 from dtk.tuning.plan.methods import METHODS
 from dtk.tuning.plan.prediction import predict
-from dtk.tuning.plan.setting import Cluster, Job, Link, Software
+from dtk.tuning.plan.setting import FLOPS_PER_BYTE, Cluster, Factors, Job, Link, Software
 
 COUNTS = st.integers(1, 5000)
 SECONDS = st.floats(0, 1.0)
@@ -44,6 +44,7 @@ CLUSTERS = st.builds(
         byte=st.floats(0, 1e-6),
         step=SECONDS,
         coding=st.fixed_dictionaries({"1bit": st.floats(0, 1e-6)}),
+        product=st.floats(0, 1e-9),
     ),
 )
 
@@ -135,8 +136,70 @@ def test_padding_is_the_communicators(size):
     assert traffic.padded(size) == 4 * int(_round_up(tf.constant(words, tf.int64)))
 
 
-def test_buckets_are_the_communicators():
-    assert buckets.DEFAULT_LIMIT == methods.BUCKET
+@pytest.mark.parametrize("megabytes", [0.1, 3, 1000])
+def test_buckets_are_the_communicators(megabytes):
+    size = int(megabytes * 2**20)
+    flat = tf.TensorSpec([size // 4])
+    assert methods.bucket(size) == buckets.limit_for([flat])
+
+
+KERNEL = (512, 256)
+FACTORS = Factors(entries=512 * 256, width=512 + 256)
+
+
+@pytest.mark.parametrize("exchange", ["dense", "fp16"])
+@pytest.mark.parametrize("workers", [2, 3])
+def test_bytes_of_factors_are_those_that_the_communicator_counts(exchange, workers):
+    communicator = NullCommunicator(0, workers)
+    exchanger = parse(None if exchange == "dense" else exchange).exchanger(
+        communicator, Memory(communicator, "CPU:0"), Trained()
+    )
+    rows, biases = 8, 256
+    gradients = [factors.Factored(*(tf.ones([rows, n]) for n in KERNEL)), tf.ones([biases])]
+    exchanger.reduce(gradients)
+    job = Job(1.0, FACTORS.entries + biases, rows, factors=FACTORS)
+    told = methods.dense(job, Cluster(Link()), workers, exchange)
+    counts = 8  # of the rows of the kernel
+    assert communicator.bytes_sent == pytest.approx(told.bytes + counts)
+
+
+def test_factors_are_sent_as_long_as_the_exchange_does():
+    assert FLOPS_PER_BYTE == factors._FLOPS_PER_BYTE
+    kernel = factors.Factored(*(tf.ones([1, n]) for n in KERNEL))
+    most = math.floor(FACTORS.most_rows)
+    for rows in (1, most, most + 1):
+        pays = factors._pays([kernel], tf.constant([[rows], [0]], tf.int64))
+        job = Job(1.0, FACTORS.entries, global_batch=rows, factors=FACTORS)
+        assert bool(pays) == (job.factored(2) is not None) == (rows <= most)
+
+
+FACTORED = st.builds(
+    lambda job, part: dataclasses.replace(
+        job, factors=Factors(job.parameters * part, 2 * math.sqrt(job.parameters * part))
+    ),
+    JOBS,
+    st.floats(0.01, 1.0),
+)
+
+
+@given(FACTORED, CLUSTERS, COUNTS)
+def test_factors_are_rows_of_all_and_with_many_workers_whole(job, cluster, workers):
+    cost = methods.dense(job, cluster, workers)
+    whole = dataclasses.replace(job, factors=None)
+    if job.factored(workers) is None:
+        assert cost == methods.dense(whole, cluster, workers)
+    else:
+        assert job.batch(workers) < job.factors.most_rows
+        assert cost.bytes < job.size("dense")
+        assert cost.coding >= cluster.software.step
+
+
+@given(FACTORED, CLUSTERS)
+def test_more_rows_as_factors_never_take_less(job, cluster):
+    job = dataclasses.replace(job, global_batch=None)
+    more = dataclasses.replace(job, rows=2 * job.rows, step=2 * job.step)
+    if more.factored(2) is not None:
+        assert not_less(seconds(METHODS[0], more, cluster, 2), seconds(METHODS[0], job, cluster, 2))
 
 
 @pytest.mark.parametrize(

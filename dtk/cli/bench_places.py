@@ -1,0 +1,87 @@
+"""How the seats of a world of `dtk bench` are started, by what joins its ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+
+from dtk.cli import job
+from dtk.cluster import Host
+from dtk.errors import ClusterError, CommunicatorError
+from dtk.launch import COMMUNICATORS, Process, plan, ssh
+
+MPI = "horovod-mpi"
+LAUNCHERS = (*COMMUNICATORS, MPI)
+# Their threads exchange messages all the time, also when nothing is reduced.
+BUSY = ("horovod", MPI)
+_SEAT = (sys.executable, "-m", "dtk.tuning.bench.seat")
+# A process that was stopped for as long as others had their turns is not lost.
+_PATIENT = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "86400"}
+
+Survey = Callable[[str, int], ssh.Facts]
+
+
+def check(launcher: str, hosts: Sequence[Host]) -> None:
+    """Raise ClusterError or CommunicatorError unless ranks can be started so."""
+    if launcher not in LAUNCHERS:
+        expected = f"{', '.join(LAUNCHERS[:-1])} or {LAUNCHERS[-1]}"
+        raise ClusterError(f"--communicator {launcher}: unknown, expected {expected}")
+    if launcher != MPI:
+        job.check_communicator(launcher)
+        return
+    job.check_communicator("horovod")
+    check_mpirun(hosts)
+
+
+def check_mpirun(hosts: Sequence[Host]) -> None:
+    """Raise ClusterError or CommunicatorError unless `mpirun` can start processes here."""
+    if hosts:
+        raise ClusterError(f"{MPI} is measured on this machine only; leave --hosts out")
+    if shutil.which("mpirun") is None:
+        raise CommunicatorError(
+            "no mpirun: install Debian's openmpi-bin and libopenmpi-dev, then `dtk install-horovod`"
+        )
+
+
+def place(
+    launcher: str, command: Sequence[str], workers: int, hosts: Sequence[Host], survey: Survey
+) -> list[Process]:
+    """What to start for a world, so that every rank gets its share of the cores.
+
+    Args:
+        launcher: One of LAUNCHERS.
+        command: What sits in every seat.
+        workers: How many seats.
+        hosts: Where; this machine when empty.
+        survey: See `dtk.launch.plan`.
+    """
+    seat = [*_SEAT, *command]
+    kind = "horovod" if launcher in BUSY else launcher
+    planned = plan(seat, workers, hosts=hosts, communicator=kind, survey=survey)
+    if launcher == MPI:
+        return [_mpirun(planned)]
+    size = str(len(planned))
+    return [
+        dataclasses.replace(
+            one, env={**one.env, **_PATIENT, "RANK": str(one.rank), "WORLD_SIZE": size}
+        )
+        for one in planned
+    ]
+
+
+def _mpirun(planned: Sequence[Process]) -> Process:
+    """One process that starts them all, with what every rank has of the cores."""
+    shares = {
+        name: value
+        for name, value in planned[0].env.items()
+        if not name.startswith(("HOROVOD_", "DTK_"))
+    }
+    argv = ["mpirun", "--oversubscribe", "--bind-to", "none"]
+    if os.geteuid() == 0:
+        argv.append("--allow-run-as-root")
+    # A rank that waits must not keep the others from computing.
+    argv += ["--mca", "mpi_yield_when_idle", "1", "-np", str(len(planned)), *planned[0].argv]
+    return Process("mpirun", "worker", 0, "localhost", tuple(argv), shares)

@@ -1,0 +1,30 @@
+"""A member of a world that needs no library; for test_bench_world.py."""
+
+import os
+import time
+
+
+class Member:
+    def __init__(self, setting):
+        self.rank = int(os.environ["RANK"])
+        self.versions = {"nothing": "1"}
+        print("a library talks")
+        if setting.get("fail") == "start":
+            raise RuntimeError("cannot start")
+
+    def build(self, task):
+        if task == "allreduce 4000":
+            time.sleep(60)
+        return 0, {"wait": self.wait, "die": self.die, "half": "there is no half"}
+
+    def wait(self, tick):
+        print("a library talks")
+        for _ in range(3):
+            time.sleep(0.01)
+            tick()
+        return {"sent": self.rank}
+
+    def die(self, tick):
+        if self.rank == 1:
+            raise RuntimeError("cannot go on")
+        time.sleep(60)

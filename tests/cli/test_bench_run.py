@@ -1,0 +1,34 @@
+"""A run of worlds, from start to end."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from dtk.cli import bench_run
+from dtk.cli.bench_world import command
+from dtk.launch import agent
+from dtk.tuning.bench.setting import Setting
+
+
+@pytest.fixture
+def played(monkeypatch):
+    """Worlds that need no library."""
+    path = os.pathsep.join([str(Path(__file__).parent), os.getcwd()])
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setattr(bench_run, "command", lambda *_: command("bench_member", {}))
+
+
+def test_an_interrupt_ends_every_world_at_once(played, capfd):
+    run = bench_run.Run(Setting(models=(), allreduce=(4000,)), workers=2)
+    # They have been asked by then, and do not answer.
+    threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    began = time.monotonic()
+    assert run.measure(("collective", "collective"), ()) == 128 + signal.SIGINT
+    assert time.monotonic() - began < 20
+    assert "dtk bench: SIGINT: every process was ended" in capfd.readouterr().err
+    assert [world.name for world in run.worlds] == ["collective"] * 2
+    assert [agent.members(world.job.job_id) for world in run.worlds] == [[], []]

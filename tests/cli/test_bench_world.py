@@ -1,0 +1,122 @@
+"""Worlds start, take turns, rest, and are never left behind."""
+
+import contextlib
+import doctest
+import os
+import socket
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dtk.cli import bench_places, bench_world
+from dtk.cli.bench_world import World, command
+from dtk.launch import agent, ssh
+from dtk.tuning.bench.measure import WorldLost
+
+
+@pytest.fixture
+def make(monkeypatch):
+    """`make(setting, module, busy)`: a world of two that is closed after the test."""
+    path = os.pathsep.join([str(Path(__file__).parent), os.getcwd()])
+    monkeypatch.setenv("PYTHONPATH", path)
+    worlds = []
+
+    def make(setting=None, module="bench_member", busy=False):
+        sits = command(module, setting or {})
+        processes = bench_places.place("collective", sits, 2, (), ssh.survey)
+        worlds.append(World("played", processes, 2, essential=False, busy=busy))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        world.close()
+        assert agent.members(world.job.job_id) == []
+
+
+def members(world):
+    """The processes in the seats."""
+    found = map(psutil.Process, agent.members(world.job.job_id))
+    return [one for one in found if any(part.endswith("turns.py") for part in one.cmdline()[:2])]
+
+
+def test_all_ranks_answer_in_their_order_whatever_libraries_print(make):
+    world = make()
+    world.start()
+    assert [hello["rank"] for hello in world.hello] == [0, 1]
+    assert [hello["versions"] for hello in world.hello] == [{"nothing": "1"}] * 2
+    built = {"parameters": 0, "contenders": ["wait", "die"], "absent": {"half": "there is no half"}}
+    assert world.ask({"build": "mlp"}) == [built] * 2
+    for _ in range(2):
+        answers = world.ask({"turn": "wait"})
+        assert [answer["sent"] for answer in answers] == [0, 1]
+        assert all(0.01 <= answer["seconds"] < answer["fit"] for answer in answers)
+
+
+def test_a_busy_world_is_stopped_until_it_is_asked_again(make):
+    world = make(busy=True)
+    world.start()
+    assert [one.status() for one in members(world)] == [psutil.STATUS_STOPPED] * 2
+    world.ask({"build": "mlp"})
+    assert psutil.STATUS_STOPPED not in [one.status() for one in members(world)]
+    for _ in range(2):
+        world.rest()
+        assert [one.status() for one in members(world)] == [psutil.STATUS_STOPPED] * 2
+
+
+def test_a_world_that_waits_is_not_stopped(make):
+    world = make()
+    world.start()
+    world.rest()
+    assert psutil.STATUS_STOPPED not in [one.status() for one in members(world)]
+
+
+def test_a_world_ends_by_itself_also_while_it_rests(make):
+    for busy in (False, True):
+        world = make(busy=busy)
+        world.start()
+        world.close()
+        assert set(world.job.returncodes.values()) == {0}
+
+
+def test_a_rank_that_fails_in_its_turn_is_named_with_its_exception(make):
+    world = make()
+    world.start()
+    world.ask({"build": "mlp"})
+    with pytest.raises(
+        WorldLost, match="rank 1 ended with exit code 1: RuntimeError: cannot go on"
+    ):
+        world.ask({"turn": "die"})
+
+
+@pytest.mark.parametrize(
+    ("setting", "module", "message"),
+    [
+        ({"fail": "start"}, "bench_member", "exit code 1: RuntimeError: cannot start"),
+        ({}, "no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+    ],
+)
+def test_a_world_that_cannot_start_says_why(make, setting, module, message):
+    with pytest.raises(WorldLost, match=message):
+        make(setting, module).start()
+
+
+def test_who_does_not_know_the_key_gets_no_seat(make):
+    world = make()
+    address = world._door.getsockname()
+
+    def intrude():
+        with contextlib.suppress(OSError), socket.create_connection(address) as line:
+            line.sendall(b"\0\0\0\x05hello")
+
+    intruder = threading.Thread(target=intrude)
+    intruder.start()
+    intruder.join()
+    world.start()
+    assert [hello["rank"] for hello in world.hello] == [0, 1]
+
+
+def test_the_examples_run():
+    failed, attempted = doctest.testmod(bench_world)
+    assert attempted and not failed
