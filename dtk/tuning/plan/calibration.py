@@ -2,7 +2,8 @@
 
     limit, of the slowest worker   step     computing, with nothing sent
     all-reduces of few, many bytes message  seconds of a message;  byte  seconds a byte costs
-    none - limit - sending         step     what a strategy adds to a step; of factors, product
+    none - limit - sending         step     what a strategy adds to a step; of factors, product;
+                                            below 0, what is hidden
     1bit - limit - sending - step  coding   per parameter
 
 `sending` is the formula's, with the message and byte just found. If the benchmark ran on one host,
@@ -159,25 +160,28 @@ def _software(results: Results, communicator: str, workers: int) -> Software:
 def _residuals(
     job: Job, software: Software, seconds: Mapping[str, float], workers: int
 ) -> Software:
-    """What a strategy and each exchange took beyond computing and sending.
-
-    Of a strategy that multiplied factors, all of that counts as their product.
-    """
+    """What a strategy and each exchange took beyond computing and sending."""
     # Between hosts, what all-reduces took holds the network: no link comes on top of it.
     cluster = Cluster(Link(), Link(), workers, software=software)
     costs = {method.name: method.cost for method in METHODS if method.name in seconds}
 
-    def beyond(name: str) -> float:
-        return max(0.0, seconds[name] - costs[name](job, cluster, workers).seconds)
+    def beyond(name: str, software: Software) -> float:
+        there = replace(cluster, software=software)
+        return seconds[name] - costs[name](job, there, workers).seconds
 
+    rest = beyond(_DENSE, software)
     kernels = job.factored(workers)
-    if kernels is None:
-        software = replace(software, step=beyond(_DENSE))
-    else:
+    if kernels is not None:
         others = (workers - 1) * job.rows
-        software = replace(software, product=beyond(_DENSE) / (kernels.entries * others))
-    cluster = replace(cluster, software=software)
-    coding = {name: beyond(name) / job.parameters for name in costs if name != _DENSE}
+        software = replace(software, product=max(0.0, rest) / (kernels.entries * others))
+    elif rest >= 0:
+        software = replace(software, step=rest)
+    else:
+        could = beyond(_DENSE, replace(software, hidden=1.0)) - rest
+        software = replace(software, hidden=min(1.0, -rest / could) if could else 0.0)
+    coding = {
+        name: max(0.0, beyond(name, software)) / job.parameters for name in costs if name != _DENSE
+    }
     return replace(software, coding=coding)
 
 

@@ -105,7 +105,7 @@ def exposed(sending: float, computing: float, part: float) -> float:
     Args:
         sending: Seconds of its bytes.
         computing: Seconds of the step's.
-        part: What can be sent early, see `early`.
+        part: What is sent early; at most `early`.
 
     Example:
         >>> exposed(1.0, 3.0, 0.75), exposed(8.0, 3.0, 0.75)
@@ -119,22 +119,23 @@ def exposed(sending: float, computing: float, part: float) -> float:
 def dense(job: Job, cluster: Cluster, workers: int, exchange: str = "dense") -> Cost:
     """Whole gradients, or halves of them, round a ring; buckets go out as they fill.
 
-    With few rows those of some kernels go as factors instead.
+    With few rows those of some kernels go as factors instead. What is hidden is measured: sending
+    takes cores, too.
 
     Example:
         >>> from dtk.tuning.plan.setting import PAYLOAD, Link, Software
         >>> cluster = Cluster(Link(0.0, 1e6 / PAYLOAD), software=Software(0.0, 0.0, 0.0))
         >>> cost = dense(Job(step=1.0, parameters=1_000_000), cluster, 4)
         >>> cost.computing, cost.coding, round(cost.sending, 4), cost.bytes
-        (1.0, 0.0, 5.5, 4000000.0)
+        (1.0, 0.0, 6.0, 4000000.0)
     """
     kernels = job.factored(workers)
     if kernels is not None:
         return _factors(job, cluster, workers, exchange, kernels)
-    size = job.size(exchange)
+    size, hidden = job.size(exchange), cluster.software.hidden
     computing = job.computing(workers)
     messages, stream = cluster.parts(traffic.ring_allreduce(workers, size), workers)
-    waiting = messages + exposed(stream, computing, early(size))
+    waiting = messages + exposed(stream, computing, hidden * early(size))
     return Cost(computing, _coding(job, cluster, workers, exchange), waiting, size)
 
 
@@ -143,12 +144,12 @@ def _factors(job: Job, cluster: Cluster, workers: int, exchange: str, kernels: F
 
     Messages of both wait at the same time; bytes share a link.
     """
-    computing, mine = job.computing(workers), job.rows_of(workers)
+    computing, mine, hidden = job.computing(workers), job.rows_of(workers), cluster.software.hidden
     own, rest = kernels.size(mine), job.size(exchange) * (1 - kernels.entries / job.parameters)
     striped = traffic.padded(own) * workers
     rows = cluster.parts(traffic.ring_allgather(workers, striped), workers)
     others = cluster.parts(traffic.ring_allreduce(workers, rest), workers)
-    stream = rows[1] + exposed(others[1], computing, early(rest))
+    stream = rows[1] + exposed(others[1], computing, hidden * early(rest))
     product = cluster.software.product * kernels.entries * (job.batch(workers) - mine)
     coding = _coding(job, cluster, workers, exchange) + product
     return Cost(computing, coding, max(rows[0], others[0]) + stream, own + rest)
@@ -163,12 +164,12 @@ def hierarchical(job: Job, cluster: Cluster, workers: int) -> Cost:
     """Whole gradients: summed within hosts, then round a ring of hosts, then back."""
     hosts = cluster.hosts(workers)
     per_host = -(-workers // hosts)
-    size = job.size("dense")
+    size, hidden = job.size("dense"), cluster.software.hidden
     between, within = traffic.hierarchical_allreduce(hosts, per_host, size)
     parts = cluster.over(cluster.network, between), cluster.over(cluster.host, within)
     messages, stream = map(sum, zip(*parts, strict=True))
     computing = job.computing(workers)
-    waiting = messages + exposed(stream, computing, early(size))
+    waiting = messages + exposed(stream, computing, hidden * early(size))
     return Cost(computing, _coding(job, cluster, workers, "dense"), waiting, size)
 
 

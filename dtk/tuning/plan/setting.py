@@ -59,6 +59,7 @@ class Software:
         step: Seconds of a step under a strategy, beyond what plain Keras takes.
         coding: Seconds per parameter of encoding, decoding and residuals, by exchange.
         product: Seconds of an entry of a product of factors, for each row of another worker.
+        hidden: The part of what a backward pass could hide of sending that it does hide.
     """
 
     message: float = 0.77e-3
@@ -66,6 +67,7 @@ class Software:
     step: float = 0.0
     coding: Mapping[str, float] = field(default_factory=lambda: {"fp16": 0.0, "1bit": 8.2e-9})
     product: float = 0.0
+    hidden: float = 0.0
 
     def coding_of(self, exchange: str) -> float:
         """Seconds per parameter; of a code that was not measured, the dearest that was.

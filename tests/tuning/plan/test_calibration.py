@@ -61,6 +61,14 @@ def test_what_went_in_comes_out(step, message, byte, overhead, coding, workers):
         assert found.software.coding[name] == pytest.approx(told.coding[name], abs=1e-11)
 
 
+@given(st.floats(0.01, 1.0))
+def test_what_takes_less_than_computing_and_sending_is_hidden(part):
+    job = Job(0.1, PARAMETERS, sent=SENT)
+    told = Software(hidden=part)
+    found = calibrated(bench(job, told, 2)).software
+    assert (found.step, found.hidden) == (0.0, pytest.approx(part))
+
+
 @given(
     st.floats(1e-3, 1.0),
     st.floats(1e-10, 1e-7),

@@ -45,6 +45,7 @@ CLUSTERS = st.builds(
         step=SECONDS,
         coding=st.fixed_dictionaries({"1bit": st.floats(0, 1e-6)}),
         product=st.floats(0, 1e-9),
+        hidden=st.floats(0, 1),
     ),
 )
 
