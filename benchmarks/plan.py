@@ -115,6 +115,8 @@ def predicted(workers, mbit):
 
 def table():
     """A line for each run that there is."""
+    from dtk.tuning.bench.report import quartiles
+
     lines = ["| workers | links | exchange | measured, ms (quartiles) | predicted | error |"]
     lines.append("|---" * 6 + "|")
     errors = []
@@ -124,7 +126,7 @@ def table():
                 continue
             told = predicted(workers, mbit)
             for name, seconds in json.loads(path("measured", workers, mbit).read_text()).items():
-                low, middle, high = (1000 * q for q in statistics.quantiles(seconds, n=4))
+                low, middle, high = (1000 * q for q in quartiles(seconds))
                 errors.append(1000 * told[name] / middle - 1)
                 lines.append(
                     f"| {workers} | {mbit} Mbit/s | {name} | {middle:.0f} ({low:.0f} - {high:.0f}) "

@@ -52,7 +52,7 @@ def test_plan_compares_what_a_benchmark_predicts_with_what_was_measured(tmp_path
     )
     assert done.returncode == 0, done.stderr
     row = re.search(
-        r"^\| 2 \| 100 Mbit/s \| dense \| 400 \(380 - 420\) \| (\d+) \|", done.stdout, re.M
+        r"^\| 2 \| 100 Mbit/s \| dense \| 400 \(390 - 410\) \| (\d+) \|", done.stdout, re.M
     )
     assert int(row[1]) == pytest.approx(1000 * (0.1 + 4e6 / 12.5e6 / 0.936 + 2e-3), abs=2)
     assert (tmp_path / "plan.md").read_text() == done.stdout
