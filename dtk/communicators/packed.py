@@ -26,7 +26,7 @@ from dtk.communicators.base import Communicator
 from dtk.communicators.ledger import Ledger
 from dtk.errors import at_rank
 
-_LOCAL_REDUCE = {
+LOCAL_REDUCE = {
     "sum": tf.reduce_sum,
     "mean": tf.reduce_sum,
     "min": tf.reduce_min,
@@ -346,7 +346,7 @@ class PackedCommunicator(Communicator):
         parts = self._exchange_blocks(encoded, tf.tile(blocks[None], [self.size, 1]))
         shape = tf.concat([blocks[self.rank][None], tf.shape(encoded, tf.int64)[1:]], axis=0)
         stacked = tf.stack([tf.reshape(back(part), shape) for part, back in parts])
-        reduced = _LOCAL_REDUCE[wire_op](stacked, axis=0)
+        reduced = LOCAL_REDUCE[wire_op](stacked, axis=0)
         if wire_op == "mean":
             reduced = reduced / tf.cast(self.size, reduced.dtype)
         count = value.shape[0]

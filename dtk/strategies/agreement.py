@@ -377,5 +377,6 @@ class Agreement(keras.callbacks.Callback):
             check_same_weights(self.adoption, when)
 
     def _agree_on_stopping(self) -> None:
-        wishes = self.adoption.strategy.communicator.allgather_object(self.model.stop_training)
-        self.model.stop_training = any(wishes)
+        # After every batch, where a callback looks at batches: one small number, not an object.
+        wish = tf.constant(int(self.model.stop_training))
+        self.model.stop_training = bool(self.adoption.strategy.communicator.allreduce(wish, "max"))
