@@ -39,9 +39,12 @@ class Communicator(abc.ABC):
         local_rank: Index among the ranks of the same host.
         local_size: Number of ranks on this host.
         hosts: One host name per rank, in rank order.
+        alike: Whether all ranks compute with the same kind of processor and as many threads, so
+            that equal operations give equal bits. A strategy finds out.
     """
 
     name: str = "abstract"
+    alike: bool = False
 
     rank: int
     size: int

@@ -70,11 +70,11 @@ class DenseExchanger(Exchanger):
         dtype: What floats are sent as; None for what they are.
     """
 
-    factors = True
-
     def __init__(self, communicator: Communicator, memory: Memory, dtype: str | None):
         super().__init__(communicator, memory)
         self._dtype = dtype
+        # Every rank multiplies by itself: on unlike processors weights would part in the last bit.
+        self.factors = communicator.alike
 
     def reduce(self, gradients: list, portion: Portion | None = None) -> list:
         """See `Exchanger.reduce`."""

@@ -34,6 +34,12 @@ def test_few_rows_send_factors_and_end_at_the_same_weights(pool, rows, batch):
 
 
 @pytest.mark.worlds(("collective", 2))
+def test_processors_of_different_kinds_do_not_multiply_each_for_itself(pool):
+    for _, sent in pool.run(factored.train, "dtk", 9, 4, "adam", False):
+        assert sent > 3 * KERNEL_BYTES  # in every step
+
+
+@pytest.mark.worlds(("collective", 2))
 def test_many_rows_send_the_gradient(pool):
     rows = batch = 1200  # of 360 numbers, against a kernel of 32,000
     results = pool.run(factored.train, "dtk", rows, batch)
