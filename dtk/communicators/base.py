@@ -190,8 +190,8 @@ class Communicator(abc.ABC):
     def allgather_object(self, value: Any) -> list[Any]:
         """One Python value per rank, in rank order, on every rank."""
         payload = _to_bytes(value)
-        lengths = self.allgather(tf.constant([payload.size], tf.int64)).numpy()
-        rows = self.allgather(tf.constant(payload)).numpy()
+        lengths = self.allgather(tf.constant([payload.size], tf.int64), [1] * self.size).numpy()
+        rows = self.allgather(tf.constant(payload), lengths.tolist()).numpy()
         ends = np.cumsum(lengths)
         return [_from_bytes(rows[end - n : end]) for n, end in zip(lengths, ends, strict=True)]
 
