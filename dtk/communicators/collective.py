@@ -218,17 +218,19 @@ class CollectiveCommunicator(PackedCommunicator):
         return tf.ensure_shape(LOCAL_REDUCE[op](rows, axis=0), flat.shape)
 
     def _gather_sizes(self, sizes: tf.Tensor, label: str) -> tf.Tensor:
-        rows = tf.raw_ops.CollectiveGatherV2(
-            input=sizes[None], **self._group(label, _elements(sizes)), ordering_token=self._token()
+        rows = tf.raw_ops.CollectiveAllToAllV2(  # one hop, where the ring of a gather has n-1
+            input=tf.tile(sizes[None], [self.size, 1]),
+            **self._group(label, _elements(sizes)),
+            ordering_token=self._token(),
         )
         rows = tf.gather(rows, self._slots)
         return tf.ensure_shape(rows, [self.size, *sizes.shape])
 
-    def _gather(self, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
+    def _gather(self, flat: tf.Tensor, sizes: tf.Tensor, label: str, lane: int) -> list[tf.Tensor]:
         longest = _round_up(tf.reduce_max(sizes))
         padded = tf.pad(flat, [[0, longest - tf.size(flat, tf.int64)]])
         rows = tf.raw_ops.CollectiveGatherV2(
-            input=padded[None], **self._group(label, longest), ordering_token=self._token()
+            input=padded[None], **self._group(label, longest), ordering_token=self._token(lane)
         )
         return [rows[slot, : sizes[rank]] for rank, slot in enumerate(self._slots)]
 

@@ -142,7 +142,8 @@ class HorovodCommunicator(PackedCommunicator):
         rows = hvd.allgather(sizes[None], **self._options(label))
         return tf.ensure_shape(tf.gather(rows, self._slots), [self.size, *sizes.shape])
 
-    def _gather(self, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
+    def _gather(self, flat: tf.Tensor, sizes: tf.Tensor, label: str, lane: int) -> list[tf.Tensor]:
+        del lane
         rows = hvd.allgather(flat, **self._options(label))
         by_slot = tf.split(rows, tf.gather(sizes, self._ranks), num=self.size)
         return [by_slot[slot] for slot in self._slots]
