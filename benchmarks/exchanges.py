@@ -27,6 +27,7 @@ parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
 parser.add_argument("--mbit", type=int, default=100, help="of each link; 0: loopback, no limit")
 parser.add_argument("--model", choices=("convnet", "perceptron", "resnet20"), default="convnet")
 parser.add_argument("--width", type=int, default=896, help="of the perceptron's layers")
+parser.add_argument("--enlarge", type=int, default=3, help="the convnet's images: more to compute")
 parser.add_argument("--batch-size", type=int, default=64, help="the global batch")
 parser.add_argument("--epochs", type=int, default=6)
 parser.add_argument("--warm", type=int, default=1437, help="samples of the warm start")
@@ -45,8 +46,9 @@ def exchanges():
     from dtk.exchange import BlockMomentum, Delayed, Dense, ModelAveraging, Quantized, WarmStart
 
     found = {
-        "dense": Dense(),
-        "fp16": Dense("float16"),
+        "dense": Dense(factors=False),
+        "dense, factors": Dense(),
+        "fp16": Dense("float16", factors=False),
         "8-bit": Quantized(8),
         "1-bit": Quantized(1),
         "1-bit, warm start": WarmStart(Quantized(1), args.warm),
@@ -83,9 +85,10 @@ def measure():
         def conv(filters, strides=1):
             return keras.layers.Conv2D(filters, 3, strides, padding="same", activation="relu")
 
-        layers = [keras.layers.Reshape((8, 8, 1)), conv(64), conv(64), conv(128, strides=2)]
-        head = [keras.layers.Flatten(), keras.layers.Dense(10)]
-        return keras.Sequential([keras.Input((64,)), *layers, *head])
+        enlarge = [keras.layers.Reshape((8, 8, 1)), keras.layers.UpSampling2D(args.enlarge)]
+        layers = [conv(64), conv(64), conv(128, strides=2)]
+        head = [keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(10)]
+        return keras.Sequential([keras.Input((64,)), *enlarge, *layers, *head])
 
     def model_with(exchange):
         keras.utils.set_random_seed(1)
@@ -176,7 +179,7 @@ def job(workers):
 def setting():
     link = f"links of {args.mbit} Mbit/s (tc tbf)" if args.mbit else "loopback"
     wide = (64 * args.width + args.width**2 + 12 * args.width + 10) / 1e6
-    size = {"convnet": "0.13", "perceptron": f"{wide:.2f}", "resnet20": "0.27"}[args.model]
+    size = {"convnet": "0.11", "perceptron": f"{wide:.2f}", "resnet20": "0.27"}[args.model]
     return (
         f"{link}, one thread per worker, {os.cpu_count()} cores in all, {args.model} of {size} M "
         f"parameters, global batch {args.batch_size}"

@@ -208,6 +208,8 @@ class World:
                 "TF_NUM_INTRAOP_THREADS": "1",
                 "TF_NUM_INTEROP_THREADS": "1",
                 "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
+                # Groups of some of the ranks; worlds of two have none, and run as users' do.
+                **({"HOROVOD_DYNAMIC_PROCESS_SETS": "1"} if self.size > 2 else {}),
                 **extra,
             }
             command = [sys.executable, str(TESTS / "worker.py")]

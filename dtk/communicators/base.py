@@ -24,8 +24,8 @@ class Communicator(abc.ABC):
     The invariant: **every rank of the group calls the same collectives, in the same order, with
     the same dtypes** (and, unless a method is called ragged, the same shapes). Inside `tf.function`
     that holds for the order in which the ops are *traced*: collectives of one communicator run one
-    after the other, in that order. `send` and `recv` are the exception: only the two ranks involved
-    call them.
+    after the other, in that order (but see `beside`). `send` and `recv` are the exception: only the
+    two ranks involved call them.
 
     Every method takes floating point (16 to 64 bits), integers and bool; results keep the dtype.
     Moving values (gather, broadcast, all-to-all, send) keeps every bit. Reducing floats happens in
@@ -39,9 +39,12 @@ class Communicator(abc.ABC):
         local_rank: Index among the ranks of the same host.
         local_size: Number of ranks on this host.
         hosts: One host name per rank, in rank order.
+        alike: Whether all ranks compute with the same kind of processor and as many threads, so
+            that equal operations give equal bits. A strategy finds out.
     """
 
     name: str = "abstract"
+    alike: bool = False
 
     rank: int
     size: int
@@ -187,8 +190,8 @@ class Communicator(abc.ABC):
     def allgather_object(self, value: Any) -> list[Any]:
         """One Python value per rank, in rank order, on every rank."""
         payload = _to_bytes(value)
-        lengths = self.allgather(tf.constant([payload.size], tf.int64)).numpy()
-        rows = self.allgather(tf.constant(payload)).numpy()
+        lengths = self.allgather(tf.constant([payload.size], tf.int64), [1] * self.size).numpy()
+        rows = self.allgather(tf.constant(payload), lengths.tolist()).numpy()
         ends = np.cumsum(lengths)
         return [_from_bytes(rows[end - n : end]) for n, end in zip(lengths, ends, strict=True)]
 

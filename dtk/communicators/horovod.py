@@ -6,7 +6,8 @@ label, so that retracing on some ranks only changes nothing.
 
 Sub-groups are Horovod's process sets. All ranks of the *world* take part in making one, so `split`
 works on the world communicator only, and links for `send` (a pair is a set of two) are opened ahead
-with `connect` when the world has more than two ranks.
+with `connect` when the world has more than two ranks. Both need HOROVOD_DYNAMIC_PROCESS_SETS=1 in
+every rank's environment: it slows all reductions down, so it is not the default.
 
 Horovod orders a set by world rank. Where `split` was given keys that order the group otherwise,
 rows are put in the group's order here.
@@ -21,9 +22,6 @@ import socket
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-# Process sets can be added after start-up only if Horovod is told so before it starts.
-os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
-
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
@@ -33,6 +31,13 @@ from dtk.communicators.local import LocalCommunicator
 from dtk.communicators.packed import PackedCommunicator
 from dtk.errors import CommunicatorError, at_rank
 
+# Process sets can be added after start-up only if Horovod is told so before it starts; then ranks
+# also talk about sets in every cycle, and now and then wait for each other for 20 ms.
+_DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
+
+# Milliseconds between two looks for work, which a small reduction waits for; Horovod's own is 1.
+_CYCLE = "0.2"
+
 
 @functools.cache  # a process has one runtime: a second strategy shares it
 def start(environment: Environment) -> Communicator:
@@ -41,6 +46,8 @@ def start(environment: Environment) -> Communicator:
     Raises:
         CommunicatorError: If the two disagree, which means the ranks did not find each other.
     """
+    if os.environ.get("HOROVOD_CONTROLLER", "mpi").lower() == "mpi":  # over Gloo a look costs more
+        os.environ.setdefault("HOROVOD_CYCLE_TIME", _CYCLE)
     hvd.init()
     if (hvd.rank(), hvd.size()) != (environment.rank, environment.size):
         raise CommunicatorError(
@@ -71,8 +78,18 @@ class _Sets:
     def make(self, members: Iterable[int]) -> None:
         """Make a set; every rank of the world calls this, in the same order."""
         ranks = tuple(sorted(members))
-        if ranks not in self._known:
-            self._known[ranks] = hvd.add_process_set(list(ranks))
+        if ranks in self._known:
+            return
+        if os.environ.get(_DYNAMIC, "0").lower() in ("", "0", "false"):
+            raise CommunicatorError(
+                at_rank(
+                    hvd.rank(),
+                    f"a group of ranks {list(ranks)} of {hvd.size()}: Horovod makes groups only if "
+                    f"it was told so before the start; set {_DYNAMIC}=1 for every rank "
+                    f"(mpirun -x {_DYNAMIC}=1 ...), or use the collective communicator",
+                )
+            )
+        self._known[ranks] = hvd.add_process_set(list(ranks))
 
 
 class HorovodCommunicator(PackedCommunicator):
@@ -125,7 +142,8 @@ class HorovodCommunicator(PackedCommunicator):
         rows = hvd.allgather(sizes[None], **self._options(label))
         return tf.ensure_shape(tf.gather(rows, self._slots), [self.size, *sizes.shape])
 
-    def _gather(self, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
+    def _gather(self, flat: tf.Tensor, sizes: tf.Tensor, label: str, lane: int) -> list[tf.Tensor]:
+        del lane
         rows = hvd.allgather(flat, **self._options(label))
         by_slot = tf.split(rows, tf.gather(sizes, self._ranks), num=self.size)
         return [by_slot[slot] for slot in self._slots]

@@ -48,8 +48,8 @@ class NullCommunicator(PackedCommunicator):
         del label
         return tf.tile(sizes[None], [self.size, 1])
 
-    def _gather(self, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
-        del sizes, label
+    def _gather(self, flat: tf.Tensor, sizes: tf.Tensor, label: str, lane: int) -> list[tf.Tensor]:
+        del sizes, label, lane
         return [tf.identity(flat) for _ in range(self.size)]
 
     def _exchange(self, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:

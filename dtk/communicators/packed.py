@@ -26,7 +26,7 @@ from dtk.communicators.base import Communicator
 from dtk.communicators.ledger import Ledger
 from dtk.errors import at_rank
 
-_LOCAL_REDUCE = {
+LOCAL_REDUCE = {
     "sum": tf.reduce_sum,
     "mean": tf.reduce_sum,
     "min": tf.reduce_min,
@@ -89,8 +89,11 @@ class PackedCommunicator(Communicator):
         """Reduce flat tensors of dtypes in `reduces`; op is never "mean"."""
 
     @abc.abstractmethod
-    def _gather(self, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
-        """One flat tensor per rank, of `sizes` (known to all ranks, int64, shape [size])."""
+    def _gather(self, flat: tf.Tensor, sizes: tf.Tensor, label: str, lane: int) -> list[tf.Tensor]:
+        """One flat tensor per rank, of `sizes` (known to all ranks, int64, shape [size]).
+
+        Gathers of other lanes may be under way.
+        """
 
     @abc.abstractmethod
     def _gather_sizes(self, sizes: tf.Tensor, label: str) -> tf.Tensor:
@@ -219,7 +222,24 @@ class PackedCommunicator(Communicator):
             counts = tf.ensure_shape(tf.cast(known, tf.int64), [self.size])
         else:
             counts = self._check_rows(tensors[0], known)
-        return [self._gather_one(tensor, counts) for tensor in tensors]
+        encoded = [self._encode_rows(tensor) for tensor in tensors]
+        labels = [self._label(f"gather/{wire_tensor.dtype.name}") for wire_tensor, _, _ in encoded]
+
+        def gather(flat: list[tf.Tensor]) -> list[tf.Tensor]:
+            return [
+                part
+                for i, (one, label, (_, _, words)) in enumerate(
+                    zip(flat, labels, encoded, strict=True)
+                )
+                for part in self._gather(one, words(counts), label, i)
+            ]
+
+        # Side by side: each would wait for a message of its own.
+        parts = self._ledger.run([wire_tensor for wire_tensor, _, _ in encoded], gather)
+        return [
+            self._decode_rows(parts[i * self.size : (i + 1) * self.size], decode, counts, tensor)
+            for i, (tensor, (_, decode, _)) in enumerate(zip(tensors, encoded, strict=True))
+        ]
 
     def _check_rows(self, value: tf.Tensor, known: Sequence[int]) -> tf.Tensor:
         counts = list(known)
@@ -232,14 +252,6 @@ class PackedCommunicator(Communicator):
                 )
             )
         return tf.constant(counts, tf.int64)
-
-    def _gather_one(self, tensor: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
-        encoded, decode, words = self._encode_rows(tensor)
-        label = self._label(f"gather/{encoded.dtype.name}")
-        parts = self._ledger.run(
-            [encoded], lambda flat: self._gather(flat[0], words(counts), label)
-        )
-        return self._decode_rows(parts, decode, counts, tensor)
 
     def _sizes(self, mine: tf.Tensor, kind: str) -> tf.Tensor:
         label = self._label(f"{kind}/sizes")
@@ -346,7 +358,7 @@ class PackedCommunicator(Communicator):
         parts = self._exchange_blocks(encoded, tf.tile(blocks[None], [self.size, 1]))
         shape = tf.concat([blocks[self.rank][None], tf.shape(encoded, tf.int64)[1:]], axis=0)
         stacked = tf.stack([tf.reshape(back(part), shape) for part, back in parts])
-        reduced = _LOCAL_REDUCE[wire_op](stacked, axis=0)
+        reduced = LOCAL_REDUCE[wire_op](stacked, axis=0)
         if wire_op == "mean":
             reduced = reduced / tf.cast(self.size, reduced.dtype)
         count = value.shape[0]

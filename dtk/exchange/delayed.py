@@ -38,7 +38,7 @@ class Delayed(Exchange):
 
     Example:
         >>> Delayed(Dense("float16"))
-        Delayed(exchange=Dense(dtype='float16'))
+        Delayed(exchange=Dense(dtype='float16', factors=True))
     """
 
     exchange: Exchange = field(default_factory=Dense)

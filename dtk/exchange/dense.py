@@ -27,16 +27,19 @@ class Dense(Exchange):
 
     Args:
         dtype: "float16", "bfloat16", or None for the gradients' own.
+        factors: Whether kernels of Dense layers may travel as their factors, in their own dtype,
+            where that is faster; see `dtk.exchange.factors`.
 
     Raises:
         ValueError: Another dtype, or the communicator cannot add it up (Horovod: bfloat16).
 
     Example:
         >>> Dense("float16")
-        Dense(dtype='float16')
+        Dense(dtype='float16', factors=True)
     """
 
     dtype: str | None = None
+    factors: bool = True
 
     def __post_init__(self) -> None:
         if self.dtype not in (None, *_DTYPES):
@@ -56,7 +59,7 @@ class Dense(Exchange):
 
     def exchanger(self, communicator: Communicator, memory: Memory, trained: Trained) -> Exchanger:
         """See `Exchange.exchanger`."""
-        return DenseExchanger(communicator, memory, self.dtype)
+        return DenseExchanger(communicator, memory, self.dtype, self.factors)
 
 
 class DenseExchanger(Exchanger):
@@ -68,13 +71,16 @@ class DenseExchanger(Exchanger):
         communicator: Between the workers.
         memory: Unused.
         dtype: What floats are sent as; None for what they are.
+        factors: Whether to send factors.
     """
 
-    factors = True
-
-    def __init__(self, communicator: Communicator, memory: Memory, dtype: str | None):
+    def __init__(
+        self, communicator: Communicator, memory: Memory, dtype: str | None, factors: bool = True
+    ):
         super().__init__(communicator, memory)
         self._dtype = dtype
+        # Every rank multiplies by itself: on unlike processors weights would part in the last bit.
+        self.factors = factors and communicator.alike
 
     def reduce(self, gradients: list, portion: Portion | None = None) -> list:
         """See `Exchanger.reduce`."""

@@ -8,6 +8,7 @@ outputs, one row for each row of the batch:
 Summed over ranks it is the product of all ranks' rows, below each other. So ranks may send their
 rows, (m + n) numbers each, in place of m n numbers, and multiply what they got by themselves: the
 same sum, in another order. With few rows that is far less to send, and a little more to compute.
+Where ranks compute alike (`Communicator.alike`) the product is one bit pattern on all of them.
 
 Source: Xie et al., "Lighter-Communication Distributed Machine Learning via Sufficient Factor
 Broadcasting", UAI 2016; layer by layer, where it pays: Zhang et al., "Poseidon", USENIX ATC 2017.

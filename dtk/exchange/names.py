@@ -25,7 +25,7 @@ def parse(exchange: Any) -> Exchange:
 
     Example:
         >>> parse("1bit"), parse(None)
-        (Quantized(bits=1), Dense(dtype=None))
+        (Quantized(bits=1), Dense(dtype=None, factors=True))
     """
     if exchange is None:
         return Dense()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import random
 import sys
 from types import TracebackType
@@ -49,6 +50,7 @@ def agree(communicator: Communicator, **chosen: str) -> int | None:
         return None
     end_together(communicator)
     check_same_program(communicator, **chosen)
+    communicator.alike = len(set(communicator.allgather_object(processor()))) == 1
     return share_seed(communicator)
 
 
@@ -67,6 +69,24 @@ def check_same_program(communicator: Communicator, **chosen: str) -> None:
         *chosen.items(),
     ]
     agreement.compare(mine, communicator)
+
+
+def processor() -> str:
+    """What this process computes with; where it is the same, equal operations give equal bits."""
+    threads = os.environ.get("TF_NUM_INTRAOP_THREADS") or len(os.sched_getaffinity(0))
+    gpus = tf.config.list_physical_devices("GPU")
+    names = [tf.config.experimental.get_device_details(gpu).get("device_name") for gpu in gpus[:1]]
+    return f"{platform.machine()} {_instructions()} {threads} {names}"
+
+
+def _instructions() -> str:
+    """The instruction sets of the first core, and its maker's name for it."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            lines = file.read().partition("\n\n")[0].splitlines()
+    except OSError:
+        return platform.processor()
+    return str([line for line in lines if line.startswith(("model name", "flags", "Features"))])
 
 
 def _text_hash(path: str) -> str | None:

@@ -584,3 +584,11 @@ def horovod_needs_links():
     if comm.rank != 1:
         with pytest.raises(CommunicatorError, match="call split on the world communicator"):
             group.split(0)
+
+
+def horovod_makes_groups_if_told_so():
+    comm = communicator()
+    from dtk.errors import CommunicatorError
+
+    with pytest.raises(CommunicatorError, match="set HOROVOD_DYNAMIC_PROCESS_SETS=1 for every"):
+        comm._sets.make([comm.rank])

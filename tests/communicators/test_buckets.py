@@ -105,3 +105,12 @@ def test_reinterpreted_values_keep_every_bit(values, dtype):
     np.testing.assert_array_equal(decode(encoded)[: len(values)], flat)
     # Bytes stay bytes: at most a word of padding.
     assert tf.size(encoded) * encoded.dtype.size < len(values) * dtype.size + 4
+
+
+def test_a_list_travels_in_a_few_buckets():
+    tensors = [tf.zeros([2**15])] * 100  # of 128 KiB
+    packed, _ = buckets.pack(tensors, buckets.limit_for(tensors))
+    assert len(packed) == 4
+    assert buckets.limit_for(tensors, most=2**20) == 2**20
+    few = [tf.zeros([10])] * 4
+    assert len(buckets.pack(few, buckets.limit_for(few))[0]) == 1

@@ -153,3 +153,8 @@ def test_split_of_a_group(pool):
 @pytest.mark.worlds(("horovod-mpi", 3))
 def test_horovod_says_what_it_cannot_open_by_itself(pool):
     pool.run(bodies.horovod_needs_links)
+
+
+@pytest.mark.worlds(("horovod-gloo", 2))
+def test_horovod_makes_groups_only_if_told_so(pool):
+    pool.run(bodies.horovod_makes_groups_if_told_so)

@@ -1,0 +1,77 @@
+"""What the tests of factors run, on every rank at once."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dtk.communicators.local import LocalCommunicator
+
+from strategies import bodies
+
+KERNEL = (200, 160)
+
+
+def data(rows):
+    random = np.random.default_rng(1)
+    return random.normal(size=(rows, KERNEL[0])).astype("float32"), random.integers(0, 10, rows)
+
+
+def compiled(optimizer):
+    keras.utils.set_random_seed(4)
+    hidden = keras.layers.Dense(KERNEL[1], activation="relu")
+    model = keras.Sequential([keras.Input(KERNEL[:1]), hidden, keras.layers.Dense(10)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.get(optimizer), loss)
+    return model
+
+
+def train(where, rows, batch, optimizer="adam", alike=True):
+    """Weights after two epochs, and the bytes this rank sent in the second."""
+    if where == "plain":
+        model, counted = compiled(optimizer), LocalCommunicator()
+    else:
+        strategy = bodies.strategy()
+        counted = strategy.communicator
+        assert counted.alike  # one host
+        counted.alike = alike
+        with strategy.scope():
+            model = compiled(optimizer)
+    for _ in range(2):
+        before = counted.bytes_sent
+        model.fit(*data(rows), batch_size=batch, shuffle=False, verbose=0)
+    counted.alike = True
+    return np.concatenate([w.ravel() for w in model.get_weights()]), counted.bytes_sent - before
+
+
+def order(beside):
+    """Whether the second of two independent all-reduces waits for the first."""
+    communicator = bodies.strategy().communicator
+
+    @tf.function
+    def step(one, other):
+        with communicator.sequence(f"order {beside}"):
+            first = communicator.allreduce(one)
+            if not beside:
+                return first, communicator.allreduce(other)
+            with communicator.beside("test"):
+                return first, communicator.allreduce(other)
+
+    before = communicator.bytes_sent
+    one, other = step(tf.ones([3]), tf.ones([5]))
+    sums = float(one[0]), float(other[0])
+    sent = communicator.bytes_sent - before
+    graph = step.get_concrete_function(tf.ones([3]), tf.ones([5])).graph
+    sending = [o for o in graph.get_operations() if o.type.startswith(("Collective", "Horovod"))]
+    return len(sending), _comes_after(sending[-1], sending[0]), sums, sent
+
+
+def _comes_after(operation, earlier):
+    seen, left = set(), [operation]
+    while left:
+        current = left.pop()
+        if current not in seen:
+            seen.add(current)
+            left += [t.op for t in current.inputs] + list(current.control_inputs)
+    return earlier in seen

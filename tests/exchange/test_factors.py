@@ -1,0 +1,113 @@
+"""Kernels' gradients travel as their factors where that is less, and the sums stay the same."""
+
+from __future__ import annotations
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dtk.exchange import factors
+from exchange import factored
+from exchange.factored import KERNEL
+
+KERNEL_BYTES = 4 * KERNEL[0] * KERNEL[1]
+
+plain = functools.cache(functools.partial(factored.train, "plain"))
+
+
+def apart(one, other):
+    return np.linalg.norm(one - other) / np.linalg.norm(other)
+
+
+@pytest.mark.worlds(("collective", 2), ("horovod-mpi", 3))
+@pytest.mark.parametrize("rows, batch", [(57, 8), (9, 4)], ids=["uneven", "fewer-than-ranks"])
+def test_few_rows_send_factors_and_end_at_the_same_weights(pool, rows, batch):
+    results = pool.run(factored.train, "dtk", rows, batch)
+    for weights, sent in results:
+        assert np.array_equal(weights, results[0][0])
+        assert apart(weights, plain(rows, batch)[0]) <= 1e-5
+        # All steps of an epoch together send less than one all-reduce of the kernel would.
+        assert sent < KERNEL_BYTES
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_processors_of_different_kinds_do_not_multiply_each_for_itself(pool):
+    for _, sent in pool.run(factored.train, "dtk", 9, 4, "adam", False):
+        assert sent > 3 * KERNEL_BYTES  # in every step
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_many_rows_send_the_gradient(pool):
+    rows = batch = 1200  # of 360 numbers, against a kernel of 32,000
+    results = pool.run(factored.train, "dtk", rows, batch)
+    for weights, sent in results:
+        assert apart(weights, plain(rows, batch)[0]) <= 1e-5
+        assert KERNEL_BYTES < sent < 2 * KERNEL_BYTES
+
+
+def gradient_in_graph(model, inputs):
+    """The gradient of a model's first kernel, as an exchange gets it."""
+    found = []
+
+    @tf.function
+    def step(values):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(values)) + sum(model.losses)
+        kernel = model.trainable_variables[0].value
+        found.append(factors.factored(tape.gradient(loss, kernel)))
+
+    step.get_concrete_function(tf.TensorSpec([None, *inputs]))
+    return found[0]
+
+
+def dense(*before, units=128, **options):
+    return keras.Sequential([*before, keras.layers.Dense(units, **options)])
+
+
+@pytest.mark.parametrize(
+    "model, inputs, is_factored",
+    [
+        (dense(), (256,), True),
+        (dense(keras.layers.Flatten()), (8, 8, 4), True),
+        (dense(), (12, 256), False),  # a row for each of 12 places
+        (dense(units=2), (256,), False),  # too small to matter
+        (dense(kernel_regularizer="l2"), (256,), False),  # a sum
+        (keras.Sequential([keras.layers.Conv2D(64, 3)]), (8, 8, 32), False),
+    ],
+    ids=["dense", "flattened", "sequence", "small", "regularized", "convolution"],
+)
+def test_which_gradients_are_products_of_few_rows(model, inputs, is_factored):
+    found = gradient_in_graph(model, inputs)
+    assert isinstance(found, factors.Factored) == is_factored
+
+
+def test_an_eager_gradient_stays_as_it_is():
+    gradient = tf.ones([256, 128])
+    assert factors.factored(gradient) is gradient
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_factors_pay_up_to_some_number_of_rows_of_all_ranks(size):
+    gradient = factors.Factored(tf.zeros([1, 512]), tf.zeros([1, 512]))
+
+    def pays(rows):
+        counts = np.full([size, 1], rows // size)
+        return bool(factors._pays([gradient], tf.constant(counts, tf.int64)))
+
+    wanted = [pays(rows) for rows in range(size, 2048, size)]
+    assert wanted == sorted(wanted, reverse=True)
+    # By bytes alone it would be 512, half of the 1024 numbers that 512 rows of both would be; a
+    # product of n rows costs n/50 bytes' time for each entry.
+    most = 8 * 512 * 512 / (8 * 512 + 512 * 512 / 50)
+    assert abs(size * wanted.count(True) - most) <= 2 * size
+
+
+@pytest.mark.worlds(("collective", 2), ("horovod-mpi", 2))
+def test_what_runs_beside_does_not_wait_for_what_was_traced_before(pool):
+    for count, waits, sums, sent in pool.run(factored.order, True):
+        assert (count, waits, sums, sent) == (2, False, (pool.size, pool.size), 32)
+    for count, waits, _, _ in pool.run(factored.order, False):
+        assert (count, waits) == (2, True)
