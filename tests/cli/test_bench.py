@@ -86,7 +86,7 @@ def test_the_command_says_nothing_else(run):
     lines = [line.rstrip() for line in done.stdout.splitlines()]
     assert lines[0] == f"{SMALLEST}, {found['parameters'][SMALLEST] / 1e6:.2f} M parameters"
     assert [line.split("  ")[0] for line in lines[2:5]] == CONTENDERS
-    for first, size in ((5, "4.10 kB"), (9, "4.19 MB")):
+    for first, size in ((5, "131.1 kB"), (9, "4.19 MB")):
         assert lines[first : first + 2] == ["", f"all-reduce of {size}"]
         assert lines[first + 3].startswith("collective allreduce ")
     assert lines[13] == ""

@@ -31,7 +31,9 @@ def bench(tmp_path):
             "collective none": [[Reading(0.15, 4e6, 0.5, 1.0)] * 2],
         }
         sums = {
-            "allreduce 4096": {"collective allreduce": [[Reading(0.002, 4096, None, 1.0)] * 2]},
+            "allreduce 131072": {
+                "collective allreduce": [[Reading(0.002, 1 << 17, None, 1.0)] * 2]
+            },
             "allreduce 4194304": {"collective allreduce": [[Reading(0.012, 4 << 20, None, 1.0)]]},
         }
         ranks = [{"host": f"host{rank % hosts}"} for rank in range(2)]

@@ -10,7 +10,7 @@
 
 The traffic is that of dtk's own code, which its tests count: whole gradients go round a ring;
 factors go to all (all-gather), beside the gradients that have none; codes go to their owners
-(all-to-all) and from them to all (all-gather), after what is not coded, round a ring. Metrics go
+(all-to-all) and from them to all (all-gather), after what is not coded, in one hop. Metrics go
 beside all of these, before there are gradients.
 
 Sources: as in `traffic`; Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data
@@ -187,9 +187,9 @@ def coded(bits: int) -> Callable[[Job, Cluster, int], Cost]:
 
 
 def _codes(size: float, workers: int, per_host: int) -> Traffic:
-    """The vectors that are not coded, then a stripe to every owner, then every owner's to all."""
+    """The vectors that are not coded, few and in one hop; stripes to owners; theirs to all."""
     striped = traffic.padded(size / workers) * workers
-    vectors = traffic.ring_allreduce(workers, 0)
+    vectors = traffic.alltoall(workers, 0)
     to_owners = traffic.alltoall(workers, striped, min(per_host, workers))
     return vectors.and_then(to_owners).and_then(traffic.ring_allgather(workers, striped))
 

@@ -151,7 +151,7 @@ def two_models(results):
 
 
 def without_allreduces(results):
-    del results.turns["allreduce 4096"]
+    del results.turns["allreduce 131072"]
     return results
 
 
@@ -162,7 +162,11 @@ def without_allreduces(results):
         (two_models, None, "the benchmark holds mlp, other; choose one with --model"),
         (lambda r: without(r, "none"), None, "without whole gradients; add `--exchange none`"),
         (rows_of_a_table, None, "rows of tables, which nothing here describes"),
-        (without_allreduces, None, "holds no allreduce 4096 by collective; measure the model anew"),
+        (
+            without_allreduces,
+            None,
+            "holds no allreduce 131072 by collective; measure the model anew",
+        ),
     ],
 )
 def test_what_cannot_be_planned_with_is_refused(change, model, message):

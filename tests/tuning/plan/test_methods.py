@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtk.communicators import buckets
-from dtk.communicators.collective import _round_up
+from dtk.communicators.collective import _SMALL_BYTES, _round_up
 from dtk.communicators.null import NullCommunicator
 from dtk.exchange import factors, parse
 from dtk.exchange.base import Trained
 from dtk.exchange.memory import Memory
+from dtk.tuning.bench.setting import TELLING
 from dtk.tuning.plan import methods, traffic
 from dtk.tuning.plan.methods import METHODS
 from dtk.tuning.plan.prediction import predict
@@ -135,6 +136,10 @@ def test_bytes_are_those_that_the_communicator_counts(exchange, workers):
 def test_padding_is_the_communicators(size):
     words = -(-size // 4)
     assert traffic.padded(size) == 4 * int(_round_up(tf.constant(words, tf.int64)))
+
+
+def test_what_calibrates_goes_round_a_ring():
+    assert min(TELLING) > _SMALL_BYTES
 
 
 @pytest.mark.parametrize("megabytes", [0.1, 3, 1000])
