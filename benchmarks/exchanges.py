@@ -27,7 +27,7 @@ parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
 parser.add_argument("--mbit", type=int, default=100, help="of each link; 0: loopback, no limit")
 parser.add_argument("--model", choices=("convnet", "perceptron", "resnet20"), default="convnet")
 parser.add_argument("--width", type=int, default=896, help="of the perceptron's layers")
-parser.add_argument("--enlarge", type=int, default=3, help="the convnet's images: more to compute")
+parser.add_argument("--enlarge", type=int, default=1, help="the convnet's images: more to compute")
 parser.add_argument("--batch-size", type=int, default=64, help="the global batch")
 parser.add_argument("--epochs", type=int, default=6)
 parser.add_argument("--warm", type=int, default=1437, help="samples of the warm start")
@@ -87,7 +87,7 @@ def measure():
 
         enlarge = [keras.layers.Reshape((8, 8, 1)), keras.layers.UpSampling2D(args.enlarge)]
         layers = [conv(64), conv(64), conv(128, strides=2)]
-        head = [keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(10)]
+        head = [keras.layers.Flatten(), keras.layers.Dense(10)]
         return keras.Sequential([keras.Input((64,)), *enlarge, *layers, *head])
 
     def model_with(exchange):
@@ -179,10 +179,11 @@ def job(workers):
 def setting():
     link = f"links of {args.mbit} Mbit/s (tc tbf)" if args.mbit else "loopback"
     wide = (64 * args.width + args.width**2 + 12 * args.width + 10) / 1e6
-    size = {"convnet": "0.11", "perceptron": f"{wide:.2f}", "resnet20": "0.27"}[args.model]
+    convnet = (111_434 + 128 * 10 * (4 * args.enlarge) ** 2) / 1e6
+    size = {"convnet": convnet, "perceptron": wide, "resnet20": 0.27}[args.model]
     return (
-        f"{link}, one thread per worker, {os.cpu_count()} cores in all, {args.model} of {size} M "
-        f"parameters, global batch {args.batch_size}"
+        f"{link}, one thread per worker, {os.cpu_count()} cores in all, {args.model} of {size:.2f} "
+        f"M parameters, global batch {args.batch_size}"
     )
 
 
