@@ -15,18 +15,25 @@ from dtk.tuning.bench.setting import TELLING, task_of
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_overhead_prints_a_ratio_for_each_model():
-    argv = [sys.executable, str(ROOT / "benchmarks" / "overhead.py"), "--rounds=1", "--steps=2"]
+def run(argv):
+    """What a benchmark prints."""
+    name, *options = argv
     done = subprocess.run(
-        argv,
+        [sys.executable, str(ROOT / "benchmarks" / name), *options],
         capture_output=True,
         text=True,
         timeout=120,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stderr
-    ratios = re.findall(r"ratio +(\d+\.\d+) \(", done.stdout)
-    assert len(ratios) == 2, done.stdout
+    return done.stdout
+
+
+def test_overhead_prints_a_ratio_for_each_model():
+    argv = ["overhead.py", "--rounds=1", "--steps=2"]
+    printed = run(argv)
+    ratios = re.findall(r"ratio +(\d+\.\d+) \(", printed)
+    assert len(ratios) == 2, printed
     assert all(0.05 < float(ratio) < 20 for ratio in ratios)
 
 
@@ -41,36 +48,20 @@ def test_plan_compares_what_a_benchmark_predicts_with_what_was_measured(tmp_path
     steps = {"limit": turns(0.1), "collective none": turns(0.106, 4e6)}
     Results(setting, {"mlp": 10**6}, {"mlp": steps, **sums}).save(tmp_path / "bench-2.json")
     (tmp_path / "measured-2-100.json").write_text(json.dumps({"dense": [0.38, 0.4, 0.42]}))
-    argv = [sys.executable, str(ROOT / "benchmarks" / "plan.py"), "--only", "table"]
+    argv = ["plan.py", "--only", "table"]
     argv += ["--model", "mlp", "--output", str(tmp_path)]
-    done = subprocess.run(
-        argv,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr
-    row = re.search(
-        r"^\| 2 \| 100 Mbit/s \| dense \| 400 \(390 - 410\) \| (\d+) \|", done.stdout, re.M
-    )
+    printed = run(argv)
+    row = re.search(r"^\| 2 \| 100 Mbit/s \| dense \| 400 \(390 - 410\) \| (\d+) \|", printed, re.M)
     assert int(row[1]) == pytest.approx(1000 * (0.1 + 4e6 / 12.5e6 / 0.936 + 2e-3), abs=2)
-    assert (tmp_path / "plan.md").read_text() == done.stdout
+    assert (tmp_path / "plan.md").read_text() == printed
 
 
 def test_startup_prints_every_phase_of_every_contender(tmp_path):
-    argv = [sys.executable, str(ROOT / "benchmarks" / "startup.py"), "-n1", "--rounds=1"]
+    argv = ["startup.py", "-n1", "--rounds=1"]
     argv += ["--contenders", "bare", "dtk run", "--samples", str(tmp_path / "samples.json")]
-    done = subprocess.run(
-        argv,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr
+    printed = run(argv)
     (turn,) = json.loads((tmp_path / "samples.json").read_text())["dtk run"]
     whole = turn.pop("until all is over")
     assert 0 < turn.pop("until the first step is over") < whole
     assert sum(turn.values()) == pytest.approx(whole)
-    assert re.search(r"dtk run - bare, until all is over: +-?\d", done.stdout), done.stdout
+    assert re.search(r"dtk run - bare, until all is over: +-?\d", printed), printed

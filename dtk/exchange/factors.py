@@ -103,8 +103,15 @@ def reduce_products(gradients: list[Factored], communicator: Communicator, whole
         communicator: Between the workers.
         whole: Reduces a list of tensors.
     """
-    if not gradients:
-        return []
+    results: dict[int, tf.Tensor] = {}
+    for dtype in dict.fromkeys(g.left.dtype for g in gradients):  # a message is of one
+        places = [i for i, g in enumerate(gradients) if g.left.dtype == dtype]
+        reduced = _reduce_alike([gradients[i] for i in places], communicator, whole)
+        results.update(zip(places, reduced, strict=True))
+    return [results[i] for i in range(len(gradients))]
+
+
+def _reduce_alike(gradients: list[Factored], communicator: Communicator, whole: Callable) -> list:
     counts = _row_counts(gradients, communicator)
     return tf.cond(
         _pays(gradients, counts),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from dtk.communicators.null import NullCommunicator
 from dtk.exchange import factors
 from exchange import factored
 from exchange.factored import KERNEL
@@ -87,6 +88,20 @@ def test_which_gradients_are_products_of_few_rows(model, inputs, is_factored):
 def test_an_eager_gradient_stays_as_it_is():
     gradient = tf.ones([256, 128])
     assert factors.factored(gradient) is gradient
+
+
+def test_gradients_of_several_dtypes_keep_their_places_and_dtypes():
+    random = np.random.default_rng(2)
+    pairs = [
+        [random.normal(size=(rows, n)).astype(dtype) for n in (300, 200)]
+        for rows, dtype in ((3, "float32"), (2, "float64"), (5, "float32"))
+    ]
+    gradients = [factors.Factored(*map(tf.constant, pair)) for pair in pairs]
+    # Claims two ranks, both with this one's rows.
+    reduced = factors.reduce_products(gradients, NullCommunicator(0, 2), pytest.fail)
+    for result, (left, right) in zip(reduced, pairs, strict=True):
+        assert result.dtype == left.dtype
+        np.testing.assert_allclose(result, 2 * left.T @ right, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("size", [2, 8])
