@@ -25,9 +25,11 @@ from pathlib import Path
 parser = argparse.ArgumentParser(description="Speed and error by exchange on a limited link.")
 parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
 parser.add_argument("--mbit", type=int, default=100, help="of each link; 0: loopback, no limit")
+parser.add_argument("--cores", type=float, help="that each worker's host computes with, as 0.5")
 parser.add_argument("--model", choices=("convnet", "perceptron", "resnet20"), default="convnet")
 parser.add_argument("--width", type=int, default=896, help="of the perceptron's layers")
 parser.add_argument("--enlarge", type=int, default=1, help="the convnet's images: more to compute")
+parser.add_argument("--rate", type=float, default=0.05, help="learning rate, with momentum 0.9")
 parser.add_argument("--batch-size", type=int, default=64, help="the global batch")
 parser.add_argument("--epochs", type=int, default=6)
 parser.add_argument("--warm", type=int, default=1437, help="samples of the warm start")
@@ -100,7 +102,7 @@ def measure():
                 "resnet20": lambda: resnet20(keras),
             }[args.model]()
             model.compile(
-                keras.optimizers.SGD(0.05, momentum=0.9),
+                keras.optimizers.SGD(args.rate, momentum=0.9),
                 keras.losses.SparseCategoricalCrossentropy(from_logits=True),
                 metrics=["accuracy"],
             )
@@ -172,17 +174,18 @@ def job(workers):
 
     env = {"DTK_BENCHMARK_RANK": "1"}
     env |= dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"), "1")
-    printed = hosts.run(__file__, sys.argv[1:], workers, args.mbit, env)
+    printed = hosts.run(__file__, sys.argv[1:], workers, args.mbit, env, cores=args.cores)
     return json.loads(printed.partition("RESULT ")[2].splitlines()[0])
 
 
 def setting():
     link = f"links of {args.mbit} Mbit/s (tc tbf)" if args.mbit else "loopback"
+    cores = f"{args.cores} cores each" if args.cores else f"{os.cpu_count()} cores in all"
     wide = (64 * args.width + args.width**2 + 12 * args.width + 10) / 1e6
     convnet = (111_434 + 128 * 10 * (4 * args.enlarge) ** 2) / 1e6
     size = {"convnet": convnet, "perceptron": wide, "resnet20": 0.27}[args.model]
     return (
-        f"{link}, one thread per worker, {os.cpu_count()} cores in all, {args.model} of {size:.2f} "
+        f"{link}, one thread per worker, {cores}, {args.model} of {size:.2f} "
         f"M parameters, global batch {args.batch_size}"
     )
 

@@ -8,15 +8,23 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from pathlib import Path
 
+# Control groups of cores: in version 1 they have a place of their own.
+VERSION_1 = Path("/sys/fs/cgroup/cpu")
+CORES = VERSION_1 if VERSION_1.is_dir() else VERSION_1.parent
+# Of the kernel's scheduler. A host that has used its share of it waits for the next.
+PERIOD = 10_000  # microseconds
+
 
 @contextlib.contextmanager
-def hosts(count, mbit=None, burst="256kb"):
+def hosts(count, mbit=None, burst="256kb", cores=None):
     """Make `count` hosts whose links carry `mbit` Mbit/s each way.
 
-    After a pause, a link lets `burst` through at once.
+    After a pause, a link lets `burst` through at once. Each host computes as fast as `cores` cores
+    do, such as 0.5; without, all share those of the machine.
 
     Yields their addresses, and a program that stands for ssh. Everything is gone afterwards.
     """
@@ -57,9 +65,12 @@ def hosts(count, mbit=None, burst="256kb"):
                 names.parent.mkdir(parents=True)
                 folders.append(names.parent)
                 names.write_text(f"127.0.0.1 localhost\n{net}.{n} {socket.gethostname()}\n")
+                if cores:
+                    folders.append(share_of_cores(f"{mark}{n}", cores))
+            join = f'echo $$ > "{CORES}/{mark}$n/cgroup.procs"; ' if cores else ""
             shell = Path(folder, "shell")
             shell.write_text(
-                f'#!/bin/sh\nn=${{1##*.}}; shift; exec ip netns exec {mark}$n sh -c "$*"\n'
+                f'#!/bin/sh\nn=${{1##*.}}; shift; {join}exec ip netns exec {mark}$n sh -c "$*"\n'
             )
             shell.chmod(0o755)
             yield [f"{net}.{n}" for n in range(1, count + 1)], str(shell)
@@ -67,20 +78,50 @@ def hosts(count, mbit=None, burst="256kb"):
             for command in reversed(undo):
                 subprocess.run(shlex.split(command), check=False, capture_output=True)
             for path in folders:
-                shutil.rmtree(path)
+                remove(path)
 
 
-def run(script, options, workers, mbit, env=None, timeout=3600, burst="256kb"):
+def share_of_cores(name, cores):
+    """Make a control group whose processes compute as fast as so many cores do."""
+    quota = round(cores * PERIOD)
+    group = CORES / name
+    try:
+        group.mkdir()
+        if CORES == VERSION_1:
+            (group / "cpu.cfs_period_us").write_text(str(PERIOD))
+            (group / "cpu.cfs_quota_us").write_text(str(quota))
+        else:
+            (CORES / "cgroup.subtree_control").write_text("+cpu")
+            (group / "cpu.max").write_text(f"{quota} {PERIOD}")
+    except OSError as error:
+        sys.exit(f"--cores needs root and control groups: {error}; leave it out")
+    return group
+
+
+def remove(path):
+    """Remove a directory; a control group goes once it is empty, and its files are not files."""
+    if not path.is_relative_to(CORES):
+        shutil.rmtree(path)
+        return
+    for _ in range(50):
+        with contextlib.suppress(OSError):
+            path.rmdir()
+            return
+        time.sleep(0.1)
+    print(f"{path} could not be removed: a process is still in it", file=sys.stderr)
+
+
+def run(script, options, workers, mbit, env=None, timeout=3600, burst="256kb", cores=None):
     """Run a script on so many workers, each on a host of its own; returns what it printed.
 
-    Without `mbit` they are processes on loopback.
+    Without `mbit` and `cores` they are processes on loopback.
     """
     command = [sys.executable, "-m", "dtk.cli.main", "run"]
     env = {**os.environ, **(env or {})}
-    if not mbit:
+    if not mbit and not cores:
         where = ["-n", str(workers)]
         return _output([*command, *where, script, *options], env, timeout)
-    with hosts(workers, mbit, burst) as (addresses, shell):
+    with hosts(workers, mbit, burst, cores) as (addresses, shell):
         where = ["--hosts", ",".join(f"{a}:1" for a in addresses), "--remote-shell", shell]
         return _output([*command, *where, script, *options], env, timeout)
 

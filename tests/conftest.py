@@ -70,6 +70,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "worlds((backend, size), ...): run the test, with `pool`, in each of these worlds",
     )
+    # Jobs that tests start beside each other would measure each other, for the user's cache.
+    os.environ["DTK_CALIBRATE"] = "0"
     if "DTK_TEST_RESULTS" not in os.environ:  # where `once` keeps them; pytest's workers inherit it
         results = tempfile.TemporaryDirectory()
         os.environ["DTK_TEST_RESULTS"] = results.name

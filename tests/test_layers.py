@@ -20,7 +20,7 @@ LAYERS = (
     {"exchange"},
     {"communicators"},
     {"cluster", "optimizers", "schedules"},
-    {"errors", "garbage", "importing", "quiet", "version"},
+    {"cache", "errors", "garbage", "importing", "quiet", "version"},
 )
 # launch starts processes: it needs to know where, and nothing of what they will do; optimizers and
 # schedules are Keras's, and work without a strategy

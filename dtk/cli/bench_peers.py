@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from dtk import cache
 from dtk.tuning.bench.measure import WorldLost
 from dtk.tuning.bench.setting import BenchError
 
@@ -87,18 +87,6 @@ def check(names: Sequence[str]) -> None:
             raise BenchError(f"--peer {name}: unknown, expected {', '.join(others)} or {last}")
 
 
-def cache_root(environ: Mapping[str, str] = os.environ) -> Path:
-    """`$XDG_CACHE_HOME/dtk/bench`, or `~/.cache/dtk/bench` when that is unset or relative.
-
-    Example:
-        >>> cache_root({"XDG_CACHE_HOME": "/tmp/cache"})
-        PosixPath('/tmp/cache/dtk/bench')
-    """
-    given = environ.get("XDG_CACHE_HOME", "")
-    base = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
-    return base / "dtk" / "bench"
-
-
 def python_of(name: str, say: Callable[[str], None]) -> str:
     """The interpreter of a peer's environment, which is made where there is none.
 
@@ -109,7 +97,7 @@ def python_of(name: str, say: Callable[[str], None]) -> str:
     Raises:
         WorldLost: It cannot be made; says why, and what to do.
     """
-    peer, folder = PEERS[name], cache_root() / name
+    peer, folder = PEERS[name], cache.folder() / "bench" / name
     if not peer.packages:
         return sys.executable
     python = folder / "bin" / "python"

@@ -27,6 +27,7 @@ import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
 
+from dtk import cache
 from dtk.errors import DtkError
 
 HOROVOD_VERSION = "0.28.1"
@@ -202,11 +203,9 @@ def cache_key(tensorflow: str, mpi: Mpi | None) -> str:
     return "-".join([*parts, *filter(None, [re.sub(r"\W", "_", gpu)])])
 
 
-def cache_root(environ: Mapping[str, str] = os.environ) -> pathlib.Path:
-    """`$XDG_CACHE_HOME/dtk/wheels`, or `~/.cache/dtk/wheels` when that is unset or relative."""
-    given = environ.get("XDG_CACHE_HOME", "")
-    base = pathlib.Path(given) if os.path.isabs(given) else pathlib.Path.home() / ".cache"
-    return base / "dtk" / "wheels"
+def cache_root() -> pathlib.Path:
+    """Where wheels are kept."""
+    return cache.folder() / "wheels"
 
 
 def cached_wheel(folder: pathlib.Path) -> pathlib.Path | None:

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from dtk.communicators.costs import Costs
+
 REDUCE_OPS = ("sum", "mean", "min", "max", "prod")
 
 
@@ -41,10 +43,12 @@ class Communicator(abc.ABC):
         hosts: One host name per rank, in rank order.
         alike: Whether all ranks compute with the same kind of processor and as many threads, so
             that equal operations give equal bits. A strategy finds out.
+        costs: What a message and a byte take, if that was measured; `print` says what follows.
     """
 
     name: str = "abstract"
     alike: bool = False
+    costs: Costs | None = None
 
     rank: int
     size: int

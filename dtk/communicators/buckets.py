@@ -20,6 +20,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from dtk.communicators.costs import Costs
+
 DEFAULT_LIMIT = 16 * 2**20
 # What is exposed when a list becomes ready bit by bit is its last bucket; each costs a latency.
 _SEVERAL = 4
@@ -71,22 +73,26 @@ def plan(dtypes: Sequence[tf.DType], sizes: Sequence[int | None], limit: int) ->
     return Layout(tuple(tuple(bucket) for bucket in buckets), len(sizes))
 
 
-def limit_for(tensors: Sequence[tf.Tensor], most: int = DEFAULT_LIMIT) -> int:
+def limit_for(
+    tensors: Sequence[tf.Tensor], most: int = DEFAULT_LIMIT, costs: Costs | None = None
+) -> int:
     """Bytes of a bucket, so that a list travels in a few of them.
 
     Args:
         tensors: The list.
         most: No bucket is larger.
+        costs: What messages and bytes take, where known.
 
     Returns:
-        A quarter of what is known to be in the list, but at least 256 KiB.
+        What costs least time; without `costs` a quarter of what is known to be in the list, but at
+        least 256 KiB.
 
     Example:
         >>> limit_for([tf.zeros([2**20])] * 2) // 2**20  # 8 MiB in all
         2
     """
     total = sum((static_size(t) or 0) * t.dtype.size for t in tensors)
-    return min(most, max(_LEAST, -(-total // _SEVERAL)))
+    return min(most, costs.bucket(total) if costs else max(_LEAST, -(-total // _SEVERAL)))
 
 
 def pack(

@@ -35,6 +35,7 @@ import tensorflow as tf
 from dtk.cluster.environment import Environment
 from dtk.communicators import startup
 from dtk.communicators.base import Communicator
+from dtk.communicators.costs import ONE_HOP_MOST
 from dtk.communicators.local import LocalCommunicator
 from dtk.communicators.packed import LOCAL_REDUCE, PackedCommunicator
 from dtk.errors import CommunicatorError, at_rank
@@ -51,9 +52,6 @@ _MIX = 1_103_515_245  # odd and below 2^31: the product stays within int64
 # One op keeps one core busy adding; four at once measured twice as fast at 100 MB.
 _PIECES = 4
 _PIECE_BYTES = 1 << 20
-
-# Up to here the wait for a message costs more than its bytes.
-_SMALL_BYTES = 1 << 16
 
 
 @functools.cache  # a process has one runtime: a second strategy shares it
@@ -197,7 +195,8 @@ class CollectiveCommunicator(PackedCommunicator):
 
     def _reduce_one(self, flat: tf.Tensor, op: str, label: str, lane: int = 0) -> tf.Tensor:
         elements = flat.shape.num_elements()
-        small = elements is not None and 0 < elements * flat.dtype.size <= _SMALL_BYTES
+        most = self.costs.one_hop if self.costs else ONE_HOP_MOST
+        small = elements is not None and 0 < elements * flat.dtype.size <= most
         if small and flat.dtype in self.moves:
             return self._reduce_small(flat, op, label, lane)
         return tf.raw_ops.CollectiveReduceV2(

@@ -176,7 +176,7 @@ class PackedCommunicator(Communicator):
     def _reduce_tensors(self, tensors: list[tf.Tensor], op: str) -> list[tf.Tensor]:
         if not tensors:
             return []
-        limit = buckets.limit_for(tensors, self.bucket_bytes)
+        limit = buckets.limit_for(tensors, self.bucket_bytes, self.costs)
         packed, layout = buckets.pack(tensors, limit)
         encoded = [wire.for_reducing(bucket, op, self.reduces) for bucket in packed]
         # Only bool changes its op, so this groups buckets into one or two calls.

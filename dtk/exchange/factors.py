@@ -23,9 +23,9 @@ import tensorflow as tf
 
 from dtk.communicators.base import Communicator
 
-# Floating point operations a worker does in the time one byte takes. This is less than any machine
-# does that we know of; one core with AVX-512 on loopback does 450, eight cores on 10 Gbit/s 600.
-_FLOPS_PER_BYTE = 100
+# Floating point operations a worker does in the time one byte takes, where nobody has measured:
+# less than most machines do. One core with AVX-512 on loopback does 450, eight on 10 Gbit/s 600.
+FLOPS_PER_BYTE = 100
 
 # A kernel with fewer entries is sent with the rest.
 _FEW = 1 << 14
@@ -113,8 +113,9 @@ def reduce_products(gradients: list[Factored], communicator: Communicator, whole
 
 def _reduce_alike(gradients: list[Factored], communicator: Communicator, whole: Callable) -> list:
     counts = _row_counts(gradients, communicator)
+    costs = communicator.costs
     return tf.cond(
-        _pays(gradients, counts),
+        _pays(gradients, counts, costs.flops_per_byte if costs else FLOPS_PER_BYTE),
         lambda: [g.product() for g in _gathered(gradients, counts, communicator)],
         lambda: whole([g.product() for g in gradients]),
     )
@@ -127,11 +128,11 @@ def _row_counts(gradients: list[Factored], communicator: Communicator) -> tf.Ten
         return communicator.allgather(mine[None], [1] * communicator.size)
 
 
-def _pays(gradients: list[Factored], counts: tf.Tensor) -> tf.Tensor:
+def _pays(gradients: list[Factored], counts: tf.Tensor, flops_per_byte: float) -> tf.Tensor:
     """Whether sending factors is faster than an all-reduce; the same on all ranks."""
     rows = tf.unstack(tf.cast(tf.reduce_sum(counts, 0), tf.float32))
     factors = [
-        n * (g.width * g.left.dtype.size + 2.0 * g.entries / _FLOPS_PER_BYTE)
+        n * (g.width * g.left.dtype.size + 2.0 * g.entries / flops_per_byte)
         for n, g in zip(rows, gradients, strict=True)
     ]
     # An all-reduce sends everything twice.

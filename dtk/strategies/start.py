@@ -14,6 +14,8 @@ import keras
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
+from dtk.communicators.calibration import calibrate
+from dtk.communicators.costs import Costs
 from dtk.strategies import agreement, extended
 from dtk.version import __version__
 
@@ -50,7 +52,7 @@ def agree(communicator: Communicator, **chosen: str) -> int | None:
         return None
     end_together(communicator)
     check_same_program(communicator, **chosen)
-    communicator.alike = len(set(communicator.allgather_object(processor()))) == 1
+    communicator.alike = len(set(processors(communicator))) == 1
     return share_seed(communicator)
 
 
@@ -69,6 +71,20 @@ def check_same_program(communicator: Communicator, **chosen: str) -> None:
         *chosen.items(),
     ]
     agreement.compare(mine, communicator)
+
+
+def processors(communicator: Communicator) -> list[str]:
+    """What every rank computes with, in rank order. All ranks call it together."""
+    return communicator.allgather_object(processor())
+
+
+def calibrated(communicator: Communicator, device: str) -> Costs | None:
+    """What messages and operations take here, from the last job or measured; None in a world of
+    one. All ranks call it together.
+    """
+    if communicator.size == 1 or communicator.costs is not None:
+        return communicator.costs
+    return calibrate(communicator, device, processors(communicator))
 
 
 def processor() -> str:

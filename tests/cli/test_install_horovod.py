@@ -301,13 +301,6 @@ def test_key_differs_with_all_that_is_compiled_in(monkeypatch):
     assert all("/" not in key and " " not in key for key in keys)
 
 
-def test_cache_root():
-    home = pathlib.Path.home() / ".cache" / "dtk" / "wheels"
-    assert horovod_wheel.cache_root({}) == home
-    assert horovod_wheel.cache_root({"XDG_CACHE_HOME": "relative"}) == home
-    assert horovod_wheel.cache_root({"XDG_CACHE_HOME": "/c"}) == pathlib.Path("/c/dtk/wheels")
-
-
 def test_broken_wheels_are_not_taken_from_the_cache(tmp_path):
     assert horovod_wheel.cached_wheel(tmp_path / "nothing") is None
     whole = wheel(tmp_path)

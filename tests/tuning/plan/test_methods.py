@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtk.communicators import buckets
-from dtk.communicators.collective import _SMALL_BYTES, _round_up
+from dtk.communicators.collective import _round_up
+from dtk.communicators.costs import ONE_HOP_MOST
 from dtk.communicators.null import NullCommunicator
 from dtk.exchange import factors, parse
 from dtk.exchange.base import Trained
@@ -139,7 +140,7 @@ def test_padding_is_the_communicators(size):
 
 
 def test_what_calibrates_goes_round_a_ring():
-    assert min(TELLING) > _SMALL_BYTES
+    assert min(TELLING) > ONE_HOP_MOST
 
 
 @pytest.mark.parametrize("megabytes", [0.1, 3, 1000])
@@ -170,11 +171,11 @@ def test_bytes_of_factors_are_those_that_the_communicator_counts(exchange, worke
 
 
 def test_factors_are_sent_as_long_as_the_exchange_does():
-    assert FLOPS_PER_BYTE == factors._FLOPS_PER_BYTE
+    assert FLOPS_PER_BYTE == factors.FLOPS_PER_BYTE
     kernel = factors.Factored(*(tf.ones([1, n]) for n in KERNEL))
     most = math.floor(FACTORS.most_rows)
     for rows in (1, most, most + 1):
-        pays = factors._pays([kernel], tf.constant([[rows], [0]], tf.int64))
+        pays = factors._pays([kernel], tf.constant([[rows], [0]], tf.int64), FLOPS_PER_BYTE)
         job = Job(1.0, FACTORS.entries, global_batch=rows, factors=FACTORS)
         assert bool(pays) == (job.factored(2) is not None) == (rows <= most)
 

@@ -1,0 +1,19 @@
+"""Where dtk keeps what is dear to make again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """`$XDG_CACHE_HOME/dtk`, or `~/.cache/dtk` when that is unset or relative.
+
+    Example:
+        >>> folder({"XDG_CACHE_HOME": "/tmp/cache"})
+        PosixPath('/tmp/cache/dtk')
+    """
+    given = environ.get("XDG_CACHE_HOME", "")
+    base = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
+    return base / "dtk"

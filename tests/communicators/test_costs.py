@@ -1,0 +1,72 @@
+"""What follows from the time a message and a byte take."""
+
+from __future__ import annotations
+
+import pytest
+import tensorflow as tf
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtk.communicators import buckets
+from dtk.communicators.costs import ONE_HOP_MOST, Costs, line
+
+SIZES = st.integers(2, 4096)
+SECONDS = st.floats(1e-6, 1.0)
+PER_BYTE = st.floats(1e-10, 1e-8)
+
+
+def ring(size, message, byte, length):
+    """2 (P-1) messages of a P-th each: Patarasuk and Yuan 2009."""
+    return 2 * (size - 1) * (message + byte * length / size)
+
+
+@given(SIZES, SECONDS, PER_BYTE)
+def test_two_all_reduces_tell_what_a_message_and_a_byte_take(size, message, byte):
+    lengths = (1 << 17, 1 << 30)
+    found = line(size, {length: ring(size, message, byte, length) for length in lengths})
+    assert found == pytest.approx((message, byte), rel=1e-2, abs=1e-6)
+
+
+def test_a_long_one_that_was_faster_by_chance_gives_costs_all_the_same():
+    message, byte = line(2, {1 << 17: 1e-3, 1 << 22: 0.9e-3})
+    assert message > 0 and byte > 0
+
+
+@given(SECONDS, PER_BYTE, st.integers(1 << 20, 1 << 30))
+def test_no_other_bucket_is_much_faster(message, byte, total):
+    """A bucket costs its message; what is left when the last gradient is there costs its bytes."""
+    costs = Costs(2, message, byte, 1e-11)
+
+    def seconds(bucket):
+        return total / bucket * message + bucket * byte
+
+    chosen = seconds(costs.bucket(total))
+    best = min(seconds(bucket) for bucket in (1 << n for n in range(16, 31)) if bucket <= total)
+    # half_length is a power of two: off by the square root of two at most, which costs little.
+    assert chosen <= 1.1 * best or costs.bucket(total) > total
+
+
+@given(SIZES, SECONDS, PER_BYTE)
+def test_one_hop_is_used_only_where_it_is_faster(size, message, byte):
+    costs = Costs(size, message, byte, 1e-11)
+    length = costs.one_hop
+    assert 0 < length <= ONE_HOP_MOST
+    hop = message + (size - 1) * byte * length
+    # As far as the ratio is known, to a power of two.
+    assert hop <= 1.5 * ring(size, message, byte, length) + (size - 1) * byte
+
+
+def test_buckets_follow_the_costs_where_they_are_known():
+    tensors = [tf.zeros([2**15])] * 100  # of 128 KiB
+    slow = Costs(2, message=1e-3, byte=8e-8, operation=1e-11)
+    fast = Costs(2, message=1e-3, byte=1e-10, operation=1e-11)
+    few, many = (
+        len(buckets.pack(tensors, buckets.limit_for(tensors, costs=c))[0]) for c in (fast, slow)
+    )
+    assert few < 4 < many
+
+
+def test_print_says_what_was_chosen():
+    text = str(Costs(4, 0.5e-3, 4e-9, 2e-11))
+    for part in ("4 ranks", "0.50 ms", "4.0 ms", "20 ms", "buckets", "one hop", "factors"):
+        assert part in text
