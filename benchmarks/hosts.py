@@ -15,8 +15,9 @@ from pathlib import Path
 # Control groups of cores: in version 1 they have a place of their own.
 VERSION_1 = Path("/sys/fs/cgroup/cpu")
 CORES = VERSION_1 if VERSION_1.is_dir() else VERSION_1.parent
-# Of the kernel's scheduler. A host that has used its share of it waits for the next.
-PERIOD = 10_000  # microseconds
+# The least that the kernel lets a control group have before others' turn: a host that has used it up
+# waits, and so does whoever waits for its message.
+QUOTA = 1000  # microseconds
 
 
 @contextlib.contextmanager
@@ -83,16 +84,17 @@ def hosts(count, mbit=None, burst="256kb", cores=None):
 
 def share_of_cores(name, cores):
     """Make a control group whose processes compute as fast as so many cores do."""
-    quota = round(cores * PERIOD)
+    period = max(QUOTA, round(QUOTA / cores))
+    quota = round(cores * period)
     group = CORES / name
     try:
         group.mkdir()
         if CORES == VERSION_1:
-            (group / "cpu.cfs_period_us").write_text(str(PERIOD))
+            (group / "cpu.cfs_period_us").write_text(str(period))
             (group / "cpu.cfs_quota_us").write_text(str(quota))
         else:
             (CORES / "cgroup.subtree_control").write_text("+cpu")
-            (group / "cpu.max").write_text(f"{quota} {PERIOD}")
+            (group / "cpu.max").write_text(f"{quota} {period}")
     except OSError as error:
         sys.exit(f"--cores needs root and control groups: {error}; leave it out")
     return group

@@ -1,5 +1,6 @@
 """What is sent between workers, and when."""
 
+from dtk.exchange.auto import Auto
 from dtk.exchange.base import Exchange
 from dtk.exchange.block_momentum import BlockMomentum, ModelAveraging
 from dtk.exchange.delayed import Delayed
@@ -10,6 +11,7 @@ from dtk.exchange.quantized import Quantized
 from dtk.exchange.warm_start import WarmStart
 
 __all__ = [
+    "Auto",
     "BlockMomentum",
     "Delayed",
     "Dense",

@@ -52,6 +52,16 @@ class Factored(NamedTuple):
         """Numbers in a row of both: m + n."""
         return self.left.shape[1] + self.right.shape[1]
 
+    @property
+    def shape(self) -> tf.TensorShape:
+        """Of the product: (m, n)."""
+        return tf.TensorShape([self.left.shape[1], self.right.shape[1]])
+
+    @property
+    def dtype(self) -> tf.DType:
+        """Of the product."""
+        return self.left.dtype
+
     def product(self) -> tf.Tensor:
         """The gradient, of shape (m, n)."""
         return tf.matmul(self.left, self.right, transpose_a=True)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from dtk.exchange.auto import Auto
 from dtk.exchange.base import Exchange
 from dtk.exchange.codec import BITS
 from dtk.exchange.dense import Dense
 from dtk.exchange.quantized import Quantized
 
 NAMES: dict[str, Exchange] = {
+    "auto": Auto(),
     "fp16": Dense("float16"),
     "bf16": Dense("bfloat16"),
     **{f"{bits}bit": Quantized(bits) for bits in BITS},

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from dtk.errors import DisagreementError, at_rank
 from dtk.strategies import extended
+from dtk.strategies.choosing import Choosing
 
 # Spreads rank-specific seeds over the 31 bits a seed may use (2^32 / golden ratio).
 _SEED_STEP = 0x9E3779B1
@@ -338,6 +339,7 @@ class Agreement(keras.callbacks.Callback):
         self.adoption = adoption
         self._every_batch = every_batch
         self._stepped = False
+        self._choosing = Choosing(adoption)
 
     @property
     def _alone(self) -> bool:
@@ -354,6 +356,7 @@ class Agreement(keras.callbacks.Callback):
             )
         spread_seeds(adoption)
         tell(adoption.callbacks.callbacks, "on_train_agreed", logs)
+        self._choosing.begin()
         self._stepped = False
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
@@ -362,8 +365,13 @@ class Agreement(keras.callbacks.Callback):
         self.adoption.new_epoch(epoch)
         self.adoption.feed.shuffle(epoch)
 
+    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+        """Nothing of the callbacks' is part of the step."""
+        self._choosing.begin_step()
+
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         """After the first step, make sure that it was the same step everywhere."""
+        self._choosing.end_step(logs)
         if not self._stepped:
             self._stepped = True
             if not self.adoption.trains_apart:
@@ -379,6 +387,7 @@ class Agreement(keras.callbacks.Callback):
         self._check(f"after epoch {epoch + 1}")
         if not self._alone:
             self._agree_on_stopping()
+        self._choosing.end_epoch()
         tell(self.adoption.callbacks.callbacks, "on_epoch_agreed", epoch, logs)
 
     def on_train_end(self, logs: dict | None = None) -> None:

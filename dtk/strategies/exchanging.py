@@ -10,9 +10,9 @@ import keras
 import tensorflow as tf
 
 from dtk.errors import at_rank
-from dtk.exchange import Dense
-from dtk.exchange.base import Exchanger, Portion, Trained
-from dtk.exchange.factors import factored
+from dtk.exchange import Auto, Dense
+from dtk.exchange.base import Exchange, Exchanger, Portion, Trained
+from dtk.exchange.factors import Factored, factored
 from dtk.exchange.memory import Memory
 from dtk.strategies import adopt, extended, tracing
 
@@ -27,6 +27,8 @@ class Exchanging:
 
     Attributes:
         memory: What the exchangers remember.
+        seen: Shapes and dtypes of the last traced step's gradients, but for rows of tables.
+        factors: Whether some of them may go as factors.
     """
 
     def __init__(self, outer: Any, inner: Any, strategy: Any):
@@ -35,7 +37,19 @@ class Exchanging:
         self._strategy = strategy
         self._exchange = strategy.exchange or Dense()
         self._exchangers: dict[tuple, Exchanger] = {}
+        self.seen: list[tf.TensorSpec] = []
+        self.factors = False
         self.memory = Memory(strategy.communicator, strategy.extended.worker_devices[0])
+
+    @property
+    def chooses(self) -> bool:
+        """Whether another exchange is still to be chosen, see `choosing`."""
+        return isinstance(self._exchange, Auto)
+
+    def go_on_with(self, exchange: Exchange) -> None:
+        """Exchange in another way from the next step on, which must be traced anew."""
+        self._exchange = exchange
+        self._exchangers.clear()
 
     @property
     def local(self) -> bool:
@@ -90,7 +104,9 @@ class Exchanging:
         present = shaped(gradients, variables or adopt.trained_variables(self._inner))
         if exchanger.factors:
             present = [factored(g) for g in present]
-        present = extended.if_present([g for g in present if g is not None])
+        present = [g for g in present if g is not None]
+        self._see(present)
+        present = extended.if_present(present)
         # Not multiplied by 1 / scale, which may be too small a number.
         present = [_each(tf.divide, g, scale) for g in present]
         result = exchanger.apply(present, go_with, portion())
@@ -102,7 +118,16 @@ class Exchanging:
         present = [
             g for g in shaped(gradients, adopt.trained_variables(self._inner)) if g is not None
         ]
+        self._see(present)
         return _put_back(self.of(None).reduce(present, portion()), gradients)
+
+    def _see(self, gradients: list) -> None:
+        self.seen = [
+            tf.TensorSpec(g.shape, g.dtype)
+            for g in gradients
+            if not isinstance(g, tf.IndexedSlices) and g.shape.is_fully_defined()
+        ]
+        self.factors = any(isinstance(g, Factored) for g in gradients)
 
     def count(self) -> None:
         """Tell of a step in an accumulation window."""
