@@ -4,6 +4,7 @@ import contextlib
 import os
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -15,8 +16,8 @@ from pathlib import Path
 # Control groups of cores: in version 1 they have a place of their own.
 VERSION_1 = Path("/sys/fs/cgroup/cpu")
 CORES = VERSION_1 if VERSION_1.is_dir() else VERSION_1.parent
-# The least that the kernel lets a control group have before others' turn: a host that has used it up
-# waits, and so does whoever waits for its message.
+# The least that the kernel lets a control group have at a time: a host that has used it up waits, and
+# so does whoever waits for its message.
 QUOTA = 1000  # microseconds
 
 
@@ -37,6 +38,8 @@ def hosts(count, mbit=None, burst="256kb", cores=None):
         )
     mark, net = f"dtk{uuid.uuid4().hex[:6]}", f"10.{200 + os.getpid() % 50}.{os.getpid() % 250}"
     undo = []
+    # What ends us so would leave all of it behind.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
     def do(command, cure=None):
         subprocess.run(shlex.split(command), check=True, capture_output=True)
@@ -118,14 +121,23 @@ def run(script, options, workers, mbit, env=None, timeout=3600, burst="256kb", c
 
     Without `mbit` and `cores` they are processes on loopback.
     """
-    command = [sys.executable, "-m", "dtk.cli.main", "run"]
+    return dtk("run", [script, *options], workers, mbit, env, timeout, burst, cores)
+
+
+def dtk(command, options, workers, mbit, env=None, timeout=3600, burst="256kb", cores=None):
+    """`run`, for any command of dtk's that starts workers."""
+    argv = [sys.executable, "-m", "dtk.cli.main", command]
     env = {**os.environ, **(env or {})}
     if not mbit and not cores:
-        where = ["-n", str(workers)]
-        return _output([*command, *where, script, *options], env, timeout)
+        return _output([*argv, "-n", str(workers), *options], env, timeout)
     with hosts(workers, mbit, burst, cores) as (addresses, shell):
         where = ["--hosts", ",".join(f"{a}:1" for a in addresses), "--remote-shell", shell]
-        return _output([*command, *where, script, *options], env, timeout)
+        return _output([*argv, *where, *options], env, timeout)
+
+
+def burst_of(mbit):
+    """What a link should let through at once: 2 ms of it; with less, tc does not keep the rate."""
+    return f"{max(16, mbit // 4)}kb"
 
 
 def _output(command, env, timeout):

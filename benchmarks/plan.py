@@ -78,9 +78,8 @@ def measured(workers, mbit):
     """Run this script as a job on links of so many Mbit/s, and keep what its rank 0 printed."""
     import hosts
 
-    # What a link lets through at once is 2 ms of it: less, and tc does not keep the rate.
-    burst = f"{max(16, mbit // 4)}kb"
     env = {"DTK_BENCHMARK_RANK": "1", **ONE_THREAD}
+    burst = hosts.burst_of(mbit)
     printed = hosts.run(__file__, sys.argv[1:], workers, mbit, env, burst=burst)
     path("measured", workers, mbit).write_text(printed.partition("RESULT ")[2].splitlines()[0])
 

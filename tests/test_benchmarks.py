@@ -37,6 +37,20 @@ def test_overhead_prints_a_ratio_for_each_model():
     assert all(0.05 < float(ratio) < 20 for ratio in ratios)
 
 
+def test_network_keeps_a_page_of_tables_of_what_each_link_gave(tmp_path):
+    argv = ["network.py", "--workers=2", "--mbit", "0", "--model", "transformer", "--peer"]
+    argv += ["--exchange", "block:8", "--batch-size=2", "--steps=1", "--rounds=1"]
+    printed = run([*argv, "--output", str(tmp_path)])
+    first, *lines = printed.splitlines()
+    assert first.startswith("## 2 workers, loopback, one thread each; ")
+    rows = [line.split(" | ")[0] for line in lines if line.startswith("| ")]
+    assert rows[1:3] == ["| limit", "| collective block:8"]
+    assert (tmp_path / "network.md").read_text() == printed.removesuffix("\n")
+    found = json.loads((tmp_path / "loopback.json").read_text())
+    assert [rank["threads"] for rank in found["setting"]["ranks"]] == [1, 1]
+    assert (tmp_path / "loopback.svg").exists()
+
+
 def test_plan_compares_what_a_benchmark_predicts_with_what_was_measured(tmp_path):
     def turns(seconds, sent=0.0):
         return [[Reading(seconds, sent, None, 1.0)] * 2]

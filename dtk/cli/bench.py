@@ -16,7 +16,15 @@ from dtk.cluster import Host
 from dtk.errors import ClusterError
 from dtk.tuning.bench import plot, report
 from dtk.tuning.bench.results import Results, read
-from dtk.tuning.bench.setting import EXCHANGES, MODELS, TELLING, BenchError, Setting, parse_size
+from dtk.tuning.bench.setting import (
+    BLOCK,
+    EXCHANGES,
+    MODELS,
+    TELLING,
+    BenchError,
+    Setting,
+    parse_size,
+)
 
 _T = TypeVar("_T")
 _WORKERS = 2
@@ -69,8 +77,9 @@ _WIDTH = 140  # of a table that goes to no terminal
     metavar="NAME",
     multiple=True,
     default=Setting.exchanges,
-    help=f"One of {', '.join(EXCHANGES)}; may be repeated. Default: "
-    f"{', '.join(Setting.exchanges)}.",
+    help=f"One of {', '.join(EXCHANGES)}, or {BLOCK}: block momentum, with so many rows of all "
+    "workers in a block; a turn of it is of whole blocks, of --steps steps or more. May be "
+    f"repeated. Default: {', '.join(Setting.exchanges)}.",
 )
 @click.option(
     "--peer",
@@ -79,7 +88,8 @@ _WIDTH = 140  # of a table that goes to no terminal
     multiple=True,
     help="Something else to measure: "
     + "; ".join(f"{name}, {peer.about}" for name, peer in bench_peers.PEERS.items())
-    + ". May be repeated; what is not here is installed in an environment of its own.",
+    + ". May be repeated; what is not here is installed in an environment of its own, which other "
+    "hosts must have at the same path.",
 )
 @click.option(
     "--batch-size", default=Setting.batch_size, show_default=True, help="Rows, per worker."
@@ -128,6 +138,9 @@ def bench(
     setting = Setting(models, _once(exchanges), batch_size, steps, rounds, _once(sizes))
     job.check_remote_shell(remote_shell)
     where = job.places(hosts, hostfile)
+    count = _count(workers, where)
+    for name in setting.exchanges:
+        setting.steps_with(name, count)
     for name in communicators:
         bench_places.check(name, where)
     bench_peers.check(peers)
@@ -137,7 +150,7 @@ def bench(
         _check_writable(option, file)
     if plot_file is not None:
         plot.check(plot_file)
-    run = Run(setting, _count(workers, where), where, remote_shell)
+    run = Run(setting, count, where, remote_shell)
     code = run.measure(_once(communicators), _once(peers))
     if code:
         sys.exit(code)

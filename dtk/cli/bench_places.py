@@ -39,7 +39,10 @@ def check(launcher: str, hosts: Sequence[Host]) -> None:
 def check_mpirun(hosts: Sequence[Host]) -> None:
     """Raise ClusterError or CommunicatorError unless `mpirun` can start processes here."""
     if hosts:
-        raise ClusterError(f"{MPI} is measured on this machine only; leave --hosts out")
+        raise ClusterError(
+            f"what mpirun starts ({MPI}, mpi4py) is measured on this machine only; leave --hosts "
+            "out"
+        )
     if shutil.which("mpirun") is None:
         raise CommunicatorError(
             "no mpirun: install Debian's openmpi-bin and libopenmpi-dev, then `dtk install-horovod`"
@@ -60,16 +63,33 @@ def place(
     """
     seat = [*_SEAT, *command]
     kind = "horovod" if launcher in BUSY else launcher
-    planned = plan(seat, workers, hosts=hosts, communicator=kind, survey=survey)
+    facts: dict[str, ssh.Facts] = {}
+
+    def noted(host: str, ports: int) -> ssh.Facts:
+        facts[host] = survey(host, ports)
+        return facts[host]
+
+    planned = plan(seat, workers, hosts=hosts, communicator=kind, survey=noted)
     if launcher == MPI:
         return [_mpirun(planned)]
-    size = str(len(planned))
     return [
         dataclasses.replace(
-            one, env={**one.env, **_PATIENT, "RANK": str(one.rank), "WORLD_SIZE": size}
+            one, env={**one.env, **_PATIENT, **_for_torch(one, planned, facts[one.host].interface)}
         )
         for one in planned
     ]
+
+
+def _for_torch(process: Process, planned: Sequence[Process], interface: str) -> dict[str, str]:
+    """By which PyTorch's processes find each other: what its own launcher sets, and Gloo reads."""
+    env = {"RANK": str(process.rank), "WORLD_SIZE": str(len(planned))}
+    host, _, port = planned[0].address.rpartition(":")
+    if port:
+        env |= {"MASTER_ADDR": host.strip("[]"), "MASTER_PORT": port}
+    if interface:
+        # By the name a host gives itself Gloo may find no address, or one of loopback.
+        env["GLOO_SOCKET_IFNAME"] = interface
+    return env
 
 
 def _mpirun(planned: Sequence[Process]) -> Process:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import tempfile
 from collections.abc import Callable
 
 import click
@@ -13,7 +12,7 @@ import rich.console
 from dtk.cli import bench_peers, bench_places, job
 from dtk.cli.bench_world import World, command
 from dtk.cluster import Host
-from dtk.errors import ClusterError, DtkError
+from dtk.errors import DtkError
 from dtk.launch import ssh
 from dtk.tuning.bench import report
 from dtk.tuning.bench.measure import Measurement, WorldLost
@@ -68,11 +67,10 @@ class Run:
             with rich.console.Console(stderr=True).status("starting ...") as status:
                 self.say = status.update
                 self._start_own(communicators)
-                with tempfile.TemporaryDirectory() as meeting:
-                    for name in peers:
-                        self._try_peer(name, meeting)
-                    self._describe(communicators)
-                    self._take_turns()
+                for name in peers:
+                    self._try_peer(name)
+                self._describe(communicators)
+                self._take_turns()
             hurry = False
         except WorldLost as lost:
             click.echo(f"dtk bench: {lost}", err=True)
@@ -99,7 +97,7 @@ class Run:
     def _command(self, module: str) -> list[str]:
         return command(f"{_PACKAGE}.{module}", dataclasses.asdict(self.setting))
 
-    def _try_peer(self, name: str, meeting: str) -> None:
+    def _try_peer(self, name: str) -> None:
         """Start a peer, or note why not."""
         peer = bench_peers.PEERS[name]
         try:
@@ -108,8 +106,7 @@ class Run:
             python = bench_peers.python_of(
                 name, lambda text: click.echo(f"dtk bench: {text}", err=True)
             )
-            given = {**dataclasses.asdict(self.setting), "meeting": f"{meeting}/{name}"}
-            sits = command(peer.module, given, python)
+            sits = command(peer.module, dataclasses.asdict(self.setting), python)
             self._start(name, peer.launcher, sits, essential=False, busy=peer.busy)
         except DtkError as error:
             self.results.absent[name] = str(error)
@@ -117,8 +114,6 @@ class Run:
     def _check(self, name: str) -> None:
         """Raise the reason why a peer cannot be measured, before anything is installed for it."""
         peer = bench_peers.PEERS[name]
-        if self.hosts:
-            raise ClusterError("measured on this machine only; leave --hosts out")
         if not peer.trains and not self.setting.allreduce:
             raise WorldLost("trains nothing; add for example --allreduce 100MB")
         if not peer.packages:
@@ -135,14 +130,10 @@ class Run:
         essential: bool = True,
         busy: bool = False,
     ) -> None:
+        # Each host is surveyed by the interpreter that will sit there: one that has none is named.
+        survey = functools.partial(ssh.survey, remote_shell=self.remote_shell, python=sits[0])
         self.say(f"{name}: starting ...")
-        processes = bench_places.place(
-            launcher,
-            sits,
-            self.workers,
-            self.hosts,
-            functools.partial(ssh.survey, remote_shell=self.remote_shell),
-        )
+        processes = bench_places.place(launcher, sits, self.workers, self.hosts, survey)
         world = World(
             name,
             processes,

@@ -154,7 +154,8 @@ class World:
         if not self._ended(30.0) or self.job.failure is None:
             return WorldLost("ended too early")
         process, code, words = self.job.failure
-        why = f"{process.name} ended with exit code {code}: {last_words(words)}"
+        host = "" if process.host == "localhost" else f" on {process.host}"
+        why = f"{process.name}{host} ended with exit code {code}: {last_words(words)}"
         return WorldLost(why, code)
 
     def _ended(self, timeout: float) -> bool:

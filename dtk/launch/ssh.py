@@ -35,6 +35,8 @@ _FORWARDED = (
     "GRPC_",
     "PYTHON",
 )
+# What a shell returns for a program that it may not run, or that is not there.
+_NO_PROGRAM = (126, 127)
 _BOOTSTRAP = (
     "import json,sys;"
     "spec=json.loads(sys.stdin.readline());"
@@ -74,7 +76,7 @@ def survey(
         The facts.
 
     Raises:
-        ClusterError: The host cannot be reached; says with which command.
+        ClusterError: The host cannot be reached, or has no such interpreter; says what to try.
 
     >>> len(survey("localhost", 1).ports)
     1
@@ -102,6 +104,11 @@ def survey(
             cause = (answer.stderr.decode(errors="replace").strip().splitlines() or ["no answer"])[
                 -1
             ]
+            if answer.returncode in _NO_PROGRAM:
+                raise ClusterError(
+                    f"host {host} cannot run {python} ({cause}); it must be at the same path on "
+                    "every host: share its folder, or make it there too"
+                ) from None
         raise ClusterError(
             f"host {host} cannot be reached: {cause}; try `{remote_shell} {host} "
             f"{shlex.quote(python)} --version`"

@@ -19,7 +19,8 @@ from dtk.tuning.bench.setting import Setting
 from dtk.tuning.plan.calibration import calibrated
 
 SMALLEST = "transformer"
-CONTENDERS = ["limit", "collective none", "collective 1bit"]
+BLOCK = 3  # steps, of 2 workers with 2 rows each: more than a turn would otherwise have
+CONTENDERS = ["limit", "collective none", "collective 1bit", f"collective block:{4 * BLOCK}"]
 STEPS, ROUNDS = 2, 2
 
 
@@ -32,7 +33,9 @@ def run(tmp_path_factory):
     setting = {"workers": 7, "batch_size": 1, "steps": 1, "rounds": 1, "ranks": []}
     setting |= {"versions": {"dtk": "0"}}
     Results(setting, {}, {SMALLEST: seconds}).save(folder / "saved.json")
-    options = ["--model", SMALLEST, "--exchange", "none", "--exchange", "1bit"]
+    options = ["--model", SMALLEST]
+    for contender in CONTENDERS[1:]:
+        options += ["--exchange", contender.split()[1]]
     options += ["--batch-size", "2", "--steps", str(STEPS), "--rounds", str(ROUNDS)]
     options += ["--json", "run.json", "--markdown", "run.md", "--compare", "saved.json"]
     done = subprocess.run(
@@ -85,22 +88,30 @@ def test_the_command_says_nothing_else(run):
     assert done.stderr == ""
     lines = [line.rstrip() for line in done.stdout.splitlines()]
     assert lines[0] == f"{SMALLEST}, {found['parameters'][SMALLEST] / 1e6:.2f} M parameters"
-    assert [line.split("  ")[0] for line in lines[2:5]] == CONTENDERS
-    for first, size in ((5, "131.1 kB"), (9, "4.19 MB")):
+    assert [line.split("  ")[0] for line in lines[2:6]] == CONTENDERS
+    for first, size in ((6, "131.1 kB"), (10, "4.19 MB")):
         assert lines[first : first + 2] == ["", f"all-reduce of {size}"]
         assert lines[first + 3].startswith("collective allreduce ")
-    assert lines[13] == ""
-    assert lines[14].startswith("Medians over turns") and len(lines) == 17
+    assert lines[14] == ""
+    assert lines[15].startswith("Medians over turns") and len(lines) == 18
 
 
 def test_bytes_are_counted_and_1bit_sends_less_than_a_tenth(run):
     _, found, _ = run
     # the same in every turn
-    (whole,), (coded,) = (set(samples(found, name, "sent")) for name in CONTENDERS[1:])
+    (whole,), (coded,), _ = (set(samples(found, name, "sent")) for name in CONTENDERS[1:])
     assert 1.0 <= whole / (4 * found["parameters"][SMALLEST]) < 1.01
     assert 0 < coded < whole / 10
     assert set(samples(found, "limit", "sent") + samples(found, "limit", "communicating")) == {0.0}
     assert all(0 < part < 1 for part in samples(found, "collective none", "communicating"))
+
+
+def test_a_block_sends_all_weights_in_one_of_its_steps(run):
+    _, found, _ = run
+    (block,) = set(samples(found, CONTENDERS[3], "sent"))
+    assert 1.0 <= BLOCK * block / (4 * found["parameters"][SMALLEST]) < 1.01
+    for reading in itertools.chain(*found["turns"][SMALLEST][CONTENDERS[3]]):
+        assert BLOCK * reading["seconds"] < reading["fit"]
 
 
 def test_what_is_saved_is_all_that_a_plan_needs(run, tmp_path):
@@ -198,6 +209,7 @@ MISTAKES = {
         "--model vgg: unknown, expected resnet20, mlp, embedding or transformer",
     ),
     "exchange": (["--exchange", "3bit"], "--exchange 3bit: unknown, expected none, fp16, bf16, "),
+    "block": (["--exchange", "block:1"], "--exchange block:1 has less than a row for each of 2"),
     "steps": (["--steps", "0"], "--steps 0: expected 1 or more"),
     "not a number": (["--rounds", "few"], "see `dtk bench --help`"),
     "one worker": (["-n", "1"], "the limit is all there is, and a ratio of 1; use -n 2 or more"),

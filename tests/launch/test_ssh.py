@@ -3,13 +3,8 @@
 import contextlib
 import io
 import os
-import shlex
-import shutil
-import socket
-import subprocess
 import sys
 import time
-import uuid
 from pathlib import Path
 
 import pytest
@@ -127,6 +122,13 @@ def test_a_lost_connection_ends_the_rank_over_there(shell):
     assert agent.members(job.job_id) == []
 
 
+def test_an_interpreter_missing_over_there_is_named_with_its_host(shell):
+    with pytest.raises(ClusterError) as error:
+        ssh.survey("node0.invalid", 1, remote_shell=shell, python="/nowhere/bin/python")
+    assert str(error.value).startswith("host node0.invalid cannot run /nowhere/bin/python (")
+    assert "at the same path on every host" in str(error.value)
+
+
 def test_a_program_missing_over_there_is_named(shell):
     process = Process("rank 0", "worker", 0, "node0.invalid", ("no-such-program",), {})
     given, _, err, _ = run([process], remote_shell=shell)
@@ -147,56 +149,6 @@ def test_a_host_that_cannot_be_reached_is_named_with_the_command_to_try(tmp_path
     assert f"{script} node0.invalid" in str(error.value)
     with pytest.raises(ClusterError, match="cannot be reached"):
         ssh.survey("node0.invalid", 1, remote_shell="no-such-shell")
-
-
-@pytest.fixture
-def two_hosts(tmp_path):
-    """Two network namespaces on a bridge: hosts with addresses of their own."""
-    if os.getuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and iproute2")
-    mark = f"dtk{uuid.uuid4().hex[:6]}"
-    net = f"10.{200 + os.getpid() % 50}.{os.getpid() % 250}"
-    undo: list[str] = []
-    folders: list[Path] = []
-
-    def ip(command, cure=None):
-        subprocess.run(["ip", *shlex.split(command)], check=True, capture_output=True)
-        if cure:
-            undo.append(cure)
-
-    try:
-        ip(f"link add {mark}b type bridge", f"link del {mark}b")
-        ip(f"addr add {net}.254/24 dev {mark}b")
-        ip(f"link set {mark}b up")
-        for n in (1, 2):
-            ip(f"netns add {mark}{n}", f"netns del {mark}{n}")
-            ip(
-                f"link add {mark}v{n} type veth peer name eth0 netns {mark}{n}",
-                f"link del {mark}v{n}",
-            )
-            ip(f"link set {mark}v{n} master {mark}b up")
-            ip(f"-n {mark}{n} addr add {net}.{n}/24 dev eth0")
-            ip(f"-n {mark}{n} link set eth0 up")
-            ip(f"-n {mark}{n} link set lo up")
-            # `ip netns exec` shows this file as /etc/hosts. Horovod 0.28.1 makes its process sets
-            # on the address of the host's own name, whatever HOROVOD_GLOO_IFACE says.
-            hosts_file = Path("/etc/netns", f"{mark}{n}", "hosts")
-            hosts_file.parent.mkdir(parents=True)
-            folders.append(hosts_file.parent)
-            hosts_file.write_text(f"127.0.0.1 localhost\n{net}.{n} {socket.gethostname()}\n")
-        script = tmp_path / "netns-shell"
-        script.write_text(
-            f'#!/bin/sh\nn=${{1##*.}}; shift; exec ip netns exec {mark}$n sh -c "$*"\n'
-        )
-        script.chmod(0o755)
-        yield [Host(f"{net}.1", 2), Host(f"{net}.2", 1)], str(script)
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"network namespaces do not work here: {error.stderr.decode().strip()}")
-    finally:
-        for command in reversed(undo):
-            subprocess.run(["ip", *shlex.split(command)], check=False, capture_output=True)
-        for folder in folders:
-            shutil.rmtree(folder)
 
 
 RING = """

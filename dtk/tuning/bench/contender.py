@@ -11,12 +11,12 @@ import numpy as np
 import tensorflow as tf
 
 from dtk.communicators import Communicator
-from dtk.exchange import parse
+from dtk.exchange import BlockMomentum, Exchange, parse
 from dtk.strategies import AllReduceStrategy
 from dtk.tuning.bench.models import Problem
 from dtk.tuning.bench.peers.turns import Tick
 from dtk.tuning.bench.report import LIMIT
-from dtk.tuning.bench.setting import Setting
+from dtk.tuning.bench.setting import Setting, block_of
 
 
 class Contender(abc.ABC):
@@ -138,17 +138,29 @@ class Together(Fit):
         problem: What to train.
         setting: What to measure.
         strategy: Of all ranks. Its exchange is set.
-        exchange: Its short name, or "none".
+        exchange: As in `Setting`.
     """
 
     def __init__(
         self, problem: Problem, setting: Setting, strategy: AllReduceStrategy, exchange: str
     ):
-        strategy.exchange = parse(None if exchange == "none" else exchange)
+        strategy.exchange = exchange_of(exchange)
         with strategy.scope():
             model = problem.compiled(keras)
-        data = problem.data((setting.steps + 1) * setting.batch_size * strategy.size)
-        super().__init__(exchange, model, data, setting.steps, strategy.communicator)
+        steps = setting.steps_with(exchange, strategy.size)
+        data = problem.data((steps + 1) * setting.batch_size * strategy.size)
+        super().__init__(exchange, model, data, steps, strategy.communicator)
+
+
+def exchange_of(name: str) -> Exchange:
+    """The exchange that `Setting` gives this name.
+
+    Example:
+        >>> exchange_of("1bit"), exchange_of("block:512").block_size
+        (Quantized(bits=1), 512)
+    """
+    rows = block_of(name)
+    return BlockMomentum(rows) if rows else parse(None if name == "none" else name)
 
 
 class AllReduce(Contender):

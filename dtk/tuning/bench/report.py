@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dtk.tuning.bench.results import Reading, Results
-from dtk.tuning.bench.setting import bytes_of
+from dtk.tuning.bench.setting import block_of, bytes_of
 
 Contenders = Mapping[str, Sequence[list[Reading]]]
 
@@ -24,6 +24,9 @@ _LIMIT_LEGEND = (
 )
 _OWN_LEGEND = (
     "A peer's own limit is its framework training by itself; of its own: that time / this time."
+)
+_BLOCK_LEGEND = (
+    "block:ROWS: block momentum; a turn of it is of whole blocks, and so may have more steps."
 )
 _COMPARED = "saved / this"
 
@@ -258,6 +261,8 @@ def notes(results: Results, saved: Results | None = None) -> list[str]:
         legend.append(_LIMIT_LEGEND)
     if any(own_limit(name) in names for names in results.turns.values() for name in names):
         legend.append(_OWN_LEGEND)
+    if any(map(block_of, results.setting.get("exchanges", ()))):
+        legend.append(_BLOCK_LEGEND)
     lines.append(" ".join(legend))
     lines.append(f"Setting: {setting(results)}.")
     if saved is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +13,7 @@ from dtk.errors import DtkError
 MODELS = ("resnet20", "mlp", "embedding", "transformer")
 # The short names of dtk.exchange, which imports TensorFlow, and "none" for whole gradients.
 EXCHANGES = ("none", "fp16", "bf16", "1bit", "2bit", "4bit", "8bit", "16bit")
+BLOCK = "block:ROWS"  # block momentum, with so many rows of all workers in a block
 # Bytes of two all-reduces that tell what a message takes from what a byte does: see `dtk plan`.
 # Both go round a ring; `dtk.communicators.collective` adds fewer up in one hop.
 TELLING = (1 << 17, 4 << 20)
@@ -28,9 +30,9 @@ class Setting:
 
     Attributes:
         models: Some of MODELS, to be trained.
-        exchanges: Some of EXCHANGES.
+        exchanges: Some of EXCHANGES, or BLOCK with a number.
         batch_size: Rows of a step, per worker.
-        steps: Steps of a turn that are measured; one more goes before them.
+        steps: Steps of a turn that are measured, see also `steps_with`; one more goes before them.
         rounds: Turns that each contender takes; one more, in which it is traced, goes before them.
         allreduce: Sizes of tensors, in bytes, to be summed.
 
@@ -51,7 +53,8 @@ class Setting:
 
     def __post_init__(self) -> None:
         _check_names("--model", self.models, MODELS)
-        _check_names("--exchange", self.exchanges, EXCHANGES)
+        named = tuple(name for name in self.exchanges if not block_of(name))
+        _check_names("--exchange", named, EXCHANGES, BLOCK)
         for size in self.allreduce:
             if size < 4 or size % 4:
                 raise BenchError(
@@ -72,6 +75,32 @@ class Setting:
             ('mlp', 'allreduce 4000')
         """
         return (*self.models, *map(task_of, self.allreduce))
+
+    def steps_with(self, exchange: str, workers: int) -> int:
+        """Steps of a turn that are measured with an exchange.
+
+        A block communicates in its last step alone, so that a turn is of whole blocks: of as few as
+        have `steps` steps.
+
+        Raises:
+            BenchError: A block has less than a row for each worker.
+
+        Example:
+            >>> setting = Setting(batch_size=32, steps=20)
+            >>> setting.steps_with("1bit", workers=2), setting.steps_with("block:512", workers=2)
+            (20, 24)
+        """
+        rows = block_of(exchange)
+        if not rows:
+            return self.steps
+        if rows < workers:
+            raise BenchError(
+                f"--exchange {exchange} has less than a row for each of {workers} workers; a block "
+                f"counts the rows of all, use e.g. block:{8 * self.batch_size * workers}"
+            )
+        # As `BlockMomentum` does: a block is closed by the step that fills it.
+        block = math.ceil(rows // workers / self.batch_size)
+        return math.ceil(self.steps / block) * block
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Setting:
@@ -124,8 +153,20 @@ def bytes_of(task: str) -> int:
     return int(size) if kind == _ALLREDUCE else 0
 
 
-def _check_names(option: str, given: tuple[str, ...], known: tuple[str, ...]) -> None:
+def block_of(exchange: str) -> int:
+    """Rows of a block of block momentum; 0 of what sends gradients.
+
+    Example:
+        >>> block_of("block:512"), block_of("1bit")
+        (512, 0)
+    """
+    found = re.fullmatch(r"block:([1-9][0-9]*)", exchange)
+    return int(found[1]) if found else 0
+
+
+def _check_names(option: str, given: tuple[str, ...], known: tuple[str, ...], *more: str) -> None:
     for name in given:
         if name not in known:
-            expected = f"{', '.join(known[:-1])} or {known[-1]}"
+            *others, last = (*known, *more)
+            expected = f"{', '.join(others)} or {last}"
             raise BenchError(f"{option} {name}: unknown, expected {expected}")

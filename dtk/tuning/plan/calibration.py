@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from dtk.tuning.bench.report import LIMIT, means
 from dtk.tuning.bench.results import Reading, Results
-from dtk.tuning.bench.setting import TELLING, task_of
+from dtk.tuning.bench.setting import TELLING, block_of, task_of
 from dtk.tuning.plan.methods import METHODS
 from dtk.tuning.plan.quantity import PlanError
 from dtk.tuning.plan.setting import Cluster, Factors, Job, Link, Software
@@ -87,10 +87,11 @@ def calibrated(
 
 
 def _of(turns: Mapping[str, Turns], communicator: str) -> dict[str, Turns]:
-    """Those of a communicator, by what comes behind its name."""
-    return {
+    """Those of a communicator, by what comes behind its name; blocks apart, which a plan makes."""
+    found = {
         name.partition(" ")[2]: of for name, of in turns.items() if name.split()[0] == communicator
     }
+    return {name: of for name, of in found.items() if not block_of(name)}
 
 
 def _medians(turns: Mapping[str, Turns], what: str) -> dict[str, float]:

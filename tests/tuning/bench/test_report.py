@@ -119,6 +119,9 @@ def test_the_legend_explains_what_is_in_the_tables():
     (legend, _), (own, _) = report.notes(RUN), report.notes(PEERS)
     assert "Of the limit: its time" in legend and "own limit" not in legend
     assert own.startswith(legend) and "of its own: that time" in own
+    blocks = Results({**SETTING, "exchanges": ["none", "block:512"]}, {}, RUN.turns)
+    assert "a turn of it is of whole blocks" in report.notes(blocks)[0]
+    assert "block" not in legend
 
 
 def test_what_was_not_measured_is_said_with_the_reason():

@@ -61,6 +61,13 @@ def test_what_went_in_comes_out(step, message, byte, overhead, coding, workers):
         assert found.software.coding[name] == pytest.approx(told.coding[name], abs=1e-11)
 
 
+def test_blocks_that_were_measured_too_change_nothing():
+    results = bench(Job(0.1, PARAMETERS, sent=SENT), Software(), 2)
+    without = calibrated(results)
+    results.turns["mlp"]["collective block:512"] = once(9.0, 9e6)
+    assert calibrated(results) == without
+
+
 @given(st.floats(0.01, 1.0))
 def test_what_takes_less_than_computing_and_sending_is_hidden(part):
     job = Job(0.1, PARAMETERS, sent=SENT)

@@ -17,13 +17,8 @@ class Member:
 
     def __init__(self, setting: dict[str, Any]):
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-        self.rank = int(os.environ["RANK"])
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{setting['meeting']}",
-            rank=self.rank,
-            world_size=int(os.environ["WORLD_SIZE"]),
-        )
+        dist.init_process_group("gloo")  # where and with whom is in MASTER_ADDR, RANK ...
+        self.rank = dist.get_rank()
         self.versions = {"PyTorch": torch.__version__}
         self._batch, self._steps = setting["batch_size"], setting["steps"]
 
