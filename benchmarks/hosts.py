@@ -16,8 +16,8 @@ from pathlib import Path
 # Control groups of cores: in version 1 they have a place of their own.
 VERSION_1 = Path("/sys/fs/cgroup/cpu")
 CORES = VERSION_1 if VERSION_1.is_dir() else VERSION_1.parent
-# The least that the kernel lets a control group have at a time: a host that has used it up waits, and
-# so does whoever waits for its message.
+# The least that the kernel lets a control group have at a time: a host that has used it up waits,
+# and so does whoever waits for its message.
 QUOTA = 1000  # microseconds
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,26 @@ def test_overhead_prints_a_ratio_for_each_model():
     ratios = re.findall(r"ratio +(\d+\.\d+) \(", printed)
     assert len(ratios) == 2, printed
     assert all(0.05 < float(ratio) < 20 for ratio in ratios)
+
+
+@pytest.mark.skipif(
+    os.getuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and ip"
+)
+def test_a_host_with_half_a_core_computes_in_a_control_group_that_goes_with_it(tmp_path):
+    script = tmp_path / "groups.py"
+    script.write_text("print(open('/proc/self/cgroup').read())")
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import hosts
+
+    with hosts.hosts(1, cores=0.5) as ((address,), shell):
+        found = subprocess.run(
+            [shell, address, sys.executable, str(script)], capture_output=True, text=True
+        )
+        group = re.search(r":(?:cpu|):/(dtk\w+)", found.stdout)
+        assert group, found
+        limits = hosts.CORES / group[1] / "cpu.cfs_quota_us", hosts.CORES / group[1] / "cpu.max"
+        assert [file.read_text().split()[0] for file in limits if file.exists()] == ["1000"]
+    assert not (hosts.CORES / group[1]).exists()
 
 
 def test_network_keeps_a_page_of_tables_of_what_each_link_gave(tmp_path):
