@@ -30,12 +30,31 @@ def run(argv):
     return done.stdout
 
 
-def test_overhead_prints_a_ratio_for_each_model():
-    argv = ["overhead.py", "--rounds=1", "--steps=2"]
-    printed = run(argv)
-    ratios = re.findall(r"ratio +(\d+\.\d+) \(", printed)
-    assert len(ratios) == 2, printed
-    assert all(0.05 < float(ratio) < 20 for ratio in ratios)
+def test_costs_prints_a_table_for_each_row(tmp_path):
+    argv = ["costs", "--model=normed", "--rounds=1", "--steps=2", "--output", str(tmp_path / "a")]
+    printed = run([*argv, "--only", "alone", "loop", "norms", "checks", "input"])
+    assert (tmp_path / "a").read_text() == printed
+    tables = dict(re.findall(r"^## (\w+)[^\n]*\n\n((?:\|[^\n]*\n|\n)+)", printed, re.M))
+    assert list(tables) == ["alone", "loop", "norms", "checks", "input"]
+    for name, judged in {"alone": 3, "loop": 1, "norms": 1, "checks": 3, "input": 3}.items():
+        assert len(re.findall(r"\| (?:met|\*\*missed\*\*) \|", tables[name])) == judged, printed
+    assert dict(re.findall(r"^\| (.*) \| (\d\.\d\d) \|$", tables["input"], re.M)) == {
+        "arrays (rows gathered)": "2.00",
+        "`tf.data`: `.map(decode).batch(n)`": "2.00",
+        "`PyDataset`": "2.00",
+        "`shard(dataset.map(decode), ...)`": "2.00",
+        "`shard(dataset, ...).map(decode)`": "1.00",
+        "`shard(names, ..., read=read_and_decode)`": "1.00",
+    }
+
+
+@pytest.mark.full
+def test_costs_tells_a_workers_peak_and_its_bucket():
+    printed = run(["costs", "--model=mlp", "--rounds=1", "--steps=1", "--only", "memory"])
+    row = r"^\| mlp \| ([\d.]+) \(.*?\) \| ([\d.]+) \(.*?\) \| .* \| ([\d.]+) \| [\d.]+ \("
+    dtk, plain, bucket = map(float, re.search(row, printed, re.M).groups())
+    gradients = 42  # MB
+    assert min(dtk, plain) > 2 * gradients > 2 * bucket > 0, printed
 
 
 @pytest.mark.skipif(

@@ -36,7 +36,8 @@ def shard(
     Args:
         source: File names, of which rank r takes every `size`-th from the r-th on; or a dataset of
             single elements, taken likewise. With fewer files than ranks every rank reads all files
-            and takes every `size`-th element.
+            and takes every `size`-th element. Every rank runs a dataset's own `map` on all of its
+            elements: decode in `read`, or in a `map` on what is returned.
         strategy: Whose ranks share the data.
         batch_size: The global batch; each rank reads its slice's worth of rows per step.
         read: Turns one file name (a string tensor) into a dataset of elements; needed for file

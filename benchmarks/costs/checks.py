@@ -1,0 +1,105 @@
+"""What it costs that ranks find out when they disagree, and that metrics are those of all ranks.
+
+The checks are measured where they happen, in `fit`, by a clock around each; what they wait for the
+other ranks is in it. Metrics are measured by training with and without, under dtk and, for what
+computing them takes, with plain `fit` on every rank's own rows.
+"""
+
+import contextlib
+
+import keras
+from dtk.strategies import agreement, steps
+
+import report
+from fits import Fitting, mean_of_ranks, take, warm, watched
+from models import PROBLEMS
+
+EPOCH = 100  # steps
+PART = report.at_most(1.0)  # percent
+
+
+def measure(setting, strategy):
+    with watched(steps, "_check_reduced") as traced:
+        contenders = metered(setting, strategy)
+        warm(contenders)
+    with (
+        watched(agreement, "check_same_call") as calls,
+        watched(agreement.Agreement, "on_train_begin") as begins,
+        watched(agreement.Agreement, "on_train_batch_end") as batches,
+        watched(agreement.Agreement, "on_epoch_end") as ends,
+    ):
+        seconds = take(contenders, setting.rounds, strategy.communicator)
+    spent = mean_of_ranks(
+        {
+            "given": [call.seconds for call in calls],
+            "begin": [call.seconds for call in begins],
+            "first": [call.seconds for call in batches if call.args[1] == 0],
+            "later": [call.seconds for call in batches if call.args[1] > 0],
+            "each": [call.seconds for call in ends],
+            "traced": [call.seconds for call in traced],
+        },
+        strategy.communicator,
+    )
+    return [*metrics_table(setting, seconds), "", *checks_table(spent, seconds)]
+
+
+def metered(setting, strategy):
+    """`fit` under dtk and plain, with accuracy and without."""
+    problem, communicator = PROBLEMS[setting.model], strategy.communicator
+    count = (setting.steps + 1) * setting.batch_size
+    x, y = problem.data(count * strategy.size)
+    whole = {"x": x, "y": y, "batch_size": setting.batch_size * strategy.size}
+    own = slice(strategy.rank * count, (strategy.rank + 1) * count)
+    part = {"x": x[own], "y": y[own], "batch_size": setting.batch_size}
+    contenders = []
+    for name, scope, data in (
+        ("dtk", strategy.scope, whole),
+        ("plain", contextlib.nullcontext, part),
+    ):
+        for metrics in ([], ["accuracy"]):
+            with scope():
+                model = problem.compiled(keras)
+                model.compile(keras.optimizers.SGD(0.01), model.loss, metrics=metrics)
+            named = " ".join([name, *metrics])
+            contenders.append(Fitting(named, model, data, setting.steps, communicator))
+    return contenders
+
+
+def metrics_table(setting, seconds):
+    rows = []
+    for name in ("dtk", "plain"):
+        cells = report.compared(seconds[f"{name} accuracy"], seconds[name], PART)
+        rows.append([f"{setting.model}, {name}", *cells[:3]])
+    header = "`fit`|with accuracy, ms per step|without, ms per step|with / without"
+    return report.markdown(header, rows)
+
+
+def checks_table(spent, seconds):
+    """What is spent in an epoch of EPOCH steps, by check, and as a part of it."""
+    epoch = EPOCH * report.median(seconds["dtk"])
+    later = (EPOCH - 1) * report.median(spent["later"])
+    parts = zip(*(spent[name] for name in ("given", "begin", "first", "each")), strict=True)
+    rows = [
+        ["a process: gradients were reduced, when traced", spent["traced"], None],
+        ["a `fit`: data and callbacks compared", spent["given"], None],
+        ["a `fit`: shapes, seeds and weights compared", spent["begin"], None],
+        ["a `fit`: weights compared after its first step", spent["first"], None],
+        ["an epoch: weights compared, stopping agreed", spent["each"], PART],
+        ["all of these, in a `fit` of one epoch", [sum(one) + later for one in parts], PART],
+        ["every step: accuracy summed over workers", list(_of_metrics(seconds)), PART],
+    ]
+    header = f"once|ms in an epoch of {EPOCH} steps|% of it|target, %|"
+    return report.markdown(header, [_check_row(*row, epoch) for row in rows])
+
+
+def _of_metrics(seconds):
+    """What accuracy adds to an epoch under dtk beyond what it adds to plain `fit`, by round."""
+    names = ("dtk accuracy", "dtk", "plain accuracy", "plain")
+    for with_it, without, computed, nothing in zip(*map(seconds.get, names), strict=True):
+        yield EPOCH * (with_it - without - (computed - nothing))
+
+
+def _check_row(what, spent, target, epoch):
+    parts = [100 * one / epoch for one in spent]
+    verdict = target.cells(report.median(parts)) if target else ["", ""]
+    return [what, report.spread(spent, report.MS), report.spread(parts), *verdict]

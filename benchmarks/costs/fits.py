@@ -1,0 +1,93 @@
+"""Contenders: `fit` on any data; and the turns they take."""
+
+import contextlib
+import functools
+import statistics
+import time
+from typing import Any, NamedTuple
+
+from dtk.tuning.bench.contender import Contender, Stopwatch
+from dtk.tuning.bench.measure import order
+from dtk.tuning.bench.peers.turns import clock
+
+
+class Fitting(Contender):
+    """An epoch of `fit`.
+
+    Args:
+        name: In tables.
+        model: Compiled.
+        data: What `fit` is given, by name; one step more than `steps`.
+        steps: How many are measured.
+        communicator: Counts what is sent.
+    """
+
+    def __init__(self, name, model, data, steps, communicator):
+        self.name, self._model, self._data = name, model, data
+        self._steps, self._communicator = steps, communicator
+
+    def turn(self, tick):
+        watch = Stopwatch(self._communicator, self._steps, tick)
+        self._model.fit(**self._data, verbose=0, callbacks=[watch])
+        return watch.counts()
+
+
+def warm(contenders):
+    """Let each take one turn, in which it is traced; what they say of it, by name."""
+    return {one.name: one.turn(lambda: None) for one in contenders}
+
+
+def take(contenders, rounds, communicator):
+    """Let contenders take turns.
+
+    Args:
+        contenders: Alike on all ranks.
+        rounds: Turns of each.
+        communicator: Of all ranks.
+
+    Returns:
+        Name -> seconds of a step for each round, means over the ranks.
+    """
+    mine = {one.name: [] for one in contenders}
+    for number in range(rounds):
+        for one in order(contenders, number):
+            communicator.barrier()  # where each trained by itself, one rank was faster
+            mine[one.name].append(clock(one.turn)["seconds"])
+    return mean_of_ranks(mine, communicator)
+
+
+def mean_of_ranks(mine, communicator):
+    """Name -> list of numbers on each rank; the same of their means."""
+    told = communicator.allgather_object(mine)
+    columns = {name: zip(*(rank[name] for rank in told), strict=True) for name in mine}
+    return {name: list(map(statistics.mean, column)) for name, column in columns.items()}
+
+
+class Call(NamedTuple):
+    """A call of a function that is watched."""
+
+    seconds: float
+    args: tuple
+    result: Any
+
+
+@contextlib.contextmanager
+def watched(owner, name):
+    """While inside, every call of a function of a module or class is noted.
+
+    Yields the list of calls.
+    """
+    function, calls = getattr(owner, name), []
+
+    @functools.wraps(function)
+    def noted(*args, **kwargs):
+        began = time.perf_counter()
+        result = function(*args, **kwargs)
+        calls.append(Call(time.perf_counter() - began, args, result))
+        return result
+
+    setattr(owner, name, noted)
+    try:
+        yield calls
+    finally:
+        setattr(owner, name, function)

@@ -1,0 +1,82 @@
+"""`fit` against a training loop by hand, on the same strategy, data and kind of model.
+
+The loop makes the reductions that `fit` makes, no fewer: gradients, by the same optimizer; and in
+one more message the loss and the moving statistics. That it does is checked by the bytes it sends.
+"""
+
+import sys
+
+import keras
+import tensorflow as tf
+from dtk.tuning.bench.contender import Contender
+
+import report
+from fits import Fitting, take, warm
+from models import PROBLEMS
+
+SPEED = report.at_least(0.98)
+SUM = tf.distribute.ReduceOp.SUM
+
+
+class Loop(Contender):
+    """An epoch of a loop over a distributed dataset, which reads the loss of every step.
+
+    Args:
+        model: Compiled in the strategy's scope, for its optimizer and loss.
+        dataset: Of global batches.
+        strategy: The strategy.
+    """
+
+    name = "loop"
+
+    def __init__(self, model, dataset, strategy):
+        self._model, self._strategy = model, strategy
+        distributed = strategy.experimental_distribute_dataset(dataset)
+        self._batches = distributed.prefetch(tf.data.AUTOTUNE)
+        with strategy.scope():
+            model.optimizer.build(model.trainable_variables)
+        self._step = tf.function(lambda x, y: strategy.run(self._replica_step, (x, y)))
+
+    def _replica_step(self, x, y):
+        model, size = self._model, self._strategy.size
+        with tf.GradientTape() as tape:
+            # Keras divides a mean by the number of replicas.
+            loss = model.loss(y, model(x, training=True))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        model.optimizer.apply(gradients, model.trainable_variables)
+        moving = model.non_trainable_weights
+        rows = tf.cast(tf.shape(x)[0], tf.float32)
+        values = [loss * size * rows, rows, *(tf.convert_to_tensor(v) / size for v in moving)]
+        with self._strategy.communicator.beside("loop"):
+            replica = tf.distribute.get_replica_context()
+            total, count, *means = replica.all_reduce(SUM, values)
+        for variable, mean in zip(moving, means, strict=True):
+            variable.assign(mean)
+        return total / count
+
+    def turn(self, tick):
+        communicator, steps = self._strategy.communicator, 0
+        before = communicator.bytes_sent
+        for batch in self._batches:
+            float(self._step(*batch))
+            steps += 1
+            tick()
+        return {"sent": (communicator.bytes_sent - before) / steps}
+
+
+def measure(setting, strategy):
+    problem, communicator = PROBLEMS[setting.model], strategy.communicator
+    batch = setting.batch_size * strategy.size
+    rows = problem.data((setting.steps + 1) * batch)
+    dataset = tf.data.Dataset.from_tensor_slices(rows).batch(batch)
+    with strategy.scope():
+        models = [problem.compiled(keras) for _ in range(2)]
+    fit = Fitting("fit", models[0], {"x": dataset, "shuffle": False}, setting.steps, communicator)
+    contenders = [fit, Loop(models[1], dataset, strategy)]
+    sent = {name: said["sent"] for name, said in warm(contenders).items()}
+    if sent["fit"] != sent["loop"]:
+        sys.exit(f"bytes sent per step: {sent}; the loop must reduce what fit reduces")
+    seconds = take(contenders, setting.rounds, communicator)
+    cells = report.compared(seconds["fit"], seconds["loop"], SPEED, speed=True)
+    header = "model|`fit`, ms per step|loop by hand, ms per step|loop / `fit`|target||sent per step"
+    return report.markdown(header, [[setting.model, *cells, f"{sent['fit'] / 1e6:.3f} MB"]])

@@ -1,0 +1,51 @@
+"""Synchronized BatchNormalization in all of a model's norms, against each worker's own."""
+
+import sys
+
+import keras
+from dtk.tuning.bench.models import Problem
+
+import report
+from fits import Fitting, take, warm
+from models import PROBLEMS
+
+TIME = report.at_most(1.1)
+
+
+def measure(setting, strategy):
+    problem, communicator = PROBLEMS[setting.model], strategy.communicator
+    batch = setting.batch_size * strategy.size
+    x, y = problem.data((setting.steps + 1) * batch)
+    data = {"x": x, "y": y, "batch_size": batch}
+    contenders = []
+    for name, one in {"own": problem, "synchronized": synchronized(problem)}.items():
+        with strategy.scope():
+            model = one.compiled(keras)
+        contenders.append(Fitting(name, model, data, setting.steps, communicator))
+    norms = sum(map(is_norm, model.layers))
+    if not norms:
+        sys.exit(f"--model {setting.model} has no BatchNormalization; take resnet20")
+    warm(contenders)
+    seconds = take(contenders, setting.rounds, communicator)
+    header = "model|synchronized, ms per step|not synchronized, ms per step|"
+    header += "synchronized / not|target|"
+    cells = report.compared(seconds["synchronized"], seconds["own"], TIME)
+    return report.markdown(header, [[f"{setting.model}, {norms} norms", *cells]])
+
+
+def synchronized(problem):
+    """The same problem with norms of the whole global batch."""
+
+    def build(keras):
+        return keras.models.clone_model(problem.build(keras), clone_function=synchronize)
+
+    return Problem(build, problem.rows)
+
+
+def synchronize(layer):
+    config = layer.get_config()
+    return type(layer).from_config({**config, "synchronized": True} if is_norm(layer) else config)
+
+
+def is_norm(layer):
+    return isinstance(layer, keras.layers.BatchNormalization)
