@@ -12,6 +12,7 @@ its data by them, in tests/callbacks/test_keras_seam.py:
                                      reduce_weighted_values, apply_mask
     keras.src.backend.common.variables   Variable.assign (observed while a step is traced)
     keras.src.backend.tensorflow.numpy   take (replaced while a worker's step is traced)
+    keras.src.backend.tensorflow.nn      _compute_moments_sync (replaced while a step is traced)
     keras.src.trainers.trainer       Trainer.compile (hooked while inside a scope)
     keras.src.trainers.data_adapters     ArrayDataAdapter (._inputs, ._shuffle), TFDatasetAdapter
     Model       _distribute_strategy, _make_function, _maybe_symbolic_build, _symbolic_build,
@@ -35,6 +36,7 @@ from typing import Any
 
 import keras
 from keras.src.backend.common.variables import Variable as KerasVariable
+from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.backend.tensorflow import numpy as keras_numpy
 from keras.src.losses import loss as keras_losses
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
@@ -125,6 +127,12 @@ def takes_through(take: Callable) -> Any:
         return take(x, indices, axis, original)
 
     return _replaced(keras_numpy, take=replacement)
+
+
+def moments_through(moments: Callable) -> Any:
+    """A context in which synchronized layers call `moments(x, axes, keepdims, original=...)`."""
+    original = keras_nn._compute_moments_sync
+    return _replaced(keras_nn, _compute_moments_sync=functools.partial(moments, original=original))
 
 
 # Models.

@@ -26,6 +26,7 @@ from dtk.strategies import (
     agreement,
     feeding,
     fitting,
+    moments,
     optimizing,
     slicing,
     steps,
@@ -115,7 +116,7 @@ class Adoption:
         function = adopt.make_function(model, step)
 
         def run(iterator: Any) -> Any:
-            with tracing.in_shares():
+            with tracing.in_shares(), adopt.moments_through(moments.of_all_replicas):
                 if isinstance(iterator, tf.data.Iterator):
                     return function(iterator)
                 return function(feeding.cut_batches(iterator, strategy))

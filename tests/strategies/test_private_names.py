@@ -55,6 +55,7 @@ TENSORFLOW = {
     "eager.context": ["global_seed"],
 }
 KERAS = {
+    "backend.tensorflow.nn": ["_compute_moments_sync"],
     "losses.loss": [
         "scale_loss_for_distribution",
         "unscale_loss_for_distribution",
