@@ -16,6 +16,7 @@ import os
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 from dtk.cluster.environment import Environment
+from dtk.communicators import threads
 from dtk.communicators.base import REDUCE_OPS, Communicator
 from dtk.communicators.local import LocalCommunicator
 from dtk.errors import CommunicatorError
@@ -58,6 +59,7 @@ def create(name: str = "auto", environment: Environment | None = None) -> Commun
         )
     if name == "auto":
         name = _choose(environment)
+    threads.divide(environment)
     if name == "null":
         from dtk.communicators.null import NullCommunicator
 

@@ -91,7 +91,7 @@ class Costs:
 
         Example:
             >>> [Costs(size, 1e-4, 1e-8, 1e-11).one_hop for size in (2, 4, 64)]
-            [65536, 27306, 16912]
+            [65536, 27306, 16778]
         """
         ranks = self.size
         more = (ranks - 1) * (1 - 2 / ranks)

@@ -48,6 +48,8 @@ def start(environment: Environment) -> Communicator:
     """
     if os.environ.get("HOROVOD_CONTROLLER", "mpi").lower() == "mpi":  # over Gloo a look costs more
         os.environ.setdefault("HOROVOD_CYCLE_TIME", _CYCLE)
+    # Open MPI's word for it: its thread that waits must not keep others from computing.
+    os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     hvd.init()
     if (hvd.rank(), hvd.size()) != (environment.rank, environment.size):
         raise CommunicatorError(

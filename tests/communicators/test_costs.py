@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
+
 import pytest
 import tensorflow as tf
 from hypothesis import given
@@ -64,6 +67,11 @@ def test_buckets_follow_the_costs_where_they_are_known():
         len(buckets.pack(tensors, buckets.limit_for(tensors, costs=c))[0]) for c in (fast, slow)
     )
     assert few < 4 < many
+
+
+@pytest.mark.parametrize("module", ["buckets", "costs", "measuring", "threads"])
+def test_examples(module):
+    assert doctest.testmod(importlib.import_module(f"dtk.communicators.{module}")).failed == 0
 
 
 def test_print_says_what_was_chosen():

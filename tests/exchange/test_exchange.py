@@ -575,7 +575,7 @@ def test_with_one_worker_every_exchange_is_the_identity_and_says_so(capsys, valu
 
 @pytest.mark.parametrize(
     "module",
-    ["block_momentum", "delayed", "dense", "memory", "names", "quantized", "warm_start"],
+    ["auto", "block_momentum", "delayed", "dense", "memory", "names", "quantized", "warm_start"],
 )
 def test_examples(module):
     assert doctest.testmod(importlib.import_module(f"dtk.exchange.{module}")).failed == 0

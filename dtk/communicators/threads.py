@@ -1,0 +1,37 @@
+"""Cores for each rank of a host, where the launcher has left all of them to everyone.
+
+`dtk run` gives every rank its share. Under an `mpirun` or `srun` that binds nothing each rank would
+start as many threads as the host has cores, and they would take them from each other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+
+from dtk.cluster.environment import Environment
+
+VARIABLES = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
+
+
+def divide(environment: Environment, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Give this process its part of the host's cores, before TensorFlow starts its threads.
+
+    What is set already stays, and so does TensorFlow's own setting (`tf.config.threading`). A
+    process that is bound to some of the cores keeps these.
+
+    Args:
+        environment: Tells how many ranks share the host.
+        environ: Where the numbers of threads are set.
+
+    Example:
+        >>> given = {"OMP_NUM_THREADS": "3"}
+        >>> divide(Environment("mpi", rank=0, size=2, local_size=2), given)
+        >>> given
+        {'OMP_NUM_THREADS': '3'}
+    """
+    cores = os.cpu_count() or 1
+    bound = len(os.sched_getaffinity(0)) < cores
+    if environment.local_size == 1 or bound or any(name in environ for name in VARIABLES):
+        return
+    environ.update(dict.fromkeys(VARIABLES, str(max(1, cores // environment.local_size))))

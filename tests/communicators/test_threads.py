@@ -1,0 +1,45 @@
+"""Ranks of one host share its cores."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from dtk.cluster.environment import Environment
+from dtk.communicators import threads
+
+pytestmark = pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < (os.cpu_count() or 1), reason="bound to some of the cores"
+)
+
+
+def divided(local_size, **given):
+    threads.divide(Environment("mpi", rank=0, size=8, local_size=local_size), given)
+    return given
+
+
+def test_each_rank_gets_its_part():
+    cores = os.cpu_count()
+    assert divided(2) == dict.fromkeys(threads.VARIABLES, str(max(1, cores // 2)))
+    assert divided(100 * cores) == dict.fromkeys(threads.VARIABLES, "1")
+
+
+def test_alone_on_a_host_it_has_all():
+    assert divided(1) == {}
+
+
+@pytest.mark.parametrize("name", threads.VARIABLES)
+def test_what_a_user_or_launcher_has_set_stays(name):
+    assert divided(2, **{name: "7"}) == {name: "7"}
+
+
+def test_bound_to_a_core_it_keeps_that():
+    allowed = os.sched_getaffinity(0)
+    if len(allowed) == 1:
+        pytest.skip("there is one core only")
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        assert divided(2) == {}
+    finally:
+        os.sched_setaffinity(0, allowed)
