@@ -210,9 +210,8 @@ class World:
                 "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
                 # Groups of some of the ranks; worlds of two have none, and run as users' do.
                 **({"HOROVOD_DYNAMIC_PROCESS_SETS": "1"} if self.size > 2 else {}),
-                # What is measured beside other tests is nothing for the user's jobs to go by.
-                "XDG_CACHE_HOME": os.environ.get("DTK_TEST_RESULTS", tempfile.gettempdir()),
-                "DTK_CALIBRATE": "1",
+                # What is measured beside other tests is nothing to go by.
+                "DTK_CALIBRATE": "0",
                 **extra,
             }
             command = [sys.executable, str(TESTS / "worker.py")]

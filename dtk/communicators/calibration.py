@@ -1,8 +1,9 @@
 """Measured once, kept for the next job: what a world's `Costs` are.
 
 Rank 0 looks them up in its user's cache and tells the others. What is kept belongs to hosts,
-processors, communicator, versions and settings; another of any is another world. The same world
-decides alike every time, which a sum's last bit may depend on.
+processors, communicator, versions and settings; another of any is another world. A link that has
+become faster is none that can be seen: then measure again. As long as nobody does, the same world
+decides alike, which a sum's last bit may depend on.
 
     DTK_CALIBRATE=again     measure, and keep that
     DTK_CALIBRATE=0         neither look up nor measure; dtk's own constants hold
@@ -15,9 +16,9 @@ import dataclasses
 import hashlib
 import json
 import os
+import socket
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import tensorflow as tf
 
@@ -25,14 +26,15 @@ from dtk import cache
 from dtk.communicators.base import Communicator
 from dtk.communicators.costs import Costs
 from dtk.communicators.measuring import measure
+from dtk.communicators.root import on_root
 from dtk.errors import CommunicatorError
 from dtk.version import __version__
 
 VARIABLE = "DTK_CALIBRATE"
 _WAYS = ("", "1", "0", "again")
-_KEPT = 100  # worlds
-# What of Horovod's settings has no say in how fast it is: who and where.
-_PLACES = ("RANK", "SIZE", "ADDR", "PORT", "HOSTNAME", "IFACE", "SECRET")
+# Settings of transports; Open MPI's other variables say who and where, and differ by job.
+_SETTINGS = ("HOROVOD_", "NCCL_", "GRPC_", "OMPI_MCA_btl", "OMPI_MCA_pml", "OMPI_MCA_mpi_")
+_PLACES = ("RANK", "SIZE", "ADDR", "PORT", "HOSTNAME", "SECRET_KEY")
 
 
 def calibrate(communicator: Communicator, device: str, processors: list[str]) -> Costs | None:
@@ -49,60 +51,59 @@ def calibrate(communicator: Communicator, device: str, processors: list[str]) ->
     Raises:
         CommunicatorError: DTK_CALIBRATE is none of the above.
     """
-    way, found = communicator.broadcast_object(
-        _look_up(communicator, processors) if communicator.rank == 0 else None
-    )
+    way = communicator.broadcast_object(os.environ.get(VARIABLE, ""))
     if way not in _WAYS:
         raise CommunicatorError(
             f"{VARIABLE}={way!r} on rank 0: expected again (measure anew), 0 (do not measure), or "
             "nothing (measure once)"
         )
-    if way == "0" or found is not None:
-        return found
+    if way == "0":
+        return None
+    if way != "again":
+        known = on_root(communicator, lambda: _read(_file(communicator, processors)))
+        if known is not None:
+            return known
     costs = measure(communicator, device)
     if communicator.rank == 0:
-        _keep(_key(communicator, processors), costs)
+        _keep(costs, _file(communicator, processors))
     return costs
 
 
-def _look_up(communicator: Communicator, processors: list[str]) -> tuple[str, Costs | None]:
-    way = os.environ.get(VARIABLE, "")
-    known = _read().get(_key(communicator, processors)) if way in ("", "1") else None
-    return way, None if known is None else Costs(**known)
-
-
-def path() -> Path:
-    """The file they are kept in."""
-    return cache.folder() / "costs.json"
-
-
-def _key(communicator: Communicator, processors: list[str]) -> str:
+def _file(communicator: Communicator, processors: list[str]) -> Path | None:
+    """Where the costs of this world are kept; None for a user without a home."""
     settings = {
         name: value
         for name, value in os.environ.items()
-        if name.startswith(("HOROVOD_", "OMPI_MCA_")) and not name.endswith(_PLACES)
+        if name.startswith(_SETTINGS) and not name.endswith(_PLACES)
     }
-    versions = (__version__, tf.__version__)
-    facts = [communicator.name, communicator.hosts, processors, versions, sorted(settings.items())]
-    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
+    where = (socket.gethostname(), communicator.hosts, processors)
+    facts = [communicator.name, where, __version__, tf.__version__, sorted(settings.items())]
+    name = hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
+    with contextlib.suppress(RuntimeError):
+        return cache.folder() / "costs" / f"{name}.json"
+    return None
 
 
-def _read() -> dict[str, dict[str, Any]]:
-    """What is kept; nothing where there is no file, or one that is none of ours."""
-    with contextlib.suppress(OSError, ValueError):
-        known = json.loads(path().read_text())
-        names = {field.name for field in dataclasses.fields(Costs)}
-        if isinstance(known, dict):
-            return {key: costs for key, costs in known.items() if set(costs) == names}
-    return {}
+def _read(file: Path | None) -> Costs | None:
+    """What is kept; None where there is no file, or one that is none of ours."""
+    if file is None:
+        return None
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return Costs(**json.loads(file.read_text()))
+    return None
 
 
-def _keep(key: str, costs: Costs) -> None:
-    """Put it into the file, whole or not at all; a cache that cannot be written is none."""
-    known = {k: v for k, v in _read().items() if k != key} | {key: dataclasses.asdict(costs)}
-    newest = dict(list(known.items())[-_KEPT:])
+def _keep(costs: Costs, file: Path | None) -> None:
+    """Write the file, whole or not at all; where that is not possible each job measures."""
+    if file is None:
+        return
     with contextlib.suppress(OSError):
-        path().parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path().parent, delete=False) as file:
-            json.dump(newest, file, indent=1)
-        os.replace(file.name, path())
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, part = tempfile.mkstemp(dir=file.parent)
+        try:
+            with os.fdopen(descriptor, "w") as writer:
+                json.dump(dataclasses.asdict(costs), writer)
+            os.replace(part, file)
+        except OSError:
+            os.unlink(part)
+            raise

@@ -27,10 +27,13 @@ class Costs:
     """What a world's communicator and processors take.
 
     Attributes:
-        size: Ranks.
+        size: Ranks, 2 or more.
         message: Seconds of a message of no length.
         byte: Seconds of a byte more, in a message or in what is added up of it.
         operation: Seconds of a floating point operation in a product of matrices.
+
+    Raises:
+        ValueError: One is no number above 0.
 
     Example:
         >>> costs = Costs(size=2, message=0.5e-3, byte=4e-9, operation=0.03e-9)
@@ -43,11 +46,17 @@ class Costs:
     byte: float
     operation: float
 
+    def __post_init__(self) -> None:
+        for name in ("size", "message", "byte", "operation"):
+            value = getattr(self, name)
+            if not (isinstance(value, int | float) and 0 < value < math.inf):
+                raise ValueError(f"Costs({name}={value!r}); expected a number above 0")
+
     @property
     def half_length(self) -> int:
         """Bytes that take as long as a message: Hockney's n_1/2, to the next power of two.
 
-        Two measurements of one world seldom differ by more, and then decide alike.
+        So close, most measurements of one world agree.
         """
         return int(_power_of_two(max(1.0, self.message / self.byte)))
 
@@ -118,7 +127,7 @@ def line(size: int, seconds: dict[int, float]) -> tuple[float, float]:
 
     Args:
         size: P.
-        seconds: By n.
+        seconds: By n; more of more.
 
     Example:
         >>> line(2, {100: 1.0, 300: 2.0})
@@ -126,7 +135,7 @@ def line(size: int, seconds: dict[int, float]) -> tuple[float, float]:
     """
     (few, quick), (many, slow) = sorted(seconds.items())
     messages = 2 * (size - 1)
-    per_byte = max(slow - quick, 1e-9) / (many - few)
+    per_byte = (slow - quick) / (many - few)
     message = max(quick - per_byte * few, 1e-6) / messages
     return message, per_byte * size / messages
 

@@ -16,11 +16,14 @@ import tensorflow as tf
 from dtk.communicators.base import Communicator
 from dtk.communicators.costs import Costs, line
 
-_FEW, _MANY = 1 << 17, 1 << 22  # bytes
-_CHAIN = 8
+_FEW, _SOME, _MANY = 1 << 17, 1 << 20, 1 << 22  # bytes
+# All-reduces in a turn, so that calling it costs none of them much.
+_CHAIN = 4
 _TURNS = 5
-# Where a link is slow, so many seconds are enough for a turn.
-_LONG = 0.1
+# Where the shortest takes longer, in seconds, less is sent, in fewer turns.
+_SLOW = 5e-3
+# A longer one is taken to need so much more than the shortest: less cannot be told from chance.
+_APART = 1.1
 # A product as `dtk.exchange.factors` has them: rows of a batch, and a kernel.
 _ROWS, _SIDE = 64, 1024
 
@@ -34,15 +37,15 @@ def measure(communicator: Communicator, device: str) -> Costs:
         communicator: Of the world.
         device: Where this rank computes.
     """
-    operation = _slowest(communicator, _time(_product(device))) / (2 * _ROWS * _SIDE**2)
-    few = _allreduce_seconds(communicator, _FEW, _CHAIN)
-    many = _MANY if few * _MANY / _FEW < _LONG else 2 * _FEW
-    much = _allreduce_seconds(communicator, many, 1)
-    message, byte = line(communicator.size, {_FEW: few, many: much})
+    operation = _slowest(communicator, _time(_product(device), _TURNS)) / (2 * _ROWS * _SIDE**2)
+    few = _allreduce_seconds(communicator, _FEW, _TURNS)
+    many, turns = (_MANY, _TURNS) if few < _SLOW else (_SOME, 1)
+    much = _allreduce_seconds(communicator, many, turns)
+    message, byte = line(communicator.size, {_FEW: few, many: max(much, _APART * few)})
     return Costs(communicator.size, message, byte, operation)
 
 
-def _allreduce_seconds(communicator: Communicator, size: int, chain: int) -> float:
+def _allreduce_seconds(communicator: Communicator, size: int, turns: int) -> float:
     with tf.device("CPU:0"):
         values = tf.zeros(size // 4)
 
@@ -50,11 +53,11 @@ def _allreduce_seconds(communicator: Communicator, size: int, chain: int) -> flo
     def sums() -> tf.Tensor:
         with communicator.sequence(f"costs/{size}"):
             value = values
-            for _ in range(chain):
+            for _ in range(_CHAIN):
                 value = communicator.allreduce(value)
             return value[0]
 
-    return _slowest(communicator, _time(lambda: sums().numpy())) / chain
+    return _slowest(communicator, _time(lambda: sums().numpy(), turns)) / _CHAIN
 
 
 def _product(device: str) -> Callable[[], object]:
@@ -68,11 +71,11 @@ def _product(device: str) -> Callable[[], object]:
     return multiply
 
 
-def _time(work: Callable[[], object]) -> float:
+def _time(work: Callable[[], object], turns: int) -> float:
     """Median seconds of a few turns, after one that traces."""
     work()
     took = []
-    for _ in range(_TURNS):
+    for _ in range(turns):
         began = time.perf_counter()
         work()
         took.append(time.perf_counter() - began)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,16 +31,18 @@ CANDIDATES = (Dense(), Dense("float16"), Quantized(8), Quantized(1))
 # Of a step: less is not worth an approximation.
 _WORTH = 0.1
 _TURNS = 3
+# Of the bytes of all gradients: with less, some went as factors.
+_WHOLE = 0.9
 
 
 @dataclass(frozen=True)
 class Auto(Exchange):
     """Whole gradients for an epoch of `fit`; then what is fastest, or nearly, and changes least.
 
-    The first epoch is the warm start that few bits need. At its end rank 0 compares what steps took
-    with what they would take with half precision, 8 bits and 1 bit, takes the mildest that is
-    within a tenth of the fastest, and says so. Checkpoints keep the choice. Loops without `fit`
-    stay with whole gradients.
+    The first epoch, of five steps or more, is the warm start that few bits need. At its end rank 0
+    compares what steps took with what they would take with half precision, 8 bits and 1 bit, takes
+    the mildest that is within a tenth of the fastest, and says so. Checkpoints keep the choice.
+    Loops without `fit` stay with whole gradients.
 
     Example:
         >>> import dtk
@@ -61,15 +63,29 @@ class Observed(NamedTuple):
         step: Seconds.
         sending: Seconds of it in which this rank waited for collectives.
         sent: Bytes this rank handed over.
-        gradients: Shapes and dtypes of those that were tensors.
-        factors: Whether some of these went as their factors.
+        gradients: Shapes and dtypes of those that are summed whole.
+        factored: Of those that may go as their factors.
+        window: Steps for which gradients are exchanged once.
     """
 
     step: float
     sending: float
     sent: float
-    gradients: Sequence[tf.TensorSpec]
-    factors: bool = False
+    gradients: Sequence[tf.TensorSpec] = ()
+    factored: Sequence[tf.TensorSpec] = ()
+    window: int = 1
+
+
+class Overhead(NamedTuple):
+    """What an exchange of gradients computes, and hands over.
+
+    Attributes:
+        seconds: Of one exchange.
+        sent: Bytes of one exchange.
+    """
+
+    seconds: float
+    sent: float
 
 
 class Choice(NamedTuple):
@@ -87,60 +103,103 @@ class Choice(NamedTuple):
 
     def __str__(self) -> str:
         """One line for the user."""
+        others = ", ".join(
+            f"{exchange} {1e3 * seconds:.1f} ms"
+            for exchange, seconds in self.predicted.items()
+            if exchange != CANDIDATES[0]
+        )
         step, sending, sent, *_ = self.observed
-        others = ", ".join(f"{e} {1e3 * s:.1f} ms" for e, s in self.predicted.items() if s != step)
         return (
             f"exchange='auto' goes on with {self.exchange}: of a step of {1e3 * step:.1f} ms "
             f"{1e3 * sending:.1f} were spent sending {sent / 1e6:.2f} MB; expected: {others}"
         )
 
 
-def choose(observed: Observed, communicator: Communicator, costs: Costs) -> Choice:
+def choose(observed: Observed, overheads: Mapping[Exchange, Overhead], costs: Costs) -> Choice:
     """The mildest exchange that makes a step nearly as fast as any does.
 
     Args:
-        observed: Of this rank.
-        communicator: Between the workers. Nothing is sent.
-        costs: Of its world.
+        observed: What steps took.
+        overheads: See `overheads_of`.
+        costs: Of the world.
     """
     exact, *others = CANDIDATES
+    now = _sending(exact, observed, overheads, costs)
     predicted: dict[Exchange, float] = {exact: observed.step}
-    whole = _overhead(exact, observed, communicator)
-    now = costs.allgather(observed.sent) if observed.factors else costs.allreduce(observed.sent)
     for exchange in others:
-        coded = _overhead(exchange, observed, communicator)
-        # What is no gradient, such as metrics, is sent in any case.
-        rest = 0 if observed.factors else max(0.0, observed.sent - whole.sent)
-        then = _sending(exchange, coded.sent + rest, costs)
-        saved = min(observed.sending, now - then)
-        predicted[exchange] = observed.step - saved + coded.seconds - whole.seconds
+        saved = now - _sending(exchange, observed, overheads, costs)
+        coding = overheads[exchange].seconds - overheads[exact].seconds
+        predicted[exchange] = (
+            observed.step - min(observed.sending, saved) + coding / observed.window
+        )
     fastest = min(predicted.values())
-    chosen = next(e for e, seconds in predicted.items() if seconds <= (1 + _WORTH) * fastest)
+    limit = fastest + _WORTH * abs(fastest)
+    chosen = next(exchange for exchange, seconds in predicted.items() if seconds <= limit)
     return Choice(chosen, observed, predicted)
 
 
-def _sending(exchange: Exchange, length: float, costs: Costs) -> float:
-    if isinstance(exchange, Dense):
-        return costs.allreduce(length)
-    # To owners, and from owners: each sends P-1 times a P-th, twice.
-    return costs.allreduce(length) + costs.message
+def _sending(
+    exchange: Exchange, observed: Observed, overheads: Mapping[Exchange, Overhead], costs: Costs
+) -> float:
+    """Seconds a step sends, by the model, if nothing else goes on."""
+    factors, exact = _bytes_as_factors(observed), CANDIDATES[0]
+    summed = observed.sent - factors
+    if exchange == exact:
+        return costs.allreduce(summed) + costs.allgather(factors)
+    if factors and isinstance(exchange, Dense):  # factors go as they are
+        halved = _bytes(observed.gradients) / 2 / observed.window
+        return costs.allreduce(summed - halved) + costs.allgather(factors)
+    replaced = _bytes(observed.gradients) if factors else overheads[exact].sent
+    summed += (overheads[exchange].sent - replaced) / observed.window
+    # Codes go to owners and from owners: as a ring does, and vectors go beside.
+    return costs.allreduce(summed) + (0.0 if isinstance(exchange, Dense) else costs.message)
 
 
-class _Overhead(NamedTuple):
-    seconds: float
-    sent: float
+def _bytes(specs: Sequence[tf.TensorSpec]) -> int:
+    return sum(spec.shape.num_elements() * spec.dtype.size for spec in specs)
 
 
-def _overhead(exchange: Exchange, observed: Observed, communicator: Communicator) -> _Overhead:
-    """What an exchange computes, and how many bytes it then has to send."""
+def _bytes_as_factors(observed: Observed) -> float:
+    """Bytes of a step that went as factors; 0 where gradients went whole after all."""
+    others = _bytes(observed.gradients) / observed.window
+    whole = others + _bytes(observed.factored) / observed.window
+    return max(0.0, observed.sent - others) if observed.sent < _WHOLE * whole else 0.0
+
+
+def overheads_of(
+    observed: Observed, communicator: Communicator, device: str
+) -> dict[Exchange, Overhead]:
+    """What each candidate computes and hands over; nothing is sent.
+
+    Args:
+        observed: Whose gradients.
+        communicator: Says how many ranks there are.
+        device: Where gradients are.
+    """
     nobody = NullCommunicator(communicator.rank, communicator.size)
-    exchanger = exchange.exchanger(nobody, Memory(nobody, "CPU:0"), Trained())
-    zeros = [tf.zeros(spec.shape, spec.dtype) for spec in observed.gradients]
-    reduce = tf.function(lambda: exchanger.reduce(zeros), autograph=False, jit_compile=False)
-    reduce()  # traces
+    with tf.device(device):
+        specs = [*observed.gradients, *observed.factored]
+        zeros = [tf.zeros(spec.shape, spec.dtype) for spec in specs]
+        return {exchange: _overhead(exchange, zeros, nobody, device) for exchange in CANDIDATES}
+
+
+def _overhead(
+    exchange: Exchange, gradients: list[tf.Tensor], nobody: NullCommunicator, device: str
+) -> Overhead:
+    exchanger = exchange.exchanger(nobody, Memory(nobody, device), Trained())
+
+    @tf.function(autograph=False, jit_compile=False)
+    def reduce() -> list[tf.Tensor]:
+        return [tf.reduce_sum(tf.cast(g, tf.float32)) for g in exchanger.reduce(gradients)]
+
+    def exchanged() -> None:
+        for total in reduce():
+            total.numpy()  # over only when it can be read
+
+    exchanged()  # traces
     before, seconds = nobody.bytes_sent, []
     for _ in range(_TURNS):
         began = time.perf_counter()
-        reduce()
+        exchanged()
         seconds.append(time.perf_counter() - began)
-    return _Overhead(statistics.median(seconds), (nobody.bytes_sent - before) / _TURNS)
+    return Overhead(statistics.median(seconds), (nobody.bytes_sent - before) / _TURNS)

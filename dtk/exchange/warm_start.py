@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
+from dtk.exchange.auto import Auto
 from dtk.exchange.base import Exchange, Exchanger, Portion, Trained
 from dtk.exchange.dense import Dense
 from dtk.exchange.memory import Memory
@@ -41,7 +42,7 @@ class WarmStart(Exchange):
     samples: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.exchange, Exchange) or isinstance(self.exchange, WarmStart):
+        if not isinstance(self.exchange, Exchange) or isinstance(self.exchange, WarmStart | Auto):
             raise ValueError(
                 f"WarmStart(exchange={self.exchange!r}); expected another exchange, such as "
                 "Quantized(bits=1)"

@@ -366,12 +366,12 @@ class Agreement(keras.callbacks.Callback):
         self.adoption.feed.shuffle(epoch)
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
-        """Nothing of the callbacks' is part of the step."""
-        self._choosing.begin_step()
+        """The last callback to hear of it, so none of the others' is timed."""
+        self._choosing.begin_step(batch)
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         """After the first step, make sure that it was the same step everywhere."""
-        self._choosing.end_step(logs)
+        self._choosing.end_step(batch, logs)
         if not self._stepped:
             self._stepped = True
             if not self.adoption.trains_apart:

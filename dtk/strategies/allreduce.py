@@ -25,12 +25,13 @@ class AllReduceStrategy(DtkStrategy):
 
     Args:
         communicator: "auto" (from the environment), "horovod", "collective" (TensorFlow's own),
-            "local" (one process), or a `dtk.communicators.Communicator`. By name, what a message
-            and a byte take is measured once in each world, which chooses buckets and the like:
+            "local" (one process), or a `dtk.communicators.Communicator`. What a message and a
+            byte take is measured once in each world, and buckets and the like are chosen by it:
             `print(strategy.communicator.costs)` says what was found and chosen; see
             `dtk.communicators.calibration`.
         exchange: What is sent of gradients, and when: a value of `dtk.exchange`, or its short name
-            ("fp16", "bf16", "1bit", "2bit", "4bit", "8bit", "16bit"); None sends them as they are.
+            ("auto", "fp16", "bf16", "1bit", "2bit", "4bit", "8bit", "16bit"); None sends them as
+            they are.
 
     Raises:
         ValueError: No such exchange, or it cannot work with this many workers.
@@ -50,8 +51,7 @@ class AllReduceStrategy(DtkStrategy):
     def __init__(self, communicator: str | Communicator = "auto", exchange: Any = None):
         parsed = parse(exchange)
         with quiet.device_start():
-            named = isinstance(communicator, str)
-            if isinstance(communicator, str):
+            if not isinstance(communicator, Communicator):
                 communicator = communicators.create(communicator)
             device = start.pin_device(communicator)
         super().__init__(AllReduceExtended(self, device, communicator), communicator)
@@ -59,8 +59,7 @@ class AllReduceStrategy(DtkStrategy):
         if exchange is not None and communicator.size == 1:
             print(f"dtk: one worker has nobody to exchange gradients with; {parsed} is not used")
         self.shuffle_seed = self.seed_in_force = start.agree(communicator, exchange=repr(parsed))
-        if named:
-            communicator.costs = start.calibrated(communicator, device)
+        communicator.costs = start.calibrated(communicator, device)
         parsed.check(communicator)
 
     def local_ranks(self) -> Sequence[int]:

@@ -8,15 +8,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from dtk.communicators.costs import Costs
 from dtk.communicators.measuring import measure
-from dtk.exchange.auto import CANDIDATES, Observed, choose
+from dtk.communicators.root import on_root
+from dtk.exchange.auto import CANDIDATES, Choice, Observed, choose, overheads_of
+from dtk.exchange.base import Exchange
 from dtk.strategies import optimizing
 from dtk.strategies.exchanging import Exchanging
 
-# Steps that are left out, being traced or following on what `fit` does once; and how many tell.
+# Calls of the train function that are left out, being traced or following on what `fit` does once;
+# and how many tell.
 _FIRST, _LEAST = 2, 3
-# The variable that keeps the choice in checkpoints; 0 is none yet.
-_CHOICE = "choice"
+# What stands for each candidate in checkpoints: bits of an entry. 0 is none yet.
+_BITS = dict(zip(CANDIDATES, (32, 16, 8, 1), strict=True))
 
 
 class _Reading(NamedTuple):
@@ -37,61 +41,66 @@ class Choosing:
     def __init__(self, adoption: Any):
         self._adoption = adoption
         self._strategy = adoption.strategy
-        self._exchangings: list[Exchanging] = []
-        self._steps: list[list[float]] = []
-        self._count = 0
+        self._undecided: list[Exchanging] = []
+        self._calls: list[list[float]] = []
+        self._steps = self._count = 0
 
     def begin(self) -> None:
         """Go on with what a checkpoint says was chosen; else watch."""
         bound = optimizing.exchangings_of(self._adoption.model)
-        self._exchangings = [exchanging for exchanging in bound if exchanging.chooses]
-        if self._exchangings:
-            chosen = int(_kept(self._exchangings[0]))
-            if chosen:
-                self._go_on_with(chosen - 1)
+        choosing = [exchanging for exchanging in bound if exchanging.chooses]
+        kept = {int(_kept(exchanging)) for exchanging in choosing}
+        if kept <= {0}:
+            self._undecided = choosing
+            return
+        (chosen,) = (candidate for candidate, bits in _BITS.items() if bits == max(kept))
+        if any(exchanging.exchange != chosen for exchanging in choosing):
+            self._go_on_with(chosen, choosing)
 
-    def begin_step(self) -> None:
-        """Read the clocks."""
-        if self._exchangings:
-            self._began = self._read()
+    def begin_step(self, first: int) -> None:
+        """Read the clocks, when the train function is about to take this step and maybe more."""
+        if self._undecided:
+            self._first, self._began = first, self._read()
 
-    def end_step(self, logs: dict | None) -> None:
+    def end_step(self, last: int, logs: dict | None) -> None:
         """Read them again, once the step is over: then its logs can be read."""
-        if not self._exchangings:
+        if not self._undecided:
             return
         for value in (logs or {}).values():
             np.asarray(value)
         self._count += 1
         if self._count > _FIRST:
             ended = self._read()
-            self._steps.append([b - a for a, b in zip(self._began, ended, strict=True)])
+            self._calls.append([b - a for a, b in zip(self._began, ended, strict=True)])
+            self._steps += last - self._first + 1
 
     def end_epoch(self) -> None:
-        """Choose, on all ranks alike."""
-        if not self._exchangings or len(self._steps) < _LEAST:
+        """Choose, on all ranks alike, once enough was seen."""
+        window = max((exchanging.window for exchanging in self._undecided), default=1)
+        if not self._undecided or len(self._calls) < _LEAST or self._steps < window:
             return
         communicator = self._strategy.communicator
         (device,) = self._strategy.extended.worker_devices
         costs = communicator.costs or measure(communicator, device)
-        choice = choose(self._observed(), communicator, costs)
-        chosen = communicator.broadcast_object(CANDIDATES.index(choice.exchange))
+        choice = on_root(communicator, lambda: self._choose(costs, window, device))
         if self._strategy.is_chief:
             print(f"dtk: {choice}", flush=True)
-        self._go_on_with(chosen)
+        self._go_on_with(choice.exchange, self._undecided)
 
-    def _observed(self) -> Observed:
-        step, sending, sent = np.mean(self._steps, 0)
-        seen = [spec for exchanging in self._exchangings for spec in exchanging.seen]
-        factors = any(exchanging.factors for exchanging in self._exchangings)
-        return Observed(step, sending, sent, seen, factors)
+    def _choose(self, costs: Costs, window: int, device: str) -> Choice:
+        step, sending, sent = np.sum(self._calls, 0) / self._steps
+        gradients = [spec for exchanging in self._undecided for spec in exchanging.seen]
+        factored = [spec for exchanging in self._undecided for spec in exchanging.factored]
+        observed = Observed(step, sending, sent, gradients, factored, window)
+        overheads = overheads_of(observed, self._strategy.communicator, device)
+        return choose(observed, overheads, costs)
 
-    def _go_on_with(self, chosen: int) -> None:
-        for exchanging in self._exchangings:
-            _kept(exchanging).assign(chosen + 1)
-            exchanging.go_on_with(CANDIDATES[chosen])
-        self._exchangings = []
-        if chosen:
-            self._adoption.make_train_function(force=True)
+    def _go_on_with(self, chosen: Exchange, exchangings: list[Exchanging]) -> None:
+        for exchanging in exchangings:
+            _kept(exchanging).assign(_BITS[chosen])
+            exchanging.go_on_with(chosen)
+        self._undecided = []
+        self._adoption.make_train_function(force=True)
 
     def _read(self) -> _Reading:
         communicator = self._strategy.communicator
@@ -100,4 +109,4 @@ class Choosing:
 
 
 def _kept(exchanging: Exchanging) -> tf.Variable:
-    return exchanging.memory.variable(_CHOICE, "same", (), tf.int64)
+    return exchanging.memory.variable("chosen_bits", "same", (), tf.int64)

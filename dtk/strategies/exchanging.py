@@ -27,8 +27,9 @@ class Exchanging:
 
     Attributes:
         memory: What the exchangers remember.
-        seen: Shapes and dtypes of the last traced step's gradients, but for rows of tables.
-        factors: Whether some of them may go as factors.
+        chooses: Whether the exchange is one that is chosen, see `choosing`.
+        seen: Shapes and dtypes of the last traced step's gradients that are summed whole.
+        factored: Those of gradients that may go as their factors.
     """
 
     def __init__(self, outer: Any, inner: Any, strategy: Any):
@@ -37,14 +38,20 @@ class Exchanging:
         self._strategy = strategy
         self._exchange = strategy.exchange or Dense()
         self._exchangers: dict[tuple, Exchanger] = {}
+        self.chooses = isinstance(self._exchange, Auto)
         self.seen: list[tf.TensorSpec] = []
-        self.factors = False
+        self.factored: list[tf.TensorSpec] = []
         self.memory = Memory(strategy.communicator, strategy.extended.worker_devices[0])
 
     @property
-    def chooses(self) -> bool:
-        """Whether another exchange is still to be chosen, see `choosing`."""
-        return isinstance(self._exchange, Auto)
+    def exchange(self) -> Exchange:
+        """How gradients are exchanged now."""
+        return self._exchange
+
+    @property
+    def window(self) -> int:
+        """Steps for which gradients are exchanged once."""
+        return self._inner.gradient_accumulation_steps or 1
 
     def go_on_with(self, exchange: Exchange) -> None:
         """Exchange in another way from the next step on, which must be traced anew."""
@@ -122,12 +129,11 @@ class Exchanging:
         return _put_back(self.of(None).reduce(present, portion()), gradients)
 
     def _see(self, gradients: list) -> None:
-        self.seen = [
-            tf.TensorSpec(g.shape, g.dtype)
-            for g in gradients
-            if not isinstance(g, tf.IndexedSlices) and g.shape.is_fully_defined()
-        ]
-        self.factors = any(isinstance(g, Factored) for g in gradients)
+        self.seen, self.factored = [], []
+        for g in gradients:
+            if not isinstance(g, tf.IndexedSlices) and g.shape.is_fully_defined():
+                alike = self.factored if isinstance(g, Factored) else self.seen
+                alike.append(tf.TensorSpec(g.shape, g.dtype))
 
     def count(self) -> None:
         """Tell of a step in an accumulation window."""

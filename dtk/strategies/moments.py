@@ -19,7 +19,7 @@ from dtk.strategies import tracing
 
 
 def of_all_replicas(
-    x: tf.Tensor, axes: Sequence[int], keepdims: bool, original: Callable
+    x: tf.Tensor, axes: int | Sequence[int], keepdims: bool, original: Callable
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Moments of `x` over these axes and all replicas, as Keras computes them.
 
@@ -32,6 +32,7 @@ def of_all_replicas(
     Returns:
         Mean and variance.
     """
+    axes = [axes] if isinstance(axes, int) else axes
     replica = tf.distribute.get_replica_context()
     if tracing.current() is None or replica is None:
         return original(x, axes, keepdims)

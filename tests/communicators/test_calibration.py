@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from communicators import calibration_bodies as bodies
@@ -12,64 +10,95 @@ some_worlds = pytest.mark.worlds(("collective", 2), ("horovod-gloo", 2))
 
 
 @pytest.fixture
-def cache(pool, tmp_path):
-    pool.run(bodies.set_environment, str(tmp_path))
-    return tmp_path / "dtk" / "costs.json"
+def cache(tmp_path):
+    return str(tmp_path)
+
+
+def kept(cache_folder):
+    return sorted((cache_folder / "dtk" / "costs").iterdir())
 
 
 @some_worlds
-def test_measured_once_and_the_same_on_all_ranks(pool, cache):
-    first, other = pool.run(bodies.calibrated, "")
+def test_measured_once_and_the_same_on_all_ranks(pool, cache, tmp_path):
+    first, other = pool.run(bodies.calibrated, "", cache)
     assert first == other
-    assert 1e-6 < first["message"] < 1 and 1e-12 < first["byte"] < 1e-5
+    assert 1e-7 < first["message"] < 1 and 1e-13 < first["byte"] < 1e-5
     assert 1e-14 < first["operation"] < 1e-8
-    assert len(json.loads(cache.read_text())) == 1
-    assert pool.run(bodies.calibrated, "") == [first, first]
-    again = pool.run(bodies.calibrated, "again")
+    assert len(kept(tmp_path)) == 1
+    assert pool.run(bodies.calibrated, "", cache) == [first, first]
+    again = pool.run(bodies.calibrated, "again", cache)
     assert again[0] == again[1] != first
-    assert pool.run(bodies.calibrated, "1") == again
+    assert pool.run(bodies.calibrated, "1", cache) == again
 
 
 @pytest.mark.worlds(("collective", 2))
-def test_other_processors_are_another_world(pool, cache):
-    mine, _ = pool.run(bodies.calibrated, "", "one kind")
-    others, _ = pool.run(bodies.calibrated, "", "another kind")
+def test_other_processors_are_another_world(pool, cache, tmp_path):
+    mine, _ = pool.run(bodies.calibrated, "", cache, "one kind")
+    others, _ = pool.run(bodies.calibrated, "", cache, "another kind")
     assert mine != others
-    assert pool.run(bodies.calibrated, "", "one kind") == [mine, mine]
-    assert len(json.loads(cache.read_text())) == 2
+    assert pool.run(bodies.calibrated, "", cache, "one kind") == [mine, mine]
+    assert len(kept(tmp_path)) == 2
 
 
 @pytest.mark.worlds(("collective", 2))
-@pytest.mark.parametrize("text", ["", "{", '{"x": {"size": 2}}', "[1]"])
-def test_a_damaged_file_is_measured_anew(pool, cache, text):
-    cache.parent.mkdir()
-    cache.write_text(text)
-    first, other = pool.run(bodies.calibrated, "")
+def test_settings_of_a_transport_make_another_world_and_what_differs_by_job_does_not(
+    pool, cache, tmp_path
+):
+    mine, _ = pool.run(bodies.calibrated_in, cache, {"OMPI_MCA_orte_hnp_uri": "job 1"})
+    assert pool.run(bodies.calibrated_in, cache, {"OMPI_MCA_orte_hnp_uri": "job 2"})[0] == mine
+    assert len(kept(tmp_path)) == 1
+    pool.run(bodies.calibrated_in, cache, {"HOROVOD_CYCLE_TIME": "7"})
+    pool.run(bodies.calibrated_in, cache, {"HOROVOD_GLOO_IFACE": "ib0"})
+    assert len(kept(tmp_path)) == 3
+
+
+@pytest.mark.worlds(("collective", 2))
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[1]",
+        '{"size": 2}',
+        '{"size": 2, "message": 1e-3, "byte": 0, "operation": 1e-11}',
+        '{"size": 2, "message": "1e-3", "byte": 1e-9, "operation": 1e-11}',
+    ],
+)
+def test_a_damaged_file_is_measured_anew(pool, cache, tmp_path, text):
+    pool.run(bodies.calibrated, "", cache)
+    (file,) = kept(tmp_path)
+    file.write_text(text)
+    first, other = pool.run(bodies.calibrated, "", cache)
     assert first == other is not None
-    assert first in json.loads(cache.read_text()).values()
+    assert pool.run(bodies.calibrated, "", cache) == [first, first]
 
 
 @pytest.mark.worlds(("collective", 2))
-def test_a_cache_that_cannot_be_written_is_none(pool, cache):
-    cache.parent.write_text("a file where a directory should be")
-    first, other = pool.run(bodies.calibrated, "")
+def test_a_cache_that_cannot_be_written_is_none(pool, cache, tmp_path):
+    (tmp_path / "dtk").write_text("a file where a directory should be")
+    first, other = pool.run(bodies.calibrated, "", cache)
     assert first == other is not None
 
 
 @pytest.mark.worlds(("collective", 2))
-def test_it_can_be_turned_off(pool, cache):
-    assert pool.run(bodies.calibrated, "0") == [None, None]
-    assert not cache.exists()
+def test_it_can_be_turned_off(pool, cache, tmp_path):
+    assert pool.run(bodies.calibrated, "0", cache) == [None, None]
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.worlds(("collective", 2))
 def test_a_way_there_is_not(pool, cache):
-    for told in pool.run(bodies.raised, "never"):
+    for told in pool.run(bodies.raised, "never", cache):
         assert "DTK_CALIBRATE='never' on rank 0: expected again" in told
 
 
 @some_worlds
-def test_a_strategy_by_name_has_costs(pool, cache):
-    (costs, total), (others, _) = pool.run(bodies.of_strategy)
+def test_a_strategy_has_costs(pool, cache):
+    (costs, total), (others, _) = pool.run(bodies.of_strategy, cache)
     assert costs == others and costs["size"] == 2
     assert total == 3.0
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_what_sends_nothing_has_none(pool, cache):
+    assert pool.run(bodies.of_null, cache) == [None, None]

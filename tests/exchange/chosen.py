@@ -19,10 +19,10 @@ class SlowBefore(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch, logs=None):
         if self.rank:
-            time.sleep(0.03)
+            time.sleep(0.06)
 
 
-def fit(byte, epochs, directory=None, value="auto"):
+def fit(byte, epochs, directory=None, value="auto", options=None, window=None):
     """Train where a byte is said to take so many seconds.
 
     Returns weights, bytes per step of each epoch, and rank 0's words are in its log.
@@ -38,7 +38,8 @@ def fit(byte, epochs, directory=None, value="auto"):
         callbacks.append(dtk.callbacks.Checkpoint(directory, resume=True))
     try:
         with exchanged.exchanging(value):
-            model = exchanged.perceptron(strategy, keras.optimizers.SGD(0.1))
+            optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=window)
+            model = exchanged.perceptron(strategy, optimizer, **options or {})
             history = model.fit(
                 x, y, batch_size=16, epochs=epochs, verbose=0, callbacks=callbacks
             ).history

@@ -8,63 +8,122 @@ import tensorflow as tf
 
 from dtk.communicators.costs import Costs
 from dtk.communicators.null import NullCommunicator
-from dtk.exchange import Auto, Dense, Quantized, parse
-from dtk.exchange.auto import CANDIDATES, Observed, choose
+from dtk.exchange import Auto, Dense, Quantized, WarmStart, parse
+from dtk.exchange.auto import CANDIDATES, Observed, Overhead, choose, overheads_of
 from exchange import chosen
 
-KERNELS = [tf.TensorSpec([512, 512]), tf.TensorSpec([512])]
-SIZE = 4 * (512 * 512 + 512)
+KERNEL = tf.TensorSpec([512, 512])
+SIZE = 4 * 512 * 512
+SENT = dict(zip(CANDIDATES, (SIZE, SIZE / 2, SIZE / 4, SIZE / 32), strict=True))
+NOTHING_TO_CODE = {exchange: Overhead(0.0, sent) for exchange, sent in SENT.items()}
+EXACT, HALF, EIGHT_BITS, ONE_BIT = CANDIDATES
 
 
-def choice(step, sending, byte, workers=4):
-    observed = Observed(step, sending, SIZE, KERNELS)
-    return choose(observed, NullCommunicator(0, workers), Costs(workers, 1e-4, byte, 1e-11))
+def costs(byte, workers=2):
+    return Costs(workers, 1e-6, byte, 1e-11)
+
+
+def choice(step, sending, byte, workers=2, overheads=NOTHING_TO_CODE, **observed):
+    seen = Observed(step, sending, **{"sent": SIZE, "gradients": [KERNEL], **observed})
+    return choose(seen, overheads, costs(byte, workers))
 
 
 def test_a_slow_link_wants_few_bits():
-    told = choice(step=3.1, sending=3.0, byte=2e-6)
-    assert told.exchange == Quantized(1)
-    seconds = list(told.predicted.values())
-    assert seconds == sorted(seconds, reverse=True)
-    assert list(told.predicted) == list(CANDIDATES)
+    told = choice(step=3.1, sending=3.0, byte=3.0 / SIZE)
+    assert told.exchange == ONE_BIT
+    expected = [0.1 + 3.0 * sent / SIZE for sent in SENT.values()]
+    assert list(told.predicted.values()) == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_middling_link_wants_what_changes_least_and_is_nearly_as_fast():
-    # Half the bytes save 0.45 of 10 seconds, a thirtieth would save 0.9 of them.
-    assert choice(step=10.0, sending=0.9, byte=6e-7).exchange == Dense()
-    assert choice(step=1.0, sending=0.2, byte=0.9e-7).exchange == Dense("float16")
-
-
-def test_a_fast_link_wants_nothing():
-    assert choice(step=0.1, sending=0.05, byte=1e-12).exchange == Dense()
+    # Half the bytes save 0.05 of a second, a thirtieth would save 0.097.
+    assert choice(step=1.0, sending=0.1, byte=0.1 / SIZE).exchange == HALF
+    assert choice(step=1.0, sending=0.08, byte=0.08 / SIZE).exchange == EXACT
 
 
 def test_what_the_backward_pass_hides_cannot_be_saved():
-    assert choice(step=3.1, sending=0.01, byte=2e-6).exchange == Dense()
+    assert choice(step=3.1, sending=0.01, byte=3.0 / SIZE).exchange == EXACT
 
 
-def test_factors_are_few_bytes_already():
-    sent = 16 * (512 + 512) * 4
-    costs = Costs(2, 1e-4, 1e-7, 1e-11)
-    told = choose(Observed(0.1, 0.02, sent, KERNELS, factors=True), NullCommunicator(0, 2), costs)
-    assert told.exchange == Dense()
+def test_coding_counts():
+    dear = NOTHING_TO_CODE | {e: Overhead(5.0, SENT[e]) for e in (EIGHT_BITS, ONE_BIT)}
+    assert choice(step=3.1, sending=3.0, byte=3.0 / SIZE, overheads=dear).exchange == HALF
+
+
+def test_a_measured_overhead_below_that_of_whole_gradients_is_no_error():
+    hiccup = NOTHING_TO_CODE | {EXACT: Overhead(9.0, SIZE)}
+    told = choice(step=3.1, sending=3.0, byte=3.0 / SIZE, overheads=hiccup)
+    assert min(told.predicted.values()) < 0
+    assert told.exchange in CANDIDATES
+
+
+@pytest.mark.parametrize("workers", [2, 8])
+def test_factors_are_few_bytes_already(workers):
+    # 16 rows of 1024 numbers; whole gradients would be 16 times as many.
+    seen = {"sent": 16 * 1024 * 4, "gradients": [], "factored": [KERNEL]}
+    told = choice(0.1, 0.02, 1e-9, workers, **seen)
+    assert told.exchange == EXACT
+    assert told.predicted[HALF] == pytest.approx(0.1, abs=1e-5)
+
+
+def test_of_gradients_beside_factors_half_precision_halves_what_is_summed():
+    seen = {"sent": SIZE + 64_000, "gradients": [KERNEL], "factored": [KERNEL]}
+    byte = 1e-6
+    told = choice(10.0, 5.0, byte, workers=8, **seen)
+    saved = costs(byte, 8).allreduce(SIZE) - costs(byte, 8).allreduce(SIZE / 2)
+    assert told.predicted[HALF] == pytest.approx(10.0 - saved, rel=1e-3)
+
+
+def test_a_window_of_steps_is_exchanged_once():
+    told = choice(3.1, 3.0, 12.0 / SIZE, sent=SIZE / 4, window=4)
+    expected = [0.1 + 3.0 * sent / SIZE for sent in SENT.values()]
+    assert list(told.predicted.values()) == pytest.approx(expected, abs=1e-4)
 
 
 def test_the_choice_is_told_with_its_reason():
-    text = str(choice(step=3.1, sending=3.0, byte=2e-6))
+    text = str(choice(step=3.1, sending=3.0, byte=3.0 / SIZE))
     for part in ("Quantized(bits=1)", "3100.0 ms", "3000.0", "1.05 MB", "expected:"):
         assert part in text
 
 
-def test_its_short_name():
+def test_what_candidates_compute_and_send_is_measured():
+    seen = Observed(1.0, 0.5, SIZE, [KERNEL, tf.TensorSpec([512])], [KERNEL])
+    overheads = overheads_of(seen, NullCommunicator(0, 2), "CPU:0")
+    whole = 2 * SIZE + 4 * 512
+    assert overheads[EXACT].sent == whole
+    assert overheads[HALF].sent == whole / 2
+    assert SIZE / 16 < overheads[ONE_BIT].sent < SIZE / 8
+    assert all(overhead.seconds > 0 for overhead in overheads.values())
+
+
+def test_its_short_name_and_what_it_does_not_go_with():
     assert parse("auto") == Auto()
+    with pytest.raises(ValueError, match="expected another exchange"):
+        WarmStart(Auto(), samples=10)
+
+
+def test_candidates_are_from_mild_to_rough():
+    assert (Dense(), Dense("float16"), Quantized(8), Quantized(1)) == CANDIDATES
+
+
+FEWER = pytest.mark.parametrize("options", [{}, {"steps_per_execution": 2}], ids=["one", "two"])
 
 
 @pytest.mark.worlds(("collective", 2))
-def test_from_the_second_epoch_on_half_the_bytes_travel(pool):
-    (weights, sent, _), (others, *_) = pool.run(chosen.fit, 1e-5, 3)
+@FEWER
+def test_once_enough_was_seen_fewer_bytes_travel(pool, options):
+    # Four calls of the train function in an epoch are not enough, where each takes two steps.
+    (weights, sent, _), (others, *_) = pool.run(chosen.fit, 1e-5, 4, None, "auto", options)
     assert np.array_equal(weights, others)
-    assert sent[1] < 0.6 * sent[0] and sent[2] == pytest.approx(sent[1], rel=0.01)
+    assert sent[2] < 0.6 * sent[0] and sent[3] == pytest.approx(sent[2], rel=0.01)
+    assert (sent[1] == pytest.approx(sent[0], rel=0.01)) == bool(options)
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_windows_of_gradients_too(pool):
+    (weights, sent, _), (others, *_) = pool.run(chosen.fit, 1e-5, 3, None, "auto", {}, 2)
+    assert np.array_equal(weights, others)
+    assert sent[1] < 0.7 * sent[0]
 
 
 @pytest.mark.worlds(("collective", 2))
@@ -77,9 +136,8 @@ def test_where_nothing_can_be_saved_it_is_whole_gradients_to_the_bit(pool):
 
 @pytest.mark.worlds(("collective", 2))
 def test_a_resumed_run_goes_on_with_what_was_chosen(pool, tmp_path):
-    through = pool.run(chosen.fit, 1e-5, 3)
-    pool.run(chosen.fit, 1e-5, 2, str(tmp_path))
+    (_, sent, _), _ = pool.run(chosen.fit, 1e-5, 2, str(tmp_path))
     # Now the link is fast: who measured anew would choose whole gradients.
     resumed = pool.run(chosen.fit, 1e-13, 3, str(tmp_path))
-    assert resumed[0][1][2] == pytest.approx(through[0][1][2], rel=0.01)
-    assert np.array_equal(resumed[0][0], through[0][0])
+    assert resumed[0][1][2] == pytest.approx(sent[1], rel=0.01)
+    assert np.array_equal(resumed[0][0], resumed[1][0])
