@@ -295,3 +295,12 @@ def test_the_checker_catches_private_attributes(source):
     assert attributes_of_keras("dtk.data.shard", source, KNOWN)
     assert not attributes_of_keras("dtk.strategies.adopt", source, KNOWN)
     assert not attributes_of_keras("dtk.data.shard", "self._compile_loss, model._dtk_mark", KNOWN)
+
+
+def test_every_test_module_has_a_name_of_its_own():
+    """Those outside packages: with two of one name pytest collects neither, in a whole run only."""
+    files = [
+        f for f in (ROOT / "tests").rglob("test_*.py") if not (f.parent / "__init__.py").exists()
+    ]
+    names = [file.stem for file in files]
+    assert sorted(names) == sorted(set(names))

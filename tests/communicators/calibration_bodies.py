@@ -1,4 +1,4 @@
-"""Bodies of test_calibration.py; they run on every rank at once."""
+"""Bodies of test_measuring_once.py; they run on every rank at once."""
 
 from __future__ import annotations
 

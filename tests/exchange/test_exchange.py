@@ -508,7 +508,7 @@ def test_what_another_exchange_remembered_is_refused():
         ),
         (lambda: Delayed(BlockMomentum(64)), "Delayed(exchange=BlockMomentum"),
         (lambda: Delayed(WarmStart(Dense(), 5)), "WarmStart(Delayed(...), samples=...)"),
-        (lambda: exchanges.parse("3bit"), "expected one of fp16, bf16, 1bit"),
+        (lambda: exchanges.parse("3bit"), "expected one of auto, fp16, bf16, 1bit"),
         (lambda: Dense("bfloat16").check(OnlyFloat16(0, 2)), "adds no bfloat16 up"),
     ],
 )

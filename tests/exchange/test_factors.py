@@ -110,7 +110,9 @@ def test_factors_pay_up_to_some_number_of_rows_of_all_ranks(size):
 
     def pays(rows):
         counts = np.full([size, 1], rows // size)
-        return bool(factors._pays([gradient], tf.constant(counts, tf.int64)))
+        return bool(
+            factors._pays([gradient], tf.constant(counts, tf.int64), factors.FLOPS_PER_BYTE)
+        )
 
     wanted = [pays(rows) for rows in range(size, 2048, size)]
     assert wanted == sorted(wanted, reverse=True)

@@ -255,7 +255,7 @@ def unbatched_dataset(strategy):
     cases.compiled(strategy).fit(dataset, verbose=0, shuffle=False)
 
 
-@mistake("ValueError", "exchange='3bit'", "expected one of fp16, bf16, 1bit")
+@mistake("ValueError", "exchange='3bit'", "expected one of auto, fp16, bf16, 1bit")
 def unknown_exchange(strategy):
     from dtk.strategies import AllReduceStrategy
 

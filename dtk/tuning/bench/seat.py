@@ -39,6 +39,8 @@ def sit(command: list[str], line: Connection) -> int:
         request = _next(line)
         while request == REST:
             process.send_signal(signal.SIGSTOP)
+            # It goes on for a moment; and it may have ended, which is found out below.
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
             line.send(request)
             request = _next(line)
         process.send_signal(signal.SIGCONT)
