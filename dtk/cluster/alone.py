@@ -23,7 +23,8 @@ def made_strategy() -> None:
 
 
 def _warn() -> None:
-    if "keras" not in sys.modules:
+    # An exception that ended the script says more.
+    if "keras" not in sys.modules or hasattr(sys, "last_value"):
         return
     environment = detect()
     if environment.size > 1 and environment.role in ("worker", "chief"):

@@ -58,8 +58,9 @@ class AllReduceStrategy(DtkStrategy):
         self.exchange = parsed
         if exchange is not None and communicator.size == 1:
             print(f"dtk: one worker has nobody to exchange gradients with; {parsed} is not used")
-        self.shuffle_seed = self.seed_in_force = start.agree(communicator, exchange=repr(parsed))
-        communicator.costs = start.calibrated(communicator, device)
+        self.shuffle_seed = self.seed_in_force = start.agree(
+            communicator, device, exchange=repr(parsed)
+        )
         parsed.check(communicator)
 
     def local_ranks(self) -> Sequence[int]:

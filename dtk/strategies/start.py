@@ -15,7 +15,6 @@ import tensorflow as tf
 
 from dtk.communicators.base import Communicator
 from dtk.communicators.calibration import calibrate
-from dtk.communicators.costs import Costs
 from dtk.strategies import agreement, extended
 from dtk.version import __version__
 
@@ -38,11 +37,14 @@ def pin_device(communicator: Communicator) -> str:
     return f"/gpu:{communicator.local_rank}"
 
 
-def agree(communicator: Communicator, **chosen: str) -> int | None:
+def agree(communicator: Communicator, device: str, **chosen: str) -> int | None:
     """Check that all ranks run the same thing, share one seed, and will end together.
+
+    The communicator is told how ranks compute, and what its messages cost.
 
     Args:
         communicator: Between the ranks.
+        device: Where this rank computes.
         chosen: What else must be the same on all of them.
 
     Returns:
@@ -52,7 +54,11 @@ def agree(communicator: Communicator, **chosen: str) -> int | None:
         return None
     end_together(communicator)
     check_same_program(communicator, **chosen)
-    communicator.alike = len(set(processors(communicator))) == 1
+    processors = communicator.allgather_object(processor())
+    communicator.alike = len(set(processors)) == 1
+    # What sends nothing has nothing to measure.
+    if communicator.name != "null" and communicator.costs is None:
+        communicator.costs = calibrate(communicator, device, processors)
     return share_seed(communicator)
 
 
@@ -71,20 +77,6 @@ def check_same_program(communicator: Communicator, **chosen: str) -> None:
         *chosen.items(),
     ]
     agreement.compare(mine, communicator)
-
-
-def processors(communicator: Communicator) -> list[str]:
-    """What every rank computes with, in rank order. All ranks call it together."""
-    return communicator.allgather_object(processor())
-
-
-def calibrated(communicator: Communicator, device: str) -> Costs | None:
-    """What messages and operations take here, from the last job or measured; None where nothing is
-    sent. All ranks call it together.
-    """
-    if communicator.size == 1 or communicator.name == "null" or communicator.costs is not None:
-        return communicator.costs
-    return calibrate(communicator, device, processors(communicator))
 
 
 def processor() -> str:

@@ -9,7 +9,7 @@ import os
 from dtk.communicators import calibration
 from dtk.errors import DtkError
 from dtk.strategies import AllReduceStrategy
-from dtk.strategies.start import processors
+from dtk.strategies.start import processor
 
 import world
 
@@ -32,7 +32,7 @@ def environment(**variables):
 def calibrated(way, cache, cpu=None, **variables):
     """The costs this rank was told, with every processor called `cpu`."""
     communicator = world.communicator()
-    names = processors(communicator) if cpu is None else [cpu] * communicator.size
+    names = [cpu or processor()] * communicator.size
     with environment(DTK_CALIBRATE=way, XDG_CACHE_HOME=cache, **variables):
         costs = calibration.calibrate(communicator, "CPU:0", names)
     return None if costs is None else dataclasses.asdict(costs)

@@ -12,6 +12,10 @@ from hypothesis import strategies as st
 
 from dtk.communicators import buckets
 from dtk.communicators.costs import ONE_HOP_MOST, Costs, line
+from dtk.communicators.null import NullCommunicator
+from dtk.exchange.dense import DenseExchanger
+from dtk.exchange.factors import Factored
+from dtk.exchange.memory import Memory
 
 SIZES = st.integers(2, 4096)
 SECONDS = st.floats(1e-6, 1.0)
@@ -69,6 +73,32 @@ def test_buckets_follow_the_costs_where_they_are_known():
         len(buckets.pack(tensors, buckets.limit_for(tensors, costs=c))[0]) for c in (fast, slow)
     )
     assert few < 4 < many
+
+
+class Counting(NullCommunicator):
+    def _reduce(self, flat, op, label):
+        self.buckets = len(flat)
+        return super()._reduce(flat, op, label)
+
+
+def test_a_communicator_goes_by_its_costs():
+    nobody, tensors = Counting(0, 2), [tf.zeros([2**15])] * 100
+    nobody.allreduce(tensors)
+    unknown = nobody.buckets
+    nobody.costs = Costs(2, message=1e-3, byte=8e-8, operation=1e-11)
+    nobody.allreduce(tensors)
+    assert unknown == 4 < nobody.buckets
+
+
+def test_factors_are_sent_by_its_costs():
+    sent = {}
+    for operation in (1e-12, 1.0):
+        nobody = NullCommunicator(0, 2)
+        nobody.costs = Costs(2, message=1e-3, byte=1e-9, operation=operation)
+        gradient = Factored(tf.ones([8, 256]), tf.ones([8, 256]))
+        DenseExchanger(nobody, Memory(nobody, "CPU:0"), None).reduce([gradient])
+        sent[operation] = nobody.bytes_sent
+    assert sent[1e-12] < 4 * 256 * 256 < sent[1.0]
 
 
 @pytest.mark.parametrize("module", ["buckets", "costs", "measuring", "threads"])

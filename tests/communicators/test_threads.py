@@ -7,7 +7,7 @@ import os
 import pytest
 
 from dtk.cluster.environment import Environment
-from dtk.communicators import threads
+from dtk.communicators import create, threads
 
 pytestmark = pytest.mark.skipif(
     len(os.sched_getaffinity(0)) < (os.cpu_count() or 1), reason="bound to some of the cores"
@@ -27,6 +27,14 @@ def test_each_rank_gets_its_part():
 
 def test_alone_on_a_host_it_has_all():
     assert divided(1) == {}
+
+
+def test_whoever_makes_a_communicator_shares(monkeypatch):
+    for name in threads.VARIABLES:
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    create("null", Environment("mpi", rank=0, size=2, local_size=2))
+    assert {name: os.environ[name] for name in threads.VARIABLES} == divided(2)
 
 
 @pytest.mark.parametrize("name", threads.VARIABLES)

@@ -67,6 +67,12 @@ def test_a_script_that_makes_no_strategy(tmp_path, mpi, backend, size):
     )
     assert "rank 1: this script made no strategy, so each of the 2 processes" in ended.stderr
     assert "dtk.auto_strategy()" in ended.stderr
+    script.write_text("import dtk, keras\nraise ValueError('another mistake')\n")
+    ended = subprocess.run(
+        [*argv, sys.executable, str(script)], capture_output=True, text=True, timeout=60
+    )
+    assert "ValueError: another mistake" in ended.stderr
+    assert "made no strategy" not in ended.stderr
 
 
 def test_an_exception_on_one_rank_ends_all_at_once(tmp_path, mpi, backend, size):
