@@ -61,9 +61,10 @@ def end(job: str, grace: float, hurry: Callable[[], bool] = bool) -> None:
 
     >>> end("no-such-job", grace=1.0)
     """
-    deadline = time.monotonic() + grace
     pids = members(job)
     _signal(pids, signal.SIGTERM)
+    # From here: on a busy machine the listing alone may take longer than a short grace.
+    deadline = time.monotonic() + grace
     while pids and time.monotonic() < deadline and not hurry():
         time.sleep(0.05)
         pids = members(job)

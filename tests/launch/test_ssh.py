@@ -107,7 +107,7 @@ def test_a_killed_worker_is_started_again_over_there(shell, tmp_path):
 def test_a_lost_connection_ends_the_rank_over_there(shell):
     # Flushed: nothing promises PYTHONUNBUFFERED to a rank that was not planned by `plan`.
     code = "import time; print('up', flush=True); time.sleep(600)"
-    job = Job(remote(code, 1), remote_shell=shell, grace=0.5)
+    job = Job(remote(code, 1), remote_shell=shell, grace=5.0)
     with contextlib.redirect_stdout(io.StringIO()) as out:
         job.start()
         deadline = time.monotonic() + 30
