@@ -92,6 +92,13 @@ def _for_torch(process: Process, planned: Sequence[Process], interface: str) -> 
     return env
 
 
+def _binding(cores: int) -> list[str]:
+    """Tell Open MPI how many cores each rank is bound to: as many as everybody else's."""
+    if not cores:
+        return ["--bind-to", "none"]
+    return ["--map-by", f"slot:PE={cores}", "--bind-to", "core"]
+
+
 def _mpirun(planned: Sequence[Process]) -> Process:
     """One process that starts them all, with what every rank has of the cores."""
     shares = {
@@ -99,7 +106,7 @@ def _mpirun(planned: Sequence[Process]) -> Process:
         for name, value in planned[0].env.items()
         if not name.startswith(("HOROVOD_", "DTK_"))
     }
-    argv = ["mpirun", "--oversubscribe", "--bind-to", "none"]
+    argv = ["mpirun", "--oversubscribe", *_binding(len(planned[0].cores))]
     if os.geteuid() == 0:
         argv.append("--allow-run-as-root")
     # A rank that waits must not keep the others from computing.

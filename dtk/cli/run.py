@@ -54,6 +54,12 @@ _MAX_RESTARTS = 3
 @job.communicator
 @job.hosts
 @job.hostfile
+@click.option(
+    "--bind/--no-bind",
+    default=True,
+    help="Whether each of several ranks on a host keeps to its share of the cores. Default: where "
+    "there are as many cores as ranks; not with --ps.",
+)
 @click.option("--output-dir", metavar="DIR", help="Also write each rank's output to a file there.")
 @job.remote_shell
 @click.option(
@@ -75,6 +81,7 @@ def run(
     communicator: str,
     hosts: str | None,
     hostfile: str | None,
+    bind: bool,
     output_dir: str | None,
     remote_shell: str,
     timeout_grace: float,
@@ -105,6 +112,7 @@ def run(
         communicator=communicator,
         ps=ps,
         evaluator=evaluator,
+        bind=bind,
         survey=functools.partial(ssh.survey, remote_shell=remote_shell),
     )
     started = Job(

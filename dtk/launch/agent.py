@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 _SIOCGIFADDR = 0x8915
@@ -123,7 +123,7 @@ def survey(host: str, ports: int) -> dict[str, Any]:
         ports: How many free ports are wanted.
 
     Returns:
-        `ports`, `cores` this process may use, and the `interface` that has the address.
+        `ports`, the `cores` this process may use, and the `interface` that has the address.
 
     >>> facts = survey("127.0.0.1", 2)
     >>> len(facts["ports"]), facts["interface"]
@@ -133,12 +133,51 @@ def survey(host: str, ports: int) -> dict[str, Any]:
     try:
         return {
             "ports": [one.getsockname()[1] for one in held],
-            "cores": len(os.sched_getaffinity(0)),
+            "cores": cores(),
             "interface": _interface(host),
         }
     finally:
         for one in held:
             one.close()
+
+
+def cores() -> list[int]:
+    """List the cores this process may use: those of one package, and of one core, side by side.
+
+    >>> set(cores()) == os.sched_getaffinity(0)
+    True
+    """
+    return sorted(os.sched_getaffinity(0), key=lambda one: (*_place(one), one))
+
+
+def _place(core: int) -> tuple[int, int]:
+    """Package and physical core; Linux may count all second threads of cores after the first."""
+    folder = f"/sys/devices/system/cpu/cpu{core}/topology"
+    try:
+        with (
+            open(f"{folder}/physical_package_id") as package,
+            open(f"{folder}/core_id") as physical,
+        ):
+            return int(package.read()), int(physical.read())
+    except OSError:
+        return (0, core)  # not every machine tells
+
+
+@contextlib.contextmanager
+def bound_to(cores: Sequence[int]) -> Iterator[None]:
+    """Let processes started inside, by this thread, use these cores only; all when empty.
+
+    >>> with bound_to(cores()[:1]):
+    ...     len(os.sched_getaffinity(0))
+    1
+    """
+    before = os.sched_getaffinity(0)
+    if cores:
+        os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _interface(host: str) -> str:
@@ -173,7 +212,7 @@ def run_rank(spec: Mapping[str, Any]) -> int:
 
     Args:
         spec: `job` (a mark of this rank alone), `argv`, `env` (added to this environment), `cwd`,
-            `grace`, `reserve` ("host:port" or "").
+            `grace`, `reserve` ("host:port" or ""), `cores` it is bound to (all when empty).
 
     Returns:
         The rank's exit code, 128 + signal if a signal ended it.
@@ -185,13 +224,14 @@ def run_rank(spec: Mapping[str, Any]) -> int:
             held = reserve(host, int(port))
     environ = {**os.environ, **spec["env"], "DTK_JOB": spec["job"]}
     try:
-        rank = subprocess.Popen(
-            spec["argv"],
-            env=environ,
-            cwd=spec["cwd"],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        with bound_to(spec["cores"]):
+            rank = subprocess.Popen(
+                spec["argv"],
+                env=environ,
+                cwd=spec["cwd"],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
     except OSError as error:
         print(f"cannot start {spec['argv'][0]} in {spec['cwd']}: {error.strerror}", file=sys.stderr)
         return 127

@@ -8,7 +8,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from dtk.launch import agent
 
@@ -76,7 +76,9 @@ def is_local(host: str) -> bool:
     return bool(addresses & own)
 
 
-def start(argv: tuple[str, ...], env: Mapping[str, str], job: str) -> subprocess.Popen[bytes]:
+def start(
+    argv: tuple[str, ...], env: Mapping[str, str], job: str, cores: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
     """Start one rank here, in a session of its own, so that a terminal's Ctrl-C reaches the
     launcher alone.
 
@@ -84,6 +86,7 @@ def start(argv: tuple[str, ...], env: Mapping[str, str], job: str) -> subprocess
         argv: The command.
         env: Variables added to this process's, without those of other launchers.
         job: Value of DTK_JOB, the mark by which the job's processes are found.
+        cores: Those it is bound to; all when empty.
 
     Returns:
         The process, with pipes for its output.
@@ -96,14 +99,15 @@ def start(argv: tuple[str, ...], env: Mapping[str, str], job: str) -> subprocess
     b'hello\\n'
     """
     inherited = {name: value for name, value in os.environ.items() if not is_foreign(name)}
-    return subprocess.Popen(
-        argv,
-        env={**inherited, **env, "DTK_JOB": job},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
+    with agent.bound_to(cores):
+        return subprocess.Popen(
+            argv,
+            env={**inherited, **env, "DTK_JOB": job},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
 
 
 class Guard:

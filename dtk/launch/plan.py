@@ -39,6 +39,7 @@ class Process:
         argv: What it runs.
         env: Variables added to its environment.
         address: "host:port" it will listen on, or "" when its library chooses.
+        cores: Those of its host that it is bound to; all when empty.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Process:
     argv: tuple[str, ...]
     env: Mapping[str, str]
     address: str = ""
+    cores: tuple[int, ...] = ()
 
     @property
     def label(self) -> str:
@@ -63,6 +65,7 @@ def plan(
     communicator: str = "collective",
     ps: int = 0,
     evaluator: bool = False,
+    bind: bool = True,
     environ: Mapping[str, str] | None = None,
     survey: Survey = ssh.survey,
 ) -> list[Process]:
@@ -76,6 +79,10 @@ def plan(
         communicator: "collective" (TF_CONFIG is set) or "horovod" (Gloo; HOROVOD_RANK ... are set).
         ps: Number of parameter servers; with any, a chief is added as rank 0.
         evaluator: Whether to add a process that evaluates beside the training; with `ps` only.
+        bind: Whether ranks that share a host are bound to a part of its cores each: the thread that
+            computes then stays where it is while others send. Not with `ps`, whose processes wait
+            at different times, nor where there are more ranks than cores, or the user asks for more
+            threads than a part has.
         environ: Variables of the user's that win over defaults; `os.environ` when None.
         survey: Tells a host's free ports, cores and interface. The only part that is not pure.
 
@@ -99,16 +106,12 @@ def plan(
         processes = _collective(command, placed, facts)
     else:
         processes = _horovod(command, placed, facts)
-    return [
-        dataclasses.replace(
-            process,
-            env={
-                **_defaults(environ, facts[process.host].cores // max(1, computing[process.host])),
-                **process.env,
-            },
-        )
-        for process in processes
+    shares = {host: len(facts[host].cores) // max(1, computing[host]) for host in per_host}
+    processes = [
+        dataclasses.replace(p, env={**_defaults(environ, shares[p.host]), **p.env})
+        for p in processes
     ]
+    return _bound(processes, facts) if bind and not ps else processes
 
 
 def _check(
@@ -219,6 +222,26 @@ def _horovod(
             env["HOROVOD_GLOO_IFACE"] = facts[host].interface
         processes.append(Process(f"rank {rank}", "worker", rank, host, tuple(command), env))
     return processes
+
+
+def _bound(processes: list[Process], facts: Mapping[str, ssh.Facts]) -> list[Process]:
+    """Divide the cores of each host that has several ranks, a core or more for each thread."""
+    hosts = [process.host for process in processes]
+    bound = []
+    for rank, process in enumerate(processes):
+        cores, count = facts[process.host].cores, hosts.count(process.host)
+        place = hosts[:rank].count(process.host)
+        share = cores[len(cores) * place // count : len(cores) * (place + 1) // count]
+        threads = max(_threads(process.env[name]) for name in _THREADS)
+        free = count == 1 or threads > len(cores) // count
+        bound.append(dataclasses.replace(process, cores=() if free else share))
+    return bound
+
+
+def _threads(value: str) -> int:
+    """How many a variable asks for; OMP_NUM_THREADS may say so for each level."""
+    first = value.partition(",")[0].strip()
+    return int(first) if first.isdecimal() else 1
 
 
 def _defaults(environ: Mapping[str, str], cores: int) -> dict[str, str]:

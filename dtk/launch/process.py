@@ -239,13 +239,14 @@ class Job:
     ) -> subprocess.Popen[bytes]:
         try:
             if not remote:
-                return local.start(process.argv, env, self._mark(process))
+                return local.start(process.argv, env, self._mark(process), process.cores)
             return ssh.start(
                 process.host,
                 process.argv,
                 env,
                 self._mark(process),
                 address=process.address,
+                cores=process.cores,
                 grace=self._grace,
                 remote_shell=self._remote_shell,
             )

@@ -14,7 +14,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dtk.errors import ClusterError
@@ -52,12 +52,12 @@ class Facts:
 
     Attributes:
         ports: Free ports on it.
-        cores: Cores a process may use.
+        cores: Those a process may use, neighbors side by side; see `agent.cores`.
         interface: Network interface that has its address, or "".
     """
 
     ports: tuple[int, ...]
-    cores: int
+    cores: tuple[int, ...]
     interface: str
 
 
@@ -88,7 +88,7 @@ def survey(
             raise ClusterError(
                 f"host {host}: no free port: {error.strerror}; check its address"
             ) from None
-        return Facts(tuple(found["ports"]), found["cores"], found["interface"])
+        return Facts(tuple(found["ports"]), tuple(found["cores"]), found["interface"])
     spec = {"task": "survey", "host": host, "ports": ports}
     try:
         answer = subprocess.run(
@@ -113,7 +113,7 @@ def survey(
             f"host {host} cannot be reached: {cause}; try `{remote_shell} {host} "
             f"{shlex.quote(python)} --version`"
         ) from None
-    return Facts(tuple(found["ports"]), found["cores"], found["interface"])
+    return Facts(tuple(found["ports"]), tuple(found["cores"]), found["interface"])
 
 
 def start(
@@ -123,6 +123,7 @@ def start(
     job: str,
     *,
     address: str = "",
+    cores: Sequence[int] = (),
     grace: float = 5.0,
     remote_shell: str = DEFAULT_REMOTE_SHELL,
     python: str = sys.executable,
@@ -138,6 +139,7 @@ def start(
         env: Variables for it; the user's TF_, KERAS_, HOROVOD_ ... variables go along.
         job: Value of DTK_JOB.
         address: "host:port" to hold for the rank until it listens there, or "".
+        cores: Those it is bound to over there; all when empty.
         grace: Seconds between SIGTERM and SIGKILL.
         remote_shell: Command to reach the host with.
         python: Interpreter over there.
@@ -161,6 +163,7 @@ def start(
         "job": job,
         "grace": grace,
         "reserve": address,
+        "cores": list(cores),
     }
     process = subprocess.Popen(
         _command(host, remote_shell, python),

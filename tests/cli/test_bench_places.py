@@ -8,9 +8,9 @@ from dtk.errors import ClusterError
 from dtk.launch import ssh
 
 FACTS = {
-    "node1": ssh.Facts((4001,), 2, "eth0"),
-    "node2": ssh.Facts((4002, 4003), 2, "ib0"),
-    "node3": ssh.Facts((4004,), 2, ""),
+    "node1": ssh.Facts((4001,), (0, 1), "eth0"),
+    "node2": ssh.Facts((4002, 4003), (0, 1), "ib0"),
+    "node3": ssh.Facts((4004,), (0, 1), ""),
 }
 HOSTS = [Host("node1", 1), Host("node2", 2), Host("node3", 1)]
 
@@ -34,6 +34,16 @@ def test_on_this_machine_it_stays_on_loopback():
         assert process.env["MASTER_ADDR"] == "127.0.0.1"
         assert process.env["MASTER_PORT"] == port
         assert process.env["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_mpirun_binds_as_dtk_run_does():
+    def survey(host, ports):
+        return ssh.Facts((), tuple(range(8)), "lo")
+
+    (started,) = bench_places.place("horovod-mpi", ["python"], 2, (), survey)
+    assert started.argv[2:6] == ("--map-by", "slot:PE=4", "--bind-to", "core")
+    (started,) = bench_places.place("horovod-mpi", ["python"], 9, (), survey)
+    assert started.argv[2:4] == ("--bind-to", "none")
 
 
 def test_horovod_meets_elsewhere():

@@ -33,6 +33,15 @@ def test_output_is_prefixed_by_rank_without_colours(run):
     assert sorted(err.splitlines()) == ["[0] oops 0", "[1] oops 1"]
 
 
+def test_each_rank_has_cores_of_its_own(run):
+    here = sorted(os.sched_getaffinity(0))
+    if len(here) < 2:
+        pytest.skip("there is one core only")
+    _, out, _, _ = run(python("print(*os.sched_getaffinity(0))"))
+    assert sorted(int(core) for line in out.splitlines() for core in line[4:].split()) == here
+    assert sorted(os.sched_getaffinity(0)) == here, "the launcher keeps all of them"
+
+
 def test_colours_on_a_terminal_only(run, monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):

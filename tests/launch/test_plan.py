@@ -14,7 +14,9 @@ COMMAND = ["python", "train.py"]
 
 def facts(host, ports):
     return Facts(
-        tuple(range(5000, 5000 + ports)), cores=8, interface="lo" if host == "localhost" else "eth0"
+        tuple(range(5000, 5000 + ports)),
+        cores=tuple(range(8)),
+        interface="lo" if host == "localhost" else "eth0",
     )
 
 
@@ -81,6 +83,38 @@ def test_parameter_servers_get_a_chief_as_rank_0():
     assert [p.role for p in processes] == ["chief", "worker", "worker", "ps", "evaluator"]
     assert len({p.address for p in processes}) == 5
     assert [detect(p.env).size for p in processes] == [3] * 5
+
+
+@given(hosts)
+def test_ranks_of_a_host_are_bound_to_parts_of_it(given_hosts):
+    processes = make(None, given_hosts)
+    for host in given_hosts:
+        parts = [p.cores for p in processes if p.host == host.name]
+        if host.slots == 1:
+            assert parts == [()], "alone, it needs no part"
+        else:
+            assert [core for part in parts for core in part] == list(range(8))
+            assert {len(part) for part in parts} <= {8 // host.slots, 8 // host.slots + 1}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bind": False},
+        {"workers": 9},
+        {"ps": 1},
+        {"environ": {"OMP_NUM_THREADS": "5"}},
+        {"environ": {"TF_NUM_INTRAOP_THREADS": "8"}},
+    ],
+    ids=["told not to", "more ranks than cores", "servers", "more threads", "more in TensorFlow"],
+)
+def test_ranks_are_not_bound_where_that_would_hold_them_back(options):
+    assert {p.cores for p in make(**{"workers": 2, **options})} == {()}
+
+
+def test_fewer_threads_than_cores_leave_ranks_bound():
+    environ = {"OMP_NUM_THREADS": "2,2", "TF_NUM_INTRAOP_THREADS": "3"}
+    assert [p.cores for p in make(2, environ=environ)] == [(0, 1, 2, 3), (4, 5, 6, 7)]
 
 
 def test_only_those_that_compute_share_the_cores():

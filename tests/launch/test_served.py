@@ -158,11 +158,11 @@ def test_a_worker_that_cannot_be_started_again_is_done_without(play, run, monkey
     start = process.local.start
     began = []
 
-    def once(argv, env, job):
+    def once(argv, env, job, cores):
         began.append(job)
         if len(began) > 4:
             raise OSError(12, "Cannot allocate memory")
-        return start(argv, env, job)
+        return start(argv, env, job, cores)
 
     monkeypatch.setattr(process.local, "start", once)
     chief = "until('killed')\ntime.sleep(1.0)\nmark('done')"

@@ -1,6 +1,7 @@
 """Other hosts, without a second machine: a remote shell of ours, and network namespaces."""
 
 import contextlib
+import dataclasses
 import io
 import os
 import sys
@@ -51,6 +52,13 @@ def test_ranks_run_over_there_with_their_variables_and_directory(shell, monkeypa
     ]
 
 
+def test_a_rank_is_bound_over_there(shell):
+    code = "import os; print(*os.sched_getaffinity(0))"
+    core = max(os.sched_getaffinity(0))
+    bound = [dataclasses.replace(process, cores=(core,)) for process in remote(code, 1)]
+    assert run(bound, remote_shell=shell)[:3] == (0, f"[0] {core}\n", "")
+
+
 def test_a_remote_failure_ends_all_with_its_code_and_words(shell):
     code = (
         "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -96,7 +104,7 @@ def test_a_killed_worker_is_started_again_over_there(shell, tmp_path):
         [sys.executable, str(tmp_path / "train.py")],
         hosts=hosts,
         ps=1,
-        survey=lambda host, ports: ssh.Facts(tuple(range(5000, 5000 + ports)), 1, ""),
+        survey=lambda host, ports: ssh.Facts(tuple(range(5000, 5000 + ports)), (0,), ""),
     )
     given, out, err, _ = run(processes, remote_shell=shell)
     lost = "dtk run: rank 1 (worker 0) was killed by SIGKILL; starting it again (1 of 3)\n"

@@ -95,11 +95,15 @@ class Stopwatch(keras.callbacks.Callback):
             self._end = self._read()
 
     def counts(self) -> dict[str, float]:
-        """Bytes `sent` per step, and the part of the time spent `communicating`."""
+        """Of a step: `seconds`, bytes `sent`, and the part of it spent `communicating`."""
         seconds, sent, communicating = (
             end - begin for begin, end in zip(self._begin, self._end, strict=True)
         )
-        return {"sent": sent / self._steps, "communicating": communicating / seconds}
+        return {
+            "seconds": seconds / self._steps,
+            "sent": sent / self._steps,
+            "communicating": communicating / seconds,
+        }
 
     def _read(self) -> tuple[float, int, float]:
         counts = self._communicator.bytes_sent, self._communicator.seconds_communicating

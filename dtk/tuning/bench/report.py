@@ -233,8 +233,10 @@ def setting(results: Results) -> str:
 
 
 def _hosts(ranks: Sequence[dict[str, Any]]) -> str:
-    hosts = {rank["host"]: rank["cores"] for rank in ranks}
-    cores = ", ".join(f"{host} ({count} cores)" for host, count in hosts.items())
+    hosts: dict[str, set[int]] = {}
+    for rank in ranks:
+        hosts.setdefault(rank["host"], set()).update(rank["cores"])
+    cores = ", ".join(f"{host} ({len(used)} cores)" for host, used in hosts.items())
     threads = " or ".join(map(str, sorted({rank["threads"] for rank in ranks})))
     return f"{cores}, threads per worker: {threads}"
 

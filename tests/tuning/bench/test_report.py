@@ -15,7 +15,11 @@ SETTING = {
     "steps": 20,
     "rounds": 3,
     "workers": 2,
-    "ranks": [{"host": "a", "cores": 4, "threads": 2}, {"host": "b", "cores": 8, "threads": 4}],
+    "ranks": [
+        {"host": "a", "cores": [0, 1], "threads": 2},
+        {"host": "a", "cores": [2, 3], "threads": 2},
+        {"host": "b", "cores": [0, 1, 2, 3, 4, 5, 6, 7], "threads": 4},
+    ],
     "versions": {"TensorFlow": "2.21.0", "dtk": "0.1.0"},
 }
 TIMES = st.floats(1e-6, 1e6)

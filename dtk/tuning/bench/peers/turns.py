@@ -99,7 +99,7 @@ def _hello(member: Member) -> dict[str, Any]:
     return {
         "rank": member.rank,
         "host": socket.gethostname(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": sorted(os.sched_getaffinity(0)),
         # The launcher gives every rank its share of the cores, unless the user has said otherwise.
         "threads": int(os.environ["OMP_NUM_THREADS"]),
         "versions": member.versions,
