@@ -84,10 +84,9 @@ class Ledger:
         sizes = [tf.size(t, tf.int64) * t.dtype.size for t in inputs if sends]
         sent = tf.add_n(sizes) if sizes else tf.zeros([], tf.int64)
         before = tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=tf.int64)[0]
-        behind = [_behind(before, t) for t in inputs]
-        with tf.control_dependencies(behind):
-            start = tf.timestamp()
-        outputs = collective(behind)
+        behind, ready = zip(*(_behind(before, t) for t in inputs), strict=True)
+        start = tf.reduce_max(tf.stack(ready))
+        outputs = collective(list(behind))
         # Horovod does not mark its ops as stateful, so a result that is only waited for would be
         # optimized away, on the ranks that do not use it. A stateful op that takes it as data keeps
         # it, if its condition is one the optimizer cannot foresee.
@@ -110,14 +109,19 @@ def lane(device: str = "CPU:0") -> tf.Tensor:
         )
 
 
-def _behind(before: tf.Tensor, flat: tf.Tensor) -> tf.Tensor:
-    """The same tensor, but made to depend on a value known only when the graph runs.
+def _behind(before: tf.Tensor, flat: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """The same tensor, made to depend on a value known only when the graph runs, and when it was.
 
     TensorFlow evaluates what depends on constants alone while it prepares a graph, on this rank and
     out of order, and Horovod's ops look to it as if they could be. Control dependencies do not stop
     it, and it looks through reshapes and placeholders. The count read is never negative, so the
     slice below always starts at 0 (and copies nothing), but only running the graph can tell.
+
+    The clock is read first: with one thread TensorFlow may read it long after the collective began.
     """
-    same = flat[tf.minimum(before, 0) :]
+    with tf.control_dependencies([before, flat]):
+        ready = tf.timestamp()
+    with tf.control_dependencies([ready]):
+        same = flat[tf.minimum(before, 0) :]
     same.set_shape(flat.shape)
-    return same
+    return same, ready

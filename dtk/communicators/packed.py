@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import functools
-from collections.abc import Iterator, Sequence
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -33,6 +33,20 @@ LOCAL_REDUCE = {
     "max": tf.reduce_max,
     "prod": tf.reduce_prod,
 }
+
+
+class _Message(NamedTuple):
+    """A collective about to run.
+
+    Attributes:
+        inputs: Flat tensors, in dtypes the backend takes.
+        send: Called with them, and the first lane that is free.
+        finish: Makes the result of what `send` returned.
+    """
+
+    inputs: list[tf.Tensor]
+    send: Callable[[list[tf.Tensor], int], list[tf.Tensor]]
+    finish: Callable[[list[tf.Tensor]], Any]
 
 
 class PackedCommunicator(Communicator):
@@ -163,83 +177,117 @@ class PackedCommunicator(Communicator):
         results = [v if isinstance(v, tf.IndexedSlices) else tf.convert_to_tensor(v) for v in value]
         for item in results:
             wire.check(item.dtype, op)
-        dense = [i for i, item in enumerate(results) if not isinstance(item, tf.IndexedSlices)]
-        reduced = iter(self._reduce_tensors([results[i] for i in dense], op))
-        for i, item in enumerate(results):
-            results[i] = (
-                self._reduce_slices(item, op)
-                if isinstance(item, tf.IndexedSlices)
-                else next(reduced)
-            )
+        tables = [i for i, item in enumerate(results) if isinstance(item, tf.IndexedSlices)]
+        dense = [i for i in range(len(results)) if i not in tables]
+        summed = [self._row_sum(results[i], op) for i in tables]
+        messages = [self._reduction([results[i] for i in dense], op)] if dense else []
+        reduced = self._run_together([*messages, *summed])
+        if dense:
+            for i, tensor in zip(dense, reduced.pop(0), strict=True):
+                results[i] = tensor
+        for i, slices in zip(tables, reduced, strict=True):
+            results[i] = slices
         return results
 
-    def _reduce_tensors(self, tensors: list[tf.Tensor], op: str) -> list[tf.Tensor]:
-        if not tensors:
+    def _run_together(self, messages: list[_Message]) -> list[Any]:
+        """Send side by side, each as soon as its own values are there; what becomes of each."""
+        if not messages:
             return []
+        lengths = []
+
+        def send(flat: list[tf.Tensor]) -> list[tf.Tensor]:
+            outputs: list[tf.Tensor] = []
+            begin = 0
+            for message in messages:
+                end = begin + len(message.inputs)
+                received = message.send(flat[begin:end], begin)
+                lengths.append(len(received))
+                outputs += received
+                begin = end
+            return outputs
+
+        received = iter(self._ledger.run([t for m in messages for t in m.inputs], send))
+        return [
+            message.finish(list(itertools.islice(received, length)))
+            for message, length in zip(messages, lengths, strict=True)
+        ]
+
+    def _reduction(self, tensors: list[tf.Tensor], op: str) -> _Message:
         limit = buckets.limit_for(tensors, self.bucket_bytes, self.costs)
         packed, layout = buckets.pack(tensors, limit)
         encoded = [wire.for_reducing(bucket, op, self.reduces) for bucket in packed]
         # Only bool changes its op, so this groups buckets into one or two calls.
-        for wire_op in dict.fromkeys(item[1] for item in encoded):
-            chosen = [i for i, item in enumerate(encoded) if item[1] == wire_op]
-            label = self._label(f"reduce/{wire_op}")
-            base_op = "sum" if wire_op == "mean" else wire_op
-            outputs = self._ledger.run(
-                [encoded[i][0] for i in chosen],
-                functools.partial(self._reduce, op=base_op, label=label),
-            )
-            for i, output in zip(chosen, outputs, strict=True):
-                if wire_op == "mean":
-                    output = output / tf.cast(self.size, output.dtype)
-                packed[i] = encoded[i][2](output)
-        return buckets.unpack(packed, tensors, layout)
+        places = {
+            wire_op: [i for i, item in enumerate(encoded) if item[1] == wire_op]
+            for wire_op in dict.fromkeys(item[1] for item in encoded)
+        }
+        labels = {wire_op: self._label(f"reduce/{wire_op}") for wire_op in places}
 
-    def _reduce_slices(self, slices: tf.IndexedSlices, op: str) -> tf.IndexedSlices:
+        def send(flat: list[tf.Tensor], lane: int) -> list[tf.Tensor]:
+            del lane
+            for wire_op, chosen in places.items():
+                base_op = "sum" if wire_op == "mean" else wire_op
+                outputs = self._reduce([flat[i] for i in chosen], base_op, labels[wire_op])
+                for i, output in zip(chosen, outputs, strict=True):
+                    flat[i] = output
+            return flat
+
+        def finish(outputs: list[tf.Tensor]) -> list[tf.Tensor]:
+            decoded = [
+                decode(self._mean(output) if wire_op == "mean" else output)
+                for (_, wire_op, decode), output in zip(encoded, outputs, strict=True)
+            ]
+            return buckets.unpack(decoded, tensors, layout)
+
+        return _Message([item[0] for item in encoded], send, finish)
+
+    def _mean(self, total: tf.Tensor) -> tf.Tensor:
+        return total / tf.cast(self.size, total.dtype)
+
+    def _row_sum(self, slices: tf.IndexedSlices, op: str) -> _Message:
         if op not in ("sum", "mean"):
             raise ValueError(
                 at_rank(self.rank, f"op {op!r} on IndexedSlices; only 'sum' and 'mean' make sense")
             )
-        values, indices = self._allgather_rows([slices.values, slices.indices], None)
-        if op == "mean":
-            values = values / tf.cast(self.size, values.dtype)
-        return tf.IndexedSlices(values, indices, slices.dense_shape)
+        # Which rows a step reads is known long before their gradients are.
+        with self.beside("rows"):
+            counts = self._count_rows(slices.indices)
+            indices = self.allgather(slices.indices, counts)
+        gathering = self._gathering(slices.values, counts)
+
+        def finish(parts: list[tf.Tensor]) -> tf.IndexedSlices:
+            values = gathering.finish(parts)
+            if op == "mean":
+                values = self._mean(values)
+            return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+        return gathering._replace(finish=finish)
 
     def allgather(self, value: Any, rows: Sequence[int] | tf.Tensor | None = None) -> tf.Tensor:
         """See `Communicator.allgather`."""
-        return self._allgather_rows([tf.convert_to_tensor(value)], rows)[0]
-
-    def _allgather_rows(
-        self, tensors: list[tf.Tensor], known: Sequence[int] | tf.Tensor | None
-    ) -> list[tf.Tensor]:
-        """Gather several tensors with the same number of rows; the counts travel once, if ever."""
-        for tensor in tensors:
-            wire.check(tensor.dtype)
-        tensors = [tf.reshape(t, [1]) if t.shape.rank == 0 else t for t in tensors]
-        rows = tf.shape(tensors[0], tf.int64)[:1]
-        if known is None:
-            counts = self._sizes(rows, "gather")[:, 0]
-        elif tf.is_tensor(known):
-            counts = tf.ensure_shape(tf.cast(known, tf.int64), [self.size])
+        tensor = tf.convert_to_tensor(value)
+        wire.check(tensor.dtype)
+        tensor = tf.reshape(tensor, [1]) if tensor.shape.rank == 0 else tensor
+        if rows is None:
+            counts = self._count_rows(tensor)
+        elif tf.is_tensor(rows):
+            counts = tf.ensure_shape(tf.cast(rows, tf.int64), [self.size])
         else:
-            counts = self._check_rows(tensors[0], known)
-        encoded = [self._encode_rows(tensor) for tensor in tensors]
-        labels = [self._label(f"gather/{wire_tensor.dtype.name}") for wire_tensor, _, _ in encoded]
+            counts = self._check_rows(tensor, rows)
+        return self._run_together([self._gathering(tensor, counts)])[0]
 
-        def gather(flat: list[tf.Tensor]) -> list[tf.Tensor]:
-            return [
-                part
-                for i, (one, label, (_, _, words)) in enumerate(
-                    zip(flat, labels, encoded, strict=True)
-                )
-                for part in self._gather(one, words(counts), label, i)
-            ]
+    def _count_rows(self, tensor: tf.Tensor) -> tf.Tensor:
+        return self._sizes(tf.shape(tensor, tf.int64)[:1], "gather")[:, 0]
 
-        # Side by side: each would wait for a message of its own.
-        parts = self._ledger.run([wire_tensor for wire_tensor, _, _ in encoded], gather)
-        return [
-            self._decode_rows(parts[i * self.size : (i + 1) * self.size], decode, counts, tensor)
-            for i, (tensor, (_, decode, _)) in enumerate(zip(tensors, encoded, strict=True))
-        ]
+    def _gathering(self, tensor: tf.Tensor, counts: tf.Tensor) -> _Message:
+        """Of the rows of all ranks, of which each has so many."""
+        encoded, decode, words = self._encode_rows(tensor)
+        label = self._label(f"gather/{encoded.dtype.name}")
+        return _Message(
+            [encoded],
+            lambda flat, lane: self._gather(flat[0], words(counts), label, lane),
+            lambda parts: self._decode_rows(parts, decode, counts, tensor),
+        )
 
     def _check_rows(self, value: tf.Tensor, known: Sequence[int]) -> tf.Tensor:
         counts = list(known)
