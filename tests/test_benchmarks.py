@@ -84,7 +84,7 @@ def test_network_keeps_a_page_of_tables_of_what_each_link_gave(tmp_path):
     first, *lines = printed.splitlines()
     assert first.startswith("## 2 workers, loopback, one thread each; ")
     rows = [line.split(" | ")[0] for line in lines if line.startswith("| ")]
-    assert rows[1:3] == ["| limit", "| collective block:8"]
+    assert rows[1:4] == ["| limit", "| limit in step", "| collective block:8"]
     assert (tmp_path / "network.md").read_text() == printed.removesuffix("\n")
     found = json.loads((tmp_path / "loopback.json").read_text())
     assert [rank["threads"] for rank in found["setting"]["ranks"]] == [1, 1]

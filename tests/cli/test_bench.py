@@ -63,6 +63,7 @@ def test_every_turn_of_every_rank_is_saved(run):
         assert [len(turn) for turn in turns] == [2] * ROUNDS
         for reading in itertools.chain(*turns):
             assert 0 < STEPS * reading["seconds"] < reading["fit"]
+            assert sum(reading["steps"]) < reading["fit"]
 
 
 def test_the_tables_say_what_the_samples_say(run):
@@ -73,7 +74,7 @@ def test_the_tables_say_what_the_samples_say(run):
         middle = statistics.median(seconds)
         share = statistics.median(samples(found, contender, "communicating"))
         of_the_limit = statistics.median(a / b for a, b in zip(limit, seconds, strict=True))
-        (line,) = [line for line in done.stdout.splitlines() if line.startswith(f"{contender} ")]
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith(f"{contender}  ")]
         (row,) = [line for line in page.splitlines() if line.startswith(f"| {contender} |")]
         for text in (line, row):
             shown = f"{1000 * middle:.{report.digits(1000 * middle)}f}"
@@ -88,12 +89,13 @@ def test_the_command_says_nothing_else(run):
     assert done.stderr == ""
     lines = [line.rstrip() for line in done.stdout.splitlines()]
     assert lines[0] == f"{SMALLEST}, {found['parameters'][SMALLEST] / 1e6:.2f} M parameters"
-    assert [line.split("  ")[0] for line in lines[2:6]] == CONTENDERS
-    for first, size in ((6, "131.1 kB"), (10, "4.19 MB")):
+    shown = [CONTENDERS[0], report.IN_STEP, *CONTENDERS[1:]]
+    assert [line.split("  ")[0] for line in lines[2:7]] == shown
+    for first, size in ((7, "131.1 kB"), (11, "4.19 MB")):
         assert lines[first : first + 2] == ["", f"all-reduce of {size}"]
         assert lines[first + 3].startswith("collective allreduce ")
-    assert lines[14] == ""
-    assert lines[15].startswith("Medians over turns") and len(lines) == 18
+    assert lines[15] == ""
+    assert lines[16].startswith("Medians over turns") and len(lines) == 19
 
 
 def test_bytes_are_counted_and_1bit_sends_less_than_a_tenth(run):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from dtk.errors import DtkError
-from dtk.tuning.bench.results import Reading, Results
+from dtk.tuning.bench.results import Results, reading_of
 from dtk.tuning.bench.setting import Setting
 
 
@@ -116,7 +116,7 @@ class Measurement:
             for key in [key for key in self.results.turns[task] if key.split()[0] == world.name]:
                 del self.results.turns[task][key]
         elif keep:
-            readings = [Reading(**answer) for answer in answers]
+            readings = [reading_of(answer) for answer in answers]
             self.results.turns[task][label(world, name)].append(readings)
         self.say()
 

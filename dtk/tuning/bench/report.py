@@ -13,6 +13,7 @@ from dtk.tuning.bench.setting import block_of, bytes_of
 Contenders = Mapping[str, Sequence[list[Reading]]]
 
 LIMIT = "limit"
+IN_STEP = "limit in step"
 HEADER = ("", "steps/s", "ms per step (quartiles)", "of the limit")
 OWN = "of its own"
 COUNTS = ("sent per step", "communicating")
@@ -21,6 +22,10 @@ LEGEND = "Medians over turns, of means over workers."
 _LIMIT_LEGEND = (
     "limit: every worker trains by itself, with plain Keras, and sends nothing. Of the limit: its "
     "time / this time, in the same round; 1 is perfect."
+)
+_IN_STEP_LEGEND = (
+    "Limit in step: the same steps if each began when the slowest worker had ended the one before. "
+    "Sending can be made faster, this waiting cannot."
 )
 _OWN_LEGEND = (
     "A peer's own limit is its framework training by itself; of its own: that time / this time."
@@ -44,13 +49,31 @@ def table(results: Results, task: str, saved: Results | None = None) -> list[tup
         >>> table(Results(turns={"mlp": {"limit": turns}}), "mlp")[1]
         ('limit', '40.0', '25.0 (22.5 - 27.5)', '1.00', '0 B', '0 %')
     """
-    contenders = results.turns[task]
+    contenders = _with_waiting(results.turns[task])
     size = bytes_of(task)
     columns = _sizes(contenders, size) if size else _trained(contenders)
     if saved is not None:
-        columns[_COMPARED] = _compared(contenders, saved.turns.get(task, {}))
+        columns[_COMPARED] = _compared(contenders, _with_waiting(saved.turns.get(task, {})))
     rows = zip(contenders, *columns.values(), strict=True)
     return [("", *columns), *rows]
+
+
+def _with_waiting(contenders: Contenders) -> Contenders:
+    """What was measured, and behind the limit what it takes when its steps wait for each other."""
+    limit = contenders.get(LIMIT)
+    if not limit or not all(reading.steps for turn in limit for reading in turn):
+        return contenders
+    in_step = [_in_step(turn) for turn in limit]
+    others = {name: turns for name, turns in contenders.items() if name != LIMIT}
+    return {LIMIT: limit, IN_STEP: in_step, **others}
+
+
+def _in_step(turn: list[Reading]) -> list[Reading]:
+    slowest = [max(step) for step in zip(*(reading.steps for reading in turn), strict=True)]
+    mine = statistics.mean(reading.seconds for reading in turn)
+    # Other things happen between steps, if only to a clock.
+    seconds = mine * sum(slowest) / statistics.mean(sum(reading.steps) for reading in turn)
+    return [Reading(seconds, 0.0, 1 - mine / seconds, turn[0].fit)]
 
 
 def _trained(contenders: Contenders) -> dict[str, list[str]]:
@@ -132,7 +155,7 @@ def _compared(contenders: Contenders, earlier: Contenders) -> list[str]:
 
 def bars(results: Results, task: str) -> dict[str, tuple[float, ...]]:
     """For a plot: quartiles of the ratio to the limit; of milliseconds where there is none."""
-    contenders = results.turns[task]
+    contenders = _with_waiting(results.turns[task])
     if not has_limit(results, task):
         return {name: _milliseconds(turns) for name, turns in contenders.items()}
     limit = contenders[LIMIT]
@@ -261,6 +284,8 @@ def notes(results: Results, saved: Results | None = None) -> list[str]:
     legend = [LEGEND]
     if any(LIMIT in names for names in results.turns.values()):
         legend.append(_LIMIT_LEGEND)
+    if any(IN_STEP in _with_waiting(names) for names in results.turns.values()):
+        legend.append(_IN_STEP_LEGEND)
     if any(own_limit(name) in names for names in results.turns.values() for name in names):
         legend.append(_OWN_LEGEND)
     if any(map(block_of, results.setting.get("exchanges", ()))):

@@ -10,7 +10,7 @@ from typing import Any
 
 from dtk.tuning.bench.setting import BenchError
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,12 +24,14 @@ class Reading:
         communicating: Part of these steps' time in which a collective was under way, waiting for
             slower ranks included; None where nobody knows.
         fit: Seconds of the whole turn: also its first step, and what goes before and after.
+        steps: Seconds of each step, from the end of the one before.
     """
 
     seconds: float
     sent: float | None
     communicating: float | None
     fit: float
+    steps: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass
@@ -76,5 +78,10 @@ def read(path: str | os.PathLike[str]) -> Results:
         )
     for contenders in found["turns"].values():
         for turns in contenders.values():
-            turns[:] = [[Reading(**reading) for reading in turn] for turn in turns]
+            turns[:] = [[reading_of(known) for known in turn] for turn in turns]
     return Results(**found)
+
+
+def reading_of(known: dict[str, Any]) -> Reading:
+    """A reading, of what JSON made of it."""
+    return Reading(**{**known, "steps": tuple(known["steps"])})

@@ -69,7 +69,8 @@ class Played:
         self._noted.append(request["turn"])
         if len(self._noted) == self._lost_at:
             raise WorldLost("it is gone", code=9)
-        return [dict.fromkeys(("seconds", "sent", "communicating", "fit"), len(self._noted))] * 2
+        answer = dict.fromkeys(("seconds", "sent", "communicating", "fit"), len(self._noted))
+        return [{**answer, "steps": []}] * 2
 
     def rest(self):
         self._noted.append("-")

@@ -57,6 +57,21 @@ def test_a_row_holds_medians_over_turns_of_means_over_ranks():
     assert none == ("none", "20.0", "50.0 (45.0 - 75.0)", "0.50", "42.0 MB", "50 %")
 
 
+def test_the_limit_in_step_takes_the_slowest_worker_of_each_step():
+    # Two workers that are as fast, and slow at different moments: 20 ms each, 30 ms together.
+    turn = [
+        Reading(0.02, 0.0, 0.0, 9.0, steps=(0.01, 0.03)),
+        Reading(0.02, 0.0, 0.0, 9.0, steps=(0.03, 0.01)),
+    ]
+    measured = results(limit=[turn], none=turns(0.039))
+    rows = report.table(measured, "mlp")
+    assert [row[0] for row in rows[1:]] == ["limit", "limit in step", "none"]
+    assert rows[2][3:] == ("0.67", "0 B", "33 %")
+    assert list(report.bars(measured, "mlp")) == ["limit", "limit in step", "none"]
+    assert "Limit in step" in " ".join(report.notes(measured))
+    assert "Limit in step" not in " ".join(report.notes(RUN)), "saved without its steps"
+
+
 def test_the_ratio_is_taken_within_rounds():
     # A machine that gets slower by the round: in each, both take the same.
     slower = turns(0.01, 0.1, 1.0)

@@ -8,7 +8,8 @@ from dtk.tuning.bench.results import Reading, Results, read
 from dtk.tuning.bench.setting import BenchError
 
 NUMBERS = st.floats(0, 1e12)
-READINGS = st.builds(Reading, NUMBERS, st.none() | NUMBERS, st.none() | NUMBERS, NUMBERS)
+STEPS = st.lists(NUMBERS, max_size=3).map(tuple)
+READINGS = st.builds(Reading, NUMBERS, st.none() | NUMBERS, st.none() | NUMBERS, NUMBERS, STEPS)
 TURNS = st.lists(st.lists(READINGS, min_size=2, max_size=2), max_size=3)
 NAMES = st.sampled_from(("limit", "collective none", "torch ddp"))
 

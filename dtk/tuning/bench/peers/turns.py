@@ -12,6 +12,7 @@ Between turns it waits for a line, which takes no time of any core.
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import socket
@@ -72,8 +73,8 @@ def clock(turn: Turn) -> dict[str, Any]:
     The first step is left out: what it waits for is not a step's.
 
     Returns:
-        `seconds` of a step, mean of the others; `fit`, of everything; `sent` and `communicating`,
-        None unless the turn says.
+        `seconds` of a step, mean of the others, which `steps` holds; `fit`, of everything; `sent`
+        and `communicating`, None unless the turn says.
 
     Example:
         >>> def turn(tick):
@@ -91,6 +92,7 @@ def clock(turn: Turn) -> dict[str, Any]:
         "sent": None,
         "communicating": None,
         "fit": time.perf_counter() - began,
+        "steps": [end - begin for begin, end in itertools.pairwise(ticks)],
         **more,
     }
 
