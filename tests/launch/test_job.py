@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -40,6 +41,16 @@ def test_each_rank_has_cores_of_its_own(run):
     _, out, _, _ = run(python("print(*os.sched_getaffinity(0))"))
     assert sorted(int(core) for line in out.splitlines() for core in line[4:].split()) == here
     assert sorted(os.sched_getaffinity(0)) == here, "the launcher keeps all of them"
+
+
+def test_large_tensors_get_huge_pages(run):
+    offered = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    library, _, version = os.confstr("CS_GNU_LIBC_VERSION").partition(" ")
+    new_enough = [int(part) for part in version.split(".")] >= [2, 35]
+    if library != "glibc" or not new_enough or "[madvise]" not in offered.read_text():
+        pytest.skip("the kernel or the C library does not do that when it is asked")
+    code = "large = bytearray(64 << 20); print(' hg' in open('/proc/self/smaps').read())"
+    assert run(python(code, 1))[1] == "[0] True\n"
 
 
 def test_colours_on_a_terminal_only(run, monkeypatch):

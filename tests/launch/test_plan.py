@@ -70,7 +70,9 @@ def test_cores_are_divided_between_the_ranks_of_a_host():
 
 def test_what_the_user_set_stays():
     user = {"OMP_NUM_THREADS": "7", "TF_CPP_MIN_LOG_LEVEL": "0", "TF_CONFIG": "{}"}
+    user |= {"GLIBC_TUNABLES": "glibc.malloc.check=3"}
     (process,) = make(1, environ=user)
+    assert process.env["GLIBC_TUNABLES"] == "glibc.malloc.check=3"
     assert (process.env["OMP_NUM_THREADS"], process.env["TF_CPP_MIN_LOG_LEVEL"]) == ("7", "0")
     assert process.env["TF_NUM_INTEROP_THREADS"] == "8"
     assert process.env["PYTHONUNBUFFERED"] == "1"
