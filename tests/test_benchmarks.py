@@ -93,10 +93,10 @@ def test_network_keeps_a_page_of_tables_of_what_each_link_gave(tmp_path):
 
 def test_plan_compares_what_a_benchmark_predicts_with_what_was_measured(tmp_path):
     def turns(seconds, sent=0.0):
-        return [[Reading(seconds, sent, None, 1.0)] * 2]
+        return [[Reading(seconds, sent, None, 1.0, (seconds,))] * 2]
 
     setting = {"workers": 2, "batch_size": 32, "communicators": ["collective"]}
-    setting["ranks"] = [{"host": "here"}] * 2
+    setting["ranks"] = [{"host": "here", "cores": [core]} for core in range(2)]
     sums = {task_of(size): {"collective allreduce": turns(2e-3 + size * 1e-9)} for size in TELLING}
     # 4 MB at 12.5 MB/s, of which Ethernet leaves 0.936, on top of 0.1 s of computing.
     steps = {"limit": turns(0.1), "collective none": turns(0.106, 4e6)}

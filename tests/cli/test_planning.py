@@ -27,7 +27,7 @@ def bench(tmp_path):
 
     def save(hosts=1):
         turns = {
-            "limit": [[Reading(0.1, 0.0, 0.0, 1.0)] * 2],
+            "limit": [[Reading(0.1, 0.0, 0.0, 1.0, (0.1,))] * 2],
             "collective none": [[Reading(0.15, 4e6, 0.5, 1.0)] * 2],
         }
         sums = {
@@ -36,7 +36,7 @@ def bench(tmp_path):
             },
             "allreduce 4194304": {"collective allreduce": [[Reading(0.012, 4 << 20, None, 1.0)]]},
         }
-        ranks = [{"host": f"host{rank % hosts}"} for rank in range(2)]
+        ranks = [{"host": f"host{rank % hosts}", "cores": [rank]} for rank in range(2)]
         setting = {"workers": 2, "batch_size": 16, "ranks": ranks}
         setting["communicators"] = ["collective"]
         file = tmp_path / "bench.json"

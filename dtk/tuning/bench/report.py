@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dtk.tuning.bench.results import Reading, Results
+from dtk.tuning.bench.results import Reading, Results, in_step
 from dtk.tuning.bench.setting import block_of, bytes_of
 
 Contenders = Mapping[str, Sequence[list[Reading]]]
@@ -63,17 +63,14 @@ def _with_waiting(contenders: Contenders) -> Contenders:
     limit = contenders.get(LIMIT)
     if not limit or not all(reading.steps for turn in limit for reading in turn):
         return contenders
-    in_step = [_in_step(turn) for turn in limit]
     others = {name: turns for name, turns in contenders.items() if name != LIMIT}
-    return {LIMIT: limit, IN_STEP: in_step, **others}
+    return {LIMIT: limit, IN_STEP: [_waiting(turn) for turn in limit], **others}
 
 
-def _in_step(turn: list[Reading]) -> list[Reading]:
-    slowest = [max(step) for step in zip(*(reading.steps for reading in turn), strict=True)]
-    mine = statistics.mean(reading.seconds for reading in turn)
-    # Other things happen between steps, if only to a clock.
-    seconds = mine * sum(slowest) / statistics.mean(sum(reading.steps) for reading in turn)
-    return [Reading(seconds, 0.0, 1 - mine / seconds, turn[0].fit)]
+def _waiting(turn: list[Reading]) -> list[Reading]:
+    seconds = in_step(turn)
+    part = 1 - statistics.mean(reading.seconds for reading in turn) / seconds
+    return [Reading(seconds, 0.0, part, turn[0].fit)]
 
 
 def _trained(contenders: Contenders) -> dict[str, list[str]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +87,17 @@ def read(path: str | os.PathLike[str]) -> Results:
 def reading_of(known: dict[str, Any]) -> Reading:
     """A reading, of what JSON made of it."""
     return Reading(**{**known, "steps": tuple(known["steps"])})
+
+
+def in_step(turn: Sequence[Reading]) -> float:
+    """Seconds of a step if each began when the slowest rank had ended the one before.
+
+    Example:
+        >>> in_step([Reading(2.0, 0, 0, 9.0, (1.0, 3.0)), Reading(2.0, 0, 0, 9.0, (3.0, 1.0))])
+        3.0
+    """
+    slowest = [max(step) for step in zip(*(reading.steps for reading in turn), strict=True)]
+    own = statistics.mean(statistics.mean(reading.steps) for reading in turn)
+    # Not the steps themselves: `seconds` leaves out what happens between two of them.
+    longer = statistics.mean(slowest) / own
+    return longer * statistics.mean(reading.seconds for reading in turn)

@@ -1,6 +1,6 @@
 """From what `dtk bench` measured to what a plan needs: every number has a physical meaning.
 
-    limit, of the slowest worker   step     computing, with nothing sent
+    limit, in step                 step     computing, with nothing sent: all wait for the slowest
     all-reduces of few, many bytes message  seconds of a message;  byte  seconds a byte costs
     none - limit - sending         step     what a strategy adds to a step; of factors, product;
                                             below 0, what is hidden
@@ -19,9 +19,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from dtk.tuning.bench.report import LIMIT, means
-from dtk.tuning.bench.results import Reading, Results
+from dtk.tuning.bench.results import Reading, Results, in_step
 from dtk.tuning.bench.setting import TELLING, block_of, task_of
 from dtk.tuning.plan.methods import METHODS
 from dtk.tuning.plan.quantity import PlanError
@@ -70,7 +71,9 @@ def calibrated(
     model = _chosen("--model", model, models)
     communicator = _chosen("--communicator", communicator, results.setting["communicators"])
     turns = results.turns[model]
-    limit = statistics.median(max(reading.seconds for reading in turn) for turn in turns[LIMIT])
+    ranks = results.setting["ranks"]
+    slowest = in_step if _apart(ranks) else _slowest
+    limit = statistics.median(map(slowest, turns[LIMIT]))
     own = _of(turns, communicator)
     seconds, sent = _medians(own, "seconds"), _medians(own, "sent")
     if _DENSE not in sent:
@@ -82,8 +85,21 @@ def calibrated(
     job = Job(limit, parameters, rows, sent=sent, factors=kernels)
     workers = results.setting["workers"]
     software = _residuals(job, _software(results, communicator, workers), seconds, workers)
-    places = [rank["host"] for rank in results.setting["ranks"]]
+    places = [rank["host"] for rank in ranks]
     return Calibration(job, software, max(map(places.count, places)), len(set(places)))
+
+
+def _apart(ranks: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether each has cores of its own.
+
+    Where they share them, one that waits lets the slowest go on faster.
+    """
+    used = [(rank["host"], core) for rank in ranks for core in rank["cores"]]
+    return len(set(used)) == len(used)
+
+
+def _slowest(turn: Sequence[Reading]) -> float:
+    return max(reading.seconds for reading in turn)
 
 
 def _of(turns: Mapping[str, Turns], communicator: str) -> dict[str, Turns]:

@@ -20,6 +20,7 @@ Parallel Training" (buckets and what they hide); Xie et al. 2016 (factors); Seid
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,10 +29,8 @@ from dtk.tuning.plan import traffic
 from dtk.tuning.plan.setting import Cluster, Factors, Job
 from dtk.tuning.plan.traffic import Traffic
 
-# `dtk.communicators.buckets`: a quarter of all bytes, within these; sent when its last gradient is
-# there.
-_BUCKETS = 4
-_LEAST, _MOST = 2**18, 2**24
+# Bytes of a bucket, at least and at most: `dtk.communicators.costs` and `buckets`.
+_LEAST, _MOST = 2**16, 2**24
 # Of a step's computing. The backward pass does twice the work of the forward pass.
 BACKWARD = 2 / 3
 
@@ -77,24 +76,28 @@ class Method:
     served: bool = False
 
 
-def bucket(size: float) -> float:
-    """Bytes of a bucket, of gradients of so many.
+def bucket(size: float, half_length: float) -> float:
+    """Bytes of a bucket: see `dtk.communicators.costs`.
+
+    Args:
+        size: Bytes of all gradients.
+        half_length: Bytes that take as long as a message.
 
     Example:
-        >>> bucket(3_000_000), bucket(1000)
-        (750000.0, 262144)
+        >>> bucket(8 << 20, 1 << 17), bucket(1000, 1 << 17)
+        (1048576.0, 65536)
     """
-    return min(_MOST, max(_LEAST, size / _BUCKETS))
+    return min(_MOST, max(_LEAST, math.sqrt(size * 2.0 ** round(math.log2(half_length)))))
 
 
-def early(size: float) -> float:
+def early(size: float, half_length: float) -> float:
     """The part of the bytes that can go before the last gradient is there: all buckets but one.
 
     Example:
-        >>> early(3_000_000), early(1000)
-        (0.75, 0.0)
+        >>> early(8 << 20, 1 << 17), early(1000, 1 << 17)
+        (0.875, 0.0)
     """
-    return max(0.0, 1 - bucket(size) / size) if size else 0.0
+    return max(0.0, 1 - bucket(size, half_length) / size) if size else 0.0
 
 
 def exposed(sending: float, computing: float, part: float) -> float:
@@ -135,7 +138,8 @@ def dense(job: Job, cluster: Cluster, workers: int, exchange: str = "dense") -> 
     size, hidden = job.size(exchange), cluster.software.hidden
     computing = job.computing(workers)
     messages, stream = cluster.parts(traffic.ring_allreduce(workers, size), workers)
-    waiting = messages + exposed(stream, computing, hidden * early(size))
+    half_length = cluster.half_length(workers)
+    waiting = messages + exposed(stream, computing, hidden * early(size, half_length))
     return Cost(computing, _coding(job, cluster, workers, exchange), waiting, size)
 
 
@@ -149,7 +153,9 @@ def _factors(job: Job, cluster: Cluster, workers: int, exchange: str, kernels: F
     striped = traffic.padded(own) * workers
     rows = cluster.parts(traffic.ring_allgather(workers, striped), workers)
     others = cluster.parts(traffic.ring_allreduce(workers, rest), workers)
-    stream = rows[1] + exposed(others[1], computing, hidden * early(rest))
+    stream = rows[1] + exposed(
+        others[1], computing, hidden * early(rest, cluster.half_length(workers))
+    )
     product = cluster.software.product * kernels.entries * (job.batch(workers) - mine)
     coding = _coding(job, cluster, workers, exchange) + product
     return Cost(computing, coding, max(rows[0], others[0]) + stream, own + rest)
@@ -169,7 +175,8 @@ def hierarchical(job: Job, cluster: Cluster, workers: int) -> Cost:
     parts = cluster.over(cluster.network, between), cluster.over(cluster.host, within)
     messages, stream = map(sum, zip(*parts, strict=True))
     computing = job.computing(workers)
-    waiting = messages + exposed(stream, computing, hidden * early(size))
+    half_length = cluster.half_length(workers)
+    waiting = messages + exposed(stream, computing, hidden * early(size, half_length))
     return Cost(computing, _coding(job, cluster, workers, "dense"), waiting, size)
 
 

@@ -249,7 +249,21 @@ class Cluster:
 
     def parts(self, traffic: Traffic, workers: int) -> tuple[float, float]:
         """Seconds of its messages, and of its bytes."""
-        return self.over(self.host if self.hosts(workers) == 1 else self.network, traffic)
+        return self.over(self._link(workers), traffic)
+
+    def half_length(self, workers: int) -> float:
+        """Bytes that take as long as a message between so many workers; 1 or more.
+
+        Example:
+            >>> software = Software(message=0.5e-3, byte=4e-9)
+            >>> Cluster(Link(), software=software).half_length(2)
+            125000.0
+        """
+        message, byte = self.over(self._link(workers), Traffic(1, 1))
+        return max(1.0, message / byte) if byte else 2.0**62
+
+    def _link(self, workers: int) -> Link:
+        return self.host if self.hosts(workers) == 1 else self.network
 
     def over(self, link: Link, traffic: Traffic) -> tuple[float, float]:
         """`parts` of traffic over one link: Hockney's model, with what software adds.

@@ -20,7 +20,7 @@ CODES = {"1bit": SENT["1bit"]}
 
 def once(seconds, sent=0.0):
     """One turn of one reading."""
-    return [[Reading(seconds, sent, 0.5, 1.0)]]
+    return [[Reading(seconds, sent, 0.5, 1.0, (seconds,))]]
 
 
 def bench(job, software, workers, hosts=1):
@@ -35,7 +35,7 @@ def bench(job, software, workers, hosts=1):
         way = ring_allreduce(workers, size)
         took = way.messages * software.message + way.bytes * software.byte
         turns[task_of(size)] = {"collective allreduce": once(took)}
-    ranks = [{"host": f"host{rank % hosts}"} for rank in range(workers)]
+    ranks = [{"host": f"host{rank % hosts}", "cores": [rank]} for rank in range(workers)]
     setting = {"workers": workers, "batch_size": job.rows, "ranks": ranks}
     setting["communicators"] = ["collective"]
     return Results(setting, {"mlp": PARAMETERS}, turns)
@@ -117,13 +117,17 @@ def test_each_communicator_has_numbers_of_its_own():
         calibrated(results)
 
 
-def test_a_step_is_that_of_the_slowest_worker():
+@pytest.mark.parametrize(("cores", "step"), [([[0], [1]], 0.35), ([[0, 1], [0, 1]], 0.3)])
+def test_a_step_is_that_of_the_slowest_worker(cores, step):
+    # On cores of their own, of each step; on shared ones, of all of them.
     results = bench(Job(0.1, PARAMETERS, sent=SENT), Software(), 2)
-    turns = [(0.1, 0.4), (0.3, 0.1), (0.1, 0.1)]
+    turns = [[(0.1, 0.3), (0.4, 0.2)], [(0.2, 0.4), (0.4, 0.2)], [(0.1, 0.1), (0.1, 0.1)]]
     results.turns["mlp"]["limit"] = [
-        [Reading(seconds, 0.0, 0.0, 1.0) for seconds in turn] for turn in turns
+        [Reading(sum(steps) / 2, 0.0, 0.0, 1.0, steps) for steps in turn] for turn in turns
     ]
-    assert calibrated(results).job.step == 0.3
+    for rank, own in zip(results.setting["ranks"], cores, strict=True):
+        rank["cores"] = own
+    assert calibrated(results).job.step == pytest.approx(step)
 
 
 def test_workers_are_counted_by_host():

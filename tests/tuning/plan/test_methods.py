@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dtk.communicators import buckets
 from dtk.communicators.collective import _round_up
-from dtk.communicators.costs import ONE_HOP_MOST
+from dtk.communicators.costs import ONE_HOP_MOST, Costs
 from dtk.communicators.null import NullCommunicator
 from dtk.exchange import factors, parse
 from dtk.exchange.base import Trained
@@ -143,11 +143,15 @@ def test_what_calibrates_goes_round_a_ring():
     assert min(TELLING) > ONE_HOP_MOST
 
 
-@pytest.mark.parametrize("megabytes", [0.1, 3, 1000])
-def test_buckets_are_the_communicators(megabytes):
+@pytest.mark.parametrize("megabytes", [0.01, 3, 10_000])
+@pytest.mark.parametrize("message", [1e-6, 0.7e-3])
+def test_buckets_are_the_communicators(megabytes, message):
     size = int(megabytes * 2**20)
     flat = tf.TensorSpec([size // 4])
-    assert methods.bucket(size) == buckets.limit_for([flat])
+    costs = Costs(2, message, 3e-9, 1e-11)
+    cluster = Cluster(Link(), software=Software(message, 3e-9))
+    expected = buckets.limit_for([flat], costs=costs)
+    assert int(methods.bucket(size, cluster.half_length(2))) == expected
 
 
 KERNEL = (512, 256)
