@@ -53,7 +53,12 @@ def _launcher(communicator, workers):
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     # A rank that waits must not keep the others from computing.
     idle = ["--mca", "mpi_yield_when_idle", "1"]
+    # As `dtk run` does.
+    cores = len(os.sched_getaffinity(0)) // workers
+    bound = (
+        ["--map-by", f"slot:PE={cores}", "--bind-to", "core"] if cores else ["--bind-to", "none"]
+    )
     return [
-        *("mpirun", "--oversubscribe", "--bind-to", "none", *root, *idle),
-        *("-np", str(workers), sys.executable),
+        *("mpirun", "--oversubscribe", *bound, *root, *idle),
+        *("-x", "GLIBC_TUNABLES=glibc.malloc.hugetlb=1", "-np", str(workers), sys.executable),
     ]
