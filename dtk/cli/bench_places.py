@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shutil
 import sys
@@ -12,6 +13,7 @@ from dtk.cli import job
 from dtk.cluster import Host
 from dtk.errors import ClusterError, CommunicatorError
 from dtk.launch import COMMUNICATORS, Process, plan, ssh
+from dtk.tuning.bench import seat
 
 MPI = "horovod-mpi"
 LAUNCHERS = (*COMMUNICATORS, MPI)
@@ -61,7 +63,7 @@ def place(
         hosts: Where; this machine when empty.
         survey: See `dtk.launch.plan`.
     """
-    seat = [*_SEAT, *command]
+    sits = [*_SEAT, *command]
     kind = "horovod" if launcher in BUSY else launcher
     facts: dict[str, ssh.Facts] = {}
 
@@ -69,7 +71,7 @@ def place(
         facts[host] = survey(host, ports)
         return facts[host]
 
-    planned = plan(seat, workers, hosts=hosts, communicator=kind, survey=noted)
+    planned = plan(sits, workers, hosts=hosts, communicator=kind, survey=noted)
     if launcher == MPI:
         return [_mpirun(planned)]
     return [
@@ -92,13 +94,6 @@ def _for_torch(process: Process, planned: Sequence[Process], interface: str) -> 
     return env
 
 
-def _binding(cores: int) -> list[str]:
-    """Tell Open MPI how many cores each rank is bound to: as many as everybody else's."""
-    if not cores:
-        return ["--bind-to", "none"]
-    return ["--map-by", f"slot:PE={cores}", "--bind-to", "core"]
-
-
 def _mpirun(planned: Sequence[Process]) -> Process:
     """One process that starts them all, with what every rank has of the cores."""
     shares = {
@@ -106,7 +101,9 @@ def _mpirun(planned: Sequence[Process]) -> Process:
         for name, value in planned[0].env.items()
         if not name.startswith(("HOROVOD_", "DTK_"))
     }
-    argv = ["mpirun", "--oversubscribe", *_binding(len(planned[0].cores))]
+    # Seats bind themselves, to the parts that `dtk run` would give them.
+    shares[seat.CORES] = json.dumps([one.cores for one in planned])
+    argv = ["mpirun", "--oversubscribe", "--bind-to", "none"]
     if os.geteuid() == 0:
         argv.append("--allow-run-as-root")
     # A rank that waits must not keep the others from computing.

@@ -57,8 +57,8 @@ _MAX_RESTARTS = 3
 @click.option(
     "--bind/--no-bind",
     default=True,
-    help="Whether each of several ranks on a host keeps to its share of the cores. Default: where "
-    "there are as many cores as ranks; not with --ps.",
+    help="Whether ranks that share a host keep to a part of its cores each; never with --ps, more "
+    "ranks than cores, or more threads asked for than a part has.",
 )
 @click.option("--output-dir", metavar="DIR", help="Also write each rank's output to a file there.")
 @job.remote_shell

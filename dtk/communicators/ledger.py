@@ -25,9 +25,15 @@ class Ledger:
     """Runs a communicator's collectives in trace order; counts what they send and how long.
 
     The variable holds bytes and microseconds.
+
+    Args:
+        device: Where the variable is.
+        timed: Whether to read the clock. TensorFlow reads it in trace order, whatever the ledger:
+            one that others do not wait for must not do so.
     """
 
-    def __init__(self, device: str = "CPU:0") -> None:
+    def __init__(self, device: str = "CPU:0", timed: bool = True) -> None:
+        self._timed = timed
         self._eager_bytes = 0
         self._eager_seconds = 0.0
         self._device = device
@@ -55,6 +61,13 @@ class Ledger:
     def _counted(self, place: int) -> int:
         with tf.init_scope():
             return int(tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=tf.int64)[place])
+
+    def _clock(self, ready: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Seconds, once these are there."""
+        if not self._timed:
+            return tf.zeros([], tf.float64)
+        with tf.control_dependencies(ready):
+            return tf.timestamp()
 
     def run(
         self,
@@ -84,16 +97,17 @@ class Ledger:
         sizes = [tf.size(t, tf.int64) * t.dtype.size for t in inputs if sends]
         sent = tf.add_n(sizes) if sizes else tf.zeros([], tf.int64)
         before = tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=tf.int64)[0]
-        behind, ready = zip(*(_behind(before, t) for t in inputs), strict=True)
-        start = tf.reduce_max(tf.stack(ready))
-        outputs = collective(list(behind))
+        behind = [_behind(before, t) for t in inputs]
+        start = self._clock(behind)
+        outputs = collective(behind)
         # Horovod does not mark its ops as stateful, so a result that is only waited for would be
-        # optimized away, on the ranks that do not use it. A stateful op that takes it as data keeps
-        # it, if its condition is one the optimizer cannot foresee.
-        kept = tf.raw_ops.Assert(condition=before >= 0, data=outputs, summarize=0)
+        # optimized away, on the ranks that do not use it. No element of it is counted here, which
+        # the optimizer cannot foresee. (An assertion would wait for those of other ledgers.)
+        kept = tf.add_n([tf.size(output[: tf.minimum(before, 0)], tf.int64) for output in outputs])
         with tf.control_dependencies([kept]):
-            took = tf.cast((tf.timestamp() - start) * 1e6, tf.int64)
-            tf.raw_ops.AssignAddVariableOp(resource=self._handle, value=tf.stack([sent, took]))
+            took = tf.cast((self._clock(outputs) - start) * 1e6, tf.int64)
+            update = tf.stack([sent + kept, took])
+            tf.raw_ops.AssignAddVariableOp(resource=self._handle, value=update)
         return outputs
 
 
@@ -109,19 +123,14 @@ def lane(device: str = "CPU:0") -> tf.Tensor:
         )
 
 
-def _behind(before: tf.Tensor, flat: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """The same tensor, made to depend on a value known only when the graph runs, and when it was.
+def _behind(before: tf.Tensor, flat: tf.Tensor) -> tf.Tensor:
+    """The same tensor, but made to depend on a value known only when the graph runs.
 
     TensorFlow evaluates what depends on constants alone while it prepares a graph, on this rank and
     out of order, and Horovod's ops look to it as if they could be. Control dependencies do not stop
     it, and it looks through reshapes and placeholders. The count read is never negative, so the
     slice below always starts at 0 (and copies nothing), but only running the graph can tell.
-
-    The clock is read first: with one thread TensorFlow may read it long after the collective began.
     """
-    with tf.control_dependencies([before, flat]):
-        ready = tf.timestamp()
-    with tf.control_dependencies([ready]):
-        same = flat[tf.minimum(before, 0) :]
+    same = flat[tf.minimum(before, 0) :]
     same.set_shape(flat.shape)
-    return same, ready
+    return same

@@ -40,7 +40,7 @@ class _Message(NamedTuple):
 
     Attributes:
         inputs: Flat tensors, in dtypes the backend takes.
-        send: Called with them, and the first lane that is free.
+        send: Called with them, and how many inputs of others go before: its first lane.
         finish: Makes the result of what `send` returned.
     """
 
@@ -146,7 +146,7 @@ class PackedCommunicator(Communicator):
         """See `Communicator.beside`."""
         outer = self._ledger
         if name not in self._beside:
-            self._beside[name] = Ledger(self._device)
+            self._beside[name] = Ledger(self._device, timed=False)
         self._ledger = self._beside[name]
         try:
             yield
@@ -190,7 +190,10 @@ class PackedCommunicator(Communicator):
         return results
 
     def _run_together(self, messages: list[_Message]) -> list[Any]:
-        """Send side by side, each as soon as its own values are there; what becomes of each."""
+        """Send side by side, each once its own values are there; what becomes of each.
+
+        A backend may have few lanes, and let those that share one wait for each other.
+        """
         if not messages:
             return []
         lengths = []

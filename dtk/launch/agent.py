@@ -141,43 +141,48 @@ def survey(host: str, ports: int) -> dict[str, Any]:
             one.close()
 
 
-def cores() -> list[int]:
+def cores(folder: str = "/sys/devices/system/cpu") -> list[int]:
     """List the cores this process may use: those of one package, and of one core, side by side.
+
+    Args:
+        folder: Where Linux tells of them.
 
     >>> set(cores()) == os.sched_getaffinity(0)
     True
     """
-    return sorted(os.sched_getaffinity(0), key=lambda one: (*_place(one), one))
+    return sorted(os.sched_getaffinity(0), key=lambda one: (*_place(f"{folder}/cpu{one}"), one))
 
 
-def _place(core: int) -> tuple[int, int]:
+def _place(core: str) -> tuple[int, int]:
     """Package and physical core; Linux may count all second threads of cores after the first."""
-    folder = f"/sys/devices/system/cpu/cpu{core}/topology"
     try:
         with (
-            open(f"{folder}/physical_package_id") as package,
-            open(f"{folder}/core_id") as physical,
+            open(f"{core}/topology/physical_package_id") as package,
+            open(f"{core}/topology/core_id") as physical,
         ):
             return int(package.read()), int(physical.read())
     except OSError:
-        return (0, core)  # not every machine tells
+        return 0, 0  # not every machine tells
 
 
 @contextlib.contextmanager
 def bound_to(cores: Sequence[int]) -> Iterator[None]:
     """Let processes started inside, by this thread, use these cores only; all when empty.
 
+    Where that is not allowed, or the cores are gone since the survey, they use all there are.
+
     >>> with bound_to(cores()[:1]):
     ...     len(os.sched_getaffinity(0))
     1
     """
     before = os.sched_getaffinity(0)
-    if cores:
-        os.sched_setaffinity(0, cores)
     try:
+        with contextlib.suppress(OSError):  # a rank that is not bound is only slower
+            os.sched_setaffinity(0, cores or before)
         yield
     finally:
-        os.sched_setaffinity(0, before)
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, before)
 
 
 def _interface(host: str) -> str:

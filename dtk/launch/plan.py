@@ -23,8 +23,8 @@ COMMUNICATORS = ("collective", "horovod")
 # them a share of the cores would leave it idle. The evaluator computes like a worker.
 _WAITING = ("chief", "ps")
 _THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
-# Large tensors are given back to the system after each step, and the next one's must be cleared
-# again: 38 of the 76 ms of an all-reduce of 100 MB, page by page. Other C libraries do not read it.
+# glibc gives large tensors back to the system, page by page, and asks anew in every step. In huge
+# pages an all-reduce of 100 MB over Horovod took 38 ms, not 76. Other C libraries do not read it.
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 Survey = Callable[[str, int], ssh.Facts]

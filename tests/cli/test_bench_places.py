@@ -1,11 +1,19 @@
 """Ranks are told where they are, and where the others."""
 
+import json
+import os
+import subprocess
+import sys
+from multiprocessing.connection import Listener
+
 import pytest
 
 from dtk.cli import bench_places
 from dtk.cluster import Host
 from dtk.errors import ClusterError
 from dtk.launch import ssh
+from dtk.tuning.bench import seat
+from dtk.tuning.bench.seat import CORES
 
 FACTS = {
     "node1": ssh.Facts((4001,), (0, 1), "eth0"),
@@ -40,10 +48,29 @@ def test_mpirun_binds_as_dtk_run_does():
     def survey(host, ports):
         return ssh.Facts((), tuple(range(8)), "lo")
 
-    (started,) = bench_places.place("horovod-mpi", ["python"], 2, (), survey)
-    assert started.argv[2:6] == ("--map-by", "slot:PE=4", "--bind-to", "core")
-    (started,) = bench_places.place("horovod-mpi", ["python"], 9, (), survey)
-    assert started.argv[2:4] == ("--bind-to", "none")
+    for workers, parts in {2: [[0, 1, 2, 3], [4, 5, 6, 7]], 9: [[]] * 9}.items():
+        (started,) = bench_places.place("horovod-mpi", ["python"], workers, (), survey)
+        assert json.loads(started.env[CORES]) == parts
+
+
+def test_a_seat_under_mpirun_takes_its_part(tmp_path):
+    core = max(os.sched_getaffinity(0))
+    (tmp_path / "client.py").write_text(
+        "import os, sys\n"
+        "print('null', flush=True)\n"
+        "sys.stdin.readline()\n"
+        f"sys.exit(11 if os.sched_getaffinity(0) == {{{core}}} else 1)"
+    )
+    with Listener(("127.0.0.1", 0), authkey=b"key") as listener:
+        port = listener.address[1]
+        given = {seat.ADDRESS: f"127.0.0.1:{port}", seat.KEY: b"key".hex()}
+        given |= {CORES: json.dumps([[], [core]]), "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+        command = [sys.executable, "-m", "dtk.tuning.bench.seat", sys.executable]
+        started = subprocess.Popen([*command, str(tmp_path / "client.py")], env=os.environ | given)
+        with listener.accept() as line:
+            assert line.recv() is None
+            line.send(None)
+            assert started.wait(timeout=30) == 11
 
 
 def test_horovod_meets_elsewhere():

@@ -40,6 +40,16 @@ def test_a_script_runs_on_n_processes_with_its_arguments(script):
     assert sorted(done.stdout.splitlines()) == [f"[0] {expected}", f"[1] {expected}"]
 
 
+def test_ranks_are_bound_unless_told_not_to_be(script):
+    here = len(os.sched_getaffinity(0))
+    path = script("import os; print(len(os.sched_getaffinity(0)))")
+    free = dtk("run", "-n", "2", "--no-bind", path).stdout
+    assert sorted(free.splitlines()) == [f"[{rank}] {here}" for rank in range(2)]
+    if here > 1:
+        bound = dtk("run", "-n", "2", path).stdout
+        assert sum(int(line[4:]) for line in bound.splitlines()) == here
+
+
 def test_a_module_runs_as_python_m_does(script, tmp_path):
     (tmp_path / "package").mkdir()
     script("import sys; print(__name__, sys.argv[1:])", "package/train.py")

@@ -67,6 +67,48 @@ def order(beside):
     return len(sending), _comes_after(sending[-1], sending[0]), sums, sent
 
 
+def order_of_rows():
+    """What of a table's rows waits for a whole gradient, and for its all-reduce."""
+    communicator = bodies.strategy().communicator
+
+    @tf.function
+    def step(whole, values, indices):
+        with communicator.sequence("order of rows"):
+            gradient = tf.exp(whole)
+            slices = tf.IndexedSlices(tf.exp(values), indices, (7, 2))
+            summed, rows = communicator.allreduce([gradient, slices])
+            return summed, rows.values, rows.indices
+
+    given = tf.zeros([3]), tf.zeros([4, 2]), tf.constant([1, 5, 1, 0])
+    summed, values, indices = step(*given)
+    graph = step.get_concrete_function(*given).graph.get_operations()
+    whole, values_of = (o for o in graph if o.type == "Exp")
+    sending = [o for o in graph if o.type.startswith(("Collective", "Horovod"))]
+    early = [o for o in sending if not _comes_after(o, whole) and not _comes_after(o, values_of)]
+    (reduced,) = (o for o in sending if _comes_after(o, whole))
+    (gathered,) = (o for o in sending if _comes_after(o, values_of))
+    waits = _comes_after(gathered, reduced) or _comes_after(reduced, gathered)
+    sums = float(summed[0]), float(values[0, 0]), indices.numpy().tolist()
+    return len(sending), len(early), waits, sums
+
+
+def clocks():
+    """How often a graph reads the clock before a message, and whether it waits for one beside."""
+    communicator = bodies.strategy().communicator
+
+    @tf.function
+    def step(one, other):
+        with communicator.sequence("clocks"):
+            with communicator.beside("clocks"):
+                beside = communicator.allreduce(other)
+            return communicator.allreduce(one), beside
+
+    graph = step.get_concrete_function(tf.ones([3]), tf.ones([5])).graph.get_operations()
+    beside, sending = (o for o in graph if o.type.startswith(("Collective", "Horovod")))
+    clocks = [o for o in graph if o.type == "Timestamp" and not _comes_after(o, sending)]
+    return len(clocks), any(_comes_after(clock, beside) for clock in clocks)
+
+
 def _comes_after(operation, earlier):
     seen, left = set(), [operation]
     while left:

@@ -128,3 +128,17 @@ def test_what_runs_beside_does_not_wait_for_what_was_traced_before(pool):
         assert (count, waits, sums, sent) == (2, False, (pool.size, pool.size), 32)
     for count, waits, _, _ in pool.run(factored.order, False):
         assert (count, waits) == (2, True)
+
+
+@pytest.mark.worlds(("collective", 2), ("horovod-mpi", 2))
+def test_rows_of_tables_and_whole_gradients_do_not_wait_for_each_other(pool):
+    expected = [1.0 * pool.size, 1.0, [1, 5, 1, 0] * pool.size]
+    for count, early, waits, sums in pool.run(factored.order_of_rows):
+        assert (count, early, waits) == (4, 2, False), "counts and indices go ahead"
+        assert list(sums) == expected
+
+
+@pytest.mark.worlds(("collective", 2), ("horovod-mpi", 2))
+def test_the_clock_does_not_wait_for_what_runs_beside(pool):
+    # It did, and where that took longer than a message, the message took no time.
+    assert pool.run(factored.clocks) == [(1, False)] * pool.size

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import platform
 import signal
 import socket
 import subprocess
@@ -43,11 +44,24 @@ def test_each_rank_has_cores_of_its_own(run):
     assert sorted(os.sched_getaffinity(0)) == here, "the launcher keeps all of them"
 
 
+def test_threads_of_one_core_are_side_by_side(tmp_path, monkeypatch):
+    # Two packages of two cores of two threads, counted as Linux does: all second threads last.
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    for one in range(8):
+        place = tmp_path / f"cpu{one}" / "topology"
+        place.mkdir(parents=True)
+        (place / "physical_package_id").write_text(f"{one % 4 // 2}\n")
+        (place / "core_id").write_text(f"{one % 2}\n")
+    assert agent.cores(str(tmp_path)) == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert agent.cores(str(tmp_path / "nothing")) == list(range(8))
+
+
 def test_large_tensors_get_huge_pages(run):
     offered = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    library, _, version = os.confstr("CS_GNU_LIBC_VERSION").partition(" ")
-    new_enough = [int(part) for part in version.split(".")] >= [2, 35]
-    if library != "glibc" or not new_enough or "[madvise]" not in offered.read_text():
+    library, version = platform.libc_ver()
+    new_enough = [int(part) for part in version.split(".") if part] >= [2, 35]
+    asked = offered.exists() and "[madvise]" in offered.read_text()
+    if library != "glibc" or not new_enough or not asked:
         pytest.skip("the kernel or the C library does not do that when it is asked")
     code = "large = bytearray(64 << 20); print(' hg' in open('/proc/self/smaps').read())"
     assert run(python(code, 1))[1] == "[0] True\n"

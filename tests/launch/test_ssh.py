@@ -59,6 +59,13 @@ def test_a_rank_is_bound_over_there(shell):
     assert run(bound, remote_shell=shell)[:3] == (0, f"[0] {core}\n", "")
 
 
+def test_cores_that_are_gone_bind_nothing(shell):
+    code = "import os; print(*os.sched_getaffinity(0))"
+    here = " ".join(map(str, os.sched_getaffinity(0)))
+    bound = [dataclasses.replace(process, cores=(1 << 12,)) for process in remote(code, 1)]
+    assert run(bound, remote_shell=shell)[:3] == (0, f"[0] {here}\n", "")
+
+
 def test_a_remote_failure_ends_all_with_its_code_and_words(shell):
     code = (
         "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dtk.tuning.bench.results import Reading, Results, in_step
+from dtk.tuning.bench.results import Reading, Results, apart, in_step
 from dtk.tuning.bench.setting import block_of, bytes_of
 
 Contenders = Mapping[str, Sequence[list[Reading]]]
@@ -24,8 +24,8 @@ _LIMIT_LEGEND = (
     "time / this time, in the same round; 1 is perfect."
 )
 _IN_STEP_LEGEND = (
-    "Limit in step: the same steps if each began when the slowest worker had ended the one before. "
-    "Sending can be made faster, this waiting cannot."
+    "Limit in step: an estimate of the same steps if each began when the slowest worker had ended "
+    "the one before: no way of sending spares that waiting."
 )
 _OWN_LEGEND = (
     "A peer's own limit is its framework training by itself; of its own: that time / this time."
@@ -49,19 +49,21 @@ def table(results: Results, task: str, saved: Results | None = None) -> list[tup
         >>> table(Results(turns={"mlp": {"limit": turns}}), "mlp")[1]
         ('limit', '40.0', '25.0 (22.5 - 27.5)', '1.00', '0 B', '0 %')
     """
-    contenders = _with_waiting(results.turns[task])
+    contenders = _with_waiting(results, task)
     size = bytes_of(task)
     columns = _sizes(contenders, size) if size else _trained(contenders)
     if saved is not None:
-        columns[_COMPARED] = _compared(contenders, _with_waiting(saved.turns.get(task, {})))
+        columns[_COMPARED] = _compared(contenders, _with_waiting(saved, task))
     rows = zip(contenders, *columns.values(), strict=True)
     return [("", *columns), *rows]
 
 
-def _with_waiting(contenders: Contenders) -> Contenders:
+def _with_waiting(results: Results, task: str) -> Contenders:
     """What was measured, and behind the limit what it takes when its steps wait for each other."""
+    contenders = results.turns.get(task, {})
     limit = contenders.get(LIMIT)
-    if not limit or not all(reading.steps for turn in limit for reading in turn):
+    ranks = results.setting.get("ranks", ())
+    if not limit or len(ranks) < 2 or not apart(ranks):
         return contenders
     others = {name: turns for name, turns in contenders.items() if name != LIMIT}
     return {LIMIT: limit, IN_STEP: [_waiting(turn) for turn in limit], **others}
@@ -152,7 +154,7 @@ def _compared(contenders: Contenders, earlier: Contenders) -> list[str]:
 
 def bars(results: Results, task: str) -> dict[str, tuple[float, ...]]:
     """For a plot: quartiles of the ratio to the limit; of milliseconds where there is none."""
-    contenders = _with_waiting(results.turns[task])
+    contenders = _with_waiting(results, task)
     if not has_limit(results, task):
         return {name: _milliseconds(turns) for name, turns in contenders.items()}
     limit = contenders[LIMIT]
@@ -281,7 +283,7 @@ def notes(results: Results, saved: Results | None = None) -> list[str]:
     legend = [LEGEND]
     if any(LIMIT in names for names in results.turns.values()):
         legend.append(_LIMIT_LEGEND)
-    if any(IN_STEP in _with_waiting(names) for names in results.turns.values()):
+    if any(IN_STEP in _with_waiting(results, task) for task in results.turns):
         legend.append(_IN_STEP_LEGEND)
     if any(own_limit(name) in names for names in results.turns.values() for name in names):
         legend.append(_OWN_LEGEND)

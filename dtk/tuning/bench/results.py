@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,10 @@ def read(path: str | os.PathLike[str]) -> Results:
         raise BenchError(f"cannot read {path}: {error.strerror}") from None
     except ValueError:
         found = None
-    if not isinstance(found, dict) or found.pop("dtk bench", None) != _FORMAT:
+    saved = found.pop("dtk bench", None) if isinstance(found, dict) else None
+    if saved in range(1, _FORMAT):
+        raise BenchError(f"{path} was saved by an older dtk; measure anew with `dtk bench --json`")
+    if saved != _FORMAT:
         raise BenchError(
             f"{path} is not a saved benchmark; expected what `dtk bench --json FILE` writes"
         )
@@ -92,12 +95,27 @@ def reading_of(known: dict[str, Any]) -> Reading:
 def in_step(turn: Sequence[Reading]) -> float:
     """Seconds of a step if each began when the slowest rank had ended the one before.
 
+    An estimate: what slows both down at the same moment did not fall on the same step of both.
+
     Example:
         >>> in_step([Reading(2.0, 0, 0, 9.0, (1.0, 3.0)), Reading(2.0, 0, 0, 9.0, (3.0, 1.0))])
         3.0
     """
     slowest = [max(step) for step in zip(*(reading.steps for reading in turn), strict=True)]
     own = statistics.mean(statistics.mean(reading.steps) for reading in turn)
-    # Not the steps themselves: `seconds` leaves out what happens between two of them.
+    # Not the steps themselves: the first of them holds what stands before it, once an epoch.
     longer = statistics.mean(slowest) / own
     return longer * statistics.mean(reading.seconds for reading in turn)
+
+
+def apart(ranks: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether each has cores of its own.
+
+    Where they share them, one that waits lets the slowest go on faster.
+
+    Example:
+        >>> apart([{"host": "a", "cores": [0]}, {"host": "a", "cores": [0]}])
+        False
+    """
+    used = [(rank["host"], core) for rank in ranks for core in rank["cores"]]
+    return len(set(used)) == len(used)

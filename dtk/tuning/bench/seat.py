@@ -19,6 +19,8 @@ from multiprocessing.connection import Client, Connection
 
 ADDRESS, KEY = "DTK_BENCH_ADDRESS", "DTK_BENCH_KEY"
 REST = {"rest": True}
+# What mpirun starts is bound here: a list of cores for each rank, which may be empty.
+CORES = "DTK_BENCH_CORES"
 
 
 def sit(command: list[str], line: Connection) -> int:
@@ -64,6 +66,11 @@ def _next(line: Connection) -> dict[str, object] | None:
 
 def main() -> None:
     """Sit down."""
+    if CORES in os.environ:
+        parts = json.loads(os.environ.pop(CORES))
+        part = parts[int(os.environ["OMPI_COMM_WORLD_LOCAL_RANK"])]
+        if part:
+            os.sched_setaffinity(0, part)
     host, _, port = os.environ[ADDRESS].rpartition(":")
     key = bytes.fromhex(os.environ.pop(KEY))
     with Client((host, int(port)), authkey=key) as line:

@@ -2,9 +2,9 @@
 
     limit, in step                 step     computing, with nothing sent: all wait for the slowest
     all-reduces of few, many bytes message  seconds of a message;  byte  seconds a byte costs
-    none - limit - sending         step     what a strategy adds to a step; of factors, product;
+    none - step - sending          step     what a strategy adds to a step; of factors, product;
                                             below 0, what is hidden
-    1bit - limit - sending - step  coding   per parameter
+    1bit - step - sending          coding   per parameter
 
 `sending` is the formula's, with the message and byte just found. If the benchmark ran on one host,
 they are software's, and the network is the user's to describe; between hosts they hold it.
@@ -19,10 +19,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from dtk.tuning.bench.report import LIMIT, means
-from dtk.tuning.bench.results import Reading, Results, in_step
+from dtk.tuning.bench.results import Reading, Results, apart, in_step
 from dtk.tuning.bench.setting import TELLING, block_of, task_of
 from dtk.tuning.plan.methods import METHODS
 from dtk.tuning.plan.quantity import PlanError
@@ -72,7 +71,7 @@ def calibrated(
     communicator = _chosen("--communicator", communicator, results.setting["communicators"])
     turns = results.turns[model]
     ranks = results.setting["ranks"]
-    slowest = in_step if _apart(ranks) else _slowest
+    slowest = in_step if apart(ranks) else _slowest
     limit = statistics.median(map(slowest, turns[LIMIT]))
     own = _of(turns, communicator)
     seconds, sent = _medians(own, "seconds"), _medians(own, "sent")
@@ -87,15 +86,6 @@ def calibrated(
     software = _residuals(job, _software(results, communicator, workers), seconds, workers)
     places = [rank["host"] for rank in ranks]
     return Calibration(job, software, max(map(places.count, places)), len(set(places)))
-
-
-def _apart(ranks: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether each has cores of its own.
-
-    Where they share them, one that waits lets the slowest go on faster.
-    """
-    used = [(rank["host"], core) for rank in ranks for core in rank["cores"]]
-    return len(set(used)) == len(used)
 
 
 def _slowest(turn: Sequence[Reading]) -> float:

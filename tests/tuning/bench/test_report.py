@@ -17,7 +17,7 @@ SETTING = {
     "workers": 2,
     "ranks": [
         {"host": "a", "cores": [0, 1], "threads": 2},
-        {"host": "a", "cores": [2, 3], "threads": 2},
+        {"host": "a", "cores": [0, 1, 2, 3], "threads": 2},
         {"host": "b", "cores": [0, 1, 2, 3, 4, 5, 6, 7], "threads": 4},
     ],
     "versions": {"TensorFlow": "2.21.0", "dtk": "0.1.0"},
@@ -63,13 +63,17 @@ def test_the_limit_in_step_takes_the_slowest_worker_of_each_step():
         Reading(0.02, 0.0, 0.0, 9.0, steps=(0.01, 0.03)),
         Reading(0.02, 0.0, 0.0, 9.0, steps=(0.03, 0.01)),
     ]
-    measured = results(limit=[turn], none=turns(0.039))
+    apart = [{"host": "a", "cores": [core], "threads": 1} for core in range(2)]
+    contenders = {"limit": [turn], "none": turns(0.039)}
+    measured = Results({**SETTING, "ranks": apart}, {"mlp": 7}, {"mlp": contenders})
     rows = report.table(measured, "mlp")
     assert [row[0] for row in rows[1:]] == ["limit", "limit in step", "none"]
     assert rows[2][3:] == ("0.67", "0 B", "33 %")
     assert list(report.bars(measured, "mlp")) == ["limit", "limit in step", "none"]
     assert "Limit in step" in " ".join(report.notes(measured))
-    assert "Limit in step" not in " ".join(report.notes(RUN)), "saved without its steps"
+    shared = results(**contenders)
+    assert [row[0] for row in report.table(shared, "mlp")[1:]] == ["limit", "none"]
+    assert "Limit in step" not in " ".join(report.notes(shared)), "one that waits helps the other"
 
 
 def test_the_ratio_is_taken_within_rounds():

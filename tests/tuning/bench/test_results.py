@@ -23,12 +23,18 @@ def test_what_is_saved_comes_back(tmp_path_factory, contenders, absent):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[1]", "3", "{}", '{"dtk bench": 0}', '{"dtk bench": 1}', "\x00\xff"]
+    "text", ["", "{", "[1]", "3", "{}", '{"dtk bench": 0}', '{"dtk bench": 99}', "\x00\xff"]
 )
 def test_a_file_that_is_something_else_is_refused(tmp_path, text):
     (tmp_path / "other").write_text(text, encoding="latin-1")
     with pytest.raises(BenchError, match="other is not a saved benchmark; expected what `dtk"):
         read(tmp_path / "other")
+
+
+def test_a_file_of_an_older_version_says_so(tmp_path):
+    (tmp_path / "old").write_text('{"dtk bench": 2, "turns": {}}')
+    with pytest.raises(BenchError, match="old was saved by an older dtk; measure anew"):
+        read(tmp_path / "old")
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):
