@@ -181,9 +181,13 @@ class AllReduce(Contender):
     def __init__(self, size: int, setting: Setting, strategy: AllReduceStrategy):
         (device,) = strategy.extended.worker_devices
         with tf.device(device):
-            values = tf.zeros(size // 4)
-        self._step = tf.function(lambda: strategy.communicator.allreduce(values), jit_compile=False)
+            self._values = tf.ones(size // 4)
+        self._step = tf.function(self._sum, jit_compile=False)
         self._steps, self._communicator = setting.steps, strategy.communicator
+
+    def _sum(self) -> tf.Tensor:
+        # One element: to read all of them would copy them.
+        return self._communicator.allreduce(self._values)[0]
 
     def turn(self, tick: Tick) -> dict[str, Any]:
         """See `Contender.turn`."""
