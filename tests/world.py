@@ -228,9 +228,10 @@ class World:
 
         kind = "horovod" if self.backend == "horovod-gloo" else "collective"
         servers = SERVERS if self.backend == "served" else 0
+        # Other worlds use the same cores.
+        planned = plan(command, workers=self.size, communicator=kind, ps=servers, bind=False)
         processes = [
-            dataclasses.replace(process, env={**process.env, **env})
-            for process in plan(command, workers=self.size, communicator=kind, ps=servers)
+            dataclasses.replace(process, env={**process.env, **env}) for process in planned
         ]
         job = Job(processes, stdout=self._log, stderr=self._log, grace=1.0)
         job.start()
