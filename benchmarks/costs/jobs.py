@@ -11,6 +11,9 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+from dtk.launch import plan
+
 OWN, MPI = "collective", "horovod-mpi"
 COMMUNICATORS = (OWN, "horovod", MPI)
 RANK = Path(__file__).with_name("rank.py")
@@ -37,7 +40,10 @@ def run(rows, setting, communicator=None):
     """
     given = json.dumps({"rows": rows, "setting": setting, "distributed": communicator is not None})
     command = [*_launcher(communicator, setting.workers), str(RANK), given]
+    # What `dtk run` gives its ranks, for those of mpirun and one process, too.
+    (given_by_dtk,) = plan([sys.executable], 1)
     env = {**os.environ, **dict.fromkeys(THREADS, "1")}
+    env["GLIBC_TUNABLES"] = given_by_dtk.env["GLIBC_TUNABLES"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=env, timeout=3600)
     if done.returncode:
         sys.exit(f"{shlex.join(command)} ended with {done.returncode}:\n{done.stdout}")
@@ -53,12 +59,10 @@ def _launcher(communicator, workers):
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     # A rank that waits must not keep the others from computing.
     idle = ["--mca", "mpi_yield_when_idle", "1"]
-    # As `dtk run` does.
-    cores = len(os.sched_getaffinity(0)) // workers
-    bound = (
-        ["--map-by", f"slot:PE={cores}", "--bind-to", "core"] if cores else ["--bind-to", "none"]
-    )
+    # As `dtk run` does; one thread each needs one core each.
+    enough = workers <= (psutil.cpu_count(logical=False) or 1)
+    bound = ["--map-by", "core", "--bind-to", "core"] if enough else ["--bind-to", "none"]
     return [
         *("mpirun", "--oversubscribe", *bound, *root, *idle),
-        *("-x", "GLIBC_TUNABLES=glibc.malloc.hugetlb=1", "-np", str(workers), sys.executable),
+        *("-np", str(workers), sys.executable),
     ]
