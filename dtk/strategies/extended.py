@@ -59,6 +59,7 @@ from tensorflow.python.framework import auto_control_deps_utils, ops
 from dtk.communicators import collective
 from dtk.communicators.base import Communicator
 from dtk.strategies import slicing
+from dtk.strategies.pipelines import untuned
 
 
 def op_name(reduce_op: Any) -> str:
@@ -264,7 +265,7 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         del options
         if self._communicator.size == 1:
-            return dataset
+            return untuned(dataset)
         ranks = (self._communicator.rank,)
         cut = slicing.cut_dataset_exactly(dataset, ranks, self._communicator.size)
         only = tf.autograph.experimental.do_not_convert(lambda *parts: parts[0])
@@ -350,7 +351,7 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
         del options
         size = self._num_replicas_in_sync
         if size == 1:
-            return dataset
+            return untuned(dataset)
         cut = slicing.cut_dataset_exactly(dataset, range(size), size)
         return PerRankDataset(cut, whole=dataset, regrouped=True)
 
@@ -598,7 +599,7 @@ class PerRankDataset(input_lib.DistributedDataset):
     def __init__(
         self, local: tf.data.Dataset, whole: tf.data.Dataset | None, regrouped: bool = False
     ):
-        self.local = local
+        self.local = untuned(local)
         self.whole = whole
         self._regrouped = regrouped
 

@@ -13,16 +13,17 @@ import keras
 import tensorflow as tf
 
 from dtk.strategies import adopt, extended, slicing
+from dtk.strategies.pipelines import untuned
 
 
 def cut(dataset: Any, strategy: Any) -> tf.data.Dataset:
     """Dataset of `Slices` for this process, from whatever `fit` was given."""
     if isinstance(dataset, extended.PerRankDataset):
         if dataset.whole is None:
-            return dataset.local.map(slicing.on_elements(dataset.local, _own_rows))
+            return untuned(dataset.local.map(slicing.on_elements(dataset.local, _own_rows)))
         dataset = dataset.whole
     slices = slicing.cut_dataset(dataset, strategy.local_ranks(), strategy.num_replicas_in_sync)
-    return slices.prefetch(tf.data.AUTOTUNE)
+    return untuned(slices.prefetch(tf.data.AUTOTUNE))
 
 
 def _own_rows(batch: Any) -> slicing.Slices:

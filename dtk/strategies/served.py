@@ -19,6 +19,7 @@ from dtk.strategies.adoption import Adoption
 from dtk.strategies.consistency import Schedule
 from dtk.strategies.downpour import DownpourTraining
 from dtk.strategies.loops import Counting, Predicting, Testing
+from dtk.strategies.pipelines import untuned
 from dtk.strategies.training import Training
 
 
@@ -61,7 +62,8 @@ class ServedAdoption(Adoption):
         if isinstance(dataset, worker_data.WorkerDataset):
             return dataset
         slices = self.strategy.slices
-        return slicing.cut_dataset(dataset, range(slices), slices).prefetch(tf.data.AUTOTUNE)
+        cut = slicing.cut_dataset(dataset, range(slices), slices)
+        return untuned(cut.prefetch(tf.data.AUTOTUNE))
 
     def take_epoch_iterator(self, iterator: Any = None, data_batch: Any = None) -> None:
         """As in the base, and wait for the workers when the data of an epoch ends."""

@@ -4,7 +4,9 @@ import sys
 
 import keras
 import numpy as np
+import tensorflow as tf
 
+import dtk
 from dtk.strategies import AllReduceStrategy, adopt, slicing
 
 
@@ -33,3 +35,40 @@ def fit():
         return len(built), sorted(files)
     finally:
         adopt.ArrayDataAdapter.get_tf_dataset, slicing.count_rows = build, count_rows
+
+
+def tuned():
+    """For each pipeline that was opened, by who opened it, whether TensorFlow tunes it."""
+    opened, now = {}, []
+    open_own = tf.data.Dataset.__iter__
+
+    def noted_open(dataset):
+        opened.setdefault(now[-1], []).append(dataset.options().autotune.enabled)
+        return open_own(dataset)
+
+    rows = np.zeros((8, 2), "float32"), np.zeros((8, 1), "float32")
+    dataset = tf.data.Dataset.from_tensor_slices(rows)
+    wanted = tf.data.Options()
+    wanted.autotune.enabled = True
+    strategy = AllReduceStrategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    shard = dtk.data.shard(dataset, strategy, 4)
+    loop = strategy.experimental_distribute_dataset(dataset.batch(4))
+    actions = {
+        "fit": lambda: model.fit(*rows, validation_data=rows, epochs=2, verbose=0),
+        "evaluate": lambda: model.evaluate(dataset.batch(4), verbose=0),
+        "predict": lambda: model.predict(rows[0], verbose=0),
+        "shard": lambda: model.fit(shard, verbose=0),
+        "loop": lambda: list(loop),
+        "asked for": lambda: model.fit(dataset.batch(4).with_options(wanted), verbose=0),
+    }
+    tf.data.Dataset.__iter__ = noted_open
+    try:
+        for name, act in actions.items():
+            now.append(name)
+            act()
+        return opened
+    finally:
+        tf.data.Dataset.__iter__ = open_own

@@ -1,0 +1,35 @@
+"""Pipelines that end when their data does.
+
+While a pipeline is read, TensorFlow models it in a thread of its own, which sizes whatever says
+`tf.data.AUTOTUNE`: after 10 ms, then 20, 40, and so on up to a minute. Who closes the pipeline
+wakes that thread and waits for its end. But it is woken before it can read that it shall end. Where
+it gets a core at once it goes back to sleep, and closing takes as long as it meant to: about as
+long again as the pipeline was read. (`CancellationManager::StartCancel` calls back before it sets
+what `model::Model::OptimizeLoop` reads; TensorFlow 2.21.) A process bound to one core loses nearly
+every time, at the end of every epoch; one with two idle cores one time in ten. When one of many
+ranks does, all wait for it.
+
+Without the model AUTOTUNE is a number from the start: as many calls at a time as the process has
+threads, up to 16, and batches read ahead, more of them whenever none was ready.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+
+def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """The same elements, from a pipeline that is not modelled while it is read.
+
+    Args:
+        dataset: One whose options say what `autotune.enabled` should be keeps it.
+
+    Example:
+        >>> untuned(tf.data.Dataset.range(3)).options().autotune.enabled
+        False
+    """
+    if dataset.options().autotune.enabled is not None:
+        return dataset
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)
