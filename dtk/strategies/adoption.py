@@ -32,6 +32,7 @@ from dtk.strategies import (
     steps,
     tracing,
 )
+from dtk.strategies.pipelines import untuned
 
 
 class Adoption:
@@ -84,6 +85,9 @@ class Adoption:
                 data_batch = _first_part(slices.element_spec)
             else:
                 dataset = adopt.dataset_of(iterator)
+                if isinstance(iterator.data_adapter, adopt.ArrayDataAdapter):
+                    dataset = untuned(dataset)
+                    adopt.set_dataset(iterator, dataset)
                 data_batch = dataset.element_spec
             if self.callbacks is not None and self.feed.iterator is None:
                 self.feed.begin(iterator, dataset, self.callbacks)

@@ -59,7 +59,7 @@ from tensorflow.python.framework import auto_control_deps_utils, ops
 from dtk.communicators import collective
 from dtk.communicators.base import Communicator
 from dtk.strategies import slicing
-from dtk.strategies.pipelines import untuned
+from dtk.strategies.pipelines import read_ahead
 
 
 def op_name(reduce_op: Any) -> str:
@@ -265,11 +265,11 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         del options
         if self._communicator.size == 1:
-            return untuned(dataset)
+            return read_ahead(dataset)
         ranks = (self._communicator.rank,)
         cut = slicing.cut_dataset_exactly(dataset, ranks, self._communicator.size)
         only = tf.autograph.experimental.do_not_convert(lambda *parts: parts[0])
-        return PerRankDataset(cut.map(only), whole=dataset)
+        return PerRankDataset(read_ahead(cut.map(only)), whole=dataset)
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable, options: Any) -> Any:
         del options
@@ -351,9 +351,9 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
         del options
         size = self._num_replicas_in_sync
         if size == 1:
-            return untuned(dataset)
+            return read_ahead(dataset)
         cut = slicing.cut_dataset_exactly(dataset, range(size), size)
-        return PerRankDataset(cut, whole=dataset, regrouped=True)
+        return PerRankDataset(read_ahead(cut), whole=dataset, regrouped=True)
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable, options: Any) -> Any:
         distributed = super()._distribute_datasets_from_function(dataset_fn, options)
@@ -599,7 +599,7 @@ class PerRankDataset(input_lib.DistributedDataset):
     def __init__(
         self, local: tf.data.Dataset, whole: tf.data.Dataset | None, regrouped: bool = False
     ):
-        self.local = untuned(local)
+        self.local = local
         self.whole = whole
         self._regrouped = regrouped
 

@@ -13,17 +13,18 @@ import keras
 import tensorflow as tf
 
 from dtk.strategies import adopt, extended, slicing
-from dtk.strategies.pipelines import untuned
+from dtk.strategies.pipelines import read_ahead, untuned
 
 
 def cut(dataset: Any, strategy: Any) -> tf.data.Dataset:
     """Dataset of `Slices` for this process, from whatever `fit` was given."""
     if isinstance(dataset, extended.PerRankDataset):
         if dataset.whole is None:
-            return untuned(dataset.local.map(slicing.on_elements(dataset.local, _own_rows)))
+            local = dataset.local
+            return read_ahead(local.map(slicing.on_elements(local, _own_rows)))
         dataset = dataset.whole
-    slices = slicing.cut_dataset(dataset, strategy.local_ranks(), strategy.num_replicas_in_sync)
-    return untuned(slices.prefetch(tf.data.AUTOTUNE))
+    ranks, size = strategy.local_ranks(), strategy.num_replicas_in_sync
+    return read_ahead(slicing.cut_dataset(dataset, ranks, size))
 
 
 def _own_rows(batch: Any) -> slicing.Slices:
@@ -41,11 +42,19 @@ def cut_batches(batches: Any, strategy: Any) -> Iterator[slicing.Slices]:
 
 def given_to(iterator: Any) -> Any:
     """What a Keras epoch iterator was made for: a dataset of global batches, or one per rank."""
-    dataset = adopt.dataset_of(iterator)
-    if isinstance(dataset, extended.PerRankDataset):
-        return dataset
-    # Used again, it holds what was made of that the first time. Asking builds the pipeline anew.
-    return iterator.data_adapter.get_tf_dataset()
+    dataset, adapter = adopt.dataset_of(iterator), iterator.data_adapter
+    if not isinstance(dataset, extended.PerRankDataset):
+        # Used again, it holds what was made of that the first time. This builds the pipeline anew.
+        return batches_of(adapter)
+    arrays = isinstance(adapter, adopt.ArrayDataAdapter)
+    return untuned(dataset.whole) if arrays and dataset.whole is not None else dataset
+
+
+def batches_of(adapter: Any) -> Any:
+    """The global batches of a Keras data adapter."""
+    dataset = adapter.get_tf_dataset()
+    # There is nothing to tune about taking rows from arrays.
+    return untuned(dataset) if isinstance(adapter, adopt.ArrayDataAdapter) else dataset
 
 
 def is_per_rank(dataset: Any) -> bool:
@@ -148,14 +157,14 @@ class Feed:
         if isinstance(adapter, adopt.ArrayDataAdapter) and adopt.shuffles(adapter):
             strategy.seed_in_force = (strategy.shuffle_seed + epoch) % 2**31
             tf.random.set_seed(strategy.seed_in_force)
-            adopt.set_dataset(iterator, self._distribute(adapter.get_tf_dataset()))
+            adopt.set_dataset(iterator, self._distribute(batches_of(adapter)))
 
     # Batch size between epochs.
 
     def set_batches(self, adapter: Any) -> None:
         """Read the following epochs from another Keras data adapter, and tell the progress bar."""
         iterator = self.iterator
-        dataset = adapter.get_tf_dataset()
+        dataset = batches_of(adapter)
         iterator.data_adapter = adapter
         adopt.set_dataset(iterator, self._distribute(dataset))
         adopt.set_batches_in(iterator, adapter.num_batches)
@@ -247,7 +256,7 @@ class Feed:
         steps = -(-rows // size)
         steps = min(steps, adapter.num_batches or steps)
         self._count_opening()  # A pipeline that shuffles does so anew with each.
-        return iter(self._distribute(adapter.get_tf_dataset().take(steps))), steps
+        return iter(self._distribute(batches_of(adapter).take(steps))), steps
 
     # Position in the data, to go on from it later.
 

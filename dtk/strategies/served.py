@@ -19,7 +19,7 @@ from dtk.strategies.adoption import Adoption
 from dtk.strategies.consistency import Schedule
 from dtk.strategies.downpour import DownpourTraining
 from dtk.strategies.loops import Counting, Predicting, Testing
-from dtk.strategies.pipelines import untuned
+from dtk.strategies.pipelines import read_ahead
 from dtk.strategies.training import Training
 
 
@@ -62,8 +62,7 @@ class ServedAdoption(Adoption):
         if isinstance(dataset, worker_data.WorkerDataset):
             return dataset
         slices = self.strategy.slices
-        cut = slicing.cut_dataset(dataset, range(slices), slices)
-        return untuned(cut.prefetch(tf.data.AUTOTUNE))
+        return read_ahead(slicing.cut_dataset(dataset, range(slices), slices))
 
     def take_epoch_iterator(self, iterator: Any = None, data_batch: Any = None) -> None:
         """As in the base, and wait for the workers when the data of an epoch ends."""

@@ -1,6 +1,8 @@
 """Bodies of test_feeding.py: what a rank does to read its data."""
 
+import os
 import sys
+import time
 
 import keras
 import numpy as np
@@ -54,21 +56,52 @@ def tuned():
     with strategy.scope():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
-    shard = dtk.data.shard(dataset, strategy, 4)
-    loop = strategy.experimental_distribute_dataset(dataset.batch(4))
-    actions = {
-        "fit": lambda: model.fit(*rows, validation_data=rows, epochs=2, verbose=0),
-        "evaluate": lambda: model.evaluate(dataset.batch(4), verbose=0),
+
+    def loop():
+        return list(strategy.experimental_distribute_dataset(dataset.batch(4)))
+
+    given = {
         "predict": lambda: model.predict(rows[0], verbose=0),
-        "shard": lambda: model.fit(shard, verbose=0),
-        "loop": lambda: list(loop),
+        "dataset": lambda: model.evaluate(dataset.batch(4), verbose=0),
+        "shard": lambda: model.fit(dtk.data.shard(dataset, strategy, 4), verbose=0),
+        "loop": loop,
         "asked for": lambda: model.fit(dataset.batch(4).with_options(wanted), verbose=0),
     }
+    actions = {
+        "fit": lambda: model.fit(*rows, validation_data=rows, epochs=2, verbose=0),
+        **given,
+        **{f"{name}, on one core": act for name, act in given.items()},
+    }
+    cores = os.sched_getaffinity(0)
     tf.data.Dataset.__iter__ = noted_open
     try:
         for name, act in actions.items():
             now.append(name)
+            os.sched_setaffinity(0, {min(cores)} if "one core" in name else cores)
             act()
-        return opened
+        return len(cores), opened
     finally:
         tf.data.Dataset.__iter__ = open_own
+        os.sched_setaffinity(0, cores)
+
+
+def late():
+    """For each batch of a loop on one core, how many steps before its own it was made."""
+    asked, made = [], []
+
+    def make(number):
+        made.append(len(asked))
+        return number
+
+    dataset = tf.data.Dataset.range(8).map(
+        lambda number: tf.ensure_shape(tf.numpy_function(make, [number], tf.int64), [])
+    )
+    strategy = AllReduceStrategy()
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        for _ in strategy.experimental_distribute_dataset(dataset.batch(2)):
+            asked.append(time.sleep(0.2))
+    finally:
+        os.sched_setaffinity(0, cores)
+    return [step - made[2 * step] for step in range(4)]

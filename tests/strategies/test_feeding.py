@@ -25,12 +25,29 @@ def test_fit_builds_a_pipeline_once(world, backend, size):
         assert built == 1
 
 
-@pytest.mark.parametrize("backend, size", [("local", 1), ("collective", 2)])
-def test_no_pipeline_waits_for_its_tuner_when_it_ends(world, backend, size):
-    """See `strategies/pipelines.py`: with a tuner an epoch took up to twice its steps."""
-    for opened in world(backend, size).run(feeding_bodies.tuned):
-        wanted = opened.pop("asked for")
-        assert wanted and all(wanted), "a script that asks for tuning gets it"
-        assert set(opened) == {"fit", "evaluate", "predict", "shard", "loop"}
-        for name, pipelines in opened.items():
-            assert pipelines and not any(flag is not False for flag in pipelines), name
+here = pytest.mark.parametrize("backend, size", [("local", 1), ("collective", 2)])
+
+
+@here
+def test_no_pipeline_waits_for_a_tuner_that_gains_nothing(world, backend, size):
+    """See `strategies/pipelines.py`: on one core an epoch took up to twice its steps."""
+    for cores, opened in world(backend, size).run(feeding_bodies.tuned):
+        for asked in ("asked for", "asked for, on one core"):
+            assert all(opened.pop(asked)), "a script that asks for tuning gets it"
+        names = ("predict", "dataset", "shard", "loop")
+        alone = {"fit", *(f"{name}, on one core" for name in names)}
+        for name in alone:
+            flags = opened.pop(name)
+            assert flags and not any(flag is not False for flag in flags), name
+        assert sorted(opened) == sorted(names)
+        if cores > 1:
+            assert all(flag is None for flags in opened.values() for flag in flags), (
+                "with cores to share, what the script leaves to TensorFlow stays there"
+            )
+
+
+@here
+def test_a_loop_reads_ahead_on_one_core(world, backend, size):
+    """TensorFlow adds that to a pipeline only where it tunes it."""
+    for ahead in world(backend, size).run(feeding_bodies.late):
+        assert ahead[0] == 0 and all(step > 0 for step in ahead[1:])
