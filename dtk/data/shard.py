@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from dtk.errors import at_rank
 from dtk.strategies.base import DtkStrategy
+from dtk.strategies.pipelines import read_ahead
 
 
 def shard(
@@ -81,10 +82,10 @@ def shard(
     if size > 1 or steps is not None:
         steps = _agreed_steps(steps, elements, mine, communicator)
         local = local.take(steps).apply(tf.data.experimental.assert_cardinality(steps))
-    prefetched = local.prefetch(tf.data.AUTOTUNE)
+    ahead = read_ahead(local)
     if size == 1:
-        return prefetched
-    return strategy.distribute_datasets_from_function(lambda context: prefetched)
+        return ahead
+    return strategy.distribute_datasets_from_function(lambda context: ahead)
 
 
 def _elements(source: Any, read: Callable | None, rank: int, size: int) -> tf.data.Dataset:

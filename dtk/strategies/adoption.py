@@ -32,7 +32,6 @@ from dtk.strategies import (
     steps,
     tracing,
 )
-from dtk.strategies.pipelines import untuned
 
 
 class Adoption:
@@ -80,14 +79,12 @@ class Adoption:
         if iterator is not None:
             if self.takes_over:
                 dataset = feeding.given_to(iterator)
-                slices = self.cut(dataset)
+                slices = feeding.tuned_for(iterator.data_adapter, self.cut(dataset))
                 adopt.set_dataset(iterator, slices)
                 data_batch = _first_part(slices.element_spec)
             else:
-                dataset = adopt.dataset_of(iterator)
-                if isinstance(iterator.data_adapter, adopt.ArrayDataAdapter):
-                    dataset = untuned(dataset)
-                    adopt.set_dataset(iterator, dataset)
+                dataset = feeding.tuned_for(iterator.data_adapter, adopt.dataset_of(iterator))
+                adopt.set_dataset(iterator, dataset)
                 data_batch = dataset.element_spec
             if self.callbacks is not None and self.feed.iterator is None:
                 self.feed.begin(iterator, dataset, self.callbacks)

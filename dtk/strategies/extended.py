@@ -59,7 +59,7 @@ from tensorflow.python.framework import auto_control_deps_utils, ops
 from dtk.communicators import collective
 from dtk.communicators.base import Communicator
 from dtk.strategies import slicing
-from dtk.strategies.pipelines import read_ahead
+from dtk.strategies.pipelines import in_time, read_ahead
 
 
 def op_name(reduce_op: Any) -> str:
@@ -265,7 +265,7 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         del options
         if self._communicator.size == 1:
-            return read_ahead(dataset)
+            return in_time(dataset)
         ranks = (self._communicator.rank,)
         cut = slicing.cut_dataset_exactly(dataset, ranks, self._communicator.size)
         only = tf.autograph.experimental.do_not_convert(lambda *parts: parts[0])
@@ -277,7 +277,7 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
         input_context = distribute_lib.InputContext(
             num_input_pipelines=size, input_pipeline_id=rank, num_replicas_in_sync=size
         )
-        return PerRankDataset(dataset_fn(input_context), whole=None)
+        return PerRankDataset(in_time(dataset_fn(input_context)), whole=None)
 
     def _experimental_distribute_values_from_function(self, value_fn: Callable) -> Any:
         return value_fn(
@@ -351,7 +351,7 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
         del options
         size = self._num_replicas_in_sync
         if size == 1:
-            return read_ahead(dataset)
+            return in_time(dataset)
         cut = slicing.cut_dataset_exactly(dataset, range(size), size)
         return PerRankDataset(read_ahead(cut), whole=dataset, regrouped=True)
 

@@ -42,18 +42,15 @@ def cut_batches(batches: Any, strategy: Any) -> Iterator[slicing.Slices]:
 
 def given_to(iterator: Any) -> Any:
     """What a Keras epoch iterator was made for: a dataset of global batches, or one per rank."""
-    dataset, adapter = adopt.dataset_of(iterator), iterator.data_adapter
-    if not isinstance(dataset, extended.PerRankDataset):
-        # Used again, it holds what was made of that the first time. This builds the pipeline anew.
-        return batches_of(adapter)
-    arrays = isinstance(adapter, adopt.ArrayDataAdapter)
-    return untuned(dataset.whole) if arrays and dataset.whole is not None else dataset
+    dataset = adopt.dataset_of(iterator)
+    if isinstance(dataset, extended.PerRankDataset):
+        return dataset
+    # Used again, it holds what was made of that the first time. Asking builds the pipeline anew.
+    return iterator.data_adapter.get_tf_dataset()
 
 
-def batches_of(adapter: Any) -> Any:
-    """The global batches of a Keras data adapter."""
-    dataset = adapter.get_tf_dataset()
-    # There is nothing to tune about taking rows from arrays.
+def tuned_for(adapter: Any, dataset: Any) -> Any:
+    """A pipeline made of a Keras data adapter: taking rows from arrays leaves nothing to tune."""
     return untuned(dataset) if isinstance(adapter, adopt.ArrayDataAdapter) else dataset
 
 
@@ -142,6 +139,11 @@ class Feed:
             # Keras counts the attempt that found the data at its end.
             self._tell_steps(iterator.num_batches - iterator.steps_per_execution)
 
+    def _distributed(self, adapter: Any, steps: int = -1) -> Any:
+        """What Keras is to read of a data adapter, or of so many of its batches."""
+        dataset = adapter.get_tf_dataset()
+        return tuned_for(adapter, self._distribute(dataset if steps < 0 else dataset.take(steps)))
+
     def shuffle(self, epoch: int) -> None:
         """Put the rows of arrays in an order of their own for this epoch, the same on every rank.
 
@@ -157,16 +159,16 @@ class Feed:
         if isinstance(adapter, adopt.ArrayDataAdapter) and adopt.shuffles(adapter):
             strategy.seed_in_force = (strategy.shuffle_seed + epoch) % 2**31
             tf.random.set_seed(strategy.seed_in_force)
-            adopt.set_dataset(iterator, self._distribute(batches_of(adapter)))
+            adopt.set_dataset(iterator, self._distributed(adapter))
 
     # Batch size between epochs.
 
     def set_batches(self, adapter: Any) -> None:
         """Read the following epochs from another Keras data adapter, and tell the progress bar."""
         iterator = self.iterator
-        dataset = batches_of(adapter)
+        dataset = self._distributed(adapter)
         iterator.data_adapter = adapter
-        adopt.set_dataset(iterator, self._distribute(dataset))
+        adopt.set_dataset(iterator, dataset)
         adopt.set_batches_in(iterator, adapter.num_batches)
         adopt.forget_place(iterator)
         self._tell_steps(iterator.num_batches)
@@ -256,7 +258,7 @@ class Feed:
         steps = -(-rows // size)
         steps = min(steps, adapter.num_batches or steps)
         self._count_opening()  # A pipeline that shuffles does so anew with each.
-        return iter(self._distribute(batches_of(adapter).take(steps))), steps
+        return iter(self._distributed(adapter, steps)), steps
 
     # Position in the data, to go on from it later.
 

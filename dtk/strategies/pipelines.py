@@ -9,14 +9,18 @@ what `model::Model::OptimizeLoop` reads; TensorFlow 2.21.) A process bound to on
 every time, at the end of every epoch; one with two idle cores one time in ten. When one of many
 ranks does, all wait for it.
 
-Without the model nothing is read ahead that does not say so, AUTOTUNE is as many calls at a time as
-the process has threads, up to 16, and a `map` that says nothing makes one. So dtk reads ahead by
-itself, and leaves the model out only where it could not gain anything: on one core, and of arrays.
+Without the model TensorFlow reads nothing ahead that does not say so, makes the calls of a `map`
+that says nothing one after the other, and takes AUTOTUNE for as many calls at a time as the process
+has threads, up to 16. So dtk leaves the model out only where it could not gain anything: on one
+core, and where `fit` or `evaluate` is given arrays. A script that sets `autotune.enabled` decides
+for itself. So does Keras, which forbids reading ahead where a `PyDataset` has workers of its own:
+they stop at the end of an epoch.
 """
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import tensorflow as tf
 
@@ -28,8 +32,30 @@ def read_ahead(dataset: tf.data.Dataset) -> tf.data.Dataset:
         >>> list(read_ahead(tf.data.Dataset.range(3)).as_numpy_iterator())
         [0, 1, 2]
     """
+    if may_not_read_ahead(dataset):
+        return dataset
     ahead = dataset.prefetch(tf.data.AUTOTUNE)
-    return untuned(ahead) if len(os.sched_getaffinity(0)) == 1 else ahead
+    return untuned(ahead) if _on_one_core() else ahead
+
+
+def in_time(dataset: Any) -> Any:
+    """A script's own pipeline, which stays as it is where TensorFlow can tune it.
+
+    Args:
+        dataset: One whose options decide, and what is no `tf.data.Dataset`, stay as well.
+    """
+    if not isinstance(dataset, tf.data.Dataset) or dataset.options().autotune.enabled is not None:
+        return dataset
+    return read_ahead(dataset) if _on_one_core() else dataset
+
+
+def may_not_read_ahead(dataset: tf.data.Dataset) -> bool:
+    """Whether elements are to be made when they are asked for, and not before."""
+    return dataset.options().autotune.enabled is False
+
+
+def _on_one_core() -> bool:
+    return len(os.sched_getaffinity(0)) == 1
 
 
 def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from dtk.strategies import pipelines
+
 
 class Slices(NamedTuple):
     """One global batch, cut for the replicas of this process.
@@ -176,7 +178,7 @@ def _map(dataset: tf.data.Dataset, how: Any, ranks: Sequence[int], size: int) ->
     cutting = tf.autograph.experimental.do_not_convert(lambda batch: how(batch, ranks, size))
     return dataset.map(
         on_elements(dataset, cutting),
-        num_parallel_calls=tf.data.AUTOTUNE,
+        num_parallel_calls=None if pipelines.may_not_read_ahead(dataset) else tf.data.AUTOTUNE,
         deterministic=True,
     )
 

@@ -19,7 +19,6 @@ from typing import Any
 import tensorflow as tf
 
 from dtk.strategies import extended
-from dtk.strategies.pipelines import read_ahead
 
 _ELSEWHERE = (
     "dataset_fn gave worker {worker} a dataset that was made on the chief, which cannot be sent "
@@ -136,7 +135,7 @@ def _opened(dataset: tf.data.Dataset, worker: int) -> Any:
     """
     if "/job:worker" not in tf.data.experimental.to_variant(dataset).device:
         raise ValueError(_ELSEWHERE.format(worker=worker))
-    return iter(read_ahead(dataset.repeat()))
+    return iter(dataset.repeat())
 
 
 def worker_dataset(dataset_fn: Callable, workers: int, slices: int) -> WorkerDataset:

@@ -1,5 +1,6 @@
 """Bodies of test_feeding.py: what a rank does to read its data."""
 
+import functools
 import os
 import sys
 import time
@@ -39,6 +40,12 @@ def fit():
         adopt.ArrayDataAdapter.get_tf_dataset, slicing.count_rows = build, count_rows
 
 
+def _told(cores, pid):
+    """Cores a process may use, which are not bound for it: the world goes on to other tests."""
+    del pid
+    return cores
+
+
 def tuned():
     """For each pipeline that was opened, by who opened it, whether TensorFlow tunes it."""
     opened, now = {}, []
@@ -57,12 +64,16 @@ def tuned():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
 
+    def own(context):
+        return dataset.batch(2)
+
     def loop():
         return list(strategy.experimental_distribute_dataset(dataset.batch(4)))
 
     given = {
         "predict": lambda: model.predict(rows[0], verbose=0),
         "dataset": lambda: model.evaluate(dataset.batch(4), verbose=0),
+        "own loop": lambda: list(strategy.distribute_datasets_from_function(own)),
         "shard": lambda: model.fit(dtk.data.shard(dataset, strategy, 4), verbose=0),
         "loop": loop,
         "asked for": lambda: model.fit(dataset.batch(4).with_options(wanted), verbose=0),
@@ -72,20 +83,20 @@ def tuned():
         **given,
         **{f"{name}, on one core": act for name, act in given.items()},
     }
-    cores = os.sched_getaffinity(0)
+    own_cores = os.sched_getaffinity
     tf.data.Dataset.__iter__ = noted_open
     try:
         for name, act in actions.items():
             now.append(name)
-            os.sched_setaffinity(0, {min(cores)} if "one core" in name else cores)
+            cores = {0} if "one core" in name else {0, 1}
+            os.sched_getaffinity = functools.partial(_told, cores)
             act()
-        return len(cores), opened
+        return opened
     finally:
-        tf.data.Dataset.__iter__ = open_own
-        os.sched_setaffinity(0, cores)
+        tf.data.Dataset.__iter__, os.sched_getaffinity = open_own, own_cores
 
 
-def late():
+def lead():
     """For each batch of a loop on one core, how many steps before its own it was made."""
     asked, made = [], []
 
@@ -93,15 +104,45 @@ def late():
         made.append(len(asked))
         return number
 
-    dataset = tf.data.Dataset.range(8).map(
-        lambda number: tf.ensure_shape(tf.numpy_function(make, [number], tf.int64), [])
+    # TensorFlow would make the calls of a map before a batch ahead by itself.
+    dataset = tf.data.Dataset.range(4).batch(1)
+    dataset = dataset.map(
+        lambda number: tf.ensure_shape(tf.numpy_function(make, [number], tf.int64), [1])
     )
     strategy = AllReduceStrategy()
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cores)})
+    own_cores = os.sched_getaffinity
+    os.sched_getaffinity = functools.partial(_told, {0})
     try:
-        for _ in strategy.experimental_distribute_dataset(dataset.batch(2)):
+        for _ in strategy.experimental_distribute_dataset(dataset):
             asked.append(time.sleep(0.2))
     finally:
-        os.sched_setaffinity(0, cores)
-    return [step - made[2 * step] for step in range(4)]
+        os.sched_getaffinity = own_cores
+    return [step - made[step] for step in range(4)]
+
+
+class Counted(keras.utils.PyDataset):
+    """Endless batches from workers of its own, which stop when an epoch is over."""
+
+    def __init__(self):
+        super().__init__(workers=2, use_multiprocessing=False, max_queue_size=2)
+
+    @property
+    def num_batches(self):
+        """Unknown, so that `fit` goes on in it from epoch to epoch."""
+        return None
+
+    def __getitem__(self, index):
+        time.sleep(0.05)  # whoever reads ahead still waits for it when the epoch ends
+        return np.full((4, 2), index, "float32"), np.zeros((4, 1), "float32")
+
+
+def fit_workers():
+    """Losses of epochs whose batches a `PyDataset` makes in threads, with time between epochs."""
+    strategy = AllReduceStrategy()
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+    pause = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: time.sleep(0.3))
+    history = model.fit(Counted(), steps_per_epoch=3, epochs=3, verbose=0, callbacks=[pause])
+    return history.history["loss"]

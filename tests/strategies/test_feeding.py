@@ -31,23 +31,28 @@ here = pytest.mark.parametrize("backend, size", [("local", 1), ("collective", 2)
 @here
 def test_no_pipeline_waits_for_a_tuner_that_gains_nothing(world, backend, size):
     """See `strategies/pipelines.py`: on one core an epoch took up to twice its steps."""
-    for cores, opened in world(backend, size).run(feeding_bodies.tuned):
+    for opened in world(backend, size).run(feeding_bodies.tuned):
         for asked in ("asked for", "asked for, on one core"):
             assert all(opened.pop(asked)), "a script that asks for tuning gets it"
-        names = ("predict", "dataset", "shard", "loop")
-        alone = {"fit", *(f"{name}, on one core" for name in names)}
-        for name in alone:
+        names = ("predict", "dataset", "shard", "loop", "own loop")
+        for name in ("fit", *(f"{name}, on one core" for name in names)):
             flags = opened.pop(name)
             assert flags and not any(flag is not False for flag in flags), name
         assert sorted(opened) == sorted(names)
-        if cores > 1:
-            assert all(flag is None for flags in opened.values() for flag in flags), (
-                "with cores to share, what the script leaves to TensorFlow stays there"
-            )
+        assert all(flag is None for flags in opened.values() for flag in flags), (
+            "with cores to share, what the script leaves to TensorFlow stays there"
+        )
+
+
+@pytest.mark.parametrize("backend, size", [("local", 1)])
+def test_a_loop_reads_ahead_on_one_core(world, backend, size):
+    """TensorFlow adds that to a pipeline only where it tunes it."""
+    for lead in world(backend, size).run(feeding_bodies.lead):
+        assert lead[0] == 0 and all(steps > 0 for steps in lead[1:])
 
 
 @here
-def test_a_loop_reads_ahead_on_one_core(world, backend, size):
-    """TensorFlow adds that to a pipeline only where it tunes it."""
-    for ahead in world(backend, size).run(feeding_bodies.late):
-        assert ahead[0] == 0 and all(step > 0 for step in ahead[1:])
+def test_workers_of_a_py_dataset_are_not_read_ahead(world, backend, size):
+    """They stop when an epoch ends; a batch asked for by then was an error in the next epoch."""
+    for losses in world(backend, size).run(feeding_bodies.fit_workers):
+        assert len(losses) == 3 and len(set(losses)) == 3, "each epoch goes on in the data"
