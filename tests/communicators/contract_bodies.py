@@ -18,8 +18,9 @@ import world
 FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 INTEGERS = (tf.int32, tf.int64, tf.int8, tf.uint8, tf.int16, tf.uint16, tf.uint32)
 DTYPES = (*FLOATS, *INTEGERS, tf.uint64, tf.bool)
-# Tracing costs more than running, and treats dtypes alike: one of each way to travel will do.
+# One of each way to travel: as it is, and packed into words.
 GRAPH_DTYPES = (*FLOATS, tf.int32, tf.int64, tf.uint8, tf.bool)
+WAYS = (tf.float32, tf.uint8)
 SHAPES = ((5, 3), (7,), (), (0,), (4, 0, 2), (1, 1))
 _NUMPY = {"sum": np.sum, "mean": np.mean, "min": np.min, "max": np.max, "prod": np.prod}
 _ROUNDING = {tf.float16: 4e-3, tf.bfloat16: 3e-2, tf.float32: 1e-6, tf.float64: 1e-14}
@@ -59,6 +60,20 @@ def make(rank, shape, dtype, seed=0):
     info = np.iinfo(dtype.as_numpy_dtype)
     # Wide enough that a detour through float would lose digits, and sums wrap.
     return rng.integers(info.min, info.max, shape, dtype=dtype.as_numpy_dtype, endpoint=True)
+
+
+def pairs(graph, shapes):
+    """Every dtype in every shape. Tracing costs more than running, and what it does for a dtype and
+    for a shape are separate: in a graph, every way to travel in every shape, and every dtype once.
+    """
+    if not graph:
+        return [(dtype, shape) for dtype in DTYPES for shape in shapes]
+    return [
+        (dtype, shape)
+        for dtype in GRAPH_DTYPES
+        for shape in shapes
+        if dtype in WAYS or shape is shapes[0]
+    ]
 
 
 def call(graph, function, *arguments):
@@ -106,8 +121,7 @@ def allreduce_every_dtype_and_shape(graph):
     for op in ("sum", "mean", "min", "max", "prod"):
         cases = [
             (dtype, [make(r, shape, dtype) for r in range(comm.size)])
-            for dtype in (GRAPH_DTYPES if graph else DTYPES)
-            for shape in (SHAPES if op == "sum" else SHAPES[:1])
+            for dtype, shape in pairs(graph, SHAPES if op == "sum" else SHAPES[:1])
             if dtype.is_floating or op != "mean"
             if dtype != tf.uint64 or op in ("sum", "prod")
         ]
@@ -228,14 +242,15 @@ def allgather(graph):
     comm = communicator()
     cases = [
         (dtype, [make(r, (rows_of(r), *tail), dtype) for r in range(comm.size)])
-        for dtype in (GRAPH_DTYPES if graph else DTYPES)
         # ragged, with a rank that has no rows; equal; and rows of zero width
-        for rows_of, tail in ((lambda r: 2 * r, (3,)), (lambda r: 3, ()), (lambda r: r + 1, (0,)))
+        for dtype, (rows_of, tail) in pairs(
+            graph, [(lambda r: 2 * r, (3,)), (lambda r: 3, ()), (lambda r: r + 1, (0,))]
+        )
     ]
     cases += [(tf.float32, [np.zeros([0, 2], np.float32)] * comm.size)]
     scalars = [
         (dtype, [make(r, (), dtype) for r in range(comm.size)])
-        for dtype in (GRAPH_DTYPES if graph else DTYPES)
+        for dtype in (WAYS if graph else DTYPES)
     ]
     outputs = call(
         graph,
@@ -272,8 +287,7 @@ def alltoall(graph):
     starts = [np.cumsum([0, *splits[r]]) for r in range(n)]
     cases = [
         (dtype, [make(r, (sum(splits[r]), *tail), dtype) for r in range(n)])
-        for dtype in (GRAPH_DTYPES if graph else DTYPES)
-        for tail in ((), (2,))
+        for dtype, tail in pairs(graph, ((2,), ()))
     ]
     outputs = call(
         graph,
@@ -298,8 +312,7 @@ def reduce_scatter(graph):
     for op in ("sum", "mean", "min", "max", "prod"):
         cases = [
             (dtype, [make(r, shape, dtype) for r in range(n)])
-            for dtype in (GRAPH_DTYPES if graph else DTYPES)
-            for shape in ((7, 2), (n,), (1,), (0, 3))
+            for dtype, shape in pairs(graph, ((7, 2), (n,), (1,), (0, 3)))
             if dtype.is_floating or op != "mean"
             if dtype != tf.uint64 or op in ("sum", "prod")
             if op == "sum" or shape == (7, 2)
@@ -316,7 +329,7 @@ def reduce_scatter(graph):
 
 def broadcast(graph):
     comm = communicator()
-    cases = [(dtype, shape) for dtype in (GRAPH_DTYPES if graph else DTYPES) for shape in SHAPES]
+    cases = pairs(graph, SHAPES)
     for root in range(comm.size):
         inputs = [tf.constant(make(comm.rank, *case[::-1], seed=1), case[0]) for case in cases]
         outputs = call(graph, lambda v, root=root: comm.broadcast(v, root), inputs)
@@ -509,8 +522,7 @@ def null_keeps_shapes_and_dtypes(graph):
     from dtk.communicators.null import NullCommunicator
 
     comm = NullCommunicator(rank=1, size=3)
-    dtypes = GRAPH_DTYPES if graph else DTYPES
-    cases = [(dtype, make(1, shape, dtype)) for dtype in dtypes for shape in SHAPES]
+    cases = [(dtype, make(1, shape, dtype)) for dtype, shape in pairs(graph, SHAPES)]
     values = [tf.constant(value, dtype) for dtype, value in cases]
     for outputs in (call(graph, comm.allreduce, values), call(graph, comm.broadcast, values)):
         for output, (dtype, value) in zip(outputs, cases, strict=True):
