@@ -16,6 +16,9 @@ from dtk.tuning.bench.setting import TELLING, task_of
 ROOT = Path(__file__).resolve().parents[1]
 
 
+COSTS = ["alone", "loop", "ends", "norms", "checks", "input"]
+
+
 def run(argv):
     """What a benchmark prints."""
     name, *options = argv
@@ -32,10 +35,11 @@ def run(argv):
 
 def test_costs_prints_a_table_for_each_row(tmp_path):
     argv = ["costs", "--model=normed", "--rounds=1", "--steps=2", "--output", str(tmp_path / "a")]
-    printed = run([*argv, "--only", "alone", "loop", "norms", "checks", "input"])
+    printed = run([*argv, "--only", *COSTS])
     assert (tmp_path / "a").read_text() == printed
     tables = dict(re.findall(r"^## (\w+)[^\n]*\n\n((?:\|[^\n]*\n|\n)+)", printed, re.M))
-    assert list(tables) == ["alone", "loop", "norms", "checks", "input"]
+    assert list(tables) == COSTS
+    assert len(re.findall(r"^\| normed, (?:dtk|plain) \|", tables["ends"], re.M)) == 2
     for name, judged in {"alone": 3, "loop": 1, "norms": 1, "checks": 3, "input": 3}.items():
         assert len(re.findall(r"\| (?:met|\*\*missed\*\*) \|", tables[name])) == judged, printed
     assert dict(re.findall(r"^\| (.*) \| (\d\.\d\d) \|$", tables["input"], re.M)) == {
@@ -46,6 +50,29 @@ def test_costs_prints_a_table_for_each_row(tmp_path):
         "`shard(dataset, ...).map(decode)`": "1.00",
         "`shard(names, ..., read=read_and_decode)`": "1.00",
     }
+
+
+def test_messages_tells_a_message_from_a_call():
+    options = ["--rounds=2", "--calls=3"]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "dtk.cli.main",
+            "run",
+            "-n",
+            "2",
+            str(ROOT / "benchmarks" / "messages.py"),
+            *options,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "[0] 2 ranks, 4 kB, 2 rounds" in done.stdout
+    for name in ("collective", "null"):
+        assert re.search(rf"\[0\] {name} +a message [\d.-]+ \(.* a call without", done.stdout)
 
 
 @pytest.mark.full
