@@ -6,6 +6,7 @@ import gc
 import os
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -64,6 +65,15 @@ def _worlds() -> Iterator[_Worlds]:
 def world(_worlds: _Worlds) -> Callable[[str, int], World]:
     """`world(backend, size)`: a running world, reused while consecutive tests want the same."""
     return _worlds
+
+
+@pytest.fixture(autouse=True)
+def _signals_left_alone() -> Iterator[None]:
+    """Blame the test that changes them: what later tests start would be deaf, too."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    assert [signal.getsignal(number) for number in numbers] == before
 
 
 @pytest.fixture

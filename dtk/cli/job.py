@@ -103,6 +103,9 @@ def see_through(job: Job, command: str) -> int:
 def interruptible(work: Callable[[], int], command: str, jobs: Iterable[Job]) -> int:
     """Do what starts jobs; Ctrl-C, SIGTERM and a closed terminal end all of them.
 
+    Interrupted, this process ignores all three from then on, and so does what it starts: it is to
+    exit with the code, which one more Ctrl-C must not spoil.
+
     Args:
         work: Stops its jobs when it ends, however it does.
         command: Such as "run", for what is said then.

@@ -15,6 +15,15 @@ from dtk.tuning.bench.setting import Setting
 
 
 @pytest.fixture
+def heard_again():
+    """Leave signals to whoever had them, as `interruptible` does not: it expects an exit."""
+    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
 def played(monkeypatch):
     """Worlds that need no library."""
     path = os.pathsep.join([str(Path(__file__).parent), os.getcwd()])
@@ -22,7 +31,7 @@ def played(monkeypatch):
     monkeypatch.setattr(bench_run, "command", lambda *_: command("bench_member", {}))
 
 
-def test_an_interrupt_ends_every_world_at_once(played, capfd):
+def test_an_interrupt_ends_every_world_at_once(heard_again, played, capfd):
     run = bench_run.Run(Setting(models=(), allreduce=(4000,)), workers=2)
     # They have been asked by then, and do not answer.
     threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT)).start()
