@@ -10,20 +10,20 @@ nothing, tells what dtk's own ops take of both.
 """
 
 import argparse
-import statistics
 import time
 
 import numpy as np
 import tensorflow as tf
 from dtk.communicators.null import NullCommunicator
 from dtk.strategies import AllReduceStrategy
+from dtk.tuning.bench.report import quartiles
 
 KILOBYTES = 4
 MESSAGES = (1, 2, 4, 8, 16)
 
 parser = argparse.ArgumentParser(prog="messages", description="What a small all-reduce takes.")
 parser.add_argument("--calls", type=int, default=100, help="of a turn")
-parser.add_argument("--rounds", type=int, default=7, help="turns of each, 2 or more")
+parser.add_argument("--rounds", type=int, default=7, help="turns of each")
 
 
 def chain(communicator, device, count):
@@ -51,8 +51,8 @@ def clocked(step, calls):
 
 def main():
     args = parser.parse_args()
-    if args.calls < 1 or args.rounds < 2:
-        parser.error(f"--calls {args.calls} --rounds {args.rounds}: expected 1 and 2, or more")
+    if args.calls < 1 or args.rounds < 1:
+        parser.error(f"--calls {args.calls} --rounds {args.rounds}: expected 1 or more")
     strategy = AllReduceStrategy()
     world, (device,) = strategy.communicator, strategy.extended.worker_devices
     contenders = {world.name: world, "null": NullCommunicator(0, world.size)}
@@ -70,12 +70,12 @@ def main():
     if strategy.is_chief:
         print(f"{world.size} ranks, {KILOBYTES} kB, {args.rounds} rounds: medians (quartiles), ms")
         for name, found in lines.items():
-            message, call = (spread(column) for column in zip(*found, strict=True))
+            message, call = (told(column) for column in zip(*found, strict=True))
             print(f"{name:12} a message {message}   a call without one {call}")
 
 
-def spread(values):
-    low, middle, high = statistics.quantiles(values, n=4)
+def told(values):
+    low, middle, high = quartiles(values)
     return f"{middle:.3f} ({low:.3f} - {high:.3f})"
 
 

@@ -14,8 +14,6 @@ from dtk.tuning.bench.results import Reading, Results
 from dtk.tuning.bench.setting import TELLING, task_of
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
 COSTS = ["alone", "loop", "ends", "norms", "checks", "input"]
 
 
@@ -53,18 +51,9 @@ def test_costs_prints_a_table_for_each_row(tmp_path):
 
 
 def test_messages_tells_a_message_from_a_call():
-    options = ["--rounds=2", "--calls=3"]
+    messages = [str(ROOT / "benchmarks" / "messages.py"), "--rounds=2", "--calls=3"]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "dtk.cli.main",
-            "run",
-            "-n",
-            "2",
-            str(ROOT / "benchmarks" / "messages.py"),
-            *options,
-        ],
+        [sys.executable, "-m", "dtk.cli.main", "run", "-n", "2", *messages],
         capture_output=True,
         text=True,
         timeout=120,

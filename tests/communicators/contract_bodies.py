@@ -18,8 +18,8 @@ import world
 FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 INTEGERS = (tf.int32, tf.int64, tf.int8, tf.uint8, tf.int16, tf.uint16, tf.uint32)
 DTYPES = (*FLOATS, *INTEGERS, tf.uint64, tf.bool)
-# One of each way to travel: as it is, and packed into words.
 GRAPH_DTYPES = (*FLOATS, tf.int32, tf.int64, tf.uint8, tf.bool)
+# One of each way to travel: as it is, and packed into words.
 WAYS = (tf.float32, tf.uint8)
 SHAPES = ((5, 3), (7,), (), (0,), (4, 0, 2), (1, 1))
 _NUMPY = {"sum": np.sum, "mean": np.mean, "min": np.min, "max": np.max, "prod": np.prod}

@@ -1,5 +1,6 @@
 """Bodies of test_feeding.py: what a rank does to read its data."""
 
+import contextlib
 import functools
 import os
 import sys
@@ -121,28 +122,48 @@ def lead():
 
 
 class Counted(keras.utils.PyDataset):
-    """Endless batches from workers of its own, which stop when an epoch is over."""
+    """Batches from workers of its own, which stop when an epoch is over."""
 
-    def __init__(self):
+    def __init__(self, batches):
         super().__init__(workers=2, use_multiprocessing=False, max_queue_size=2)
+        self.batches = batches
 
     @property
     def num_batches(self):
-        """Unknown, so that `fit` goes on in it from epoch to epoch."""
-        return None
+        """How many there are; None when there is no end of them."""
+        return self.batches
 
     def __getitem__(self, index):
         time.sleep(0.05)  # whoever reads ahead still waits for it when the epoch ends
         return np.full((4, 2), index, "float32"), np.zeros((4, 1), "float32")
 
 
-def fit_workers():
-    """Losses of epochs whose batches a `PyDataset` makes in threads, with time between epochs."""
-    strategy = AllReduceStrategy()
-    keras.utils.set_random_seed(1)
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+def fit_workers(batches, steps):
+    """Losses of three epochs whose batches a `PyDataset` makes in threads, with time between them.
+
+    Args:
+        batches: How many it has, or None.
+        steps: Those of an epoch; fewer than there are batches.
+
+    Returns:
+        Those of a plain `fit`, and under a strategy.
+    """
+    return [fit_counted(scope, batches, steps) for scope in (None, AllReduceStrategy().scope())]
+
+
+def fit_counted(scope, batches, steps):
+    with scope or contextlib.nullcontext():
+        model = keras.Sequential(
+            [keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="ones")]
+        )
         model.compile(keras.optimizers.SGD(0.0), "mse")
     pause = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: time.sleep(0.3))
-    history = model.fit(Counted(), steps_per_epoch=3, epochs=3, verbose=0, callbacks=[pause])
+    history = model.fit(
+        Counted(batches),
+        steps_per_epoch=steps,
+        epochs=3,
+        shuffle=False,
+        verbose=0,
+        callbacks=[pause],
+    )
     return history.history["loss"]
