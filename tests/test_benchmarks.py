@@ -14,7 +14,7 @@ from dtk.tuning.bench.results import Reading, Results
 from dtk.tuning.bench.setting import TELLING, task_of
 
 ROOT = Path(__file__).resolve().parents[1]
-COSTS = ["alone", "loop", "ends", "norms", "checks", "input"]
+COSTS = ["alone", "loop", "ends", "parts", "norms", "checks", "input"]
 
 
 def run(argv):
@@ -38,6 +38,8 @@ def test_costs_prints_a_table_for_each_row(tmp_path):
     tables = dict(re.findall(r"^## (\w+)[^\n]*\n\n((?:\|[^\n]*\n|\n)+)", printed, re.M))
     assert list(tables) == COSTS
     assert len(re.findall(r"^\| normed, (?:dtk|plain) \|", tables["ends"], re.M)) == 2
+    # Four steps and the three parts between them, each with its quartiles.
+    assert re.search(r"^\| normed (\| [^|]+ \([^|]+\) ){7}\|$", tables["parts"], re.M), printed
     for name, judged in {"alone": 3, "loop": 1, "norms": 1, "checks": 3, "input": 3}.items():
         assert len(re.findall(r"\| (?:met|\*\*missed\*\*) \|", tables[name])) == judged, printed
     assert dict(re.findall(r"^\| (.*) \| (\d\.\d\d) \|$", tables["input"], re.M)) == {

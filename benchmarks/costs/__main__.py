@@ -9,6 +9,7 @@
 | alone | `fit` in a world of one, with plain `fit` |
 | loop | `fit` of several workers, with a loop by hand that makes the same reductions |
 | ends | `fit`, with the steps that it is made of |
+| parts | `fit` of several workers, with less and less of what it does |
 | norms | synchronized BatchNormalization, with norms of each worker's own rows |
 | checks | comparing ranks, with an epoch of 100 steps; metrics, with none |
 | memory | a worker's peak, with that of a process of plain `fit` |
@@ -28,8 +29,8 @@ import jobs
 import report
 from models import PROBLEMS
 
-ON_WORKERS = ("loop", "ends", "norms", "checks", "input")
-ROWS = ("alone", "loop", "ends", "norms", "checks", "memory", "input")
+ON_WORKERS = ("loop", "ends", "parts", "norms", "checks", "input")
+ROWS = ("alone", "loop", "ends", "parts", "norms", "checks", "memory", "input")
 MB = 1e6
 PEAK = 1.15  # of plain `fit`, and one bucket
 
