@@ -18,6 +18,9 @@ import tensorflow as tf
 from dtk.communicators.costs import Costs
 
 REDUCE_OPS = ("sum", "mean", "min", "max", "prod")
+_COLLECTIVES = frozenset(
+    ("allreduce", "allgather", "reduce_scatter", "alltoall", "broadcast", "send", "recv", "barrier")
+)
 
 
 class Communicator(abc.ABC):
@@ -55,6 +58,12 @@ class Communicator(abc.ABC):
     local_rank: int
     local_size: int
     hosts: tuple[str, ...]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Keep AutoGraph out, which rewrites whatever a step calls: slow, and gains nothing."""
+        super().__init_subclass__(**kwargs)
+        for name in _COLLECTIVES & vars(cls).keys():
+            setattr(cls, name, tf.autograph.experimental.do_not_convert(vars(cls)[name]))
 
     @property
     @abc.abstractmethod

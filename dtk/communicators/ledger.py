@@ -18,7 +18,10 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import tensorflow as tf
+
+_FROM_0, _TO_END = np.array([0]), np.array([-1])
 
 
 class Ledger:
@@ -94,16 +97,17 @@ class Ledger:
             return outputs
         # Outside the control dependencies below: TensorFlow leaves those off an op whose inputs
         # have them already, and then loses them where the inputs are constants it folds away.
-        sizes = [tf.size(t, tf.int64) * t.dtype.size for t in inputs if sends]
-        sent = tf.add_n(sizes) if sizes else tf.zeros([], tf.int64)
-        before = tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=tf.int64)[0]
-        behind = [_behind(before, t) for t in inputs]
+        sent = _bytes(inputs if sends else [])
+        before = tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=tf.int64)
+        none = tf.minimum(before[:1], 0)
+        behind = [_behind(none, t) for t in inputs]
         start = self._clock(behind)
         outputs = collective(behind)
         # Horovod does not mark its ops as stateful, so a result that is only waited for would be
         # optimized away, on the ranks that do not use it. No element of it is counted here, which
         # the optimizer cannot foresee. (An assertion would wait for those of other ledgers.)
-        kept = tf.add_n([tf.size(output[: tf.minimum(before, 0)], tf.int64) for output in outputs])
+        flat = [o if o.shape.rank == 1 else tf.reshape(o, [-1]) for o in outputs]
+        kept = tf.add_n([tf.size(tf.slice(o, _FROM_0, none), tf.int64) for o in flat])
         with tf.control_dependencies([kept]):
             took = tf.cast((self._clock(outputs) - start) * 1e6, tf.int64)
             update = tf.stack([sent + kept, took])
@@ -123,14 +127,30 @@ def lane(device: str = "CPU:0") -> tf.Tensor:
         )
 
 
-def _behind(before: tf.Tensor, flat: tf.Tensor) -> tf.Tensor:
+def _bytes(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """How many they take; a constant where all shapes are known."""
+    counts = [t.shape.num_elements() for t in tensors]
+    known = sum(count * t.dtype.size for t, count in zip(tensors, counts, strict=True) if count)
+    sizes = [
+        tf.size(t, tf.int64) * t.dtype.size
+        for t, count in zip(tensors, counts, strict=True)
+        if count is None
+    ]
+    return tf.add_n([tf.constant(known, tf.int64), *sizes])
+
+
+def _behind(none: tf.Tensor, flat: tf.Tensor) -> tf.Tensor:
     """The same tensor, but made to depend on a value known only when the graph runs.
 
     TensorFlow evaluates what depends on constants alone while it prepares a graph, on this rank and
     out of order, and Horovod's ops look to it as if they could be. Control dependencies do not stop
     it, and it looks through reshapes and placeholders. The count read is never negative, so the
     slice below always starts at 0 (and copies nothing), but only running the graph can tell.
+
+    Args:
+        none: The count read, of shape (1,), or 0 where that is less.
+        flat: The tensor.
     """
-    same = flat[tf.minimum(before, 0) :]
+    same = tf.slice(flat, none, _TO_END)
     same.set_shape(flat.shape)
     return same

@@ -95,6 +95,12 @@ def test_null_keeps_shapes_and_dtypes(pool, graph):
     pool.run(bodies.null_keeps_shapes_and_dtypes, graph)
 
 
+@pytest.mark.worlds(("local", 1))
+def test_autograph_rewrites_no_communicator(pool):
+    """Nor one that dtk knows nothing of."""
+    assert pool.run(bodies.rewritten) == [["_reduce"]]
+
+
 @every_world
 @pytest.mark.parametrize(
     "body",
