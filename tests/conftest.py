@@ -164,8 +164,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByWorld(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            # The tests of callbacks share a process besides; see tests/callbacks/conftest.py.
-            alone = "callbacks" if "callbacks/" in nodeid else nodeid
+            # These share what is made once: a process (tests/callbacks/conftest.py), a measurement.
+            shared = [name for name in ("callbacks/", "cli/test_bench.py") if name in nodeid]
+            alone = shared[0] if shared else nodeid
             return named_in(nodeid) or alone
 
     return ByWorld(config, log)
