@@ -39,7 +39,7 @@ def hosts(count, mbit=None, burst="256kb", cores=None):
     mark, net = f"dtk{uuid.uuid4().hex[:6]}", f"10.{200 + os.getpid() % 50}.{os.getpid() % 250}"
     undo = []
     # What ends us so would leave all of it behind.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
     def do(command, cure=None):
         subprocess.run(shlex.split(command), check=True, capture_output=True)
@@ -83,6 +83,7 @@ def hosts(count, mbit=None, burst="256kb", cores=None):
                 subprocess.run(shlex.split(command), check=False, capture_output=True)
             for path in folders:
                 remove(path)
+            signal.signal(signal.SIGTERM, before)
 
 
 def share_of_cores(name, cores):
