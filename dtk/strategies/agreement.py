@@ -8,6 +8,7 @@ train apart are stopped by the name of the first variable that differs.
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,8 +55,27 @@ def raise_first_difference(
 
 def compare(mine: Sequence, communicator: Any, cure: str = _SAME_SCRIPT) -> None:
     """Raise on every rank where one rank's list of (what, value) differs from another's."""
+    if _equal(_tell([_number_of(mine)], communicator)):
+        return
     for rank, theirs in enumerate(communicator.allgather_object(mine)):
         raise_first_difference(mine, theirs, communicator.rank, rank, cure)
+
+
+def _tell(numbers: Sequence[int], communicator: Any) -> np.ndarray:
+    """What every rank says, a row for each: one small message, where objects take two larger."""
+    row = tf.constant([numbers], tf.int64)
+    return communicator.allgather(row, [1] * communicator.size).numpy()
+
+
+def _equal(told: np.ndarray) -> bool:
+    """Whether all ranks say the same number first. They hardly ever do not."""
+    return len(set(told[:, 0])) == 1
+
+
+def _number_of(value: Any) -> int:
+    """A hash, of 63 bits and more than any rank."""
+    digest = hashlib.blake2b(pickle.dumps(value), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1 | 1 << 62
 
 
 # What fit, evaluate and predict are given.
@@ -81,8 +101,11 @@ def check_same_call(strategy: Any, data: dict, callbacks: Sequence = ()) -> bool
         return False
     ours = [type(c).__name__ for c in callbacks if type(c).__module__.startswith("dtk.")]
     mine = [(what, describe(value)) for what, value in data.items()]
-    told = communicator.allgather_object((ours, mine, any(map(_looks_at_batches, callbacks))))
-    for rank, (their_callbacks, theirs, _) in enumerate(told):
+    looks = any(map(_looks_at_batches, callbacks))
+    told = _tell([_number_of((ours, mine)), looks], communicator)
+    if _equal(told):
+        return bool(told[:, 1].any())
+    for rank, (their_callbacks, theirs) in enumerate(communicator.allgather_object((ours, mine))):
         raise_first_difference(
             [("callbacks of dtk, which communicate", ours)],
             [("", their_callbacks)],
@@ -91,7 +114,7 @@ def check_same_call(strategy: Any, data: dict, callbacks: Sequence = ()) -> bool
             "give every rank the same ones; those that write or print do so on rank 0 alone",
         )
         raise_first_difference(mine, theirs, communicator.rank, rank, _SAME_DATA)
-    return any(looks for _, _, looks in told)
+    return bool(told[:, 1].any())
 
 
 def _looks_at_batches(callback: Any) -> bool:
@@ -176,20 +199,12 @@ def differing(variables: Sequence, strategy: Any) -> list[int]:
     """Indices of the Keras variables that are not bit-identical on all replicas."""
     communicator = strategy.communicator
     mine = [{fingerprint(copy) for copy in strategy.copies(v)} for v in variables]
-    # One number tells whether there is anything to look for, as there hardly ever is.
     agreed = all(len(prints) == 1 for prints in mine)
-    number = _number(str(mine)) if agreed else communicator.rank
-    told = communicator.allgather(tf.constant([number], tf.int64), [1] * communicator.size)
-    if agreed and len(set(told.numpy())) == 1:
+    told = _tell([_number_of(mine) if agreed else communicator.rank], communicator)
+    if agreed and _equal(told):
         return []
     columns = zip(*communicator.allgather_object(mine), strict=True)
     return [index for index, column in enumerate(columns) if len(set.union(*column)) > 1]
-
-
-def _number(text: str) -> int:
-    """A hash, of 63 bits and more than any rank."""
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1 | 1 << 62
 
 
 def check_same_weights(adoption: Any, when: str) -> None:
@@ -251,6 +266,13 @@ def average(variables: Sequence, share: Any, strategy: Any) -> None:
     values = [keras.ops.convert_to_tensor(v) * tf.cast(share, v.dtype) for v in wanted]
     for variable, mean in zip(wanted, strategy.communicator.allreduce(values), strict=True):
         variable.assign(mean)
+
+
+def _start_from_epoch_of_rank_0(adoption: Any) -> None:
+    epoch = adoption.initial_epoch()
+    told = tf.constant(-1 if epoch is None else epoch, tf.int64)
+    told = int(adoption.strategy.communicator.broadcast(told))
+    adoption.set_initial_epoch(None if told < 0 else told)
 
 
 def agree_on_weights(adoption: Any) -> None:
@@ -351,9 +373,7 @@ class Agreement(keras.callbacks.Callback):
         if not self._alone:
             check_same_run(adoption, self.params)
             start_from(0, adoption, adoption.agreed_variables())
-            adoption.set_initial_epoch(
-                adoption.strategy.communicator.broadcast_object(adoption.initial_epoch())
-            )
+            _start_from_epoch_of_rank_0(adoption)
         spread_seeds(adoption)
         tell(adoption.callbacks.callbacks, "on_train_agreed", logs)
         self._choosing.begin()
