@@ -165,9 +165,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByWorld(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             # These share what is made once: a process (tests/callbacks/conftest.py), a measurement.
-            shared = [name for name in ("callbacks/", "cli/test_bench.py") if name in nodeid]
-            alone = shared[0] if shared else nodeid
-            return named_in(nodeid) or alone
+            shared = (name for name in ("callbacks/", "cli/test_bench.py") if name in nodeid)
+            return named_in(nodeid) or next(shared, nodeid)
 
     return ByWorld(config, log)
 

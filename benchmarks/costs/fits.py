@@ -37,7 +37,7 @@ def warm(contenders):
     return {one.name: one.turn(lambda: None) for one in contenders}
 
 
-def take(contenders, rounds, communicator):
+def turns(contenders, rounds, communicator):
     """Let contenders take turns.
 
     Args:
@@ -46,13 +46,20 @@ def take(contenders, rounds, communicator):
         communicator: Of all ranks.
 
     Returns:
-        Name -> seconds of a step for each round, means over the ranks.
+        Name -> what `clock` says of each turn on this rank.
     """
-    mine = {one.name: [] for one in contenders}
+    said = {one.name: [] for one in contenders}
     for number in range(rounds):
         for one in order(contenders, number):
             communicator.barrier()  # where each trained by itself, one rank was faster
-            mine[one.name].append(clock(one.turn)["seconds"])
+            said[one.name].append(clock(one.turn))
+    return said
+
+
+def take(contenders, rounds, communicator):
+    """Let contenders take `turns`; name -> seconds of a step for each round, means over ranks."""
+    said = turns(contenders, rounds, communicator)
+    mine = {name: [turn["seconds"] for turn in of_one] for name, of_one in said.items()}
     return mean_of_ranks(mine, communicator)
 
 

@@ -15,31 +15,29 @@ import statistics
 import keras
 from dtk.communicators.null import NullCommunicator
 from dtk.strategies import AllReduceStrategy
-from dtk.tuning.bench.measure import order
-from dtk.tuning.bench.peers.turns import clock
+from dtk.tuning.bench.contender import Alone
+from dtk.tuning.bench.report import LIMIT
 
 import report
-from fits import Fitting, warm
+from fits import Fitting, turns, warm
 from models import PROBLEMS
 
 
 def measure(setting, strategy):
     communicator = strategy.communicator
+    (device,) = strategy.extended.worker_devices
     contenders = [
-        plain(setting, strategy),
+        Alone(PROBLEMS[setting.model], setting, communicator, device),
         together(setting, silent(strategy), "ops"),
         together(setting, strategy, "sending"),
     ]
     warm(contenders)
-    mine = {one.name: [] for one in contenders}  # rounds, each of the times of its steps
-    for number in range(setting.rounds):
-        for one in order(contenders, number):
-            communicator.barrier()
-            mine[one.name].append(clock(one.turn)["steps"])
+    said = turns(contenders, setting.rounds, communicator)
+    mine = {name: [turn["steps"] for turn in of_one] for name, of_one in said.items()}
     ranks = communicator.allgather_object(mine)
     own = {name: means([rank[name] for rank in ranks], statistics.mean) for name in mine}
     waiting = means([rank["ops"] for rank in ranks], max)
-    steps = [own["plain"], own["ops"], waiting, own["sending"]]
+    steps = [own[LIMIT], own["ops"], waiting, own["sending"]]
     added = (
         report.spread(
             [100 * (b - a) / all_ for a, b, all_ in zip(*pair, own["sending"], strict=True)]
@@ -63,15 +61,6 @@ def means(ranks, of_ranks):
         statistics.mean(map(of_ranks, zip(*rounds, strict=True)))
         for rounds in zip(*ranks, strict=True)
     ]
-
-
-def plain(setting, strategy):
-    """`fit` of this worker alone."""
-    problem, count = PROBLEMS[setting.model], (setting.steps + 1) * setting.batch_size
-    x, y = problem.data(count * strategy.size)
-    own = slice(strategy.rank * count, (strategy.rank + 1) * count)
-    data = {"x": x[own], "y": y[own], "batch_size": setting.batch_size}
-    return Fitting("plain", problem.compiled(keras), data, setting.steps, strategy.communicator)
 
 
 def together(setting, strategy, name):

@@ -55,19 +55,19 @@ def raise_first_difference(
 
 def compare(mine: Sequence, communicator: Any, cure: str = _SAME_SCRIPT) -> None:
     """Raise on every rank where one rank's list of (what, value) differs from another's."""
-    if _equal(_tell([_number_of(mine)], communicator)):
+    if _same_number(_numbers_of_all([_number_of(mine)], communicator)):
         return
     for rank, theirs in enumerate(communicator.allgather_object(mine)):
         raise_first_difference(mine, theirs, communicator.rank, rank, cure)
 
 
-def _tell(numbers: Sequence[int], communicator: Any) -> np.ndarray:
+def _numbers_of_all(numbers: Sequence[int], communicator: Any) -> np.ndarray:
     """What every rank says, a row for each: one small message, where objects take two larger."""
     row = tf.constant([numbers], tf.int64)
     return communicator.allgather(row, [1] * communicator.size).numpy()
 
 
-def _equal(told: np.ndarray) -> bool:
+def _same_number(told: np.ndarray) -> bool:
     """Whether all ranks say the same number first. They hardly ever do not."""
     return len(set(told[:, 0])) == 1
 
@@ -102,8 +102,8 @@ def check_same_call(strategy: Any, data: dict, callbacks: Sequence = ()) -> bool
     ours = [type(c).__name__ for c in callbacks if type(c).__module__.startswith("dtk.")]
     mine = [(what, describe(value)) for what, value in data.items()]
     looks = any(map(_looks_at_batches, callbacks))
-    told = _tell([_number_of((ours, mine)), looks], communicator)
-    if _equal(told):
+    told = _numbers_of_all([_number_of((ours, mine)), looks], communicator)
+    if _same_number(told):
         return bool(told[:, 1].any())
     for rank, (their_callbacks, theirs) in enumerate(communicator.allgather_object((ours, mine))):
         raise_first_difference(
@@ -200,8 +200,8 @@ def differing(variables: Sequence, strategy: Any) -> list[int]:
     communicator = strategy.communicator
     mine = [{fingerprint(copy) for copy in strategy.copies(v)} for v in variables]
     agreed = all(len(prints) == 1 for prints in mine)
-    told = _tell([_number_of(mine) if agreed else communicator.rank], communicator)
-    if agreed and _equal(told):
+    told = _numbers_of_all([_number_of(mine) if agreed else communicator.rank], communicator)
+    if agreed and _same_number(told):
         return []
     columns = zip(*communicator.allgather_object(mine), strict=True)
     return [index for index, column in enumerate(columns) if len(set.union(*column)) > 1]
@@ -270,8 +270,8 @@ def average(variables: Sequence, share: Any, strategy: Any) -> None:
 
 def _start_from_epoch_of_rank_0(adoption: Any) -> None:
     epoch = adoption.initial_epoch()
-    told = tf.constant(-1 if epoch is None else epoch, tf.int64)
-    told = int(adoption.strategy.communicator.broadcast(told))
+    number = tf.constant(-1 if epoch is None else epoch, tf.int64)
+    told = int(adoption.strategy.communicator.broadcast(number))
     adoption.set_initial_epoch(None if told < 0 else told)
 
 
