@@ -59,7 +59,7 @@ __all__ = [
 
 importing.inside("tensorflow", quiet.tensorflow_import, garbage.left_alone)
 # It imports TensorFlow, and what the rest of it makes lives as long.
-importing.inside("keras", garbage.left_alone)
+importing.inside("keras", garbage.left_alone, alone.training_refused)
 alone.watch()
 
 

@@ -13,6 +13,7 @@ from dtk.version import __version__
 # the command in the module is named as the module's last part.
 COMMANDS = {
     "run": ("dtk.cli.run", "Start a script on N processes, here or on several hosts."),
+    "check": ("dtk.cli.check", "Try a script's training step on a few rows, on 2 processes."),
     "bench": ("dtk.cli.bench", "Measure training on N workers against the limit."),
     "plan": ("dtk.cli.plan", "Predict time, efficiency and cost on more workers than one has."),
     "doctor": ("dtk.cli.doctor", "Say what works on this machine, and what to do about the rest."),

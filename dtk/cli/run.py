@@ -97,7 +97,7 @@ def run(
     With --ps the job ends when the chief does (and the evaluator), and a worker that is killed is
     started again.
     """
-    command = _command(script, module, args)
+    command = command_of(script, module, args)
     job.check_communicator(communicator)
     if not 0.0 <= timeout_grace <= 3600.0:
         raise ClusterError(f"--timeout-grace {timeout_grace:g}: expected 0 to 3600 seconds")
@@ -125,7 +125,12 @@ def run(
     sys.exit(job.see_through(started, "run"))
 
 
-def _command(script: str | None, module: bool, args: tuple[str, ...]) -> list[str]:
+def command_of(script: str | None, module: bool, args: tuple[str, ...]) -> list[str]:
+    """The command that starts a script or module.
+
+    Raises:
+        ClusterError: There is none, with what was meant.
+    """
     if script is None:
         what = "module" if module else "script"
         raise ClusterError(

@@ -1,15 +1,20 @@
 """Notices a job whose processes each train by themselves.
 
-Started under `mpirun -np 4`, a script that imports dtk and Keras but makes no strategy runs four
-times and reports success four times. This says so when the process ends.
+Started under `mpirun -np 4`, a script that makes no strategy trains four times and reports success
+four times. Training before a strategy is made is refused; a script that does not train is told when
+its process ends.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from dtk.cluster.detect import detect
+from dtk.errors import NotDistributedError, at_rank
 
 
 def watch() -> None:
@@ -22,12 +27,45 @@ def made_strategy() -> None:
     atexit.unregister(_warn)
 
 
+@contextlib.contextmanager
+def training_refused() -> Iterator[None]:
+    """A context to import Keras in: in a job of several processes its `fit` waits for a strategy.
+
+    Processes that dtk's strategies have joined replace what refuses here.
+    """
+    yield
+    if _trains_with_others():
+        from dtk.compat import trainer_calls
+
+        trainer_calls.through(_refuse)
+
+
+def _trains_with_others() -> bool:
+    environment = detect()
+    return environment.size > 1 and environment.role in ("worker", "chief")
+
+
+def _refuse(model: Any, name: str, method: Callable, args: tuple, kwargs: dict) -> Any:
+    if name in ("fit", "train_on_batch"):
+        environment = detect()
+        raise NotDistributedError(
+            at_rank(
+                environment.rank,
+                f"{name} of model {model.name!r} before any strategy was made, in a job of "
+                f"{environment.size} processes ({environment.reason}): each would train a model of "
+                "its own. Make `strategy = dtk.auto_strategy()` first, and compile the model "
+                "inside strategy.scope()",
+            )
+        )
+    return method(*args, **kwargs)
+
+
 def _warn() -> None:
     # An exception that ended the script says more.
     if "keras" not in sys.modules or hasattr(sys, "last_value"):
         return
     environment = detect()
-    if environment.size > 1 and environment.role in ("worker", "chief"):
+    if _trains_with_others():
         print(
             f"dtk: rank {environment.rank}: this script made no strategy, so each of the "
             f"{environment.size} processes worked by itself ({environment.reason}); add "

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 
 from dtk.errors import ClusterError
 
+# "0" and "1" overrule what strategies say of `self_test`; "only" ends the script after it.
+SELF_TEST = "DTK_SELF_TEST"
+
 
 def integer(environ: Mapping[str, str], name: str) -> int:
     """Read one variable as an integer.

@@ -190,6 +190,14 @@ class Communicator(abc.ABC):
         del name
         yield
 
+    def next_number(self) -> int:
+        """A number for the name of a sequence, never given before: the same on every rank.
+
+        It belongs to the communicator, since two strategies of a process may share one.
+        """
+        self._last_number = getattr(self, "_last_number", -1) + 1
+        return self._last_number
+
     # Small Python values ride on the tensor collectives.
 
     def broadcast_object(self, value: Any = None, root: int = 0) -> Any:

@@ -3,6 +3,7 @@
 from dtk.strategies.allreduce import AllReduceStrategy
 from dtk.strategies.auto import auto_strategy
 from dtk.strategies.consistency import Async, BoundedDelay, Sync, WarmStart
+from dtk.strategies.guard import undistributed
 from dtk.strategies.minimizing import minimize_blocks
 from dtk.strategies.mirrored import MirroredStrategy
 from dtk.strategies.parameter_server import ParameterServerStrategy
@@ -20,4 +21,5 @@ __all__ = [
     "least_squares_smoothness",
     "minimize_blocks",
     "rate_bound",
+    "undistributed",
 ]

@@ -31,13 +31,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras.src.backend.common.variables import Variable as KerasVariable
 from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.backend.tensorflow import numpy as keras_numpy
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.losses import loss as keras_losses
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter as TFDatasetAdapter
@@ -103,19 +105,131 @@ def assigns_through(observe: Callable[[Any], None]) -> Any:
     return _replaced(KerasVariable, assign=observed)
 
 
-def means_through(update: Callable) -> Any:
-    """A context in which `keras.metrics.Mean` is updated by this instead.
+@contextlib.contextmanager
+def means_through(update: Callable) -> Iterator[None]:
+    """A context in which `keras.metrics.Mean` and `Sum` are updated by this instead.
 
     Args:
         update: Called as `update(metric, values, sample_weight, original=...)`.
     """
-    original = keras.metrics.Mean.update_state
+
+    def updated(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def through(self: Any, values: Any, sample_weight: Any = None) -> Any:
+            return update(self, values, sample_weight, original=original)
+
+        return through
+
+    mean, total = keras.metrics.Mean, keras.metrics.Sum
+    with (
+        _replaced(mean, update_state=updated(mean.update_state)),
+        _replaced(total, update_state=updated(total.update_state)),
+    ):
+        yield
+
+
+def tapes_through(differentiate: Callable) -> Any:
+    """A context in which `tf.GradientTape.gradient` is this instead.
+
+    Args:
+        differentiate: Called as `differentiate(tape, target, sources, output_gradients,
+            original=..., **other arguments)`.
+    """
+    original = tf.GradientTape.gradient
 
     @functools.wraps(original)
-    def updated(self: Any, values: Any, sample_weight: Any = None) -> Any:
-        return update(self, values, sample_weight, original=original)
+    def through(
+        self: Any, target: Any, sources: Any, output_gradients: Any = None, *args: Any, **more: Any
+    ) -> Any:
+        if args:  # given by position
+            more["unconnected_gradients"] = args[0]
+        return differentiate(self, target, sources, output_gradients, original=original, **more)
 
-    return _replaced(keras.metrics.Mean, update_state=updated)
+    return _replaced(tf.GradientTape, gradient=through)
+
+
+@contextlib.contextmanager
+def results_through(metrics: Sequence, result: Callable) -> Iterator[None]:
+    """A context in which these metrics return `result(metric, original)` as their results.
+
+    In another such, the outer one's.
+    """
+    replaced = [metric for metric in metrics if "result" not in vars(metric)]
+    for metric in replaced:
+        replacement = functools.partial(result, metric, metric.result)
+        object.__setattr__(metric, "result", replacement)
+    try:
+        yield
+    finally:
+        for metric in replaced:
+            object.__delattr__(metric, "result")
+
+
+def metrics_of(model: Any) -> list:
+    """Every metric of a model: those it lists, and others that are attributes of it."""
+    listed = [*model.metrics, *model._metrics]
+    held = [value for value in vars(model).values() if isinstance(value, keras.metrics.Metric)]
+    return list({id(metric): metric for metric in [*listed, *held]}.values())
+
+
+def takes_own_step(model: Any) -> bool:
+    """Whether a model is trained by the train step that Keras gives it."""
+    own = TensorFlowTrainer.train_step
+    return type(model).train_step is own and "train_step" not in vars(model)
+
+
+def is_kerass(function: Any) -> bool:
+    """Whether a function, class or instance of one is Keras's own, and not a script's."""
+    function = inspect.unwrap(function) if callable(function) else function
+    module = getattr(function, "__module__", None) or type(function).__module__
+    return str(module).partition(".")[0] == "keras"
+
+
+def _given(identifiers: Any, get: Callable) -> Iterator[Any]:
+    """What `compile` was given, with names looked up; wrapped functions as they are."""
+    for given in keras.tree.flatten(identifiers):
+        found = get(given) if isinstance(given, str | dict) else given
+        fn = getattr(found, "fn", None) or getattr(found, "_fn", None)
+        yield found if fn is None or not is_kerass(found) else fn
+
+
+def foreign_losses(model: Any) -> list:
+    """The losses given to `compile` that are not Keras's own."""
+    compiled = model._compile_loss
+    given = [] if compiled is None else _given(compiled._user_loss, keras.losses.get)
+    return [loss for loss in given if loss is not None and not is_kerass(loss)]
+
+
+def foreign_metrics(model: Any) -> list:
+    """The metrics of a model that are not Keras's own."""
+    compiled = model._compile_metrics
+    asked = [] if compiled is None else [compiled._user_metrics, compiled._user_weighted_metrics]
+    # "accuracy" and the like are several of Keras's; nothing is looked up by such names.
+    given = [m for m in keras.tree.flatten(asked) if m is not None and not isinstance(m, str)]
+    held = [metric for metric in metrics_of(model) if metric is not compiled]
+    return [m for m in [*_given(given, keras.metrics.get), *held] if not is_kerass(m)]
+
+
+@contextlib.contextmanager
+def all_synchronized(model: Any) -> Iterator[None]:
+    """A context in which every batch normalization of a model is that of all replicas."""
+    layers = [
+        layer
+        for layer in layers_of(model)
+        if isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized
+    ]
+    for layer in layers:
+        layer.synchronized = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.synchronized = False
+
+
+def computes_own_loss(model: Any) -> bool:
+    """Whether Keras computes a model's loss, from what `compile` and `add_loss` were given."""
+    return type(model).compute_loss is Trainer.compute_loss
 
 
 def takes_through(take: Callable) -> Any:
@@ -186,8 +300,12 @@ def build_through(model: Any, build: Callable) -> None:
 
 
 def build_from(model: Any, data_batch: Any) -> None:
-    """Build a model, its metrics and its optimizer from a batch or the specification of one."""
-    model._symbolic_build(data_batch=data_batch)
+    """Build a model, its metrics and its optimizer from a batch or the specification of one.
+
+    A model that has a train step and no `call` is not built so: its step builds what it uses.
+    """
+    if type(model).call not in (keras.Model.call, keras.layers.Layer.call):
+        model._symbolic_build(data_batch=data_batch)
 
 
 def make_function(model: Any, step: Callable) -> Callable:

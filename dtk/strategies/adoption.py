@@ -13,8 +13,9 @@ left, nothing of Keras stays patched.
 
 from __future__ import annotations
 
+import collections
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -25,12 +26,14 @@ from dtk.strategies import (
     adopt,
     agreement,
     feeding,
-    fitting,
     moments,
     optimizing,
+    reading,
+    self_test,
     slicing,
     steps,
     tracing,
+    trial,
 )
 
 
@@ -42,6 +45,8 @@ class Adoption:
         strategy: Its strategy.
         feed: The data of the running `fit`.
         callbacks: The `keras.callbacks.CallbackList` of the running `fit`; None outside.
+        kinds: What is known of the terms of each step, see `terms`; of those tried so far.
+        calls: How often single batches were given, by the method's name.
     """
 
     def __init__(self, model: Any, strategy: Any):
@@ -49,7 +54,16 @@ class Adoption:
         self.strategy = strategy
         self.feed = feeding.Feed(model, strategy, self.distribute)
         self.callbacks: Any = None
+        self.kinds: dict[str, dict[str, str]] = {}
+        self.calls: collections.Counter = collections.Counter()
+        self._unread = False
+        self._digests: dict[str, tf.Variable] = {}
         self._carried: dict = {}
+
+    def compiled(self) -> None:
+        """Called when the model was compiled, maybe anew: nothing is known of its steps."""
+        self.kinds.clear()
+        self.calls.clear()
 
     @property
     def takes_over(self) -> bool:
@@ -77,6 +91,7 @@ class Adoption:
         """Feed Keras's epoch iterator with cut batches, and build the model from their shapes."""
         model, strategy = self.model, self.strategy
         if iterator is not None:
+            self._unread = True
             if self.takes_over:
                 dataset = feeding.given_to(iterator)
                 slices = feeding.tuned_for(iterator.data_adapter, self.cut(dataset))
@@ -92,9 +107,9 @@ class Adoption:
             adopt.build_from(model, data_batch)
         if not self.takes_over:
             return
+        _refuse_jit(model.jit_compile or None, strategy)
         self._take_metrics()
         self.bind_optimizers()
-        tracing.flag_outputs(adopt.compile_loss(model))
 
     def _take_metrics(self) -> None:
         """Make the state of metrics created outside the scope one that is summed when read."""
@@ -108,21 +123,89 @@ class Adoption:
         """Keras's loop around one step, over cut batches."""
         model, strategy = self.model, self.strategy
         sequence = strategy.new_sequence(name)
+        read = self._digests[name] = tf.Variable(0, dtype=tf.int64, trainable=False)
 
         @tf.autograph.experimental.do_not_convert
         def step(batch: slicing.Slices) -> Any:
+            if not isinstance(batch.digest, tuple):
+                read.assign(reading.add(read, batch.digest))
             with strategy.sequence(sequence):
-                return steps.run_step(step_function, batch, model, strategy)
+                return steps.run_step(step_function, batch, model, strategy, self.kinds_of(name))
 
         function = adopt.make_function(model, step)
 
         def run(iterator: Any) -> Any:
-            with tracing.in_shares(), adopt.moments_through(moments.of_all_replicas):
-                if isinstance(iterator, tf.data.Iterator):
-                    return function(iterator)
-                return function(feeding.cut_batches(iterator, strategy))
+            if not isinstance(iterator, tf.data.Iterator):
+                iterator = list(feeding.cut_batches(iterator, strategy))
+                self.try_step(name, step_function, iterator[0])
+                iterator = iter(iterator)
+            elif self._unread:
+                self._unread = False
+                first, iterator = reading.first_of(iterator, model.steps_per_execution)
+                read.assign(0)
+                agreement.check_same_batch(strategy, first)
+                self.try_step(name, step_function, first)
+            with (
+                tracing.in_shares(),
+                adopt.results_through(adopt.metrics_of(model), steps.result_of),
+                adopt.moments_through(moments.of_all_replicas),
+            ):
+                return function(iterator)
 
         return run
+
+    def kinds_of(self, name: str) -> Mapping[str, str]:
+        """Of the terms of a step, or of the train step's, which computes the same losses."""
+        return self.kinds.get(name) or self.kinds.get("train") or {}
+
+    def try_step(self, name: str, step_function: Callable, first: slicing.Slices) -> None:
+        """Before the first step of its kind, make sure that its parts add up to it."""
+        strategy = self.strategy
+        asked = self_test.is_wanted(strategy.self_test)
+        if name in self.kinds or not asked or strategy.communicator.name == "null":
+            return
+        why = self_test.reasons(self.model, f"{name}_step")
+        if name == "test" and "train" in self.kinds and adopt.is_kerass(type(self.model).test_step):
+            why = []  # it computes nothing that the train step did not
+        self.kinds[name] = {}
+        if why or asked in (True, "only"):
+            why = why or ["asked for"]
+            self.kinds[name] = self_test.run(self, step_function, first, why).kinds
+        if asked == "only":
+            self_test.end_check()
+
+    def make_trial(self, step_function: Callable, batch: slicing.Slices) -> trial.Trial:
+        """How a step is tried before it is trusted, see `self_test`."""
+        return trial.Trial(self, step_function, batch)
+
+    def check_same_reading(self, name: str, when: str) -> None:
+        """Raise on every rank when ranks have read other batches than each other.
+
+        Args:
+            name: "train" or "test".
+            when: Such as "after step 4".
+
+        Raises:
+            DisagreementError: They have.
+        """
+        read = self._digests.get(name)
+        if read is not None and self.strategy.communicator.size > 1:
+            agreement.check_same_digest(self.strategy, int(read.numpy()), when)
+
+    @contextlib.contextmanager
+    def reading_of(self, name: str) -> Iterator[None]:
+        """A context for `evaluate` or `predict`: ranks must read the same batches."""
+        if not self.takes_over or self.strategy.communicator.size == 1:
+            yield
+            return
+        if name == "evaluate":
+            yield
+            self.check_same_reading("test", "after evaluate")
+            return
+        check = agreement.ReadingCheck(self.strategy)
+        with self.strategy.extended.batches_told_to(check.read):
+            yield
+        check.end()
 
     def make_train_function(self, force: bool = False) -> Callable:
         """Replaces `Model.make_train_function` on the adopted model."""
@@ -299,39 +382,46 @@ def adopt_model(model: Any, strategy: Any) -> Adoption:
     strategy.take_variables(model.variables)
     adoption = before or strategy.make_adoption(model)
     adoption.bind_optimizers()
+    adoption.compiled()
     if before is not None:
         return before
     model._dtk_adoption = adoption
     adopt.build_through(model, adoption.take_epoch_iterator)
-    model.compute_loss = tracing.noting_loss(model.compute_loss)
+    model.compute_loss = tracing.checking_loss(model)
     if adoption.takes_over:
         model.make_train_function = adoption.make_train_function
         model.make_test_function = adoption.make_test_function
         model.make_predict_function = adoption.make_predict_function
-        model.predict_on_batch = adoption.predict_on_batch
-    fitting.wrap(model, adoption)
     return adoption
 
 
 @contextlib.contextmanager
 def adopting(strategy: Any) -> Iterator[None]:
     """While inside, `compile` adopts. Keras's own `compile` is restored on leaving."""
-
-    def check_and_own(model: Any, jit_compile: Any) -> None:
-        _refuse_jit(jit_compile, strategy)
-        owner = adopt.owner_of(model)
-        if owner is not None and owner is not strategy:
-            raise ValueError(
-                at_rank(
-                    strategy.rank,
-                    f"model {model.name!r} was built under another strategy "
-                    f"({type(owner).__name__}); build and compile it under the same one",
-                )
-            )
-        adopt.set_owner(model, strategy)
-
-    with adopt.compiles_through(check_and_own, lambda model: adopt_model(model, strategy)):
+    with adopt.compiles_through(
+        lambda model, jit_compile: check_and_own(model, jit_compile, strategy),
+        lambda model: adopt_model(model, strategy),
+    ):
         yield
+
+
+def check_and_own(model: Any, jit_compile: Any, strategy: Any) -> None:
+    """Let a model belong to a strategy, before it is compiled there.
+
+    Raises:
+        ValueError: It belongs to another one, or is to be compiled by XLA.
+    """
+    _refuse_jit(jit_compile, strategy)
+    owner = adopt.owner_of(model)
+    if owner is not None and owner is not strategy:
+        raise ValueError(
+            at_rank(
+                strategy.rank,
+                f"model {model.name!r} was built under another strategy "
+                f"({type(owner).__name__}); build and compile it under the same one",
+            )
+        )
+    adopt.set_owner(model, strategy)
 
 
 def _refuse_jit(jit_compile: Any, strategy: Any) -> None:

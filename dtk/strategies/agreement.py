@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtk.errors import DisagreementError, at_rank
-from dtk.strategies import extended
+from dtk.strategies import extended, reading
 from dtk.strategies.choosing import Choosing
 
 # Spreads rank-specific seeds over the 31 bits a seed may use (2^32 / golden ratio).
@@ -25,8 +25,9 @@ _SEED_STEP = 0x9E3779B1
 
 _SAME_SCRIPT = "start the same script with the same arguments everywhere"
 _SAME_DATA = (
-    "every rank must be given the same global data, of which dtk takes this rank's rows; for a "
-    "part per rank use dtk.data.shard"
+    "every rank must be given the same global data in the same order, of which dtk takes this "
+    "rank's rows: no shard(size, rank), no generator or shuffling that differs by rank; for a part "
+    "per rank use dtk.data.shard"
 )
 _SAME_UPDATES = (
     "every rank must change weights in the same way: through an optimizer that is an attribute of "
@@ -131,7 +132,7 @@ def _looks_at_batches(callback: Any) -> bool:
 def describe(data: Any) -> str | None:
     """Data in a few words that must be the same on every rank; None where that cannot be told.
 
-    Arrays are told apart by their number of rows and a hash of the first and last two.
+    Arrays are told apart by their shapes and a hash of all their bytes.
 
     Example:
         >>> describe(None), describe(np.zeros((3, 2)))[:14]
@@ -143,15 +144,71 @@ def describe(data: Any) -> str | None:
     leaves = [leaf for leaf in keras.tree.flatten(data) if isinstance(leaf, np.ndarray | tf.Tensor)]
     if not leaves or not leaves[0].shape:
         return None
-    digest = hashlib.blake2b(digest_size=4)
-    for leaf in leaves:
-        for rows in (leaf[:2], leaf[-2:]):
-            # Elements that are not plain numbers (strings, objects) are told by their values.
-            array = np.asarray(rows)
-            digest.update(
-                str(array.tolist()).encode() if array.dtype == object else array.tobytes()
+    hashes = [(leaf.shape, reading.hash_of(np.asarray(leaf))) for leaf in leaves]
+    digest = hashlib.blake2b(repr(hashes).encode(), digest_size=4).hexdigest()
+    return f"{leaves[0].shape[0]} rows (hash of all bytes: {digest})"
+
+
+def check_same_batch(strategy: Any, batch: Any) -> None:
+    """Raise on every rank when ranks have read different first batches.
+
+    Args:
+        strategy: The strategy.
+        batch: This process's `Slices` of it.
+
+    Raises:
+        DisagreementError: With what the ranks have read.
+    """
+    communicator = strategy.communicator
+    if communicator.size == 1 or isinstance(batch.digest, tuple):
+        return
+    rows, digest = int(batch.rows), int(batch.digest)
+    mine = [("first batch of the data", f"{rows} rows (hash {digest & 0xFFFFFFFF:08x})")]
+    compare(mine, communicator, _SAME_DATA)
+
+
+def check_same_digest(strategy: Any, digest: int, when: str) -> None:
+    """Raise on every rank when the digests of all batches read so far differ.
+
+    Raises:
+        DisagreementError: They do.
+    """
+    communicator = strategy.communicator
+    told = _numbers_of_all([digest], communicator)
+    if not _same_number(told):
+        others = [rank for rank, number in enumerate(told[:, 0]) if number != told[0, 0]]
+        raise DisagreementError(
+            at_rank(
+                communicator.rank,
+                f"{when}, ranks have read different batches: those of ranks {others} are not "
+                f"rank 0's; {_SAME_DATA}",
             )
-    return f"{leaves[0].shape[0]} rows (hash of the first and last: {digest.hexdigest()})"
+        )
+
+
+class ReadingCheck:
+    """Compares the batches that ranks read: the first one at once, all of them at the end.
+
+    Args:
+        strategy: The strategy.
+    """
+
+    def __init__(self, strategy: Any):
+        self._strategy = strategy
+        self._digest = tf.constant(0, tf.int64)
+        self._batches = 0
+
+    def read(self, digest: tf.Tensor) -> None:
+        """Told of each batch."""
+        self._batches += 1
+        self._digest = reading.add(self._digest, digest)
+        if self._batches == 1:
+            check_same_digest(self._strategy, int(digest), "at the first batch")
+
+    def end(self) -> None:
+        """Told when all were read."""
+        if self._batches:
+            check_same_digest(self._strategy, int(self._digest), "at the end of the data")
 
 
 def check_same_run(adoption: Any, params: dict) -> None:
@@ -361,6 +418,7 @@ class Agreement(keras.callbacks.Callback):
         self.adoption = adoption
         self._every_batch = every_batch
         self._stepped = False
+        self._steps = 0
         self._choosing = Choosing(adoption)
 
     @property
@@ -378,6 +436,7 @@ class Agreement(keras.callbacks.Callback):
         tell(adoption.callbacks.callbacks, "on_train_agreed", logs)
         self._choosing.begin()
         self._stepped = False
+        self._steps = 0
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Shuffle anew, alike on every rank."""
@@ -396,6 +455,9 @@ class Agreement(keras.callbacks.Callback):
             self._stepped = True
             if not self.adoption.trains_apart:
                 self._check("after the first step")
+        self._steps += 1
+        if self._steps & (self._steps - 1) == 0 and self._steps > 1:
+            self.adoption.check_same_reading("train", f"after step {self._steps}")
         if self._every_batch and not self._alone:
             self._agree_on_stopping()
         if self.model.stop_training:
@@ -404,6 +466,7 @@ class Agreement(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Stop everywhere when anyone wants to stop; go on from equal weights."""
         self.adoption.settle()
+        self.adoption.check_same_reading("train", f"after epoch {epoch + 1}")
         self._check(f"after epoch {epoch + 1}")
         if not self._alone:
             self._agree_on_stopping()

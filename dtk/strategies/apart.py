@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from dtk.strategies import adopt, extended, optimizing, tracing
+from dtk.strategies import adopt, extended, optimizing, steps, tracing
 
 
 class Apart(NamedTuple):
@@ -50,6 +50,7 @@ def trace_apart(
     world_sum: Callable,
     state: Sequence[tuple[Any, tf.Tensor]],
     tables: Sequence = (),
+    kinds: Mapping[str, str] | None = None,
 ) -> Apart:
     """Trace one of Keras's steps as a pure function of data and state.
 
@@ -63,13 +64,17 @@ def trace_apart(
         state: Keras variables and the values they have in this step. Gradients are taken with
             respect to these values.
         tables: Keras variables that are looked up where they are instead.
+        kinds: Of the step's terms, see `terms`.
     """
-    step = tracing.Step(share, size, model, world_sum)
+    own = step_function.__name__ == "train_step" and adopt.takes_own_step(model)
+    step = tracing.Step(share, size, model, world_sum, kinds=kinds, own=own)
     step.applied = []
     with (
         tracing.tracing(step),
-        tracing.in_shares(),
+        # Terms are looked for in what the script differentiates by, which this replaces.
         _tapes_over(state, tables),
+        tracing.in_shares(),
+        adopt.results_through(adopt.metrics_of(model), steps.result_of),
         _looked_up_in_place(tables, model),
         keras.StatelessScope(state_mapping=state, collect_losses=True) as scope,
     ):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import tensorflow as tf
 from dtk.cluster import alone
 from dtk.communicators.base import Communicator
 from dtk.errors import at_rank
-from dtk.strategies import adopt, adoption
+from dtk.strategies import adopt, adoption, guard
 
 
 class DtkStrategy(tf.distribute.Strategy):
@@ -25,20 +24,23 @@ class DtkStrategy(tf.distribute.Strategy):
         is_evaluator: Whether this process evaluates beside the training and trains nothing.
         has_evaluator: Whether the job has such a process.
         exchange: What is sent of gradients, and when; None is all, as it is, every step.
+        self_test: Whether steps are tried on a few rows first, see `self_test`; "auto" is where
+            something in them is not Keras's own.
     """
 
     communicator: Communicator
     is_evaluator = False
     has_evaluator = False
     exchange: Any = None
+    self_test: bool | str = "auto"
 
     def __init__(self, extended: Any, communicator: Communicator):
         self.communicator = communicator
         self.shuffle_seed: int | None = None
         self.seed_in_force: int | None = None
-        self._sequences = itertools.count()
         super().__init__(extended)
         alone.made_strategy()
+        guard.install(self)
 
     @property
     def rank(self) -> int:
@@ -84,18 +86,18 @@ class DtkStrategy(tf.distribute.Strategy):
 
     # For adoption and fitting.
 
+    @property
+    def processes(self) -> int:
+        """Processes of the job that take part in training."""
+        return self.communicator.size
+
     def make_adoption(self, model: Any) -> adoption.Adoption:
         """What this strategy keeps about a model compiled in its scope."""
         return adoption.Adoption(model, self)
 
-    @property
-    def rows_needed(self) -> int:
-        """Rows a full batch must have at least: one for each worker that gets a part."""
-        return self.num_replicas_in_sync
-
     def new_sequence(self, name: str) -> str:
         """A name for one step function's collectives: the same on every rank, never used before."""
-        return f"{name}.{next(self._sequences)}"
+        return f"{name}.{self.communicator.next_number()}"
 
     def sequence(self, name: str) -> Any:
         """See `Communicator.sequence`."""

@@ -58,7 +58,7 @@ from tensorflow.python.framework import auto_control_deps_utils, ops
 
 from dtk.communicators import collective
 from dtk.communicators.base import Communicator
-from dtk.strategies import slicing
+from dtk.strategies import reading, slicing
 from dtk.strategies.pipelines import in_time, read_ahead
 
 
@@ -148,6 +148,28 @@ def _nothing(value: Any, really: bool) -> Any:
     return tf.zeros_like(value) if really else tf.identity(value)
 
 
+# Whether this thread computes a step as if there were one replica.
+_whole = threading.local()
+
+
+@contextlib.contextmanager
+def as_one_replica(strategy: Any) -> Iterator[None]:
+    """Inside, a step is computed as in a world of one: nothing is reduced over replicas."""
+    _whole.flag = True
+    try:
+        with (
+            tf.device(strategy.extended.worker_devices[0]),
+            distribute_lib.ReplicaContext(strategy, 0),
+        ):
+            yield
+    finally:
+        _whole.flag = False
+
+
+def _is_whole() -> bool:
+    return getattr(_whole, "flag", False)
+
+
 class AllReduceExtended(one_device_strategy.OneDeviceExtended):
     """One process is one replica; values are reduced over a communicator.
 
@@ -161,12 +183,13 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
         super().__init__(container_strategy, device)
         self._communicator = communicator
         self._reads_are_local = False
+        self._told: Callable[[tf.Tensor], None] | None = None
 
     # World shape.
 
     @property
     def _num_replicas_in_sync(self) -> int:
-        return self._communicator.size
+        return 1 if _is_whole() else self._communicator.size
 
     def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
         return 0
@@ -217,6 +240,8 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
 
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         del options
+        if _is_whole():
+            return value
         return _all_reduce(self._communicator, reduce_op, if_present(value))
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
@@ -266,10 +291,23 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
         del options
         if self._communicator.size == 1:
             return in_time(dataset)
-        ranks = (self._communicator.rank,)
+        ranks, size = (self._communicator.rank,), self._communicator.size
+        if self._told is not None:
+            cut_one = reading.with_digest(lambda batch: slicing.cut_exactly(batch, ranks, size)[0])
+            local = read_ahead(slicing.mapped(dataset.enumerate(), cut_one))
+            return PerRankDataset(local, whole=dataset, told=self._told)
         cut = slicing.cut_dataset_exactly(dataset, ranks, self._communicator.size)
         only = tf.autograph.experimental.do_not_convert(lambda *parts: parts[0])
         return PerRankDataset(read_ahead(cut.map(only)), whole=dataset)
+
+    @contextlib.contextmanager
+    def batches_told_to(self, told: Callable[[tf.Tensor], None]) -> Iterator[None]:
+        """Inside, datasets are distributed that tell the digest of each batch they are read of."""
+        self._told = told
+        try:
+            yield
+        finally:
+            self._told = None
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable, options: Any) -> Any:
         del options
@@ -315,7 +353,13 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
         """The running replica's view of its peers."""
         return self._replicas[replica_index()]
 
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return 1 if _is_whole() else super()._num_replicas_in_sync
+
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        if _is_whole():
+            return value
         if tf.executing_eagerly():
             # Eager replicas take turns, so a collective op would wait for ever: merge them.
             return distribute_lib.StrategyExtendedV2._replica_ctx_all_reduce(
@@ -594,14 +638,21 @@ class PerRankDataset(input_lib.DistributedDataset):
             its own and only the sum over ranks tells how many rows a global batch has.
         regrouped: Whether elements of `local` are tuples of parts, which a custom loop gets as
             per-replica values.
+        told: Called with the digest of each batch that is read; `local` has pairs then, of rows and
+            digests.
     """
 
     def __init__(
-        self, local: tf.data.Dataset, whole: tf.data.Dataset | None, regrouped: bool = False
+        self,
+        local: tf.data.Dataset,
+        whole: tf.data.Dataset | None,
+        regrouped: bool = False,
+        told: Callable[[tf.Tensor], None] | None = None,
     ):
         self.local = local
         self.whole = whole
         self._regrouped = regrouped
+        self._told = told
 
     @property
     def element_spec(self) -> Any:
@@ -626,7 +677,14 @@ class PerRankDataset(input_lib.DistributedDataset):
         return len(self.local)
 
     def __iter__(self) -> Any:
+        if self._told is not None:
+            return self._telling(self._told)
         return map(regroup, self.local) if self._regrouped else iter(self.local)
+
+    def _telling(self, told: Callable[[tf.Tensor], None]) -> Iterator[Any]:
+        for rows, digest in self.local:
+            told(digest)
+            yield rows
 
     def reduce(self, initial_state: Any, reduce_func: Any) -> Any:
         """As `tf.data.Dataset.reduce`; what `for` becomes inside a `tf.function`."""

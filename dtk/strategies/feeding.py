@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from dtk.strategies import adopt, extended, slicing
+from dtk.strategies import adopt, extended, reading, slicing
 from dtk.strategies.pipelines import read_ahead, untuned
 
 
@@ -24,7 +24,16 @@ def cut(dataset: Any, strategy: Any) -> tf.data.Dataset:
             return read_ahead(local.map(slicing.on_elements(local, _own_rows)))
         dataset = dataset.whole
     ranks, size = strategy.local_ranks(), strategy.num_replicas_in_sync
-    return read_ahead(slicing.cut_dataset(dataset, ranks, size))
+    if strategy.communicator.size == 1:
+        return read_ahead(slicing.cut_dataset(dataset, ranks, size))
+    cut_one = reading.with_digest(lambda batch: slicing.cut(batch, ranks, size))
+
+    @tf.autograph.experimental.do_not_convert
+    def cut_and_told(number: tf.Tensor, batch: Any) -> slicing.Slices:
+        slices, digest = cut_one(number, batch)
+        return slices._replace(digest=digest)
+
+    return read_ahead(slicing.mapped(dataset.enumerate(), cut_and_told))
 
 
 def _own_rows(batch: Any) -> slicing.Slices:

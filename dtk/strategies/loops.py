@@ -312,7 +312,10 @@ class Counting(Loop):
             "metrics": [
                 apart.scope.get_current_value(v) for v in steps.metric_variables(self.model)
             ],
-            "logs": steps.other_logs(apart.step, apart.logs),
+            "logs": {
+                name: apart.step.weighed(value)
+                for name, value in steps.numbers_of(apart.step, apart.logs)
+            },
             "rows": slicing.count_rows(data),
         }
 
@@ -345,15 +348,11 @@ class Counting(Loop):
     def _add_up(self, results: list[Result]) -> None:
         """Add what a batch's slices counted to the chief's metrics; renew the logs."""
         model = self.model
-        by_batch = steps.count_batches(model)
         deltas = []
         for variable, *column in zip(
             steps.metric_variables(model), *(r.outputs["metrics"] for r in results), strict=True
         ):
-            total = np.sum(column, axis=0)
-            if id(variable) in by_batch:
-                total = total / len(results)
-            deltas.append(tf.cast(total, adopt.stored(variable).dtype))
+            deltas.append(tf.cast(np.sum(column, axis=0), adopt.stored(variable).dtype))
         if self._absorb is None:
             self._absorb = tf.function(self._absorbing(), autograph=False)
         self.logs.update(self._absorb(deltas))
@@ -412,6 +411,7 @@ class Testing(Counting):
                 world_sum=self.strategy.sum_over_slices,
                 state=[*state, *chances],
                 tables=self._tables,
+                kinds=self.adoption.kinds_of("test"),
             )
             self._note_draws(apart, chances)
             return self._report_of(self._count(apart, data))

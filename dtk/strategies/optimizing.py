@@ -81,10 +81,23 @@ def bind(optimizer: Any, strategy: Any) -> None:
         return
     outer._dtk_exchanging = exchanging = exchanging_of(outer, inner, strategy)
     outer._dtk_bound = strategy
+    _weigh_own_loss(outer)
     if inner.gradient_accumulation_steps:
         _reduce_windows(outer, inner, strategy, exchanging)
     else:
         _reduce_each(outer, inner, strategy, exchanging)
+
+
+def _weigh_own_loss(outer: Any) -> None:
+    """Weigh the loss of Keras's own step by the replica's share, where Keras scales it."""
+    scale_loss = outer.scale_loss
+
+    @functools.wraps(scale_loss)
+    def weighed(loss: Any) -> Any:
+        step = tracing.current()
+        return scale_loss(step.weighed(loss) if step is not None and step.own else loss)
+
+    outer.scale_loss = weighed
 
 
 def exchangings_of(model: Any) -> list[Exchanging]:
@@ -106,7 +119,10 @@ def _reduce_windows(outer: Any, inner: Any, strategy: Any, exchanging: Exchangin
     @tf.autograph.experimental.do_not_convert
     def apply_present(grads: Any, trainable_variables: Any = None) -> Any:
         _build_in_time(outer, trainable_variables, strategy)
-        result = apply_own(extended.if_present(list(grads)), trainable_variables)
+        grads, only_noted = _taken(outer, grads, trainable_variables)
+        if only_noted:
+            return None
+        result = apply_own(extended.if_present(grads), trainable_variables)
         if exchanging is not None and _in_replica(strategy):
             exchanging.count()
         return result
@@ -125,15 +141,35 @@ def _reduce_each(outer: Any, inner: Any, strategy: Any, exchanging: Exchanging |
     @functools.wraps(apply)
     def reduced_apply(grads: Any, trainable_variables: Any = None) -> Any:
         _build_in_time(outer, trainable_variables, strategy)
+        grads, only_noted = _taken(outer, grads, trainable_variables)
+        if only_noted:
+            return None
         if exchanging is None or not _in_replica(strategy):
             trained = trainable_variables or adopt.trained_variables(inner)
             return apply(_reduce_gradients(grads, trained, strategy), trainable_variables)
         _note_reduction()
         return exchanging.apply(
-            list(grads), trainable_variables, lambda reduced: apply(reduced, trainable_variables)
+            grads, trainable_variables, lambda reduced: apply(reduced, trainable_variables)
         )
 
     outer.apply = reduced_apply
+
+
+def _taken(optimizer: Any, gradients: Any, variables: Any) -> tuple[list, bool]:
+    """Gradients that a step hands to its optimizer, weighed by its share of the rows.
+
+    Returns:
+        The gradients, and whether the step only notes them.
+    """
+    step = tracing.current()
+    if step is None:
+        return list(gradients), False
+    gradients = step.handed_over(list(gradients))
+    if step.applied is None:
+        return gradients, False
+    trained = variables or adopt.trained_variables(optimizer)
+    step.applied.append(tracing.Applied(optimizer, gradients, list(trained)))
+    return gradients, True
 
 
 def _check_owner(member: Any, strategy: Any) -> None:
@@ -222,16 +258,13 @@ def note_applies(optimizer: Any, strategy: Any, parts_of: Callable[[Any], list])
         _check_owner(member, strategy)
         adopt.own_optimizer(member, strategy)
     outer._dtk_bound = strategy
+    _weigh_own_loss(outer)
     apply, build, finalize = outer.apply, outer.build, outer.finalize_variable_values
 
     @functools.wraps(apply)
     def noted_apply(grads: Any, trainable_variables: Any = None) -> Any:
-        step = tracing.current()
-        if step is None or step.applied is None:
-            return apply(grads, trainable_variables)
-        variables = trainable_variables or adopt.trained_variables(outer)
-        step.applied.append(tracing.Applied(outer, list(grads), list(variables)))
-        return None
+        grads, only_noted = _taken(outer, grads, trainable_variables)
+        return None if only_noted else apply(grads, trainable_variables)
 
     def expanded(variables: Any) -> list:
         return [part for variable in variables for part in parts_of(variable)]

@@ -114,11 +114,6 @@ class ParameterServerStrategy(DtkStrategy, extended.ServerStrategy):
         """Parts a global batch is cut into: one per worker if synchronous, else one."""
         return self.consistency.slices(self.workers)
 
-    @property
-    def rows_needed(self) -> int:
-        """A full batch has a row for each slice."""
-        return self.slices
-
     def make_adoption(self, model: Any) -> Adoption:
         """Steps run on workers; the evaluator takes none."""
         return Adoption(model, self) if self.is_evaluator else served.ServedAdoption(model, self)

@@ -20,6 +20,7 @@ from dtk.strategies.consistency import Schedule
 from dtk.strategies.downpour import DownpourTraining
 from dtk.strategies.loops import Counting, Predicting, Testing
 from dtk.strategies.pipelines import read_ahead
+from dtk.strategies.served_trial import ServedTrial
 from dtk.strategies.training import Training
 
 
@@ -122,6 +123,10 @@ class ServedAdoption(Adoption):
             )
             yield slicing.cut(whole, range(slices), slices), pushpull.spec_of(whole)
 
+    def make_trial(self, step_function: Callable, batch: slicing.Slices) -> ServedTrial:
+        """See `Adoption.make_trial`."""
+        return ServedTrial(self, step_function, batch)
+
     # Functions that Keras calls.
 
     def make_train_function(self, force: bool = False) -> Callable:
@@ -149,6 +154,9 @@ class ServedAdoption(Adoption):
         def run(iterator: Any) -> dict:
             done = 0
             for batch, spec in self._read(iterator):
+                # One worker that computes a whole batch has no parts to add up.
+                if isinstance(batch, slicing.Slices) and len(batch.parts) > 1:
+                    self.try_step(name, getattr(self.model, f"{name}_step"), batch)
                 loop.step(batch, spec)
                 done += 1
                 if done == self.model.steps_per_execution:

@@ -31,11 +31,14 @@ class Slices(NamedTuple):
         counts: Rows that are each part's own, int64 scalars; 0 for a stand-in.
         rows: Rows of the whole global batch, int64 scalar; () when only the sum over ranks tells.
             Being structure and not a number, it makes TensorFlow trace the step anew.
+        digest: Of the whole global batch, by which ranks find out that they read different ones,
+            int64 scalar; () where ranks are to read different ones, or there is one process.
     """
 
     parts: tuple
     counts: tuple
     rows: Any
+    digest: Any = ()
 
 
 def bounds(rows: Any, rank: int, size: int) -> tuple[Any, Any]:
@@ -96,8 +99,16 @@ def _take(leaf: Any, begin: tf.Tensor, end: tf.Tensor) -> Any:
     if isinstance(leaf, tf.SparseTensor):
         start = tf.concat([[begin], tf.zeros_like(leaf.dense_shape[1:])], 0)
         size = tf.concat([[end - begin], leaf.dense_shape[1:]], 0)
-        return tf.sparse.slice(leaf, start, size)
+        taken = tf.sparse.slice(leaf, start, size)
+        # Slicing forgets the sizes that are known, by which layers are built.
+        known = [taken.dense_shape[0], *(_size(leaf, axis) for axis in range(1, leaf.shape.rank))]
+        return tf.SparseTensor(taken.indices, taken.values, tf.stack(known))
     return leaf[begin:end]
+
+
+def _size(leaf: tf.SparseTensor, axis: int) -> Any:
+    known = leaf.shape[axis]
+    return leaf.dense_shape[axis] if known is None else tf.constant(known, tf.int64)
 
 
 def cut(batch: Any, ranks: Sequence[int], size: int) -> Slices:
@@ -120,6 +131,14 @@ def cut(batch: Any, ranks: Sequence[int], size: int) -> Slices:
         end = tf.maximum(end, begin + 1)
         parts.append(tf.nest.map_structure(lambda leaf, b=begin, e=end: _take(leaf, b, e), batch))
     return Slices(tuple(parts), tuple(counts), rows)
+
+
+def rows_of(batch: Any, begin: int, end: int) -> Any:
+    """The rows from `begin` to before `end` of a batch; what has no rows stays whole."""
+    first, last = tf.constant(begin, tf.int64), tf.constant(end, tf.int64)
+    return tf.nest.map_structure(
+        lambda leaf: None if leaf is None else _take(leaf, first, last), batch
+    )
 
 
 def cut_exactly(batch: Any, ranks: Sequence[int], size: int) -> tuple:
@@ -176,8 +195,13 @@ def cut_dataset_exactly(
 def _map(dataset: tf.data.Dataset, how: Any, ranks: Sequence[int], size: int) -> tf.data.Dataset:
     # Converting this file with AutoGraph would find nothing to convert, in half a second.
     cutting = tf.autograph.experimental.do_not_convert(lambda batch: how(batch, ranks, size))
+    return mapped(dataset, on_elements(dataset, cutting))
+
+
+def mapped(dataset: tf.data.Dataset, function: Callable) -> tf.data.Dataset:
+    """A dataset's elements after a function, in order, several at a time where that is allowed."""
     return dataset.map(
-        on_elements(dataset, cutting),
+        function,
         num_parallel_calls=None if pipelines.may_not_read_ahead(dataset) else tf.data.AUTOTUNE,
         deterministic=True,
     )

@@ -2,14 +2,15 @@
 
 Keras's own train or test step runs on this replica's slice; what it leaves is then made global:
 
-* Metric state is summed over ranks after every step, so logs are those of one process.
+* Metric state is summed over ranks before a result is computed from it, so that what a step logs is
+  the global batch's, whoever asks for it.
 * Non-trainable state that a step assigns (moving statistics) is averaged, weighted by share.
-* A replica without rows computes with a stand-in, whose metrics are forgotten.
+* A replica without rows computes with a padding row, which its metrics forget.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -19,27 +20,56 @@ from dtk.errors import NotDistributedError, at_rank
 from dtk.strategies import adopt, extended, optimizing, slicing, tracing
 
 
-def run_step(step_function: Callable, batch: slicing.Slices, model: Any, strategy: Any) -> Any:
-    """Run Keras's own train or test step on this replica's slice, then make its logs global."""
+def run_step(
+    step_function: Callable,
+    batch: slicing.Slices,
+    model: Any,
+    strategy: Any,
+    kinds: Mapping[str, str],
+) -> Any:
+    """Run Keras's own train or test step on this replica's slice, then make its logs global.
+
+    Args:
+        step_function: `model.train_step` or `model.test_step`.
+        batch: This process's slices of a global batch.
+        model: The model.
+        strategy: Its strategy.
+        kinds: Of the step's terms, see `terms`.
+    """
+    data, step, present = begin_step(step_function, batch, model, strategy, kinds)
+    before = {id(v): tf.identity(v) for v in metric_variables(model)}
+    trains = step_function.__name__ == "train_step"
+    if not (trains and any(e.local for e in optimizing.exchangings_of(model))):
+        step.world = World(step, before, present)
+    with tracing.tracing(step), extended.counted_if(present):
+        logs = step_function(data)
+        _forget_padding(present, before, model)
+        if trains:
+            _check_reduced(step, model, strategy)
+            together = weights_are_equal(model)
+            if together is not None:
+                return _own_state(step, model, logs, together)
+        assert step.world is not None
+        step.world.average()
+        return _sum_numbers(step, logs)
+
+
+def begin_step(
+    step_function: Callable, batch: slicing.Slices, model: Any, strategy: Any, kinds: Mapping
+) -> tuple[Any, tracing.Step, tf.Tensor]:
+    """This replica's rows, what is known of its step, and whether it has rows of its own."""
     index = strategy.local_index()
     data, mine = slicing.forget_rows(batch.parts[index]), batch.counts[index]
     rows = _sum_over_replicas(mine) if isinstance(batch.rows, tuple) else batch.rows
     share = tf.cast(
         tf.math.divide_no_nan(tf.cast(mine, tf.float64), tf.cast(rows, tf.float64)), tf.float32
     )
-
+    own = step_function.__name__ == "train_step" and adopt.takes_own_step(model)
     size = strategy.num_replicas_in_sync
-    step = tracing.Step(share, size, model, _sum_over_replicas, tf.cast(rows, tf.int64))
-    before = {id(v): tf.identity(v) for v in metric_variables(model)}
-    with tracing.tracing(step), extended.counted_if(mine > 0):
-        logs = step_function(data)
-    _forget_stand_in(mine > 0, before, model)
-    if step_function.__name__ == "train_step":
-        _check_reduced(step, model, strategy)
-        together = weights_are_equal(model)
-        if together is not None:
-            return _own_state(step, model, logs, together)
-    return _global_state(step, model, logs)
+    step = tracing.Step(
+        share, size, model, _sum_over_replicas, tf.cast(rows, tf.int64), kinds, own
+    )
+    return data, step, mine > 0
 
 
 def weights_are_equal(model: Any) -> tf.Tensor | None:
@@ -59,26 +89,21 @@ def _own_state(step: tracing.Step, model: Any, logs: Any, together: tf.Tensor) -
 
     What metrics have counted is summed when an epoch's logs are made.
     """
-    averaged = _moving_statistics(step)
+    averaged = moving_statistics(step)
     values = [tf.convert_to_tensor(v) for v in averaged]
     replica = tf.distribute.get_replica_context()
     if averaged:
         share = share_of_meeting(model)
         parts = [tf.math.multiply_no_nan(v, tf.cast(share, v.dtype)) for v in values]
-        means = tf.cond(
-            together,
-            lambda: replica.all_reduce(tf.distribute.ReduceOp.SUM, parts),
-            lambda: values,
-        )
+        with extended.counted_if(None):
+            means = tf.cond(
+                together,
+                lambda: replica.all_reduce(tf.distribute.ReduceOp.SUM, parts),
+                lambda: values,
+            )
         for variable, mean in zip(averaged, means, strict=True):
             variable.assign(mean)
-    if not isinstance(logs, dict):
-        return logs
-    return logs | {
-        name: tf.math.divide_no_nan(value, tf.cast(step.share, value.dtype))
-        for name, value in logs.items()
-        if tf.is_tensor(value) and value in step.parts
-    }
+    return logs
 
 
 def _sum_over_replicas(value: tf.Tensor) -> tf.Tensor:
@@ -87,35 +112,19 @@ def _sum_over_replicas(value: tf.Tensor) -> tf.Tensor:
 
 def metric_variables(model: Any) -> list:
     """State variables of every metric of a model, the loss tracker among them."""
-    return [v for metric in model.metrics for v in metric.variables]
+    found = [v for metric in adopt.metrics_of(model) for v in metric.variables]
+    return list({id(v): v for v in found}.values())
 
 
-def _forget_stand_in(present: tf.Tensor, before: dict, model: Any) -> None:
-    """Without rows of its own, a replica's metrics stay as they were.
-
-    But for what counts batches and not rows, see `count_batches`: there it adds zero and counts.
-    """
-    counts_batches = set() if tf.executing_eagerly() else count_batches(model)
+def _forget_padding(present: tf.Tensor, before: dict, model: Any) -> None:
+    """Without rows of its own, a replica's metrics stay as they were."""
 
     def restore() -> tf.Tensor:
         for variable in metric_variables(model):
-            if id(variable) in counts_batches:
-                continue
             variable.assign(before.get(id(variable), tf.zeros_like(variable)))
         return tf.constant(True)
 
     tf.cond(present, lambda: tf.constant(False), restore)
-
-
-def count_batches(model: Any) -> set[int]:
-    """Ids of the metric variables that count batches, in a graph: trackers of single outputs.
-
-    `tracing` gives them losses whose mean over the replicas' counts is the batch's.
-    """
-    compile_loss = adopt.compile_loss(model)
-    if compile_loss is None:
-        return set()
-    return {id(v) for metric in compile_loss.metrics for v in metric.variables}
 
 
 def _check_reduced(step: tracing.Step, model: Any, strategy: Any) -> None:
@@ -136,63 +145,120 @@ def _check_reduced(step: tracing.Step, model: Any, strategy: Any) -> None:
     )
 
 
-def _global_state(step: tracing.Step, model: Any, logs: Any) -> Any:
-    """One reduction for all that must be global after a step: metrics and moving statistics."""
-    replica = tf.distribute.get_replica_context()
-    summed = [v for v in metric_variables(model) if v.aggregation == "sum"]
-    averaged = _moving_statistics(step)
-    numbers = other_logs(step, logs)
-    share = step.share
-    values = (
-        [tf.convert_to_tensor(v) for v in summed]
-        + [
-            tf.math.multiply_no_nan(tf.convert_to_tensor(v), tf.cast(share, v.dtype))
-            for v in averaged
+class World:
+    """The state that a step leaves, of all replicas: metrics summed, moving statistics averaged.
+
+    One reduction serves all results that a step asks for, unless it goes on counting between them.
+
+    Args:
+        step: The step of one replica.
+        before: The values of metrics' variables before the step, by id.
+        present: Whether the replica has rows of its own.
+    """
+
+    def __init__(self, step: tracing.Step, before: dict, present: tf.Tensor):
+        self._step = step
+        self._before = before
+        self._present = present
+        self._reduced_at = -1
+        self._averaged: dict[int, int] = {}
+        self._totals: list[tuple[Any, tf.Tensor]] = []
+        self._inside = False
+
+    def result_of(self, original: Callable) -> Any:
+        """What a metric's `result` returns when its state is that of all replicas."""
+        if self._inside:
+            return original()
+        if self._reduced_at != self._step.assignments:
+            self._reduce(
+                [v for v in metric_variables(self._step.model) if v.aggregation == "sum"]
+            )
+        self._inside = True
+        try:
+            with keras.StatelessScope(state_mapping=self._totals):
+                return original()
+        finally:
+            self._inside = False
+
+    def average(self) -> None:
+        """Average what moving statistics the step has assigned since it last asked for a result."""
+        if self._unaveraged():
+            self._reduce([])
+
+    def _unaveraged(self) -> list:
+        return [
+            v for v in moving_statistics(self._step)
+            if self._averaged.get(id(v)) != self._step.assigned_at[id(v)]
         ]
-        + list(numbers.values())
-    )
-    if not values:
+
+    def _reduce(self, summed: list) -> None:
+        step, replica = self._step, tf.distribute.get_replica_context()
+        averaged = self._unaveraged()
+        values = [self._counted(v) for v in summed] + [step.weighed(v) for v in averaged]
+        # They are ready before the gradients are.
+        with extended.counted_if(None), replica.strategy.beside("state"):
+            reduced = replica.all_reduce(tf.distribute.ReduceOp.SUM, values) if values else []
+        self._totals = list(zip(summed, reduced, strict=False))
+        for variable, mean in zip(averaged, reduced[len(summed) :], strict=True):
+            variable.assign(mean)
+            self._averaged[id(variable)] = step.assigned_at[id(variable)]
+        self._reduced_at = step.assignments if summed else -1
+
+    def _counted(self, variable: Any) -> tf.Tensor:
+        now = tf.convert_to_tensor(variable)
+        before = self._before.get(id(variable))
+        return tf.where(self._present, now, tf.zeros_like(now) if before is None else before)
+
+
+def result_of(metric: Any, original: Callable) -> Any:
+    """Replaces `Metric.result` while steps run."""
+    del metric
+    step = tracing.current()
+    if step is None:
+        return original()
+    result = original() if step.world is None else step.world.result_of(original)
+    step.results |= {r.ref() for r in tf.nest.flatten(result) if tf.is_tensor(r)}
+    return result
+
+
+def numbers_of(step: tracing.Step, logs: Any) -> list[tuple[str, tf.Tensor]]:
+    """The numbers in what a step returned that are not the results of metrics, by path; means."""
+    flat = keras.tree.flatten_with_path(logs) if isinstance(logs, dict) else []
+    return [
+        (_name_of(path), step.terms.made_mean(f"log {_name_of(path)!r}", value))
+        for path, value in flat
+        if tf.is_tensor(value)
+        and value.dtype.is_floating
+        and value.shape.rank == 0
+        and value.ref() not in step.results
+    ]
+
+
+def _name_of(path: tuple) -> str:
+    return "/".join(map(str, path))
+
+
+def _sum_numbers(step: tracing.Step, logs: Any) -> Any:
+    """What a step logs besides the results of metrics, of all replicas."""
+    numbers = numbers_of(step, logs)
+    if not numbers:
         return logs
-    # They are ready before the gradients are.
-    with replica.strategy.beside("state"):
-        reduced = replica.all_reduce(tf.distribute.ReduceOp.SUM, values)
-    totals, means = reduced[: len(summed)], reduced[len(summed) : len(summed) + len(averaged)]
-    for variable, mean in zip(averaged, means, strict=True):
-        variable.assign(mean)
-    if not isinstance(logs, dict):
-        return logs
-    with keras.StatelessScope(state_mapping=list(zip(summed, totals, strict=True))):
-        counted = _counted(model, set(step.assigned))
-    logs = {name: counted.get(name, value) for name, value in logs.items()}
-    others = reduced[len(summed) + len(averaged) :]
-    return {**logs, **dict(zip(numbers, others, strict=True))}
+    replica = tf.distribute.get_replica_context()
+    with extended.counted_if(None), replica.strategy.beside("state"):
+        sums = replica.all_reduce(
+            tf.distribute.ReduceOp.SUM, [step.weighed(value) for _, value in numbers]
+        )
+    found = dict(zip((name for name, _ in numbers), sums, strict=True))
+    return _replaced(logs, found)
 
 
-def other_logs(step: tracing.Step, logs: Any) -> dict:
-    """What adds up to the numbers a custom step returned that are no metric it has updated."""
-    if not isinstance(logs, dict):
-        return {}
-    counted = _counted(step.model, set(step.assigned))
-    return {
-        name: value
-        if value in step.parts
-        else tf.math.multiply_no_nan(value, tf.cast(step.share, value.dtype))
-        for name, value in logs.items()
-        if name not in counted and tf.is_tensor(value) and value.dtype.is_floating
-    }
+def _replaced(logs: Any, found: Mapping[str, tf.Tensor]) -> Any:
+    paths = [_name_of(path) for path, _ in keras.tree.flatten_with_path(logs)]
+    values = [found.get(p, v) for p, v in zip(paths, keras.tree.flatten(logs), strict=True)]
+    return keras.tree.pack_sequence_as(logs, values)
 
 
-def _counted(model: Any, assigned: set[int]) -> dict:
-    """Results of the metrics a step has updated."""
-    names: set[str] = set()
-    for metric in model.metrics:
-        if any(id(v) in assigned for v in metric.variables):
-            result = metric.result()
-            names |= set(result) if isinstance(result, dict) else {metric.name}
-    return {name: value for name, value in model.get_metrics_result().items() if name in names}
-
-
-def _moving_statistics(step: tracing.Step) -> list:
+def moving_statistics(step: tracing.Step) -> list:
     """Non-trainable floats the step assigned, but for those synchronized layers keep equal."""
     model = step.model
     exact = {

@@ -1,11 +1,16 @@
-"""The step being traced, and what Keras's losses count in it.
+"""The step being traced, and what losses and metrics count in it.
 
 Keras traces one replica's step without knowing of the others. While it does, this thread has a
-`Step`, and Keras's losses go through the functions here: each replica's loss counts with its share
-of the rows, so uneven slices sum to the single process's loss. For n_w of N rows the share is
-n_w / N: Keras divides its mean losses by the number of replicas, and that division is replaced by
-the share. Losses that are sums need no factor, and masked or sample-weight-normalised means get the
-world's denominator.
+`Step`, and Keras's losses and metrics go through the functions here. One rule holds for every
+scalar of a step, a loss or a number that is logged:
+
+    the sum over the replicas, weighed by their shares of the rows, is the global batch's
+
+A mean over the replica's rows keeps it by itself, with n_w of N rows and the share n_w / N. So
+Keras's division of mean losses by the number of replicas is left out; losses that are sums are
+divided by the share; masked or sample-weight-normalised means get the world's denominator. Scalars
+that are not Keras's are `terms`. Gradients are weighed by the share: in Keras's own step where its
+loss is scaled, which costs nothing, and in any other where they are handed to an optimizer.
 """
 
 from __future__ import annotations
@@ -13,12 +18,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from dtk.strategies import adopt
+from dtk.strategies.terms import Terms, depends_on_data
 
 # What a step needs to know while Keras traces it; one per thread, because a mirrored strategy
 # traces its replicas in threads.
@@ -26,86 +32,84 @@ _running = threading.local()
 
 
 class Applied(NamedTuple):
-    """Gradients that a step handed to an optimizer."""
+    """Gradients that a step handed to an optimizer, weighed by the replica's share."""
 
     optimizer: Any
     gradients: list
     variables: list
 
 
-class Parts:
-    """The losses of a step, each one replica's part: over the replicas they add up to the world's.
-
-    Whatever else a step computes, such as a mean over its rows, must be weighed by share to add up.
-    `in` tells them apart: a loss, and in a graph what was computed from one, is a part. Eagerly,
-    only what `compute_loss` or a loss object returned is.
-    """
-
-    def __init__(self) -> None:
-        self._parts: set = set()
-        self._others: set = set()
-
-    def add(self, loss: Any) -> Any:
-        """Note a loss, and return it."""
-        self._parts.add(loss.ref())
-        return loss
-
-    def made_whole(self, loss: Any) -> Any:
-        """Note what Keras records of a loss, and return it: no part any more."""
-        self._others.add(loss.ref())
-        return loss
-
-    def __contains__(self, value: Any) -> bool:
-        seen: set = set()
-        left = [value] if isinstance(value, tf.Tensor) else []
-        while left:
-            tensor = left.pop()
-            if tensor.ref() in self._parts:
-                return True
-            if tensor.ref() not in seen and tensor.ref() not in self._others:
-                seen.add(tensor.ref())
-                left.extend([] if tf.executing_eagerly() else tensor.op.inputs)
-        self._others |= seen
-        return False
-
-
 class Step:
     """One replica's step being traced.
 
-    Attributes:
+    Args:
         share: n_w / N, this replica's part of the global batch's rows (float32 scalar).
         size: Number of replicas.
         model: Whose step it is.
         world_sum: Sums a tensor over the replicas.
         rows: N (int64 scalar); None where only shares are known.
-        applied: What was to be applied, where steps only note it (see `apart`); else None.
+        kinds: Kinds of the step's terms, see `terms`.
+        own: Whether Keras's own train step computes the gradients, so that its loss is weighed.
+
+    Attributes:
+        applied: What was handed to optimizers, where they only note it; else None.
         rows_read: Bytes of table rows looked up so far, int64 scalars.
         reductions: How many times gradients were reduced.
         assigned: Keras variables assigned so far, by id.
-        per_output: True while Keras computes the losses of single outputs.
-        parts: The losses computed so far.
+        assignments: How many times one was.
+        assigned_at: The last of these of each, by id.
+        world: What sums metrics over the replicas where a step asks for their results; None where
+            they are summed elsewhere.
+        results: References of the scalars that metrics returned as results.
+        terms: The scalars of which nothing is known by themselves.
     """
 
     def __init__(
-        self, share: tf.Tensor, size: Any, model: Any, world_sum: Callable, rows: Any = None
+        self,
+        share: tf.Tensor,
+        size: Any,
+        model: Any,
+        world_sum: Callable,
+        rows: Any = None,
+        kinds: Mapping[str, str] | None = None,
+        own: bool = False,
     ):
         self.share = share
         self.size = size
         self.model = model
         self.world_sum = world_sum
         self.rows = rows
+        self.own = own
         self.applied: list[Applied] | None = None
         self.rows_read: list[tf.Tensor] = [tf.constant(0, tf.int64)]
         self._graph = tf.compat.v1.get_default_graph()
         self.reductions = 0
         self.assigned: dict[int, Any] = {}
-        self.per_output = False
-        self.parts = Parts()
+        self.assignments = 0
+        self.assigned_at: dict[int, int] = {}
+        self.world: Any = None
+        self.results: set = set()
+        self.terms = Terms(share, world_sum, kinds or {})
+        self.inside_loss = False
 
     def note_read(self, rows: tf.Tensor) -> None:
         """Count bytes read; not inside a loop or branch, whose tensors cannot leave it."""
         if tf.compat.v1.get_default_graph() is self._graph:
             self.rows_read.append(tf.size(rows, tf.int64) * rows.dtype.size)
+
+    def weighed(self, value: Any) -> Any:
+        """A tensor, `tf.IndexedSlices` or None, times the share; 0 where the share is 0."""
+        if value is None:
+            return None
+        if isinstance(value, tf.IndexedSlices):
+            return tf.IndexedSlices(self.weighed(value.values), value.indices, value.dense_shape)
+        value = tf.convert_to_tensor(value)
+        # multiply_no_nan: a mean over no rows may be 0/0, and must count as nothing.
+        return tf.math.multiply_no_nan(value, tf.cast(self.share, value.dtype))
+
+    def handed_over(self, gradients: list) -> list:
+        """Gradients that an optimizer is given, weighed if its loss was not."""
+        return gradients if self.own else [self.weighed(g) for g in gradients]
 
 
 def current() -> Step | None:
@@ -125,33 +129,29 @@ def tracing(step: Step) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_shares() -> Iterator[None]:
-    """While inside, Keras scales losses by row share; outside nothing is patched."""
+    """While inside, what steps compute keeps the rule above; outside nothing is patched."""
     with (
         adopt.losses_through(_scale, _unscale, _weigh),
         adopt.assigns_through(_note_assign),
         adopt.means_through(_update_mean),
+        adopt.tapes_through(_differentiate),
     ):
         yield
+
+
+# Losses.
 
 
 def _scale(value: Any, original: Callable) -> Any:
     step = current()
     if step is None:
         return original(value)
-    # multiply_no_nan: a mean over no rows may be 0/0, and must count as nothing.
-    return step.parts.add(tf.math.multiply_no_nan(value, tf.cast(step.share, value.dtype)))
+    # Keras scales the mean of a loss object, and what `add_loss` was given.
+    return value if step.inside_loss else step.terms.made_mean("additional loss", value)
 
 
 def _unscale(value: Any, original: Callable) -> Any:
-    step = current()
-    if step is None:
-        return original(value)
-    if step.per_output and not tf.executing_eagerly():
-        # In a graph, trackers of single outputs count one per batch on every replica: the mean
-        # over replicas of size * (share * mean) is the batch's mean. Eagerly they count rows, as
-        # the loss tracker does.
-        return step.parts.made_whole(value * tf.cast(step.size, value.dtype))
-    return step.parts.made_whole(tf.math.divide_no_nan(value, tf.cast(step.share, value.dtype)))
+    return original(value) if current() is None else value
 
 
 def _weigh(
@@ -163,70 +163,108 @@ def _weigh(
     *,
     original: Callable,
 ) -> Any:
-    result = original(values, sample_weight, mask, reduction, dtype)
     step = current()
-    if step is None or reduction in (None, "none"):
+    if step is None:
+        return original(values, sample_weight, mask, reduction, dtype)
+    step.inside_loss = True
+    try:
+        result = original(values, sample_weight, mask, reduction, dtype)
+    finally:
+        step.inside_loss = False
+    if reduction in (None, "none"):
         return result
+    if tf.convert_to_tensor(values).shape.rank == 0:
+        # A function that has reduced its rows itself, nobody knows how.
+        return step.terms.made_mean("loss", result)
+    if reduction == "sum":
+        share = tf.cast(step.share, result.dtype)
+        return step.terms.known(tf.math.divide_no_nan(result, share))
     if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
         weight = adopt.masked_weight(sample_weight, mask, dtype, reduction)
         counted = tf.reduce_sum(tf.cast(weight, result.dtype))
     elif reduction in ("sum_over_batch_size", "mean") and mask is not None:
         counted = tf.reduce_sum(tf.cast(mask, result.dtype))
     else:
-        return step.parts.add(result)
-    # `result` is share * (local sum / local count); wanted is local sum / global count.
+        return step.terms.known(result)
+    # `result` is local sum / local count; wanted is local sum / global count / share.
     counted = tf.stop_gradient(counted)
-    total = step.world_sum(counted)
-    part = tf.math.divide_no_nan(counted, total * tf.cast(step.share, result.dtype))
-    return step.parts.add(result * part)
+    total = step.world_sum(counted) * tf.cast(step.share, result.dtype)
+    return step.terms.known(result * tf.math.divide_no_nan(counted, total))
 
 
-def noting_loss(compute_loss: Callable) -> Callable:
-    """A model's `compute_loss`, whose result is a part; eagerly nothing else would tell."""
+def checking_loss(model: Any) -> Callable:
+    """A model's `compute_loss`, whose result keeps the rule also where the model overrides it."""
+    compute_loss, overridden = model.compute_loss, not adopt.computes_own_loss(model)
 
     @functools.wraps(compute_loss)
-    def noting(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args: Any, **kwargs: Any) -> Any:
         loss, step = compute_loss(*args, **kwargs), current()
-        return loss if step is None else step.parts.add(tf.convert_to_tensor(loss))
+        if step is None or loss is None:
+            return loss
+        loss = tf.convert_to_tensor(loss)
+        return step.terms.made_mean("compute_loss", loss) if overridden else step.terms.known(loss)
 
-    return noting
+    return checked
+
+
+def _differentiate(
+    tape: Any, target: Any, sources: Any, output_gradients: Any, original: Callable, **more: Any
+) -> Any:
+    """`tf.GradientTape.gradient`; terms that are no means count with what makes them ones."""
+    step = current()
+    if step is None or step.own or output_gradients is not None or not _are_weights(sources, step):
+        return original(tape, target, sources, output_gradients=output_gradients, **more)
+    targets, seeds, changed = [], [], False
+    for value in map(tf.convert_to_tensor, tf.nest.flatten(target)):
+        total = value if value.shape.rank == 0 else tf.reduce_sum(value)
+        seed = tf.ones_like(value)
+        for coefficient, term, factor in step.terms.corrections("gradient", total):
+            changed = True
+            if term is total:
+                seed *= tf.cast(factor, seed.dtype)
+            else:
+                targets.append(term)
+                seeds.append(tf.cast(coefficient, term.dtype) * (factor - 1))
+        targets.append(value)
+        seeds.append(seed)
+    if changed:
+        target, output_gradients = targets, seeds
+    return original(tape, target, sources, output_gradients=output_gradients, **more)
+
+
+def _are_weights(sources: Any, step: Step) -> bool:
+    trained = {id(v) for v in step.model.trainable_variables}
+    trained |= {id(adopt.stored(v)) for v in step.model.trainable_variables}
+    return any(id(source) in trained for source in tf.nest.flatten(sources))
+
+
+# Metrics.
 
 
 def _update_mean(self: Any, values: Any, sample_weight: Any = None, *, original: Callable) -> Any:
-    """A custom step that records a loss means the world's, as one batch or as the rows it tells."""
+    """A mean or sum of a scalar counts it once for the batch, and not once for every replica."""
     step = current()
-    if step is not None and values in step.parts:
-        share = tf.cast(step.share, values.dtype)
-        values = tf.math.divide_no_nan(values, share)
-        sample_weight = share if sample_weight is None else sample_weight
-    return original(self, values, sample_weight)
+    if step is None:
+        return original(self, values, sample_weight)
+    values = tf.convert_to_tensor(values)
+    if values.shape.rank == 0:
+        if not values.dtype.is_floating:
+            values = tf.cast(values, self.dtype)
+        values = step.terms.made_mean(f"metric {self.name!r}", values)
+    elif tf.executing_eagerly() or values.shape.rank is None or values.shape[0] is None:
+        return original(self, values, sample_weight)  # a number for each row
+    if sample_weight is None:
+        return original(self, values, step.share)
+    weight = tf.convert_to_tensor(sample_weight)
+    # A weight that is computed from the data, such as its number of rows, adds up by itself.
+    if tf.executing_eagerly() or depends_on_data(weight):
+        return original(self, values, sample_weight)
+    return original(self, values, tf.cast(weight, step.share.dtype) * step.share)
 
 
 def _note_assign(variable: Any) -> None:
     step = current()
     if step is not None:
         step.assigned[id(variable)] = variable
-
-
-def flag_outputs(compile_loss: Any) -> None:
-    """Make a step know when its model's loss computes the losses of single outputs.
-
-    Args:
-        compile_loss: What computes them; None in a model without a loss.
-    """
-    if compile_loss is None or "call" in vars(compile_loss):
-        return
-    call = compile_loss.call
-
-    @functools.wraps(call)
-    def flagged(*args: Any, **kwargs: Any) -> Any:
-        step = current()
-        if step is None:
-            return call(*args, **kwargs)
-        step.per_output = True
-        try:
-            return call(*args, **kwargs)
-        finally:
-            step.per_output = False
-
-    compile_loss.call = flagged
+        step.assignments += 1
+        step.assigned_at[id(variable)] = step.assignments

@@ -105,6 +105,7 @@ class Training(Counting):
                 world_sum=strategy.sum_over_slices,
                 state=state,
                 tables=self._tables,
+                kinds=self.adoption.kinds_of("train"),
             )
             sent = layout.put(layout.contents(self._plan_for(apart.applied)), handles)
             return self._report_of(

@@ -73,46 +73,51 @@ def leaves_validation(asked: dict, strategy: Any) -> bool:
     return strategy.has_evaluator and source_of(callbacks) is not None and not waits
 
 
-def wrapped_fit(fit: Callable, model: Any, adoption: Any) -> Callable:
-    """What `fit` does in the evaluator's process."""
-    signature = inspect.signature(fit)
+def fit(method: Callable, adoption: Any, args: tuple, kwargs: dict) -> None:
+    """What `fit` does in the evaluator's process: evaluate until the chief is gone, then exit.
 
-    @functools.wraps(fit)
-    def watch(*args: Any, **kwargs: Any) -> None:
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        asked = given.arguments
-        source = source_of(asked["callbacks"])
-        if source is None:
-            raise ClusterError(
-                "evaluator 0: fit has no dtk.callbacks.Checkpoint among its callbacks, so there is "
-                "nothing to evaluate; add one, in a directory that all hosts share, or start "
-                "without --evaluator"
-            )
-        if asked["validation_data"] is None:
-            raise ClusterError(
-                "evaluator 0: fit has no validation_data, so there is nothing to evaluate on; "
-                "give some (validation_split is not seen here), or start without --evaluator"
-            )
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(asked["validation_data"])
-        evaluate = functools.partial(
-            model.evaluate,
-            x,
-            y,
-            sample_weight=sample_weight,
-            batch_size=asked["validation_batch_size"] or asked["batch_size"],
-            steps=asked["validation_steps"],
-            verbose=0,
-            return_dict=True,
+    Args:
+        method: Keras's own `fit`, bound to the model.
+        adoption: The model's.
+        args: What `fit` was called with.
+        kwargs: The same.
+
+    Raises:
+        ClusterError: There is nothing to evaluate, or nothing to evaluate on.
+    """
+    model = adoption.model
+    given = inspect.signature(method).bind(*args, **kwargs)
+    given.apply_defaults()
+    asked = given.arguments
+    source = source_of(asked["callbacks"])
+    if source is None:
+        raise ClusterError(
+            "evaluator 0: fit has no dtk.callbacks.Checkpoint among its callbacks, so there is "
+            "nothing to evaluate; add one, in a directory that all hosts share, or start "
+            "without --evaluator"
         )
-        logs = [c.log_dir for c in keras.tree.flatten(asked["callbacks"]) if _is_tensorboard(c)]
-        book = Book(source.directory / _FILE, Path(logs[0]) / "evaluation" if logs else None)
-        if not model.built:
-            model.evaluate(x, y, batch_size=1, steps=1, verbose=0)
-        watch_until_end(model, source, evaluate, book, adoption.strategy.chief)
-        raise SystemExit(0)
-
-    return watch
+    if asked["validation_data"] is None:
+        raise ClusterError(
+            "evaluator 0: fit has no validation_data, so there is nothing to evaluate on; "
+            "give some (validation_split is not seen here), or start without --evaluator"
+        )
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(asked["validation_data"])
+    evaluate = functools.partial(
+        model.evaluate,
+        x,
+        y,
+        sample_weight=sample_weight,
+        batch_size=asked["validation_batch_size"] or asked["batch_size"],
+        steps=asked["validation_steps"],
+        verbose=0,
+        return_dict=True,
+    )
+    logs = [c.log_dir for c in keras.tree.flatten(asked["callbacks"]) if _is_tensorboard(c)]
+    book = Book(source.directory / _FILE, Path(logs[0]) / "evaluation" if logs else None)
+    if not model.built:
+        model.evaluate(x, y, batch_size=1, steps=1, verbose=0)
+    watch_until_end(model, source, evaluate, book, adoption.strategy.chief)
+    raise SystemExit(0)
 
 
 def watch_until_end(

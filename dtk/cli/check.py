@@ -1,0 +1,56 @@
+"""`dtk check`: whether a script's training step adds up over several processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+
+import click
+
+from dtk.cli import job
+from dtk.cli.run import command_of
+from dtk.cluster.variables import SELF_TEST
+from dtk.errors import ClusterError
+from dtk.launch import Job, plan, ssh
+
+
+@click.command(
+    cls=job.JobCommand,
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    epilog="""
+    \b
+    dtk check train.py --epochs 3
+    dtk check -n 4 -m package.train
+    """,
+)
+@click.option(
+    "-n", "--workers", type=int, default=2, show_default=True, help="Processes to start."
+)
+@job.communicator
+@click.option("-m", "module", is_flag=True, help="SCRIPT is a module, as in `python -m`.")
+@click.argument("script", required=False)
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def check(
+    workers: int, communicator: str, module: bool, script: str | None, args: tuple[str, ...]
+) -> None:
+    """Try the training step of SCRIPT on a few rows, and end.
+
+    SCRIPT runs on several processes up to the first step of its first fit. A few rows of its first
+    batch go through the step as a whole, and in parts on all processes: gradients, losses, metrics
+    and whatever else the step changes must agree. Nothing is trained or saved by the step.
+
+    The exit code is 0 if they do. A script that trains no model ends with 1.
+    """
+    command = command_of(script, module, args)
+    job.check_communicator(communicator)
+    if workers < 2:
+        raise ClusterError(f"-n {workers}: there is something to compare from 2 on")
+    planned = plan(
+        command,
+        workers,
+        communicator=communicator,
+        survey=functools.partial(ssh.survey, remote_shell=ssh.DEFAULT_REMOTE_SHELL),
+    )
+    processes = [dataclasses.replace(p, env={**p.env, SELF_TEST: "only"}) for p in planned]
+    sys.exit(job.see_through(Job(processes), "check"))

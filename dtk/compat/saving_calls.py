@@ -1,0 +1,51 @@
+"""Calls that write a Keras model, or its weights, to a path.
+
+Private names used, each replaced for good by the first call of `through`, and with a test in
+tests/strategies/test_private_names.py:
+
+    keras.src.saving.saving_lib                  save_model, save_weights_only
+    keras.src.legacy.saving.legacy_h5_format     save_model_to_hdf5
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from keras.src.legacy.saving import legacy_h5_format
+from keras.src.saving import saving_lib
+
+_ADDRESS = re.compile(" at 0x[0-9a-f]+")
+PLACES = (
+    (saving_lib, "save_model"),
+    (saving_lib, "save_weights_only"),
+    (legacy_h5_format, "save_model_to_hdf5"),
+    (keras.Model, "export"),
+)
+
+
+def through(write: Callable[[Any, Any, Callable[[Any], Any], str], Any]) -> None:
+    """Have every such call made as `write(model, path, save, how)` from now on.
+
+    Args:
+        write: Gets the model, what it is to be written to (a path, or an open file), Keras's own
+            function, which writes to the path that it is called with, and what the call says
+            besides.
+    """
+    for owner, name in PLACES:
+        current = getattr(owner, name)
+        original = getattr(current, "_dtk_original", current)
+        setattr(owner, name, _written(original, write))
+
+
+def _written(original: Callable, write: Callable) -> Callable:
+    @functools.wraps(original)
+    def save(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        how = _ADDRESS.sub("", f"{original.__name__} {args} {kwargs}")
+        return write(model, filepath, lambda path: original(model, path, *args, **kwargs), how)
+
+    save._dtk_original = original  # type: ignore[attr-defined]
+    return save

@@ -1,0 +1,195 @@
+"""What each scalar of a step is over the rows of a batch: a mean, a sum, or a ratio of two sums.
+
+dtk takes every scalar that a step computes (a loss, a number that it logs) for a mean over the rows
+that the replica has, and weighs it with the replica's share of the rows: the weighted sum over the
+replicas is the global batch's mean. Keras's own losses are known to fit. Of others nothing is known
+until `self_test` has computed a few rows both ways; it records them here as *terms*, by name, and
+finds the kind of each:
+
+    mean     sum_w share_w v_w  =  v        kept as it is
+    sum      sum_w v_w          =  v        divided by the share
+    ratio    v_w = a_w / b_w,  sum_w a_w / sum_w b_w = v, such as a mean over what a mask leaves:
+             multiplied by b_w / (share_w sum_w b_w)
+
+A loss that is a sum of terms of different kinds is told apart by its graph, down to the scalars
+that enter it linearly; without a graph (`run_eagerly`) it is one term.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+MEAN, SUM, RATIO = "mean", "sum", "ratio"
+
+# How far a loss is followed back through its graph; longer sums end in one term.
+_MOST_OPS = 2000
+
+
+class Term(NamedTuple):
+    """One scalar, as this replica computed it.
+
+    Attributes:
+        value: The scalar.
+        numerator: What it is a quotient of; None where it is none.
+        denominator: The same.
+    """
+
+    value: tf.Tensor
+    numerator: tf.Tensor | None = None
+    denominator: tf.Tensor | None = None
+
+
+class Terms:
+    """The terms of one replica's step, in the order in which it computes them.
+
+    Args:
+        share: This replica's part of the rows, float32 scalar.
+        world_sum: Sums a tensor over the replicas.
+        kinds: What is known of terms, by name; those that are missing are means.
+
+    Attributes:
+        found: Terms by name, such as "loss 0" or "metric 'kl' 0".
+    """
+
+    def __init__(self, share: Any, world_sum: Callable, kinds: Mapping[str, str]):
+        self.found: dict[str, Term] = {}
+        self._share = share
+        self._world_sum = world_sum
+        self._kinds = kinds
+        self._known: set = set()
+        self._calls: dict[str, int] = {}
+
+    def known(self, value: Any) -> Any:
+        """Note a scalar that is a mean in dtk's sense, and return it."""
+        self._known.add(value.ref())
+        return value
+
+    def made_mean(self, where: str, value: tf.Tensor) -> tf.Tensor:
+        """A scalar as one that is a mean in dtk's sense.
+
+        Args:
+            where: What it is, for names and messages.
+            value: A scalar that the script computed.
+        """
+        corrections = self.corrections(where, value)
+        for coefficient, term, factor in corrections:
+            value = value + coefficient * (_times(term, factor) - term)
+        # One that was left as it is may be looked at again, where it is part of another.
+        return self.known(value) if corrections else value
+
+    def corrections(self, where: str, value: tf.Tensor) -> list[tuple[Any, tf.Tensor, tf.Tensor]]:
+        """The terms of a scalar that are no means: coefficient, value, and what makes it one."""
+        call = self._calls[where] = self._calls.get(where, -1) + 1
+        found = []
+        for i, (coefficient, scalar) in enumerate(linear_terms(value, self._known)):
+            if scalar.ref() in self._known:
+                continue
+            name = f"{where} {call}" + (f" term {i}" if i else "")
+            self.found[name] = term = Term(scalar, *_quotient(scalar))
+            kind = self._kinds.get(name, MEAN)
+            if kind != MEAN:
+                found.append((coefficient, scalar, self._factor(kind, term)))
+        return found
+
+    def _factor(self, kind: str, term: Term) -> tf.Tensor:
+        one = tf.ones([], term.value.dtype)
+        share = tf.cast(self._share, term.value.dtype)
+        if kind == SUM:
+            return tf.math.divide_no_nan(one, share)
+        assert term.denominator is not None
+        mine = tf.stop_gradient(term.denominator)
+        return tf.math.divide_no_nan(mine, share * self._world_sum(mine))
+
+
+def _times(value: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
+    return tf.math.multiply_no_nan(value, factor)
+
+
+def linear_terms(value: tf.Tensor, known: set) -> list[tuple[Any, tf.Tensor]]:
+    """The scalars that a scalar is a linear combination of, each with its coefficient.
+
+    Args:
+        value: A scalar.
+        known: References of scalars not to look into.
+    """
+    if tf.executing_eagerly() or not isinstance(value, tf.Tensor):
+        return [(1.0, value)]
+    found: list[tuple[Any, tf.Tensor]] = []
+    left: list[tuple[Any, tf.Tensor]] = [(1.0, value)]
+    for _ in range(_MOST_OPS):
+        if not left:
+            return found
+        coefficient, tensor = left.pop()
+        parts = None if tensor.ref() in known else _parts_of(tensor)
+        if parts is None:
+            found.append((coefficient, tensor))
+        else:
+            left.extend((_product(coefficient, c), part) for c, part in reversed(parts))
+    return [(1.0, value)]
+
+
+def _product(one: Any, other: Any) -> Any:
+    if isinstance(one, float) and isinstance(other, float):
+        return one * other
+    return tf.cast(one, other.dtype) * other if tf.is_tensor(other) else one * other
+
+
+def _parts_of(tensor: tf.Tensor) -> list[tuple[Any, tf.Tensor]] | None:
+    """The scalars one op adds up, with their coefficients; None for an op that does not."""
+    op = tensor.op
+    inputs = list(op.inputs)
+    if op.type in ("Identity", "Cast", "Reshape", "Squeeze", "EnsureShape", "Snapshot"):
+        if _is_scalar(inputs[0]) and inputs[0].dtype == tensor.dtype:
+            return [(1.0, inputs[0])]
+    elif op.type in ("AddV2", "Add", "AddN"):
+        if all(map(_is_scalar, inputs)):
+            return [(1.0, i) for i in inputs]
+    elif op.type == "Sub":
+        if all(map(_is_scalar, inputs)):
+            return [(1.0, inputs[0]), (-1.0, inputs[1])]
+    elif op.type == "Neg":
+        return [(-1.0, inputs[0])]
+    elif op.type in ("Sum", "Mean"):
+        packed = inputs[0].op
+        if packed.type == "Pack" and all(map(_is_scalar, packed.inputs)):
+            each = 1.0 if op.type == "Sum" else 1.0 / len(packed.inputs)
+            return [(each, i) for i in packed.inputs]
+    elif op.type == "Mul":
+        for factor, scalar in (inputs, inputs[::-1]):
+            if _is_scalar(factor) and _is_scalar(scalar) and not depends_on_data(factor):
+                return [(factor, scalar)]
+    elif op.type == "RealDiv" and all(map(_is_scalar, inputs)) and not depends_on_data(inputs[1]):
+        return [(1.0 / inputs[1], inputs[0])]
+    return None
+
+
+def _is_scalar(tensor: tf.Tensor) -> bool:
+    return tensor.shape.rank == 0
+
+
+def _quotient(scalar: Any) -> tuple[tf.Tensor, tf.Tensor] | tuple[()]:
+    """Numerator and denominator of a scalar that is a quotient of two."""
+    if tf.executing_eagerly() or scalar.op.type not in ("RealDiv", "DivNoNan"):
+        return ()
+    numerator, denominator = scalar.op.inputs
+    return (numerator, denominator) if _is_scalar(numerator) and _is_scalar(denominator) else ()
+
+
+def depends_on_data(tensor: tf.Tensor) -> bool:
+    """Whether a tensor of a graph is computed from what the graph is given, and not from variables
+    and constants alone.
+    """
+    seen: set = set()
+    left = [tensor]
+    while left:
+        one = left.pop()
+        if one.ref() in seen:
+            continue
+        seen.add(one.ref())
+        if one.op.type in ("Placeholder", "PlaceholderWithDefault") and one.dtype != tf.resource:
+            return True
+        left.extend(one.op.inputs)
+    return False
