@@ -13,6 +13,7 @@ from dtk.cluster import alone
 from dtk.communicators.base import Communicator
 from dtk.errors import at_rank
 from dtk.strategies import adopt, adoption
+from dtk.strategies.resolver import JobResolver, resolve
 
 
 class DtkStrategy(tf.distribute.Strategy):
@@ -32,8 +33,11 @@ class DtkStrategy(tf.distribute.Strategy):
     has_evaluator = False
     exchange: Any = None
 
-    def __init__(self, extended: Any, communicator: Communicator):
+    def __init__(
+        self, extended: Any, communicator: Communicator, resolver: JobResolver | None = None
+    ):
         self.communicator = communicator
+        self._resolver = resolver or resolve(communicator)
         self.shuffle_seed: int | None = None
         self.seed_in_force: int | None = None
         self._sequences = itertools.count()
@@ -59,6 +63,18 @@ class DtkStrategy(tf.distribute.Strategy):
     def is_chief(self) -> bool:
         """Whether this is rank 0, the one that writes files and prints."""
         return self.rank == 0
+
+    @property
+    def cluster_resolver(self) -> JobResolver:
+        """The job and this process's task in it, as TensorFlow names them; see `JobResolver`.
+
+        Example:
+            >>> import dtk
+            >>> strategy = dtk.strategies.AllReduceStrategy("local")
+            >>> strategy.cluster_resolver.task_type, strategy.cluster_resolver.cluster_spec()
+            (None, ClusterSpec({}))
+        """
+        return self._resolver
 
     def scope(self) -> Any:
         """Context in which models are built and compiled for this strategy.

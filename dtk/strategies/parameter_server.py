@@ -20,6 +20,7 @@ from dtk.strategies import adopt, crew, extended, serve, served, start, worker_d
 from dtk.strategies import consistency as rules
 from dtk.strategies.adoption import Adoption, adoption_of
 from dtk.strategies.base import DtkStrategy
+from dtk.strategies.resolver import JobResolver
 
 
 class ParameterServerStrategy(DtkStrategy, extended.ServerStrategy):
@@ -84,10 +85,14 @@ class ParameterServerStrategy(DtkStrategy, extended.ServerStrategy):
         with quiet.device_start():
             local = LocalCommunicator()
             device = start.pin_device(local)
-        super().__init__(extended.AllReduceExtended(self, device, local), local)
+        super().__init__(
+            extended.AllReduceExtended(self, device, local),
+            local,
+            JobResolver(serve.cluster_of(config), task_type="evaluator", task_id=0),
+        )
 
     def _become_chief(self, config: cluster.TFConfig, variable_partitioner: Any) -> None:
-        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        resolver = JobResolver(
             serve.cluster_of(config), task_type="chief", task_id=0, rpc_layer="grpc"
         )
         await_tasks(config)
@@ -97,6 +102,7 @@ class ParameterServerStrategy(DtkStrategy, extended.ServerStrategy):
         super().__init__(
             extended.ParameterServerExtended(self, resolver, variable_partitioner),
             LocalCommunicator(),
+            resolver,
         )
         self.crew = crew.Crew(
             self, config.cluster["worker"], config.cluster["ps"], patience=startup.limit()
