@@ -16,7 +16,7 @@ from dtk.communicators import startup
 from dtk.communicators.local import LocalCommunicator
 from dtk.errors import ClusterError
 from dtk.exchange import Downpour, Quantized, parse
-from dtk.strategies import adopt, crew, extended, serve, served, start, worker_data
+from dtk.strategies import adopt, crew, devices, extended, serve, served, start, worker_data
 from dtk.strategies import consistency as rules
 from dtk.strategies.adoption import Adoption, adoption_of
 from dtk.strategies.base import DtkStrategy
@@ -84,7 +84,7 @@ class ParameterServerStrategy(DtkStrategy, extended.ServerStrategy):
         self.chief.await_()
         with quiet.device_start():
             local = LocalCommunicator()
-            device = start.pin_device(local)
+            device = devices.pin(local)
         super().__init__(
             extended.AllReduceExtended(self, device, local),
             local,
