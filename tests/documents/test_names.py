@@ -150,10 +150,12 @@ def test_links_lead_somewhere(file):
             assert heading in slugs, target
 
 
-def test_every_example_is_in_the_readmes_table():
+def test_every_example_is_in_the_readmes_table_and_is_run():
     listed = set(links_in((ROOT / "README.md").read_text()))
     examples = {f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py")}
     assert examples <= listed
+    run = (ROOT / "tests" / "test_examples.py").read_text()
+    assert [example for example in examples if f'"{example}"' not in run] == []
 
 
 def test_tables_stand_by_themselves():
