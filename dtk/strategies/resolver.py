@@ -94,12 +94,12 @@ def resolve(communicator: Communicator) -> JobResolver:
 
 
 def _addresses(communicator: Communicator) -> tuple[str, ...]:
-    """One for each rank, or else its host's name."""
+    """One for each rank, or else its host's name; "" where not even that is known."""
     told = communicator.environment
     # Those under Slurm are where collectives listen; with another transport nobody does.
     if told is not None and (told.roles or communicator.name == "collective"):
         return told.addresses
-    return communicator.hosts
+    return communicator.hosts or ("",) * communicator.size
 
 
 def _has_port(address: str) -> bool:
