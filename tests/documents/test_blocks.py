@@ -177,3 +177,11 @@ def test_the_layers_are_those_that_are_tested():
 def test_an_output_that_is_no_longer_printed_is_told():
     shown = "[0] epoch 1/12: loss 2.18\n    ...\n[0] gone for good\n"
     assert missing_lines(shown, "[0] epoch 3/8:  loss 0.5\n") == ["[0] gone for good"]
+
+
+def test_two_columns_are_two_programs():
+    assert columns("a = 1     b = 1\n          b += a") == ("a = 1\n", "b = 1\nb += a")
+    with pytest.raises(ValueError, match="reaches into the second column"):
+        columns("a = 1     b = 1\na = 'too long'   b = 2")
+    with pytest.raises(ValueError, match="no second column"):
+        columns("a = 1")
