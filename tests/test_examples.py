@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from documents.blocks import all_blocks, missing_lines
 from world import missing
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -95,6 +96,9 @@ def test_the_demo(launcher, workers):
     assert number(r"test accuracy +\S+ +(\S+)", out) > 0.8
     assert f"{workers} worker" in out
     assert number(r"images per second +\S+ +(\S+)", out) > 0
+    if workers == 2:
+        (shown,) = (one.text for one in all_blocks() if one.text.startswith("[0] epoch 1/12"))
+        assert missing_lines(shown, out) == [], "README.md shows something else"
 
 
 def test_horovod_under_mpirun():

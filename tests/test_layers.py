@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 LAYERS = (
     {"cli"},
     {"tuning", "launch"},
-    {"callbacks", "layers", "data"},
+    {"callbacks", "data"},
     {"strategies"},
     {"exchange"},
     {"communicators"},

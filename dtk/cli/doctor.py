@@ -198,7 +198,7 @@ def reach_one(entry: str, port: int) -> Finding:
 def show(findings: list[Finding]) -> None:
     """Print a table on a terminal, aligned plain lines elsewhere."""
     console = rich.console.Console()
-    if not console.is_terminal:
+    if not console.is_terminal or _in_a_job():
         width = max(len(finding.what) for finding in findings)
         for finding in findings:
             click.echo(f"{finding.state:<6}  {finding.what:<{width}}  {finding.found}")
@@ -208,3 +208,11 @@ def show(findings: list[Finding]) -> None:
         state = f"[{_STYLES[finding.state]}]{finding.state}[/]"
         table.add_row(state, finding.what, rich.markup.escape(finding.found))
     console.print(table)
+
+
+def _in_a_job() -> bool:
+    """Whether a launcher has started this, such as an mpirun that gives every rank a terminal."""
+    try:
+        return cluster.detect().size > 1
+    except ClusterError:
+        return True

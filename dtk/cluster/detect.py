@@ -96,6 +96,7 @@ def _agree(launched: Environment, config: tf_config.TFConfig) -> Environment:
             hosts=by_config.hosts,
             addresses=by_config.addresses,
             role=by_config.role,
+            roles=by_config.roles,
             reason=f"{launched.reason}; TF_CONFIG agrees and adds the addresses",
         )
     raise ClusterError(

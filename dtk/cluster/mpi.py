@@ -61,10 +61,11 @@ def _read(launcher: _Launcher, environ: Mapping[str, str]) -> Environment | None
     if launcher.rank not in environ and launcher.size not in environ:
         return None
     rank, size = place(environ, launcher.rank, launcher.size)
-    local_rank, local_size = 0, 1
+    local_rank, local_size, told = 0, 1, size == 1
     for rank_name, size_name in launcher.local:
         if rank_name in environ or size_name in environ:
             local_rank, local_size = place(environ, rank_name, size_name)
+            told = True
             break
     return Environment(
         kind=launcher.kind,
@@ -73,6 +74,7 @@ def _read(launcher: _Launcher, environ: Mapping[str, str]) -> Environment | None
         local_rank=local_rank,
         local_size=local_size,
         reason=f"{launcher.rank}={rank} and {launcher.size}={size} were set by {launcher.name}",
+        tells_local_rank=told,
     )
 
 

@@ -61,7 +61,14 @@ def read(environ: Mapping[str, str]) -> Environment | None:
     nodes_text = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
     if not tasks_text or not nodes_text:
         local = (local_rank or 0, size if size == 1 else max(1, (local_rank or 0) + 1))
-        return Environment("slurm", rank, size, *local, reason=reason + "; it names no hosts")
+        return Environment(
+            "slurm",
+            rank,
+            size,
+            *local,
+            reason=reason + "; it names no hosts",
+            tells_local_rank=local_rank is not None or size == 1,
+        )
 
     tasks, nodes = expand_tasks_per_node(tasks_text), expand_nodelist(nodes_text)
     if len(tasks) != len(nodes) or sum(tasks) != size:
@@ -82,6 +89,7 @@ def read(environ: Mapping[str, str]) -> Environment | None:
             tasks[min(node, len(tasks) - 1)],
             reason=f"{reason}; which host has which rank is not known with "
             f"SLURM_DISTRIBUTION={environ['SLURM_DISTRIBUTION']}",
+            tells_local_rank=local_rank is not None,
         )
     node, derived_local_rank = layout[rank]
     for name, derived in (("SLURM_NODEID", node), ("SLURM_LOCALID", derived_local_rank)):

@@ -197,6 +197,7 @@ def to_environment(config: TFConfig) -> Environment:
         + ", ".join(
             f"{len(config.cluster[role])} {role}" for role in ROLES if config.cluster.get(role)
         ),
+        roles=tuple(role for role in TRAINING for _ in config.cluster.get(role, ())),
     )
 
 

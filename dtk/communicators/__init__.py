@@ -60,6 +60,12 @@ def create(name: str = "auto", environment: Environment | None = None) -> Commun
     if name == "auto":
         name = _choose(environment)
     threads.divide(environment)
+    world = _world(name, environment)
+    world.environment = environment
+    return world
+
+
+def _world(name: str, environment: Environment) -> Communicator:
     if name == "null":
         from dtk.communicators.null import NullCommunicator
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from dtk.cluster.environment import Environment
 from dtk.communicators.costs import Costs
 
 REDUCE_OPS = ("sum", "mean", "min", "max", "prod")
@@ -47,11 +48,14 @@ class Communicator(abc.ABC):
         alike: Whether all ranks compute with the same kind of processor and as many threads, so
             that equal operations give equal bits. A strategy finds out.
         costs: What a message and a byte take, if that was measured; `print` says what follows.
+        environment: What the launcher told, of a communicator over all ranks of a job; None of one
+            over a part of them, or over this process alone.
     """
 
     name: str = "abstract"
     alike: bool = False
     costs: Costs | None = None
+    environment: Environment | None = None
 
     rank: int
     size: int

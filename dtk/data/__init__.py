@@ -1,5 +1,6 @@
 """Data: which rows a rank reads, and in which order."""
 
+from dtk.data.describe import Description, describe
 from dtk.data.empty import empty_dataset
 from dtk.data.iterators import broadcast_iterator, synchronized_iterator
 from dtk.data.minibatches import Minibatch, PartitionedMinibatches
@@ -8,9 +9,11 @@ from dtk.data.seed import set_seed
 from dtk.data.shard import shard
 
 __all__ = [
+    "Description",
     "Minibatch",
     "PartitionedMinibatches",
     "broadcast_iterator",
+    "describe",
     "empty_dataset",
     "scatter_dataset",
     "scatter_index",

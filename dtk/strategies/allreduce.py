@@ -8,10 +8,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from dtk import communicators, quiet
+from dtk import cluster, communicators, quiet
 from dtk.communicators.base import Communicator
 from dtk.exchange import parse
-from dtk.strategies import start
+from dtk.strategies import devices, start
 from dtk.strategies.base import DtkStrategy
 from dtk.strategies.extended import AllReduceExtended
 
@@ -32,9 +32,13 @@ class AllReduceStrategy(DtkStrategy):
         exchange: What is sent of gradients, and when: a value of `dtk.exchange`, or its short name
             ("auto", "fp16", "bf16", "1bit", "2bit", "4bit", "8bit", "16bit"); None sends them as
             they are.
+        memory_growth: Whether TensorFlow takes the memory of this rank's GPU as it needs it; None
+            leaves TensorFlow's default, which is most of it at once. On a host with GPUs every rank
+            sees the one of its local rank alone; see `dtk.strategies.devices`.
 
     Raises:
-        ValueError: No such exchange, or it cannot work with this many workers.
+        ValueError: No such exchange, or it cannot work with this many workers; or this host has
+            GPUs, but fewer than ranks.
         CommunicatorError: The communicator cannot start; the message says what to do.
         DisagreementError: Ranks run different scripts or versions of dtk.
 
@@ -48,12 +52,16 @@ class AllReduceStrategy(DtkStrategy):
         1
     """
 
-    def __init__(self, communicator: str | Communicator = "auto", exchange: Any = None):
+    def __init__(
+        self,
+        communicator: str | Communicator = "auto",
+        exchange: Any = None,
+        *,
+        memory_growth: bool | None = None,
+    ):
         parsed = parse(exchange)
         with quiet.device_start():
-            if not isinstance(communicator, Communicator):
-                communicator = communicators.create(communicator)
-            device = start.pin_device(communicator)
+            communicator, device = _joined(communicator, memory_growth)
         super().__init__(AllReduceExtended(self, device, communicator), communicator)
         self.exchange = parsed
         if exchange is not None and communicator.size == 1:
@@ -94,6 +102,21 @@ class AllReduceStrategy(DtkStrategy):
     def join_outputs(self, outputs: Any) -> Any:
         """Already whole."""
         return outputs
+
+
+def _joined(
+    communicator: str | Communicator, memory_growth: bool | None
+) -> tuple[Communicator, str]:
+    """The communicator, and this rank's device, which is taken before TensorFlow starts."""
+    if isinstance(communicator, Communicator):
+        return communicator, devices.pin(communicator, memory_growth)
+    place = cluster.detect() if communicator != "local" else None
+    # Where the launcher does not tell which ranks share a host, the communicator finds out; but
+    # that starts TensorFlow.
+    ahead = place is not None and place.tells_local_rank
+    device = devices.pin(place, memory_growth) if place is not None and ahead else ""
+    world = communicators.create(communicator, place)
+    return world, device or devices.pin(world, memory_growth)
 
 
 def _gather_ragged(rows: tf.RaggedTensor, communicator: Communicator) -> tf.RaggedTensor:

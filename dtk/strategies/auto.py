@@ -12,12 +12,16 @@ from dtk.strategies.mirrored import MirroredStrategy
 from dtk.strategies.parameter_server import ParameterServerStrategy
 
 
-def auto_strategy() -> DtkStrategy:
+def auto_strategy(*, memory_growth: bool | None = None) -> DtkStrategy:
     """Pick a strategy from the environment.
 
     A TF_CONFIG with parameter servers gets an asynchronous `ParameterServerStrategy`; one process
     with several GPUs a `MirroredStrategy`; everything else an `AllReduceStrategy`, which is plain
     Keras when the world has one process.
+
+    Args:
+        memory_growth: As of `AllReduceStrategy` and `MirroredStrategy`; parameter servers leave
+            GPUs to TensorFlow.
 
     Raises:
         ClusterError: The environment contradicts itself.
@@ -35,7 +39,7 @@ def auto_strategy() -> DtkStrategy:
         return ParameterServerStrategy()
     if environment.size == 1:
         with quiet.device_start():
-            gpus = tf.config.list_physical_devices("GPU")
+            gpus = tf.config.get_visible_devices("GPU")
         if len(gpus) > 1:
-            return MirroredStrategy()
-    return AllReduceStrategy()
+            return MirroredStrategy(memory_growth=memory_growth)
+    return AllReduceStrategy(memory_growth=memory_growth)

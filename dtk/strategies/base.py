@@ -11,7 +11,8 @@ import tensorflow as tf
 from dtk.cluster import alone
 from dtk.communicators.base import Communicator
 from dtk.errors import at_rank
-from dtk.strategies import adopt, adoption, guard
+from dtk.strategies import adopt, adoption, checking, guard
+from dtk.strategies.resolver import JobResolver, resolve
 
 
 class DtkStrategy(tf.distribute.Strategy):
@@ -34,8 +35,11 @@ class DtkStrategy(tf.distribute.Strategy):
     exchange: Any = None
     self_test: bool | str = "auto"
 
-    def __init__(self, extended: Any, communicator: Communicator):
+    def __init__(
+        self, extended: Any, communicator: Communicator, resolver: JobResolver | None = None
+    ):
         self.communicator = communicator
+        self._resolver = resolver or resolve(communicator)
         self.shuffle_seed: int | None = None
         self.seed_in_force: int | None = None
         super().__init__(extended)
@@ -62,6 +66,18 @@ class DtkStrategy(tf.distribute.Strategy):
         """Whether this is rank 0, the one that writes files and prints."""
         return self.rank == 0
 
+    @property
+    def cluster_resolver(self) -> JobResolver:
+        """The job and this process's task in it, as TensorFlow names them; see `JobResolver`.
+
+        Example:
+            >>> import dtk
+            >>> strategy = dtk.strategies.AllReduceStrategy("local")
+            >>> strategy.cluster_resolver.task_type, strategy.cluster_resolver.cluster_spec()
+            (None, ClusterSpec({}))
+        """
+        return self._resolver
+
     def scope(self) -> Any:
         """Context in which models are built and compiled for this strategy.
 
@@ -83,6 +99,35 @@ class DtkStrategy(tf.distribute.Strategy):
         """As `tf.distribute.Strategy.run`; refuses steps of models compiled outside the scope."""
         adoption.check_adopted(fn, self)
         return super().run(fn, args=args, kwargs=kwargs, options=options)
+
+    def check_weights(self, model: Any) -> int:
+        """Compare a model's weights and optimizer state over all replicas, bit for bit.
+
+        `fit` does so after its first step and after every epoch; this is for scripts that want to
+        know at another time, such as after changing weights by themselves. Every rank calls it.
+        Under an exchange by which workers train apart (`BlockMomentum`, `ModelAveraging`) weights
+        are equal between calls of `fit`, and optimizer state, each worker's own, is left out.
+
+        Args:
+            model: Compiled in this strategy's scope.
+
+        Returns:
+            How many variables were compared, all of them equal.
+
+        Raises:
+            DisagreementError: On every rank, naming the first variable that differs.
+            ValueError: The model was not compiled in this strategy's scope.
+
+        Example:
+            >>> import dtk, keras
+            >>> strategy = dtk.strategies.AllReduceStrategy("local")
+            >>> with strategy.scope():
+            ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+            ...     model.compile("sgd", "mse")
+            >>> strategy.check_weights(model)
+            4
+        """
+        return checking.check_weights(model, self)
 
     # For adoption and fitting.
 

@@ -199,6 +199,18 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
         # gradient accumulation and steps_per_execution > 1 work.
         return False
 
+    # Who writes, for scripts that ask TensorFlow. The evaluator has no rank, and trains nothing.
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this is rank 0."""
+        return self._communicator.rank == 0 and not self._container_strategy().is_evaluator
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this is rank 0."""
+        return self.should_checkpoint
+
     # Variables: plain ones, equal on all ranks by induction. Only those that are summed when read
     # (Keras's metric state) need a class of their own.
 

@@ -15,6 +15,7 @@ from dtk.communicators.local import LocalCommunicator
 from dtk.errors import at_rank
 from dtk.strategies import adopt, adoption, extended
 from dtk.strategies.base import DtkStrategy
+from dtk.strategies.devices import set_memory_growth
 
 
 class MirroredStrategy(DtkStrategy):
@@ -23,6 +24,8 @@ class MirroredStrategy(DtkStrategy):
     Args:
         devices: A list of device names, or how many: GPUs where there are enough, else logical CPU
             devices. None takes every GPU, or the one CPU.
+        memory_growth: Whether TensorFlow takes the memory of GPUs as it needs it; None leaves
+            TensorFlow's default, which is most of it at once.
 
     Raises:
         ValueError: There are fewer devices than asked and TensorFlow has already started, so that
@@ -35,9 +38,16 @@ class MirroredStrategy(DtkStrategy):
         2
     """
 
-    def __init__(self, devices: int | Sequence[str] | None = None):
+    def __init__(
+        self,
+        devices: int | Sequence[str] | None = None,
+        *,
+        memory_growth: bool | None = None,
+    ):
         _warn_of_others()
         with quiet.device_start():
+            # It must be the same for all GPUs that are visible, also those that are not used.
+            set_memory_growth(tf.config.get_visible_devices("GPU"), memory_growth)
             names = find_devices(devices)
         super().__init__(extended.MirroredExtended(self, devices=names), LocalCommunicator())
 
@@ -132,13 +142,13 @@ def find_devices(devices: int | Sequence[str] | None) -> list[str]:
         ValueError: Fewer devices than asked, naming what there is.
     """
     if devices is None:
-        kind = "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
+        kind = "GPU" if tf.config.get_visible_devices("GPU") else "CPU"
         return [device.name for device in tf.config.list_logical_devices(kind)]
     if not isinstance(devices, int):
         return _named(list(devices))
     if devices < 1:
         raise ValueError(f"devices={devices} is not a number of devices; use 1 or more")
-    if len(tf.config.list_physical_devices("GPU")) >= devices:
+    if len(tf.config.get_visible_devices("GPU")) >= devices:
         return [device.name for device in tf.config.list_logical_devices("GPU")[:devices]]
     cpus = tf.config.list_physical_devices("CPU")
     # The script may have asked for more, and once TensorFlow has started it is too late to ask.

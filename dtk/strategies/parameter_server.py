@@ -16,10 +16,11 @@ from dtk.communicators import startup
 from dtk.communicators.local import LocalCommunicator
 from dtk.errors import ClusterError
 from dtk.exchange import Downpour, Quantized, parse
-from dtk.strategies import adopt, crew, extended, serve, served, start, worker_data
+from dtk.strategies import adopt, crew, devices, extended, serve, served, start, worker_data
 from dtk.strategies import consistency as rules
 from dtk.strategies.adoption import Adoption, adoption_of
 from dtk.strategies.base import DtkStrategy
+from dtk.strategies.resolver import JobResolver
 
 
 class ParameterServerStrategy(DtkStrategy, extended.ServerStrategy):
@@ -83,11 +84,15 @@ class ParameterServerStrategy(DtkStrategy, extended.ServerStrategy):
         self.chief.await_()
         with quiet.device_start():
             local = LocalCommunicator()
-            device = start.pin_device(local)
-        super().__init__(extended.AllReduceExtended(self, device, local), local)
+            device = devices.pin(local)
+        super().__init__(
+            extended.AllReduceExtended(self, device, local),
+            local,
+            JobResolver(serve.cluster_of(config), task_type="evaluator", task_id=0),
+        )
 
     def _become_chief(self, config: cluster.TFConfig, variable_partitioner: Any) -> None:
-        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        resolver = JobResolver(
             serve.cluster_of(config), task_type="chief", task_id=0, rpc_layer="grpc"
         )
         await_tasks(config)
@@ -97,6 +102,7 @@ class ParameterServerStrategy(DtkStrategy, extended.ServerStrategy):
         super().__init__(
             extended.ParameterServerExtended(self, resolver, variable_partitioner),
             LocalCommunicator(),
+            resolver,
         )
         self.crew = crew.Crew(
             self, config.cluster["worker"], config.cluster["ps"], patience=startup.limit()

@@ -1,4 +1,4 @@
-"""What a strategy does when it starts: one device per rank, one seed, one script, one fate."""
+"""What a strategy does when it starts: one seed, one script, one fate."""
 
 from __future__ import annotations
 
@@ -15,26 +15,8 @@ import tensorflow as tf
 
 from dtk.communicators.base import Communicator
 from dtk.communicators.calibration import calibrate
-from dtk.strategies import agreement, extended
+from dtk.strategies import agreement, devices, extended
 from dtk.version import __version__
-
-
-def pin_device(communicator: Communicator) -> str:
-    """The device this rank computes on: the GPU of its local rank, else the CPU.
-
-    Raises:
-        ValueError: There are GPUs, but fewer than ranks on this host.
-    """
-    gpus = tf.config.list_logical_devices("GPU")
-    if not gpus:
-        return "/cpu:0"
-    if communicator.local_rank >= len(gpus):
-        raise ValueError(
-            f"rank {communicator.rank}: local rank {communicator.local_rank} has no GPU of its "
-            f"own; this host has {len(gpus)} for {communicator.local_size} ranks. Start at most "
-            f"{len(gpus)} per host, or hide the GPUs with CUDA_VISIBLE_DEVICES=''"
-        )
-    return f"/gpu:{communicator.local_rank}"
 
 
 def agree(communicator: Communicator, device: str, **chosen: str) -> int | None:
@@ -54,7 +36,9 @@ def agree(communicator: Communicator, device: str, **chosen: str) -> int | None:
         return None
     end_together(communicator)
     check_same_program(communicator, **chosen)
-    processors = communicator.allgather_object(processor())
+    told = communicator.allgather_object((processor(), devices.given(device)))
+    processors = [kind for kind, _ in told]
+    devices.warn_of_shared([name for _, name in told], communicator)
     communicator.alike = len(set(processors)) == 1
     # What sends nothing has nothing to measure.
     if communicator.name != "null" and communicator.costs is None:
@@ -82,7 +66,7 @@ def check_same_program(communicator: Communicator, **chosen: str) -> None:
 def processor() -> str:
     """What this process computes with; where it is the same, equal operations give equal bits."""
     threads = os.environ.get("TF_NUM_INTRAOP_THREADS") or len(os.sched_getaffinity(0))
-    gpus = tf.config.list_physical_devices("GPU")
+    gpus = tf.config.get_visible_devices("GPU")
     names = [tf.config.experimental.get_device_details(gpu).get("device_name") for gpu in gpus[:1]]
     return f"{platform.machine()} {_instructions()} {threads} {names}"
 

@@ -132,6 +132,34 @@ def test_a_tf_config_that_agrees_adds_its_addresses():
     assert (found.kind, found.addresses) == ("mpi", ("node1:2000", "node1:2001"))
 
 
+def test_tf_config_gives_every_ranks_role():
+    assert detect({**open_mpi(1, 2), **config(1, 2)}).roles == ("worker", "worker")
+    assert detect(open_mpi(1, 2)).roles == ()
+    chief = (
+        '{"cluster": {"chief": ["a:1"], "worker": ["b:1"]}, "task": {"type": "worker", "index": 0}}'
+    )
+    assert detect({"TF_CONFIG": chief}).roles == ("chief", "worker")
+
+
+@pytest.mark.parametrize(
+    "environ, told",
+    [
+        ({}, True),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, False),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, True),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}, True),
+        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, False),
+        (
+            {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1"},
+            True,
+        ),
+    ],
+)
+def test_whether_the_launcher_tells_which_ranks_share_a_host(environ, told):
+    """Breaks as two ranks of a host taking one GPU."""
+    assert detect(environ).tells_local_rank is told
+
+
 def test_one_tf_config_given_to_all_ranks_is_refused():
     with pytest.raises(ClusterError, match="which is rank 0"):
         detect({**open_mpi(1, 2), **config(0, 2)})

@@ -10,7 +10,7 @@ import tensorflow as tf
 from dtk import quiet
 from dtk.cluster import alone, detect
 from dtk.communicators.null import NullCommunicator
-from dtk.strategies import start
+from dtk.strategies import devices
 from dtk.tuning.bench.contender import Alone
 from dtk.tuning.bench.models import PROBLEMS
 from dtk.tuning.bench.peers.turns import Turn
@@ -33,7 +33,7 @@ class Member:
         self._communicator.set_hosts(environment.hosts)
         alone.made_strategy()  # here it is meant to make none
         with quiet.device_start():
-            self._device = start.pin_device(self._communicator)
+            self._device = devices.pin(self._communicator)
         self.rank = self._communicator.rank
         self.versions = {"TensorFlow": tf.__version__, "Keras": keras.__version__}
 

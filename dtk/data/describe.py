@@ -1,0 +1,342 @@
+"""What each rank reads of the data, shown before anything is trained on it."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dtk.data.rows import are_arrays
+from dtk.strategies import adopt, extended, slicing
+from dtk.strategies.base import DtkStrategy
+from dtk.strategies.parameter_server import ParameterServerStrategy
+
+# What Keras's `fit` takes for arrays when nothing is said.
+_BATCH_SIZE = 32
+_VALUES = 4
+
+
+class Part(NamedTuple):
+    """What one rank takes of one batch.
+
+    Attributes:
+        first: Index of its first row within the global batch; None where every rank reads a
+            pipeline of its own, so that a global batch is only what ranks read together.
+        taken: How many rows it takes; 0 where there are fewer rows than ranks.
+        rows: Rows of the global batch.
+        hash: A short hash of these rows; "" without any.
+        sample: The first values of the first of them.
+        whole: A hash of the global batch, which must be the same on all ranks; "" where every rank
+            reads a pipeline of its own.
+    """
+
+    first: int | None
+    taken: int
+    rows: int
+    hash: str
+    sample: str
+    whole: str
+
+
+class Share(NamedTuple):
+    """What one rank reads.
+
+    Attributes:
+        rank: The rank.
+        host: Its host.
+        batches: Batches of an epoch; `math.inf` without end, None where only reading would tell.
+        types: Type and shape of a row of each part, such as "float32[8, 8, 1]".
+        parts: Of each of the first batches.
+    """
+
+    rank: int
+    host: str
+    batches: float | None
+    types: tuple[str, ...]
+    parts: tuple[Part, ...]
+
+
+class Description(NamedTuple):
+    """What all ranks read; `print` makes a table of it.
+
+    Attributes:
+        what: What the data is.
+        shares: By rank.
+        notes: What does not look right.
+    """
+
+    what: str
+    shares: tuple[Share, ...]
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"data: {self.what}"]
+        for share in self.shares:
+            types = ", ".join(share.types) or "nothing"
+            lines.append(f"rank {share.rank} on {share.host}: {_batches(share)} of {types}")
+        table = [("batch", "rank", "rows", "hash", "first values")]
+        shown = max((len(share.parts) for share in self.shares), default=0)
+        for batch in range(shown):
+            for share in self.shares:
+                for part in share.parts[batch : batch + 1]:
+                    cells = (str(batch), str(share.rank), _rows(part), part.hash, part.sample)
+                    table.append(cells)
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+        return "\n".join([*lines, *(f"look here: {note}" for note in self.notes)])
+
+
+class _Source(NamedTuple):
+    """Data that can be read from its beginning.
+
+    Attributes:
+        what: Words for it.
+        batches: As in `Share`.
+        read: Its batches: global ones, or this rank's own.
+        own: Whether they are this rank's own.
+    """
+
+    what: str
+    batches: float | None
+    read: Callable[[], Iterable]
+    own: bool = False
+
+
+def describe(
+    dataset: Any, strategy: Any, batch_size: int | None = None, batches: int = 3
+) -> Description:
+    """Show what each rank reads: how many batches, and which rows of the first ones.
+
+    Every rank calls it, with what it is going to give to `fit`; rank 0 prints a table. Rows are cut
+    as `fit` cuts them. Arrays are shown in their own order, which `fit` shuffles anew for each
+    epoch, alike on every rank. What shuffles or is used up when it is read, is read once more.
+
+    Args:
+        dataset: Arrays `x` or `(x, y)` or `(x, y, sample_weight)`; a `tf.data.Dataset` of global
+            batches; what `dtk.data.shard` or `distribute_datasets_from_function` returned; or a
+            `keras.utils.PyDataset`.
+        strategy: An `AllReduceStrategy` or a `MirroredStrategy`.
+        batch_size: Of arrays, the global batch as of `fit`; 32 when None, as there.
+        batches: How many batches to read and show.
+
+    Returns:
+        The same on every rank.
+
+    Raises:
+        TypeError: This kind of data cannot be read without using it up.
+        ValueError: The batch is smaller than the number of workers; a batch size is given with
+            data that comes in batches; or the strategy has parameter servers.
+
+    Example:
+        >>> import dtk, numpy as np
+        >>> strategy = dtk.strategies.AllReduceStrategy("local")
+        >>> told = dtk.data.describe(np.arange(10.0), strategy, batch_size=4, batches=2)
+        ... # doctest: +ELLIPSIS
+        data: arrays of 10 rows, in batches of 4, before shuffling
+        rank 0 on ...: 3 batches of float32[]
+        batch  rank  rows      hash      first values
+        0      0     0-3 of 4  ...  0
+        1      0     0-3 of 4  ...  4
+        >>> told.shares[0].batches
+        3
+    """
+    if not isinstance(strategy, DtkStrategy) or isinstance(strategy, ParameterServerStrategy):
+        raise ValueError(
+            f"strategy is a {type(strategy).__name__}; expected an AllReduceStrategy or a "
+            "MirroredStrategy of dtk. Workers of parameter servers take batches as they become "
+            "free, so nobody knows ahead which one reads what"
+        )
+    if batches < 1:
+        raise ValueError(f"batches={batches}, expected 1 or more")
+    source = _source(dataset, strategy, batch_size)
+    seen = [
+        _parts(batch, strategy, source.own) for batch in itertools.islice(source.read(), batches)
+    ]
+    mine = []
+    for index, rank in enumerate(strategy.local_ranks()):
+        types = seen[0][index][1] if seen else ()
+        parts = tuple(by_rank[index][0] for by_rank in seen)
+        mine.append((rank, source.batches, types, parts))
+    hosts = strategy.communicator.hosts
+    shares = [
+        Share(rank, hosts[process], count, types, parts)
+        for process, told in enumerate(strategy.communicator.allgather_object(mine))
+        for rank, count, types, parts in told
+    ]
+    if source.own:
+        shares = _with_global_rows(shares)
+    description = Description(source.what, tuple(shares), tuple(_notes(shares)))
+    if strategy.is_chief:
+        print(description, flush=True)
+    return description
+
+
+def _source(dataset: Any, strategy: Any, batch_size: int | None) -> _Source:
+    if are_arrays(dataset):
+        return _arrays(dataset, strategy, batch_size)
+    if batch_size is not None:
+        raise ValueError(
+            f"batch_size={batch_size} with a {type(dataset).__name__}, which comes in batches; "
+            "leave it out"
+        )
+    if isinstance(dataset, extended.PerRankDataset):
+        if dataset.whole is not None:
+            return _pipeline(dataset.whole)
+        what = "a pipeline for each rank, not cut again"
+        return _Source(what, _count(dataset.local), lambda: dataset.local, own=True)
+    if isinstance(dataset, tf.data.Dataset):
+        return _pipeline(dataset)
+    if isinstance(dataset, keras.utils.PyDataset):
+        count = dataset.num_batches
+        numbers: Iterable[int] = itertools.count() if count is None else range(count)
+        return _Source(
+            f"a {type(dataset).__name__}, read by every rank, before shuffling",
+            math.inf if count is None else count,
+            lambda: (dataset[number] for number in numbers),
+        )
+    raise TypeError(
+        f"cannot describe a {type(dataset).__name__}; expected arrays (a tuple of them for x and "
+        "y), a tf.data.Dataset, a keras.utils.PyDataset or what dtk.data.shard returned. A "
+        "generator can be read only once: describe another one made in the same way, with "
+        "tf.data.Dataset.from_generator"
+    )
+
+
+def _arrays(arrays: Any, strategy: Any, batch_size: int | None) -> _Source:
+    batch_size = batch_size or _BATCH_SIZE
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(arrays)
+    adapter = adopt.ArrayDataAdapter(x, y, sample_weight, batch_size=batch_size, shuffle=False)
+    rows = tf.nest.flatten(arrays)[0].shape[0]
+    what = f"arrays of {rows} rows, in batches of {batch_size}, before shuffling"
+    return _Source(what, adapter.num_batches, adapter.get_tf_dataset)
+
+
+def _pipeline(dataset: tf.data.Dataset) -> _Source:
+    return _Source("a tf.data.Dataset of global batches", _count(dataset), lambda: dataset)
+
+
+def _count(dataset: tf.data.Dataset) -> float | None:
+    count = int(dataset.cardinality())
+    if count == tf.data.INFINITE_CARDINALITY:
+        return math.inf
+    return count if count >= 0 else None
+
+
+def _parts(batch: Any, strategy: Any, own: bool) -> list[tuple[Part, tuple[str, ...]]]:
+    """For each replica of this process: its part of a batch, and the types of its rows."""
+    batch = tf.nest.map_structure(
+        lambda leaf: leaf if leaf is None or tf.is_tensor(leaf) else tf.convert_to_tensor(leaf),
+        batch,
+    )
+    if own:
+        count = int(slicing.count_rows(batch))
+        return [(Part(None, count, count, _hash(batch), _sample(batch), ""), _types(batch))]
+    size, ranks = strategy.num_replicas_in_sync, strategy.local_ranks()
+    slices, whole = slicing.cut(batch, ranks, size), _hash(batch)
+    rows, told = int(slices.rows), []
+    for rank, rank_batch, count in zip(ranks, slices.parts, slices.counts, strict=True):
+        count = int(count)
+        first, _ = slicing.bounds(rows, rank, size)
+        shown = (_hash(rank_batch), _sample(rank_batch)) if count else ("", "")
+        told.append((Part(first, count, rows, *shown, whole), _types(batch)))
+    return told
+
+
+def _with_global_rows(shares: Sequence[Share]) -> list[Share]:
+    """The rows of each global batch: what all ranks read of it together."""
+    steps = itertools.zip_longest(*(share.parts for share in shares))
+    rows = [sum(part.taken for part in parts if part is not None) for parts in steps]
+    return [
+        share._replace(
+            parts=tuple(
+                part._replace(rows=total) for part, total in zip(share.parts, rows, strict=False)
+            )
+        )
+        for share in shares
+    ]
+
+
+def _notes(shares: Sequence[Share]) -> Iterable[str]:
+    """What a reader should not overlook; at most one of a kind."""
+    first = shares[0]
+    for share in shares[1:]:
+        if share.batches != first.batches:
+            yield (
+                f"rank {first.rank} has {_batches(first)}, rank {share.rank} {_batches(share)}; "
+                "every rank must take the same number of steps"
+            )
+            break
+    for batch, parts in enumerate(zip(*(share.parts for share in shares), strict=False)):
+        wholes = [part.whole for part in parts]
+        other = next((i for i, whole in enumerate(wholes) if whole != wholes[0]), None)
+        if other is not None:
+            yield (
+                f"ranks 0 and {other} were given different rows in batch {batch}; give every rank "
+                "the same global batches, or each its part by dtk.data.shard"
+            )
+            return
+        seen: dict[str, int] = {}
+        for rank, part in enumerate(parts):
+            twin = seen.setdefault(part.hash, rank)
+            if part.first is None and part.hash and twin != rank:
+                yield (
+                    f"ranks {twin} and {rank} read the same rows in batch {batch}; a pipeline for "
+                    "each rank must read other rows on each"
+                )
+                return
+
+
+def _hash(batch: Any) -> str:
+    digest = hashlib.blake2b(digest_size=4)
+    for leaf in _dense(batch):
+        array = leaf.numpy()
+        digest.update(f"{array.dtype}{array.shape}".encode())
+        digest.update(str(array.tolist()).encode() if array.dtype == object else array.tobytes())
+    return digest.hexdigest()
+
+
+def _dense(batch: Any) -> list[tf.Tensor]:
+    leaves = tf.nest.flatten(batch, expand_composites=True)
+    return [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
+
+
+def _sample(batch: Any) -> str:
+    leaf = tf.nest.flatten(batch)[0]
+    if not isinstance(leaf, tf.Tensor) or not leaf.shape[0]:
+        return ""
+    values = np.ravel(leaf[0].numpy())
+    shown = [
+        value.decode(errors="replace") if isinstance(value, bytes) else f"{value:.4g}"
+        for value in values[:_VALUES]
+    ]
+    return " ".join([*shown, *(["..."] if len(values) > _VALUES else [])])
+
+
+def _types(batch: Any) -> tuple[str, ...]:
+    return tuple(
+        f"{leaf.dtype.name}{list(leaf.shape[1:])}"
+        for leaf in tf.nest.flatten(batch)
+        if tf.is_tensor(leaf)
+    )
+
+
+def _batches(share: Share) -> str:
+    if share.batches is None:
+        return "as many batches as reading will tell"
+    if share.batches == math.inf:
+        return "batches without end"
+    return f"{share.batches} batch{'es' * (share.batches != 1)}"
+
+
+def _rows(part: Part) -> str:
+    if not part.taken:
+        return f"none of {part.rows}"
+    if part.first is None:
+        return f"{part.taken} rows of {part.rows}"
+    return f"{part.first}-{part.first + part.taken - 1} of {part.rows}"

@@ -1,0 +1,165 @@
+"""Which GPU a rank computes on: decided and said to TensorFlow before it starts on any.
+
+TensorFlow starts on every GPU that is visible, and takes most of the memory of each. So of several
+ranks on a host each hides all GPUs but its own, from this process, while that can still be done:
+before an operation runs, and before anything lists *logical* devices. Listing physical or visible
+ones starts nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from dtk.cluster.environment import Environment
+from dtk.communicators.base import Communicator
+from dtk.errors import at_rank
+
+_VARIABLE = "CUDA_VISIBLE_DEVICES"
+_CPU = "/cpu:0"
+_STARTED = "TensorFlow had started before the strategy was made, so "
+_FIRST = "; make the strategy first, at the top of the script"
+
+
+def pin(place: Environment | Communicator, memory_growth: bool | None = None) -> str:
+    """Take the GPU of this rank, and hide the others from TensorFlow.
+
+    Args:
+        place: Tells rank, size, local rank and local size.
+        memory_growth: Whether TensorFlow takes the GPU's memory as it needs it, not at once; None
+            leaves TensorFlow's own default.
+
+    Returns:
+        The name of the device: "/gpu:0", the only one left, or "/cpu:0". Where TensorFlow has
+        already started it hides nothing any more, and the name is that of the rank's own GPU among
+        all of them.
+
+    Raises:
+        ValueError: There are GPUs, but not one for this rank.
+    """
+    gpus = tf.config.get_visible_devices("GPU")
+    names = [gpu.name for gpu in gpus]
+    try:
+        index = choose_gpu(place.local_rank, place.local_size, names, restricted_by(names))
+    except ValueError as error:
+        raise ValueError(at_rank(place.rank, str(error))) from None
+    if index is None:
+        return _CPU
+    # In a world of one the other GPUs are the script's, as without dtk.
+    if place.size > 1:
+        try:
+            tf.config.set_visible_devices([gpus[index]], "GPU")
+        except RuntimeError:
+            warnings.warn(
+                at_rank(
+                    place.rank,
+                    f"{_STARTED}this process holds memory on all {len(gpus)} GPUs it sees, and "
+                    f"computes on {names[index]} alone{_FIRST}",
+                ),
+                RuntimeWarning,
+                stacklevel=5,
+            )
+        else:
+            gpus, index = [gpus[index]], 0
+    set_memory_growth(gpus, memory_growth, place.rank)
+    return f"/gpu:{index}"
+
+
+def choose_gpu(
+    local_rank: int, local_size: int, names: Sequence[str], restricted: str | None = None
+) -> int | None:
+    """Which of the GPUs a process sees is its own.
+
+    Args:
+        local_rank: Index of the process among the ranks of its host.
+        local_size: Ranks of the host.
+        names: The GPUs it sees.
+        restricted: What has left it only some of the host's, such as "CUDA_VISIBLE_DEVICES=3";
+            None when it sees all of them.
+
+    Returns:
+        An index into `names`; None when there are none.
+
+    Raises:
+        ValueError: There are fewer than ranks.
+
+    Example:
+        >>> choose_gpu(1, 2, ["GPU:0", "GPU:1"])
+        1
+        >>> choose_gpu(1, 2, ["GPU:0"], "CUDA_VISIBLE_DEVICES=1")
+        0
+    """
+    if not names:
+        return None
+    if restricted and len(names) == 1:
+        return 0  # the launcher has given every rank one
+    if local_rank < len(names):
+        return local_rank
+    raise ValueError(
+        f"local rank {local_rank} has no GPU of its own; it sees {len(names)} "
+        f"({restricted or 'all of this host'}) for {local_size} ranks. Start at most {len(names)} "
+        f"per host, or hide the GPUs with {_VARIABLE}=''"
+    )
+
+
+def restricted_by(visible: Sequence[str]) -> str | None:
+    """What keeps GPUs of this host from this process, as far as that can be told."""
+    chosen = os.environ.get(_VARIABLE)
+    if chosen is not None:
+        return f"{_VARIABLE}={chosen}"
+    if len(visible) < len(tf.config.list_physical_devices("GPU")):
+        return "tf.config.set_visible_devices"  # the script, or an earlier strategy
+    return None
+
+
+def set_memory_growth(gpus: Sequence[Any], memory_growth: bool | None, rank: int = 0) -> None:
+    """Say whether TensorFlow takes memory of GPUs as it needs it; None says nothing."""
+    if memory_growth is None:
+        return
+    try:
+        for gpu in gpus:
+            tf.config.experimental.set_memory_growth(gpu, memory_growth)
+    except RuntimeError:
+        warnings.warn(
+            at_rank(rank, f"{_STARTED}memory_growth={memory_growth} has no effect{_FIRST}"),
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+def given(device: str) -> str | None:
+    """The one GPU the launcher has given this process, by its name; None if it gave not one."""
+    one = device != _CPU and len(tf.config.list_physical_devices("GPU")) == 1
+    return os.environ.get(_VARIABLE) if one else None
+
+
+def warn_of_shared(names: Sequence[str | None], communicator: Communicator) -> None:
+    """Say on rank 0 when ranks of one host were given a GPU of the same name.
+
+    Args:
+        names: What `given` says, by rank.
+        communicator: Between the ranks.
+    """
+    told = communicator.environment
+    if communicator.rank or (told is not None and told.kind == "slurm"):
+        return  # Slurm may show every task its own GPU under the number 0
+    seats = list(zip(communicator.hosts, names, strict=True))
+    for rank, (host, name) in enumerate(seats):
+        first = seats.index((host, name))
+        if name is not None and first < rank:
+            warnings.warn(
+                at_rank(
+                    0,
+                    f"ranks {first} and {rank} on {host} were both started with "
+                    f"{_VARIABLE}={name}; if that is one GPU, they share its memory and its time. "
+                    f"Start fewer ranks per host, or leave {_VARIABLE} out: dtk gives each local "
+                    "rank a GPU",
+                ),
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            return

@@ -1,0 +1,106 @@
+"""Which task of which job this process is, in the words of TensorFlow's cluster resolvers.
+
+| started with | task_type, task_id | cluster_spec() |
+|---|---|---|
+| plain `python`, or a strategy over this process alone | None, None | empty |
+| TF_CONFIG; `dtk run` over collectives, which sets it | as it says | as it says |
+| `srun`, TensorFlow's collectives | "worker", rank | addresses derived from the job |
+| `mpirun`, `srun` over Horovod, `dtk run --communicator horovod` | "worker", rank | host names |
+| parameter servers | "chief", 0 (or "evaluator", 0) | chief, workers, servers |
+
+Plain `python` is what TensorFlow's own `TFConfigClusterResolver` says without TF_CONFIG. MPI and
+Horovod open ports as they need them, so nobody knows an address of theirs in advance: there a task
+is the name of its host, without a port, and `master` refuses to make an address of it. The
+evaluator is left out of `cluster_spec()`: it works beside the cluster, and has no rank in it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import tensorflow as tf
+
+from dtk.communicators.base import Communicator
+
+# "host:port"; an IPv6 host stands in brackets.
+_ADDRESS = re.compile(r"(\[[^\[\]]+\]|[^:\[\]]+):[0-9]+")
+
+
+class JobResolver(tf.distribute.cluster_resolver.SimpleClusterResolver):
+    """A `tf.distribute.cluster_resolver.ClusterResolver` which knows what the launcher told.
+
+    Made by strategies: `strategy.cluster_resolver`.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> spec = tf.train.ClusterSpec({"worker": ["node1", "node2"]})
+        >>> resolver = JobResolver(spec, task_type="worker", task_id=1)
+        >>> resolver.task_id, resolver.cluster_spec().as_dict()
+        (1, {'worker': ['node1', 'node2']})
+    """
+
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
+        """The address of a task; TensorFlow 1's sessions are what asks for it.
+
+        Raises:
+            ValueError: The launcher told the task's host, but no port.
+        """
+        if task_type is not None and task_id is not None:
+            address = self.cluster_spec().task_address(task_type, task_id)
+            if not _has_port(address):
+                raise ValueError(
+                    f"{task_type} {task_id} is on {address}, and its launcher has told no port, "
+                    "because MPI and Horovod choose their own; start with `dtk run`, or set "
+                    "TF_CONFIG, for a job with addresses"
+                )
+        return super().master(task_type, task_id, rpc_layer)
+
+    def num_accelerators(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: Any = None,
+    ) -> dict[str, int]:
+        """GPUs that this process computes on; found without starting TensorFlow on them."""
+        del task_type, task_id, config_proto
+        gpus = tf.config.get_visible_devices("GPU")
+        return {"GPU": len(gpus)} if gpus else {}
+
+
+def resolve(communicator: Communicator) -> JobResolver:
+    """The job that a communicator's ranks are.
+
+    Args:
+        communicator: Over all ranks that train together.
+    """
+    told, rank, size = communicator.environment, communicator.rank, communicator.size
+    if size == 1 and (told is None or told.kind == "single"):
+        return JobResolver(tf.train.ClusterSpec({}))
+    roles = (told.roles if told is not None else ()) or ("worker",) * size
+    addresses = _addresses(communicator)
+    cluster = {
+        role: [address for address, its in zip(addresses, roles, strict=True) if its == role]
+        for role in dict.fromkeys(roles)
+    }
+    return JobResolver(
+        tf.train.ClusterSpec(cluster),
+        task_type=roles[rank],
+        task_id=roles[:rank].count(roles[rank]),
+        rpc_layer="grpc" if all(map(_has_port, addresses)) else None,
+    )
+
+
+def _addresses(communicator: Communicator) -> tuple[str, ...]:
+    """One for each rank, or else its host's name; "" where not even that is known."""
+    told = communicator.environment
+    # Those under Slurm are where collectives listen; with another transport nobody does.
+    if told is not None and (told.roles or communicator.name == "collective"):
+        return told.addresses
+    return communicator.hosts or ("",) * communicator.size
+
+
+def _has_port(address: str) -> bool:
+    return _ADDRESS.fullmatch(address) is not None

@@ -1,0 +1,139 @@
+"""What is done with each fenced block of the documentation. A block without an entry fails.
+
+A block is known by its file and the start of its first line. Whatever its entry, every command in
+it that is dtk's, make's or a benchmark's is checked by that program's own parser (`checking`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Python:
+    """Executed, in a process that other blocks share.
+
+    Attributes:
+        before: Name of what `preambles` runs before it.
+        after: What is run after it, to see that it did what it says.
+        columns: Whether it is two programs, beside each other.
+    """
+
+    before: str
+    after: str = "pass"
+    columns: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Shell:
+    """Executed by bash in a folder of its own, where train.py says who it is.
+
+    Attributes:
+        prints: What must be in the output.
+        instead: What is put in the place of what is not here, such as other hosts.
+        needs: A program it cannot do without.
+        only: The start of the commands that are run; "" is the whole block, as one script.
+        files: Made before, by the functions of `preambles` with these names.
+    """
+
+    prints: tuple[str, ...]
+    instead: tuple[tuple[str, str], ...] = ()
+    needs: str = ""
+    only: str = ""
+    files: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Parsed:
+    """Not executed: only its syntax, and what `checking` knows of its commands.
+
+    Attributes:
+        because: Why.
+        by: Tests that run the same, smaller or in parts.
+    """
+
+    because: str
+    by: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Printed:
+    """What a program prints, and the test that compares it with what it prints.
+
+    Attributes:
+        by: That test.
+    """
+
+    by: str
+
+
+_MEASURES = "measures for minutes, on a machine of its own"
+
+ENTRIES = {
+    ("README.md", "make demo "): Parsed(
+        "installs dtk, and tests all of it",
+        by=(
+            "tests/test_examples.py::test_the_demo",
+            "tests/test_makefile.py::test_packages_are_installed_where_that_is_allowed",
+        ),
+    ),
+    ("README.md", "[0] epoch 1/12: "): Printed("tests/test_examples.py::test_the_demo"),
+    ("README.md", "import keras   "): Python(
+        "data", after="assert len(model.history.epoch) == 30", columns=True
+    ),
+    ("README.md", "model.fit("): Python(
+        "compiled",
+        after="import os; assert os.path.isdir('ckpt') and len(model.history.epoch) == 30",
+    ),
+    ("README.md", "mpirun -np 4 -H node1:2,node2:2 "): Shell(
+        ("worker 0 of 4", "worker 3 of 4"),
+        instead=(("node1:2,node2:2", "localhost:4"),),
+        needs="mpirun",
+    ),
+    ("README.md", "#!/bin/bash"): Parsed(
+        "needs Slurm",
+        by=("tests/cluster/test_slurm.py::test_every_rank_of_a_step_derives_the_same_addresses",),
+    ),
+    ("README.md", "export TF_CONFIG="): Shell(("worker 1 of 2",)),
+    ("README.md", "$ mpirun -np 2 dtk doctor"): Printed(
+        "tests/documents/test_blocks.py::test_what_doctor_says_under_mpirun"
+    ),
+    ("README.md", "dtk.data.describe("): Python("digits"),
+    ("README.md", "data: arrays of 1000 rows"): Printed(
+        "tests/documents/test_blocks.py::test_what_describe_prints"
+    ),
+    ("README.md", "dtk bench   "): Parsed(
+        f"{_MEASURES}; some need other hosts, or install PyTorch",
+        by=(
+            "tests/cli/test_bench.py::test_every_turn_of_every_rank_is_saved",
+            "tests/cli/test_bench_hosts.py"
+            "::test_peers_train_on_several_hosts_and_one_that_is_not_there_is_named",
+        ),
+    ),
+    ("README.md", "dtk bench --model resnet20 --json"): Shell(
+        ("Use ",), only="dtk plan", files=("benchmark",)
+    ),
+    ("README.md", "rates = dtk.schedules.polynomial_decay("): Python(
+        "plain", after="model.fit(x, y, verbose=0); assert model.optimizer.iterations.numpy() > 0"
+    ),
+    ("README.md", "dtk run -n 4 --ps 2 train.py"): Shell(
+        ("chief 0 of 5", "worker 4 of 5", "ps 0 of 5", "ps 1 of 5")
+    ),
+    ("CONTRIBUTING.md", "git clone "): Parsed(
+        "installs dtk, and tests all of it",
+        by=("tests/test_makefile.py::test_packages_are_installed_where_that_is_allowed",),
+    ),
+    ("CONTRIBUTING.md", "cli"): Printed(
+        "tests/documents/test_blocks.py::test_the_layers_are_those_that_are_tested"
+    ),
+    ("docs/costs.md", "python benchmarks/costs "): Parsed(
+        _MEASURES, by=("tests/test_benchmarks.py::test_costs_prints_a_table_for_each_row",)
+    ),
+    ("docs/performance.md", "dtk bench --model resnet20 --model mlp "): Parsed(
+        f"{_MEASURES}, and installs PyTorch and others",
+        by=("tests/cli/test_bench.py::test_every_turn_of_every_rank_is_saved",),
+    ),
+    ("docs/plan.md", "dtk bench -n 2 --model resnet20 "): Shell(
+        ("Use ",), only="dtk plan", files=("benchmark",)
+    ),
+}

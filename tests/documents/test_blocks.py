@@ -1,0 +1,187 @@
+"""Every fenced block of README.md, CONTRIBUTING.md and docs/ is run or checked, see `entries`."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import test_layers
+
+from documents import checking, preambles, running
+from documents.blocks import ROOT, all_blocks, blocks_in, columns, commands, missing_lines
+from documents.entries import ENTRIES, Parsed, Printed, Python, Shell
+
+BLOCKS = all_blocks()
+
+
+def entry_of(block):
+    """The key and the entry of a block.
+
+    Raises:
+        AssertionError: It has none, or several.
+    """
+    found = [
+        (key, entry)
+        for key, entry in ENTRIES.items()
+        if key[0] == block.file and block.text.startswith(key[1])
+    ]
+    assert len(found) == 1, (
+        f"{block} ({block.text.splitlines()[0]!r}) has {len(found)} entries in "
+        "tests/documents/entries.py, expected one: say there how it is run"
+    )
+    return found[0]
+
+
+def with_entries(kind):
+    """The blocks whose entries are of a kind, as pytest's parameters."""
+    return [
+        pytest.param(block, entry, id=f"{block.file} {key[1].strip()}")
+        for block in BLOCKS
+        for key, entry in ENTRIES.items()
+        if isinstance(entry, kind) and key[0] == block.file and block.text.startswith(key[1])
+    ]
+
+
+def block_starting(start):
+    (found,) = [block for block in BLOCKS if block.text.startswith(start)]
+    return found.text
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Where commands are run: train.py is there, and python is the one that runs this."""
+    (tmp_path / "train.py").write_text(preambles.TRAIN)
+    return tmp_path
+
+
+def run(script, folder):
+    """Run a script by bash; returns its standard output."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    root["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
+    done = subprocess.run(
+        ["bash", "-eo", "pipefail", "-c", script],
+        cwd=folder,
+        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **root},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_block_has_an_entry_and_every_entry_a_block():
+    keys = [entry_of(block)[0] for block in BLOCKS]
+    assert sorted(keys) == sorted(ENTRIES), "an entry has no block, or two blocks have one entry"
+
+
+def test_a_block_without_an_entry_is_told():
+    (new,) = blocks_in("text\n\n```python\nnever_seen()\n```\n", "README.md")
+    assert (new.line, new.language, new.text) == (3, "python", "never_seen()")
+    with pytest.raises(AssertionError, match=r"README.md:3 .*never_seen.* has 0 entries"):
+        entry_of(new)
+
+
+def test_blocks_say_their_language():
+    languages = {Python: {"python"}, Shell: {"sh"}, Parsed: {"sh"}, Printed: {"text", "console"}}
+    for block in BLOCKS:
+        assert block.language in languages[type(entry_of(block)[1])], block
+
+
+@pytest.mark.parametrize("block, entry", with_entries(Python))
+@pytest.mark.parametrize("backend, size", [("local", 1)])
+def test_python_runs(world, backend, size, block, entry):
+    before = preambles.PREAMBLES[entry.before]
+    for program in columns(block.text) if entry.columns else [block.text]:
+        world(backend, size).run(running.executed, before, program, entry.after, timeout=120)
+
+
+@pytest.mark.parametrize("block, entry", with_entries(Shell))
+def test_shell_runs(folder, block, entry):
+    if entry.needs and shutil.which(entry.needs) is None:
+        pytest.skip(f"{entry.needs} is not installed")
+    for name in entry.files:
+        preambles.FILES[name](folder)
+    script = block.text
+    if entry.only:
+        script = "\n".join(line for line in commands(script) if line.startswith(entry.only))
+        assert script
+    for there, here in entry.instead:
+        assert there in script
+        script = script.replace(there, here)
+    printed = run(script, folder)
+    assert [said for said in entry.prints if said not in printed] == [], printed
+
+
+@pytest.mark.parametrize("block, entry", with_entries((Shell, Parsed)))
+def test_commands_are_what_their_programs_take(folder, block, entry):
+    script = re.sub(r"<[^>\n]*>", "placeholder", block.text)
+    done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, timeout=10)
+    assert done.returncode == 0, done.stderr
+    for name in getattr(entry, "files", ()):
+        preambles.FILES[name](folder)
+    known = [command for command in commands(script) if checking.checked(command, str(folder))]
+    executed = isinstance(entry, Shell) and not entry.only
+    assert known or executed or entry.by, f"nothing of {block} is checked"
+
+
+@pytest.mark.parametrize("block, entry", with_entries((Parsed, Printed)))
+def test_tests_that_are_referred_to_exist(block, entry):
+    for reference in [entry.by] if isinstance(entry.by, str) else entry.by:
+        file, _, name = reference.partition("::")
+        tree = ast.parse((ROOT / file).read_text())
+        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+# What programs print.
+
+
+@pytest.mark.parametrize("backend, size", [("collective", 2)])
+def test_what_describe_prints(world, backend, size):
+    code = block_starting("dtk.data.describe(")
+    first, second = world(backend, size).run(
+        running.executed, preambles.PREAMBLES["digits"], code, timeout=120
+    )
+    shown = block_starting("data: arrays of 1000 rows")
+    assert re.sub(r"on \S+:", "on node:", first.strip()) == re.sub(r"on \S+:", "on node:", shown)
+    assert second == ""
+
+
+def test_what_doctor_says_under_mpirun(folder):
+    """Breaks as lines of 80 columns in colour: mpirun gives every rank a terminal."""
+    if shutil.which("mpirun") is None:
+        pytest.skip("mpirun is not installed")
+    prompt, *shown = block_starting("$ mpirun -np 2 dtk doctor").splitlines()
+    (folder / "doctor.py").write_text(preambles.DOCTOR)
+    command = prompt.removeprefix("$ ").replace("dtk doctor", "python doctor.py")
+    printed = run(command, folder).splitlines()
+    assert sorted(line.strip() for line in printed) == shown
+
+
+def test_the_layers_are_those_that_are_tested():
+    # After four blanks follows a remark on the line.
+    lines = block_starting("cli").splitlines()
+    shown = [set(re.split(r"\s{4,}", line)[0].split()) for line in lines]
+    assert shown == [{*layer} for layer in test_layers.LAYERS]
+    packages = {path.name.removesuffix(".py") for path in (ROOT / "dtk").glob("[!_]*")}
+    assert packages == set().union(*shown)
+
+
+def test_an_output_that_is_no_longer_printed_is_told():
+    shown = "[0] epoch 1/12: loss 2.18\n    ...\n[0] gone for good\n"
+    assert missing_lines(shown, "[0] epoch 3/8:  loss 0.5\n") == ["[0] gone for good"]
+
+
+def test_two_columns_are_two_programs():
+    assert columns("a = 1     b = 1\n          b += a") == ("a = 1\n", "b = 1\nb += a")
+    with pytest.raises(ValueError, match="reaches into the second column"):
+        columns("a = 1     b = 1\na = 'too long'   b = 2")
+    with pytest.raises(ValueError, match="no second column"):
+        columns("a = 1")

@@ -1,0 +1,169 @@
+"""Names, calls, options, commands, paths and links in the documentation's text are still true."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+
+import pytest
+
+from dtk.cli.main import COMMANDS
+
+from documents import checking, preambles
+from documents.blocks import FILES, ROOT, links_in, spans_in
+
+PAGES = [pytest.param(file, id=str(file.relative_to(ROOT))) for file in FILES]
+MODULES = [
+    importlib.import_module(f"dtk.{name}")
+    for name in ("callbacks", "data", "errors", "exchange", "optimizers", "schedules", "strategies")
+]
+# What calls in the text belong to, where it is not dtk's to promise.
+FOREIGN = {"gc", "keras", "print", "tf", "take", "BatchNormalization", "model", "cluster_spec"}
+FOREIGN |= {"communicator"}  # its contract has a suite of its own
+# Files a reader has, not the repository.
+THEIRS = {"train.py", "evaluation.csv"}
+# Options of other programs.
+OTHERS = {"--map-by", "--bind-to"}
+
+
+def calls_in(file):
+    """Calls that stand in a page as code: their text and the first call of each."""
+    for span in spans_in(file.read_text()):
+        try:
+            node = ast.parse(span, mode="eval").body
+        except SyntaxError:
+            continue
+        calls = [one for one in ast.walk(node) if isinstance(one, ast.Call)]
+        # shard(...).map(...): the innermost on the left is the one that is called first.
+        firsts = [c for c in calls if not any(isinstance(n, ast.Call) for n in ast.walk(c.func))]
+        yield from ((span, call) for call in firsts)
+
+
+def found(name):
+    """What a dotted name in the documentation may stand for; nothing if it is not dtk's."""
+    root, _, rest = name.partition(".")
+    if root == "dtk":
+        target = importlib.import_module("dtk")
+        for part in rest.split("."):
+            target = getattr(target, part)
+        return [target]
+    if root == "strategy":
+        strategies = importlib.import_module("dtk.strategies")
+        return [getattr(strategies.AllReduceStrategy, rest.partition(".")[0])]
+    if of_modules := [getattr(module, root) for module in MODULES if hasattr(module, root)]:
+        return of_modules
+    classes = [one for module in MODULES for one in vars(module).values() if inspect.isclass(one)]
+    return [getattr(one, root) for one in classes if root in vars(one)]
+
+
+@pytest.mark.parametrize("file", PAGES)
+def test_calls_take_these_arguments(file):
+    for span, call in calls_in(file):
+        name = ast.unparse(call.func)
+        targets = found(name)
+        if not targets:
+            assert name.partition(".")[0] in FOREIGN, f"`{span}`: dtk has no {name}"
+            continue
+        named = [keyword.arg for keyword in call.keywords]
+        if any(isinstance(one, ast.Constant) and one.value is ... for one in call.args):
+            continue
+        refused = [refusal_of(target, len(call.args), named) for target in targets]
+        assert None in refused, f"`{span}`: {refused[0]}"
+
+
+def refusal_of(target, positional, named):
+    """What is wrong with a call of so many positional, and these named arguments; None if not."""
+    signature = inspect.signature(target)
+    of_an_object = next(iter(signature.parameters), None) == "self"
+    try:
+        signature.bind(*[None] * (positional + of_an_object), **dict.fromkeys(named))
+    except TypeError as error:
+        return f"{error}; it takes {signature}"
+    return None
+
+
+@pytest.mark.parametrize("file", PAGES)
+def test_dotted_names_are_there(file):
+    for span in spans_in(file.read_text()):
+        for name in re.findall(r"\bdtk\.[a-z_]+(?:\.\w+)*", span):
+            module = re.fullmatch(r"dtk\.exchange\.factors|dtk\.strategies\.\w+", name)
+            assert module or found(name), f"`{span}`"
+
+
+@pytest.mark.parametrize("file", PAGES)
+def test_commands_are_what_their_programs_take(file, tmp_path):
+    (tmp_path / "train.py").write_text(preambles.TRAIN)
+    for span in spans_in(file.read_text()):
+        first, *rest = span.split()
+        if first == "dtk" and all(word.startswith("--") for word in rest[1:]):
+            assert rest[0] == "--help" or rest[0] in COMMANDS, span  # only spoken of
+        elif first in ("dtk", "make", "mpirun", "srun") or span.startswith(
+            ("python benchmarks/", "python docs/", "python examples/")
+        ):
+            checking.checked(span, str(tmp_path))
+
+
+def known_options():
+    """Every option of dtk's commands and of the benchmarks."""
+    options = set(OTHERS)
+    for name, (module, _) in COMMANDS.items():
+        command = getattr(importlib.import_module(module), name.replace("-", "_"))
+        for parameter in command.params:
+            options.update(parameter.opts + parameter.secondary_opts)
+    for file in (ROOT / "benchmarks").rglob("*.py"):
+        options.update(re.findall(r'add_argument\(\s*(?:"-\w", )?"(--[\w-]+)"', file.read_text()))
+    return options
+
+
+@pytest.mark.parametrize("file", PAGES)
+def test_options_are_there(file):
+    known = known_options()
+    for span in spans_in(file.read_text()):
+        if span.startswith(("--", "dtk ")):
+            scripted = span.partition(".py")[0] + " "
+            for option in re.findall(r"(?<=\s)--[\w-]+", " " + scripted):
+                assert option in known or option == "--help", f"`{span}`"
+
+
+@pytest.mark.parametrize("file", PAGES)
+def test_files_that_are_named_are_there(file):
+    for span in spans_in(file.read_text()):
+        if (
+            re.fullmatch(r"[\w./-]*\w\.(py|md|cfg|toml|csv)|\w[\w/-]*/", span)
+            and span not in THEIRS
+        ):
+            whole = (ROOT / span).exists()
+            assert whole or any((ROOT / "dtk").rglob(span.rstrip("/"))), f"there is no {span}"
+
+
+@pytest.mark.parametrize("file", PAGES)
+def test_links_lead_somewhere(file):
+    for target in links_in(file.read_text()):
+        path, _, heading = target.partition("#")
+        page = file.parent / path if path else file
+        assert page.exists(), target
+        if heading:
+            titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+            slugs = [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles]
+            assert heading in slugs, target
+
+
+def test_every_example_is_in_the_readmes_table_and_is_run():
+    listed = set(links_in((ROOT / "README.md").read_text()))
+    examples = {f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py")}
+    assert examples <= listed
+    run = (ROOT / "tests" / "test_examples.py").read_text()
+    assert [example for example in examples if f'"{example}"' not in run] == []
+
+
+def test_tables_stand_by_themselves():
+    """Breaks as a row of one table inside a list, which GitHub shows as text."""
+    for file in FILES:
+        lines = ["", *file.read_text().splitlines()]
+        for number, line in enumerate(lines):
+            if line.startswith("| ") and not lines[number - 1].startswith("|"):
+                assert not lines[number - 1] and lines[number + 1].startswith("|--"), (
+                    f"{file.name}:{number}: this row has no table around it"
+                )

@@ -1,0 +1,211 @@
+"""Each rank sees its own GPU only, before TensorFlow starts. The GPUs here are pretended."""
+
+from __future__ import annotations
+
+import collections
+import warnings
+
+import pytest
+import tensorflow as tf
+
+from dtk import communicators
+from dtk.cluster import Environment, detect
+from dtk.communicators.null import NullCommunicator
+from dtk.strategies import AllReduceStrategy, MirroredStrategy, auto_strategy, devices
+
+GPU = collections.namedtuple("GPU", "name device_type")
+TWO = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+RANK_1 = {**TWO, "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+
+
+class Reached(Exception):
+    """Raised where a test has seen enough."""
+
+
+class Machine:
+    """What `tf.config` says of a host with GPUs, and in which order it was asked."""
+
+    def __init__(self, monkeypatch, gpus, started=False):
+        self.physical = [GPU(f"/physical_device:GPU:{i}", "GPU") for i in range(gpus)]
+        self.visible, self.started = list(self.physical), started
+        self.growth, self.calls = {}, []
+        listed = {"list_physical_devices": "physical", "get_visible_devices": "visible"}
+        for name, kept in listed.items():
+            real = getattr(tf.config, name)
+            monkeypatch.setattr(tf.config, name, self._listing(kept, real))
+        monkeypatch.setattr(tf.config, "set_visible_devices", self.set_visible_devices)
+        monkeypatch.setattr(tf.config.experimental, "set_memory_growth", self.set_memory_growth)
+        monkeypatch.setattr(tf.config, "list_logical_devices", self.start("logical devices"))
+        for name in ("CUDA_VISIBLE_DEVICES", "TF_CONFIG", "DTK_RUN"):
+            monkeypatch.delenv(name, raising=False)
+        self._monkeypatch = monkeypatch
+
+    def _listing(self, kept, real):
+        def answer(kind=None):
+            return list(getattr(self, kept)) if kind == "GPU" else real(kind)
+
+        return answer
+
+    def set_visible_devices(self, gpus, kind):
+        assert kind == "GPU"
+        if self.started and gpus != self.visible:
+            raise RuntimeError("Visible devices cannot be modified after being initialized")
+        self.calls.append("visible")
+        self.visible = gpus
+
+    def set_memory_growth(self, gpu, growth):
+        if self.started and self.growth.get(gpu) != growth:
+            raise RuntimeError("Physical devices cannot be modified after being initialized")
+        self.calls.append("growth")
+        self.growth[gpu] = growth
+
+    def start(self, name):
+        """What starts TensorFlow, and ends the test."""
+
+        def starting(*args, **kwargs):
+            self.calls.append(name)
+            raise Reached
+
+        return starting
+
+    def stop_at_communicator(self):
+        self._monkeypatch.setattr(communicators, "create", self.start("communicator"))
+
+    def set(self, **variables):
+        for name, value in variables.items():
+            self._monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    "local_rank, local_size, gpus, restricted, expected",
+    [
+        (0, 1, 0, None, None),
+        (1, 2, 0, "CUDA_VISIBLE_DEVICES=", None),
+        (0, 1, 4, None, 0),
+        (3, 4, 4, None, 3),
+        (1, 2, 2, "CUDA_VISIBLE_DEVICES=2,3", 1),
+        # One for each rank: the launcher has chosen.
+        (0, 2, 1, "CUDA_VISIBLE_DEVICES=0", 0),
+        (1, 2, 1, "CUDA_VISIBLE_DEVICES=1", 0),
+        (3, 4, 1, "tf.config.set_visible_devices", 0),
+    ],
+)
+def test_which_gpu(local_rank, local_size, gpus, restricted, expected):
+    names = [f"GPU:{i}" for i in range(gpus)]
+    assert devices.choose_gpu(local_rank, local_size, names, restricted) == expected
+
+
+@pytest.mark.parametrize(
+    "gpus, restricted, said",
+    [
+        (1, None, "it sees 1 (all of this host) for 3 ranks. Start at most 1"),
+        (2, "CUDA_VISIBLE_DEVICES=4,5", "it sees 2 (CUDA_VISIBLE_DEVICES=4,5) for 3 ranks"),
+    ],
+)
+def test_more_ranks_than_gpus_are_refused(gpus, restricted, said):
+    with pytest.raises(ValueError, match="local rank 2 has no GPU of its own") as raised:
+        devices.choose_gpu(2, 3, ["GPU"] * gpus, restricted)
+    assert said in str(raised.value)
+
+
+def test_a_rank_hides_other_gpus_before_its_communicator_starts(monkeypatch):
+    """Breaks as every rank starting TensorFlow on, and taking the memory of, every GPU."""
+    machine = Machine(monkeypatch, gpus=2)
+    machine.stop_at_communicator()
+    machine.set(**RANK_1)
+    with pytest.raises(Reached):
+        AllReduceStrategy("horovod", memory_growth=True)
+    assert machine.calls == ["visible", "growth", "communicator"]
+    assert machine.visible == machine.physical[1:]
+    assert machine.growth == {machine.physical[1]: True}
+
+
+def test_without_memory_growth_tensorflows_default_stays(monkeypatch):
+    machine = Machine(monkeypatch, gpus=2)
+    machine.stop_at_communicator()
+    machine.set(**RANK_1)
+    with pytest.raises(Reached):
+        auto_strategy()
+    assert machine.calls == ["visible", "communicator"]
+
+
+def test_where_no_local_rank_is_told_the_communicator_finds_it_first(monkeypatch):
+    machine = Machine(monkeypatch, gpus=2)
+    machine.stop_at_communicator()
+    machine.set(PMI_RANK="1", PMI_SIZE="2")
+    with pytest.raises(Reached):
+        AllReduceStrategy("horovod")
+    assert machine.calls == ["communicator"], "all ranks of the host would have taken GPU 0"
+
+
+def test_a_launcher_that_gave_each_rank_one_gpu_is_followed(monkeypatch):
+    machine = Machine(monkeypatch, gpus=1)
+    machine.set(CUDA_VISIBLE_DEVICES="1")
+    assert devices.pin(Environment("mpi", 1, 2, local_rank=1, local_size=2)) == "/gpu:0"
+    assert machine.visible == machine.physical
+
+
+def test_a_second_strategy_takes_the_same_gpu_without_a_word(monkeypatch):
+    machine = Machine(monkeypatch, gpus=2)
+    place = Environment("mpi", 1, 2, local_rank=1, local_size=2)
+    assert devices.pin(place) == "/gpu:0"
+    machine.started = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert devices.pin(place) == "/gpu:0"
+    assert machine.visible == machine.physical[1:]
+
+
+def test_once_tensorflow_has_started_the_rank_keeps_its_gpu_and_says_so(monkeypatch):
+    machine = Machine(monkeypatch, gpus=2, started=True)
+    place = Environment("mpi", 1, 2, local_rank=1, local_size=2)
+    with pytest.warns(RuntimeWarning) as said:
+        assert devices.pin(place, memory_growth=True) == "/gpu:1"
+    first, second = (str(one.message) for one in said)
+    assert first.startswith("rank 1: TensorFlow had started before the strategy was made, so this ")
+    assert "all 2 GPUs" in first and "make the strategy first" in first
+    assert "memory_growth=True has no effect" in second
+    assert machine.visible == machine.physical
+
+
+def test_a_script_that_hid_all_gpus_computes_on_the_cpu(monkeypatch):
+    machine = Machine(monkeypatch, gpus=2)
+    machine.visible = []
+    assert devices.pin(Environment("mpi", 1, 2, local_rank=1, local_size=2)) == "/cpu:0"
+    assert machine.calls == []
+
+
+def test_a_world_of_one_hides_nothing(monkeypatch):
+    machine = Machine(monkeypatch, gpus=2)
+    assert devices.pin(Environment("single", 0, 1), memory_growth=False) == "/gpu:0"
+    assert machine.visible == machine.physical
+    assert machine.growth == dict.fromkeys(machine.physical, False)
+
+
+def test_mirrored_devices_grow_before_tensorflow_starts(monkeypatch):
+    machine = Machine(monkeypatch, gpus=2)
+    with pytest.raises(Reached):
+        MirroredStrategy(memory_growth=True)
+    assert machine.calls == ["growth", "growth", "logical devices"]
+    machine.calls.clear()
+    with pytest.raises(Reached):
+        auto_strategy(memory_growth=True)
+    assert machine.calls == ["growth", "growth", "logical devices"]
+
+
+def test_ranks_that_were_given_the_same_gpu_are_told(monkeypatch):
+    machine = Machine(monkeypatch, gpus=1)
+    machine.set(CUDA_VISIBLE_DEVICES="0")
+    assert devices.given("/gpu:0") == "0" and devices.given("/cpu:0") is None
+    world = NullCommunicator(0, 2)
+    with pytest.warns(RuntimeWarning, match="ranks 0 and 1 on .* CUDA_VISIBLE_DEVICES=0; if that"):
+        devices.warn_of_shared(["0", "0"], world)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        devices.warn_of_shared(["0", "1"], world)
+        devices.warn_of_shared([None, None], world)
+        # Slurm numbers the GPUs of each task from 0.
+        world.environment = detect({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"})
+        devices.warn_of_shared(["0", "0"], world)
+    machine.physical.append(GPU("another", "GPU"))
+    assert devices.given("/gpu:0") is None, "there was a choice"
