@@ -124,7 +124,20 @@ def _whole_gradient(parts: Sequence, variable: Any) -> tf.IndexedSlices | None:
         first += shard.shape[0]
     if not rows:
         return None
-    return tf.IndexedSlices(tf.concat(rows, 0), tf.concat(indices, 0), tuple(variable.shape))
+    return rows_of(tf.concat(rows, 0), tf.concat(indices, 0), variable.shape)
+
+
+def rows_of(values: tf.Tensor, indices: tf.Tensor, shape: Sequence[int]) -> tf.IndexedSlices:
+    """A gradient of some rows, as TensorFlow makes them: the shape is a tensor, too.
+
+    Keras computes with that shape, together with the row numbers: their types must be the same.
+
+    Args:
+        values: The rows.
+        indices: Their numbers.
+        shape: Of the whole.
+    """
+    return tf.IndexedSlices(values, indices, tf.constant(tuple(shape), indices.dtype))
 
 
 def as_slices(gradient: Any) -> tf.IndexedSlices:
