@@ -227,10 +227,10 @@ def note_applies(optimizer: Any, strategy: Any, parts_of: Callable[[Any], list])
     @functools.wraps(apply)
     def noted_apply(grads: Any, trainable_variables: Any = None) -> Any:
         step = tracing.current()
-        if step is None or step.applied is None:
+        if step is None or step.noted is None:
             return apply(grads, trainable_variables)
         variables = trainable_variables or adopt.trained_variables(outer)
-        step.applied.append(tracing.Applied(outer, list(grads), list(variables)))
+        step.noted.note(outer, list(grads), list(variables))
         return None
 
     def expanded(variables: Any) -> list:

@@ -78,7 +78,7 @@ class Step:
         model: Whose step it is.
         world_sum: Sums a tensor over the replicas.
         rows: N (int64 scalar); None where only shares are known.
-        applied: What was to be applied, where steps only note it (see `apart`); else None.
+        noted: Takes what is to be applied, where steps only note it (see `noting`); else None.
         rows_read: Bytes of table rows looked up so far, int64 scalars.
         reductions: How many times gradients were reduced.
         assigned: Keras variables assigned so far, by id.
@@ -94,7 +94,7 @@ class Step:
         self.model = model
         self.world_sum = world_sum
         self.rows = rows
-        self.applied: list[Applied] | None = None
+        self.noted: Any = None
         self.rows_read: list[tf.Tensor] = [tf.constant(0, tf.int64)]
         self._graph = tf.compat.v1.get_default_graph()
         self.reductions = 0
