@@ -55,7 +55,8 @@ class Noted:
                 f"the train_step of model {self._model.name!r} calls {optimizer.name}.apply inside "
                 "a branch, a loop or a function of the graph (tf.cond, tf.while_loop, "
                 "tf.function); behind parameter servers a step hands over its gradients once, "
-                "in any case. Call apply in train_step itself, or use AllReduceStrategy"
+                "in any case. Call apply in train_step itself, without @tf.function, or use "
+                "AllReduceStrategy"
             )
         self.applied.append(Applied(optimizer, list(gradients), list(variables)))
         for gradient, variable in zip(gradients, variables, strict=True):
