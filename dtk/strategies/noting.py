@@ -39,7 +39,9 @@ class Noted:
         self._scope, self._model = scope, model
         self._tables = {id(variable) for variable in tables}
         self._graph = tf.compat.v1.get_default_graph()
-        self._optimizers: dict[int, tuple[Any, Any]] = {}
+        # Every weight that stands for an updated one, and whose update it waits for. A weight that
+        # is noted twice has two.
+        self._waiting: list[tuple[Any, Any, tf.Tensor]] = []
         self._looked_up: set[int] = set()
         self.applied: list[Applied] = []
         self.standing_in: dict[int, tf.Tensor] = {}
@@ -61,10 +63,9 @@ class Noted:
         self.applied.append(Applied(optimizer, list(gradients), list(variables)))
         for gradient, variable in zip(gradients, variables, strict=True):
             if gradient is not None:
-                self._optimizers[id(variable)] = (variable, optimizer)
-                self._stand_in_for(variable)
+                self._stand_in_for(variable, optimizer)
 
-    def _stand_in_for(self, variable: Any) -> None:
+    def _stand_in_for(self, variable: Any, optimizer: Any) -> None:
         if id(variable) in self._tables:
             # To read a table would be to fetch all of it. Whoever reads this one is told off.
             value = tf.zeros(variable.shape, adopt.stored(variable).dtype)
@@ -72,11 +73,12 @@ class Noted:
             now = self._scope.get_current_value(variable)
             value = tf.identity(adopt.stored(variable) if now is None else now)
         self.standing_in[id(variable)] = value
+        self._waiting.append((variable, optimizer, value))
         self._scope.add_update((variable, value))
 
     def note_lookup(self, variable: Any) -> None:
         """Rows of a table are looked up."""
-        if id(variable) in self._optimizers:
+        if id(variable) in self.standing_in:
             self._looked_up.add(id(variable))
 
     def check(self, assigned: Collection[int]) -> None:
@@ -88,15 +90,15 @@ class Noted:
         Raises:
             NotDistributedError: It has.
         """
-        read = [
-            (variable, optimizer)
-            for key, (variable, optimizer) in self._optimizers.items()
-            if key in self._looked_up or self.standing_in[key].consumers()
-        ]
+        read = {
+            id(variable): (variable, optimizer)
+            for variable, optimizer, value in self._waiting
+            if id(variable) in self._looked_up or value.consumers()
+        }
         if not read:
             self._check_assigned(assigned)
             return
-        variable, optimizer = read[0]
+        variable, optimizer = next(iter(read.values()))
         others = f" (and {len(read) - 1} more)" if len(read) > 1 else ""
         raise NotDistributedError(
             f"the train_step of model {self._model.name!r} reads {variable.path!r}{others} after "

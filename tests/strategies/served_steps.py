@@ -8,6 +8,7 @@ from keras import layers, ops
 
 from strategies import bodies
 from strategies.bodies import digits, flat, scope_of, served_with
+from strategies.served_features import exchanging
 
 LATENT = 6
 
@@ -108,7 +109,9 @@ class Stepping(keras.Model):
         self.second = keras.optimizers.SGD(0.1)
 
     def build(self, shape):
-        self.table.build(), self.other.build(), self.dense.build((None, 3))
+        self.table.build()
+        self.other.build()
+        self.dense.build((None, 3))
         self.built = True
 
     def call(self, ids):
@@ -140,6 +143,13 @@ def _then_read(read):
     return step
 
 
+def _without_names(model, ids):
+    """Gradients alone: the optimizer knows what they are of."""
+    gradients, loss = model.gradients(ids, model.trainable_weights)
+    model.optimizer.apply(gradients)
+    return loss
+
+
 def _disjoint(model, ids):
     """Two optimizers; the second's gradients are computed without what the first updates."""
     first, second = model.table.trainable_weights, model.other.trainable_weights
@@ -163,12 +173,17 @@ def _twice(model, ids):
 def _in_a_branch(model, ids):
     weights = model.trainable_weights
     gradients, loss = model.gradients(ids, weights)
-    tf.cond(
-        loss > 0.0,
-        lambda: (model.optimizer.apply(gradients, weights), 0)[1],
-        lambda: 0,
-    )
+
+    def apply():
+        model.optimizer.apply(gradients, weights)
+        return 1
+
+    tf.cond(loss > 0.0, apply, lambda: 0)
     return loss
+
+
+def _compiled(model, ids):
+    return tf.function(lambda: _update(model, ids), autograph=False)()
 
 
 def _by_hand(model, ids):
@@ -192,8 +207,10 @@ STEPS = {
     ),
     "rate": _then_read(lambda model, ids: model.optimizer.learning_rate),
     "disjoint": _disjoint,
+    "without names": _without_names,
     "twice": _twice,
     "branch": _in_a_branch,
+    "compiled": _compiled,
     "by hand": _by_hand,
     "clipping": _clipping,
 }
@@ -206,13 +223,30 @@ def stepped(strategy, name):
         model = Stepping(name)
         model.build(None)
         model.compile(keras.optimizers.SGD(0.1))
+        model.optimizer.build(model.trainable_variables)
     model.fit(ids, batch_size=8, verbose=0)
     return flat(model.get_weights())
 
 
-def stepped_served(name, consistency):
+def stepped_served(name, consistency="sync"):
+    """With every table in two parts."""
+    strategy = served_with(consistency)
+    strategy.extended._variable_partitioner = lambda shape, dtype, axis=0: [
+        2 if shape[0] == 20 else 1,
+        *[1] * (len(shape) - 1),
+    ]
     try:
-        return stepped(served_with(consistency), name)
-    except Exception as error:
-        import traceback
-        return type(error).__name__, str(error), traceback.format_exc()
+        return stepped(strategy, name)
+    finally:
+        strategy.extended._variable_partitioner = None
+
+
+def refused(name, consistency="sync", exchange=None):
+    """Class and message of what a step raises, and the steps taken before."""
+    strategy = served_with(consistency)
+    with exchanging(strategy, exchange):
+        try:
+            served(consistency, False) if name == "adversaries" else stepped(strategy, name)
+        except Exception as error:
+            return type(error).__name__, str(error), [w["steps"] for w in strategy.traffic]
+    return "nothing", "", None
