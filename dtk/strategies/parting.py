@@ -28,7 +28,8 @@ def members(optimizer: Any) -> list:
         found.append(left.pop(0))
         inner = getattr(found[-1], "inner_optimizer", None)
         left += [] if inner is None else [inner]
-        left += list(getattr(found[-1], "optimizers", ()))
+        if isinstance(found[-1], keras.optimizers.MultiOptimizer):
+            left += found[-1].optimizers
     return found
 
 
