@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import keras
 import tensorflow as tf
 from keras import layers, ops
@@ -186,6 +188,22 @@ def _compiled(model, ids):
     return tf.function(lambda: _update(model, ids), autograph=False)()
 
 
+@functools.cache
+def stranger():
+    """A layer that no model has."""
+    layer = layers.Dense(1)
+    layer.build((None, 3))
+    return layer
+
+
+def _of_a_stranger(model, ids):
+    loss, weights = _update(model, ids), stranger().trainable_weights
+    with tf.GradientTape() as tape:
+        more = ops.sum(stranger()(ops.ones((1, 3))))
+    model.second.apply(tape.gradient(more, weights), weights)
+    return loss
+
+
 def _by_hand(model, ids):
     loss = _update(model, ids)
     model.dense.bias.assign(ops.ones((1,)))
@@ -211,6 +229,7 @@ STEPS = {
     "twice": _twice,
     "branch": _in_a_branch,
     "compiled": _compiled,
+    "stranger": _of_a_stranger,
     "by hand": _by_hand,
     "clipping": _clipping,
 }
@@ -224,6 +243,7 @@ def stepped(strategy, name):
         model.build(None)
         model.compile(keras.optimizers.SGD(0.1))
         model.optimizer.build(model.trainable_variables)
+        stranger()
     model.fit(ids, batch_size=8, verbose=0)
     return flat(model.get_weights())
 

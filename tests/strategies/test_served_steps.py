@@ -80,13 +80,14 @@ def test_steps_that_need_no_update_of_their_own(pool, name):
         ("clipping", ["reads 'stepping/dense/kernel'"]),
         ("branch", ["inside a branch, a loop or a function", "in train_step itself"]),
         ("compiled", ["inside a branch, a loop or a function", "without @tf.function"]),
+        ("stranger", ["/kernel' to optimizer", "no trainable weight of the model"]),
         ("by hand", ["assigns 'stepping/dense/bias'", "only optimizers", "constraint"]),
     ],
 )
 def test_steps_that_need_what_they_have_updated(pool, name, parts):
     ((raised, text, _),) = pool.run(served_steps.refused, name)
     assert raised == "NotDistributedError", text
-    for part in (*parts, "AllReduceStrategy"):
+    for part in (*parts, "model 'stepping'"):
         assert part in text
 
 
