@@ -107,7 +107,8 @@ class Noted:
             "the step is over: it would go on with the old weights, and train something else than "
             "one process does. Use AllReduceStrategy, where every worker updates inside the step "
             "(start with `dtk run -n 2 train.py`, without --ps); or compute every gradient before "
-            "the first apply, if that is what you mean"
+            "the first apply, if that is what you mean. A moving average of the weights is the "
+            "optimizer's use_ema=True"
         )
 
     def _check_assigned(self, assigned: Collection[int]) -> None:

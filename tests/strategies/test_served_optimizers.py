@@ -23,7 +23,7 @@ def test_every_optimizer_trains_tables_as_one_process_does(pool, consistency, pa
     RMSprop, Ftrl, Adadelta, Nadam, Lion, Adafactor and Adagrad failed on that, a MultiOptimizer
     because its members were not known; a norm to clip to was compared with that of each part.
     """
-    (mine,) = pool.run(served_optimizers.trained, consistency, parts, timeout=240)
+    (mine,) = pool.run(served_optimizers.trained, consistency, parts, timeout=300)
     expected = once(served_optimizers.plain)
     wrong = {}
     for name, weights in mine.items():
