@@ -166,6 +166,18 @@ def _disjoint(model, ids):
     return loss + more
 
 
+def _persistent(model, ids):
+    """The second gradient is taken after the first update, but of what was computed before."""
+    first, second = model.table.trainable_weights, model.other.trainable_weights
+    loss_of = keras.losses.MeanSquaredError()
+    with tf.GradientTape(persistent=True) as tape:
+        found = model(ids)
+        losses = [loss_of(target * ops.ones_like(found), found) for target in (1.0, 2.0)]
+    model.optimizer.apply(tape.gradient(losses[0], first), first)
+    model.second.apply(tape.gradient(losses[1], second), second)
+    return losses[0]
+
+
 def _twice(model, ids):
     """As WGANs train their critic: again, with what it has become."""
     _update(model, ids)
@@ -225,6 +237,7 @@ STEPS = {
     ),
     "rate": _then_read(lambda model, ids: model.optimizer.learning_rate),
     "disjoint": _disjoint,
+    "persistent": _persistent,
     "without names": _without_names,
     "twice": _twice,
     "branch": _in_a_branch,

@@ -61,7 +61,7 @@ def test_workers_that_reduce_take_both_kinds_of_adversaries(pool, joint):
 
 
 @SERVED
-@pytest.mark.parametrize("name", ["disjoint", "rate", "without names"])
+@pytest.mark.parametrize("name", ["disjoint", "persistent", "rate", "without names"])
 def test_steps_that_need_no_update_of_their_own(pool, name):
     (mine,) = pool.run(served_steps.stepped_served, name)
     expected = served_steps.stepped(None, name)
