@@ -63,6 +63,16 @@ WHOLE = {
     "LAMB": _dtk("LAMB", 0.01, weight_decay=0.01),
     "scaled LAMB": lambda: optimizers.LossScaleOptimizer(WHOLE["LAMB"](), 64.0),
 }
+ORDERLESS = (
+    "rmsprop centered",
+    "nadam",
+    "adagrad",
+    "adadelta",
+    "ftrl",
+    "lion",
+    "clipnorm",
+    "several",
+)
 CONSTRAINTS = {
     "non-negative": keras.constraints.NonNeg,
     "unit rows": lambda: keras.constraints.UnitNorm(axis=1),
@@ -70,14 +80,14 @@ CONSTRAINTS = {
 }
 
 
-def _tower(**table):
+def _tower(top, table):
     keras.utils.set_random_seed(5)
     return keras.Sequential(
         [
             keras.Input((TOKENS,), dtype="int32"),
             layers.Embedding(ROWS, 8, **table),
             layers.Flatten(),
-            layers.Dense(4),
+            *top(),
         ]
     )
 
@@ -87,23 +97,28 @@ class Towers(keras.Model):
 
     def __init__(self, recipes, **table):
         super().__init__()
-        self.towers = [_tower(**table) for _ in recipes]
+        self.towers = [_tower(self.top, table) for _ in recipes]
         self.updating = []
         for number, make in enumerate(recipes.values()):
             setattr(self, f"optimizer_{number}", make())
             self.updating.append(f"optimizer_{number}")
+
+    def top(self):
+        return [layers.Dense(4)]
+
+    def loss_of(self, labels, outputs):
+        return keras.losses.SparseCategoricalCrossentropy(from_logits=True)(labels, outputs)
 
     def call(self, tokens):
         return [tower(tokens) for tower in self.towers]
 
     def train_step(self, data):
         tokens, labels = data
-        loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         found = []
         for tower, name in zip(self.towers, self.updating, strict=True):
             optimizer = getattr(self, name)
             with tf.GradientTape() as tape:
-                loss = optimizer.scale_loss(loss_of(labels, tower(tokens)))
+                loss = optimizer.scale_loss(self.loss_of(labels, tower(tokens)))
             weights = tower.trainable_weights
             found.append((optimizer, tape.gradient(loss, weights), weights))
         for optimizer, gradients, weights in found:
@@ -111,15 +126,28 @@ class Towers(keras.Model):
         return {"loss": loss}
 
 
-def _towers(recipes, strategy, parts, run_eagerly=False, **table):
-    tokens = np.random.default_rng(0).integers(0, ROWS, (48, TOKENS))
-    tokens[:, 1] = tokens[:, 0]  # rows that a batch takes twice
+class Linear(Towers):
+    """Towers whose gradients do not depend on their weights, so neither on how old these are."""
+
+    def top(self):
+        return []
+
+    def loss_of(self, labels, outputs):
+        return keras.ops.mean(keras.ops.sum(outputs * keras.ops.arange(48, dtype="float32"), -1))
+
+
+def _towers(recipes, strategy, parts, run_eagerly=False, kind=Towers, **table):
+    if kind is Linear:
+        tokens = np.arange(48 * TOKENS).reshape(48, TOKENS)
+    else:
+        tokens = np.random.default_rng(0).integers(0, ROWS, (48, TOKENS))
+        tokens[:, 1] = tokens[:, 0]  # rows that a batch takes twice
     labels = tokens.sum(1) % 4
     if strategy is not None:
         strategy.extended._variable_partitioner = Partitioner(parts)
     try:
         with scope_of(strategy):
-            model = Towers(recipes, **table)
+            model = kind(recipes, **table)
             model.compile(run_eagerly=run_eagerly)
         keras.utils.set_random_seed(6)  # the order of the rows
         model.fit(tokens, labels, batch_size=12, verbose=0)
@@ -142,6 +170,13 @@ def plain():
     Eagerly: in a graph Keras 3.15 trains tables with ScheduleFreeAdamW as if they began with zeros.
     """
     return _towers(BY_ROWS | WHOLE, None, 1, run_eagerly=True)
+
+
+def of_any_age(consistency):
+    """Tables, in two parts where there is a consistency, after four steps; gradients are given."""
+    strategy = served_with(consistency) if consistency else None
+    recipes = {name: BY_ROWS[name] for name in ORDERLESS}
+    return _towers(recipes, strategy, 2, run_eagerly=strategy is None, kind=Linear)
 
 
 def constrained(name, consistency):

@@ -160,7 +160,7 @@ def _disjoint(model, ids):
     )
     model.optimizer.apply(gradients, first)
     gradients, more = model.gradients(
-        ids, second, output=lambda: ops.sum(model.other(ids), -1) [:, None] * 2.0
+        ids, second, output=lambda: ops.sum(model.other(ids), -1)[:, None] * 2.0
     )
     model.second.apply(gradients, second)
     return loss + more

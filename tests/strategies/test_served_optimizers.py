@@ -24,7 +24,17 @@ def test_every_optimizer_trains_tables_as_one_process_does(pool, consistency, pa
     because its members were not known; a norm to clip to was compared with that of each part.
     """
     (mine,) = pool.run(served_optimizers.trained, consistency, parts, timeout=300)
-    expected = once(served_optimizers.plain)
+    check(mine, once(served_optimizers.plain))
+
+
+@pytest.mark.worlds(("served", 1))
+def test_asynchronous_steps_of_one_worker_are_those_of_one_process(pool):
+    """But for the age of the weights they read, on which these gradients do not depend."""
+    (mine,) = pool.run(served_optimizers.of_any_age, "async", timeout=120)
+    check(mine, once(served_optimizers.of_any_age, None))
+
+
+def check(mine, expected):
     wrong = {}
     for name, weights in mine.items():
         wanted = flat(expected[name])
