@@ -41,7 +41,7 @@ class LayerwiseOptimizer(keras.optimizers.Optimizer):
     Weight decay is part of the gradient or of the update, and so of the norms; it is not Keras's
     decoupled one. Clipping, accumulation, loss scaling and moving averages are Keras's own.
 
-    Where parameter servers hold a variable in parts, each part has a ratio of its own.
+    A variable that parameter servers hold in parts has no such ratio: it must be skipped.
 
     Args:
         learning_rate: A float, a schedule, or a function.

@@ -20,7 +20,8 @@ its data by them, in tests/callbacks/test_keras_seam.py:
     Optimizer   _distribution_strategy, _all_reduce_sum_gradients, _clip_gradients,
                 _accumulated_gradients, _learning_rate,
                 _trainable_variables_indices, _trainable_variables, _var_key
-    Variable    _value, _initialize, _initialize_with_initializer
+    Muon        _should_use_adamw
+    Variable    _value, _path, _initialize, _initialize_with_initializer
     Embedding   _embeddings
     TFEpochIterator   _distributed_dataset, _num_batches, _current_iterator, _steps_seen,
                 _get_iterator, _enumerate_iterator, _interrupted_warning
@@ -370,11 +371,12 @@ class Part(keras.Variable):
     """One part of a partitioned variable, as an optimizer sees it.
 
     Args:
-        whole: The Keras variable.
+        whole: The Keras variable. Optimizers decide by its path what they do to a part.
         index: Which part.
     """
 
     def __init__(self, whole: Any, index: int):
+        self.whole = whole
         self._part = (extended.shards_of(whole._value) or ())[index]
         super().__init__(
             initializer=lambda shape, dtype: None,
@@ -382,6 +384,8 @@ class Part(keras.Variable):
             dtype=whole.dtype,
             name=f"{whole.name}_part_{index}",
         )
+        self._path = whole.path
+        self.constraint = whole.constraint
 
     def _initialize_with_initializer(self, initializer: Callable) -> None:
         self._value = self._part
@@ -424,6 +428,11 @@ def given_rate(optimizer: Any) -> Any:
     """What an optimizer computes its learning rate with; None when the rate is a plain number."""
     rate = optimizer._learning_rate
     return rate if callable(rate) and not isinstance(rate, KerasVariable) else None
+
+
+def takes_adamw(muon: Any, variable: Any) -> bool:
+    """Whether a `keras.optimizers.Muon` updates a variable as AdamW does."""
+    return muon._should_use_adamw(variable)
 
 
 def index_variables(optimizer: Any) -> None:

@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from dtk.strategies import adopt, extended, optimizing, steps, tracing
+from dtk.strategies.noting import Noted
 
 
 class Apart(NamedTuple):
@@ -65,38 +66,45 @@ def trace_apart(
             respect to these values.
         tables: Keras variables that are looked up where they are instead.
         kinds: Of the step's terms, see `terms`.
+
+    Raises:
+        NotDistributedError: The step needs what it has updated, which is not updated yet.
     """
     own = step_function.__name__ == "train_step" and adopt.takes_own_step(model)
     step = tracing.Step(share, size, model, world_sum, kinds=kinds, own=own)
-    step.applied = []
+    scope = keras.StatelessScope(state_mapping=state, collect_losses=True)
+    step.noted = noted = Noted(scope, model, tables)
     with (
         tracing.tracing(step),
         # Terms are looked for in what the script differentiates by, which this replaces.
-        _tapes_over(state, tables),
+        _tapes_over(state, tables, noted),
         tracing.in_shares(),
         adopt.results_through(adopt.metrics_of(model), steps.result_of),
-        _looked_up_in_place(tables, model),
-        keras.StatelessScope(state_mapping=state, collect_losses=True) as scope,
+        _looked_up_in_place(tables, model, noted),
+        scope,
     ):
         logs = step_function(data)
-    return Apart(logs, step.applied, scope, step, tf.add_n(step.rows_read))
+    noted.check(set(step.assigned))
+    return Apart(logs, noted.applied, scope, step, tf.add_n(step.rows_read))
 
 
 @contextlib.contextmanager
-def _tapes_over(state: Sequence, tables: Sequence) -> Iterator[None]:
+def _tapes_over(state: Sequence, tables: Sequence, noted: Noted) -> Iterator[None]:
     """Let gradient tapes see the values that stand for variables."""
-    values = {id(variable): value for variable, value in state if variable.trainable}
+    given = {id(variable): value for variable, value in state if variable.trainable}
     places = {id(variable): adopt.stored(variable) for variable in tables}
     enter, gradient = tf.GradientTape.__enter__, tf.GradientTape.gradient
 
     def watching(self: Any) -> Any:
         tape = enter(self)
-        tape.watch(list(values.values()))
+        tape._dtk_watched = {**given, **noted.standing_in}
+        tape.watch(list(tape._dtk_watched.values()))
         return tape
 
     @functools.wraps(gradient)
     def through(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         flat = keras.tree.flatten(sources)
+        values = getattr(self, "_dtk_watched", given)
         asked = [
             extended.shards_of(places[id(s)]) or places[id(s)]
             if id(s) in places
@@ -129,7 +137,20 @@ def _whole_gradient(parts: Sequence, variable: Any) -> tf.IndexedSlices | None:
         first += shard.shape[0]
     if not rows:
         return None
-    return tf.IndexedSlices(tf.concat(rows, 0), tf.concat(indices, 0), tuple(variable.shape))
+    return rows_of(tf.concat(rows, 0), tf.concat(indices, 0), variable.shape)
+
+
+def rows_of(values: tf.Tensor, indices: tf.Tensor, shape: Sequence[int]) -> tf.IndexedSlices:
+    """A gradient of some rows, as TensorFlow makes them: the shape is a tensor, too.
+
+    Keras computes with that shape, together with the row numbers: their types must be the same.
+
+    Args:
+        values: The rows.
+        indices: Their numbers.
+        shape: Of the whole.
+    """
+    return tf.IndexedSlices(values, indices, tf.constant(tuple(shape), indices.dtype))
 
 
 def as_slices(gradient: Any) -> tf.IndexedSlices:
@@ -139,7 +160,7 @@ def as_slices(gradient: Any) -> tf.IndexedSlices:
     return tf.IndexedSlices(gradient, tf.range(tf.shape(gradient, tf.int64)[0]))
 
 
-def _looked_up_in_place(tables: Sequence, model: Any) -> Any:
+def _looked_up_in_place(tables: Sequence, model: Any, noted: Noted) -> Any:
     """Let `keras.ops.take` fetch from tables only the rows it takes, each once.
 
     Their gradients then have each row once, too. But Keras squares and clips a sparse gradient
@@ -153,6 +174,7 @@ def _looked_up_in_place(tables: Sequence, model: Any) -> Any:
         dense = not isinstance(indices, tf.SparseTensor | tf.RaggedTensor)
         if id(x) not in places or axis != 0 or not dense:
             return take(x, indices, axis)
+        noted.note_lookup(x)
         indices = tf.convert_to_tensor(indices)
         flat = tf.reshape(indices, [-1])
         flat = tf.where(flat < 0, flat + x.shape[0], flat)

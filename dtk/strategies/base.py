@@ -35,6 +35,13 @@ class DtkStrategy(tf.distribute.Strategy):
     exchange: Any = None
     self_test: bool | str = "auto"
 
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        # Without a docstring of its own, help() shows that of TensorFlow's constructor, which
+        # takes other arguments. The class's docstring describes these.
+        if "__init__" in vars(cls) and not cls.__init__.__doc__:
+            cls.__init__.__doc__ = f"Take the arguments that {cls.__name__} describes."
+
     def __init__(
         self, extended: Any, communicator: Communicator, resolver: JobResolver | None = None
     ):

@@ -62,9 +62,14 @@ class DownpourTraining(Training):
         """Gradients of several steps are summed on the worker, as they are.
 
         Raises:
-            ValueError: The optimizer scales them, or counts steps itself.
+            ValueError: The optimizer scales them, counts steps itself, or has several rates.
         """
         for optimizer in optimizing.optimizers_of(self.model):
+            if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+                raise ValueError(
+                    f"{self._exchange!r} trains on with the optimizer's rate on the worker, and "
+                    f"optimizer {optimizer.name!r} has several; use one optimizer, or exchange=None"
+                )
             scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
             if scales or optimizer.gradient_accumulation_steps:
                 raise ValueError(

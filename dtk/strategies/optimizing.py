@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from dtk.errors import at_rank
-from dtk.strategies import adopt, extended, tracing
+from dtk.strategies import adopt, extended, parting, tracing
 from dtk.strategies.exchanging import Exchanging, exchanging_of, shaped
 
 
@@ -165,10 +165,9 @@ def _taken(optimizer: Any, gradients: Any, variables: Any) -> tuple[list, bool]:
     if step is None:
         return list(gradients), False
     gradients = step.handed_over(list(gradients))
-    if step.applied is None:
+    if step.noted is None:
         return gradients, False
-    trained = variables or adopt.trained_variables(optimizer)
-    step.applied.append(tracing.Applied(optimizer, gradients, list(trained)))
+    step.noted.note(optimizer, gradients, list(variables or adopt.trained_variables(optimizer)))
     return gradients, True
 
 
@@ -250,29 +249,46 @@ def note_applies(optimizer: Any, strategy: Any, parts_of: Callable[[Any], list])
         strategy: Its strategy.
         parts_of: Keras variable -> itself in a list, or its parts.
     """
-    chain = _chain(optimizer)
-    outer = chain[0]
+    outer = optimizer
     if getattr(outer, "_dtk_bound", None) is strategy:
         return
-    for member in chain:
-        _check_owner(member, strategy)
-        adopt.own_optimizer(member, strategy)
+    _take_members(outer, strategy)
     outer._dtk_bound = strategy
     _weigh_own_loss(outer)
     apply, build, finalize = outer.apply, outer.build, outer.finalize_variable_values
+    built_for: list = []
 
     @functools.wraps(apply)
     def noted_apply(grads: Any, trainable_variables: Any = None) -> Any:
-        grads, only_noted = _taken(outer, grads, trainable_variables)
-        return None if only_noted else apply(grads, trainable_variables)
+        step = tracing.current()
+        if step is None or step.noted is None:
+            return apply(grads, trainable_variables)
+        _build_in_time(outer, trainable_variables, strategy)
+        variables = trainable_variables or built_for or adopt.trained_variables(outer)
+        step.noted.note(outer, step.handed_over(list(grads)), list(variables))
+        return None
 
     def expanded(variables: Any) -> list:
         return [part for variable in variables for part in parts_of(variable)]
 
+    def build_parts(variables: Any) -> None:
+        built_for[:] = variables
+        build(expanded(variables))
+        _take_members(outer, strategy)  # a MultiOptimizer may make them while it is built
+
     outer.apply = noted_apply
     outer._dtk_apply = apply
-    outer.build = lambda variables: build(expanded(variables))
+    outer.build = build_parts
     outer.finalize_variable_values = lambda variables: finalize(expanded(variables))
+
+
+def _take_members(outer: Any, strategy: Any) -> None:
+    for member in parting.members(outer):
+        if getattr(member, "_dtk_member_of", None) is not strategy:
+            _check_owner(member, strategy)
+            adopt.own_optimizer(member, strategy)
+            parting.clip_wholes(member)
+            member._dtk_member_of = strategy
 
 
 def apply_now(optimizer: Any, gradients: list, variables: list) -> None:

@@ -40,7 +40,9 @@ class ParameterServerStrategy(DtkStrategy, extended.ServerStrategy):
     Args:
         consistency: "sync", "async", `Sync(backup_workers=b)` or `BoundedDelay(tau)`.
         variable_partitioner: Cuts large variables into parts on several servers, such as
-            `tf.distribute.experimental.partitioners.MinSizePartitioner()`; None cuts none.
+            `tf.distribute.experimental.partitioners.MinSizePartitioner()`; None cuts none. An
+            optimizer takes each part for itself. Those that need the whole of a variable (Lamb,
+            LARS, Adafactor, Muon's matrices) are refused; one of your own must not be such.
         exchange: A `dtk.exchange.Downpour`, to push and fetch less, or a `Quantized`, to push a few
             bits of each entry ("1bit" and the like for short); None sends every gradient.
 

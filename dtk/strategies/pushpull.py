@@ -163,15 +163,18 @@ class Layout:
                     index = slot.holds[0]
                     shape = tuple(self.weights[index].shape)
                     rows = tf.reshape(content, (-1, *shape[1:]))
-                    gradients[index] = tf.IndexedSlices(rows, row_numbers, shape)
+                    gradients[index] = apart.rows_of(rows, row_numbers, shape)
         return gradients
 
     def _read(self, slot: Slot, mailboxes: Sequence) -> list[tf.Tensor]:
         number = next(n for n, other in enumerate(self.slots) if other is slot)
-        return [
+        found = [
             tf.raw_ops.ReadVariableOp(resource=_of_any_length(handles[number]), dtype=slot.dtype)
             for handles in mailboxes
         ]
+        # A handle without a length has no rank, either; what lies in a mailbox is flat, and
+        # optimizers ask what row numbers gather for its rank.
+        return [tf.ensure_shape(flat, [None]) for flat in found]
 
     def _read_dense(self, slot: Slot, mailboxes: Sequence) -> list[tf.Tensor]:
         return self._read(slot, mailboxes)
@@ -236,7 +239,7 @@ def split_gradient(gradient: Any, variable: Any) -> list:
         mine = (indices >= first) & (indices < first + size)
         rows = tf.boolean_mask(gradient.values, mine)
         split.append(
-            tf.IndexedSlices(rows, tf.boolean_mask(indices, mine) - first, tuple(shard.shape))
+            apart.rows_of(rows, tf.boolean_mask(indices, mine) - first, shard.shape)
         )
         first += size
     return split

@@ -39,6 +39,21 @@ class Applied(NamedTuple):
     variables: list
 
 
+class Gathered:
+    """Takes the gradients of a step that is only looked at.
+
+    Attributes:
+        applied: What it was given, in order.
+    """
+
+    def __init__(self) -> None:
+        self.applied: list[Applied] = []
+
+    def note(self, optimizer: Any, gradients: list, variables: list) -> None:
+        """An optimizer is given these gradients."""
+        self.applied.append(Applied(optimizer, gradients, variables))
+
+
 class Step:
     """One replica's step being traced.
 
@@ -52,7 +67,7 @@ class Step:
         own: Whether Keras's own train step computes the gradients, so that its loss is weighed.
 
     Attributes:
-        applied: What was handed to optimizers, where they only note it; else None.
+        noted: Takes what is to be applied, where steps only note it (see `noting`); else None.
         rows_read: Bytes of table rows looked up so far, int64 scalars.
         reductions: How many times gradients were reduced.
         assigned: Keras variables assigned so far, by id.
@@ -80,7 +95,7 @@ class Step:
         self.world_sum = world_sum
         self.rows = rows
         self.own = own
-        self.applied: list[Applied] | None = None
+        self.noted: Any = None
         self.rows_read: list[tf.Tensor] = [tf.constant(0, tf.int64)]
         self._graph = tf.compat.v1.get_default_graph()
         self.reductions = 0

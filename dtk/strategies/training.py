@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtk.errors import NotDistributedError
-from dtk.strategies import adopt, extended, optimizing, pushpull, slicing, worker_data
+from dtk.strategies import adopt, extended, optimizing, parting, pushpull, slicing, worker_data
 from dtk.strategies.apart import Apart, trace_apart
 from dtk.strategies.consistency import Schedule
 from dtk.strategies.loops import Counting, Result, whole_batch
@@ -140,7 +140,7 @@ class Training(Counting):
         found: dict[int, Any] = {}
         self._plan = []
         for optimizer, gradients, variables in applied:
-            parts = [p for v in variables for p in self.adoption.parts_of(v)]
+            parts = [p for v in variables for p in self._checked_parts(optimizer, v)]
             split = [
                 g
                 for gradient, v in zip(gradients, variables, strict=True)
@@ -158,6 +158,19 @@ class Training(Counting):
             id(w) for w, g in zip(self._layout.weights, gradients, strict=True) if g is None
         }
         return gradients
+
+    def _checked_parts(self, optimizer: Any, variable: Any) -> list:
+        assert self._layout is not None
+        parts = self.adoption.parts_of(variable)
+        if not {id(part) for part in parts} <= {id(weight) for weight in self._layout.weights}:
+            raise NotDistributedError(
+                f"the train_step of model {self.model.name!r} hands a gradient of "
+                f"{variable.path!r} to optimizer {optimizer.name!r}, which is no trainable weight "
+                "of the model, so workers have no place to send it to; make the layer that "
+                "has it an attribute of the model"
+            )
+        parting.check_parts(optimizer, variable, parts)
+        return parts
 
     def _compute(self, work: Any, worker: int) -> Result:
         piece, batch = work

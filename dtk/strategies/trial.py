@@ -126,7 +126,7 @@ class Trial:
             random_draws.restart(self.rows)
             rows = tf.constant(self.rows, tf.int64)
             step = tracing.Step(tf.ones([]), 1, self.model, tf.identity, rows, own=self.own)
-            step.applied = []
+            step.noted = tracing.Gathered()
             with tracing.tracing(step):
                 logs = self.step_function(slicing.forget_rows(self._whole_data))
                 return self._observed(step, logs, names, lambda values: values)
@@ -145,7 +145,7 @@ class Trial:
                     self.step_function, batch, model, strategy, kinds
                 )
                 before = {id(v): tf.identity(v) for v in steps.metric_variables(model)}
-                step.applied, step.world = [], steps.World(step, before, present)
+                step.noted, step.world = tracing.Gathered(), steps.World(step, before, present)
                 with tracing.tracing(step), extended.counted_if(present):
                     logs = self.step_function(data)
                     step.world.average()
@@ -176,7 +176,7 @@ class Trial:
             for metric in adopt.metrics_of(self.model)
             for value in tf.nest.flatten(metric.result())
         ]
-        gradients = gradients_of(step.applied or [])
+        gradients = gradients_of(step.noted.applied)
         own = {id(v) for v in [*steps.metric_variables(self.model), *self.adoption.seed_states()]}
         state = [(v.path, tf.identity(v)) for key, v in step.assigned.items() if key not in own]
         table = table_of(step)

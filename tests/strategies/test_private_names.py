@@ -138,8 +138,20 @@ def test_optimizer_attributes():
         assert hasattr(optimizer, name), f"keras.optimizers.Optimizer has lost {name}"
 
 
+def test_muon_tells_what_it_updates_as_adamw_does():
+    muon = keras.optimizers.Muon()
+    assert muon._should_use_adamw(keras.Variable([1.0]))
+    assert not muon._should_use_adamw(keras.Variable([[1.0]], name="kernel"))
+
+
 def test_variable_value():
     assert isinstance(keras.Variable([1.0])._value, tf.Variable)
+
+
+def test_variable_path():
+    variable = keras.Variable([1.0])
+    variable._path = "layer/kernel"
+    assert variable.path == "layer/kernel", "keras.Variable has lost _path"
 
 
 def test_epoch_iterator_keeps_its_dataset():
