@@ -27,6 +27,7 @@ from dtk.exchange import (
     quantized,
 )
 from dtk.exchange.base import Trained
+from dtk.exchange.dense import DenseExchanger
 from dtk.exchange.memory import Memory
 from exchange import exchanged
 
@@ -84,8 +85,8 @@ def two_stages(size, steps, bits, shape):
 @two_and_three
 @pytest.mark.parametrize(
     "bits, in_graph",
-    [(1, True), pytest.param(1, False, marks=pytest.mark.full), (4, False)],
-    ids=["1-graph", "1-eager", "4-eager"],
+    [(1, True), pytest.param(1, False, marks=pytest.mark.full), (4, False), (11, True)],
+    ids=["1-graph", "1-eager", "4-eager", "11-graph"],
 )
 def test_gradients_are_quantised_twice_and_what_is_left_is_kept(pool, bits, in_graph):
     results = pool.run(exchanged.sums, Quantized(bits), 3, in_graph)
@@ -487,9 +488,12 @@ def test_what_another_exchange_remembered_is_refused():
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: Quantized(3), "a power of two, one of 1, 2, 4, 8, 16"),
-        (lambda: Quantized(32), "for whole gradients: Dense()"),
+        (lambda: Quantized(0), "expected 1 to 16, or 32 for whole gradients, as Dense()"),
+        (lambda: Quantized(33), "expected 1 to 16, or 32"),
+        (lambda: Quantized(17), "float32, whose mantissa has 24 bits"),
+        (lambda: Quantized(31), "float32, whose mantissa has 24 bits"),
         (lambda: Quantized(True), "Quantized(bits=True)"),
+        (lambda: Quantized(3.0), "Quantized(bits=3.0)"),
         (lambda: Dense("float64"), "'float16' or 'bfloat16', or None"),
         (lambda: BlockMomentum(0), "BlockMomentum(block_size=0); expected a number of rows"),
         (lambda: BlockMomentum(64, momentum=1.0), "BlockMomentum(momentum=1.0)"),
@@ -508,7 +512,7 @@ def test_what_another_exchange_remembered_is_refused():
         ),
         (lambda: Delayed(BlockMomentum(64)), "Delayed(exchange=BlockMomentum"),
         (lambda: Delayed(WarmStart(Dense(), 5)), "WarmStart(Delayed(...), samples=...)"),
-        (lambda: exchanges.parse("3bit"), "expected one of auto, fp16, bf16, 1bit"),
+        (lambda: exchanges.parse("17bit"), "expected one of 'auto', 'fp16', 'bf16', '1bit' to '16"),
         (lambda: Dense("bfloat16").check(OnlyFloat16(0, 2)), "adds no bfloat16 up"),
     ],
 )
@@ -527,6 +531,18 @@ class OnlyFloat16(NullCommunicator):
 def test_an_exchange_of_another_kind_is_refused():
     with pytest.raises(TypeError, match="expected a value of dtk.exchange"):
         exchanges.parse(8)
+    with pytest.raises(TypeError, match=r'ParameterServerStrategy\("async", exchange=Downpour'):
+        exchanges.parse(exchanges.Downpour())
+
+
+def test_32_bits_are_whole_gradients():
+    assert exchanges.parse("3bit") == Quantized(3) and exchanges.parse("13bit") == Quantized(13)
+    off = exchanges.parse("32bit")
+    communicator = NullCommunicator(0, 2)
+    memory = Memory(communicator, "CPU:0")
+    exchanger = off.exchanger(communicator, memory, Trained())
+    assert isinstance(exchanger, DenseExchanger) and not off.remembers
+    assert Quantized(1).remembers
 
 
 @two
