@@ -189,6 +189,15 @@ def check(consistency: Consistency, workers: int) -> None:
         )
 
 
+def ahead(tau: float, workers: int) -> int:
+    """Steps that may be offered and not applied when `fit` goes on with the next batch.
+
+    Asynchronous workers shall find work waiting, whatever the main thread is busy with. It bounds
+    how stale their steps can be, see `Staleness`.
+    """
+    return 2 * workers if tau else 0
+
+
 @dataclass(frozen=True)
 class Piece:
     """One slice of one step, handed to one worker; no two are equal.
@@ -208,9 +217,16 @@ class Piece:
 class Staleness:
     """How old the weights were that finished steps computed with.
 
-    A step's staleness is how many steps before it were missing from the weights it read; its lag is
-    how far back the oldest of them was. With W workers, one piece each, staleness stays below W
-    however slow one of them is; lag is what grows with a slow worker. Neither exceeds tau.
+    A step's staleness is how many steps before it were not applied when it was handed out (the
+    weights are read a little later, and may hold some of them); its lag is how far back the oldest
+    of them was. Neither exceeds tau.
+
+    Without tau, lag has no bound: it grows with a slow worker. Staleness has one, which is not the
+    W - 1 steps of the other workers: a worker that has handed in its gradients goes on while they
+    wait for the main thread to apply them. But `fit` reads no further batch while more than
+    `ahead` = 2 W steps are not applied, so that a step misses at most 2 W others, however slow a
+    worker or the main thread is. Weights that a worker keeps from an earlier fetch (see
+    `dtk.exchange.Downpour`) miss what was applied since, besides.
 
     Attributes:
         histogram: Staleness -> number of steps.

@@ -31,6 +31,7 @@ from dtk.strategies.consistency import (
     Schedule,
     Staleness,
     Sync,
+    ahead,
     check,
     parse,
 )
@@ -485,6 +486,44 @@ def test_staleness_is_the_steps_missing_from_the_weights():
     assert schedule.statistics == Staleness(histogram={0: 1, 1: 5}, lag=4)
     assert schedule.statistics.max == 1
     assert schedule.statistics.mean == pytest.approx(5 / 6)
+
+
+def as_fit_does(schedule, workers, choices):
+    """Batches are offered as `fit` offers them, while workers and the main thread take any turns.
+
+    Each choice is a worker, who hands in what it has and takes more, or the main thread, which
+    applies a step that is complete, or offers one when it may.
+    """
+    has, complete = {}, []
+    for choice in choices:
+        if choice < workers:
+            if (piece := has.pop(choice, None)) is not None and schedule.returned(piece, choice):
+                complete.append(piece.step)
+            if (piece := schedule.take(choice)) is not None:
+                has[choice] = piece
+        elif schedule.unfinished <= ahead(schedule.tau, workers):
+            schedule.offer()
+        elif complete:
+            schedule.applied(complete.pop(0))
+    for step in complete:
+        schedule.applied(step)
+
+
+def test_gradients_that_wait_to_be_applied_make_steps_staler_than_there_are_workers():
+    """The docstring once said that staleness stays below the number of workers."""
+    schedule, one, main = Schedule(math.inf), 0, 2
+    as_fit_does(schedule, 2, [main] * 7 + [one] * 9)
+    assert schedule.statistics.max == 4, "step 4 misses steps 0 to 3, which it has handed in"
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 3), st.sampled_from([1, 3, math.inf]), st.data())
+def test_staleness_never_exceeds_what_fit_lets_wait(workers, tau, data):
+    choices = data.draw(st.lists(st.integers(0, workers), min_size=20, max_size=120))
+    schedule = Schedule(tau)
+    as_fit_does(schedule, workers, choices)
+    assert schedule.statistics.max <= min(tau, 2 * workers)
+    assert schedule.statistics.lag <= tau
 
 
 def test_a_serial_schedule_is_never_stale():
