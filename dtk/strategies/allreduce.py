@@ -13,6 +13,7 @@ from dtk.communicators.base import Communicator
 from dtk.exchange import parse
 from dtk.strategies import start
 from dtk.strategies.base import DtkStrategy
+from dtk.strategies.consistency import check_no_exchange
 from dtk.strategies.extended import AllReduceExtended
 
 
@@ -30,11 +31,11 @@ class AllReduceStrategy(DtkStrategy):
             `print(strategy.communicator.costs)` says what was found and chosen; see
             `dtk.communicators.calibration`.
         exchange: What is sent of gradients, and when: a value of `dtk.exchange`, or its short name
-            ("auto", "fp16", "bf16", "1bit", "2bit", "4bit", "8bit", "16bit"); None sends them as
-            they are.
+            ("auto", "fp16", "bf16", "1bit" to "16bit"); None sends them as they are.
 
     Raises:
         ValueError: No such exchange, or it cannot work with this many workers.
+        TypeError: No exchange, or one of parameter servers.
         CommunicatorError: The communicator cannot start; the message says what to do.
         DisagreementError: Ranks run different scripts or versions of dtk.
 
@@ -49,6 +50,7 @@ class AllReduceStrategy(DtkStrategy):
     """
 
     def __init__(self, communicator: str | Communicator = "auto", exchange: Any = None):
+        check_no_exchange(exchange)
         parsed = parse(exchange)
         with quiet.device_start():
             if not isinstance(communicator, Communicator):

@@ -212,9 +212,12 @@ def _config() -> cluster.TFConfig:
 def _checked(exchange: Any, consistency: rules.Consistency) -> Downpour | None:
     if exchange is None:
         return None
+    rules.check_no_exchange(exchange)
     if isinstance(exchange, str):
         exchange = parse(exchange)
     if isinstance(exchange, Quantized):
+        if not exchange.codes:
+            return None
         exchange = Downpour(bits=exchange.bits)
     if not isinstance(exchange, Downpour):
         raise ValueError(

@@ -832,4 +832,33 @@ def test_a_schedule_is_loosened_and_never_tightened():
 @pytest.mark.parametrize("arguments", [{}, {"epochs": 1, "samples": 1}, {"epochs": -1}])
 def test_a_warm_start_has_one_length(arguments):
     with pytest.raises(ValueError, match="expected"):
-        consistency.WarmStart(**arguments)
+        consistency.SerialStart(**arguments)
+
+
+@pytest.mark.parametrize("make", [Async, lambda warm_start: BoundedDelay(2, warm_start)])
+def test_the_warm_start_of_an_exchange_is_not_taken_for_a_serial_one(make):
+    """It was, without a word, until it failed in the middle of `fit`."""
+    from dtk.exchange import Dense, WarmStart
+
+    assert make(warm_start=consistency.SerialStart(epochs=1)).warm_start.epochs == 1
+    with pytest.raises(TypeError, match=r"expected dtk.strategies.SerialStart\(epochs=1\)"):
+        make(warm_start=WarmStart(Dense(), samples=10))
+
+
+def test_a_serial_start_is_not_taken_for_an_exchange():
+    from dtk.strategies import AllReduceStrategy, parameter_server
+
+    start = consistency.SerialStart(samples=64)
+    with pytest.raises(TypeError, match="no exchange: .* use dtk.exchange.WarmStart"):
+        AllReduceStrategy(communicator="local", exchange=start)
+    with pytest.raises(TypeError, match="no exchange: .*warm_start=SerialStart"):
+        parameter_server._checked(start, Async())
+
+
+def test_the_old_name_of_a_serial_start_still_works_and_says_so():
+    import dtk
+
+    with pytest.warns(DeprecationWarning, match="is now dtk.strategies.SerialStart"):
+        assert dtk.strategies.WarmStart is consistency.SerialStart
+    with pytest.raises(AttributeError, match="no attribute 'ColdStart'"):
+        dtk.strategies.ColdStart  # noqa: B018
