@@ -26,7 +26,7 @@ from dtk.exchange import (
     codec,
     quantized,
 )
-from dtk.exchange.base import Trained
+from dtk.exchange.base import Portion, Trained
 from dtk.exchange.dense import DenseExchanger
 from dtk.exchange.memory import Memory
 from exchange import exchanged
@@ -281,6 +281,58 @@ def test_block_momentum_is_the_vector_of_the_original(pool, nesterov, expected):
         np.testing.assert_allclose([weight for weight, _, _ in after], expected, rtol=1e-6)
         assert [slot for _, slot, _ in after] == [0.0, 0.0], "local momentum is forgotten"
         assert all(together for _, _, together in after)
+
+
+def moved_by(value, changes, rows=None):
+    """How far one weight is moved by each block of a world whose other ranks change nothing."""
+    communicator, weight, after = NullCommunicator(0, 4), tf.Variable(0.0), []
+    memory = Memory(communicator, "CPU:0")
+    exchanger = value.exchanger(communicator, memory, Trained([weight], []))
+    for index, change in enumerate(changes):
+        before = float(weight)
+        count = value.block_size if rows is None else rows[index]
+        portion = Portion(tf.constant(count, tf.int64), tf.constant(0.25))
+        exchanger.apply([tf.constant(0.0)], lambda _, by=change: weight.assign_add(by), portion)
+        exchanger.count(portion)
+        exchanger.close()
+        after.append(float(weight) - before)
+    return after
+
+
+@pytest.mark.parametrize("momentum, eta", [(None, 0.75), (0.5, 0.5), (0.0, 0.0)])
+@pytest.mark.parametrize("rate", [1.0, 0.4])
+def test_a_blocks_changes_go_into_the_weights_over_several(momentum, eta, rate):
+    """In all 1 + eta times as far with Nesterov's momentum: the docstring once said once."""
+    for nesterov, gain in ((False, 1.0), (True, 1.0 + eta)):
+        value = BlockMomentum(64, momentum=momentum, rate=rate, nesterov=nesterov)
+        moved = moved_by(value, [100.0] + [0.0] * 60)
+        parts = 100.0 * rate * gain * (1 - eta) * eta ** np.arange(61)
+        np.testing.assert_allclose(moved, parts, rtol=1e-4, atol=1e-4)
+        assert sum(moved) == pytest.approx(100.0 * rate * gain, rel=1e-4)
+
+
+def test_the_rate_that_takes_nesterovs_gain_back():
+    value = BlockMomentum(64, rate=4 / (2 * 4 - 1))
+    assert sum(moved_by(value, [100.0] + [0.0] * 60)) == pytest.approx(100.0, rel=1e-4)
+
+
+def test_less_than_a_block_counts_for_less():
+    value = BlockMomentum(64, nesterov=False)
+    moved = moved_by(value, [100.0] + [0.0] * 60, [16] + [64] * 60)
+    assert sum(moved) == pytest.approx(100.0 * (1 - 0.75**0.25) / (1 - 0.75), rel=1e-4)
+
+
+def test_the_step_that_reaches_the_samples_of_a_warm_start_is_the_last_exact_one():
+    """Delayed applies nothing in its first step, by which it is told apart."""
+    communicator = NullCommunicator(0, 2)
+    memory, applied = Memory(communicator, "CPU:0"), tf.Variable(0.0)
+    exchanger = WarmStart(Delayed(), samples=6).exchanger(communicator, memory, Trained())
+    portion, seen = Portion(tf.constant(2, tf.int64), tf.constant(0.5)), []
+    for step in range(1, 6):
+        exchanger.apply([tf.constant(float(step))], lambda g: applied.assign_add(g[0]), portion)
+        exchanger.count(portion)
+        seen.append(float(applied))
+    assert seen == [1, 3, 6, 6, 10], "steps 1 to 3 at once, 4 a step later"
 
 
 @two

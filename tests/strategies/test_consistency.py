@@ -835,6 +835,12 @@ def test_a_warm_start_has_one_length(arguments):
         consistency.SerialStart(**arguments)
 
 
+def test_a_warm_start_is_over_with_the_last_serial_epoch_or_row():
+    epochs, samples = consistency.SerialStart(epochs=2), consistency.SerialStart(samples=100)
+    assert [epochs.is_over(epoch, 10_000) for epoch in range(4)] == [False, False, True, True]
+    assert [samples.is_over(9, rows) for rows in (0, 99, 100)] == [False, False, True]
+
+
 @pytest.mark.parametrize("make", [Async, lambda warm_start: BoundedDelay(2, warm_start)])
 def test_the_warm_start_of_an_exchange_is_not_taken_for_a_serial_one(make):
     """It was, without a word, until it failed in the middle of `fit`."""
