@@ -59,6 +59,8 @@ class AsynchronousWarmup(StrategyCallback):
     Source: the asynchronous SGD of CNTK and Multiverso, with its defaults.
     """
 
+    sets = ("learning rate",)
+
     def __init__(self, start: float = 0.2, steps: int = 600, shape: str = "staircase"):
         super().__init__()
         if not 0.0 < start <= 1.0:
