@@ -4,9 +4,9 @@
     dtk run -n 2 examples/digits_showcase.py           # again: goes on from its checkpoint
 
 Handwritten digits, learned with one bit per gradient entry after a warm start. The rate is given
-per sample and the momentum as a time constant; the minibatch grows by a schedule; cross-validation
-halves the rate where it gains too little; checkpoints, progress after 1, 2, 4, 8, ... minibatches,
-and a test at the end.
+per sample and the momentum as a time constant, and stay so while the minibatch grows by a schedule;
+cross-validation halves the rate where it gains too little; checkpoints, progress after 1, 2, 4, 8,
+... minibatches, and a test at the end.
 """
 
 import argparse
@@ -21,9 +21,9 @@ from dtk.callbacks import (
     FinalTest,
     HalveRate,
     ProgressPrinter,
+    SampleRate,
 )
 from dtk.exchange import Quantized, WarmStart
-from dtk.schedules import learning_rate_from_sample_rate, momentum_from_time_constant
 from sklearn.datasets import load_digits
 
 parser = argparse.ArgumentParser(description="Digits with everything CNTK's showcase had.")
@@ -42,8 +42,7 @@ order = np.random.default_rng(0).permutation(len(images))
 keras.utils.set_random_seed(1)
 strategy = dtk.strategies.AllReduceStrategy(exchange=WarmStart(Quantized(bits=1), args.warm))
 batch = 32
-momentum = momentum_from_time_constant(256, batch)
-rate = learning_rate_from_sample_rate(0.02, batch, momentum)
+rate = SampleRate(0.02, time_constant=256)
 
 with strategy.scope():
     model = keras.Sequential(
@@ -57,7 +56,7 @@ with strategy.scope():
         ]
     )
     model.compile(
-        keras.optimizers.SGD(rate, momentum=momentum),
+        keras.optimizers.SGD(momentum=0.9),  # both numbers are SampleRate's
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )
@@ -69,6 +68,7 @@ history = model.fit(
     epochs=args.epochs,
     verbose=0,
     callbacks=[
+        rate,
         BatchSizeSchedule([(4, batch), (4, 2 * batch), (1, 4 * batch)]),
         HalveRate(2000, (x_held, y_held), monitor=lambda numbers: 1 - numbers["accuracy"]),
         Checkpoint(args.checkpoints),
@@ -77,6 +77,9 @@ history = model.fit(
         FinalTest(x_test, y_test),
     ],
 )
+if strategy.is_chief:
+    last = float(model.optimizer.learning_rate)
+    print(f"{rate.rate:.4g} per sample: rate {last:.4g}, momentum {rate.momentum:.4f} in the end")
 if strategy.is_chief and strategy.size > 1 and history.epoch:
     first, last = (history.history["comm_bytes"][i] for i in (0, -1))
     print(f"a step sent {first / 1e3:.1f} kB at first, and {last / 1e3:.1f} kB in the end")

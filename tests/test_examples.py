@@ -1,6 +1,7 @@
 """Every example runs as its first lines say, on real data, and ends with what it promises."""
 
 import importlib.util
+import math
 import os
 import re
 import shutil
@@ -57,6 +58,14 @@ def test_the_showcase_sends_bits_after_its_warm_start_and_goes_on_from_its_check
     assert sent and float(sent[2]) < float(sent[1]) / 15
     out = run(DTK_RUN, script, place, "--epochs=6")
     assert "resuming at epoch 4/6" in out
+    # The last batch has 41 of the 1257 rows. The minibatch once grew and the rate per sample fell.
+    cuts, mu = out.count("(cut "), math.exp(-41 / 256)
+    per_sample = number(r"(\S+) per sample:", out)
+    assert per_sample in [pytest.approx(0.02 / 2**made, rel=1e-3) for made in range(cuts, 7)]
+    assert number(r"momentum (\S+) in the end", out) == pytest.approx(mu, abs=1e-4)
+    assert number(r"per sample: rate (\S+),", out) == pytest.approx(
+        per_sample * 41 * (1 - mu), rel=2e-3
+    )
     assert number(r"FinalTest: accuracy (\S+),", out) > 0.93
 
 

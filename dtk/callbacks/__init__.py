@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from dtk.callbacks.grow_batch_instead_of_decay import GrowBatchInsteadOfDecay
     from dtk.callbacks.halve_rate import HalveRate
     from dtk.callbacks.learning_rate_scaling import LearningRateScaling
+    from dtk.callbacks.momentum_schedule import MomentumSchedule
     from dtk.callbacks.progress_printer import ProgressPrinter
+    from dtk.callbacks.sample_rate import SampleRate
     from dtk.callbacks.server_report import ServerReport
 
 _HOMES = {
@@ -35,7 +37,9 @@ _HOMES = {
     "GrowBatchInsteadOfDecay": "grow_batch_instead_of_decay",
     "HalveRate": "halve_rate",
     "LearningRateScaling": "learning_rate_scaling",
+    "MomentumSchedule": "momentum_schedule",
     "ProgressPrinter": "progress_printer",
+    "SampleRate": "sample_rate",
     "ServerReport": "server_report",
     "epochs_per_worker": "epochs",
     "parse_schedule": "batch_size_schedule",
@@ -54,7 +58,9 @@ __all__ = [
     "GrowBatchInsteadOfDecay",
     "HalveRate",
     "LearningRateScaling",
+    "MomentumSchedule",
     "ProgressPrinter",
+    "SampleRate",
     "ServerReport",
     "epochs_per_worker",
     "parse_schedule",

@@ -39,8 +39,8 @@ class AsynchronousWarmup(StrategyCallback):
     """Begin asynchronous training with a fraction of the learning rate, and raise it to the whole.
 
     Stale gradients do most harm while weights still move far. The factor grows with the steps that
-    the whole job takes asynchronously; serial ones, of a `dtk.strategies.WarmStart`, have the whole
-    rate and are not counted. Later on the rate is left alone. Schedules are multiplied.
+    the whole job takes asynchronously; serial ones, of a `dtk.strategies.SerialStart`, have the
+    whole rate and are not counted. Later on the rate is left alone. Schedules are multiplied.
 
     Args:
         start: The factor to begin with, above 0 and at most 1.
@@ -58,6 +58,8 @@ class AsynchronousWarmup(StrategyCallback):
 
     Source: the asynchronous SGD of CNTK and Multiverso, with its defaults.
     """
+
+    sets = ("learning rate",)
 
     def __init__(self, start: float = 0.2, steps: int = 600, shape: str = "staircase"):
         super().__init__()

@@ -11,7 +11,8 @@ from dtk.callbacks import state as states
 from dtk.callbacks.base import StrategyCallback
 from dtk.callbacks.batch_size_schedule import check_sizes
 from dtk.callbacks.batch_size_search import bounds, last_good, trial_sizes
-from dtk.callbacks.rate import Rate, Scaling, check_settable, rate_now
+from dtk.callbacks.rate import check_settable, multiply_rate, rate_now
+from dtk.callbacks.sample_rate import sample_rate_of
 from dtk.strategies import ParameterServerStrategy
 from dtk.strategies.snapshot import Snapshot, changed_by_training
 
@@ -27,7 +28,7 @@ class AutoBatchSize(StrategyCallback):
 
     CNTK's rates are per sample: a step of twice the rows goes twice as far. Keras's are per step,
     so the rate is multiplied along with the batch (linear scaling, with momentum correction as in
-    `LearningRateScaling`), unless `scale_rate` is False.
+    `LearningRateScaling`), unless `scale_rate` is False or `SampleRate` is there, which does that.
 
     Data may be what `BatchSizeSchedule` takes. A dataset that shuffles is opened once for each
     trial, so its order in the epochs after it is another than without. What cannot be put back is
@@ -103,6 +104,10 @@ class AutoBatchSize(StrategyCallback):
         self._first_rate = 0.0
         self._searched: int | None = None
 
+    def sets_here(self) -> tuple[str, ...]:
+        """See `StrategyCallback`."""
+        return self.sets if sample_rate_of(self.adoption) is None else self.sets[:1]
+
     def get_state(self) -> dict:
         """For `Checkpoint`: sizes then and now, the rate at the beginning, the last search."""
         return {
@@ -135,7 +140,7 @@ class AutoBatchSize(StrategyCallback):
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Search, when it is time, and cut this epoch's batches."""
-        self._first_rate = self._first_rate or rate_now(self.model.optimizer)
+        self._first_rate = self._first_rate or self._rate_at(self._initial)
         if epoch and epoch % self.frequency == 0 and epoch != self._searched:
             self._searched = epoch
             self._search(epoch)
@@ -144,6 +149,9 @@ class AutoBatchSize(StrategyCallback):
     def _search(self, epoch: int) -> None:
         # The rows of the coming epoch, in its order; told once more when the epoch begins.
         self.adoption.feed.shuffle(epoch)
+        sample_rate = sample_rate_of(self.adoption)
+        if sample_rate is not None:
+            sample_rate.on_epoch_begin(epoch)  # Its rate; its turn may come later.
         lower, upper = bounds(self._initial, self._size, self._rate_ratio(), self.max_batch_size)
         sizes = trial_sizes(lower, upper, self.multiple)
         found, self.trials = last_good(sizes, self._trial, self.margin)
@@ -155,20 +163,31 @@ class AutoBatchSize(StrategyCallback):
 
     def _rate_ratio(self) -> float:
         """The rate for one sample, by what it was at the beginning."""
-        now = rate_now(self.model.optimizer)
+        now = self._rate_at(self._size)
         if not now or not self._first_rate:
             return 1.0
-        return now / self._first_rate * (self._initial / self._size if self.scale_rate else 1.0)
+        return now / self._first_rate
+
+    def _rate_at(self, size: int) -> float:
+        """The rate of a step of the initial size, if this one has so many rows."""
+        sample_rate = sample_rate_of(self.adoption)
+        if sample_rate is not None:
+            return sample_rate.rate
+        rate = rate_now(self.model.optimizer)
+        return rate * (self._initial / size if self.scale_rate else 1.0)
 
     def _scale_rate(self, size: int) -> None:
-        if self.scale_rate and size != self._size:
-            optimizer = self.model.optimizer
-            rate = Rate(optimizer, Scaling(rate_now(optimizer), 1.0), momentum_correction=True)
-            rate.apply(size / self._size)
+        sample_rate = sample_rate_of(self.adoption)
+        if sample_rate is not None:
+            sample_rate.use(size)
+        elif self.scale_rate and size != self._size:
+            multiply_rate(self.model.optimizer, size / self._size)
 
     def _trial(self, size: int) -> float:
         """The loss of training a little with a size, on all ranks; nothing of it remains."""
         kept, drawn = Snapshot(changed_by_training(self.model)), states.of_generators()
+        sample_rate = sample_rate_of(self.adoption)
+        in_force = None if sample_rate is None else sample_rate.get_state()
         try:
             self._scale_rate(size)
             self.model.reset_metrics()
@@ -176,6 +195,8 @@ class AutoBatchSize(StrategyCallback):
         finally:
             kept.restore()
             states.to_generators(drawn)
+            if sample_rate is not None and in_force is not None:
+                sample_rate.set_state(in_force)
 
     def _train(self, size: int) -> float:
         model, logs = self.model, {}

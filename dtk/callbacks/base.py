@@ -19,6 +19,10 @@ class StrategyCallback(keras.callbacks.Callback):
 
     sets: tuple[str, ...] = ()
 
+    def sets_here(self) -> tuple[str, ...]:
+        """What it sets beside the other callbacks of the running `fit`."""
+        return self.sets
+
     @property
     def adoption(self) -> Adoption:
         """What the strategy keeps about the model.
@@ -48,8 +52,10 @@ class StrategyCallback(keras.callbacks.Callback):
             ValueError: Another sets the same.
         """
         for other in self.adoption.callbacks.callbacks:
-            common = [what for what in getattr(other, "sets", ()) if what in self.sets]
-            if other is not self and common:
+            if other is self or not isinstance(other, StrategyCallback):
+                continue
+            common = [what for what in other.sets_here() if what in self.sets_here()]
+            if common:
                 raise ValueError(
                     f"{type(self).__name__} and {type(other).__name__} would set the same "
                     f"{common[0]}; keep one"

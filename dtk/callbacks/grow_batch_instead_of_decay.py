@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 
 from dtk.callbacks.base import StrategyCallback
 from dtk.callbacks.batch_size_schedule import check_sizes
 from dtk.callbacks.rate import check_settable
+from dtk.callbacks.sample_rate import is_rate, sample_rate_of
 from dtk.schedules.runs import parse_runs
 
 RateSchedule = Callable[[int], float] | Sequence[float | tuple[int, float]]
-
-
-def _is_rate(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def rates_of(schedule: RateSchedule, epochs: int) -> list[float]:
@@ -32,12 +28,12 @@ def rates_of(schedule: RateSchedule, epochs: int) -> list[float]:
         [0.1, 0.1, 0.01, 0.01]
     """
     if not callable(schedule):
-        runs = parse_runs(schedule, "learning rate", _is_rate, "a number above 0")
+        runs = parse_runs(schedule, "learning rate", is_rate, "a number above 0")
         rates = [rate for count, rate in runs for _ in range(count)]
         return [rates[min(epoch, len(rates) - 1)] for epoch in range(epochs)]
     rates = [float(schedule(epoch)) for epoch in range(epochs)]
     for epoch, rate in enumerate(rates):
-        if not _is_rate(rate):
+        if not is_rate(rate):
             raise ValueError(f"the learning rate of epoch {epoch} must be above 0, got {rate!r}")
     return rates
 
@@ -79,6 +75,9 @@ class GrowBatchInsteadOfDecay(StrategyCallback):
     The schedule is the one that the script would use at `fit`'s batch size. This callback sets the
     rate as well, at the begin of every epoch, so the optimizer's own does not count. Sizes and
     rates belong to epochs, as in `BatchSizeSchedule`, which also says what data may be.
+
+    With `SampleRate` the schedule counts relative to its first rate: by as much as it falls, the
+    batch grows and the rate per sample falls, and `SampleRate` sets the optimizer's.
 
     Args:
         schedule: A function epoch -> rate, or a list of rates, one per epoch, or `(count, rate)`
@@ -126,12 +125,17 @@ class GrowBatchInsteadOfDecay(StrategyCallback):
         self.max_batch_size = max_batch_size
         self.batch_size = batch_size
         self.plan: list[tuple[int, float]] = []
+        self._rates: list[float] = []
+
+    def sets_here(self) -> tuple[str, ...]:
+        """See `StrategyCallback`."""
+        return self.sets if sample_rate_of(self.adoption) is None else self.sets[:1]
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Make the plan of all epochs, and refuse what cannot work before the first."""
         self.check_sole()
         check_settable(self.model.optimizer, type(self).__name__)
-        rates = rates_of(self.schedule, self.params["epochs"])
+        rates = self._rates = rates_of(self.schedule, self.params["epochs"])
         first = self.batch_size_or_fits(self.batch_size)
         self.plan = grow(rates, first, self._largest(first))
         check_sizes([size for size, _ in self.plan], self.adoption)
@@ -140,7 +144,11 @@ class GrowBatchInsteadOfDecay(StrategyCallback):
         """Cut this epoch's batches, and set its rate."""
         size, rate = self.plan[epoch]
         self.adoption.feed.rebatch(size)
-        self.model.optimizer.learning_rate = rate
+        sample_rate = sample_rate_of(self.adoption)
+        if sample_rate is None:
+            self.model.optimizer.learning_rate = rate
+        else:
+            sample_rate.plan(self._rates[epoch] / self._rates[0])
 
     def _largest(self, first: int) -> int | None:
         if self.max_batch_size is None:

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from dtk.callbacks.cross_validation import CrossValidation
-from dtk.callbacks.rate import check_settable, rate_now
+from dtk.callbacks.grow_batch_instead_of_decay import GrowBatchInsteadOfDecay
+from dtk.callbacks.rate import check_settable, multiply_rate, rate_now
+from dtk.callbacks.sample_rate import sample_rate_of
 
 
 def gains_enough(before: float, error: float, gain: float) -> bool:
@@ -22,6 +24,11 @@ def gains_enough(before: float, error: float, gain: float) -> bool:
 class HalveRate(CrossValidation):
     """Halve the learning rate where cross-validation gains too little, and stop after some cuts.
 
+    With `SampleRate` it is the rate per sample that is halved, whatever the batch size is then.
+
+    SGD's momentum buffer contains the rate (v = m v - lr g), so that old gradients would count with
+    the old one; it is halved with it, as in `LearningRateScaling`.
+
     Args:
         every_samples: Training samples from one evaluation to the next.
         validation_data: `(x, y)`, `(x, y, sample_weight)` or a dataset, the same on every rank.
@@ -31,10 +38,11 @@ class HalveRate(CrossValidation):
             nothing (CNTK's example). None: the first evaluation is only noted.
         batch_size: Global batch of the evaluation for arrays; None for that of `fit`.
         monitor: As for `CrossValidation`.
+        momentum_correction: Whether to rescale momentum buffers at cuts.
 
     Raises:
         ValueError: An argument is out of range; at train begin, when the optimizer has a schedule
-            of its own.
+            of its own, or `GrowBatchInsteadOfDecay` sets its rate (with `SampleRate` it does not).
 
     Example:
         >>> import dtk, keras, numpy as np
@@ -60,6 +68,7 @@ class HalveRate(CrossValidation):
         first: float | None = None,
         batch_size: int | None = None,
         monitor: str | Callable[[dict[str, float]], float] = "loss",
+        momentum_correction: bool = True,
     ):
         super().__init__(every_samples, self._judge, validation_data, batch_size, monitor)
         if not 0 <= gain < 1:
@@ -67,6 +76,7 @@ class HalveRate(CrossValidation):
         if not isinstance(cuts, int) or cuts < 0:
             raise ValueError(f"cuts must be an integer of at least 0, got {cuts!r}")
         self.gain, self.cuts, self.first = gain, cuts, first
+        self.momentum_correction = momentum_correction
         self._before, self._made = first, 0
 
     def get_state(self) -> dict:
@@ -82,6 +92,13 @@ class HalveRate(CrossValidation):
         """Refuse what cannot work before the first epoch."""
         super().on_train_begin(logs)
         check_settable(self.model.optimizer, type(self).__name__)
+        for other in self.adoption.callbacks.callbacks:
+            if isinstance(other, GrowBatchInsteadOfDecay) and "learning rate" in other.sets_here():
+                raise ValueError(
+                    f"{type(self).__name__} would halve a rate that {type(other).__name__} sets "
+                    "anew in every epoch; add SampleRate(rate per sample), which takes both into "
+                    "account, or use BatchSizeSchedule"
+                )
         self._before, self._made = self.first, 0
 
     def _judge(self, index: int, average_error: float, samples: int, minibatches: int) -> bool:
@@ -94,9 +111,9 @@ class HalveRate(CrossValidation):
             self.say(f"{told}, training ends after {self.cuts} cuts")
             return False
         self._made += 1
-        rate = rate_now(self.model.optimizer)
-        self.model.optimizer.learning_rate = rate / 2
-        self.say(
-            f"{told}, learning rate {rate:.4g} -> {rate / 2:.4g} (cut {self._made} of {self.cuts})"
-        )
+        optimizer, sample_rate = self.model.optimizer, sample_rate_of(self.adoption)
+        name = "learning rate" if sample_rate is None else "rate per sample"
+        rate = rate_now(optimizer) if sample_rate is None else sample_rate.rate
+        multiply_rate(optimizer, 0.5, self.momentum_correction)
+        self.say(f"{told}, {name} {rate:.4g} -> {rate / 2:.4g} (cut {self._made} of {self.cuts})")
         return True

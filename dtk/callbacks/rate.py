@@ -85,8 +85,21 @@ def check_settable(optimizer: Any, who: str) -> None:
     if schedule is not None:
         raise ValueError(
             f"{who} sets the learning rate, but the optimizer computes its own ({schedule!r}); "
-            "give the optimizer a number"
+            "give the optimizer a number (for rates per sample, and such that change after so many "
+            "samples, there is dtk.callbacks.SampleRate)"
         )
+
+
+def multiply_rate(optimizer: Any, factor: float, momentum_correction: bool = True) -> None:
+    """Multiply an optimizer's rate, which is a number, and have its momentum buffers agree.
+
+    Args:
+        optimizer: The optimizer.
+        factor: What to multiply with.
+        momentum_correction: Whether to multiply the buffers that contain the rate, too.
+    """
+    rate = Rate(optimizer, Scaling(rate_now(optimizer), 1.0), momentum_correction)
+    rate.apply(factor)
 
 
 class Rate:

@@ -25,16 +25,24 @@ class BlockMomentum(LocalExchange):
         V = eta_n V + (1 - eta_n) rate G
         W = W - V                     and, with Nesterov's momentum, W = W - eta_n V once more
 
-    So what a block learned goes into the weights over several blocks, and in all as much as if the
-    workers' changes had been added up. Communication falls to one exchange of weights per block.
-    An epoch's last block is closed with it, whole or not; with epochs of few blocks choose
-    `block_size` so that it divides the rows of an epoch.
+    So what a block learned goes into the weights over several blocks. If all are whole, block j
+    after it (0 is its own) moves them by a part (1 - eta) eta^j of rate G, and all together by
+
+        rate G              without Nesterov's momentum: the workers' changes added up
+        rate (1 + eta) G    with it, for W keeps what looking ahead added: 2 - 1/K times as much
+
+    With `rate=1 / (1 + eta)`, K / (2 K - 1) for the default eta, Nesterov's adds up to G as well.
+
+    Communication falls to one exchange of weights per block. An epoch's last block is closed with
+    it, whole or not. What less than a block changed counts for less than that: followed by whole
+    ones, for (1 - eta_n) / (1 - eta) of it. With epochs of few blocks choose `block_size` so that
+    it divides the rows of an epoch.
 
     Args:
         block_size: B, rows of all workers together.
         momentum: eta of a whole block; None is 1 - 1/K.
         rate: The block learning rate.
-        nesterov: Whether to look ahead.
+        nesterov: Whether to look ahead, as in CNTK, which moves 1 + eta times as far.
         reset_local_momentum: Whether to forget the optimizer's momentum after each block: it was
             gathered on the way to weights that nobody has any more. Second moments and step counts
             stay, so Adam, who divides by what its momentum must have gathered, takes smaller steps

@@ -20,14 +20,13 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import tensorflow as tf
 
-BITS = (1, 2, 4, 8, 16)
+from dtk.exchange import packing
+
+BITS = tuple(range(1, packing.MOST + 1))
 # Of a column's root mean square, either way.
 _RANGE = 4.0
-# Moves the lowest bits of 8 bytes of a uint64 into its highest byte, the first byte's lowest.
-_GATHER_BITS = 0x0102040810204080
 
 
 class Code(NamedTuple):
@@ -71,7 +70,8 @@ def encode(matrix: tf.Tensor, bits: int) -> Code:
 
     Args:
         matrix: float32, shape (columns, entries); both are known.
-        bits: One of BITS.
+        bits: One of BITS, which end where float32's own rounding begins to tell: of a range of
+            eight root mean squares its 24 bits leave 2^(bits - 24) of a step.
 
     Example:
         >>> code = encode(tf.constant([[1.0, 2.0, -3.0, -1.0, 0.0]]), 1)
@@ -82,7 +82,7 @@ def encode(matrix: tf.Tensor, bits: int) -> Code:
         scales, indices = _signs(matrix)
     else:
         scales, indices = _levels(matrix, bits)
-    return Code(_pack(indices, bits), scales)
+    return Code(packing.pack(indices, bits), scales)
 
 
 def decode(code: Code, entries: int, bits: int) -> tf.Tensor:
@@ -101,7 +101,7 @@ def decode(code: Code, entries: int, bits: int) -> tf.Tensor:
         >>> decode(code, 5, 1).numpy().tolist()
         [[1.0, 1.0, -2.0, -2.0, 1.0]]
     """
-    indices = _unpack(code.packed, entries, bits)
+    indices = packing.unpack(code.packed, entries, bits)
     low, high = code.scales[:, :1], code.scales[:, 1:]
     if bits == 1:
         return tf.where(indices > 0, high, low)
@@ -115,7 +115,7 @@ def bytes_of(columns: int, entries: int, bits: int) -> int:
         >>> bytes_of(32, 144, 1), 4 * 32 * 144
         (832, 18432)
     """
-    return columns * (-(-entries * bits // 8) + 8)
+    return columns * (packing.width(entries, bits) + 8)
 
 
 def to_bytes(codes: Sequence[Code]) -> tf.Tensor:
@@ -138,7 +138,7 @@ def from_bytes(
     Returns:
         Codes whose columns are those of the first sender, then those of the second, and so on.
     """
-    widths = [-(-n * bits // 8) for n in entries]
+    widths = [packing.width(n, bits) for n in entries]
     sizes = [size for c, w in zip(columns, widths, strict=True) for size in (c * w, c * 8)]
     parts = tf.split(rows, sizes, axis=1) if sizes else []
     codes = []
@@ -174,38 +174,4 @@ def _levels(matrix: tf.Tensor, bits: int) -> tuple[tf.Tensor, tf.Tensor]:
     top = _top(bits)
     steps = tf.math.divide_no_nan((matrix + high) * top, 2.0 * high)
     indices = tf.clip_by_value(tf.floor(steps), 0.0, top)
-    kind = tf.uint16 if bits == 16 else tf.uint8
-    return tf.concat([-high, high], 1), tf.cast(indices, kind)
-
-
-def _pack(indices: tf.Tensor, bits: int) -> tf.Tensor:
-    """Indices of shape (columns, entries) -> bytes of shape (columns, bytes)."""
-    columns, entries = indices.shape
-    if bits == 16:
-        return tf.reshape(tf.bitcast(indices, tf.uint8), (columns, 2 * entries))
-    if bits == 8:
-        return indices
-    each = 8 // bits
-    padded = tf.pad(indices, [[0, 0], [0, -entries % each]])
-    groups = tf.reshape(padded, (columns, -(-entries // each), each))
-    if bits == 1:
-        words = tf.bitcast(groups, tf.uint64) * tf.constant(_GATHER_BITS, tf.uint64)
-        return tf.cast(tf.bitwise.right_shift(words, tf.constant(56, tf.uint64)), tf.uint8)
-    kind = {2: tf.uint32, 4: tf.uint16}[bits]
-    word = packed = tf.bitcast(groups, kind)
-    for place in range(1, each):
-        shifted = tf.bitwise.right_shift(word, tf.constant(place * (8 - bits), kind))
-        packed = tf.bitwise.bitwise_or(packed, shifted)
-    return tf.cast(tf.bitwise.bitwise_and(packed, tf.constant(255, kind)), tf.uint8)
-
-
-def _unpack(packed: tf.Tensor, entries: int, bits: int) -> tf.Tensor:
-    """Bytes of shape (columns, bytes) -> indices of shape (columns, entries), as float32."""
-    columns = tf.shape(packed)[0]
-    if bits == 16:
-        return tf.cast(tf.bitcast(tf.reshape(packed, (columns, entries, 2)), tf.uint16), tf.float32)
-    if bits == 8:
-        return tf.cast(packed, tf.float32)
-    table = np.arange(256)[:, None] >> (bits * np.arange(8 // bits)) & (2**bits - 1)
-    indices = tf.gather(tf.constant(table, tf.float32), tf.cast(packed, tf.int32))
-    return tf.reshape(indices, (columns, packed.shape[1] * (8 // bits)))[:, :entries]
+    return tf.concat([-high, high], 1), tf.cast(indices, packing.dtype_of(bits))

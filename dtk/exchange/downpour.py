@@ -35,8 +35,8 @@ class Downpour:
             many. A multiple, with "async" only: a worker goes on with its own weights after a push,
             and the staleness in the logs counts from the fetch.
         significant: Smallest change of a weight worth sending; 0.0 sends all.
-        bits: 1, 2, 4, 8 or 16 for each entry of a kernel (see `dtk.exchange.Quantized`); None sends
-            what it is.
+        bits: 1 to 16 for each entry of a kernel (see `dtk.exchange.Quantized`); None, or 32, sends
+            it as it is.
 
     Raises:
         ValueError: An argument is out of range.
@@ -72,8 +72,9 @@ class Downpour:
                 "sending, 0.0 or more"
             )
         if self.bits is not None:
-            Quantized(self.bits)
-            if self.significant:
+            if not Quantized(self.bits).codes:
+                object.__setattr__(self, "bits", None)
+            elif self.significant:
                 raise ValueError(
                     f"significant={self.significant} sends single entries, and bits={self.bits} a "
                     "code of all of them; use one of the two"

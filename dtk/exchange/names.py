@@ -8,14 +8,16 @@ from dtk.exchange.auto import Auto
 from dtk.exchange.base import Exchange
 from dtk.exchange.codec import BITS
 from dtk.exchange.dense import Dense
-from dtk.exchange.quantized import Quantized
+from dtk.exchange.downpour import Downpour
+from dtk.exchange.quantized import WHOLE, Quantized
 
 NAMES: dict[str, Exchange] = {
     "auto": Auto(),
     "fp16": Dense("float16"),
     "bf16": Dense("bfloat16"),
-    **{f"{bits}bit": Quantized(bits) for bits in BITS},
+    **{f"{bits}bit": Quantized(bits) for bits in (*BITS, WHOLE)},
 }
+_NAMES = f"'auto', 'fp16', 'bf16', '{BITS[0]}bit' to '{BITS[-1]}bit' or '{WHOLE}bit'"
 
 
 def parse(exchange: Any) -> Exchange:
@@ -23,7 +25,7 @@ def parse(exchange: Any) -> Exchange:
 
     Raises:
         ValueError: Nothing of this name.
-        TypeError: Something else.
+        TypeError: Something else; a `Downpour`, which is for parameter servers.
 
     Example:
         >>> parse("1bit"), parse(None)
@@ -33,14 +35,20 @@ def parse(exchange: Any) -> Exchange:
         return Dense()
     if isinstance(exchange, Exchange):
         return exchange
+    if isinstance(exchange, Downpour):
+        raise TypeError(
+            f"exchange={exchange!r} belongs to parameter servers: "
+            'ParameterServerStrategy("async", exchange=Downpour(...)). For fewer or smaller '
+            "messages without servers use Quantized(bits=1) or BlockMomentum(block_size=4096)"
+        )
     if not isinstance(exchange, str):
         raise TypeError(
             f"exchange={exchange!r}; expected a value of dtk.exchange such as Quantized(bits=1), "
-            f"or one of {', '.join(NAMES)}"
+            f"or one of {_NAMES}"
         )
     if exchange not in NAMES:
         raise ValueError(
-            f"exchange={exchange!r}; expected one of {', '.join(NAMES)}, or a value of "
-            "dtk.exchange such as BlockMomentum(block_size=4096)"
+            f"exchange={exchange!r}; expected one of {_NAMES}, or a value of dtk.exchange such as "
+            "BlockMomentum(block_size=4096)"
         )
     return NAMES[exchange]

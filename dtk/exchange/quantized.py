@@ -26,7 +26,14 @@ import tensorflow as tf
 from dtk.communicators.base import Communicator
 from dtk.exchange import codec
 from dtk.exchange.base import Exchange, Exchanger, Portion, Trained
+from dtk.exchange.dense import Dense
 from dtk.exchange.memory import Memory
+
+# Bits of an entry that is sent as it is.
+WHOLE = 32
+_EXPECTED = (
+    f"expected {codec.BITS[0]} to {codec.BITS[-1]}, or {WHOLE} for whole gradients, as Dense()"
+)
 
 
 @dataclass(frozen=True)
@@ -41,8 +48,8 @@ class Quantized(Exchange):
     were on all ranks.
 
     Args:
-        bits: 1, 2, 4, 8 or 16 per entry. With 1 most models need a warm start, see
-            `dtk.exchange.WarmStart`.
+        bits: 1 to 16 per entry, or 32, which sends whole gradients as `Dense` does. With 1 most
+            models need a warm start, see `dtk.exchange.WarmStart`.
 
     Raises:
         ValueError: Another number of bits.
@@ -53,17 +60,32 @@ class Quantized(Exchange):
     """
 
     bits: int = 1
-    remembers = True
 
     def __post_init__(self) -> None:
-        if self.bits not in codec.BITS or isinstance(self.bits, bool):
-            raise ValueError(
-                f"Quantized(bits={self.bits!r}); expected a power of two, one of "
-                f"{', '.join(map(str, codec.BITS))} (for whole gradients: Dense())"
+        if not isinstance(self.bits, int) or isinstance(self.bits, bool):
+            raise ValueError(f"Quantized(bits={self.bits!r}); {_EXPECTED}")
+        if self.bits not in (*codec.BITS, WHOLE):
+            why = (
+                ". Codes are computed in float32, whose mantissa has 24 bits: with more than "
+                f"{codec.BITS[-1]} its own rounding becomes a part of every step"
             )
+            between = codec.BITS[-1] < self.bits < WHOLE
+            raise ValueError(f"Quantized(bits={self.bits}); {_EXPECTED}{why * between}")
+
+    @property
+    def codes(self) -> bool:
+        """Whether anything is quantised at all."""
+        return self.bits < WHOLE
+
+    @property
+    def remembers(self) -> bool:  # type: ignore[override]
+        """See `Exchange`."""
+        return self.codes
 
     def exchanger(self, communicator: Communicator, memory: Memory, trained: Trained) -> Exchanger:
         """See `Exchange.exchanger`."""
+        if not self.codes:
+            return Dense().exchanger(communicator, memory, trained)
         return QuantizedExchanger(communicator, memory, self.bits)
 
 

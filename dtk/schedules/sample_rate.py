@@ -5,12 +5,14 @@ CNTK's SGD adds up gradients and has momentum of unit gain; Keras's takes their 
     CNTK    v = mu v + (1 - mu) sum g      w = w - sample_rate * v
     Keras   v = mu v - rate * mean g       w = w + v
 
-so both take the same steps when rate = sample_rate * batch * (1 - mu), for as long as the rate
-stays. When it changes, Keras's v still holds the old one; multiply it by new/old then, as
-`LearningRateScaling` does.
+so both take the same steps when rate = sample_rate * batch * (1 - mu), for as long as neither
+changes. When sample_rate does, Keras's v still holds the old one, and is to be multiplied by
+new/old; when the batch does, v holds samples at another momentum. `dtk.callbacks.SampleRate` takes
+care of both while `fit` runs.
 
-Of a short last batch Keras takes the mean too, so its samples count for more; leave it out, or let
-the loss be a sum: `reduction="sum"` and a `batch_size` of 1 here are exact for every batch.
+Of a short last batch Keras takes the mean too, so its samples count for more; leave it out, or use
+`SampleRate`, or let the loss be a sum: `reduction="sum"` and a `batch_size` of 1 here are exact for
+every batch.
 """
 
 from __future__ import annotations

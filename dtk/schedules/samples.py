@@ -30,7 +30,8 @@ def by_samples(
         epoch_size: Samples in an epoch of `fit`, the last batch of which may be short; None to
             count in samples, all batches being full.
         per_sample: Whether the rates are for one sample; they are multiplied with the batch size
-            then. For those with momentum, see `learning_rate_from_sample_rate`.
+            then. For those with momentum, see `learning_rate_from_sample_rate`, and where the batch
+            size or the rate changes while training `dtk.callbacks.SampleRate`.
 
     Raises:
         ValueError: A list is malformed, or the batch size changes and `epoch_size` is missing.

@@ -1,8 +1,13 @@
 """Strategies: what Keras sees."""
 
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
 from dtk.strategies.allreduce import AllReduceStrategy
 from dtk.strategies.auto import auto_strategy
-from dtk.strategies.consistency import Async, BoundedDelay, Sync, WarmStart
+from dtk.strategies.consistency import Async, BoundedDelay, SerialStart, Sync
 from dtk.strategies.guard import undistributed
 from dtk.strategies.minimizing import minimize_blocks
 from dtk.strategies.mirrored import MirroredStrategy
@@ -15,11 +20,23 @@ __all__ = [
     "BoundedDelay",
     "MirroredStrategy",
     "ParameterServerStrategy",
+    "SerialStart",
     "Sync",
-    "WarmStart",
     "auto_strategy",
     "least_squares_smoothness",
     "minimize_blocks",
     "rate_bound",
     "undistributed",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "WarmStart":
+        warnings.warn(
+            "dtk.strategies.WarmStart is now dtk.strategies.SerialStart (dtk.exchange.WarmStart is "
+            "another thing, and stays)",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return SerialStart
+    raise AttributeError(f"module 'dtk.strategies' has no attribute {name!r}")

@@ -13,7 +13,9 @@ from dtk.communicators.base import Communicator
 from dtk.exchange import parse
 from dtk.strategies import devices, start
 from dtk.strategies.base import DtkStrategy
+from dtk.strategies.consistency import check_no_exchange
 from dtk.strategies.extended import AllReduceExtended
+from dtk.strategies.self_test import is_wanted
 
 
 class AllReduceStrategy(DtkStrategy):
@@ -30,15 +32,18 @@ class AllReduceStrategy(DtkStrategy):
             `print(strategy.communicator.costs)` says what was found and chosen; see
             `dtk.communicators.calibration`.
         exchange: What is sent of gradients, and when: a value of `dtk.exchange`, or its short name
-            ("auto", "fp16", "bf16", "1bit", "2bit", "4bit", "8bit", "16bit"); None sends them as
-            they are.
+            ("auto", "fp16", "bf16", "1bit" to "16bit"); None sends them as they are.
         memory_growth: Whether TensorFlow takes the memory of this rank's GPU as it needs it; None
             leaves TensorFlow's default, which is most of it at once. On a host with GPUs every rank
             sees the one of its local rank alone; see `dtk.strategies.devices`.
+        self_test: Whether a step is computed on a few rows first, as a whole and in the parts of
+            all ranks, which must agree: "auto" where something in it is not Keras's own, True
+            always, False never (losses of unknown kind are then taken for means over rows).
 
     Raises:
         ValueError: No such exchange, or it cannot work with this many workers; or this host has
             GPUs, but fewer than ranks.
+        TypeError: No exchange, or one of parameter servers.
         CommunicatorError: The communicator cannot start; the message says what to do.
         DisagreementError: Ranks run different scripts or versions of dtk.
 
@@ -58,7 +63,10 @@ class AllReduceStrategy(DtkStrategy):
         exchange: Any = None,
         *,
         memory_growth: bool | None = None,
+        self_test: bool | str = "auto",
     ):
+        check_no_exchange(exchange)
+        self.self_test = is_wanted(self_test)
         parsed = parse(exchange)
         with quiet.device_start():
             communicator, device = _joined(communicator, memory_growth)

@@ -12,7 +12,9 @@ from dtk.strategies.mirrored import MirroredStrategy
 from dtk.strategies.parameter_server import ParameterServerStrategy
 
 
-def auto_strategy(*, memory_growth: bool | None = None) -> DtkStrategy:
+def auto_strategy(
+    *, memory_growth: bool | None = None, self_test: bool | str = "auto"
+) -> DtkStrategy:
     """Pick a strategy from the environment.
 
     A TF_CONFIG with parameter servers gets an asynchronous `ParameterServerStrategy`; one process
@@ -22,6 +24,7 @@ def auto_strategy(*, memory_growth: bool | None = None) -> DtkStrategy:
     Args:
         memory_growth: As of `AllReduceStrategy` and `MirroredStrategy`; parameter servers leave
             GPUs to TensorFlow.
+        self_test: As of `AllReduceStrategy`.
 
     Raises:
         ClusterError: The environment contradicts itself.
@@ -36,10 +39,10 @@ def auto_strategy(*, memory_growth: bool | None = None) -> DtkStrategy:
     environment = cluster.detect()
     config = tf_config.parse(os.environ.get("TF_CONFIG", ""))
     if environment.kind == "tf_config" and config is not None and config.cluster.get("ps"):
-        return ParameterServerStrategy()
+        return ParameterServerStrategy(self_test=self_test)
     if environment.size == 1:
         with quiet.device_start():
             gpus = tf.config.get_visible_devices("GPU")
         if len(gpus) > 1:
-            return MirroredStrategy(memory_growth=memory_growth)
-    return AllReduceStrategy(memory_growth=memory_growth)
+            return MirroredStrategy(memory_growth=memory_growth, self_test=self_test)
+    return AllReduceStrategy(memory_growth=memory_growth, self_test=self_test)

@@ -34,7 +34,7 @@ def _check_count(name: str, value: object, hint: str) -> None:
 
 
 @dataclass(frozen=True)
-class WarmStart:
+class SerialStart:
     """Take the first steps one after the other, as one process would, and let workers loose then.
 
     Stale gradients do most harm while weights still move far: Downpour (Dean et al. 2012) warms up
@@ -48,8 +48,8 @@ class WarmStart:
         ValueError: Both or none are given, or not a number of 1 or more.
 
     Example:
-        >>> Async(warm_start=WarmStart(epochs=1))
-        Async(warm_start=WarmStart(epochs=1, samples=0))
+        >>> Async(warm_start=SerialStart(epochs=1))
+        Async(warm_start=SerialStart(epochs=1, samples=0))
     """
 
     epochs: int = 0
@@ -60,13 +60,37 @@ class WarmStart:
         _check_count("samples", self.samples, "rows to take serially")
         if bool(self.epochs) == bool(self.samples):
             raise ValueError(
-                f"WarmStart(epochs={self.epochs}, samples={self.samples}); expected one of them, "
+                f"SerialStart(epochs={self.epochs}, samples={self.samples}); expected one of them, "
                 "1 or more"
             )
 
     def is_over(self, epoch: int, samples: int) -> bool:
         """Whether steps may be asynchronous, in this epoch, after so many rows."""
         return epoch >= self.epochs if self.epochs else samples >= self.samples
+
+
+def _check_warm_start(value: object) -> None:
+    if value is not None and not isinstance(value, SerialStart):
+        raise TypeError(
+            f"warm_start={value!r}; expected dtk.strategies.SerialStart(epochs=1), or None. "
+            "(dtk.exchange.WarmStart, whole gradients first, is for "
+            "AllReduceStrategy(exchange=...))"
+        )
+
+
+def check_no_exchange(value: object) -> None:
+    """Refuse a start of asynchronous steps where an exchange was expected.
+
+    Raises:
+        TypeError: Saying what was meant.
+    """
+    if isinstance(value, SerialStart):
+        raise TypeError(
+            f"exchange={value!r} is no exchange: it says how asynchronous steps begin, as in "
+            f"ParameterServerStrategy(dtk.strategies.Async(warm_start={value!r})). For whole "
+            "gradients first, under AllReduceStrategy, use dtk.exchange.WarmStart(exchange, "
+            "samples=60_000)"
+        )
 
 
 @dataclass(frozen=True)
@@ -109,18 +133,20 @@ class BoundedDelay:
 
     Args:
         tau: How many steps a worker may be ahead of the oldest unfinished one; 0 is serial.
-        warm_start: When to begin; until then steps are serial. See `WarmStart`.
+        warm_start: When to begin; until then steps are serial. See `SerialStart`.
 
     Raises:
         ValueError: Not an int of 0 or more.
+        TypeError: `warm_start` is something else.
     """
 
     tau: int
-    warm_start: WarmStart | None = None
+    warm_start: SerialStart | None = None
     spare: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         _check_count("tau", self.tau, 'the steps a worker may be ahead; for no bound use "async"')
+        _check_warm_start(self.warm_start)
 
     def slices(self, workers: int) -> int:
         """Gradients in one step."""
@@ -133,12 +159,18 @@ class Async:
     """No step ever waits for another; a step is one worker's batch.
 
     Args:
-        warm_start: When to begin; until then steps are serial. See `WarmStart`.
+        warm_start: When to begin; until then steps are serial. See `SerialStart`.
+
+    Raises:
+        TypeError: `warm_start` is something else.
     """
 
-    warm_start: WarmStart | None = None
+    warm_start: SerialStart | None = None
     tau: ClassVar[float] = math.inf
     spare: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        _check_warm_start(self.warm_start)
 
     def slices(self, workers: int) -> int:
         """Gradients in one step."""
@@ -189,6 +221,15 @@ def check(consistency: Consistency, workers: int) -> None:
         )
 
 
+def ahead(tau: float, workers: int) -> int:
+    """Steps that may be offered and not applied when `fit` goes on with the next batch.
+
+    Asynchronous workers shall find work waiting, whatever the main thread is busy with. It bounds
+    how stale their steps can be, see `Staleness`.
+    """
+    return 2 * workers if tau else 0
+
+
 @dataclass(frozen=True)
 class Piece:
     """One slice of one step, handed to one worker; no two are equal.
@@ -208,9 +249,16 @@ class Piece:
 class Staleness:
     """How old the weights were that finished steps computed with.
 
-    A step's staleness is how many steps before it were missing from the weights it read; its lag is
-    how far back the oldest of them was. With W workers, one piece each, staleness stays below W
-    however slow one of them is; lag is what grows with a slow worker. Neither exceeds tau.
+    A step's staleness is how many steps before it were not applied when it was handed out (the
+    weights are read a little later, and may hold some of them); its lag is how far back the oldest
+    of them was. Neither exceeds tau.
+
+    Without tau, lag has no bound: it grows with a slow worker. Staleness has one, which is not the
+    W - 1 steps of the other workers: a worker that has handed in its gradients goes on while they
+    wait for the main thread to apply them. But `fit` reads no further batch while more than
+    `ahead` = 2 W steps are not applied, so that a step misses at most 2 W others, however slow a
+    worker or the main thread is. Weights that a worker keeps from an earlier fetch (see
+    `dtk.exchange.Downpour`) miss what was applied since, besides.
 
     Attributes:
         histogram: Staleness -> number of steps.

@@ -16,6 +16,7 @@ from dtk.errors import at_rank
 from dtk.strategies import adopt, adoption, extended
 from dtk.strategies.base import DtkStrategy
 from dtk.strategies.devices import set_memory_growth
+from dtk.strategies.self_test import is_wanted
 
 
 class MirroredStrategy(DtkStrategy):
@@ -26,6 +27,7 @@ class MirroredStrategy(DtkStrategy):
             devices. None takes every GPU, or the one CPU.
         memory_growth: Whether TensorFlow takes the memory of GPUs as it needs it; None leaves
             TensorFlow's default, which is most of it at once.
+        self_test: As of `AllReduceStrategy`.
 
     Raises:
         ValueError: There are fewer devices than asked and TensorFlow has already started, so that
@@ -43,7 +45,9 @@ class MirroredStrategy(DtkStrategy):
         devices: int | Sequence[str] | None = None,
         *,
         memory_growth: bool | None = None,
+        self_test: bool | str = "auto",
     ):
+        self.self_test = is_wanted(self_test)
         _warn_of_others()
         with quiet.device_start():
             # It must be the same for all GPUs that are visible, also those that are not used.

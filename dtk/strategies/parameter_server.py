@@ -18,6 +18,7 @@ from dtk.errors import ClusterError
 from dtk.exchange import Downpour, Quantized, parse
 from dtk.strategies import adopt, crew, devices, extended, serve, served, start, worker_data
 from dtk.strategies import consistency as rules
+from dtk.strategies import self_test as self_testing
 from dtk.strategies.adoption import Adoption, adoption_of
 from dtk.strategies.base import DtkStrategy
 from dtk.strategies.resolver import JobResolver
@@ -45,6 +46,7 @@ class ParameterServerStrategy(DtkStrategy, extended.ServerStrategy):
             LARS, Adafactor, Muon's matrices) are refused; one of your own must not be such.
         exchange: A `dtk.exchange.Downpour`, to push and fetch less, or a `Quantized`, to push a few
             bits of each entry ("1bit" and the like for short); None sends every gradient.
+        self_test: As of `AllReduceStrategy`; only steps that are cut over workers need it.
 
     Raises:
         ClusterError: TF_CONFIG describes no such job, or a task does not come up.
@@ -63,7 +65,10 @@ class ParameterServerStrategy(DtkStrategy, extended.ServerStrategy):
         consistency: Any = "async",
         variable_partitioner: Any = None,
         exchange: Downpour | Quantized | str | None = None,
+        *,
+        self_test: bool | str = "auto",
     ):
+        self.self_test = self_testing.is_wanted(self_test)
         self.consistency = rules.parse(consistency)
         self.exchange = _checked(exchange, self.consistency)
         config = _config()
@@ -116,6 +121,11 @@ class ParameterServerStrategy(DtkStrategy, extended.ServerStrategy):
     def size(self) -> int:
         """Workers whose gradients count."""
         return self.workers - self.consistency.spare
+
+    @property
+    def processes(self) -> int:
+        """Processes that compute: the chief, and the workers behind it."""
+        return 1 if self.is_evaluator else 1 + self.workers
 
     @property
     def slices(self) -> int:
@@ -215,9 +225,12 @@ def _config() -> cluster.TFConfig:
 def _checked(exchange: Any, consistency: rules.Consistency) -> Downpour | None:
     if exchange is None:
         return None
+    rules.check_no_exchange(exchange)
     if isinstance(exchange, str):
         exchange = parse(exchange)
     if isinstance(exchange, Quantized):
+        if not exchange.codes:
+            return None
         exchange = Downpour(bits=exchange.bits)
     if not isinstance(exchange, Downpour):
         raise ValueError(

@@ -18,7 +18,7 @@ import tensorflow as tf
 from dtk.errors import NotDistributedError
 from dtk.strategies import adopt, extended, optimizing, parting, pushpull, slicing, worker_data
 from dtk.strategies.apart import Apart, trace_apart
-from dtk.strategies.consistency import Schedule
+from dtk.strategies.consistency import Schedule, ahead
 from dtk.strategies.loops import Counting, Result, whole_batch
 
 
@@ -40,8 +40,8 @@ class Training(Counting):
 
     @property
     def ahead(self) -> int:
-        """Asynchronous workers shall find work waiting, whatever the main thread is busy with."""
-        return 2 * self.strategy.workers if self.schedule.tau else 0
+        """See `consistency.ahead`."""
+        return ahead(self.schedule.tau, self.strategy.workers)
 
     def step(self, batch: slicing.Slices | worker_data.Pipelines, spec: Any) -> None:
         """As in the base, and let workers loose when the warm start is over."""

@@ -210,7 +210,7 @@ MISTAKES = {
         ["--model", "vgg"],
         "--model vgg: unknown, expected resnet20, mlp, embedding or transformer",
     ),
-    "exchange": (["--exchange", "3bit"], "--exchange 3bit: unknown, expected none, fp16, bf16, "),
+    "exchange": (["--exchange", "17bit"], "--exchange 17bit: unknown, expected none, fp16, bf16, "),
     "block": (["--exchange", "block:1"], "--exchange block:1 has less than a row for each of 2"),
     "steps": (["--steps", "0"], "--steps 0: expected 1 or more"),
     "not a number": (["--rounds", "few"], "see `dtk bench --help`"),

@@ -30,7 +30,7 @@ def test_it_fetches_with_every_push_unless_told_otherwise():
         ({"push_every": 4, "fetch_every": 3}, "neither a divisor nor a multiple of push_every=4"),
         ({"significant": -1.0}, "significant=-1.0; expected the smallest change"),
         ({"significant": float("inf")}, "significant=inf"),
-        ({"bits": 3}, "a power of two"),
+        ({"bits": 17}, "expected 1 to 16"),
         ({"bits": 1, "significant": 0.1}, "use one of the two"),
     ],
 )
@@ -60,8 +60,10 @@ def test_what_does():
         (Downpour(1, fetch_every=2), Async()),
     ):
         assert parameter_server._checked(exchange, consistency) is exchange
-    for bits in ("4bit", Quantized(4), Downpour(bits=4)):
-        assert parameter_server._checked(bits, Async()) == Downpour(bits=4)
+    for bits in ("3bit", Quantized(3), Downpour(bits=3)):
+        assert parameter_server._checked(bits, Async()) == Downpour(bits=3)
+    assert parameter_server._checked("32bit", Sync()) is None, "whole gradients, as without"
+    assert Downpour(2, bits=32) == Downpour(2) and not Downpour(bits=32, significant=0.1).bits
 
 
 @pytest.mark.parametrize("shapes", [[(7,), (3,)], [(40, 12)], [(7,), (40, 12), (3,)]], ids=str)

@@ -26,7 +26,8 @@ from dtk.exchange import (
     codec,
     quantized,
 )
-from dtk.exchange.base import Trained
+from dtk.exchange.base import Portion, Trained
+from dtk.exchange.dense import DenseExchanger
 from dtk.exchange.memory import Memory
 from exchange import exchanged
 
@@ -84,8 +85,8 @@ def two_stages(size, steps, bits, shape):
 @two_and_three
 @pytest.mark.parametrize(
     "bits, in_graph",
-    [(1, True), pytest.param(1, False, marks=pytest.mark.full), (4, False)],
-    ids=["1-graph", "1-eager", "4-eager"],
+    [(1, True), pytest.param(1, False, marks=pytest.mark.full), (4, False), (11, True)],
+    ids=["1-graph", "1-eager", "4-eager", "11-graph"],
 )
 def test_gradients_are_quantised_twice_and_what_is_left_is_kept(pool, bits, in_graph):
     results = pool.run(exchanged.sums, Quantized(bits), 3, in_graph)
@@ -280,6 +281,58 @@ def test_block_momentum_is_the_vector_of_the_original(pool, nesterov, expected):
         np.testing.assert_allclose([weight for weight, _, _ in after], expected, rtol=1e-6)
         assert [slot for _, slot, _ in after] == [0.0, 0.0], "local momentum is forgotten"
         assert all(together for _, _, together in after)
+
+
+def moved_by(value, changes, rows=None):
+    """How far one weight is moved by each block of a world whose other ranks change nothing."""
+    communicator, weight, after = NullCommunicator(0, 4), tf.Variable(0.0), []
+    memory = Memory(communicator, "CPU:0")
+    exchanger = value.exchanger(communicator, memory, Trained([weight], []))
+    for index, change in enumerate(changes):
+        before = float(weight)
+        count = value.block_size if rows is None else rows[index]
+        portion = Portion(tf.constant(count, tf.int64), tf.constant(0.25))
+        exchanger.apply([tf.constant(0.0)], lambda _, by=change: weight.assign_add(by), portion)
+        exchanger.count(portion)
+        exchanger.close()
+        after.append(float(weight) - before)
+    return after
+
+
+@pytest.mark.parametrize("momentum, eta", [(None, 0.75), (0.5, 0.5), (0.0, 0.0)])
+@pytest.mark.parametrize("rate", [1.0, 0.4])
+def test_a_blocks_changes_go_into_the_weights_over_several(momentum, eta, rate):
+    """In all 1 + eta times as far with Nesterov's momentum: the docstring once said once."""
+    for nesterov, gain in ((False, 1.0), (True, 1.0 + eta)):
+        value = BlockMomentum(64, momentum=momentum, rate=rate, nesterov=nesterov)
+        moved = moved_by(value, [100.0] + [0.0] * 60)
+        parts = 100.0 * rate * gain * (1 - eta) * eta ** np.arange(61)
+        np.testing.assert_allclose(moved, parts, rtol=1e-4, atol=1e-4)
+        assert sum(moved) == pytest.approx(100.0 * rate * gain, rel=1e-4)
+
+
+def test_the_rate_that_takes_nesterovs_gain_back():
+    value = BlockMomentum(64, rate=4 / (2 * 4 - 1))
+    assert sum(moved_by(value, [100.0] + [0.0] * 60)) == pytest.approx(100.0, rel=1e-4)
+
+
+def test_less_than_a_block_counts_for_less():
+    value = BlockMomentum(64, nesterov=False)
+    moved = moved_by(value, [100.0] + [0.0] * 60, [16] + [64] * 60)
+    assert sum(moved) == pytest.approx(100.0 * (1 - 0.75**0.25) / (1 - 0.75), rel=1e-4)
+
+
+def test_the_step_that_reaches_the_samples_of_a_warm_start_is_the_last_exact_one():
+    """Delayed applies nothing in its first step, by which it is told apart."""
+    communicator = NullCommunicator(0, 2)
+    memory, applied = Memory(communicator, "CPU:0"), tf.Variable(0.0)
+    exchanger = WarmStart(Delayed(), samples=6).exchanger(communicator, memory, Trained())
+    portion, seen = Portion(tf.constant(2, tf.int64), tf.constant(0.5)), []
+    for step in range(1, 6):
+        exchanger.apply([tf.constant(float(step))], lambda g: applied.assign_add(g[0]), portion)
+        exchanger.count(portion)
+        seen.append(float(applied))
+    assert seen == [1, 3, 6, 6, 10], "steps 1 to 3 at once, 4 a step later"
 
 
 @two
@@ -487,9 +540,12 @@ def test_what_another_exchange_remembered_is_refused():
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: Quantized(3), "a power of two, one of 1, 2, 4, 8, 16"),
-        (lambda: Quantized(32), "for whole gradients: Dense()"),
+        (lambda: Quantized(0), "expected 1 to 16, or 32 for whole gradients, as Dense()"),
+        (lambda: Quantized(33), "expected 1 to 16, or 32"),
+        (lambda: Quantized(17), "float32, whose mantissa has 24 bits"),
+        (lambda: Quantized(31), "float32, whose mantissa has 24 bits"),
         (lambda: Quantized(True), "Quantized(bits=True)"),
+        (lambda: Quantized(3.0), "Quantized(bits=3.0)"),
         (lambda: Dense("float64"), "'float16' or 'bfloat16', or None"),
         (lambda: BlockMomentum(0), "BlockMomentum(block_size=0); expected a number of rows"),
         (lambda: BlockMomentum(64, momentum=1.0), "BlockMomentum(momentum=1.0)"),
@@ -508,7 +564,7 @@ def test_what_another_exchange_remembered_is_refused():
         ),
         (lambda: Delayed(BlockMomentum(64)), "Delayed(exchange=BlockMomentum"),
         (lambda: Delayed(WarmStart(Dense(), 5)), "WarmStart(Delayed(...), samples=...)"),
-        (lambda: exchanges.parse("3bit"), "expected one of auto, fp16, bf16, 1bit"),
+        (lambda: exchanges.parse("17bit"), "expected one of 'auto', 'fp16', 'bf16', '1bit' to '16"),
         (lambda: Dense("bfloat16").check(OnlyFloat16(0, 2)), "adds no bfloat16 up"),
     ],
 )
@@ -527,6 +583,18 @@ class OnlyFloat16(NullCommunicator):
 def test_an_exchange_of_another_kind_is_refused():
     with pytest.raises(TypeError, match="expected a value of dtk.exchange"):
         exchanges.parse(8)
+    with pytest.raises(TypeError, match=r'ParameterServerStrategy\("async", exchange=Downpour'):
+        exchanges.parse(exchanges.Downpour())
+
+
+def test_32_bits_are_whole_gradients():
+    assert exchanges.parse("3bit") == Quantized(3) and exchanges.parse("13bit") == Quantized(13)
+    off = exchanges.parse("32bit")
+    communicator = NullCommunicator(0, 2)
+    memory = Memory(communicator, "CPU:0")
+    exchanger = off.exchanger(communicator, memory, Trained())
+    assert isinstance(exchanger, DenseExchanger) and not off.remembers
+    assert Quantized(1).remembers
 
 
 @two

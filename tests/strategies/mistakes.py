@@ -255,11 +255,11 @@ def unbatched_dataset(strategy):
     cases.compiled(strategy).fit(dataset, verbose=0, shuffle=False)
 
 
-@mistake("ValueError", "exchange='3bit'", "expected one of auto, fp16, bf16, 1bit")
+@mistake("ValueError", "exchange='17bit'", "expected one of 'auto', 'fp16', 'bf16', '1bit'")
 def unknown_exchange(strategy):
     from dtk.strategies import AllReduceStrategy
 
-    AllReduceStrategy(strategy.communicator, exchange="3bit")
+    AllReduceStrategy(strategy.communicator, exchange="17bit")
 
 
 @mistake("DisagreementError", "ranks disagree on the exchange", "Quantized(bits=1)")

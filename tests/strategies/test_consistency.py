@@ -31,6 +31,7 @@ from dtk.strategies.consistency import (
     Schedule,
     Staleness,
     Sync,
+    ahead,
     check,
     parse,
 )
@@ -487,6 +488,44 @@ def test_staleness_is_the_steps_missing_from_the_weights():
     assert schedule.statistics.mean == pytest.approx(5 / 6)
 
 
+def as_fit_does(schedule, workers, choices):
+    """Batches are offered as `fit` offers them, while workers and the main thread take any turns.
+
+    Each choice is a worker, who hands in what it has and takes more, or the main thread, which
+    applies a step that is complete, or offers one when it may.
+    """
+    has, complete = {}, []
+    for choice in choices:
+        if choice < workers:
+            if (piece := has.pop(choice, None)) is not None and schedule.returned(piece, choice):
+                complete.append(piece.step)
+            if (piece := schedule.take(choice)) is not None:
+                has[choice] = piece
+        elif schedule.unfinished <= ahead(schedule.tau, workers):
+            schedule.offer()
+        elif complete:
+            schedule.applied(complete.pop(0))
+    for step in complete:
+        schedule.applied(step)
+
+
+def test_gradients_that_wait_to_be_applied_make_steps_staler_than_there_are_workers():
+    """The docstring once said that staleness stays below the number of workers."""
+    schedule, one, main = Schedule(math.inf), 0, 2
+    as_fit_does(schedule, 2, [main] * 7 + [one] * 9)
+    assert schedule.statistics.max == 4, "step 4 misses steps 0 to 3, which it has handed in"
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 3), st.sampled_from([1, 3, math.inf]), st.data())
+def test_staleness_never_exceeds_what_fit_lets_wait(workers, tau, data):
+    choices = data.draw(st.lists(st.integers(0, workers), min_size=20, max_size=120))
+    schedule = Schedule(tau)
+    as_fit_does(schedule, workers, choices)
+    assert schedule.statistics.max <= min(tau, 2 * workers)
+    assert schedule.statistics.lag <= tau
+
+
 def test_a_serial_schedule_is_never_stale():
     for schedule in (Schedule(tau=0), Schedule(tau=0, slices=2), Schedule(0, slices=2, spare=1)):
         simulate(schedule, 20, [1, 2, 5])
@@ -793,4 +832,39 @@ def test_a_schedule_is_loosened_and_never_tightened():
 @pytest.mark.parametrize("arguments", [{}, {"epochs": 1, "samples": 1}, {"epochs": -1}])
 def test_a_warm_start_has_one_length(arguments):
     with pytest.raises(ValueError, match="expected"):
-        consistency.WarmStart(**arguments)
+        consistency.SerialStart(**arguments)
+
+
+def test_a_warm_start_is_over_with_the_last_serial_epoch_or_row():
+    epochs, samples = consistency.SerialStart(epochs=2), consistency.SerialStart(samples=100)
+    assert [epochs.is_over(epoch, 10_000) for epoch in range(4)] == [False, False, True, True]
+    assert [samples.is_over(9, rows) for rows in (0, 99, 100)] == [False, False, True]
+
+
+@pytest.mark.parametrize("make", [Async, lambda warm_start: BoundedDelay(2, warm_start)])
+def test_the_warm_start_of_an_exchange_is_not_taken_for_a_serial_one(make):
+    """It was, without a word, until it failed in the middle of `fit`."""
+    from dtk.exchange import Dense, WarmStart
+
+    assert make(warm_start=consistency.SerialStart(epochs=1)).warm_start.epochs == 1
+    with pytest.raises(TypeError, match=r"expected dtk.strategies.SerialStart\(epochs=1\)"):
+        make(warm_start=WarmStart(Dense(), samples=10))
+
+
+def test_a_serial_start_is_not_taken_for_an_exchange():
+    from dtk.strategies import AllReduceStrategy, parameter_server
+
+    start = consistency.SerialStart(samples=64)
+    with pytest.raises(TypeError, match="no exchange: .* use dtk.exchange.WarmStart"):
+        AllReduceStrategy(communicator="local", exchange=start)
+    with pytest.raises(TypeError, match="no exchange: .*warm_start=SerialStart"):
+        parameter_server._checked(start, Async())
+
+
+def test_the_old_name_of_a_serial_start_still_works_and_says_so():
+    import dtk
+
+    with pytest.warns(DeprecationWarning, match="is now dtk.strategies.SerialStart"):
+        assert dtk.strategies.WarmStart is consistency.SerialStart
+    with pytest.raises(AttributeError, match="no attribute 'ColdStart'"):
+        dtk.strategies.ColdStart  # noqa: B018

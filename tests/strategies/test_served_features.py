@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from dtk.exchange import Downpour, codec
-from dtk.strategies.consistency import Async, BoundedDelay, WarmStart
+from dtk.strategies.consistency import Async, BoundedDelay, SerialStart
 
 from strategies import served_features
 
@@ -68,7 +68,7 @@ def test_mistakes(pool, name, kind, parts):
 
 
 @pytest.mark.parametrize(
-    "warm_start, serial", [(WarmStart(epochs=1), 8), (WarmStart(samples=200), 10)], ids=str
+    "warm_start, serial", [(SerialStart(epochs=1), 8), (SerialStart(samples=200), 10)], ids=str
 )
 def test_the_first_steps_of_a_warm_start_are_those_of_one_process(pool, warm_start, serial):
     ((seen, steps),) = pool.run(served_features.warmed_up, Async(warm_start), timeout=120)
@@ -215,7 +215,7 @@ def test_the_report(pool):
     "shape, warm_start, factors",
     [
         ("staircase", None, [0.25] * 3 + [0.5] * 3 + [0.75] * 3 + [1.0] * 9),
-        ("linear", WarmStart(epochs=1), [1.0] * 7 + [0.25, 0.5, 0.75] + [1.0] * 8),
+        ("linear", SerialStart(epochs=1), [1.0] * 7 + [0.25, 0.5, 0.75] + [1.0] * 8),
     ],
 )
 def test_the_rate_of_asynchronous_steps_warms_up(pool, shape, warm_start, factors):

@@ -12,7 +12,7 @@ from dtk.errors import DtkError
 
 MODELS = ("resnet20", "mlp", "embedding", "transformer")
 # The short names of dtk.exchange, which imports TensorFlow, and "none" for whole gradients.
-EXCHANGES = ("none", "fp16", "bf16", "1bit", "2bit", "4bit", "8bit", "16bit")
+EXCHANGES = ("none", "fp16", "bf16", *(f"{bits}bit" for bits in range(1, 17)))
 BLOCK = "block:ROWS"  # block momentum, with so many rows of all workers in a block
 # Bytes of two all-reduces that tell what a message takes from what a byte does: see `dtk plan`.
 # Both go round a ring; `dtk.communicators.collective` adds fewer up in one hop.

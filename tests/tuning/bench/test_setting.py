@@ -16,7 +16,7 @@ from dtk.tuning.bench.setting import EXCHANGES, MODELS, BenchError, Setting, byt
 
 
 def test_the_names_are_those_of_dtk():
-    assert set(EXCHANGES) == {"none", *NAMES} - {"auto"}  # which is one of the others
+    assert set(EXCHANGES) == {"none", *NAMES} - {"auto", "32bit"}  # each is one of the others
     assert set(MODELS) == set(PROBLEMS)
 
 
@@ -42,7 +42,7 @@ def test_workers_read_what_the_command_line_wrote(setting):
             {"models": ("mlp", "vgg")},
             "--model vgg: unknown, expected resnet20, mlp, embedding or transformer",
         ),
-        ({"exchanges": ("3bit",)}, "--exchange 3bit: unknown, expected none, fp16, bf16, 1bit,"),
+        ({"exchanges": ("17bit",)}, "--exchange 17bit: unknown, expected none, fp16, bf16, 1bit,"),
         ({"exchanges": ("block:0",)}, "--exchange block:0: unknown, .* 16bit or block:ROWS"),
         ({"exchanges": ("block:ROWS",)}, "--exchange block:ROWS: unknown, expected none"),
         ({"batch_size": 0}, "--batch-size 0: expected 1 or more"),

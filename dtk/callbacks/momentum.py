@@ -1,0 +1,148 @@
+"""An optimizer's momentum as something that can be set while training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from dtk.callbacks.rate import momentum_buffers
+
+# The attribute of an optimizer that holds its `Momentum`.
+_MARK = "_dtk_momentum"
+
+
+class Momentum:
+    """The momentum of a `keras.optimizers.SGD`, which may change from step to step.
+
+    Keras keeps it as a float, which a step holds for good once it is traced. While the optimizer
+    updates a weight, it finds a variable in its place, so that a new value needs no new trace and
+    costs one assignment. `optimizer.momentum` stays what the script gave, and so does what is saved
+    with a model. The optimizer goes on with the last value.
+
+    Args:
+        optimizer: SGD itself, with a momentum: its buffers are made when it is built.
+
+    Attributes:
+        retrace: Whether steps traced before hold the float.
+    """
+
+    retrace = True
+
+    def __init__(self, optimizer: Any):
+        self._optimizer = optimizer
+        self._variable = tf.Variable(
+            optimizer.momentum, trainable=False, dtype=tf.float32, name="momentum"
+        )
+        self._value = float(optimizer.momentum)
+        self._put_into(optimizer)
+
+    def _put_into(self, optimizer: Any) -> None:
+        update, given, held = optimizer.update_step, optimizer.momentum, _Held(self._variable)
+
+        @tf.autograph.experimental.do_not_convert
+        def update_step(gradient: Any, variable: Any, learning_rate: Any) -> None:
+            optimizer.momentum = held
+            try:
+                update(gradient, variable, learning_rate)
+            finally:
+                optimizer.momentum = given
+
+        optimizer.update_step = update_step
+
+    @property
+    def value(self) -> float:
+        """What the next step has."""
+        return self._value
+
+    def set(self, value: float) -> None:
+        """Let the next steps have it."""
+        if value != self._value:
+            self._variable.assign(value)
+            self._value = value
+
+    def carry_over(self, factor: float) -> None:
+        """Multiply what the buffers hold of past gradients."""
+        if factor != 1.0:
+            for buffer in momentum_buffers(self._optimizer):
+                buffer.assign(buffer.value * factor)
+
+
+class _Held:
+    """What Keras's SGD asks of its momentum: whether there is any, and its value."""
+
+    def __init__(self, variable: tf.Variable):
+        self._variable = variable
+
+    def __eq__(self, other: object) -> bool:
+        return False
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+        return tf.convert_to_tensor(self._variable, dtype, name=name)
+
+
+def innermost(optimizer: Any) -> Any:
+    """The optimizer that others, such as those that scale losses, wrap."""
+    while hasattr(optimizer, "inner_optimizer"):
+        optimizer = optimizer.inner_optimizer
+    return optimizer
+
+
+def momentum_of(optimizer: Any, who: str) -> Momentum:
+    """An optimizer's momentum; the same object each time.
+
+    Args:
+        optimizer: The model's optimizer.
+        who: The callback that wants to set it.
+
+    Raises:
+        ValueError: It is no SGD, or one without momentum.
+    """
+    inner = innermost(optimizer)
+    if not isinstance(inner, keras.optimizers.SGD):
+        raise ValueError(
+            f"{who} sets the momentum of keras.optimizers.SGD, and the optimizer is a "
+            f"{type(inner).__name__}; use SGD(rate, momentum=0.9), or leave the callback out"
+        )
+    if not inner.momentum:
+        raise ValueError(
+            f"{who} sets the momentum, and the optimizer was made without: its buffers are made "
+            "when it is built; give SGD any momentum above 0, such as momentum=0.9"
+        )
+    if not hasattr(inner, _MARK):
+        setattr(inner, _MARK, Momentum(inner))
+    return getattr(inner, _MARK)
+
+
+def carried_over(before: float, after: float, nesterov: bool = False) -> float:
+    """What buffers are multiplied with when the momentum changes, so that no gradient counts more.
+
+    A gradient counts (1 - mu) (1 + mu + mu^2 + ...) = 1 in all (unit gain). When mu changes, the
+    rest that is to come of it is what its buffer will be worth, mu^p / (1 - mu) of what it holds: p
+    is 1, or 2 with Nesterov's momentum, which has gone a step ahead.
+
+    Args:
+        before: mu of the steps so far.
+        after: mu of those to come.
+        nesterov: As given to `keras.optimizers.SGD`.
+
+    Returns:
+        The factor; 1 where no momentum (to speak of) follows: then the rest is lost.
+
+    Example:
+        >>> round(carried_over(0.9, 0.81), 4)     # twice the batch
+        2.1111
+        >>> round(2.1111 * 0.81 / (1 - 0.81), 3), round(0.9 / (1 - 0.9), 3)
+        (9.0, 9.0)
+    """
+    if before == after or after < _NONE:
+        return 1.0
+    return (before / after) ** (2 if nesterov else 1) * (1.0 - after) / (1.0 - before)
+
+
+# What is left after 27 time constants. The square of less would not fit into float32.
+_NONE = 1e-12

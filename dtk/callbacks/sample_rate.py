@@ -1,0 +1,190 @@
+"""A learning rate per sample, at whatever batch size: CNTK's SGD."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import keras
+
+from dtk.callbacks.momentum import Momentum, carried_over, innermost, momentum_of
+from dtk.callbacks.momentum_schedule import MomentumSchedule, Values
+from dtk.callbacks.rate import check_settable, rate_now
+from dtk.schedules import learning_rate_from_sample_rate, time_constant_from_momentum
+from dtk.schedules.runs import parse_runs
+
+
+def is_rate(value: object) -> bool:
+    """Whether something is a finite number above 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+class _InForce(NamedTuple):
+    """What the optimizer has been given.
+
+    Attributes:
+        planned: The rate per sample, without what others have made of it.
+        momentum: mu.
+        learning_rate: Keras's rate, as the optimizer says it.
+        rows: Of a step.
+    """
+
+    planned: float
+    momentum: float
+    learning_rate: float
+    rows: int
+
+
+class SampleRate(MomentumSchedule):
+    """Give SGD a rate per sample, and momentum as a time constant, at every batch size.
+
+    Each sample moves the weights by `rate` times its gradient in all, whether it comes in a batch
+    of 32 or of 4096, and gets there at the same pace (unit gain, a time constant in samples):
+
+        mu = exp(-rows / tau)        Keras's rate = rate * rows * (1 - mu)
+
+    Both are set anew whenever the rows of a step change: by `BatchSizeSchedule`,
+    `GrowBatchInsteadOfDecay` or `AutoBatchSize`, and, of arrays, in the short last batch of an
+    epoch. (With `steps_per_execution`, gradient accumulation, datasets or asynchronous parameter
+    servers that one is taken for a whole one, and a window of accumulation that spans a change for
+    one of the new size.) What momentum holds of earlier samples is multiplied
+    then, so that they count as much as they would have; CNTK leaves it, so that the last
+    tau samples before a change count for more or less.
+
+    Whoever multiplies the optimizer's rate meanwhile, such as `HalveRate` or Keras's
+    ReduceLROnPlateau, multiplies the rate per sample. `GrowBatchInsteadOfDecay` grows the batch and
+    lowers the rate per sample by what its schedule lowers the rate, relative to its first.
+    `AutoBatchSize` leaves the rate to this callback. The rate given to `SGD` does not count.
+
+    Args:
+        rate: What one sample's gradient is multiplied with: a number, or a list of values and
+            `(count, value)` pairs; the last persists.
+        time_constant: tau, in samples, likewise; 0 is no momentum. To be given if SGD has one.
+        momentum_correction: Whether to multiply momentum buffers when the batch or `rate` changes.
+        every_samples: How many samples a value of a list lasts; None for an epoch of `fit`.
+        batch_size: Global batch, where `fit`'s data does not tell.
+
+    Raises:
+        ValueError: As `MomentumSchedule`; the optimizer has a schedule of its own, or another
+            callback sets the same.
+
+    Example:
+        >>> import dtk, keras, numpy as np
+        >>> strategy = dtk.strategies.AllReduceStrategy(communicator="local")
+        >>> with strategy.scope():
+        ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        ...     model.compile(optimizer=keras.optimizers.SGD(momentum=0.9), loss="mse")
+        >>> sample_rate = dtk.callbacks.SampleRate(0.001, time_constant=64)
+        >>> history = model.fit(np.ones((64, 4)), np.ones((64, 1)), epochs=3, verbose=0, callbacks=[
+        ...     dtk.callbacks.BatchSizeSchedule([16, 32]), sample_rate])
+        >>> round(sample_rate.momentum, 4), round(float(model.optimizer.learning_rate), 6)
+        (0.6065, 0.012591)
+
+    Source: CNTK's `learning_parameter_schedule_per_sample` and `momentum_sgd`.
+    """
+
+    sets = ("learning rate", "momentum")
+
+    def __init__(
+        self,
+        rate: Values,
+        time_constant: Values | None = None,
+        momentum_correction: bool = True,
+        every_samples: int | None = None,
+        batch_size: int | None = None,
+    ):
+        super().__init__(0 if time_constant is None else time_constant, every_samples, batch_size)
+        given: Any = [rate] if isinstance(rate, int | float) else rate
+        self.rates = parse_runs(given, "rate per sample", is_rate, "a finite number above 0")
+        self.momentum_correction = momentum_correction
+        self._told = time_constant is not None
+        self._optimizer: Any = None
+        self._in_force: _InForce | None = None
+        # What others have made of the rate: by setting the optimizer's, or by a plan of theirs.
+        self._changed = self._plan = 1.0
+
+    @property
+    def rate(self) -> float:
+        """The rate per sample that is in force."""
+        return self._planned() * self._changed * self._change()
+
+    def get_state(self) -> dict:
+        """For `Checkpoint`: what is in force, besides."""
+        in_force = None if self._in_force is None else self._in_force._asdict()
+        return {**super().get_state(), "in_force": in_force, "changed": self._changed}
+
+    def set_state(self, state: dict) -> None:
+        """From `Checkpoint`; the optimizer's own rate has been restored before."""
+        super().set_state(state)
+        self._changed = state["changed"]
+        self._in_force = None if state["in_force"] is None else _InForce(**state["in_force"])
+        if self._momentum is not None and self._in_force is not None:
+            self._momentum.set(self._in_force.momentum)
+
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        """Refuse what cannot work before the first epoch."""
+        super().on_train_begin(logs)
+        check_settable(self.model.optimizer, type(self).__name__)
+        self._plan = 1.0
+        if self._optimizer is not self.model.optimizer:
+            self._optimizer, self._in_force, self._changed = self.model.optimizer, None, 1.0
+
+    def plan(self, factor: float) -> None:
+        """Multiply the rates given, from now on; not one more factor, but in place of the last."""
+        self._plan = factor
+
+    def use(self, rows: int) -> None:
+        """See `MomentumSchedule.use`; nothing is touched where nothing changes."""
+        before, planned, momentum = self._in_force, self._planned(), self.momentum_of(rows)
+        if before is not None and (planned, momentum, rows) == (
+            before.planned,
+            before.momentum,
+            before.rows,
+        ):
+            return
+        self._changed *= self._change()
+        optimizer = self.model.optimizer
+        optimizer.learning_rate = learning_rate_from_sample_rate(
+            planned * self._changed, rows, momentum
+        )
+        if self._momentum is not None:
+            if self.momentum_correction:
+                nesterov = innermost(optimizer).nesterov
+                carried = carried_over(self._momentum.value, momentum, nesterov)
+                raised = 1.0 if before is None else planned / before.planned
+                self._momentum.carry_over(carried * raised)
+            self._momentum.set(momentum)
+        self._in_force = _InForce(planned, momentum, rate_now(optimizer), rows)
+
+    def _planned(self) -> float:
+        return self._at_present(self.rates) * self._plan
+
+    def _change(self) -> float:
+        """What the optimizer's rate has been multiplied with since it was set."""
+        if self._in_force is None or not self._in_force.learning_rate:
+            return 1.0
+        return rate_now(self._optimizer) / self._in_force.learning_rate
+
+    def _find_momentum(self) -> Momentum | None:
+        inner, who = innermost(self.model.optimizer), type(self).__name__
+        if not isinstance(inner, keras.optimizers.SGD):
+            raise ValueError(
+                f"{who} is for keras.optimizers.SGD, whose steps are sums of gradients times the "
+                f"rate, and the optimizer is a {type(inner).__name__}"
+            )
+        if inner.momentum and not self._told:
+            size = self.adoption.feed.batch_size() or self.batch_size or 1
+            tau = time_constant_from_momentum(inner.momentum, size)
+            raise ValueError(
+                f"{who}: momentum={inner.momentum} means another thing at every batch size; give "
+                f"time_constant={tau:.0f} for what it is at {size}, or 0 for none"
+            )
+        if not inner.momentum and all(not tau for _, tau in self.time_constants):
+            return None
+        return momentum_of(inner, who)
+
+
+def sample_rate_of(adoption: Any) -> SampleRate | None:
+    """The one among the callbacks of the running `fit`, if there is one."""
+    found = (c for c in adoption.callbacks.callbacks if isinstance(c, SampleRate))
+    return next(found, None)
