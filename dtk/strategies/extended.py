@@ -26,7 +26,8 @@ Private names used, each with a test in tests/strategies/test_private_names.py:
     tensorflow.python.distribute.coordinator
         cluster_coordinator.ClusterCoordinator._cluster (.schedule), ._is_worker_failure
         coordinator_context.get_current_dispatch_context
-    tensorflow.python.distribute.values                 DistributedVariable.values
+    tensorflow.python.distribute.values                 DistributedVariable.values,
+        MirroredVariable, SyncOnReadVariable
     tensorflow.python.framework.auto_control_deps_utils   register_read_only_resource_op
     tensorflow.python.framework.ops                     colocate_with
     tensorflow.python.eager.context                     context().executing_eagerly, global_seed
@@ -41,6 +42,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import (
     distribute_lib,
@@ -148,6 +150,41 @@ def _nothing(value: Any, really: bool) -> Any:
     return tf.zeros_like(value) if really else tf.identity(value)
 
 
+class _Number:
+    """What makes a distributed variable a number where a plain variable is one.
+
+    TensorFlow's know neither `int()` nor `float()`, and NumPy makes no array of a scalar one. A
+    callback may well ask for `int(optimizer.iterations)` or `float(optimizer.learning_rate)`.
+    """
+
+    def __int__(self) -> int:
+        return int(self.numpy())  # type: ignore[attr-defined]
+
+    def __float__(self) -> float:
+        return float(self.numpy())  # type: ignore[attr-defined]
+
+    def __complex__(self) -> complex:
+        return complex(self.numpy())  # type: ignore[attr-defined]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        # Reading has made a copy already.
+        return np.asarray(self.numpy(), dtype)  # type: ignore[attr-defined]
+
+
+class MirroredVariable(_Number, values.MirroredVariable):
+    """A variable of which every replica holds a copy, all of them equal."""
+
+
+class SyncOnReadVariable(_Number, values.SyncOnReadVariable):
+    """A variable of which every replica holds a part, summed when it is read."""
+
+
+_CLASSES = distribute_utils.VARIABLE_CLASS_MAPPING | {
+    tf.VariableSynchronization.ON_WRITE: MirroredVariable,
+    tf.VariableSynchronization.ON_READ: SyncOnReadVariable,
+}
+
+
 class AllReduceExtended(one_device_strategy.OneDeviceExtended):
     """One process is one replica; values are reduced over a communicator.
 
@@ -191,7 +228,7 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
         return distribute_utils.create_mirrored_variable(
             self._container_strategy(),
             create_one,
-            distribute_utils.VARIABLE_CLASS_MAPPING,
+            _CLASSES,
             distribute_utils.VARIABLE_POLICY_MAPPING,
             **kwargs,
         )
@@ -328,7 +365,13 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
         # assignment would merge threads, and has nothing left to do.
         if kwargs.get("synchronization") != tf.VariableSynchronization.ON_READ:
             kwargs["aggregation"] = tf.VariableAggregation.NONE
-        return super()._create_variable(next_creator, **kwargs)
+        made = super()._create_variable(next_creator, **kwargs)
+        # TensorFlow asks nobody which class it should be. One without copies stays what it is.
+        if isinstance(made, values.MirroredVariable):
+            made.__class__ = MirroredVariable
+        elif isinstance(made, values.SyncOnReadVariable):
+            made.__class__ = SyncOnReadVariable
+        return made
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         # Outside replicas everything is at hand: add it up here instead of launching collectives.

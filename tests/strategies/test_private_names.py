@@ -39,7 +39,12 @@ TENSORFLOW = {
     "distribute.input_lib": ["DistributedDataset"],
     "distribute.one_device_strategy": [f"OneDeviceExtended.{name}" for name in EXTENDED],
     "distribute.mirrored_strategy": [f"MirroredExtended.{name}" for name in EXTENDED],
-    "distribute.values": ["PerReplica", "DistributedVariable._get_on_device_or_primary"],
+    "distribute.values": [
+        "PerReplica",
+        "DistributedVariable._get_on_device_or_primary",
+        "MirroredVariable",
+        "SyncOnReadVariable",
+    ],
     "distribute.parameter_server_strategy_v2": [
         "ParameterServerStrategyV2._connect_to_cluster",
         "ParameterServerStrategyV2._verify_args_and_config",

@@ -1,0 +1,25 @@
+"""Bodies for what variables of a strategy can be used as; see test_variables.py."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from strategies import bodies, cases
+
+
+def numbers(devices=0):
+    """What Python and NumPy make of variables in the scope and outside, and what was in them."""
+    strategy = bodies.strategy(devices)
+    model = cases.compiled(strategy)
+    model.fit(*cases.rows(16), batch_size=8, epochs=1, verbose=0)
+    optimizer, tracker = model.optimizer, model.metrics[0]
+
+    def read():
+        return [
+            (int(variable), float(variable), complex(variable.value), np.array(variable.value))
+            for variable in (optimizer.iterations, optimizer.learning_rate, tracker.total)
+        ]
+
+    with strategy.scope():
+        inside = read()
+    return inside, read(), [v.numpy() for v in (optimizer.iterations, optimizer.learning_rate)]
