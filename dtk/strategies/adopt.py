@@ -19,7 +19,8 @@ its data by them, in tests/callbacks/test_keras_seam.py:
                 _initial_epoch, _compile_loss, _flatten_layers, _get_metrics_result_or_logs
     Optimizer   _distribution_strategy, _all_reduce_sum_gradients, _clip_gradients,
                 _accumulated_gradients, _learning_rate,
-                _trainable_variables_indices, _trainable_variables, _var_key
+                _trainable_variables_indices, _trainable_variables, _var_key,
+                _var_to_optimizer_idx (of a MultiOptimizer)
     Variable    _value, _initialize, _initialize_with_initializer
     Embedding   _embeddings
     TFEpochIterator   _distributed_dataset, _num_batches, _current_iterator, _steps_seen,
@@ -313,6 +314,12 @@ def index_variables(optimizer: Any) -> None:
     optimizer._trainable_variables_indices = {
         optimizer._var_key(v): i for i, v in enumerate(optimizer._trainable_variables)
     }
+    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        optimizer._var_to_optimizer_idx = {
+            optimizer._var_key(v): i
+            for i, member in enumerate(optimizer.optimizers)
+            for v in member._trainable_variables
+        }
 
 
 # The data adapter and the epoch iterator, which give `fit` its batches.

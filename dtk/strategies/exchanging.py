@@ -165,15 +165,20 @@ class Exchanging:
 
 
 def exchanging_of(outer: Any, inner: Any, strategy: Any) -> Exchanging | None:
-    """What exchanges an optimizer's gradients; None where the strategy adds them up by itself.
+    """What exchanges an optimizer's gradients; None where the strategy adds them up by itself."""
+    return None if strategy.communicator.size == 1 else Exchanging(outer, inner, strategy)
+
+
+def check_exchange(optimizer: Any, strategy: Any) -> None:
+    """See that an optimizer and the strategy's exchange can work together.
 
     Raises:
-        ValueError: The optimizer and the exchange cannot work together.
+        ValueError: They cannot.
     """
     exchange = strategy.exchange or Dense()
-    if strategy.communicator.size == 1:
-        return None
-    if exchange.local and inner.gradient_accumulation_steps:
+    if not exchange.local or strategy.communicator.size == 1:
+        return
+    if optimizer.gradient_accumulation_steps:
         raise ValueError(
             at_rank(
                 strategy.rank,
@@ -181,7 +186,7 @@ def exchanging_of(outer: Any, inner: Any, strategy: Any) -> Exchanging | None:
                 "steps that send nothing already; leave one of the two out",
             )
         )
-    if exchange.local and inner.use_ema:
+    if optimizer.use_ema:
         raise ValueError(
             at_rank(
                 strategy.rank,
@@ -189,7 +194,6 @@ def exchanging_of(outer: Any, inner: Any, strategy: Any) -> Exchanging | None:
                 "each worker has weights of its own between blocks; leave one of the two out",
             )
         )
-    return Exchanging(outer, inner, strategy)
 
 
 def slots_of(optimizer: Any) -> list:

@@ -17,15 +17,21 @@ import tensorflow as tf
 
 from dtk.errors import at_rank
 from dtk.strategies import adopt, extended, tracing
-from dtk.strategies.exchanging import Exchanging, exchanging_of, shaped
+from dtk.strategies.exchanging import Exchanging, check_exchange, exchanging_of, shaped
 
 
 def optimizers_of(model: Any) -> list:
-    """The model's optimizer and any other it holds as an attribute (a GAN has two)."""
+    """The model's optimizer and any other it holds as an attribute (a GAN has two).
+
+    Not those that one of them applies: its own attribute may be a second name of one.
+    """
     found = [
         value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)
     ]
     unique = {id(optimizer): optimizer for optimizer in found}
+    for optimizer in found:
+        for member in _members(optimizer)[1:]:
+            unique.pop(id(member), None)
     return list(unique.values())
 
 
@@ -35,6 +41,16 @@ def _chain(optimizer: Any) -> list:
     while hasattr(chain[-1], "inner_optimizer"):
         chain.append(chain[-1].inner_optimizer)
     return chain
+
+
+def _members(optimizer: Any) -> list:
+    """An optimizer and all that it applies, outermost first.
+
+    A `keras.optimizers.MultiOptimizer` divides its variables among several, some of which it may
+    know only once it has been built.
+    """
+    chain = _chain(optimizer)
+    return [*chain, *getattr(chain[-1], "optimizers", [])]
 
 
 def accumulators_of(optimizer: Any) -> list:
@@ -65,17 +81,11 @@ def is_linear(optimizer: Any) -> bool:
 
 def bind(optimizer: Any, strategy: Any) -> None:
     """Make `optimizer` reduce its gradients once, where every later step sees the reduced ones."""
-    chain = _chain(optimizer)
-    for member in chain:
-        if getattr(member, "_dtk_member_of", None) is strategy:
-            continue
-        _check_owner(member, strategy)
-        adopt.own_optimizer(member, strategy)
-        member._dtk_member_of = strategy
-
-    for member in chain:
+    _own(optimizer, strategy)
+    for member in _members(optimizer):
         adopt.index_variables(member)
 
+    chain = _chain(optimizer)
     outer, inner = chain[0], chain[-1]
     if getattr(outer, "_dtk_bound", None) is strategy:
         return
@@ -85,6 +95,17 @@ def bind(optimizer: Any, strategy: Any) -> None:
         _reduce_windows(outer, inner, strategy, exchanging)
     else:
         _reduce_each(outer, inner, strategy, exchanging)
+
+
+def _own(optimizer: Any, strategy: Any) -> None:
+    """Take over an optimizer and all that it applies, none of which is to reduce gradients again."""
+    for member in _members(optimizer):
+        if getattr(member, "_dtk_member_of", None) is strategy:
+            continue
+        _check_owner(member, strategy)
+        check_exchange(member, strategy)
+        adopt.own_optimizer(member, strategy)
+        member._dtk_member_of = strategy
 
 
 def exchangings_of(model: Any) -> list[Exchanging]:
@@ -165,6 +186,7 @@ def _build_in_time(optimizer: Any, variables: Any, strategy: Any) -> None:
     def build() -> None:
         with strategy.scope():
             optimizer.build(list(variables))
+        _own(optimizer, strategy)
 
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         thread.submit(build).result()
@@ -214,13 +236,10 @@ def note_applies(optimizer: Any, strategy: Any, parts_of: Callable[[Any], list])
         strategy: Its strategy.
         parts_of: Keras variable -> itself in a list, or its parts.
     """
-    chain = _chain(optimizer)
-    outer = chain[0]
+    outer = optimizer
     if getattr(outer, "_dtk_bound", None) is strategy:
         return
-    for member in chain:
-        _check_owner(member, strategy)
-        adopt.own_optimizer(member, strategy)
+    _own(outer, strategy)
     outer._dtk_bound = strategy
     apply, build, finalize = outer.apply, outer.build, outer.finalize_variable_values
 
@@ -236,9 +255,13 @@ def note_applies(optimizer: Any, strategy: Any, parts_of: Callable[[Any], list])
     def expanded(variables: Any) -> list:
         return [part for variable in variables for part in parts_of(variable)]
 
+    def build_all(variables: Any) -> None:
+        build(expanded(variables))
+        _own(outer, strategy)
+
     outer.apply = noted_apply
     outer._dtk_apply = apply
-    outer.build = lambda variables: build(expanded(variables))
+    outer.build = build_all
     outer.finalize_variable_values = lambda variables: finalize(expanded(variables))
 
 

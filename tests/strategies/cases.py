@@ -467,6 +467,49 @@ class Adversaries(keras.Model):
 
 
 @case
+def variables_divided_among_optimizers(strategy):
+    """`MultiOptimizer`, clipping and accumulating in parts; the second is known once it is built.
+
+    Breaks when each optimizer that it applies sums gradients again.
+    """
+    optimizers = keras.optimizers
+    x, y = rows()
+    first = optimizers.MultiOptimizer(
+        optimizers.OptimizerMap(
+            optimizers.SGD(0.05, global_clipnorm=0.2),
+            {".*kernel": optimizers.Adam(0.01, gradient_accumulation_steps=2)},
+        )
+    )
+    made = {}
+
+    def choose(variable):
+        return made.setdefault(len(variable.shape), optimizers.SGD(0.05, momentum=0.9))
+
+    second = optimizers.LossScaleOptimizer(optimizers.MultiOptimizer(choose), initial_scale=8.0)
+    results = {}
+    for name, optimizer in (("weights", first), ("found while building", second)):
+        model = compiled(strategy, optimizer=optimizer)
+        model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+        results[name] = flat(model.get_weights())
+    return results
+
+
+@case
+def model_and_divided_optimizer_from_outside(strategy):
+    """Its look-up of which optimizer has which variable goes by where a variable is stored."""
+    optimizers = keras.optimizers
+    model = small()
+    optimizer = optimizers.MultiOptimizer(
+        optimizers.OptimizerMap(optimizers.SGD(0.05), {".*kernel": optimizers.Adam(0.01)})
+    )
+    optimizer.build(model.trainable_variables)
+    with scope_of(strategy):
+        model.compile(optimizer=optimizer, loss=crossentropy())
+    x, y = rows()
+    return outcome(model, model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0))
+
+
+@case
 def two_optimizers(strategy):
     x, _ = rows()
     keras.utils.set_random_seed(5)

@@ -143,6 +143,13 @@ def test_optimizer_attributes():
         assert hasattr(optimizer, name), f"keras.optimizers.Optimizer has lost {name}"
 
 
+def test_multi_optimizer_attributes():
+    optimizer = keras.optimizers.MultiOptimizer(lambda variable: keras.optimizers.SGD())
+    optimizer.build([keras.Variable([1.0])])
+    name = "_var_to_optimizer_idx"
+    assert hasattr(optimizer, name), f"keras.optimizers.MultiOptimizer has lost {name}"
+
+
 def test_variable_value():
     assert isinstance(keras.Variable([1.0])._value, tf.Variable)
 
