@@ -299,8 +299,8 @@ def trained_variables(optimizer: Any) -> list:
 
 
 def accumulated(optimizer: Any) -> list:
-    """What an optimizer sums up in the course of an accumulation window."""
-    return [a for a in getattr(optimizer, "_accumulated_gradients", []) if a is not None]
+    """What an optimizer sums up in an accumulation window, by variable; None where nothing."""
+    return list(getattr(optimizer, "_accumulated_gradients", []))
 
 
 def given_rate(optimizer: Any) -> Any:

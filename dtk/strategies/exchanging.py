@@ -120,13 +120,11 @@ class Exchanging:
         exchanger.count(portion())
         return result
 
-    def reduce_window(self, gradients: list) -> list:
-        """The sum over the replicas of an accumulation window's gradients."""
-        present = [
-            g for g in shaped(gradients, adopt.trained_variables(self._inner)) if g is not None
-        ]
+    def reduce_window(self, gradients: list, variables: list) -> list:
+        """The sum over the replicas of an accumulation window's gradients of these variables."""
+        present = [g for g in shaped(gradients, variables) if g is not None]
         self._see(present)
-        return _put_back(self.of(None).reduce(present, portion()), gradients)
+        return _put_back(self.of(variables).reduce(present, portion()), gradients)
 
     def _see(self, gradients: list) -> None:
         self.seen, self.factored = [], []
@@ -135,9 +133,9 @@ class Exchanging:
                 alike = self.factored if isinstance(g, Factored) else self.seen
                 alike.append(tf.TensorSpec(g.shape, g.dtype))
 
-    def count(self) -> None:
-        """Tell of a step in an accumulation window."""
-        self.of(None).count(portion())
+    def count(self, variables: list) -> None:
+        """Tell of a step in an accumulation window of these variables' gradients."""
+        self.of(variables).count(portion())
 
     def _scale(self) -> tf.Tensor | None:
         """What gradients are multiplied by, where they must not be: it changes, what is remembered

@@ -256,6 +256,10 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
         del options
         return _all_reduce(self._communicator, reduce_op, if_present(value))
 
+    def all_reduce_max(self, tensors: list) -> list:
+        """The largest over the replicas; call in a replica context."""
+        return self._communicator.allreduce(if_present(tensors), "max")
+
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         del destinations, options
         value = tf.nest.map_structure(local_value, value)
@@ -359,6 +363,17 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
                 self, reduce_op, if_present(value), options
             )
         return _all_reduce(self.replica_communicator(), reduce_op, if_present(value))
+
+    def all_reduce_max(self, tensors: list) -> list:
+        """The largest over the replicas; call in a replica context."""
+        tensors = if_present(tensors)
+        if not tf.executing_eagerly():
+            return self.replica_communicator().allreduce(tensors, "max")
+
+        def largest(_: Any, merged: list) -> list:
+            return [tf.reduce_max(components(value), axis=0) for value in merged]
+
+        return tf.distribute.get_replica_context().merge_call(largest, args=(tensors,))
 
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
         # Each replica updates its own copy with the same value. TensorFlow's aggregation on
@@ -616,9 +631,9 @@ def regroup(parts: tuple) -> Any:
     return distribute_utils.regroup(parts, always_wrap=True)
 
 
-def components(variable: Any) -> tuple:
-    """The plain variables behind a distributed one, in replica order."""
-    return variable.values if isinstance(variable, values.DistributedVariable) else (variable,)
+def components(value: Any) -> tuple:
+    """The plain variables or values behind a distributed one, in replica order."""
+    return value.values if isinstance(value, values.DistributedValues) else (value,)
 
 
 def is_distributed(variable: Any) -> bool:

@@ -510,6 +510,55 @@ def model_and_divided_optimizer_from_outside(strategy):
 
 
 @case
+def layers_in_float8(strategy):
+    """Their scales come as gradients, and are to replace what was there: no sum is.
+
+    Breaks as scales that double with every step, and as an error with accumulation.
+    """
+    x, y = rows()
+    results = {}
+    for steps in (None, 2):
+
+        def build():
+            model = small()
+            model.layers[-1].quantize("float8")
+            return model
+
+        optimizer = keras.optimizers.SGD(0.05, gradient_accumulation_steps=steps)
+        model = compiled(strategy, build, optimizer=optimizer)
+        model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+        results |= {
+            f"{i} {v.name} {steps}": v.numpy()
+            for i, v in enumerate(model.layers[-1].trainable_variables)
+        }
+    return results
+
+
+class WithUnused(Subclassed):
+    """Has a layer that nothing comes of, whose variables have no gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = keras.layers.Dense(3)
+
+    def call(self, x):
+        x = keras.layers.Flatten()(x)
+        self.unused(x)
+        return self.outer(self.inner(x))
+
+
+@case
+def accumulation_beside_variables_without_gradients(strategy):
+    """Breaks when the gradients of a window are taken for those of all variables."""
+    x, y = rows()
+    optimizer = keras.optimizers.SGD(0.05, gradient_accumulation_steps=2)
+    model = compiled(strategy, WithUnused, optimizer=optimizer)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Gradients do not exist")
+        return outcome(model, model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0))
+
+
+@case
 def two_optimizers(strategy):
     x, _ = rows()
     keras.utils.set_random_seed(5)

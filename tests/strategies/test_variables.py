@@ -22,3 +22,9 @@ def test_a_variable_is_a_number(world, backend, size, devices):
             assert learning_rate == rate
             assert total > 0 and as_complex == total
             assert isinstance(array, np.ndarray) and array.shape == () and array == total
+
+
+@pytest.mark.parametrize("backend, size, devices", [("local", 1, 2), ("collective", 2, 0)])
+def test_the_largest_over_the_replicas(world, backend, size, devices):
+    for found in world(backend, size).run(variable_bodies.largest, devices):
+        np.testing.assert_array_equal(found, np.ones_like(found))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import tensorflow as tf
 
 from strategies import bodies, cases
 
@@ -23,3 +24,17 @@ def numbers(devices=0):
     with strategy.scope():
         inside = read()
     return inside, read(), [v.numpy() for v in (optimizer.iterations, optimizer.learning_rate)]
+
+
+def largest(devices=0):
+    """The largest of what the replicas hold, eagerly and in a graph: by replica."""
+    strategy = bodies.strategy(devices)
+
+    def index():
+        return tf.distribute.get_replica_context().replica_id_in_sync_group
+
+    def reduced():
+        return strategy.extended.all_reduce_max([tf.cast([index(), 1 - index()], tf.float32)])[0]
+
+    found = [strategy.run(reduced), tf.function(lambda: strategy.run(reduced))()]
+    return [value.numpy() for f in found for value in strategy.experimental_local_results(f)]
