@@ -19,7 +19,8 @@ its data by them, in tests/callbacks/test_keras_seam.py:
                 _initial_epoch, _compile_loss, _flatten_layers, _get_metrics_result_or_logs
     Optimizer   _distribution_strategy, _all_reduce_sum_gradients, _clip_gradients,
                 _accumulated_gradients, _learning_rate,
-                _trainable_variables_indices, _trainable_variables, _var_key
+                _trainable_variables_indices, _trainable_variables, _var_key,
+                _var_to_optimizer_idx (of a MultiOptimizer)
     Muon        _should_use_adamw
     Variable    _value, _path, _initialize, _initialize_with_initializer
     Embedding   _embeddings
@@ -420,8 +421,8 @@ def trained_variables(optimizer: Any) -> list:
 
 
 def accumulated(optimizer: Any) -> list:
-    """What an optimizer sums up in the course of an accumulation window."""
-    return [a for a in getattr(optimizer, "_accumulated_gradients", []) if a is not None]
+    """What an optimizer sums up in an accumulation window, by variable; None where nothing."""
+    return list(getattr(optimizer, "_accumulated_gradients", []))
 
 
 def given_rate(optimizer: Any) -> Any:
@@ -440,6 +441,12 @@ def index_variables(optimizer: Any) -> None:
     optimizer._trainable_variables_indices = {
         optimizer._var_key(v): i for i, v in enumerate(optimizer._trainable_variables)
     }
+    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        optimizer._var_to_optimizer_idx = {
+            optimizer._var_key(v): i
+            for i, member in enumerate(optimizer.optimizers)
+            for v in member._trainable_variables
+        }
 
 
 # The data adapter and the epoch iterator, which give `fit` its batches.

@@ -120,13 +120,11 @@ class Exchanging:
         exchanger.count(portion())
         return result
 
-    def reduce_window(self, gradients: list) -> list:
-        """The sum over the replicas of an accumulation window's gradients."""
-        present = [
-            g for g in shaped(gradients, adopt.trained_variables(self._inner)) if g is not None
-        ]
+    def reduce_window(self, gradients: list, variables: list) -> list:
+        """The sum over the replicas of an accumulation window's gradients of these variables."""
+        present = [g for g in shaped(gradients, variables) if g is not None]
         self._see(present)
-        return _put_back(self.of(None).reduce(present, portion()), gradients)
+        return _put_back(self.of(variables).reduce(present, portion()), gradients)
 
     def _see(self, gradients: list) -> None:
         self.seen, self.factored = [], []
@@ -135,9 +133,9 @@ class Exchanging:
                 alike = self.factored if isinstance(g, Factored) else self.seen
                 alike.append(tf.TensorSpec(g.shape, g.dtype))
 
-    def count(self) -> None:
-        """Tell of a step in an accumulation window."""
-        self.of(None).count(portion())
+    def count(self, variables: list) -> None:
+        """Tell of a step in an accumulation window of these variables' gradients."""
+        self.of(variables).count(portion())
 
     def _scale(self) -> tf.Tensor | None:
         """What gradients are multiplied by, where they must not be: it changes, what is remembered
@@ -165,15 +163,20 @@ class Exchanging:
 
 
 def exchanging_of(outer: Any, inner: Any, strategy: Any) -> Exchanging | None:
-    """What exchanges an optimizer's gradients; None where the strategy adds them up by itself.
+    """What exchanges an optimizer's gradients; None where the strategy adds them up by itself."""
+    return None if strategy.communicator.size == 1 else Exchanging(outer, inner, strategy)
+
+
+def check_exchange(optimizer: Any, strategy: Any) -> None:
+    """See that an optimizer and the strategy's exchange can work together.
 
     Raises:
-        ValueError: The optimizer and the exchange cannot work together.
+        ValueError: They cannot.
     """
     exchange = strategy.exchange or Dense()
-    if strategy.communicator.size == 1:
-        return None
-    if exchange.local and inner.gradient_accumulation_steps:
+    if not exchange.local or strategy.communicator.size == 1:
+        return
+    if optimizer.gradient_accumulation_steps:
         raise ValueError(
             at_rank(
                 strategy.rank,
@@ -181,7 +184,7 @@ def exchanging_of(outer: Any, inner: Any, strategy: Any) -> Exchanging | None:
                 "steps that send nothing already; leave one of the two out",
             )
         )
-    if exchange.local and inner.use_ema:
+    if optimizer.use_ema:
         raise ValueError(
             at_rank(
                 strategy.rank,
@@ -189,7 +192,6 @@ def exchanging_of(outer: Any, inner: Any, strategy: Any) -> Exchanging | None:
                 "each worker has weights of its own between blocks; leave one of the two out",
             )
         )
-    return Exchanging(outer, inner, strategy)
 
 
 def slots_of(optimizer: Any) -> list:

@@ -26,7 +26,8 @@ Private names used, each with a test in tests/strategies/test_private_names.py:
     tensorflow.python.distribute.coordinator
         cluster_coordinator.ClusterCoordinator._cluster (.schedule), ._is_worker_failure
         coordinator_context.get_current_dispatch_context
-    tensorflow.python.distribute.values                 DistributedVariable.values
+    tensorflow.python.distribute.values                 DistributedVariable.values,
+        MirroredVariable, SyncOnReadVariable
     tensorflow.python.framework.auto_control_deps_utils   register_read_only_resource_op
     tensorflow.python.framework.ops                     colocate_with
     tensorflow.python.eager.context                     context().executing_eagerly, global_seed
@@ -41,6 +42,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import (
     distribute_lib,
@@ -170,6 +172,41 @@ def _is_whole() -> bool:
     return getattr(_whole, "flag", False)
 
 
+class _Number:
+    """What makes a distributed variable a number where a plain variable is one.
+
+    TensorFlow's know neither `int()` nor `float()`, and NumPy makes no array of a scalar one. A
+    callback may well ask for `int(optimizer.iterations)` or `float(optimizer.learning_rate)`.
+    """
+
+    def __int__(self) -> int:
+        return int(self.numpy())  # type: ignore[attr-defined]
+
+    def __float__(self) -> float:
+        return float(self.numpy())  # type: ignore[attr-defined]
+
+    def __complex__(self) -> complex:
+        return complex(self.numpy())  # type: ignore[attr-defined]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        # Reading has made a copy already.
+        return np.asarray(self.numpy(), dtype)  # type: ignore[attr-defined]
+
+
+class MirroredVariable(_Number, values.MirroredVariable):
+    """A variable of which every replica holds a copy, all of them equal."""
+
+
+class SyncOnReadVariable(_Number, values.SyncOnReadVariable):
+    """A variable of which every replica holds a part, summed when it is read."""
+
+
+_CLASSES = distribute_utils.VARIABLE_CLASS_MAPPING | {
+    tf.VariableSynchronization.ON_WRITE: MirroredVariable,
+    tf.VariableSynchronization.ON_READ: SyncOnReadVariable,
+}
+
+
 class AllReduceExtended(one_device_strategy.OneDeviceExtended):
     """One process is one replica; values are reduced over a communicator.
 
@@ -226,7 +263,7 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
         return distribute_utils.create_mirrored_variable(
             self._container_strategy(),
             create_one,
-            distribute_utils.VARIABLE_CLASS_MAPPING,
+            _CLASSES,
             distribute_utils.VARIABLE_POLICY_MAPPING,
             **kwargs,
         )
@@ -255,6 +292,10 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
         if _is_whole():
             return value
         return _all_reduce(self._communicator, reduce_op, if_present(value))
+
+    def all_reduce_max(self, tensors: list) -> list:
+        """The largest over the replicas; call in a replica context."""
+        return self._communicator.allreduce(if_present(tensors), "max")
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         del destinations, options
@@ -379,12 +420,29 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
             )
         return _all_reduce(self.replica_communicator(), reduce_op, if_present(value))
 
+    def all_reduce_max(self, tensors: list) -> list:
+        """The largest over the replicas; call in a replica context."""
+        tensors = if_present(tensors)
+        if not tf.executing_eagerly():
+            return self.replica_communicator().allreduce(tensors, "max")
+
+        def largest(_: Any, merged: list) -> list:
+            return [tf.reduce_max(components(value), axis=0) for value in merged]
+
+        return tf.distribute.get_replica_context().merge_call(largest, args=(tensors,))
+
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
         # Each replica updates its own copy with the same value. TensorFlow's aggregation on
         # assignment would merge threads, and has nothing left to do.
         if kwargs.get("synchronization") != tf.VariableSynchronization.ON_READ:
             kwargs["aggregation"] = tf.VariableAggregation.NONE
-        return super()._create_variable(next_creator, **kwargs)
+        made = super()._create_variable(next_creator, **kwargs)
+        # TensorFlow asks nobody which class it should be. One without copies stays what it is.
+        if isinstance(made, values.MirroredVariable):
+            made.__class__ = MirroredVariable
+        elif isinstance(made, values.SyncOnReadVariable):
+            made.__class__ = SyncOnReadVariable
+        return made
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         # Outside replicas everything is at hand: add it up here instead of launching collectives.
@@ -629,9 +687,9 @@ def regroup(parts: tuple) -> Any:
     return distribute_utils.regroup(parts, always_wrap=True)
 
 
-def components(variable: Any) -> tuple:
-    """The plain variables behind a distributed one, in replica order."""
-    return variable.values if isinstance(variable, values.DistributedVariable) else (variable,)
+def components(value: Any) -> tuple:
+    """The plain variables or values behind a distributed one, in replica order."""
+    return value.values if isinstance(value, values.DistributedValues) else (value,)
 
 
 def is_distributed(variable: Any) -> bool:

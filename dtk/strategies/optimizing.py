@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,15 +18,21 @@ import tensorflow as tf
 
 from dtk.errors import at_rank
 from dtk.strategies import adopt, extended, parting, tracing
-from dtk.strategies.exchanging import Exchanging, exchanging_of, shaped
+from dtk.strategies.exchanging import Exchanging, check_exchange, exchanging_of, shaped
 
 
 def optimizers_of(model: Any) -> list:
-    """The model's optimizer and any other it holds as an attribute (a GAN has two)."""
+    """The model's optimizer and any other it holds as an attribute (a GAN has two).
+
+    Not those that one of them applies: its own attribute may be a second name of one.
+    """
     found = [
         value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)
     ]
     unique = {id(optimizer): optimizer for optimizer in found}
+    for optimizer in found:
+        for member in parting.members(optimizer)[1:]:
+            unique.pop(id(member), None)
     return list(unique.values())
 
 
@@ -39,7 +46,9 @@ def _chain(optimizer: Any) -> list:
 
 def accumulators_of(optimizer: Any) -> list:
     """Variables that hold this rank's part of an unfinished accumulation window."""
-    return adopt.accumulated(_chain(optimizer)[-1])
+    inner = _chain(optimizer)[-1]
+    accumulated = zip(adopt.accumulated(inner), adopt.trained_variables(inner), strict=False)
+    return [a for a, v in accumulated if a is not None and not _replaced(v)]
 
 
 def schedule_of(optimizer: Any) -> Any:
@@ -65,17 +74,11 @@ def is_linear(optimizer: Any) -> bool:
 
 def bind(optimizer: Any, strategy: Any) -> None:
     """Make `optimizer` reduce its gradients once, where every later step sees the reduced ones."""
-    chain = _chain(optimizer)
-    for member in chain:
-        if getattr(member, "_dtk_member_of", None) is strategy:
-            continue
-        _check_owner(member, strategy)
-        adopt.own_optimizer(member, strategy)
-        member._dtk_member_of = strategy
-
-    for member in chain:
+    _own(optimizer, strategy)
+    for member in parting.members(optimizer):
         adopt.index_variables(member)
 
+    chain = _chain(optimizer)
     outer, inner = chain[0], chain[-1]
     if getattr(outer, "_dtk_bound", None) is strategy:
         return
@@ -100,6 +103,17 @@ def _weigh_own_loss(outer: Any) -> None:
     outer.scale_loss = weighed
 
 
+def _own(optimizer: Any, strategy: Any) -> None:
+    """Take over an optimizer and all that it applies; none is to reduce gradients by itself."""
+    for member in parting.members(optimizer):
+        if getattr(member, "_dtk_member_of", None) is strategy:
+            continue
+        _check_owner(member, strategy)
+        check_exchange(member, strategy)
+        adopt.own_optimizer(member, strategy)
+        member._dtk_member_of = strategy
+
+
 def exchangings_of(model: Any) -> list[Exchanging]:
     """What exchanges the gradients of a model's optimizers."""
     bound = [getattr(o, "_dtk_exchanging", None) for o in optimizers_of(model)]
@@ -109,12 +123,13 @@ def exchangings_of(model: Any) -> list[Exchanging]:
 def _reduce_windows(outer: Any, inner: Any, strategy: Any, exchanging: Exchanging | None) -> None:
     """The window's sum is all that is needed: reduce where the window closes."""
     apply_own = outer.apply
+    # The variables that the running step changes; replicas are traced in threads.
+    running = threading.local()
 
     def clip_reduced(grads: Any, clip: Callable) -> Any:
         # What earlier steps of the window left counts, whether or not this one has rows.
         with extended.counted_if(None):
-            trained = adopt.trained_variables(inner)
-            return clip(_reduce_gradients(grads, trained, strategy, exchanging))
+            return clip(_reduce_gradients(grads, running.changed, strategy, exchanging))
 
     @tf.autograph.experimental.do_not_convert
     def apply_present(grads: Any, trainable_variables: Any = None) -> Any:
@@ -122,9 +137,13 @@ def _reduce_windows(outer: Any, inner: Any, strategy: Any, exchanging: Exchangin
         grads, only_noted = _taken(outer, grads, trainable_variables)
         if only_noted:
             return None
-        result = apply_own(extended.if_present(grads), trainable_variables)
+        trained = list(trainable_variables or adopt.trained_variables(inner))
+        replacing = _replacements(grads, trained, strategy)
+        present = extended.if_present(_without(replacing, grads))
+        running.changed = [v for g, v in zip(present, trained, strict=True) if g is not None]
+        result = apply_own(_with(replacing, present), trainable_variables)
         if exchanging is not None and _in_replica(strategy):
-            exchanging.count()
+            exchanging.count(running.changed)
         return result
 
     adopt.clip_through(inner, clip_reduced)
@@ -144,13 +163,17 @@ def _reduce_each(outer: Any, inner: Any, strategy: Any, exchanging: Exchanging |
         grads, only_noted = _taken(outer, grads, trainable_variables)
         if only_noted:
             return None
+        trained = list(trainable_variables or adopt.trained_variables(inner))
+        replacing = _replacements(grads, trained, strategy)
+        changing = _without(replacing, grads)
+
+        def go(reduced: list) -> Any:
+            return apply(_with(replacing, reduced), trainable_variables)
+
         if exchanging is None or not _in_replica(strategy):
-            trained = trainable_variables or adopt.trained_variables(inner)
-            return apply(_reduce_gradients(grads, trained, strategy), trainable_variables)
+            return go(_reduce_gradients(changing, trained, strategy))
         _note_reduction()
-        return exchanging.apply(
-            grads, trainable_variables, lambda reduced: apply(reduced, trainable_variables)
-        )
+        return exchanging.apply(changing, trainable_variables, go)
 
     outer.apply = reduced_apply
 
@@ -169,6 +192,37 @@ def _taken(optimizer: Any, gradients: Any, variables: Any) -> tuple[list, bool]:
         return gradients, False
     step.noted.note(optimizer, gradients, list(variables or adopt.trained_variables(optimizer)))
     return gradients, True
+
+
+def _replaced(variable: Any) -> bool:
+    """Whether what an optimizer is given as a variable's gradient is its next value.
+
+    Keras's layers in float8 do so with their scales, and with the largest values they have seen.
+    """
+    return bool(getattr(variable, "overwrite_with_gradient", False))
+
+
+def _replacements(grads: Any, variables: list, strategy: Any) -> list:
+    """For each gradient what is to replace its variable; None where it changes the variable.
+
+    Each replica knows of its own rows. Of all of them it is the largest, which is what Keras takes
+    over the steps of an accumulation window.
+    """
+    given = zip(grads, variables, strict=True)
+    mine = {i: g for i, (g, v) in enumerate(given) if g is not None and _replaced(v)}
+    # Where replicas train apart they send nothing, and meet by averaging.
+    apart = strategy.exchange is not None and strategy.exchange.local
+    if mine and not apart and _in_replica(strategy):
+        mine = dict(zip(mine, strategy.extended.all_reduce_max(list(mine.values())), strict=True))
+    return [mine.get(i) for i in range(len(variables))]
+
+
+def _without(replacing: list, grads: Any) -> list:
+    return [g if r is None else None for g, r in zip(grads, replacing, strict=True)]
+
+
+def _with(replacing: list, grads: Any) -> list:
+    return [g if r is None else r for g, r in zip(grads, replacing, strict=True)]
 
 
 def _check_owner(member: Any, strategy: Any) -> None:
@@ -200,6 +254,7 @@ def _build_in_time(optimizer: Any, variables: Any, strategy: Any) -> None:
     def build() -> None:
         with strategy.scope():
             optimizer.build(list(variables))
+        _own(optimizer, strategy)
 
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         thread.submit(build).result()
@@ -221,7 +276,7 @@ def _reduce_gradients(
     if not present or not _in_replica(strategy):
         return grads
     if exchanging is not None:
-        return exchanging.reduce_window(grads)
+        return exchanging.reduce_window(grads, variables)
     reduced = iter(strategy.reduce_gradients(present))
     return [None if g is None else next(reduced) for g in grads]
 
@@ -265,6 +320,7 @@ def note_applies(optimizer: Any, strategy: Any, parts_of: Callable[[Any], list])
             return apply(grads, trainable_variables)
         _build_in_time(outer, trainable_variables, strategy)
         variables = trainable_variables or built_for or adopt.trained_variables(outer)
+        _refuse_replaced(variables, strategy)
         step.noted.note(outer, step.handed_over(list(grads)), list(variables))
         return None
 
@@ -289,6 +345,19 @@ def _take_members(outer: Any, strategy: Any) -> None:
             adopt.own_optimizer(member, strategy)
             parting.clip_wholes(member)
             member._dtk_member_of = strategy
+
+
+def _refuse_replaced(variables: Any, strategy: Any) -> None:
+    replaced = [v.path for v in variables if _replaced(v)]
+    if replaced:
+        raise ValueError(
+            at_rank(
+                strategy.rank,
+                f"workers send gradients, and {replaced[0]!r} is a variable that each step "
+                "replaces (overwrite_with_gradient), as float8 layers have them; train those with "
+                "MirroredStrategy or AllReduceStrategy, or quantize after training",
+            )
+        )
 
 
 def apply_now(optimizer: Any, gradients: list, variables: list) -> None:

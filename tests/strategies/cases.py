@@ -467,6 +467,98 @@ class Adversaries(keras.Model):
 
 
 @case
+def variables_divided_among_optimizers(strategy):
+    """`MultiOptimizer`, clipping and accumulating in parts; the second is known once it is built.
+
+    Breaks when each optimizer that it applies sums gradients again.
+    """
+    optimizers = keras.optimizers
+    x, y = rows()
+    first = optimizers.MultiOptimizer(
+        optimizers.OptimizerMap(
+            optimizers.SGD(0.05, global_clipnorm=0.2),
+            {".*kernel": optimizers.Adam(0.01, gradient_accumulation_steps=2)},
+        )
+    )
+    made = {}
+
+    def choose(variable):
+        return made.setdefault(len(variable.shape), optimizers.SGD(0.05, momentum=0.9))
+
+    second = optimizers.LossScaleOptimizer(optimizers.MultiOptimizer(choose), initial_scale=8.0)
+    results = {}
+    for name, optimizer in (("weights", first), ("found while building", second)):
+        model = compiled(strategy, optimizer=optimizer)
+        model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+        results[name] = flat(model.get_weights())
+    return results
+
+
+@case
+def model_and_divided_optimizer_from_outside(strategy):
+    """Its look-up of which optimizer has which variable goes by where a variable is stored."""
+    optimizers = keras.optimizers
+    model = small()
+    optimizer = optimizers.MultiOptimizer(
+        optimizers.OptimizerMap(optimizers.SGD(0.05), {".*kernel": optimizers.Adam(0.01)})
+    )
+    optimizer.build(model.trainable_variables)
+    with scope_of(strategy):
+        model.compile(optimizer=optimizer, loss=crossentropy())
+    x, y = rows()
+    return outcome(model, model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0))
+
+
+@case
+def layers_in_float8(strategy):
+    """Their scales come as gradients, and are to replace what was there: no sum is.
+
+    Breaks as scales that double with every step, and as an error with accumulation.
+    """
+    x, y = rows()
+    results = {}
+    for steps in (None, 2):
+
+        def build():
+            model = small()
+            model.layers[-1].quantize("float8")
+            return model
+
+        optimizer = keras.optimizers.SGD(0.05, gradient_accumulation_steps=steps)
+        model = compiled(strategy, build, optimizer=optimizer)
+        model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+        results |= {
+            f"{i} {v.name} {steps}": v.numpy()
+            for i, v in enumerate(model.layers[-1].trainable_variables)
+        }
+    return results
+
+
+class WithUnused(Subclassed):
+    """Has a layer that nothing comes of, whose variables have no gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = keras.layers.Dense(3)
+
+    def call(self, x):
+        x = keras.layers.Flatten()(x)
+        self.unused(x)
+        return self.outer(self.inner(x))
+
+
+@case
+def accumulation_beside_variables_without_gradients(strategy):
+    """Breaks when the gradients of a window are taken for those of all variables."""
+    x, y = rows()
+    optimizer = keras.optimizers.SGD(0.05, gradient_accumulation_steps=2)
+    model = compiled(strategy, WithUnused, optimizer=optimizer)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Gradients do not exist")
+        return outcome(model, model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0))
+
+
+@case
 def two_optimizers(strategy):
     x, _ = rows()
     keras.utils.set_random_seed(5)

@@ -11,6 +11,8 @@ from strategies.test_equivalence import run
 
 # The Adam steps of the first batches divide by tiny second moments and amplify rounding.
 TOLERANCE = 2e-5
+# What a float8 rounds up or down differs by 1/8.
+COARSE = {"layers in float8": 2e-3}
 
 
 def plain(name):
@@ -72,14 +74,14 @@ def test_some_elsewhere(world, backend, size, name):
 
 def check(world, backend, size, name):
     results = run(world, backend, size, bodies.run_case, name, meanwhile=lambda: plain(name))
-    expected = plain(name)
+    expected, tolerance = plain(name), COARSE.get(name, TOLERANCE)
     for result in results:
         assert result.keys() == expected.keys()
         for part, value in expected.items():
             value, got = np.asarray(value), np.asarray(result[part])
             assert got.shape == value.shape, part
             if part == "weights":
-                assert np.linalg.norm(got - value) <= TOLERANCE * np.linalg.norm(value)
+                assert np.linalg.norm(got - value) <= tolerance * np.linalg.norm(value)
             else:
-                np.testing.assert_allclose(got, value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=part)
+                np.testing.assert_allclose(got, value, rtol=tolerance, atol=tolerance, err_msg=part)
             np.testing.assert_array_equal(got, results[0][part], f"{part} differs between ranks")

@@ -39,7 +39,12 @@ TENSORFLOW = {
     "distribute.input_lib": ["DistributedDataset"],
     "distribute.one_device_strategy": [f"OneDeviceExtended.{name}" for name in EXTENDED],
     "distribute.mirrored_strategy": [f"MirroredExtended.{name}" for name in EXTENDED],
-    "distribute.values": ["PerReplica", "DistributedVariable._get_on_device_or_primary"],
+    "distribute.values": [
+        "PerReplica",
+        "DistributedVariable._get_on_device_or_primary",
+        "MirroredVariable",
+        "SyncOnReadVariable",
+    ],
     "distribute.parameter_server_strategy_v2": [
         "ParameterServerStrategyV2._connect_to_cluster",
         "ParameterServerStrategyV2._verify_args_and_config",
@@ -142,6 +147,13 @@ def test_muon_tells_what_it_updates_as_adamw_does():
     muon = keras.optimizers.Muon()
     assert muon._should_use_adamw(keras.Variable([1.0]))
     assert not muon._should_use_adamw(keras.Variable([[1.0]], name="kernel"))
+
+
+def test_multi_optimizer_attributes():
+    optimizer = keras.optimizers.MultiOptimizer(lambda variable: keras.optimizers.SGD())
+    optimizer.build([keras.Variable([1.0])])
+    name = "_var_to_optimizer_idx"
+    assert hasattr(optimizer, name), f"keras.optimizers.MultiOptimizer has lost {name}"
 
 
 def test_variable_value():

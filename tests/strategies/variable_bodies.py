@@ -1,0 +1,40 @@
+"""Bodies for what variables of a strategy can be used as; see test_variables.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import tensorflow as tf
+
+from strategies import bodies, cases
+
+
+def numbers(devices=0):
+    """What Python and NumPy make of variables in the scope and outside, and what was in them."""
+    strategy = bodies.strategy(devices)
+    model = cases.compiled(strategy)
+    model.fit(*cases.rows(16), batch_size=8, epochs=1, verbose=0)
+    optimizer, tracker = model.optimizer, model.metrics[0]
+
+    def read():
+        return [
+            (int(variable), float(variable), complex(variable.value), np.array(variable.value))
+            for variable in (optimizer.iterations, optimizer.learning_rate, tracker.total)
+        ]
+
+    with strategy.scope():
+        inside = read()
+    return inside, read(), [v.numpy() for v in (optimizer.iterations, optimizer.learning_rate)]
+
+
+def largest(devices=0):
+    """The largest of what the replicas hold, eagerly and in a graph: by replica."""
+    strategy = bodies.strategy(devices)
+
+    def index():
+        return tf.distribute.get_replica_context().replica_id_in_sync_group
+
+    def reduced():
+        return strategy.extended.all_reduce_max([tf.cast([index(), 1 - index()], tf.float32)])[0]
+
+    found = [strategy.run(reduced), tf.function(lambda: strategy.run(reduced))()]
+    return [value.numpy() for f in found for value in strategy.experimental_local_results(f)]
