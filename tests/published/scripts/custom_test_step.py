@@ -6,7 +6,6 @@ As published the model is never trained, and compiled without an optimizer of th
 import dtk
 import keras
 import numpy as np
-import tensorflow as tf
 
 strategy = dtk.auto_strategy()
 keras.utils.set_random_seed(12)

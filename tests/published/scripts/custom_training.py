@@ -1,4 +1,4 @@
-"""After TensorFlow's tutorial distribute/custom_training.ipynb: strategy.run and compute_average_loss.
+"""After TensorFlow's tutorial distribute/custom_training.ipynb: `strategy.run`.
 
 The last batch has two rows, so that replicas have equally many: `compute_average_loss` divides by
 the rows of one replica times their number.

@@ -4,6 +4,8 @@ The chief saves: the tutorial's one process does, and TensorFlow has no lock for
 to one prefix. A model without a strategy is restored from the last one.
 """
 
+import os
+
 import dtk
 import keras
 import tensorflow as tf
@@ -15,6 +17,10 @@ keras.utils.set_random_seed(43)
 data = load_digits()
 x, y = (data.data[:48] / 16).astype("float32"), data.target[:48].astype("int64")
 dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
+
+
+checkpoint_dir = os.path.abspath("training_checkpoints")
+checkpoint_prefix = os.path.join(checkpoint_dir, "ckpt")
 
 
 def create_model():
@@ -58,7 +64,7 @@ for _epoch in range(2):
     for batch in strategy.experimental_distribute_dataset(dataset):
         distributed_train_step(batch)
     if strategy.is_chief:
-        checkpoint.save("training_checkpoints/ckpt")
+        checkpoint.save(checkpoint_prefix)
     for batch in strategy.experimental_distribute_dataset(dataset):
         distributed_test_step(batch)
     losses.append(float(test_loss.result()))
@@ -66,7 +72,7 @@ for _epoch in range(2):
 
 new_model = create_model()
 checkpoint = tf.train.Checkpoint(model=new_model)
-checkpoint.restore(tf.train.latest_checkpoint("training_checkpoints"))
+checkpoint.restore(tf.train.latest_checkpoint(checkpoint_dir))
 
 result = {
     "weights": model.get_weights(),

@@ -1,4 +1,4 @@
-"""After keras.io's guides/training_with_built_in_methods.py, "Using a PyDataset object as input"."""
+"""After keras.io's guides/training_with_built_in_methods.py, its `PyDataset`."""
 
 import math
 

@@ -4,6 +4,8 @@ As in the tutorial the model is loaded outside the scope, inside it, and as a Sa
 its section on inference does with a signature, an uncompiled model predicts.
 """
 
+import os
+
 import dtk
 import keras
 import numpy as np
@@ -45,7 +47,7 @@ model = get_model()
 train_dataset, eval_dataset = get_data()
 model.fit(train_dataset, epochs=1, verbose=0)
 
-keras_model_path = "keras_save.keras"
+keras_model_path = os.path.abspath("keras_save.keras")
 model.save(keras_model_path)
 
 # without a strategy: every rank trains this one by itself
@@ -58,7 +60,7 @@ with strategy.scope():
     history = restored_keras_model_ds.fit(train_dataset, epochs=1, verbose=0)
 
 # The lower-level API: a path per rank, since a SavedModel is a folder.
-saved_model_path = f"tf_save_{strategy.rank}"
+saved_model_path = os.path.abspath(f"tf_save_{strategy.rank}")
 model.export(saved_model_path, verbose=False)
 loaded = tf.saved_model.load(saved_model_path)
 inference_func = loaded.signatures["serving_default"]
