@@ -137,15 +137,22 @@ def _value(leaf: Any) -> Any:
 
 @contextlib.contextmanager
 def _inside(folder: str) -> Iterator[None]:
-    """In a folder, which all ranks share; Keras's remarks, such as on `shuffle`, are no errors."""
+    """In a folder, which all ranks share; Keras's remarks, such as on `shuffle`, are no errors.
+
+    Tracebacks are whole: by their end an error of dtk's is told from an accident.
+    """
+    import keras
+
     before = os.getcwd()
     os.chdir(folder)
+    keras.config.disable_traceback_filtering()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         os.chdir(before)
+        keras.config.enable_traceback_filtering()
 
 
 @contextlib.contextmanager
