@@ -48,6 +48,7 @@ RIGHT = (
     "horovod_dataset_shard_by_dtk",
     "horovod_keras_mnist",
     "horovod_tf2_keras_mnist",
+    "knowledge_distillation",
     "multi_worker_with_keras",
     "parameter_server_embedding",
     "parameter_server_fit",
@@ -59,12 +60,15 @@ RIGHT = (
     "subclassing_vae",
     "text_transformer",
     "vae",
+    "vq_vae",
     "wgan_gp",
 )
-# What may be refused instead, before the first update: rows meet in these losses, a sum or a metric
-# is of a whole batch, or a batch has fewer rows than there are workers.
+# What may be refused instead, before the first update: rows meet in these losses, a sum, a quotient
+# or a metric is of a whole batch, or a batch has fewer rows than there are workers.
 RIGHT_OR_REFUSED = (
     "add_loss_sum",
+    "image_captioning",
+    "masked_loss",
     "one_row_batches",
     "scalar_metric",
     "simclr",
@@ -92,7 +96,14 @@ SERVED = (
     "subclassing_vae",
     "vae",
 )
-SERVED_OR_REFUSED = ("add_loss_sum", "custom_training", "dcgan", "simclr", "wgan_gp")
+SERVED_OR_REFUSED = (
+    "add_loss_sum",
+    "custom_training",
+    "dcgan",
+    "masked_loss",
+    "simclr",
+    "wgan_gp",
+)
 
 # References that need a strategy of dtk's, in a world of one.
 OF_DTK = ("horovod_dataset_shard_by_dtk", "horovod_keras_mnist", "horovod_tf2_keras_mnist")

@@ -74,6 +74,8 @@ def write_filepath(filepath, task_type, task_id):
 # outside dtk TensorFlow's own strategy has no resolver: the tutorial's case of a single worker
 resolver = strategy.cluster_resolver
 task_type, task_id = (resolver.task_type, resolver.task_id) if resolver else (None, None)
+# not in the tutorial: two that take themselves for the chief write to one path, mostly unharmed
+assert _is_chief(task_type, task_id) == strategy.is_chief, (task_type, task_id)
 write_model_path = write_filepath(model_path, task_type, task_id)
 multi_worker_model.save(write_model_path)
 
