@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dtk import errors
+
 from once import once
 from published import runner
 from world import TESTS, missing
@@ -167,6 +169,7 @@ def assert_refused(outcome: runner.Outcome, words: str = "") -> None:
     failure = outcome.failure
     assert failure is not None, "it ran, and reported success"
     assert Path(failure.file).is_relative_to(ROOT / "dtk"), f"an accident: {failure}"
+    assert failure.kind == "ValueError" or hasattr(errors, failure.kind), f"an accident: {failure}"
     assert words in failure.text
     assert not any(outcome.updates), "refused too late"
 
