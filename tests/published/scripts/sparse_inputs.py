@@ -1,0 +1,31 @@
+"""Sparse inputs (tf.SparseTensor in tf.data) to a Dense layer that is not yet built."""
+
+import dtk
+import keras
+import numpy as np
+import tensorflow as tf
+
+strategy = dtk.auto_strategy()
+keras.utils.set_random_seed(16)
+
+rng = np.random.default_rng(16)
+dense = (rng.random((50, 30)) * (rng.random((50, 30)) < 0.1)).astype("float32")
+y = (dense.sum(1) > 1.5).astype("float32")[:, None]
+dataset = tf.data.Dataset.from_tensor_slices((tf.sparse.from_dense(dense), y)).batch(16)
+
+with strategy.scope():
+    model = keras.Sequential([keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(1)])
+    # SGD: under Adam slices of a sparse gradient are squared one by one (README, Limits)
+    model.compile(
+        keras.optimizers.SGD(0.5),
+        keras.losses.BinaryCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+
+history = model.fit(dataset, epochs=3, verbose=2)
+
+result = {
+    "weights": model.get_weights(),
+    "history": history.history,
+    "test": np.array(model.evaluate(dataset, verbose=0)),
+}

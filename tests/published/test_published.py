@@ -1,0 +1,273 @@
+"""Scripts after published ones end with two processes as with one, or say before that they cannot.
+
+README.md in this folder says where each is from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dtk import errors
+
+from once import once
+from published import runner
+from world import TESTS, missing
+
+ROOT = TESTS.parent
+RELATIVE = 1e-5
+TIMEOUT = 100
+
+# What must end as in one process.
+RIGHT = (
+    "activity_regularizer",
+    "chainermn_mnist",
+    "cntk_convnet",
+    "custom_metric",
+    "custom_step_compute_loss",
+    "custom_step_gan",
+    "custom_step_own_loss",
+    "custom_step_sample_weight",
+    "custom_test_step",
+    "custom_training",
+    "custom_training_checkpoint",
+    "dcgan",
+    "endpoint_layer",
+    "endpoint_layer_subclassed",
+    "fit_with_kwargs",
+    "horovod_dataset_shard_by_dtk",
+    "horovod_keras_mnist",
+    "horovod_tf2_keras_mnist",
+    "knowledge_distillation",
+    "multi_worker_with_keras",
+    "parameter_server_embedding",
+    "parameter_server_fit",
+    "py_dataset",
+    "save_and_load",
+    "siamese_contrastive",
+    "siamese_network",
+    "sparse_inputs",
+    "subclassing_vae",
+    "text_transformer",
+    "vae",
+    "vq_vae",
+    "wgan_gp",
+)
+# What may be refused instead, before the first update: rows meet in these losses, a sum, a quotient
+# or a metric is of a whole batch, or a batch has fewer rows than there are workers.
+RIGHT_OR_REFUSED = (
+    "add_loss_sum",
+    "image_captioning",
+    "masked_loss",
+    "one_row_batches",
+    "scalar_metric",
+    "simclr",
+    "supervised_contrastive",
+)
+# What cannot be right, and the words that must say what to do.
+REFUSED = {
+    "cntk_keras_partition": "dtk.data.shard",
+    "cntk_keras_partition_alike": "dtk.data.shard",
+    "horovod_dataset_shard": "dtk.data.shard",
+}
+# The same with parameter servers, where an update made inside a step comes after it.
+SERVED = (
+    "activity_regularizer",
+    "custom_step_compute_loss",
+    "custom_step_own_loss",
+    "custom_test_step",
+    "endpoint_layer",
+    "fit_with_kwargs",
+    "parameter_server_embedding",
+    "parameter_server_fit",
+    "save_and_load",
+    "siamese_contrastive",
+    "siamese_network",
+    "subclassing_vae",
+    "vae",
+)
+SERVED_OR_REFUSED = (
+    "add_loss_sum",
+    "custom_training",
+    "dcgan",
+    "masked_loss",
+    "simclr",
+    "wgan_gp",
+)
+
+# References that need a strategy of dtk's, in a world of one.
+OF_DTK = ("horovod_dataset_shard_by_dtk", "horovod_keras_mnist", "horovod_tf2_keras_mnist")
+# Over Horovod without `full`.
+REPRESENTATIVE = ("horovod_keras_mnist", "siamese_contrastive", "vae")
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed"
+)
+
+
+def over(names: Any) -> Any:
+    """Each script over TensorFlow's collectives, and over Horovod."""
+    everywhere = [("collective", 2, name) for name in names]
+    for name in names:
+        marks = () if name in REPRESENTATIVE else pytest.mark.full
+        everywhere.append(pytest.param("horovod-mpi", 2, name, marks=marks))
+    return pytest.mark.parametrize("backend, size, name", everywhere)
+
+
+def served(names: Any) -> Any:
+    return pytest.mark.parametrize("backend, size, name", [("served", 2, name) for name in names])
+
+
+def reference(name: str) -> tuple[runner.Outcome, list[str]]:
+    """What one process comes to, and the files it leaves."""
+    import keras
+
+    run = runner.run_alone if name in OF_DTK else runner.run_plain
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        outcome = run(name, folder)
+        keras.utils.clear_session()
+        return outcome, runner.files_in(folder)
+
+
+def numbers(value: Any, path: str = "") -> dict[str, np.ndarray]:
+    """Every array and list of numbers in a result, by its place there."""
+    if isinstance(value, dict):
+        parts = [(f"{path}/{key}", part) for key, part in value.items()]
+    elif isinstance(value, list | tuple) and value and np.ndim(value[0]):
+        parts = [(f"{path}[{index}]", part) for index, part in enumerate(value)]
+    else:
+        return {path: np.asarray(value, "float64")}
+    return {key: each for place, part in parts for key, each in numbers(part, place).items()}
+
+
+def assert_equal(mine: dict, plain: dict) -> None:
+    got, wanted = numbers(mine), numbers(plain)
+    assert got.keys() == wanted.keys()
+    apart = {}
+    for place, value in wanted.items():
+        assert got[place].shape == value.shape, place
+        # Arrays that are all but zero, such as a bias that cancels out, are rounding.
+        allowed = RELATIVE * max(np.linalg.norm(value), 0.1)
+        if not np.linalg.norm(got[place] - value) <= allowed:
+            apart[place] = np.linalg.norm(got[place] - value) / np.linalg.norm(value)
+    assert not apart, "relative differences from one process"
+
+
+def assert_refused(outcome: runner.Outcome, words: str = "") -> None:
+    failure = outcome.failure
+    assert failure is not None, "it ran, and reported success"
+    assert Path(failure.file).is_relative_to(ROOT / "dtk"), f"an accident: {failure}"
+    assert failure.kind == "ValueError" or hasattr(errors, failure.kind), f"an accident: {failure}"
+    assert words in failure.text
+    assert not any(outcome.updates), "refused too late"
+
+
+@over(RIGHT)
+def test_two_processes_end_as_one(world, backend, size, name, tmp_path):
+    outcomes = world(backend, size).run(runner.run_here, name, str(tmp_path), timeout=TIMEOUT)
+    plain, files = once(reference, name)
+    for outcome in outcomes:
+        assert_equal(outcome.result, plain.result)
+        assert outcome.updates == plain.updates
+    assert runner.files_in(str(tmp_path)) == files, "left by workers beside rank 0"
+
+
+@over(RIGHT_OR_REFUSED)
+def test_what_is_not_made_of_rows_is_right_or_refused(world, backend, size, name, tmp_path):
+    outcomes = world(backend, size).run(runner.run_here, name, str(tmp_path), True, timeout=TIMEOUT)
+    _right_or_refused(name, outcomes)
+
+
+@over(REFUSED)
+def test_parts_of_the_data_are_refused(world, backend, size, name, tmp_path):
+    """Breaks as training on half of the rows, with other weights, and no word."""
+    outcomes = world(backend, size).run(runner.run_here, name, str(tmp_path), True, timeout=TIMEOUT)
+    for outcome in outcomes:
+        assert_refused(outcome, REFUSED[name])
+
+
+@served(SERVED)
+def test_parameter_servers_end_as_one(world, backend, size, name, tmp_path):
+    (outcome,) = world(backend, size).run(runner.run_here, name, str(tmp_path), timeout=TIMEOUT)
+    plain, _ = once(reference, name)
+    assert_equal(outcome.result, plain.result)
+    assert outcome.updates == plain.updates
+
+
+@served(SERVED_OR_REFUSED)
+def test_parameter_servers_are_right_or_refuse(world, backend, size, name, tmp_path):
+    outcomes = world(backend, size).run(runner.run_here, name, str(tmp_path), True, timeout=TIMEOUT)
+    _right_or_refused(name, outcomes)
+
+
+@served(["parameter_server_loop"])
+def test_a_coordinator_schedules_steps_of_ones_own(world, backend, size, name, tmp_path):
+    """Breaks as steps that are counted twice as one: two workers read the count, and both add 1."""
+    arguments = (name, str(tmp_path), False, "async")
+    (outcome,) = world(backend, size).run(runner.run_here, *arguments, timeout=TIMEOUT)
+    assert outcome.result["accuracies"][-1] > 0.95
+    assert outcome.result["loss"] < 0.1
+    assert outcome.result["steps"] == 4 * 5 + 1
+
+
+def _right_or_refused(name: str, outcomes: list[runner.Outcome]) -> None:
+    if any(outcome.failure for outcome in outcomes):
+        for outcome in outcomes:
+            assert_refused(outcome)
+        return
+    plain, _ = once(reference, name)
+    for outcome in outcomes:
+        assert_equal(outcome.result, plain.result)
+
+
+# As a user starts them.
+
+PYTHON = (sys.executable,)
+DTK_RUN = (*PYTHON, "-m", "dtk.cli.main", "run", "-n", "2")
+MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2")
+
+
+def losses_printed(launcher: tuple[str, ...], name: str) -> list[float]:
+    """What a script says of losses, in its own words, run as a command of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [*launcher, str(runner.SCRIPTS / f"{name}.py")],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    # rank 0's lines: without a prefix, after dtk's, or under mpirun the only ones of an epoch
+    lines = (line for line in done.stdout.splitlines() if not line.startswith("[1]"))
+    return [float(loss) for line in lines for loss in re.findall(r"loss: (\d+\.\d+)", line)]
+
+
+@pytest.mark.parametrize("name", ["horovod_keras_mnist", "vae"])
+def test_as_a_command(name):
+    alone = once(losses_printed, PYTHON, name)
+    assert len(alone) >= 3
+    assert losses_printed(DTK_RUN, name) == pytest.approx(alone, abs=2e-4)
+
+
+def test_as_a_command_of_mpirun():
+    if reason := missing("horovod-mpi"):
+        pytest.skip(reason)
+    assert shutil.which("mpirun")
+    name = "horovod_keras_mnist"
+    alone = once(losses_printed, PYTHON, name)
+    # what both ranks print comes twice: the test loss, under its own name
+    assert losses_printed((*MPIRUN, *PYTHON), name)[: len(alone)] == pytest.approx(alone, abs=2e-4)
