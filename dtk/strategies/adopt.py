@@ -306,8 +306,15 @@ def build_from(model: Any, data_batch: Any) -> None:
 
     A model that has a train step and no `call` is not built so: its step builds what it uses.
     """
-    if type(model).call not in (keras.Model.call, keras.layers.Layer.call):
+    if type(model).call in (keras.Model.call, keras.layers.Layer.call):
+        return
+    try:
         model._symbolic_build(data_batch=data_batch)
+    except Exception:
+        # Keras calls the model with the first of a batch's parts. A step of the script's own may
+        # call it with others, and says itself what is wrong where it cannot.
+        if takes_own_step(model):
+            raise
 
 
 def make_function(model: Any, step: Callable) -> Callable:

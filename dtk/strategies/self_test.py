@@ -178,16 +178,16 @@ def _kinds_of(
         each, above, below = (told[present, i] for i in range(3))
         mean, total = (shares[present] * each).sum(), each.sum()
         scale = max(np.abs([value, mean, total, *each]).max(), 1e-30)
-        ratio = above.sum() / below.sum() if np.isfinite(below).all() and below.sum() else np.nan
         if not np.isfinite([value, *each]).all():
             unclear.append(name)
+        elif _is_ratio(whole.terms[name][0], above, below, tolerance):
+            # Also where a mean fits: a mask may leave all of a few rows.
+            kinds[name] = RATIO
         elif _close(mean, value, scale, tolerance):
             if _close(total, value, scale, tolerance):
                 unclear.append(name)
         elif _close(total, value, scale, tolerance):
             kinds[name] = SUM
-        elif _close(ratio, value, scale, tolerance):
-            kinds[name] = RATIO
         else:
             told_each = ", ".join(f"{v:.5g}" for v in each)
             odd.append(
@@ -195,6 +195,17 @@ def _kinds_of(
                 f"({mean:.5g}) nor a sum ({total:.5g})"
             )
     return kinds, unclear, odd
+
+
+def _is_ratio(whole: np.ndarray, above: np.ndarray, below: np.ndarray, tolerance: float) -> bool:
+    """Whether a term is a quotient whose parts are sums over rows."""
+    _, numerator, denominator = whole
+    if not np.isfinite(whole).all() or not denominator:
+        return False
+    above_scale = max(np.abs([numerator, *above]).max(), 1e-30)
+    return _close(above.sum(), numerator, above_scale, tolerance) and _close(
+        below.sum(), denominator, abs(denominator), tolerance
+    )
 
 
 def _compare(whole: Outcome, parts: Outcome, tolerance: float) -> tuple[str | None, float]:

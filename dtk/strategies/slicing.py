@@ -175,6 +175,13 @@ def forget_rows(batch: Any) -> Any:
 
 
 def _forget(leaf: Any) -> Any:
+    if isinstance(leaf, tf.SparseTensor):
+        sizes = [tf.raw_ops.PlaceholderWithDefault(input=leaf.dense_shape[:1], shape=[1])]
+        sizes += [_size(leaf, axis)[None] for axis in range(1, leaf.shape.rank)]
+        return tf.SparseTensor(leaf.indices, leaf.values, tf.concat(sizes, 0))
+    if isinstance(leaf, tf.RaggedTensor):
+        splits = tf.raw_ops.PlaceholderWithDefault(input=leaf.row_splits, shape=[None])
+        return tf.RaggedTensor.from_row_splits(leaf.values, splits, validate=False)
     if not isinstance(leaf, tf.Tensor) or leaf.shape.rank in (None, 0) or leaf.shape[0] is None:
         return leaf
     return tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=[None, *leaf.shape[1:]])

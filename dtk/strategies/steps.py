@@ -176,7 +176,7 @@ class World:
         self._inside = True
         try:
             with keras.StatelessScope(state_mapping=self._totals):
-                return original()
+                return keras.tree.map_structure(_value_of, original())
         finally:
             self._inside = False
 
@@ -210,6 +210,10 @@ class World:
         return tf.where(self._present, now, tf.zeros_like(now) if before is None else before)
 
 
+def _value_of(result: Any) -> Any:
+    return tf.convert_to_tensor(result) if isinstance(result, keras.Variable) else result
+
+
 def result_of(metric: Any, original: Callable) -> Any:
     """Replaces `Metric.result` while steps run."""
     del metric
@@ -217,7 +221,9 @@ def result_of(metric: Any, original: Callable) -> Any:
     if step is None:
         return original()
     result = original() if step.world is None else step.world.result_of(original)
-    step.results |= {r.ref() for r in tf.nest.flatten(result) if tf.is_tensor(r)}
+    # Some return a variable of theirs, which outside of `result_of` is the replica's.
+    result = keras.tree.map_structure(_value_of, result)
+    step.results |= {r.ref() for r in tf.nest.flatten(result) if isinstance(r, tf.Tensor)}
     return result
 
 

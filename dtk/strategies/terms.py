@@ -8,7 +8,7 @@ finds the kind of each:
 
     mean     sum_w share_w v_w  =  v        kept as it is
     sum      sum_w v_w          =  v        divided by the share
-    ratio    v_w = a_w / b_w,  sum_w a_w / sum_w b_w = v, such as a mean over what a mask leaves:
+    ratio    v_w = a_w / b_w, both of them sums, such as a mean over what a mask leaves:
              multiplied by b_w / (share_w sum_w b_w)
 
 A loss that is a sum of terms of different kinds is told apart by its graph, down to the scalars
@@ -175,18 +175,25 @@ def _quotient(scalar: Any) -> tuple[tf.Tensor, tf.Tensor] | tuple[()]:
     if tf.executing_eagerly() or scalar.op.type not in ("RealDiv", "DivNoNan"):
         return ()
     numerator, denominator = scalar.op.inputs
-    return (numerator, denominator) if _is_scalar(numerator) and _is_scalar(denominator) else ()
+    if not _is_scalar(numerator) or not _is_scalar(denominator):
+        return ()
+    # What counts rows, and does not look at them, makes a mean of a sum.
+    return (numerator, denominator) if depends_on_data(denominator, by_shape=False) else ()
 
 
-def depends_on_data(tensor: tf.Tensor) -> bool:
+def depends_on_data(tensor: tf.Tensor, by_shape: bool = True) -> bool:
     """Whether a tensor of a graph is computed from what the graph is given, and not from variables
     and constants alone.
+
+    Args:
+        tensor: The tensor.
+        by_shape: Whether to be computed from a shape counts.
     """
     seen: set = set()
     left = [tensor]
     while left:
         one = left.pop()
-        if one.ref() in seen:
+        if one.ref() in seen or not by_shape and one.op.type in ("Shape", "Size", "Rank"):
             continue
         seen.add(one.ref())
         if one.op.type in ("Placeholder", "PlaceholderWithDefault") and one.dtype != tf.resource:

@@ -7,6 +7,7 @@ none of dtk's, so that what it trains is plain Keras.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import traceback
 import warnings
@@ -38,11 +39,13 @@ class Outcome(NamedTuple):
         result: Its `result`: weights and numbers; None if it failed.
         failure: What it failed with, if it did.
         updates: What each of its optimizers counted.
+        errors: What it printed on standard error.
     """
 
     result: dict | None
     failure: Failure | None
     updates: list[int]
+    errors: str = ""
 
 
 class Plain:
@@ -102,7 +105,8 @@ def _run(name: str, folder: str, strategy: Any, may_fail: bool = False) -> Outco
     script = SCRIPTS / f"{name}.py"
     names: dict[str, Any] = {"__name__": "__main__", "__file__": str(script)}
     failure = None
-    with _inside(folder), _given(strategy):
+    errors = io.StringIO()
+    with _inside(folder), _given(strategy), contextlib.redirect_stderr(errors):
         try:
             exec(compile(script.read_text(), str(script), "exec"), names)
         except Exception as error:
@@ -111,7 +115,7 @@ def _run(name: str, folder: str, strategy: Any, may_fail: bool = False) -> Outco
             failure = _told(error)
     result = None if failure else keras.tree.map_structure(_value, names["result"])
     models = [value for value in names.values() if isinstance(value, keras.Model)]
-    return Outcome(result, failure, sorted(_updates(models)))
+    return Outcome(result, failure, sorted(_updates(models)), errors.getvalue())
 
 
 def _told(error: Exception) -> Failure:

@@ -72,10 +72,11 @@ RIGHT_OR_REFUSED = (
     "image_captioning",
     "masked_loss",
     "one_row_batches",
-    "scalar_metric",
     "simclr",
     "supervised_contrastive",
 )
+# Where weights are right, and a number that is logged cannot be: dtk must say so.
+WARNED = {"scalar_metric": "'r_squared' is neither a mean nor a sum over rows"}
 # What cannot be right, and the words that must say what to do.
 REFUSED = {
     "cntk_keras_partition": "dtk.data.shard",
@@ -188,6 +189,19 @@ def test_two_processes_end_as_one(world, backend, size, name, tmp_path):
 def test_what_is_not_made_of_rows_is_right_or_refused(world, backend, size, name, tmp_path):
     outcomes = world(backend, size).run(runner.run_here, name, str(tmp_path), True, timeout=TIMEOUT)
     _right_or_refused(name, outcomes)
+
+
+@over(WARNED)
+def test_a_number_that_is_not_made_of_rows_is_warned_of(world, backend, size, name, tmp_path):
+    """Breaks as a metric that differs from one process's, and no word."""
+    outcomes = world(backend, size).run(runner.run_here, name, str(tmp_path), timeout=TIMEOUT)
+    plain, _ = once(reference, name)
+    for outcome in outcomes:
+        for kind in ("weights", "history"):
+            mine, wanted = outcome.result[kind], plain.result[kind]
+            right = {"loss": mine["loss"]} if kind == "history" else {"all": mine}
+            assert_equal(right, {"loss": wanted["loss"]} if kind == "history" else {"all": wanted})
+    assert WARNED[name] in outcomes[0].errors
 
 
 @over(REFUSED)

@@ -79,7 +79,9 @@ assert _is_chief(task_type, task_id) == strategy.is_chief, (task_type, task_id)
 write_model_path = write_filepath(model_path, task_type, task_id)
 multi_worker_model.save(write_model_path)
 
-loaded_model = tf.keras.models.load_model(write_model_path)
+# in the scope: without it every rank would train a model of its own, which dtk refuses
+with strategy.scope():
+    loaded_model = tf.keras.models.load_model(write_model_path)
 loaded_model.fit(mnist_dataset(16), epochs=1, steps_per_epoch=3, verbose=0)
 if not _is_chief(task_type, task_id):
     tf.io.gfile.rmtree(os.path.dirname(write_model_path))
