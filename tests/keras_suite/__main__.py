@@ -108,7 +108,7 @@ def _run_once(
     command += ["--exitfirst"] if processes > 1 else []
     launcher = [sys.executable]
     if processes > 1:
-        launcher += ["-m", "dtk", "run", "-n", str(processes)]
+        launcher += ["-m", "dtk.cli.main", "run", "-n", str(processes)]
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder, "results")
         environment = os.environ | {
