@@ -8,7 +8,7 @@ gamma, Poisson, binomial) return a number that stands for it.
 
 Private names used: tensorflow.python.ops.gen_random_ops, gen_stateless_random_ops,
 gen_stateless_random_ops_v2, gen_stateful_random_ops, through which all of TensorFlow's and Keras's
-random functions go. Each function replaced has a test in tests/strategies/test_private_names.py.
+random functions go; keras.src.backend.tensorflow.random.shuffle. tests/compat holds them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
+from keras.src.backend.tensorflow import random as keras_random
 from tensorflow.python.ops import (
     gen_random_ops,
     gen_stateful_random_ops,
@@ -192,6 +193,7 @@ def _mean_of_binomial(
 _OTHERS: dict[tuple[Any, str], Callable] = {
     (gen_random_ops, "random_shuffle"): _in_order,
     (tf.random.experimental, "stateless_shuffle"): _in_order,
+    (keras_random, "shuffle"): _in_order,  # sorts by numbers it draws for each row
     (gen_random_ops, "multinomial"): _likeliest,
     (gen_stateless_random_ops, "stateless_multinomial"): _likeliest,
     (gen_random_ops, "random_gamma"): _mean_of_gamma,

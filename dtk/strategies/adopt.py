@@ -15,8 +15,12 @@ its data by them, in tests/callbacks/test_keras_seam.py:
     keras.src.backend.tensorflow.nn      _compute_moments_sync (replaced while a step is traced)
     keras.src.trainers.trainer       Trainer.compile (hooked while inside a scope)
     keras.src.trainers.data_adapters     ArrayDataAdapter (._inputs, ._shuffle), TFDatasetAdapter
+    keras.src.backend.tensorflow.trainer    TensorFlowTrainer.train_step (compared with a model's)
     Model       _distribute_strategy, _make_function, _maybe_symbolic_build, _symbolic_build,
-                _initial_epoch, _compile_loss, _flatten_layers, _get_metrics_result_or_logs
+                _initial_epoch, _compile_loss, _compile_metrics, _flatten_layers, _metrics,
+                _get_metrics_result_or_logs
+    CompileLoss, CompileMetrics     _user_loss, _user_metrics, _user_weighted_metrics
+    MeanMetricWrapper   _fn
     Optimizer   _distribution_strategy, _all_reduce_sum_gradients, _clip_gradients,
                 _accumulated_gradients, _learning_rate,
                 _trainable_variables_indices, _trainable_variables, _var_key,
@@ -320,11 +324,6 @@ def build_from(model: Any, data_batch: Any) -> None:
 def make_function(model: Any, step: Callable) -> Callable:
     """Keras's loop over the batches of an iterator, around one step."""
     return model._make_function(step)
-
-
-def compile_loss(model: Any) -> Any:
-    """What computes the losses of a model's outputs, and tracks each; None without a loss."""
-    return model._compile_loss
 
 
 def layers_of(model: Any) -> list:

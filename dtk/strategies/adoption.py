@@ -100,7 +100,7 @@ class Adoption:
             else:
                 dataset = feeding.tuned_for(iterator.data_adapter, adopt.dataset_of(iterator))
                 adopt.set_dataset(iterator, dataset)
-                data_batch = dataset.element_spec
+                data_batch = _first_part(dataset.element_spec)
             if self.callbacks is not None and self.feed.iterator is None:
                 self.feed.begin(iterator, dataset, self.callbacks)
         with strategy.scope():
@@ -252,7 +252,7 @@ class Adoption:
         function = self.make_predict_function()
         strategy = self.strategy
         batch = slicing.cut_exactly(
-            tf.nest.map_structure(tf.convert_to_tensor, (x,)),
+            feeding.as_tensors((x,)),
             strategy.local_ranks(),
             strategy.num_replicas_in_sync,
         )
@@ -360,7 +360,9 @@ def _true_or_none(flag: Any) -> bool:
 
 
 def _first_part(spec: Any) -> Any:
-    return spec.parts[0] if isinstance(spec, slicing.Slices) else spec
+    """What Keras is to build a model from; absent parts are None, as in a batch."""
+    part = spec.parts[0] if isinstance(spec, slicing.Slices) else spec
+    return keras.tree.map_structure(lambda leaf: leaf if hasattr(leaf, "shape") else None, part)
 
 
 def adoption_of(model: Any) -> Adoption | None:

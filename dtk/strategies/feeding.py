@@ -43,10 +43,14 @@ def _own_rows(batch: Any) -> slicing.Slices:
 def cut_batches(batches: Any, strategy: Any) -> Iterator[slicing.Slices]:
     """The same for single batches, which need not be tensors yet."""
     for batch in batches:
-        batch = tf.nest.map_structure(
-            lambda leaf: leaf if leaf is None else tf.convert_to_tensor(leaf), batch
-        )
-        yield slicing.cut(batch, strategy.local_ranks(), strategy.num_replicas_in_sync)
+        yield slicing.cut(as_tensors(batch), strategy.local_ranks(), strategy.num_replicas_in_sync)
+
+
+def as_tensors(batch: Any) -> Any:
+    """A batch of which no leaf but None is anything else."""
+    return tf.nest.map_structure(
+        lambda leaf: leaf if leaf is None else tf.convert_to_tensor(leaf), batch
+    )
 
 
 def given_to(iterator: Any) -> Any:

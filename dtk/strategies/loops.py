@@ -12,6 +12,7 @@ import collections
 import contextlib
 import functools
 import math
+import operator
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -295,6 +296,7 @@ class Counting(Loop):
     def __init__(self, adoption: Any, schedule: Callable[[], Schedule]):
         super().__init__(adoption, schedule)
         self.logs: dict[str, Any] = {}
+        self._logged: list = []
         self._absorb: Callable | None = None
 
     def _state(self, tables: Sequence) -> tuple[list, int]:
@@ -308,6 +310,7 @@ class Counting(Loop):
 
     def _count(self, apart: Apart, data: Any) -> dict:
         """What a step adds to the metrics, the numbers it returned besides, and its rows."""
+        self._logged = steps.results_in(apart.step, apart.logs)
         return {
             "metrics": [
                 apart.scope.get_current_value(v) for v in steps.metric_variables(self.model)
@@ -365,9 +368,19 @@ class Counting(Loop):
         def absorb(deltas: list) -> dict:
             for variable, delta in zip(steps.metric_variables(model), deltas, strict=True):
                 adopt.stored(variable).assign_add(delta)
-            return dict(model.get_metrics_result())
+            logs: dict = {}
+            for path, metric, part in self._logged:
+                _put(logs, path, functools.reduce(operator.getitem, part, metric.result()))
+            return logs
 
         return absorb
+
+
+def _put(logs: dict, path: tuple, value: Any) -> None:
+    """Give a dictionary of dictionaries a value."""
+    for name in path[:-1]:
+        logs = logs.setdefault(name, {})
+    logs[path[-1]] = tf.convert_to_tensor(value)
 
 
 class Testing(Counting):

@@ -190,6 +190,7 @@ def _taken(optimizer: Any, gradients: Any, variables: Any) -> tuple[list, bool]:
     gradients = step.handed_over(list(gradients))
     if step.noted is None:
         return gradients, False
+    _note_reduction()
     step.noted.note(optimizer, gradients, list(variables or adopt.trained_variables(optimizer)))
     return gradients, True
 

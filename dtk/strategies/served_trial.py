@@ -80,11 +80,7 @@ class ServedTrial(trial.Trial):
         totals = [tf.add_n([t.scope.get_current_value(v) for t in traced]) for v in metrics]
         with extended.in_replica(self.strategy):
             with keras.StatelessScope(state_mapping=list(zip(metrics, totals, strict=True))):
-                results = [
-                    (metric.name, tf.cast(value, tf.float64))
-                    for metric in adopt.metrics_of(model)
-                    for value in tf.nest.flatten(metric.result())
-                ]
+                results = trial.results_of(model)
             gradients = [trial.gradients_of(t.applied) for t in traced]
             numbers = [
                 [(name, t.step.weighed(value)) for name, value in steps.numbers_of(t.step, t.logs)]

@@ -45,7 +45,7 @@ def run_step(
         logs = step_function(data)
         _forget_padding(present, before, model)
         if trains:
-            _check_reduced(step, model, strategy)
+            check_reduced(step, model, strategy)
             together = weights_are_equal(model)
             if together is not None:
                 return _own_state(step, model, logs, together)
@@ -127,7 +127,12 @@ def _forget_padding(present: tf.Tensor, before: dict, model: Any) -> None:
     tf.cond(present, lambda: tf.constant(False), restore)
 
 
-def _check_reduced(step: tracing.Step, model: Any, strategy: Any) -> None:
+def check_reduced(step: tracing.Step, model: Any, strategy: Any) -> None:
+    """Whether a train step handed gradients to an optimizer that reduces them.
+
+    Raises:
+        NotDistributedError: It did not.
+    """
     if step.reductions or not model.trainable_variables:
         return
     if tf.executing_eagerly() and any(
@@ -216,14 +221,15 @@ def _value_of(result: Any) -> Any:
 
 def result_of(metric: Any, original: Callable) -> Any:
     """Replaces `Metric.result` while steps run."""
-    del metric
     step = tracing.current()
     if step is None:
         return original()
     result = original() if step.world is None else step.world.result_of(original)
     # Some return a variable of theirs, which outside of `result_of` is the replica's.
     result = keras.tree.map_structure(_value_of, result)
-    step.results |= {r.ref() for r in tf.nest.flatten(result) if isinstance(r, tf.Tensor)}
+    for path, value in keras.tree.flatten_with_path(result):
+        if isinstance(value, tf.Tensor):
+            step.results.setdefault(value.ref(), (metric, path))
     return result
 
 
@@ -237,6 +243,16 @@ def numbers_of(step: tracing.Step, logs: Any) -> list[tuple[str, tf.Tensor]]:
         and value.dtype.is_floating
         and value.shape.rank == 0
         and value.ref() not in step.results
+    ]
+
+
+def results_in(step: tracing.Step, logs: Any) -> list[tuple[tuple, Any, tuple]]:
+    """Where in what a step returned which metric's result stands, and which part of that."""
+    flat = keras.tree.flatten_with_path(logs) if isinstance(logs, dict) else []
+    return [
+        (path, *step.results[value.ref()])
+        for path, value in flat
+        if isinstance(value, tf.Tensor) and value.ref() in step.results
     ]
 
 

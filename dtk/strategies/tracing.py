@@ -75,7 +75,8 @@ class Step:
         assigned_at: The last of these of each, by id.
         world: What sums metrics over the replicas where a step asks for their results; None where
             they are summed elsewhere.
-        results: References of the scalars that metrics returned as results.
+        results: Which metric returned a tensor as its result, or as which part of that, by
+            reference.
         terms: The scalars of which nothing is known by themselves.
     """
 
@@ -103,7 +104,7 @@ class Step:
         self.assignments = 0
         self.assigned_at: dict[int, int] = {}
         self.world: Any = None
-        self.results: set = set()
+        self.results: dict = {}
         self.terms = Terms(share, world_sum, kinds or {})
         self.inside_loss = False
 

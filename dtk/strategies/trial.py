@@ -148,6 +148,8 @@ class Trial:
                 step.noted, step.world = tracing.Gathered(), steps.World(step, before, present)
                 with tracing.tracing(step), extended.counted_if(present):
                     logs = self.step_function(data)
+                    if self.step_function.__name__ == "train_step":
+                        steps.check_reduced(step, model, strategy)
                     step.world.average()
                     return self._observed(step, logs, names, _sum_over_replicas)
 
@@ -171,11 +173,7 @@ class Trial:
         """What a traced step computed, in lists; what they hold goes to `names`."""
         strategy = self.strategy
         numbers = steps.numbers_of(step, logs)
-        results = [
-            (metric.name, tf.cast(value, tf.float64))
-            for metric in adopt.metrics_of(self.model)
-            for value in tf.nest.flatten(metric.result())
-        ]
+        results = results_of(self.model)
         gradients = gradients_of(step.noted.applied)
         own = {id(v) for v in [*steps.metric_variables(self.model), *self.adoption.seed_states()]}
         state = [(v.path, tf.identity(v)) for key, v in step.assigned.items() if key not in own]
@@ -216,6 +214,16 @@ class Names(NamedTuple):
 def _sum_over_replicas(values: list) -> list:
     replica = tf.distribute.get_replica_context()
     return replica.all_reduce(tf.distribute.ReduceOp.SUM, values) if values else []
+
+
+def results_of(model: Any) -> list[tuple[str, tf.Tensor]]:
+    """What the metrics of a model say, by the names under which it is logged."""
+    found = [(metric.name, metric.result()) for metric in adopt.metrics_of(model)]
+    return [
+        (name, tf.cast(value, tf.float64))
+        for metric, result in found
+        for name, value in (result.items() if isinstance(result, dict) else [(metric, result)])
+    ]
 
 
 def gradients_of(applied: Sequence) -> list[tuple[str, tf.Tensor]]:

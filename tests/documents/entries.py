@@ -126,6 +126,10 @@ ENTRIES = {
     ("CONTRIBUTING.md", "cli"): Printed(
         "tests/documents/test_blocks.py::test_the_layers_are_those_that_are_tested"
     ),
+    ("docs/keras-tests.md", "git clone "): Parsed(
+        "downloads Keras's repository, and runs its tests for an hour",
+        by=("tests/strategies/test_cases.py::test_the_same_as_one_process",),
+    ),
     ("docs/costs.md", "python benchmarks/costs "): Parsed(
         _MEASURES, by=("tests/test_benchmarks.py::test_costs_prints_a_table_for_each_row",)
     ),

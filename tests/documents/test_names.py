@@ -22,6 +22,7 @@ MODULES = [
 # What calls in the text belong to, where it is not dtk's to promise.
 FOREIGN = {"gc", "keras", "print", "tf", "take", "BatchNormalization", "model", "cluster_spec"}
 FOREIGN |= {"communicator"}  # its contract has a suite of its own
+FOREIGN |= {"int", "float"}
 # Files a reader has, not the repository.
 THEIRS = {"train.py", "evaluation.csv"}
 # Options of other programs.
@@ -52,7 +53,8 @@ def found(name):
     if root == "strategy":
         strategies = importlib.import_module("dtk.strategies")
         return [getattr(strategies.AllReduceStrategy, rest.partition(".")[0])]
-    if of_modules := [getattr(module, root) for module in MODULES if hasattr(module, root)]:
+    # Not hasattr: names that are deprecated are not what the documentation means.
+    if of_modules := [vars(module)[root] for module in MODULES if root in vars(module)]:
         return of_modules
     classes = [one for module in MODULES for one in vars(module).values() if inspect.isclass(one)]
     return [getattr(one, root) for one in classes if root in vars(one)]
@@ -112,7 +114,7 @@ def known_options():
         command = getattr(importlib.import_module(module), name.replace("-", "_"))
         for parameter in command.params:
             options.update(parameter.opts + parameter.secondary_opts)
-    for file in (ROOT / "benchmarks").rglob("*.py"):
+    for file in [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "tests").glob("*/__main__.py")]:
         options.update(re.findall(r'add_argument\(\s*(?:"-\w", )?"(--[\w-]+)"', file.read_text()))
     return options
 

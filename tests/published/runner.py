@@ -94,9 +94,9 @@ def run_alone(name: str, folder: str) -> Outcome:
 
 
 def files_in(folder: str) -> list[str]:
-    """What a script has left, but for logs of TensorBoard, whose names tell the time."""
+    """What a script has left, but for names that tell the time, and dtk's own file in an export."""
     paths = (str(path.relative_to(folder)) for path in Path(folder).rglob("*"))
-    return sorted(path for path in paths if "tfevents" not in path)
+    return sorted(path for path in paths if "tfevents" not in path and "assets.extra" not in path)
 
 
 def _run(name: str, folder: str, strategy: Any, may_fail: bool = False) -> Outcome:

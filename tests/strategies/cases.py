@@ -24,7 +24,7 @@ def case(function):
 
 def rows(n=75):
     x, y = digits()
-    return x[:n], y[:n]
+    return x[:n].copy(), y[:n].copy()
 
 
 def small(seed=3, activation=None, sync=True):

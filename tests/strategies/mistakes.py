@@ -31,28 +31,30 @@ def make(name):
     return "nothing", ""
 
 
-@mistake("ValueError", "rank {rank}: batch_size=1 is smaller than 2 workers; use 2 or more")
-def batch_smaller_than_workers(strategy):
+@mistake(
+    "NotDistributedError",
+    "rank {rank}: fit of model",
+    "compiled outside strategy.scope()",
+    "each of the 2 processes would train a model of its own",
+    "`with dtk.strategies.undistributed():`",
+)
+def built_and_compiled_outside(strategy):
     x, y = cases.rows(8)
-    cases.compiled(strategy).fit(x, y, batch_size=1, verbose=0)
+    cases.compiled(None).fit(x, y, verbose=0)
 
 
-@mistake("NotDistributedError", "compiled outside strategy.scope()", "`with strategy.scope():`")
-def compiled_outside(strategy):
+@mistake("NotDistributedError", "train_on_batch of model", "compiled outside strategy.scope()")
+def single_batches_of_a_model_compiled_outside(strategy):
     x, y = cases.rows(8)
-    with strategy.scope():
-        model = cases.small()
-    model.compile(optimizer="sgd", loss=cases.crossentropy())
+    cases.compiled(None).train_on_batch(x, y)
+
+
+@mistake("ValueError", "jit_compile=True", "leave jit_compile at 'auto'")
+def jit_set_as_an_attribute(strategy):
+    x, y = cases.rows(8)
+    model = cases.compiled(strategy)
+    model.jit_compile = True
     model.fit(x, y, verbose=0)
-
-
-@mistake("NotDistributedError", "compiled outside strategy.scope()")
-def compiled_outside_and_fitted_inside(strategy):
-    x, y = cases.rows(8)
-    model = cases.small()
-    model.compile(optimizer="sgd", loss=cases.crossentropy())
-    with strategy.scope():
-        model.fit(x, y, verbose=0)
 
 
 @mistake("ValueError", "jit_compile=True", "leave jit_compile at 'auto'")
@@ -212,7 +214,7 @@ def another_learning_rate_on_rank_0(strategy):
     cases.compiled(strategy).fit(x, y, epochs=2, callbacks=callbacks, verbose=0)
 
 
-@mistake("DisagreementError", "after the first step", "differ between workers", "bias")
+@mistake("NotDistributedError", "assigns other values to the variable", "bias", "nothing was upd")
 def a_weight_updated_by_hand(strategy):
     class ByHand(keras.Model):
         def __init__(self):
@@ -253,6 +255,127 @@ def unbatched_dataset(strategy):
     dataset = tf.data.Dataset.from_tensor_slices((np.float32(y), np.float32(y)))
     del x
     cases.compiled(strategy).fit(dataset, verbose=0, shuffle=False)
+
+
+def of_each_rank(strategy, rows=16):
+    """What Horovod's scripts give each rank."""
+    x, y = cases.rows(rows)
+    return tf.data.Dataset.from_tensor_slices((x, y)).shard(strategy.size, strategy.rank).batch(4)
+
+
+@mistake("DisagreementError", "on the first batch", "no shard(size, rank)", "dtk.data.shard")
+def a_shard_per_rank(strategy):
+    cases.compiled(strategy).fit(of_each_rank(strategy), verbose=0, shuffle=False)
+
+
+@mistake("DisagreementError", "ranks disagree on the first batch", "dtk.data.shard")
+def evaluate_a_shard_per_rank(strategy):
+    cases.compiled(strategy).evaluate(of_each_rank(strategy), verbose=0)
+
+
+@mistake("DisagreementError", "at the first batch, ranks have read different", "dtk.data.shard")
+def predict_a_shard_per_rank(strategy):
+    cases.compiled(strategy).predict(of_each_rank(strategy).map(lambda x, y: x), verbose=0)
+
+
+@mistake("DisagreementError", "after step 4, ranks have read different batches", "ranks [1]")
+def a_generator_that_differs_later(strategy):
+    x, y = cases.rows(32)
+
+    def batches():
+        for i in range(8):
+            differs = 0.5 if i == 3 and strategy.rank else 0.0
+            yield x[4 * i : 4 * i + 4] + np.float32(differs), y[4 * i : 4 * i + 4]
+
+    spec = (tf.TensorSpec([None, 8, 8, 1]), tf.TensorSpec([None], tf.int64))
+    dataset = tf.data.Dataset.from_generator(batches, output_signature=spec)
+    cases.compiled(strategy).fit(dataset, verbose=0, shuffle=False)
+
+
+@mistake("DisagreementError", "after evaluate, ranks have read different batches", "ranks [1]")
+def evaluate_rows_that_differ_later(strategy):
+    x, y = cases.rows(16)
+    x[12] += 0.1 * strategy.rank
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+    cases.compiled(strategy).evaluate(dataset, verbose=0)
+
+
+@mistake("DisagreementError", "at the end of the data, ranks have read different", "ranks [1]")
+def predict_rows_that_differ_later(strategy):
+    x, _ = cases.rows(16)
+    x[12] += 0.1 * strategy.rank
+    cases.compiled(strategy).predict(tf.data.Dataset.from_tensor_slices(x).batch(4), verbose=0)
+
+
+@mistake("DisagreementError", "ranks disagree on the training data", "hash of all bytes")
+def arrays_that_differ_in_the_middle(strategy):
+    x, y = cases.rows(16)
+    x[8] += strategy.rank
+    cases.compiled(strategy).fit(x, y, batch_size=4, verbose=0)
+
+
+@mistake("DisagreementError", "ranks disagree on the training data", "hash of all bytes")
+def targets_that_differ(strategy):
+    x, y = cases.rows(16)
+    cases.compiled(strategy).fit(x, (y + strategy.rank) % 10, batch_size=4, verbose=0)
+
+
+@mistake("DisagreementError", "ranks disagree on the batch of train_on_batch", "hash of all bytes")
+def single_batches_that_differ(strategy):
+    x, y = cases.rows(16)
+    part = slice(8 * strategy.rank, 8 * strategy.rank + 8)
+    cases.compiled(strategy).train_on_batch(x[part], y[part])
+
+
+class InBatch(cases.Subclassed):
+    """Contrasts rows with each other."""
+
+    def train_step(self, data):
+        x, _ = data
+        with tf.GradientTape() as tape:
+            z = tf.math.l2_normalize(self(x, training=True), 1)
+            rows = tf.eye(tf.shape(z)[0])
+            likeness = tf.matmul(z, z, transpose_b=True)
+            loss = tf.reduce_mean(tf.nn.softmax_cross_entropy_with_logits(rows, likeness))
+        self.optimizer.apply(
+            tape.gradient(loss, self.trainable_variables), self.trainable_variables
+        )
+        return {"loss": loss}
+
+
+@mistake(
+    "NotDistributedError",
+    "does not add up over 2 replicas: 5 rows computed by one, and as parts of [3, 2] rows",
+    "gradient 0 is",
+    "neither a mean",
+    "nothing was updated",
+    "self_test=False",
+)
+def a_loss_between_rows(strategy):
+    x, y = cases.rows(16)
+    cases.compiled(strategy, InBatch).fit(x, y, batch_size=8, verbose=0)
+
+
+class Summing(keras.layers.Layer):
+    """Keeps a number of a batch that is no mean over its rows."""
+
+    def build(self, shape):
+        self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False, name="seen")
+
+    def call(self, x):
+        self.seen.assign(tf.reduce_sum(x))
+        return x
+
+
+@mistake("NotDistributedError", "assigns other values to the variable", "seen", "nothing was upd")
+def a_layer_whose_state_is_a_sum(strategy):
+    x, y = cases.rows(16)
+
+    def build():
+        layers = [keras.Input((8, 8, 1)), keras.layers.Flatten(), Summing()]
+        return keras.Sequential([*layers, keras.layers.Dense(10)])
+
+    cases.compiled(strategy, build).fit(x, y, batch_size=8, verbose=0)
 
 
 @mistake("ValueError", "exchange='17bit'", "expected one of 'auto', 'fp16', 'bf16', '1bit'")

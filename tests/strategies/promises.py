@@ -9,6 +9,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dtk.strategies import undistributed
+from dtk.strategies.adoption import adoption_of
+
 from strategies import bodies, cases
 
 
@@ -34,6 +37,8 @@ def order_of_rows(seed, devices=0):
     if not seed:  # as dtk does at its start when the script has set none
         strategy.shuffle_seed = strategy.seed_in_force = 123
     model = cases.compiled(strategy, Recorder, run_eagerly=True)
+    # It would remember the rows of a trial, too.
+    adoption_of(model).kinds["train"] = {}
     x = np.arange(23, dtype="float32")[:, None]
     model.fit(x, x[:, 0] % 10, batch_size=5, epochs=2, verbose=0)
     return model.seen[:5], model.seen[5:]
@@ -42,7 +47,6 @@ def order_of_rows(seed, devices=0):
 def differing(model):
     """Indices of the variables that are not the same on all ranks."""
     from dtk.strategies import agreement
-    from dtk.strategies.adoption import adoption_of
 
     adoption = adoption_of(model)
     return agreement.differing(adoption.shared_variables(), adoption.strategy)
@@ -68,8 +72,9 @@ def weights_of_rank_0_alone():
         model = cases.compiled(under)
         if given:
             model.set_weights([weight + 0.1 for weight in model.get_weights()])
-        for rows in (16, 16, 7):
-            model.train_on_batch(x[:rows], y[:rows])
+        with undistributed():
+            for rows in (16, 16, 7):
+                model.train_on_batch(x[:rows], y[:rows])
         trained.append(model)
     return differing(trained[0]), *(bodies.flat(model.get_weights()) for model in trained)
 
@@ -128,7 +133,8 @@ def half_precision():
             inner = keras.optimizers.SGD(0.05, momentum=0.9)
             optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0**8)
             model = cases.compiled(under, optimizer=optimizer)
-            model.fit(x, y, batch_size=16, epochs=4, verbose=0)
+            with undistributed():
+                model.fit(x, y, batch_size=16, epochs=4, verbose=0)
         finally:
             keras.mixed_precision.set_global_policy("float32")
         return bodies.flat(model.get_weights())

@@ -59,8 +59,8 @@ with strategy.scope():
     restored_keras_model_ds = tf.keras.models.load_model(keras_model_path)
     history = restored_keras_model_ds.fit(train_dataset, epochs=1, verbose=0)
 
-# The lower-level API: a path per rank, since a SavedModel is a folder.
-saved_model_path = os.path.abspath(f"tf_save_{strategy.rank}")
+# The lower-level API: a SavedModel is a folder.
+saved_model_path = os.path.abspath("tf_save")
 model.export(saved_model_path, verbose=False)
 loaded = tf.saved_model.load(saved_model_path)
 inference_func = loaded.signatures["serving_default"]

@@ -1,0 +1,99 @@
+"""What a loss is made of, and what each part of it is found to be."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dtk.strategies import self_test, terms, trial
+
+ROWS = np.array([[1.0, 2.0], [3.0, -1.0], [0.5, 4.0], [2.0, 2.0], [-3.0, 1.0]], "float32")
+
+
+def of(function):
+    """(coefficient, op) of each term of a scalar of a graph."""
+
+    @tf.function(autograph=False)
+    def coefficients(x):
+        found = terms.linear_terms(function(x), set())
+        ops.extend(term.op.type for _, term in found)
+        return [tf.convert_to_tensor(c) for c, _ in found]
+
+    ops: list = []
+    values = coefficients(tf.constant(ROWS))
+    return sorted(zip(map(float, values), ops, strict=True))
+
+
+def ends(x):
+    return [tf.reduce_max(x), tf.reduce_min(x)]
+
+
+@pytest.mark.parametrize(
+    "loss, expected",
+    [
+        (lambda x: tf.reduce_mean(x), [(1.0, "Mean")]),
+        (lambda x: tf.reduce_mean(x) - 2 * tf.reduce_sum(x), [(-2.0, "Sum"), (1.0, "Mean")]),
+        (lambda x: tf.add_n(ends(x)) / 4, [(0.25, "Max"), (0.25, "Min")]),
+        (lambda x: tf.reduce_sum(ends(x)), [(1.0, "Max"), (1.0, "Min")]),
+        (lambda x: tf.reduce_mean(ends(x)), [(0.5, "Max"), (0.5, "Min")]),
+        (lambda x: -tf.sqrt(tf.reduce_mean(x)), [(-1.0, "Sqrt")]),
+        (lambda x: tf.reduce_sum(x) * tf.reduce_mean(x), [(1.0, "Mul")]),
+        (lambda x: tf.reduce_sum(x) / tf.reduce_sum(x * x), [(1.0, "RealDiv")]),
+    ],
+)
+def test_a_loss_is_followed_to_what_enters_it_linearly(loss, expected):
+    assert of(loss) == expected
+
+
+def outcome(values, numerators=None, denominators=None):
+    """Of one term, on each replica."""
+    nothing = [np.nan] * len(values)
+    table = np.array([values, numerators or nothing, denominators or nothing]).T
+    return trial.Outcome({"loss 0": table}, {}, {}, {})
+
+
+SHARES = np.array([0.6, 0.4])
+
+
+@pytest.mark.parametrize(
+    "whole, parts, kind",
+    [
+        (([2.0],), ([3.0, 0.5],), None),  # .6 * 3 + .4 * .5
+        (([3.5],), ([3.0, 0.5],), "sum"),
+        (([3.0],), ([3.0, 3.0],), None),  # a regularizer
+        (([0.7], [7.0], [10.0]), ([1.0, 0.5], [4.0, 3.0], [4.0, 6.0]), "ratio"),
+        (([0.5], [5.0], [10.0]), ([0.5, 0.5], [3.0, 2.0], [6.0, 4.0]), "ratio"),
+    ],
+)
+def test_kinds(whole, parts, kind):
+    kinds, unclear, odd = self_test._kinds_of(outcome(*whole), outcome(*parts), SHARES, 1e-3)
+    assert (kinds.get("loss 0"), unclear, odd) == (kind, [], [])
+
+
+def test_what_is_neither_is_told_with_its_numbers():
+    kinds, unclear, (odd,) = self_test._kinds_of(
+        outcome([9.0]), outcome([3.0, 0.5]), SHARES, 1e-3
+    )
+    assert not kinds and not unclear
+    assert "loss 0 is 9 on all rows and 3, 0.5 on the parts" in odd
+    assert "neither a mean (2) nor a sum (3.5)" in odd
+
+
+def test_zero_tells_nothing():
+    assert self_test._kinds_of(outcome([0.0]), outcome([0.0, 0.0]), SHARES, 1e-3)[1] == ["loss 0"]
+
+
+@pytest.mark.parametrize("asked, said, wanted", [
+    ("auto", "", "auto"), (False, "", False), (True, "0", False), (False, "1", True),
+    ("auto", "only", "only"),
+])  # fmt: skip
+def test_the_environment_overrules_the_strategy(monkeypatch, asked, said, wanted):
+    monkeypatch.setenv("DTK_SELF_TEST", said)
+    assert self_test.is_wanted(asked) == wanted
+
+
+def test_other_words_are_refused(monkeypatch):
+    monkeypatch.setenv("DTK_SELF_TEST", "maybe")
+    with pytest.raises(ValueError, match="self_test='maybe'; expected True, False or 'auto'"):
+        self_test.is_wanted("auto")
