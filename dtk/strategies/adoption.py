@@ -164,6 +164,8 @@ class Adoption:
         asked = self_test.is_wanted(strategy.self_test)
         if name in self.kinds or not asked or strategy.communicator.name == "null":
             return
+        if name not in ("train", "test"):
+            return  # a callback's, which adds nothing up
         why = self_test.reasons(self.model, f"{name}_step")
         if name == "test" and "train" in self.kinds and adopt.is_kerass(type(self.model).test_step):
             why = []  # it computes nothing that the train step did not

@@ -136,8 +136,10 @@ class Trial:
         sequence = strategy.new_sequence("self_test")
         starts = np.cumsum([0, *self.parts])
 
+        names_found: list = []
+
         @tf.autograph.experimental.do_not_convert
-        def one(batch: slicing.Slices, names: list) -> dict:
+        def one(batch: slicing.Slices) -> dict:
             with strategy.sequence(sequence):
                 rank = strategy.local_ranks()[strategy.local_index()]
                 random_draws.restart(max(1, self.parts[rank]), int(starts[rank]))
@@ -151,10 +153,11 @@ class Trial:
                     if self.step_function.__name__ == "train_step":
                         steps.check_reduced(step, model, strategy)
                     step.world.average()
-                    return self._observed(step, logs, names, _sum_over_replicas)
+                    return self._observed(step, logs, names_found, _sum_over_replicas)
 
         def trace(names: list) -> dict:
-            found = strategy.run(one, args=(self._few, names))
+            found = strategy.run(one, args=(self._few,))
+            names.extend(names_found)
             first = keras.tree.map_structure(
                 lambda value: strategy.experimental_local_results(value)[0], found
             )

@@ -91,7 +91,6 @@ def test_what_cannot_work_is_refused_before_the_first_step(pool):
         for (kind, text), told in zip(
             answers,
             [
-                "batch_size=1 is smaller than 2 workers",
                 "give batch_size=",
                 "computes its own",
                 "AutoBatchSize and BatchSizeSchedule would set the same batch size",

@@ -90,8 +90,7 @@ def test_sizes_belong_to_epochs_not_to_starts(alone):
 
 @two_ranks
 def test_what_cannot_work_is_refused_before_the_first_step(pool):
-    for (kind, generator), (small_kind, small) in pool.run(bodies.refused_batches):
-        assert kind == small_kind == "ValueError"
+    for kind, generator in pool.run(bodies.refused_batches):
+        assert kind == "ValueError"
         assert "PyDatasetAdapter" in generator
         assert "arrays or a tf.data.Dataset" in generator
-        assert "batch_size=1 is smaller than 2 workers" in small

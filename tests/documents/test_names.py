@@ -54,7 +54,8 @@ def found(name):
         strategies = importlib.import_module("dtk.strategies")
         return [getattr(strategies.AllReduceStrategy, rest.partition(".")[0])]
     # Not hasattr: names that are deprecated are not what the documentation means.
-    if of_modules := [vars(module)[root] for module in MODULES if root in vars(module)]:
+    listed = [module for module in MODULES if root in {*vars(module), *dir(module)}]
+    if of_modules := [getattr(module, root) for module in listed]:
         return of_modules
     classes = [one for module in MODULES for one in vars(module).values() if inspect.isclass(one)]
     return [getattr(one, root) for one in classes if root in vars(one)]

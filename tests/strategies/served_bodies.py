@@ -253,17 +253,10 @@ MISTAKES = {
         "sync", [keras.layers.BatchNormalization(synchronized=True), keras.layers.Dense(10)]
     ),
     "eager steps": lambda: _fit("async", [keras.layers.Dense(10)], run_eagerly=True),
-    "batch smaller than workers": lambda: _small_batch(),
     "no gradient": _no_gradient,
     "too many backups": lambda: _fit_with_backups(2),
 }
 
-
-def _small_batch():
-    x, y = digits()
-    with served_with("sync").scope():
-        model = line()
-    model.fit(x[:32].reshape(32, -1)[:, :3], y[:32], batch_size=1, verbose=0)
 
 
 def _fit_with_backups(count):
