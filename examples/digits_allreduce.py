@@ -126,7 +126,8 @@ if strategy.is_chief:
     keras.utils.set_random_seed(1)
     alone_model = build_model()
     compile_model(alone_model)
-    alone = train(alone_model)
+    with dtk.strategies.undistributed():  # else refused: every rank would train one of its own
+        alone = train(alone_model)
     _, alone_accuracy = alone_model.evaluate(*test_set, batch_size=args.batch_size, verbose=0)
 # Every rank may be bound to cores of its own.
 parts = strategy.communicator.allgather_object(os.sched_getaffinity(0))

@@ -10,11 +10,15 @@ from __future__ import annotations
 import atexit
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from dtk.cluster.detect import detect
 from dtk.errors import NotDistributedError, at_rank
+
+# Whether the script has said how its processes belong together.
+_decided = threading.Event()
 
 
 def watch() -> None:
@@ -23,7 +27,8 @@ def watch() -> None:
 
 
 def made_strategy() -> None:
-    """A strategy joins the processes: nothing to warn about."""
+    """A strategy joins the processes, or they are to work alone: nothing to warn about."""
+    _decided.set()
     atexit.unregister(_warn)
 
 
@@ -46,7 +51,7 @@ def _trains_with_others() -> bool:
 
 
 def _refuse(model: Any, name: str, method: Callable, args: tuple, kwargs: dict) -> Any:
-    if name in ("fit", "train_on_batch"):
+    if name in ("fit", "train_on_batch") and not _decided.is_set():
         environment = detect()
         raise NotDistributedError(
             at_rank(

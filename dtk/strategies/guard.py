@@ -20,6 +20,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from dtk.cluster import alone
 from dtk.compat import trainer_calls
 from dtk.errors import NotDistributedError, at_rank
 from dtk.strategies import adopt, adoption, fitting, saving, self_test
@@ -43,6 +44,7 @@ def undistributed() -> Iterator[None]:
         >>> with undistributed():
         ...     history = model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
     """
+    alone.made_strategy()  # the script knows what it does
     before = getattr(_alone, "flag", False)
     _alone.flag = True
     try:

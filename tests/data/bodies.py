@@ -6,6 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtk.communicators import LocalCommunicator
+from dtk.strategies import undistributed
 
 from strategies import bodies, cases
 
@@ -95,15 +96,17 @@ def trained_on_shards(whole_first=False):
             del queue[:count]
     plain = cases.compiled(None, metrics=["accuracy"])
     if whole_first:
-        plain.fit(whole.batch(15), verbose=0, shuffle=False)
+        with undistributed():
+            plain.fit(whole.batch(15), verbose=0, shuffle=False)
     batches = [len(order[i * 15 : i * 15 + 15]) for i in range(3)]
     assert batches[:2] == [15, 15]
-    expected = plain.fit(
-        tf.data.Dataset.from_tensor_slices((x[order], y[order])).batch(15),
-        epochs=3,
-        verbose=0,
-        shuffle=False,
-    )
+    with undistributed():
+        expected = plain.fit(
+            tf.data.Dataset.from_tensor_slices((x[order], y[order])).batch(15),
+            epochs=3,
+            verbose=0,
+            shuffle=False,
+        )
     weights = [bodies.flat(m.get_weights()) for m in (model, plain)]
     return weights, history.history, expected.history
 
@@ -235,7 +238,8 @@ def fitted_on_minibatches():
     alone = PartitionedMinibatches(data, create("local"), seed=2)
     plain = cases.compiled(None)
     for _ in range(2 * reader.steps(16)):
-        plain.train_on_batch(*alone.next_minibatch(16).data)
+        with undistributed():
+            plain.train_on_batch(*alone.next_minibatch(16).data)
     return [bodies.flat(m.get_weights()) for m in (model, plain)]
 
 

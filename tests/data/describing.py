@@ -100,7 +100,6 @@ def refused():
         "list": ([x, x], strategy),
         "strategy": (x, tf.distribute.get_strategy()),
         "batch size": (tf.data.Dataset.range(4).batch(2), strategy, 2),
-        "small": (x, strategy, 1),
         "none": (x, strategy, 4, 0),
     }
     said = {}

@@ -126,6 +126,13 @@ ENTRIES = {
     ("CONTRIBUTING.md", "cli"): Printed(
         "tests/documents/test_blocks.py::test_the_layers_are_those_that_are_tested"
     ),
+    ("README.md", "dtk: self-test of model"): Printed(
+        "tests/strategies/test_self_test.py::test_what_it_prints"
+    ),
+    ("README.md", "dtk check train.py"): Parsed(
+        "needs a script that trains, which train.py is not here",
+        by=("tests/cli/test_check.py::test_a_step_that_adds_up",),
+    ),
     ("docs/keras-tests.md", "git clone "): Parsed(
         "downloads Keras's repository, and runs its tests for an hour",
         by=("tests/strategies/test_cases.py::test_the_same_as_one_process",),

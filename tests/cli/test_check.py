@@ -1,0 +1,64 @@
+"""`dtk check`: a script's step, up to its first update, on two processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import dtk, keras, numpy as np, tensorflow as tf
+strategy = dtk.auto_strategy()
+def loss(y, p):
+    return {loss}
+with strategy.scope():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", loss)
+x = np.random.default_rng(0).random((16, 3), "float32")
+if {trains}:
+    model.fit(x, x[:, :1], batch_size=8, verbose=0)
+    print("trained to the end")
+"""
+
+
+def checked(tmp_path, loss="tf.reduce_mean(tf.square(y - p))", trains=True):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(loss=loss, trains=trains))
+    command = [sys.executable, "-m", "dtk.cli.main", "check", str(script)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_a_step_that_adds_up(tmp_path):
+    done = checked(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "dtk: self-test of model 'sequential' (loss loss): 5 rows as a whole" in done.stdout
+    assert "trained to the end" not in done.stdout
+
+
+def test_a_step_that_does_not(tmp_path):
+    done = checked(tmp_path, loss="tf.sqrt(tf.reduce_mean(tf.square(y - p)))")
+    assert done.returncode == 1
+    assert "loss 0 is" in done.stderr and "neither a mean" in done.stderr
+    assert "nothing was updated" in done.stderr
+
+
+def test_a_script_that_trains_nothing(tmp_path):
+    done = checked(tmp_path, trains=False)
+    assert done.returncode == 1
+    assert "dtk check: the script ended without training a model" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["-n", "1", "train.py"], "no such script: train.py"),
+        (["-n", "1", __file__], "-n 1: there is something to compare from 2 on"),
+        ([], "no script given"),
+    ],
+)
+def test_mistakes(arguments, said):
+    command = [sys.executable, "-m", "dtk.cli.main", "check", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert said in done.stderr and "dtk check: " in done.stderr
