@@ -22,7 +22,7 @@ MODULES = [
 # What calls in the text belong to, where it is not dtk's to promise.
 FOREIGN = {"gc", "keras", "print", "tf", "take", "BatchNormalization", "model", "cluster_spec"}
 FOREIGN |= {"communicator"}  # its contract has a suite of its own
-FOREIGN |= {"int", "float"}
+FOREIGN |= {"int", "float", "UnitNorm"}
 # TensorFlow's method of a name that dtk has, too.
 THEIR_CALLS = {"dataset.shard"}
 # Files a reader has, not the repository.
