@@ -22,6 +22,9 @@ from dtk.strategies import slicing
 _WHOLE_BATCHES = 4
 _ENTRIES = 1024
 
+# How TensorFlow calls the pipeline of batches that were looked at before they were trained on.
+FIRST_BATCHES = "dtk_first_batches"
+
 # Odd, so that multiplying with it loses nothing.
 _FACTOR = 0x5851F42D4C957F2D
 
@@ -98,7 +101,10 @@ def first_of(iterator: Any, steps: int) -> tuple[Any, Iterator]:
         # As many rows as any, as TensorFlow has it for the pipeline; else steps are traced anew.
         return tf.nest.map_structure(_of_shape, slices, spec)
 
-    return elements[0], iter(dataset.map(as_before))
+    options = tf.data.Options()
+    options.autotune.enabled = False  # see `pipelines`
+    options.dataset_name = FIRST_BATCHES
+    return elements[0], iter(dataset.map(as_before).with_options(options))
 
 
 def _of_shape(value: Any, spec: Any) -> Any:

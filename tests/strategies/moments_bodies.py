@@ -32,5 +32,6 @@ def fit(synchronized, batch, axis=-1, devices=0, plain=False):
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss)
     counts = [] if plain or devices else [dtk.callbacks.CommunicationStats()]
-    history = model.fit(x, y, batch_size=batch, epochs=2, verbose=0, callbacks=counts).history
+    with dtk.strategies.undistributed():  # the plain one
+        history = model.fit(x, y, batch_size=batch, epochs=2, verbose=0, callbacks=counts).history
     return bodies.flat(model.get_weights()), history.get("comm_bytes", [None])[-1]
