@@ -160,6 +160,8 @@ def sums(tmp_path_factory):
             "PYTHONPATH": os.getcwd(),
             "XDG_CACHE_HOME": str(folder),
             "PIP_NO_INDEX": "1",
+            # Nor does what pip is told on this machine count, such as constraints.
+            "PIP_CONFIG_FILE": os.devnull,
             "PIP_FIND_LINKS": str(folder),
             "PATH": str(folder),
         },
