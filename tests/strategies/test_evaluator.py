@@ -69,11 +69,13 @@ def test_checkpoints_are_evaluated_as_they_appear(tmp_path):
     ids=["no checkpoint", "no data"],
 )
 def test_mistakes(callbacks, data, said):
-    model = keras.Sequential([keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    fit = watching.wrapped_fit(model.fit, model, None)
+    strategy = dtk.strategies.AllReduceStrategy("local")
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    strategy.is_evaluator = True
     with pytest.raises(ClusterError, match=said):
-        fit(*DATA, callbacks=callbacks, validation_data=data)
+        model.fit(*DATA, callbacks=callbacks, validation_data=data)
 
 
 def test_numbers_of_another_model_are_not_mixed_in(tmp_path):
