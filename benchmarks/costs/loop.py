@@ -74,7 +74,8 @@ def measure(setting, strategy):
     fit = Fitting("fit", models[0], {"x": dataset, "shuffle": False}, setting.steps, communicator)
     contenders = [fit, Loop(models[1], dataset, strategy)]
     sent = {name: said["sent"] for name, said in warm(contenders).items()}
-    if sent["fit"] != sent["loop"]:
+    # After 2, 4, 8, ... steps `fit` also compares what ranks have read: 8 bytes each time.
+    if not 0 <= sent["fit"] - sent["loop"] <= 8:
         sys.exit(f"bytes sent per step: {sent}; the loop must reduce what fit reduces")
     seconds = take(contenders, setting.rounds, communicator)
     cells = report.compared(seconds["fit"], seconds["loop"], SPEED, speed=True)
