@@ -19,7 +19,7 @@ PART = report.at_most(1.0)  # percent
 
 
 def measure(setting, strategy):
-    with watched(steps, "_check_reduced") as traced:
+    with watched(steps, "check_reduced") as traced:
         contenders = metered(setting, strategy)
         warm(contenders)
     with (
