@@ -26,14 +26,7 @@ def cut(dataset: Any, strategy: Any) -> tf.data.Dataset:
     ranks, size = strategy.local_ranks(), strategy.num_replicas_in_sync
     if strategy.communicator.size == 1:
         return read_ahead(slicing.cut_dataset(dataset, ranks, size))
-    cut_one = reading.with_digest(lambda batch: slicing.cut(batch, ranks, size))
-
-    @tf.autograph.experimental.do_not_convert
-    def cut_and_told(number: tf.Tensor, batch: Any) -> slicing.Slices:
-        slices, digest = cut_one(number, batch)
-        return slices._replace(digest=digest)
-
-    return read_ahead(slicing.mapped(dataset.enumerate(), cut_and_told))
+    return read_ahead(slicing.cut_dataset(dataset, ranks, size, reading.digest_of))
 
 
 def _own_rows(batch: Any) -> slicing.Slices:

@@ -34,9 +34,14 @@ def with_digest(cut: Callable[[Any], Any]) -> Callable:
 
     @tf.autograph.experimental.do_not_convert
     def cut_with_digest(number: tf.Tensor, batch: Any) -> tuple[Any, tf.Tensor]:
-        return cut(batch), digest(batch, number < _WHOLE_BATCHES)
+        return cut(batch), digest_of(number, batch)
 
     return cut_with_digest
+
+
+def digest_of(number: tf.Tensor, batch: Any) -> tf.Tensor:
+    """The digest of the batch that a pipeline makes as its `number`-th, from 0."""
+    return digest(batch, number < _WHOLE_BATCHES)
 
 
 def digest(batch: Any, whole: Any = True) -> tf.Tensor:

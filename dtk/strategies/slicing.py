@@ -187,9 +187,28 @@ def _forget(leaf: Any) -> Any:
     return tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=[None, *leaf.shape[1:]])
 
 
-def cut_dataset(dataset: tf.data.Dataset, ranks: Sequence[int], size: int) -> tf.data.Dataset:
-    """Cut every global batch of a dataset; elements become `Slices`."""
-    return _map(dataset, cut, ranks, size)
+def cut_dataset(
+    dataset: tf.data.Dataset,
+    ranks: Sequence[int],
+    size: int,
+    digest: Callable[[tf.Tensor, Any], tf.Tensor] | None = None,
+) -> tf.data.Dataset:
+    """Cut every global batch of a dataset; elements become `Slices`.
+
+    Args:
+        dataset: Of global batches.
+        ranks: The ranks whose slices are wanted.
+        size: World size.
+        digest: Makes of a batch's number and the batch what goes along as its digest.
+    """
+    if digest is None:
+        return _map(dataset, cut, ranks, size)
+
+    @tf.autograph.experimental.do_not_convert
+    def cut_with_digest(number: tf.Tensor, batch: Any) -> Slices:
+        return cut(batch, ranks, size)._replace(digest=digest(number, batch))
+
+    return mapped(dataset.enumerate(), cut_with_digest)
 
 
 def cut_dataset_exactly(
