@@ -220,6 +220,12 @@ def _compare(whole: Outcome, parts: Outcome, tolerance: float) -> tuple[str | No
     }
     worst = max(apart, key=lambda name: apart[name], default=None)
     difference = apart[worst] if worst is not None else 0.0
+    if np.isnan(list(apart.values())).any():
+        name = next(name for name, difference in apart.items() if np.isnan(difference))
+        return (
+            f"the gradient of {name!r} is not a number on all rows or on a part of them, such as "
+            "0 / 0 where a mask leaves none (tf.math.divide_no_nan)"
+        ), np.nan
     if worst is not None and not difference <= tolerance:
         return f"the gradient of {worst!r} differs by {100 * difference:.3g} %", difference
     for name, value in whole.state.items():

@@ -80,6 +80,16 @@ def test_what_is_neither_is_told_with_its_numbers():
     assert "neither a mean (2) nor a sum (3.5)" in odd
 
 
+def test_what_is_not_a_number_is_told_as_that():
+    """Breaks as a difference of nan %."""
+    whole, parts = (
+        trial.Outcome({}, {"bias": np.ones(2), "kernel": np.array([value])}, {}, {})
+        for value in (1.0, np.nan)
+    )
+    wrong, _ = self_test._compare(whole, parts, 1e-3)
+    assert wrong.startswith("the gradient of 'kernel' is not a number on all rows or on a part")
+
+
 def test_zero_tells_nothing():
     assert self_test._kinds_of(outcome([0.0]), outcome([0.0, 0.0]), SHARES, 1e-3)[1] == ["loss 0"]
 
