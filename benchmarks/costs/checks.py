@@ -1,14 +1,18 @@
 """What it costs that ranks find out when they disagree, and that metrics are those of all ranks.
 
 The checks are measured where they happen, in `fit`, by a clock around each; what they wait for the
-other ranks is in it. Metrics are measured by training with and without, under dtk and, for what
-computing them takes, with plain `fit` on every rank's own rows.
+other ranks is in it. Digests of batches are computed by the input pipeline, beside the steps: what
+they take is that of reading the pipeline with them less that of reading it without. Metrics are
+measured by training with and without, under dtk and, for what computing them takes, with plain
+`fit` on every rank's own rows.
 """
 
 import contextlib
+import time
 
 import keras
-from dtk.strategies import agreement, steps
+import tensorflow as tf
+from dtk.strategies import agreement, reading, slicing, steps
 
 import report
 from fits import Fitting, mean_of_ranks, take, warm, watched
@@ -24,6 +28,7 @@ def measure(setting, strategy):
         warm(contenders)
     with (
         watched(agreement, "check_same_call") as calls,
+        watched(agreement, "check_same_batch") as firsts,
         watched(agreement.Agreement, "on_train_begin") as begins,
         watched(agreement.Agreement, "on_train_batch_end") as batches,
         watched(agreement.Agreement, "on_epoch_end") as ends,
@@ -32,6 +37,8 @@ def measure(setting, strategy):
     spent = mean_of_ranks(
         {
             "given": [call.seconds for call in calls],
+            "batch": [call.seconds for call in firsts],
+            "digests": digests(setting, strategy),
             "begin": [call.seconds for call in begins],
             "first": [call.seconds for call in batches if call.args[1] == 0],
             "later": [call.seconds for call in batches if call.args[1] > 0],
@@ -65,6 +72,26 @@ def metered(setting, strategy):
     return contenders
 
 
+def digests(setting, strategy):
+    """Seconds that the digests of an epoch's batches add to reading them, by round."""
+    size = strategy.size
+    data = PROBLEMS[setting.model].data(setting.batch_size * size)
+    batch = tf.data.Dataset.from_tensors(data).repeat(EPOCH)
+    plain, digested = (
+        slicing.cut_dataset(batch, strategy.local_ranks(), size, digest)
+        for digest in (None, reading.digest_of)
+    )
+    _read(plain), _read(digested)
+    return [_read(digested) - _read(plain) for _ in range(setting.rounds)]
+
+
+def _read(dataset):
+    began = time.perf_counter()
+    for _ in dataset:
+        pass
+    return time.perf_counter() - began
+
+
 def metrics_table(setting, seconds):
     rows = []
     for name in ("dtk", "plain"):
@@ -78,10 +105,13 @@ def checks_table(spent, seconds):
     """What is spent in an epoch of EPOCH steps, by check, and as a part of it."""
     epoch = EPOCH * report.median(seconds["dtk"])
     later = (EPOCH - 1) * report.median(spent["later"])
-    parts = zip(*(spent[name] for name in ("given", "begin", "first", "each")), strict=True)
+    names = ("given", "batch", "digests", "begin", "first", "each")
+    parts = zip(*(spent[name] for name in names), strict=True)
     rows = [
         ["a process: gradients were reduced, when traced", spent["traced"], None],
         ["a `fit`: data and callbacks compared", spent["given"], None],
+        ["a `fit`: first batch compared", spent["batch"], None],
+        ["a `fit`: digests of its batches, in the input pipeline", spent["digests"], None],
         ["a `fit`: shapes, seeds and weights compared", spent["begin"], None],
         ["a `fit`: weights compared after its first step", spent["first"], None],
         ["an epoch: weights compared, stopping agreed", spent["each"], PART],

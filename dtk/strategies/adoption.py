@@ -401,10 +401,13 @@ def adopt_model(model: Any, strategy: Any) -> Adoption:
 
 @contextlib.contextmanager
 def adopting(strategy: Any) -> Iterator[None]:
-    """While inside, `compile` adopts. Keras's own `compile` is restored on leaving."""
-    with adopt.compiles_through(
-        lambda model, jit_compile: check_and_own(model, jit_compile, strategy),
-        lambda model: adopt_model(model, strategy),
+    """While inside, `compile` adopts, and losses of no replica are whole; Keras's own come back."""
+    with (
+        adopt.compiles_through(
+            lambda model, jit_compile: check_and_own(model, jit_compile, strategy),
+            lambda model: adopt_model(model, strategy),
+        ),
+        tracing.whole_outside(),
     ):
         yield
 

@@ -155,19 +155,37 @@ def in_shares() -> Iterator[None]:
         yield
 
 
+def whole_outside() -> Any:
+    """A context in which a loss outside every replica is not divided by how many there are.
+
+    Keras divides it all the same, so that `loss_fn(y, model(x))` in the scope of two workers says
+    half the loss.
+    """
+    return adopt.losses_through(_scale, _unscale, _unweighed)
+
+
+def _unweighed(*args: Any, original: Callable, **kwargs: Any) -> Any:
+    return original(*args, **kwargs)
+
+
 # Losses.
 
 
 def _scale(value: Any, original: Callable) -> Any:
     step = current()
     if step is None:
-        return original(value)
+        return _outside(value, original)
     # Keras scales the mean of a loss object, and what `add_loss` was given.
     return value if step.inside_loss else step.terms.made_mean("additional loss", value)
 
 
 def _unscale(value: Any, original: Callable) -> Any:
-    return original(value) if current() is None else value
+    return _outside(value, original) if current() is None else value
+
+
+def _outside(value: Any, original: Callable) -> Any:
+    """A loss in a replica of a step that is not dtk's is scaled; one of no replica is whole."""
+    return value if tf.distribute.in_cross_replica_context() else original(value)
 
 
 def _weigh(

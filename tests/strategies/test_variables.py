@@ -28,3 +28,13 @@ def test_a_variable_is_a_number(world, backend, size, devices):
 def test_the_largest_over_the_replicas(world, backend, size, devices):
     for found in world(backend, size).run(variable_bodies.largest, devices):
         np.testing.assert_array_equal(found, np.ones_like(found))
+
+
+@pytest.mark.parametrize("backend, size, devices", [("local", 1, 2), ("collective", 2, 0)])
+def test_a_loss_called_in_the_scope_but_in_no_step_is_whole(world, backend, size, devices):
+    """Breaks as half the loss with two workers: Keras divides it, as if it were summed."""
+    for inside, in_replicas, outside in world(backend, size).run(
+        variable_bodies.loss_in_no_step, devices
+    ):
+        assert inside == outside == 1
+        assert in_replicas == 1

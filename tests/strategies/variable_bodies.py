@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -38,3 +39,15 @@ def largest(devices=0):
 
     found = [strategy.run(reduced), tf.function(lambda: strategy.run(reduced))()]
     return [value.numpy() for f in found for value in strategy.experimental_local_results(f)]
+
+
+def loss_in_no_step(devices=0):
+    """A loss of ones: in the scope, summed over the replicas of a step by hand, and outside."""
+    strategy = bodies.strategy(devices)
+    loss, ones = keras.losses.MeanSquaredError(), np.ones((4, 2), "float32")
+
+    with strategy.scope():
+        inside = float(loss(ones, 0 * ones))
+        parts = strategy.run(lambda: loss(ones, 0 * ones))
+        summed = float(strategy.reduce("sum", parts, axis=None))
+    return inside, summed, float(loss(ones, 0 * ones))
