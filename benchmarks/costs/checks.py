@@ -38,7 +38,7 @@ def measure(setting, strategy):
         {
             "given": [call.seconds for call in calls],
             "batch": [call.seconds for call in firsts],
-            "digests": digests(setting, strategy),
+            "digests": digest_seconds(setting, strategy),
             "begin": [call.seconds for call in begins],
             "first": [call.seconds for call in batches if call.args[1] == 0],
             "later": [call.seconds for call in batches if call.args[1] > 0],
@@ -72,7 +72,7 @@ def metered(setting, strategy):
     return contenders
 
 
-def digests(setting, strategy):
+def digest_seconds(setting, strategy):
     """Seconds that the digests of an epoch's batches add to reading them, by round."""
     size = strategy.size
     data = PROBLEMS[setting.model].data(setting.batch_size * size)
