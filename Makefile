@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check clean lint types apt horovod
+.PHONY: help demo test test-all check clean lint types rooms apt horovod
 
 PYTHON ?= python3
 # what pytest is given, such as PYTEST_ARGS="-k slurm"
@@ -30,25 +30,28 @@ help:
 	@echo 'make demo      train a small network on two processes and compare with one (4 minutes the first time)'
 	@echo 'make test      install what the tests need, Horovod included, then lint, types and tests'
 	@echo 'make test-all  the same with the whole equivalence matrix'
-	@echo 'make check     lint and types only'
+	@echo 'make check     lint, types and imports only'
 	@echo 'make clean     remove .venv and everything built'
 
 demo: $(VENV)/.for-demo
 	@$(BIN)/dtk run -n 2 examples/digits_allreduce.py
 
-test: horovod lint types
+test: horovod check
 	@$(call run_pytest,-m "not full")
 
-test-all: horovod lint types
+test-all: horovod check
 	@$(call run_pytest,)
 
-check: lint types
+check: lint types rooms
 
 lint: $(VENV)/.for-test
 	@echo 'ruff' && $(BIN)/ruff check --quiet --output-format concise .
 
 types: $(VENV)/.for-test
 	@echo 'mypy' && $(BIN)/mypy --no-error-summary
+
+rooms: $(VENV)/.for-test
+	@echo 'import-linter' && { out=$$($(BIN)/lint-imports --no-cache 2>&1) || { echo "$$out"; exit 1; }; }
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -66,8 +66,8 @@ def measure():
     import dtk
     import keras
     import numpy as np
+    from dtk.bench.models import resnet20
     from dtk.callbacks import CommunicationStats
-    from dtk.tuning.bench.models import resnet20
     from sklearn.datasets import load_digits
 
     strategy = dtk.strategies.AllReduceStrategy()

@@ -14,9 +14,9 @@ import time
 
 import numpy as np
 import tensorflow as tf
+from dtk.bench.report import quartiles
 from dtk.communicators.null import NullCommunicator
 from dtk.strategies import AllReduceStrategy
-from dtk.tuning.bench.report import quartiles
 
 KILOBYTES = 4
 MESSAGES = (1, 2, 4, 8, 16)

@@ -45,11 +45,11 @@ def measure():
     """On every rank: train with each exchange; rank 0 prints what a step took."""
     import dtk
     import keras
+    from dtk.bench.contender import Fit
+    from dtk.bench.measure import order
+    from dtk.bench.models import PROBLEMS
+    from dtk.bench.peers.turns import clock
     from dtk.exchange import BlockMomentum, parse
-    from dtk.tuning.bench.contender import Fit
-    from dtk.tuning.bench.measure import order
-    from dtk.tuning.bench.models import PROBLEMS
-    from dtk.tuning.bench.peers.turns import clock
 
     strategy = dtk.strategies.AllReduceStrategy()
     problem = PROBLEMS[args.model]
@@ -101,10 +101,10 @@ def predicted(workers, mbit):
     """Seconds of a step, by exchange, from the calibration and tc's numbers."""
     import dataclasses
 
-    from dtk.tuning.bench.results import read
-    from dtk.tuning.plan.calibration import calibrated
-    from dtk.tuning.plan.methods import METHODS
-    from dtk.tuning.plan.setting import Cluster, Link
+    from dtk.bench.results import read
+    from dtk.planning.calibration import calibrated
+    from dtk.planning.methods import METHODS
+    from dtk.planning.setting import Cluster, Link
 
     known = calibrated(read(path("bench", workers)), args.model)
     job = dataclasses.replace(known.job, block_steps=args.block_steps)
@@ -114,7 +114,7 @@ def predicted(workers, mbit):
 
 def table():
     """A line for each run that there is."""
-    from dtk.tuning.bench.report import quartiles
+    from dtk.bench.report import quartiles
 
     lines = ["| workers | links | exchange | measured, ms (quartiles) | predicted | error |"]
     lines.append("|---" * 6 + "|")

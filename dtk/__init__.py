@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from dtk import garbage, importing, quiet
-from dtk.cluster import alone
+from dtk.trainer import undistributed_jobs
 from dtk.version import __version__
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ __all__ = [
 
 importing.inside("tensorflow", quiet.tensorflow_import, garbage.left_alone)
 # It imports TensorFlow, and what the rest of it makes lives as long.
-importing.inside("keras", garbage.left_alone, alone.training_refused)
-alone.watch()
+importing.inside("keras", garbage.left_alone, undistributed_jobs.training_refused)
+undistributed_jobs.watch()
 
 
 def __getattr__(name: str) -> Any:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dtk.tuning.bench.results import Reading, Results
-from dtk.tuning.bench.setting import TELLING, task_of
+from dtk.bench.results import Reading, Results
+from dtk.bench.setting import TELLING, task_of
 
 ROOT = Path(__file__).resolve().parents[1]
 COSTS = ["alone", "loop", "ends", "parts", "norms", "checks", "input"]

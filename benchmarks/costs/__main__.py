@@ -23,7 +23,7 @@ docs/costs.md explains them.
 import argparse
 from pathlib import Path
 
-from dtk.tuning.bench.measure import order
+from dtk.bench.measure import order
 
 import jobs
 import report

@@ -7,7 +7,7 @@ import time
 
 import dtk
 import keras
-from dtk.tuning.bench.measure import order
+from dtk.bench.measure import order
 
 import report
 from models import PROBLEMS

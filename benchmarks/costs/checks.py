@@ -12,7 +12,8 @@ import time
 
 import keras
 import tensorflow as tf
-from dtk.strategies import agreement, reading, slicing, steps
+from dtk.input import digests, slicing
+from dtk.trainer import rank_callbacks, rank_checks, replica_step
 
 import report
 from fits import Fitting, mean_of_ranks, take, warm, watched
@@ -23,15 +24,15 @@ PART = report.at_most(1.0)  # percent
 
 
 def measure(setting, strategy):
-    with watched(steps, "check_reduced") as traced:
+    with watched(replica_step, "check_reduced") as traced:
         contenders = metered(setting, strategy)
         warm(contenders)
     with (
-        watched(agreement, "check_same_call") as calls,
-        watched(agreement, "check_same_batch") as firsts,
-        watched(agreement.Agreement, "on_train_begin") as begins,
-        watched(agreement.Agreement, "on_train_batch_end") as batches,
-        watched(agreement.Agreement, "on_epoch_end") as ends,
+        watched(rank_checks, "check_same_call") as calls,
+        watched(rank_checks, "check_same_batch") as firsts,
+        watched(rank_callbacks.RankChecks, "on_train_begin") as begins,
+        watched(rank_callbacks.RankChecks, "on_train_batch_end") as batches,
+        watched(rank_callbacks.RankChecks, "on_epoch_end") as ends,
     ):
         seconds = take(contenders, setting.rounds, strategy.communicator)
     spent = mean_of_ranks(
@@ -79,7 +80,7 @@ def digest_seconds(setting, strategy):
     batch = tf.data.Dataset.from_tensors(data).repeat(EPOCH)
     plain, digested = (
         slicing.cut_dataset(batch, strategy.local_ranks(), size, digest)
-        for digest in (None, reading.digest_of)
+        for digest in (None, digests.digest_of)
     )
     _read(plain), _read(digested)
     return [_read(digested) - _read(plain) for _ in range(setting.rounds)]

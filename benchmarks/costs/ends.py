@@ -8,7 +8,7 @@ import contextlib
 import time
 
 import keras
-from dtk.tuning.bench.measure import order
+from dtk.bench.measure import order
 
 import report
 from fits import mean_of_ranks

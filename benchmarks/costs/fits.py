@@ -6,9 +6,9 @@ import statistics
 import time
 from typing import Any, NamedTuple
 
-from dtk.tuning.bench.contender import Contender, Stopwatch
-from dtk.tuning.bench.measure import order
-from dtk.tuning.bench.peers.turns import clock
+from dtk.bench.contender import Contender, Stopwatch
+from dtk.bench.measure import order
+from dtk.bench.peers.turns import clock
 
 
 class Fitting(Contender):

@@ -12,9 +12,10 @@ import dtk
 import keras
 import numpy as np
 import tensorflow as tf
-from dtk.strategies import feeding, slicing
-from dtk.tuning.bench.measure import order
-from dtk.tuning.bench.peers.turns import clock
+from dtk.bench.measure import order
+from dtk.bench.peers.turns import clock
+from dtk.input import slicing
+from dtk.trainer import epoch_data
 
 import report
 from fits import Fitting, mean_of_ranks, take, warm, watched
@@ -137,7 +138,7 @@ def speeds_table(setting, strategy):
     ]
     read = {}
     for one in contenders:
-        with watched(feeding, "cut") as cuts:
+        with watched(epoch_data, "cut") as cuts:
             warm([one])
         read[one.name] = cuts[-1].result
     training = take(contenders, setting.rounds, communicator)

@@ -8,7 +8,7 @@ import sys
 
 import keras
 import tensorflow as tf
-from dtk.tuning.bench.contender import Contender
+from dtk.bench.contender import Contender
 
 import report
 from fits import Fitting, take, warm
@@ -47,7 +47,7 @@ class Loop(Contender):
         moving = model.non_trainable_weights
         rows = tf.cast(tf.shape(x)[0], tf.float32)
         values = [loss * size * rows, rows, *(tf.convert_to_tensor(v) / size for v in moving)]
-        with self._strategy.communicator.beside("loop"):
+        with self._strategy.communicator.concurrent("loop"):
             replica = tf.distribute.get_replica_context()
             total, count, *means = replica.all_reduce(SUM, values)
         for variable, mean in zip(moving, means, strict=True):

@@ -1,7 +1,7 @@
 """Small networks beside the models of `dtk bench`: where steps are short, what is added shows."""
 
-from dtk.tuning.bench import models
-from dtk.tuning.bench.models import Problem
+from dtk.bench import models
+from dtk.bench.models import Problem
 
 
 def dense(keras):

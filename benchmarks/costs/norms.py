@@ -3,7 +3,7 @@
 import sys
 
 import keras
-from dtk.tuning.bench.models import Problem
+from dtk.bench.models import Problem
 
 import report
 from fits import Fitting, take, warm

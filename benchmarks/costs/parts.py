@@ -13,10 +13,10 @@ Four steps, of which each has one part more than the one before:
 import statistics
 
 import keras
+from dtk.bench.contender import Alone
+from dtk.bench.report import LIMIT
 from dtk.communicators.null import NullCommunicator
 from dtk.strategies import AllReduceStrategy
-from dtk.tuning.bench.contender import Alone
-from dtk.tuning.bench.report import LIMIT
 
 import report
 from fits import Fitting, turns, warm

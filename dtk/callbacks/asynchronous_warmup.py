@@ -95,7 +95,7 @@ class AsynchronousWarmup(StrategyCallback):
                 f"AsynchronousWarmup: {how} takes no step asynchronously; leave this callback out, "
                 'or use ParameterServerStrategy("async")'
             )
-        if any(isinstance(c, LearningRateScaling) for c in self.adoption.callbacks.callbacks):
+        if any(isinstance(c, LearningRateScaling) for c in self.trainer.callbacks.callbacks):
             raise ValueError(
                 "AsynchronousWarmup and LearningRateScaling would set the same rate; keep one"
             )

@@ -14,7 +14,7 @@ from dtk.callbacks.batch_size_search import bounds, last_good, trial_sizes
 from dtk.callbacks.rate import check_settable, multiply_rate, rate_now
 from dtk.callbacks.sample_rate import sample_rate_of
 from dtk.strategies import ParameterServerStrategy
-from dtk.strategies.snapshot import Snapshot, changed_by_training
+from dtk.trainer.snapshot import Snapshot, changed_by_training
 
 
 class AutoBatchSize(StrategyCallback):
@@ -106,7 +106,7 @@ class AutoBatchSize(StrategyCallback):
 
     def sets_here(self) -> tuple[str, ...]:
         """See `StrategyCallback`."""
-        return self.sets if sample_rate_of(self.adoption) is None else self.sets[:1]
+        return self.sets if sample_rate_of(self.trainer) is None else self.sets[:1]
 
     def get_state(self) -> dict:
         """For `Checkpoint`: sizes then and now, the rate at the beginning, the last search."""
@@ -133,7 +133,7 @@ class AutoBatchSize(StrategyCallback):
         if self.scale_rate:
             check_settable(self.model.optimizer, f"{type(self).__name__}(scale_rate=True)")
         first = self.batch_size_or_fits(self.batch_size)
-        check_sizes([first, self.multiple], self.adoption)
+        check_sizes([first, self.multiple], self.trainer)
         if not self._size:
             self._size = self._initial = first
         self._searched = None
@@ -144,12 +144,12 @@ class AutoBatchSize(StrategyCallback):
         if epoch and epoch % self.frequency == 0 and epoch != self._searched:
             self._searched = epoch
             self._search(epoch)
-        self.adoption.feed.rebatch(self._size)
+        self.trainer.feed.rebatch(self._size)
 
     def _search(self, epoch: int) -> None:
         # The rows of the coming epoch, in its order; told once more when the epoch begins.
-        self.adoption.feed.shuffle(epoch)
-        sample_rate = sample_rate_of(self.adoption)
+        self.trainer.feed.shuffle(epoch)
+        sample_rate = sample_rate_of(self.trainer)
         if sample_rate is not None:
             sample_rate.on_epoch_begin(epoch)  # Its rate; its turn may come later.
         lower, upper = bounds(self._initial, self._size, self._rate_ratio(), self.max_batch_size)
@@ -170,14 +170,14 @@ class AutoBatchSize(StrategyCallback):
 
     def _rate_at(self, size: int) -> float:
         """The rate of a step of the initial size, if this one has so many rows."""
-        sample_rate = sample_rate_of(self.adoption)
+        sample_rate = sample_rate_of(self.trainer)
         if sample_rate is not None:
             return sample_rate.rate
         rate = rate_now(self.model.optimizer)
         return rate * (self._initial / size if self.scale_rate else 1.0)
 
     def _scale_rate(self, size: int) -> None:
-        sample_rate = sample_rate_of(self.adoption)
+        sample_rate = sample_rate_of(self.trainer)
         if sample_rate is not None:
             sample_rate.use(size)
         elif self.scale_rate and size != self._size:
@@ -186,7 +186,7 @@ class AutoBatchSize(StrategyCallback):
     def _trial(self, size: int) -> float:
         """The loss of training a little with a size, on all ranks; nothing of it remains."""
         kept, drawn = Snapshot(changed_by_training(self.model)), states.of_generators()
-        sample_rate = sample_rate_of(self.adoption)
+        sample_rate = sample_rate_of(self.trainer)
         in_force = None if sample_rate is None else sample_rate.get_state()
         try:
             self._scale_rate(size)
@@ -201,7 +201,7 @@ class AutoBatchSize(StrategyCallback):
     def _train(self, size: int) -> float:
         model, logs = self.model, {}
         rows = self.trial_batches * self._initial
-        batches, steps = self.adoption.feed.peek(size, rows)
+        batches, steps = self.trainer.feed.peek(size, rows)
         # A dataset that was cut anew does not tell where it ends.
         with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
             for _ in range(0, steps, model.steps_per_execution):

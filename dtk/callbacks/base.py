@@ -7,7 +7,8 @@ from typing import Any
 import keras
 
 from dtk.errors import NotDistributedError
-from dtk.strategies.adoption import Adoption, adoption_of
+from dtk.trainer.distributed_trainer import DistributedTrainer
+from dtk.trainer.model_scope import trainer_of
 
 
 class StrategyCallback(keras.callbacks.Callback):
@@ -24,14 +25,14 @@ class StrategyCallback(keras.callbacks.Callback):
         return self.sets
 
     @property
-    def adoption(self) -> Adoption:
+    def trainer(self) -> DistributedTrainer:
         """What the strategy keeps about the model.
 
         Raises:
             NotDistributedError: The model was not compiled under a dtk strategy, so that this `fit`
                 trains one process alone.
         """
-        found = adoption_of(self.model)
+        found = trainer_of(self.model)
         if found is None:
             raise NotDistributedError(
                 f"{type(self).__name__}: model {self.model.name!r} was compiled outside a dtk "
@@ -43,7 +44,7 @@ class StrategyCallback(keras.callbacks.Callback):
     @property
     def strategy(self) -> Any:
         """The strategy the model was compiled under."""
-        return self.adoption.strategy
+        return self.trainer.strategy
 
     def check_sole(self) -> None:
         """Compare what this callback sets with what dtk's others set.
@@ -51,7 +52,7 @@ class StrategyCallback(keras.callbacks.Callback):
         Raises:
             ValueError: Another sets the same.
         """
-        for other in self.adoption.callbacks.callbacks:
+        for other in self.trainer.callbacks.callbacks:
             if other is self or not isinstance(other, StrategyCallback):
                 continue
             common = [what for what in other.sets_here() if what in self.sets_here()]
@@ -67,7 +68,7 @@ class StrategyCallback(keras.callbacks.Callback):
         Raises:
             ValueError: Neither is known.
         """
-        size = given or self.adoption.feed.batch_size()
+        size = given or self.trainer.feed.batch_size()
         if size is None:
             raise ValueError(
                 f"{type(self).__name__}: fit's data does not tell its batch size; give batch_size="

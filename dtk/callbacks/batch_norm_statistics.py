@@ -11,8 +11,11 @@ import numpy as np
 import tensorflow as tf
 
 from dtk.callbacks.base import StrategyCallback
-from dtk.strategies import ParameterServerStrategy, adopt, agreement, slicing
-from dtk.strategies.snapshot import Snapshot
+from dtk.compat import keras_models
+from dtk.input import slicing
+from dtk.strategies import ParameterServerStrategy
+from dtk.trainer import rank_checks
+from dtk.trainer.snapshot import Snapshot
 
 
 class BatchNormStatistics(StrategyCallback):
@@ -75,14 +78,14 @@ class BatchNormStatistics(StrategyCallback):
                 f"{type(self).__name__} sums over all ranks, and workers behind parameter servers "
                 "do not speak with each other; leave it out"
             )
-        agreement.check_same_call(self.strategy, {"data for batch norm statistics": self._data})
-        self._layers = [layer for layer in adopt.layers_of(self.model) if _is_trained(layer)]
+        rank_checks.check_same_call(self.strategy, {"data for batch norm statistics": self._data})
+        self._layers = [layer for layer in keras_models.layers_of(self.model) if _is_trained(layer)]
         if not self._layers:
             raise ValueError(
                 f"{type(self).__name__}: model {self.model.name!r} has no BatchNormalization that "
                 "is trained; leave the callback out"
             )
-        self._run = self.adoption.make_step_function(self._sums, "batch_norm_statistics")
+        self._run = self.trainer.make_step_function(self._sums, "batch_norm_statistics")
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Moving averages move again."""

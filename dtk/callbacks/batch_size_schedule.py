@@ -38,14 +38,14 @@ def size_at(sizes: Sequence[int], epoch: int) -> int:
     return sizes[min(epoch, len(sizes) - 1)]
 
 
-def check_sizes(sizes: Iterable[int], adoption: Any) -> None:
+def check_sizes(sizes: Iterable[int], trainer: Any) -> None:
     """Whether `fit` can read its data in batches of all these sizes.
 
     Raises:
         ValueError: A size is smaller than the number of workers, or the data cannot be cut anew.
     """
     del sizes
-    adoption.feed.check_rebatch()
+    trainer.feed.check_rebatch()
 
 
 class BatchSizeSchedule(StrategyCallback):
@@ -88,8 +88,8 @@ class BatchSizeSchedule(StrategyCallback):
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Check every size, and that the data can be cut anew, before the first epoch."""
-        check_sizes(self.sizes, self.adoption)
+        check_sizes(self.sizes, self.trainer)
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Cut this epoch's batches."""
-        self.adoption.feed.rebatch(size_at(self.sizes, epoch))
+        self.trainer.feed.rebatch(size_at(self.sizes, epoch))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dtk.callbacks.base import StrategyCallback
-from dtk.strategies import agreement
+from dtk.trainer import rank_checks, shared_weights
 
 
 class BroadcastVariables(StrategyCallback):
@@ -36,12 +36,12 @@ class BroadcastVariables(StrategyCallback):
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Compare what the ranks built, then broadcast."""
-        adoption, size = self.adoption, self.strategy.size
+        trainer, size = self.trainer, self.strategy.size
         if not 0 <= self.root_rank < size:
             raise ValueError(
                 f"BroadcastVariables: root_rank={self.root_rank} is outside the world of {size} "
                 f"worker(s); use 0 to {size - 1}"
             )
-        if adoption.strategy.communicator.size > 1:
-            agreement.check_same_run(adoption, self.params)
-            agreement.start_from(self.root_rank, adoption)
+        if trainer.strategy.communicator.size > 1:
+            rank_checks.check_same_run(trainer, self.params)
+            shared_weights.start_from(self.root_rank, trainer)

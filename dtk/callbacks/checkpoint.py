@@ -10,22 +10,33 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 from dtk.callbacks import state as states
 from dtk.callbacks.base import StrategyCallback
 from dtk.callbacks.checkpoint_files import CheckpointFiles, CorruptCheckpointError
+from dtk.callbacks.checkpoint_state import (
+    accumulators_of,
+    better_when_larger,
+    check_same_counts,
+    check_same_model,
+    copies_of,
+    describe,
+    fold_accumulators,
+    give_to_first,
+    iterations_of,
+    value_of,
+)
 from dtk.callbacks.termination import EXIT_CODE, Termination
 from dtk.communicators.root import on_root
-from dtk.strategies import agreement, extended, optimizing, watching
-from dtk.strategies.adoption import Adoption, adoption_of
-from dtk.strategies.steps import metric_variables
+from dtk.compat import tf_replicas
+from dtk.parameter_server import evaluator
+from dtk.trainer import seeds, shared_weights
+from dtk.trainer.model_scope import trainer_of
+from dtk.trainer.replica_step import metric_variables
 
 _FORMAT = 1
-_BETTER_WHEN_LARGER = ("acc", "auc", "precision", "recall", "f1", "fbeta", "iou", "r2", "cosine")
-_BETTER_WHEN_SMALLER = ("loss", "error", "mae", "mse", "mape", "msle", "crossentropy", "poisson")
 
 
 class Checkpoint(StrategyCallback):
@@ -119,7 +130,7 @@ class Checkpoint(StrategyCallback):
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Catch SIGTERM."""
-        self._fitting, self._initial_epoch = True, self.adoption.initial_epoch()
+        self._fitting, self._initial_epoch = True, self.trainer.initial_epoch()
         self._epoch = self._since_save = self._last_step = self._resumed_step = 0
         self._trained = None
         if self.save_on_sigterm:
@@ -145,8 +156,8 @@ class Checkpoint(StrategyCallback):
             return None
         name, (packed, arrays) = self._newest_readable(names)
         path = self.files.directory / name
-        check_same_model(packed["variables"], describe(self.adoption), path)
-        check_same_counts(packed, self.adoption, path)
+        check_same_model(packed["variables"], describe(self.trainer), path)
+        check_same_counts(packed, self.trainer, path)
         self.model.load_weights(self.files.weights(name))
         return name, states.unpack(packed, arrays)
 
@@ -172,32 +183,32 @@ class Checkpoint(StrategyCallback):
 
     def _restore(self, state: dict) -> None:
         """All ranks: everything but the weights, which rank 0 has."""
-        adoption = self.adoption
-        agreement.start_from(0, adoption)
-        for variable in _accumulators(adoption):
-            _give_to_first(variable, _copies(variable, self.strategy)[0], self.strategy)
-        adoption.restore_exchange(state.get("exchange", {}))
-        for variable, value in zip(adoption.seed_states(), state["seeds"], strict=True):
+        trainer = self.trainer
+        shared_weights.start_from(0, trainer)
+        for variable in accumulators_of(trainer):
+            give_to_first(variable, copies_of(variable, self.strategy)[0], self.strategy)
+        trainer.restore_exchange(state.get("exchange", {}))
+        for variable, value in zip(trainer.seed_states(), state["seeds"], strict=True):
             variable.assign(value)
-        agreement.spread_seeds(adoption)
-        states.to_callbacks(state["callbacks"], adoption.callbacks.callbacks)
+        seeds.spread_seeds(trainer)
+        states.to_callbacks(state["callbacks"], trainer.callbacks.callbacks)
         states.to_generators(state["random"])
         if self.strategy.shuffle_seed is not None and state["shuffle_seed"] is not None:
             self.strategy.shuffle_seed = state["shuffle_seed"]
             self.strategy.seed_in_force = state["tensorflow_seed"]
-        if state["tensorflow_seed"] not in (None, extended.global_seed()):
+        if state["tensorflow_seed"] not in (None, tf_replicas.global_seed()):
             tf.random.set_seed(state["tensorflow_seed"])
-            adoption.feed.set_batches(adoption.feed.iterator.data_adapter)
+            trainer.feed.set_batches(trainer.feed.iterator.data_adapter)
         self._metrics, self._resumed_step = state["metrics"], state["step"]
         self.best, self._trained = state["best"], state["trained"]
         if state["stopped"]:
-            adoption.set_initial_epoch(max(state["epoch"], self.params["epochs"]))
+            trainer.set_initial_epoch(max(state["epoch"], self.params["epochs"]))
             return
-        adoption.set_initial_epoch(state["epoch"])
+        trainer.set_initial_epoch(state["epoch"])
         if self._trained is None:
-            adoption.feed.resume_at(state["step"], state["data"])
+            trainer.feed.resume_at(state["step"], state["data"])
         else:
-            adoption.feed.resume_after_steps(self._trained, state["data"])
+            trainer.feed.resume_after_steps(self._trained, state["data"])
 
     def _tell(self, name: str, state: dict) -> None:
         epochs, path = self.params["epochs"], self.files.directory / name
@@ -237,20 +248,20 @@ class Checkpoint(StrategyCallback):
             self._termination.find_pace()
             if self._trained is None:
                 results = self.model.get_metrics_result()
-                self._trained = {name: _value(value) for name, value in results.items()}
+                self._trained = {name: value_of(value) for name, value in results.items()}
 
     def on_test_batch_begin(self, batch: int, logs: dict | None = None) -> None:
         """Save during validation, which changes nothing of what is saved."""
         if self._termination is not None and self._termination.wanted_after_step():
             # Whoever put other weights into the model to validate them takes them out again.
-            self.adoption.callbacks.on_test_end(self.model.get_metrics_result())
-            steps = self.adoption.feed.iterator.num_batches or 0
+            self.trainer.callbacks.on_test_end(self.model.get_metrics_result())
+            steps = self.trainer.feed.iterator.num_batches or 0
             self._save(self._epoch, steps, in_epoch=False, trained=self._trained)
             self._exit()
 
     def on_epoch_agreed(self, epoch: int, logs: dict | None = None) -> None:
         """Save after an epoch, when all callbacks have seen it."""
-        steps = self.adoption.feed.iterator.num_batches
+        steps = self.trainer.feed.iterator.num_batches
         self._since_save += max(0, (steps or 0) - self._last_step)
         ending = self._termination is not None and self._termination.wanted()
         if self._termination is not None and self._trained is not None:
@@ -269,7 +280,7 @@ class Checkpoint(StrategyCallback):
             self._termination = None
         if self._fitting:
             self._fitting = False
-            self.adoption.set_initial_epoch(self._initial_epoch)
+            self.trainer.set_initial_epoch(self._initial_epoch)
 
     def _due(self) -> bool:
         return isinstance(self.save_freq, int) and self._since_save >= self.save_freq
@@ -292,10 +303,10 @@ class Checkpoint(StrategyCallback):
             trained: Those of an epoch of which only the validation is left.
         """
         self._since_save = 0
-        self.adoption.settle()
-        fold_accumulators(self.adoption)
-        metrics = [_value(v) for v in metric_variables(self.model)] if in_epoch and step else None
-        exchange = self.adoption.exchange_state()
+        self.trainer.flush()
+        fold_accumulators(self.trainer)
+        metrics = [value_of(v) for v in metric_variables(self.model)] if in_epoch and step else None
+        exchange = self.trainer.exchange_state()
         better = self._is_better(logs)
         note = {"epoch": epoch, "monitor": self.monitor, "value": self.best} if better else None
 
@@ -309,20 +320,20 @@ class Checkpoint(StrategyCallback):
 
     def _state(self, in_epoch: bool) -> dict:
         """What rank 0 knows by itself."""
-        adoption, strategy = self.adoption, self.strategy
+        trainer, strategy = self.trainer, self.strategy
         return {
             "format": _FORMAT,
             "workers": strategy.size,
-            "iterations": _iterations(self.model),
-            "variables": describe(adoption),
+            "iterations": iterations_of(self.model),
+            "variables": describe(trainer),
             "best": self.best,
             "stopped": bool(self.model.stop_training),
-            "seeds": [_copies(v, strategy)[0] for v in adoption.seed_states()],
-            "callbacks": states.of_callbacks(adoption.callbacks.callbacks),
+            "seeds": [copies_of(v, strategy)[0] for v in trainer.seed_states()],
+            "callbacks": states.of_callbacks(trainer.callbacks.callbacks),
             "random": states.of_generators(),
-            "tensorflow_seed": extended.global_seed(),
+            "tensorflow_seed": tf_replicas.global_seed(),
             "shuffle_seed": strategy.shuffle_seed,
-            "data": adoption.feed.position(in_epoch),
+            "data": trainer.feed.position(in_epoch),
         }
 
     def _write(self, state: dict, arrays: dict, best: dict | None) -> str:
@@ -349,7 +360,7 @@ class Checkpoint(StrategyCallback):
         self.best = value
         return True
 
-    # Evaluating beside the training; see `dtk.strategies.watching`.
+    # Evaluating beside the training; see `dtk.parameter_server.evaluator`.
 
     @property
     def directory(self) -> Path:
@@ -360,25 +371,25 @@ class Checkpoint(StrategyCallback):
         """Checkpoints that are not in `seen`, oldest first."""
         return [name for name in reversed(self.files.names()) if name not in seen]
 
-    def load_weights(self, model: Any, name: str) -> watching.Saved | None:
+    def load_weights(self, model: Any, name: str) -> evaluator.Saved | None:
         """Give a model the weights of a checkpoint; None when it is not there any more.
 
         Raises:
             CorruptCheckpointError: It is not what was written.
             ValueError: It belongs to another model.
         """
-        adoption = adoption_of(model)
-        assert adoption is not None
+        trainer = trainer_of(model)
+        assert trainer is not None
         try:
             packed, _ = self.files.read(name)
             count, path = len(model.weights), self.files.directory / name
-            check_same_model(packed["variables"][:count], describe(adoption)[:count], path)
-            watching.quietly_load(model, self.files.weights(name))
+            check_same_model(packed["variables"][:count], describe(trainer)[:count], path)
+            evaluator.quietly_load(model, self.files.weights(name))
         except (CorruptCheckpointError, FileNotFoundError):
             if name in self.files.names():
                 raise
             return None
-        return watching.Saved(packed["epoch"], packed["step"], packed.get("iterations"))
+        return evaluator.Saved(packed["epoch"], packed["step"], packed.get("iterations"))
 
     def _exit(self) -> None:
         self.say(f"SIGTERM: saved {self.files.directory / self._last}; start again to resume")
@@ -399,119 +410,3 @@ def _alone(strategy: Any) -> Iterator[None]:
     """For code of one rank: reading summed state must not wait for the others."""
     with getattr(strategy.extended, "local_reads", contextlib.nullcontext)():
         yield
-
-
-def better_when_larger(monitor: str, mode: str) -> bool:
-    """Whether larger values of a monitored number are better.
-
-    Raises:
-        ValueError: The mode is unknown, or the name does not tell.
-
-    Example:
-        >>> better_when_larger("val_accuracy", "auto"), better_when_larger("val_loss", "auto")
-        (True, False)
-    """
-    if mode not in ("auto", "min", "max"):
-        raise ValueError(f"mode must be 'auto', 'min' or 'max', got {mode!r}")
-    if mode != "auto":
-        return mode == "max"
-    name = monitor.lower()
-    if any(word in name for word in _BETTER_WHEN_SMALLER):
-        return False
-    if any(word in name for word in _BETTER_WHEN_LARGER):
-        return True
-    raise ValueError(f"the name {monitor!r} does not tell whether more is better; give mode")
-
-
-def describe(adoption: Adoption) -> list[list]:
-    """Path, shape and dtype of every variable a checkpoint holds, in order."""
-    variables = adoption.shared_variables()
-    return [[v.path, [int(n) for n in v.shape], str(v.dtype)] for v in variables]
-
-
-def check_same_model(saved: list, mine: list, path: Any) -> None:
-    """Compare what `describe` returned then and now.
-
-    Layers are named anew in every process, so of a path only its last word counts.
-
-    Raises:
-        ValueError: Naming the first variable that differs.
-    """
-    for (name, *shape), (own_name, *own_shape) in zip(saved, mine, strict=False):
-        if shape != own_shape or _last_word(name) != _last_word(own_name):
-            raise ValueError(
-                f"{path} belongs to another model: it has {name} {shape}, this model has "
-                f"{own_name} {own_shape} there; use another directory, or resume=False"
-            )
-    if len(saved) != len(mine):
-        more, where = (saved, "the checkpoint") if len(saved) > len(mine) else (mine, "this model")
-        raise ValueError(
-            f"{path} belongs to another model: only {where} has "
-            f"{more[min(len(saved), len(mine))][0]}; use another directory, or resume=False"
-        )
-
-
-def check_same_counts(saved: dict, adoption: Adoption, path: Any) -> None:
-    """Compare what has no weights: random layers, and metrics in the middle of an epoch.
-
-    Args:
-        saved: The state of a checkpoint, as it lies on disk.
-        adoption: The model that would go on from it.
-        path: The checkpoint.
-
-    Raises:
-        ValueError: Naming both counts.
-    """
-    counts = [("random layers (Dropout and the like)", "seeds", adoption.seed_states())]
-    if saved["metrics"] is not None:
-        counts.append(("variables of metrics", "metrics", metric_variables(adoption.model)))
-    for what, key, mine in counts:
-        if len(saved[key]) != len(mine):
-            raise ValueError(
-                f"{path} belongs to another model: it has {len(saved[key])} {what}, this model has "
-                f"{len(mine)}; use another directory or resume=False, and model.load_weights to "
-                "start from its weights"
-            )
-
-
-def _last_word(path: str) -> str:
-    return path.rsplit("/", 1)[-1].rsplit("_", 1)[-1]
-
-
-def _accumulators(adoption: Adoption) -> list:
-    optimizers = optimizing.optimizers_of(adoption.model)
-    return [v for optimizer in optimizers for v in optimizing.accumulators_of(optimizer)]
-
-
-def fold_accumulators(adoption: Adoption) -> None:
-    """Move unfinished gradient accumulation to rank 0: its sum there, zeros elsewhere.
-
-    The window ends with a sum over ranks, so nothing changes, and what rank 0 saves is what a
-    single process would have.
-    """
-    variables, strategy = _accumulators(adoption), adoption.strategy
-    if not variables:
-        return
-    sums = [tf.add_n(_copies(v, strategy)) for v in variables]
-    for variable, total in zip(variables, strategy.communicator.allreduce(sums), strict=True):
-        _give_to_first(variable, total, strategy)
-
-
-def _give_to_first(variable: Any, value: Any, strategy: Any) -> None:
-    """Set a per-replica variable: `value` on replica 0, zeros on the others."""
-    zeros, ranks = tf.zeros_like(value), strategy.local_ranks()
-    strategy.set_per_replica(variable, [zeros if rank else value for rank in ranks])
-
-
-def _copies(variable: Any, strategy: Any) -> list:
-    """What this process's replicas hold of a variable."""
-    return [tf.convert_to_tensor(v) for v in strategy.experimental_local_results(variable.value)]
-
-
-def _iterations(model: Any) -> int | None:
-    optimizer = getattr(model, "optimizer", None)
-    return None if optimizer is None else int(_value(optimizer.iterations))
-
-
-def _value(variable: Any) -> np.ndarray:
-    return keras.ops.convert_to_tensor(variable).numpy()

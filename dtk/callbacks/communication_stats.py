@@ -66,7 +66,7 @@ class CommunicationStats(StrategyCallback):
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Add the epoch's numbers to its logs."""
-        self.adoption.settle()
+        self.trainer.flush()
         end = self._end or self._counts()
         sent, seconds, wall = (b - a for a, b in zip(self._begin, end, strict=True))
         if logs is not None:

@@ -97,12 +97,12 @@ class CrossValidation(StrategyCallback):
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Compare the data over all ranks, and begin to count."""
         served = isinstance(self.strategy, ParameterServerStrategy)
-        if served and self.adoption.feed.rows_counted(1) is None:
+        if served and self.trainer.feed.rows_counted(1) is None:
             raise ValueError(
                 f"{type(self).__name__} would have to wait for the workers in every step to count "
                 "the rows of this data; give fit arrays, without steps_per_epoch"
             )
-        self._evaluation.check(self.adoption)
+        self._evaluation.check(self.trainer)
         self._samples = self._before_epoch = self._evaluated_at = 0
         self._epoch = None
 
@@ -113,7 +113,7 @@ class CrossValidation(StrategyCallback):
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         """Evaluate when a multiple is complete."""
-        rows = self.adoption.feed.rows_counted(batch + 1)
+        rows = self.trainer.feed.rows_counted(batch + 1)
         rows = count_rows(self.model) if rows is None else rows
         self._samples = self._before_epoch + rows
         index = self._evaluated_at // self.every_samples
@@ -122,7 +122,7 @@ class CrossValidation(StrategyCallback):
             self._validate(index)
 
     def _validate(self, index: int) -> None:
-        done = self._evaluation.run(self.adoption)
+        done = self._evaluation.run(self.trainer)
         go_on = self.callback(index, self._error(done.numbers), done.samples, done.minibatches)
         wishes = self.strategy.communicator.allgather_object(go_on is False)
         if any(wishes):

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import keras
 
-from dtk.strategies import agreement
-from dtk.strategies.snapshot import Snapshot
-from dtk.strategies.steps import metric_variables
+from dtk.trainer import rank_checks
+from dtk.trainer.replica_step import metric_variables
+from dtk.trainer.snapshot import Snapshot
 
 
 class Evaluated(NamedTuple):
@@ -43,18 +43,18 @@ class Evaluation:
         self._data = keras.utils.unpack_x_y_sample_weight(data)
         self._batch_size = batch_size
 
-    def check(self, adoption: Any) -> None:
+    def check(self, trainer: Any) -> None:
         """Compare the data over all ranks.
 
         Raises:
             DisagreementError: With both ranks' values.
         """
-        agreement.check_same_call(adoption.strategy, {self._name: self._data[0]})
+        rank_checks.check_same_call(trainer.strategy, {self._name: self._data[0]})
 
-    def run(self, adoption: Any) -> Evaluated:
+    def run(self, trainer: Any) -> Evaluated:
         """Evaluate now; every rank calls it. The metrics of the running epoch are put back."""
-        adoption.settle()
-        model = adoption.model
+        trainer.flush()
+        model = trainer.model
         kept, counter = Snapshot(metric_variables(model)), _Counter()
         x, y, sample_weight = self._data
         try:
@@ -62,7 +62,7 @@ class Evaluation:
                 x,
                 y,
                 sample_weight=sample_weight,
-                batch_size=self._batch_size_for(x, adoption.feed),
+                batch_size=self._batch_size_for(x, trainer.feed),
                 callbacks=[counter],
                 verbose=0,
                 return_dict=True,

@@ -49,12 +49,12 @@ class FinalTest(StrategyCallback):
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Compare the data over all ranks."""
-        self._evaluation.check(self.adoption)
+        self._evaluation.check(self.trainer)
         self.result = None
 
     def on_end_agreed(self, logs: dict | None = None) -> None:
         """Test, now that no callback changes the weights any more."""
-        self.result = self._evaluation.run(self.adoption).numbers
+        self.result = self._evaluation.run(self.trainer).numbers
         for name, value in self.result.items():
             self.model.history.history[f"test_{name}"] = [value]
         self.say(", ".join(f"{name} {value:.4g}" for name, value in self.result.items()))

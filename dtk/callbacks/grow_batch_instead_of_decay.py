@@ -129,7 +129,7 @@ class GrowBatchInsteadOfDecay(StrategyCallback):
 
     def sets_here(self) -> tuple[str, ...]:
         """See `StrategyCallback`."""
-        return self.sets if sample_rate_of(self.adoption) is None else self.sets[:1]
+        return self.sets if sample_rate_of(self.trainer) is None else self.sets[:1]
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Make the plan of all epochs, and refuse what cannot work before the first."""
@@ -138,13 +138,13 @@ class GrowBatchInsteadOfDecay(StrategyCallback):
         rates = self._rates = rates_of(self.schedule, self.params["epochs"])
         first = self.batch_size_or_fits(self.batch_size)
         self.plan = grow(rates, first, self._largest(first))
-        check_sizes([size for size, _ in self.plan], self.adoption)
+        check_sizes([size for size, _ in self.plan], self.trainer)
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Cut this epoch's batches, and set its rate."""
         size, rate = self.plan[epoch]
-        self.adoption.feed.rebatch(size)
-        sample_rate = sample_rate_of(self.adoption)
+        self.trainer.feed.rebatch(size)
+        sample_rate = sample_rate_of(self.trainer)
         if sample_rate is None:
             self.model.optimizer.learning_rate = rate
         else:
@@ -152,7 +152,7 @@ class GrowBatchInsteadOfDecay(StrategyCallback):
 
     def _largest(self, first: int) -> int | None:
         if self.max_batch_size is None:
-            feed = self.adoption.feed
+            feed = self.trainer.feed
             rows = feed.rows_counted(feed.iterator.num_batches or 0)
             return None if rows is None else max(first, rows)
         if self.max_batch_size < first:

@@ -92,7 +92,7 @@ class HalveRate(CrossValidation):
         """Refuse what cannot work before the first epoch."""
         super().on_train_begin(logs)
         check_settable(self.model.optimizer, type(self).__name__)
-        for other in self.adoption.callbacks.callbacks:
+        for other in self.trainer.callbacks.callbacks:
             if isinstance(other, GrowBatchInsteadOfDecay) and "learning rate" in other.sets_here():
                 raise ValueError(
                     f"{type(self).__name__} would halve a rate that {type(other).__name__} sets "
@@ -111,7 +111,7 @@ class HalveRate(CrossValidation):
             self.say(f"{told}, training ends after {self.cuts} cuts")
             return False
         self._made += 1
-        optimizer, sample_rate = self.model.optimizer, sample_rate_of(self.adoption)
+        optimizer, sample_rate = self.model.optimizer, sample_rate_of(self.trainer)
         name = "learning rate" if sample_rate is None else "rate per sample"
         rate = rate_now(optimizer) if sample_rate is None else sample_rate.rate
         multiply_rate(optimizer, 0.5, self.momentum_correction)

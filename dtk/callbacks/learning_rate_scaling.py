@@ -9,7 +9,7 @@ import keras
 
 from dtk.callbacks.base import StrategyCallback
 from dtk.callbacks.rate import Rate, Scaling, rate_now, rate_of
-from dtk.strategies import optimizing
+from dtk.trainer import shared_optimizer
 
 
 def factor_for(rule: str | float, workers: int) -> float:
@@ -112,8 +112,8 @@ class LearningRateScaling(StrategyCallback):
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Refuse what cannot work before the first epoch."""
-        adoption = self.adoption
-        schedule = optimizing.schedule_of(self.model.optimizer)
+        trainer = self.trainer
+        schedule = shared_optimizer.schedule_of(self.model.optimizer)
         if schedule is not None and not isinstance(
             schedule, keras.optimizers.schedules.LearningRateSchedule
         ):
@@ -121,7 +121,7 @@ class LearningRateScaling(StrategyCallback):
                 f"LearningRateScaling: the optimizer's learning rate is a function ({schedule!r}), "
                 "which cannot be scaled; give it a number or a LearningRateSchedule"
             )
-        if self.warmup_epochs and adoption.feed.iterator.num_batches is None:
+        if self.warmup_epochs and trainer.feed.iterator.num_batches is None:
             raise ValueError(
                 "LearningRateScaling: warmup_epochs needs to know how many steps an epoch has, and "
                 "this data does not tell; give fit steps_per_epoch, or the dataset a cardinality "
@@ -153,7 +153,7 @@ class LearningRateScaling(StrategyCallback):
         """One step of the warm-up."""
         if self._rate is None or self._rate.scaling.warm:
             return
-        steps = self.adoption.feed.iterator.num_batches
+        steps = self.trainer.feed.iterator.num_batches
         if steps is None:  # The first epoch of a new batch size, over a dataset.
             progress = self._epoch / self.warmup_epochs
         else:
@@ -163,7 +163,7 @@ class LearningRateScaling(StrategyCallback):
         scaling.warm = progress >= 1.0
 
     def _announce(self, scaling: Scaling) -> None:
-        size, batch = self.strategy.size, self.adoption.feed.batch_size()
+        size, batch = self.strategy.size, self.trainer.feed.batch_size()
         base, scaled = scaling.base, scaling.base * scaling.factor
         batches = f"global batch {batch} ({batch / size:g} per worker), " if batch else ""
         over = f" over {self.warmup_epochs:g} epoch(s)" if self.warmup_epochs else ""

@@ -157,10 +157,10 @@ class MomentumSchedule(StrategyCallback):
 
     def _size(self) -> int:
         # Whoever chooses batch sizes has done so, in `on_epoch_begin`: what was given is fit's.
-        return self.adoption.feed.batch_size() or self.batch_size_or_fits(self.batch_size)
+        return self.trainer.feed.batch_size() or self.batch_size_or_fits(self.batch_size)
 
     def _rows_before(self, batch: int) -> int:
-        counted = self.adoption.feed.rows_counted(batch)
+        counted = self.trainer.feed.rows_counted(batch)
         return batch * self._size() if counted is None else counted
 
     def _rows_of(self, batch: int) -> int:

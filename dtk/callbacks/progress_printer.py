@@ -109,7 +109,7 @@ class ProgressPrinter(StrategyCallback):
     def _speed(self, before: int, now: int, seconds: float) -> str:
         if not seconds:
             return ""
-        first, last = (self.adoption.feed.rows_in(steps) for steps in (before, now))
+        first, last = (self.trainer.feed.rows_in(steps) for steps in (before, now))
         if first is None or last is None:
             return f", {(now - before) / seconds:.4g} steps/s"
         return f", {(last - first) / seconds:.4g} samples/s"

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from dtk.optimizers import LARS
-from dtk.strategies import optimizing
+from dtk.trainer import shared_optimizer
 
 
 @keras.saving.register_keras_serializable(package="dtk")
@@ -81,7 +81,7 @@ def check_settable(optimizer: Any, who: str) -> None:
     Raises:
         ValueError: It computes its rate itself.
     """
-    schedule = optimizing.schedule_of(optimizer)
+    schedule = shared_optimizer.schedule_of(optimizer)
     if schedule is not None:
         raise ValueError(
             f"{who} sets the learning rate, but the optimizer computes its own ({schedule!r}); "
@@ -136,7 +136,7 @@ class ScheduledRate(Rate):
 
     def __init__(self, optimizer: Any, scaling: Scaling, momentum_correction: bool):
         super().__init__(optimizer, scaling, momentum_correction)
-        schedule = optimizing.schedule_of(optimizer)
+        schedule = shared_optimizer.schedule_of(optimizer)
         if not isinstance(schedule, ScaledSchedule):
             schedule = ScaledSchedule(schedule)
             optimizer.learning_rate = schedule
@@ -156,7 +156,7 @@ def rate_of(optimizer: Any, scaling: Scaling, momentum_correction: bool) -> Rate
         scaling: How its rate has been scaled so far; kept up to date.
         momentum_correction: Whether to rescale momentum buffers at changes.
     """
-    kind = Rate if optimizing.schedule_of(optimizer) is None else ScheduledRate
+    kind = Rate if shared_optimizer.schedule_of(optimizer) is None else ScheduledRate
     return kind(optimizer, scaling, momentum_correction)
 
 

@@ -173,7 +173,7 @@ class SampleRate(MomentumSchedule):
                 f"rate, and the optimizer is a {type(inner).__name__}"
             )
         if inner.momentum and not self._told:
-            size = self.adoption.feed.batch_size() or self.batch_size or 1
+            size = self.trainer.feed.batch_size() or self.batch_size or 1
             tau = time_constant_from_momentum(inner.momentum, size)
             raise ValueError(
                 f"{who}: momentum={inner.momentum} means another thing at every batch size; give "
@@ -184,7 +184,7 @@ class SampleRate(MomentumSchedule):
         return momentum_of(inner, who)
 
 
-def sample_rate_of(adoption: Any) -> SampleRate | None:
+def sample_rate_of(trainer: Any) -> SampleRate | None:
     """The one among the callbacks of the running `fit`, if there is one."""
-    found = (c for c in adoption.callbacks.callbacks if isinstance(c, SampleRate))
+    found = (c for c in trainer.callbacks.callbacks if isinstance(c, SampleRate))
     return next(found, None)

@@ -50,7 +50,7 @@ class ServerReport(StrategyCallback):
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Add the epoch's traffic to its logs."""
-        self.adoption.settle()
+        self.trainer.flush()
         moved = _moved(self._before, self.strategy.traffic)
         self._before = self.strategy.traffic
         steps = max(1, sum(worker["steps"] for worker in moved))

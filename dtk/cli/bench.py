@@ -10,21 +10,13 @@ import click
 import rich.console
 import rich.table
 
-from dtk.cli import bench_peers, bench_places, job
-from dtk.cli.bench_run import Run
+from dtk.bench import baselines, places, plot, report
+from dtk.bench.results import Results, read
+from dtk.bench.runner import Run
+from dtk.bench.setting import BLOCK, EXCHANGES, MODELS, TELLING, BenchError, Setting, parse_size
 from dtk.cluster import Host
 from dtk.errors import ClusterError
-from dtk.tuning.bench import plot, report
-from dtk.tuning.bench.results import Results, read
-from dtk.tuning.bench.setting import (
-    BLOCK,
-    EXCHANGES,
-    MODELS,
-    TELLING,
-    BenchError,
-    Setting,
-    parse_size,
-)
+from dtk.launch import job_options
 
 _T = TypeVar("_T")
 _WORKERS = 2
@@ -33,7 +25,7 @@ _WIDTH = 140  # of a table that goes to no terminal
 
 @click.command(
     "bench",
-    cls=job.JobCommand,
+    cls=job_options.JobCommand,
     epilog="""
     \b
     dtk bench --model mlp --exchange none --exchange 1bit
@@ -53,11 +45,11 @@ _WIDTH = 140  # of a table that goes to no terminal
     metavar="NAME",
     multiple=True,
     default=("collective",),
-    help=f"One of {', '.join(bench_places.LAUNCHERS)}; may be repeated. Default: collective.",
+    help=f"One of {', '.join(places.LAUNCHERS)}; may be repeated. Default: collective.",
 )
-@job.hosts
-@job.hostfile
-@job.remote_shell
+@job_options.hosts
+@job_options.hostfile
+@job_options.remote_shell
 @click.option(
     "--model",
     "models",
@@ -87,7 +79,7 @@ _WIDTH = 140  # of a table that goes to no terminal
     metavar="NAME",
     multiple=True,
     help="Something else to measure: "
-    + "; ".join(f"{name}, {peer.about}" for name, peer in bench_peers.PEERS.items())
+    + "; ".join(f"{name}, {peer.about}" for name, peer in baselines.PEERS.items())
     + ". May be repeated; what is not here is installed in an environment of its own, which other "
     "hosts must have at the same path.",
 )
@@ -136,14 +128,14 @@ def bench(
     if json_file is not None and models:
         sizes += TELLING
     setting = Setting(models, _once(exchanges), batch_size, steps, rounds, _once(sizes))
-    job.check_remote_shell(remote_shell)
-    where = job.places(hosts, hostfile)
+    job_options.check_remote_shell(remote_shell)
+    where = job_options.places(hosts, hostfile)
     count = _count(workers, where)
     for name in setting.exchanges:
         setting.steps_with(name, count)
     for name in communicators:
-        bench_places.check(name, where)
-    bench_peers.check(peers)
+        places.check(name, where)
+    baselines.check(peers)
     saved = None if compare is None else read(compare)
     files = {"--json": json_file, "--markdown": markdown_file, "--plot": plot_file}
     for option, file in files.items():
@@ -178,7 +170,7 @@ def _count(workers: int | None, where: tuple[Host, ...]) -> int:
             "1 worker has nobody to send to: the limit is all there is, and a ratio of 1; use -n 2 "
             "or more"
         )
-    job.check_slots(workers, where)
+    job_options.check_slots(workers, where)
     return count
 
 

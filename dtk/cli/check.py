@@ -8,15 +8,14 @@ import sys
 
 import click
 
-from dtk.cli import job
 from dtk.cli.run import command_of
 from dtk.cluster.variables import SELF_TEST
 from dtk.errors import ClusterError
-from dtk.launch import Job, plan, ssh
+from dtk.launch import Job, job_options, plan, ssh
 
 
 @click.command(
-    cls=job.JobCommand,
+    cls=job_options.JobCommand,
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
     epilog="""
     \b
@@ -24,10 +23,8 @@ from dtk.launch import Job, plan, ssh
     dtk check -n 4 -m package.train
     """,
 )
-@click.option(
-    "-n", "--workers", type=int, default=2, show_default=True, help="Processes to start."
-)
-@job.communicator
+@click.option("-n", "--workers", type=int, default=2, show_default=True, help="Processes to start.")
+@job_options.communicator
 @click.option("-m", "module", is_flag=True, help="SCRIPT is a module, as in `python -m`.")
 @click.argument("script", required=False)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -43,7 +40,7 @@ def check(
     The exit code is 0 if they do. A script that trains no model ends with 1.
     """
     command = command_of(script, module, args)
-    job.check_communicator(communicator)
+    job_options.check_communicator(communicator)
     if workers < 2:
         raise ClusterError(f"-n {workers}: there is something to compare from 2 on")
     planned = plan(
@@ -53,4 +50,4 @@ def check(
         survey=functools.partial(ssh.survey, remote_shell=ssh.DEFAULT_REMOTE_SHELL),
     )
     processes = [dataclasses.replace(p, env={**p.env, SELF_TEST: "only"}) for p in planned]
-    sys.exit(job.see_through(Job(processes), "check"))
+    sys.exit(job_options.see_through(Job(processes), "check"))

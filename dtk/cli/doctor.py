@@ -23,8 +23,8 @@ import rich.markup
 import rich.table
 
 from dtk import cluster
-from dtk.cli import horovod_check
 from dtk.errors import ClusterError
+from dtk.horovod_build import reduction_check
 from dtk.version import __version__
 
 OK, NOTE, BROKEN = "ok", "note", "broken"
@@ -131,8 +131,8 @@ def libraries() -> list[Finding]:
 def horovod() -> Finding:
     """Import Horovod in a subprocess and tell what it was built with. It is optional."""
     try:
-        found = horovod_check.installed()
-    except horovod_check.HorovodBuildError as error:
+        found = reduction_check.installed()
+    except reduction_check.HorovodBuildError as error:
         missing = "not installed" in str(error)
         return Finding("Horovod", str(error), NOTE if missing else BROKEN)
     return Finding(

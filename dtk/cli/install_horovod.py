@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import click
 import rich.console
 
-from dtk.cli import horovod_check, horovod_wheel
-from dtk.cli.horovod_wheel import HOROVOD_VERSION, HorovodBuildError
 from dtk.errors import DtkError
+from dtk.horovod_build import builder, reduction_check, requirements
+from dtk.horovod_build.requirements import HOROVOD_VERSION, HorovodBuildError
 
 PLAN = f"""\
 This builds Horovod {HOROVOD_VERSION} for the TensorFlow that is installed here:
@@ -21,7 +21,7 @@ This builds Horovod {HOROVOD_VERSION} for the TensorFlow that is installed here:
   2. download its source from the package index (3.5 MB), unless --sdist names it
   3. leave out horovod/tensorflow/xla_mpi_ops.cc (XLA on GPUs), which no longer compiles
   4. build a wheel (about two minutes on two cores) and keep it in {{cache}}
-  5. install it into this Python environment, with {", ".join(horovod_wheel.RUNTIME_REQUIREMENTS)}
+  5. install it into this Python environment, with {", ".join(builder.RUNTIME_REQUIREMENTS)}
   6. let two processes reduce over {{over}} and check what each one reads"""
 
 
@@ -54,7 +54,7 @@ def install_horovod(
         if check:
             check_installed(without_mpi)
             return
-        folder = horovod_wheel.cache_root()
+        folder = builder.cache_root()
         over = "Gloo" if without_mpi else "Gloo and MPI"
         click.echo(PLAN.format(cache=folder, over=over))
         wheel = obtain_wheel(without_mpi, sdist, rebuild, verbose)
@@ -73,26 +73,26 @@ def obtain_wheel(
 ) -> pathlib.Path:
     """Return the cached wheel that fits this machine, building it first when there is none."""
     if sdist is not None:
-        horovod_wheel.check_sdist(sdist)
-    horovod_wheel.check_python()
-    compiler = horovod_wheel.check_compiler()
-    mpi = None if without_mpi else horovod_wheel.find_mpi()
-    tensorflow = horovod_wheel.tensorflow_version()
+        builder.check_sdist(sdist)
+    requirements.check_python()
+    compiler = requirements.check_compiler()
+    mpi = None if without_mpi else requirements.find_mpi()
+    tensorflow = requirements.tensorflow_version()
     with_mpi = f"{mpi.vendor} {mpi.version}" if mpi else "no MPI (--without-mpi)"
     click.echo(f"found: TensorFlow {tensorflow}, {compiler}, {with_mpi}")
-    folder = horovod_wheel.cache_root() / horovod_wheel.cache_key(tensorflow, mpi)
-    cached = horovod_wheel.cached_wheel(folder)
+    folder = builder.cache_root() / builder.cache_key(tensorflow, mpi)
+    cached = builder.cached_wheel(folder)
     if cached and not rebuild and sdist is None:
         click.echo(f"cached: {cached}\nskipped: download and build (--rebuild does them again)")
         return cached
-    cmake = horovod_wheel.usable_cmake()
+    cmake = requirements.usable_cmake()
     fetched = "no cmake from 3.13 up to 4 here; fetching one with pip, for this build only"
     click.echo(f"found: {cmake}" if cmake else fetched)
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "build.log"
     log.write_text("")
     with tempfile.TemporaryDirectory(prefix="dtk-horovod-") as scratch:
-        build = horovod_wheel.Build(pathlib.Path(scratch), log, echo=verbose)
+        build = builder.Build(pathlib.Path(scratch), log, echo=verbose)
         with step("fetching the build tools", verbose):
             build.fetch_tools()
         if sdist is None:
@@ -101,27 +101,27 @@ def obtain_wheel(
         source = build.unpack(sdist)
         with step(f"compiling (log: {log})", verbose):
             wheel = build.compile(source, mpi)
-        return horovod_wheel.keep(wheel, folder)
+        return builder.keep(wheel, folder)
 
 
 def install(wheel: pathlib.Path, verbose: bool) -> None:
     """Install the wheel and what it imports into the running environment."""
     log = wheel.with_name("install.log")
     log.write_text("")
-    pip = [*horovod_wheel.PIP, "install"]
+    pip = [*builder.PIP, "install"]
     failed = f"{wheel.name} could not be installed"
     with step(f"installing {wheel.name}", verbose):
-        requirements = horovod_wheel.RUNTIME_REQUIREMENTS
-        horovod_wheel.run_logged([*pip, *requirements], log, failed, echo=verbose)
+        requirements = builder.RUNTIME_REQUIREMENTS
+        builder.run_logged([*pip, *requirements], log, failed, echo=verbose)
         # forced: a version pip believes to be the same may have been built for something else
         command = [*pip, "--no-deps", "--force-reinstall", str(wheel)]
-        horovod_wheel.run_logged(command, log, failed, echo=verbose)
+        builder.run_logged(command, log, failed, echo=verbose)
 
 
 def check_installed(without_mpi: bool) -> None:
     """Let two processes reduce over everything the installed Horovod was built with."""
     with step("importing Horovod"):
-        found = horovod_check.installed()
+        found = reduction_check.installed()
     click.echo(
         f"Horovod {found.version} with {found.controllers()}, for TensorFlow {found.built_for}"
     )
@@ -129,11 +129,11 @@ def check_installed(without_mpi: bool) -> None:
         raise HorovodBuildError(
             "this Horovod can reduce over nothing. Next: dtk install-horovod --rebuild"
         )
-    checks = [("Gloo", found.gloo, horovod_check.check_gloo)]
+    checks = [("Gloo", found.gloo, reduction_check.check_gloo)]
     if without_mpi:
         click.echo("skipped: the check over MPI (--without-mpi)")
     else:
-        checks.append(("MPI", found.mpi, horovod_check.check_mpi))
+        checks.append(("MPI", found.mpi, reduction_check.check_mpi))
     for name, built, reduces in checks:
         if built:
             with step(f"two processes over {name}"):

@@ -10,14 +10,14 @@ import click
 import rich.console
 import rich.table
 
-from dtk.cli import job as jobs
-from dtk.tuning.bench.results import read
-from dtk.tuning.plan import curve, quantity, report
-from dtk.tuning.plan.advice import TARGET, advise
-from dtk.tuning.plan.calibration import Calibration, calibrated
-from dtk.tuning.plan.prediction import sweep
-from dtk.tuning.plan.quantity import PlanError
-from dtk.tuning.plan.setting import Cluster, Job, Link, Software
+from dtk.bench.results import read
+from dtk.launch import job_options as jobs
+from dtk.planning import curve, quantity, report
+from dtk.planning.advice import TARGET, advise
+from dtk.planning.calibration import Calibration, calibrated
+from dtk.planning.prediction import sweep
+from dtk.planning.quantity import PlanError
+from dtk.planning.setting import Cluster, Job, Link, Software
 
 _WIDTH = 120  # of a table that goes to no terminal
 _WORKERS = "1,...,4096"

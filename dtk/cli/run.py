@@ -11,16 +11,15 @@ from pathlib import Path
 
 import click
 
-from dtk.cli import job
 from dtk.cluster import Host
 from dtk.errors import ClusterError
-from dtk.launch import Job, plan, ssh
+from dtk.launch import Job, job_options, plan, ssh
 
 _MAX_RESTARTS = 3
 
 
 @click.command(
-    cls=job.JobCommand,
+    cls=job_options.JobCommand,
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
     epilog="""
     \b
@@ -51,9 +50,9 @@ _MAX_RESTARTS = 3
     show_default=f"{_MAX_RESTARTS} with --ps",
     help="Times each worker killed by a signal is started again; with 0, done without.",
 )
-@job.communicator
-@job.hosts
-@job.hostfile
+@job_options.communicator
+@job_options.hosts
+@job_options.hostfile
 @click.option(
     "--bind/--no-bind",
     default=True,
@@ -61,7 +60,7 @@ _MAX_RESTARTS = 3
     "ranks than cores, or more threads asked for than a part has.",
 )
 @click.option("--output-dir", metavar="DIR", help="Also write each rank's output to a file there.")
-@job.remote_shell
+@job_options.remote_shell
 @click.option(
     "--timeout-grace",
     metavar="S",
@@ -98,11 +97,11 @@ def run(
     started again.
     """
     command = command_of(script, module, args)
-    job.check_communicator(communicator)
+    job_options.check_communicator(communicator)
     if not 0.0 <= timeout_grace <= 3600.0:
         raise ClusterError(f"--timeout-grace {timeout_grace:g}: expected 0 to 3600 seconds")
-    job.check_remote_shell(remote_shell)
-    where = job.places(hosts, hostfile)
+    job_options.check_remote_shell(remote_shell)
+    where = job_options.places(hosts, hostfile)
     _check_workers(workers, where)
     _check_servers(ps, max_restarts)
     processes = plan(
@@ -122,7 +121,7 @@ def run(
         grace=timeout_grace,
         max_restarts=_MAX_RESTARTS if max_restarts is None else max_restarts,
     )
-    sys.exit(job.see_through(started, "run"))
+    sys.exit(job_options.see_through(started, "run"))
 
 
 def command_of(script: str | None, module: bool, args: tuple[str, ...]) -> list[str]:
@@ -179,7 +178,7 @@ def _check_workers(workers: int | None, hosts: tuple[Host, ...]) -> None:
         )
     if workers is not None and workers < 1:
         raise ClusterError(f"-n {workers}: expected 1 or more, e.g. `dtk run -n 2 train.py`")
-    job.check_slots(workers, hosts)
+    job_options.check_slots(workers, hosts)
 
 
 def _check_servers(ps: int, max_restarts: int | None) -> None:

@@ -30,8 +30,8 @@ class Communicator(abc.ABC):
     The invariant: **every rank of the group calls the same collectives, in the same order, with
     the same dtypes** (and, unless a method is called ragged, the same shapes). Inside `tf.function`
     that holds for the order in which the ops are *traced*: collectives of one communicator run one
-    after the other, in that order (but see `beside`). `send` and `recv` are the exception: only the
-    two ranks involved call them.
+    after the other, in that order (but see `concurrent`). `send` and `recv` are the exception: only
+    the two ranks involved call them.
 
     Every method takes floating point (16 to 64 bits), integers and bool; results keep the dtype.
     Moving values (gather, broadcast, all-to-all, send) keeps every bit. Reducing floats happens in
@@ -184,7 +184,7 @@ class Communicator(abc.ABC):
         yield
 
     @contextlib.contextmanager
-    def beside(self, name: str) -> Iterator[None]:
+    def concurrent(self, name: str) -> Iterator[None]:
         """Let the collectives traced inside run beside all others.
 
         Collectives in a graph run in the order they were traced; those beside are only ordered

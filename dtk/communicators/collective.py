@@ -191,7 +191,7 @@ class CollectiveCommunicator(PackedCommunicator):
         """What the graph orders an op by. Without one it would order all collectives it holds:
         the pieces of a bucket, and the replicas of a mirrored strategy, who wait for each other.
         """
-        return [] if tf.executing_eagerly() else [self._ledger.lane(lane % _PIECES)]
+        return [] if tf.executing_eagerly() else [self._sequencer.lane(lane % _PIECES)]
 
     def _reduce_one(self, flat: tf.Tensor, op: str, label: str, lane: int = 0) -> tf.Tensor:
         elements = flat.shape.num_elements()

@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from dtk.communicators import buckets, wire
 from dtk.communicators.base import Communicator
-from dtk.communicators.ledger import Ledger
+from dtk.communicators.sequencer import CollectiveSequencer
 from dtk.errors import at_rank
 
 LOCAL_REDUCE = {
@@ -74,9 +74,9 @@ class PackedCommunicator(Communicator):
         self.size = len(hosts)
         self.set_hosts(hosts)
         self.bucket_bytes = bucket_bytes
-        self._ledger = Ledger(device)
+        self._sequencer = CollectiveSequencer(device)
         self._device = device
-        self._beside: dict[str, Ledger] = {}
+        self._concurrent: dict[str, CollectiveSequencer] = {}
         self._sequence: list[Any] | None = None  # [name, position of the next collective]
         self._traced = 0
 
@@ -89,12 +89,12 @@ class PackedCommunicator(Communicator):
     @property
     def bytes_sent(self) -> int:
         """Payload bytes handed to the transport so far."""
-        return sum(ledger.bytes for ledger in (self._ledger, *self._beside.values()))
+        return sum(sequencer.bytes for sequencer in (self._sequencer, *self._concurrent.values()))
 
     @property
     def seconds_communicating(self) -> float:
         """See `Communicator.seconds_communicating`."""
-        return self._ledger.seconds
+        return self._sequencer.seconds
 
     # -- what a backend provides
 
@@ -142,16 +142,16 @@ class PackedCommunicator(Communicator):
             self._sequence = outer
 
     @contextlib.contextmanager
-    def beside(self, name: str) -> Iterator[None]:
-        """See `Communicator.beside`."""
-        outer = self._ledger
-        if name not in self._beside:
-            self._beside[name] = Ledger(self._device, timed=False)
-        self._ledger = self._beside[name]
+    def concurrent(self, name: str) -> Iterator[None]:
+        """See `Communicator.concurrent`."""
+        outer = self._sequencer
+        if name not in self._concurrent:
+            self._concurrent[name] = CollectiveSequencer(self._device, timed=False)
+        self._sequencer = self._concurrent[name]
         try:
             yield
         finally:
-            self._ledger = outer
+            self._sequencer = outer
 
     def _label(self, kind: str) -> str:
         """A name for the next collective, the same one on every rank.
@@ -209,7 +209,7 @@ class PackedCommunicator(Communicator):
                 begin = end
             return outputs
 
-        received = iter(self._ledger.run([t for m in messages for t in m.inputs], send))
+        received = iter(self._sequencer.run([t for m in messages for t in m.inputs], send))
         return [
             message.finish(list(itertools.islice(received, length)))
             for message, length in zip(messages, lengths, strict=True)
@@ -253,7 +253,7 @@ class PackedCommunicator(Communicator):
                 at_rank(self.rank, f"op {op!r} on IndexedSlices; only 'sum' and 'mean' make sense")
             )
         # Which rows a step reads is known long before their gradients are.
-        with self.beside("rows"):
+        with self.concurrent("rows"):
             counts = self._count_rows(slices.indices)
             indices = self.allgather(slices.indices, counts)
         gathering = self._gathering(slices.values, counts)
@@ -306,7 +306,7 @@ class PackedCommunicator(Communicator):
 
     def _sizes(self, mine: tf.Tensor, kind: str) -> tf.Tensor:
         label = self._label(f"{kind}/sizes")
-        return self._ledger.run([mine], lambda flat: [self._gather_sizes(flat[0], label)])[0]
+        return self._sequencer.run([mine], lambda flat: [self._gather_sizes(flat[0], label)])[0]
 
     def _encode_rows(self, tensor: tf.Tensor) -> tuple[tf.Tensor, wire.Decode, Any]:
         """Flatten for moving; also returns how many wire elements a number of rows takes."""
@@ -383,7 +383,7 @@ class PackedCommunicator(Communicator):
         words = -(-matrix * width // per_word)
         label = self._label(f"alltoall/{encoded[0][0].dtype.name}")
         joined = tf.concat([block for block, _ in encoded], axis=0)
-        parts = self._ledger.run([joined], lambda flat: self._exchange(flat[0], words, label))
+        parts = self._sequencer.run([joined], lambda flat: self._exchange(flat[0], words, label))
         return [(part, decode) for part, (_, decode) in zip(parts, encoded, strict=True)]
 
     def _join_blocks(
@@ -429,7 +429,7 @@ class PackedCommunicator(Communicator):
         packed, layout = buckets.pack(tensors, self.bucket_bytes)
         encoded = [wire.for_moving(bucket, self.moves) for bucket in packed]
         label = self._label("broadcast")
-        outputs = self._ledger.run(
+        outputs = self._sequencer.run(
             [item for item, _ in encoded], lambda flat: self._spread(flat, root, label)
         )
         decoded = [
@@ -444,7 +444,7 @@ class PackedCommunicator(Communicator):
         value = tf.convert_to_tensor(value)
         wire.check(value.dtype)
         encoded, _ = wire.for_moving(tf.reshape(value, [-1]), self.moves)
-        self._ledger.run([encoded], lambda flat: [self._push(flat[0], dest, tag)])
+        self._sequencer.run([encoded], lambda flat: [self._push(flat[0], dest, tag)])
 
     def recv(self, shape: Sequence[int], dtype: Any, source: int, tag: int = 0) -> tf.Tensor:
         """See `Communicator.recv`."""
@@ -452,7 +452,7 @@ class PackedCommunicator(Communicator):
         like = tf.zeros(shape, dtype)
         wire.check(like.dtype)
         encoded, decode = wire.for_moving(tf.reshape(like, [-1]), self.moves)
-        received = self._ledger.run(
+        received = self._sequencer.run(
             [encoded], lambda flat: [self._pull(flat[0], source, tag)], sends=False
         )[0]
         return tf.reshape(decode(received)[: tf.size(like)], shape)
@@ -460,7 +460,9 @@ class PackedCommunicator(Communicator):
     def barrier(self) -> None:
         """See `Communicator.barrier`."""
         label = self._label("barrier")
-        self._ledger.run([tf.zeros([1], tf.int32)], lambda flat: self._reduce(flat, "sum", label))
+        self._sequencer.run(
+            [tf.zeros([1], tf.int32)], lambda flat: self._reduce(flat, "sum", label)
+        )
 
     def _check_peer(self, rank: int, what: str) -> None:
         if not 0 <= rank < self.size:

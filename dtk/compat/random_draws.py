@@ -100,9 +100,9 @@ def by_row() -> Iterator[None]:
             for module, name in places:
                 by_rows = _by_row_through(getattr(module, name), draw)
                 stack.enter_context(_replaced(module, name, by_rows))
-        for (module, name), stand_in in _OTHERS.items():
+        for (module, name), padding_row in _OTHERS.items():
             original = getattr(module, name)
-            stack.enter_context(_replaced(module, name, functools.wraps(original)(stand_in)))
+            stack.enter_context(_replaced(module, name, functools.wraps(original)(padding_row)))
         yield
 
 

@@ -12,8 +12,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dtk.compat import keras_data, tf_datasets
 from dtk.data.rows import are_arrays
-from dtk.strategies import adopt, extended, slicing
+from dtk.input import slicing
 from dtk.strategies.base import DtkStrategy
 from dtk.strategies.parameter_server import ParameterServerStrategy
 
@@ -185,7 +186,7 @@ def _source(dataset: Any, strategy: Any, batch_size: int | None) -> _Source:
             f"batch_size={batch_size} with a {type(dataset).__name__}, which comes in batches; "
             "leave it out"
         )
-    if isinstance(dataset, extended.PerRankDataset):
+    if isinstance(dataset, tf_datasets.PerRankDataset):
         if dataset.whole is not None:
             return _pipeline(dataset.whole)
         what = "a pipeline for each rank, not cut again"
@@ -211,7 +212,7 @@ def _source(dataset: Any, strategy: Any, batch_size: int | None) -> _Source:
 def _arrays(arrays: Any, strategy: Any, batch_size: int | None) -> _Source:
     batch_size = batch_size or _BATCH_SIZE
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(arrays)
-    adapter = adopt.ArrayDataAdapter(x, y, sample_weight, batch_size=batch_size, shuffle=False)
+    adapter = keras_data.ArrayDataAdapter(x, y, sample_weight, batch_size=batch_size, shuffle=False)
     rows = tf.nest.flatten(arrays)[0].shape[0]
     what = f"arrays of {rows} rows, in batches of {batch_size}, before shuffling"
     return _Source(what, adapter.num_batches, adapter.get_tf_dataset)

@@ -21,7 +21,8 @@ from dtk.data.group import group_of
 from dtk.data.order import minibatch_at, sweep_order
 from dtk.data.seed import agree_on_seed
 from dtk.errors import at_rank
-from dtk.strategies import agreement, slicing
+from dtk.input import slicing
+from dtk.trainer import rank_checks
 
 
 class Minibatch(NamedTuple):
@@ -82,7 +83,7 @@ class PartitionedMinibatches:
         self._data = data
         self._rows = _checked_rows(data, sweeps)
         given = {"rows of data": self._rows, "shuffle": shuffle, "seed": seed, "sweeps": sweeps}
-        agreement.compare(list(given.items()), communicator)
+        rank_checks.compare(list(given.items()), communicator)
         self._rank, self._size = communicator.rank, communicator.size
         self._sweeps = sweeps
         if shuffle and seed is None:

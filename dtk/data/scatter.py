@@ -26,7 +26,7 @@ from dtk.data.group import group_of
 from dtk.data.order import permutation
 from dtk.data.seed import drawn
 from dtk.errors import at_rank
-from dtk.strategies import slicing
+from dtk.input import slicing
 
 # Bytes a rank is sent at once: what is scattered may be larger than one message.
 _MESSAGE = 1 << 24

@@ -6,8 +6,8 @@ import keras
 import numpy as np
 
 from dtk.communicators.base import Communicator
-from dtk.strategies.agreement import spread_seed
 from dtk.strategies.base import DtkStrategy
+from dtk.trainer.seeds import spread_seed
 
 
 def set_seed(seed: int, strategy: DtkStrategy) -> int:

@@ -20,8 +20,8 @@ from typing import Any
 import tensorflow as tf
 
 from dtk.errors import at_rank
+from dtk.input.pipelines import read_ahead
 from dtk.strategies.base import DtkStrategy
-from dtk.strategies.pipelines import read_ahead
 
 
 def shard(

@@ -23,8 +23,8 @@ from dtk.communicators.costs import Costs
 from dtk.communicators.null import NullCommunicator
 from dtk.exchange.base import Exchange, Exchanger, Trained
 from dtk.exchange.dense import Dense
-from dtk.exchange.memory import Memory
 from dtk.exchange.quantized import Quantized
+from dtk.exchange.state import ExchangeState
 
 # From what changes gradients least to what sends least.
 CANDIDATES = (Dense(), Dense("float16"), Quantized(8), Quantized(1))
@@ -51,9 +51,11 @@ class Auto(Exchange):
         Auto()
     """
 
-    def exchanger(self, communicator: Communicator, memory: Memory, trained: Trained) -> Exchanger:
+    def exchanger(
+        self, communicator: Communicator, state: ExchangeState, trained: Trained
+    ) -> Exchanger:
         """See `Exchange.exchanger`."""
-        return Dense().exchanger(communicator, memory, trained)
+        return Dense().exchanger(communicator, state, trained)
 
 
 class Observed(NamedTuple):
@@ -186,7 +188,7 @@ def overheads_of(
 def _overhead(
     exchange: Exchange, gradients: list[tf.Tensor], nobody: NullCommunicator, device: str
 ) -> Overhead:
-    exchanger = exchange.exchanger(nobody, Memory(nobody, device), Trained())
+    exchanger = exchange.exchanger(nobody, ExchangeState(nobody, device), Trained())
 
     @tf.function(autograph=False, jit_compile=False)
     def reduce() -> list[tf.Tensor]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
-from dtk.exchange.memory import Memory
+from dtk.exchange.state import ExchangeState
 
 
 class Trained(NamedTuple):
@@ -56,12 +56,14 @@ class Exchange(abc.ABC):
     remembers = False
 
     @abc.abstractmethod
-    def exchanger(self, communicator: Communicator, memory: Memory, trained: Trained) -> Exchanger:
+    def exchanger(
+        self, communicator: Communicator, state: ExchangeState, trained: Trained
+    ) -> Exchanger:
         """Make what exchanges one list of gradients.
 
         Args:
             communicator: Between the workers.
-            memory: Where it remembers.
+            state: Where it remembers.
             trained: What the gradients are for.
         """
 
@@ -80,7 +82,7 @@ class Exchanger(abc.ABC):
 
     Args:
         communicator: Between the workers.
-        memory: Where it remembers.
+        state: Where it remembers.
 
     Attributes:
         factors: Whether it takes gradients as `Factored`, too.
@@ -88,9 +90,9 @@ class Exchanger(abc.ABC):
 
     factors = False
 
-    def __init__(self, communicator: Communicator, memory: Memory):
+    def __init__(self, communicator: Communicator, state: ExchangeState):
         self.communicator = communicator
-        self.memory = memory
+        self.state = state
 
     @abc.abstractmethod
     def reduce(self, gradients: list, portion: Portion | None = None) -> list:

@@ -103,7 +103,7 @@ class BlockMomentum(LocalExchange):
             self.momentum_of(tf.cast(block.rows, tf.float64), communicator.size), tf.float32
         )
         for i, change in enumerate(communicator.allreduce(changes)):
-            momentum = block.memory.variable(f"block_momentum_{i}", "same", change.shape)
+            momentum = block.state.variable(f"block_momentum_{i}", "same", change.shape)
             moved = momentum.assign(
                 eta * momentum + (1.0 - eta) * self.rate * tf.cast(change, tf.float32),
                 read_value=True,

@@ -18,8 +18,8 @@ import tensorflow as tf
 from dtk.communicators.base import Communicator
 from dtk.exchange.base import Exchange, Exchanger, Portion, Trained
 from dtk.exchange.dense import Dense
-from dtk.exchange.memory import Memory
 from dtk.exchange.quantized import Quantized
+from dtk.exchange.state import ExchangeState
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,11 @@ class Delayed(Exchange):
                 "goes around it: WarmStart(Delayed(...), samples=...)"
             )
 
-    def exchanger(self, communicator: Communicator, memory: Memory, trained: Trained) -> Exchanger:
+    def exchanger(
+        self, communicator: Communicator, state: ExchangeState, trained: Trained
+    ) -> Exchanger:
         """See `Exchange.exchanger`."""
-        return DelayedExchanger(self.exchange.exchanger(communicator, memory, trained))
+        return DelayedExchanger(self.exchange.exchanger(communicator, state, trained))
 
 
 class DelayedExchanger(Exchanger):
@@ -64,7 +66,7 @@ class DelayedExchanger(Exchanger):
     """
 
     def __init__(self, inner: Exchanger):
-        super().__init__(inner.communicator, inner.memory)
+        super().__init__(inner.communicator, inner.state)
         self._inner = inner
 
     def reduce(self, gradients: list, portion: Portion | None = None) -> list:
@@ -84,9 +86,9 @@ class DelayedExchanger(Exchanger):
                 "Delayed keeps whole gradients, and one of this model's is rows of a table "
                 "(tf.IndexedSlices); use exchange=Dense()"
             )
-        started = self.memory.variable("started", "same", (), tf.bool)
+        started = self.state.variable("started", "same", (), tf.bool)
         kept = [
-            self.memory.variable(f"delayed_{i}", "sum", g.shape, g.dtype)
+            self.state.variable(f"delayed_{i}", "sum", g.shape, g.dtype)
             for i, g in enumerate(gradients)
         ]
         reduced = self._inner.reduce([v.read_value() for v in kept])

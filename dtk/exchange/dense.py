@@ -11,7 +11,7 @@ import tensorflow as tf
 from dtk.communicators.base import Communicator
 from dtk.exchange.base import Exchange, Exchanger, Portion, Trained
 from dtk.exchange.factors import Factored, reduce_products
-from dtk.exchange.memory import Memory
+from dtk.exchange.state import ExchangeState
 
 _DTYPES = ("float16", "bfloat16")
 
@@ -57,9 +57,11 @@ class Dense(Exchange):
                 'sent; use exchange="fp16", or communicator="collective"'
             )
 
-    def exchanger(self, communicator: Communicator, memory: Memory, trained: Trained) -> Exchanger:
+    def exchanger(
+        self, communicator: Communicator, state: ExchangeState, trained: Trained
+    ) -> Exchanger:
         """See `Exchange.exchanger`."""
-        return DenseExchanger(communicator, memory, self.dtype, self.factors)
+        return DenseExchanger(communicator, state, self.dtype, self.factors)
 
 
 class DenseExchanger(Exchanger):
@@ -69,15 +71,19 @@ class DenseExchanger(Exchanger):
 
     Args:
         communicator: Between the workers.
-        memory: Unused.
+        state: Unused.
         dtype: What floats are sent as; None for what they are.
         factors: Whether to send factors.
     """
 
     def __init__(
-        self, communicator: Communicator, memory: Memory, dtype: str | None, factors: bool = True
+        self,
+        communicator: Communicator,
+        state: ExchangeState,
+        dtype: str | None,
+        factors: bool = True,
     ):
-        super().__init__(communicator, memory)
+        super().__init__(communicator, state)
         self._dtype = dtype
         # Every rank multiplies by itself: on unlike processors weights would part in the last bit.
         self.factors = factors and communicator.alike
@@ -89,7 +95,7 @@ class DenseExchanger(Exchanger):
         products = [i for i in backwards if isinstance(gradients[i], Factored)]
         others = [i for i in backwards if i not in products]
         results: dict[int, Any] = {}
-        with self.communicator.beside("rest") if products else contextlib.nullcontext():
+        with self.communicator.concurrent("rest") if products else contextlib.nullcontext():
             sums = self._reduce_whole([gradients[i] for i in others])
         results.update(zip(others, sums, strict=True))
         sums = reduce_products(

@@ -134,7 +134,7 @@ def _reduce_alike(gradients: list[Factored], communicator: Communicator, whole: 
 def _row_counts(gradients: list[Factored], communicator: Communicator) -> tf.Tensor:
     """Rows that each rank holds of each gradient: shape (size, gradients), int64."""
     mine = tf.stack([tf.shape(g.left, tf.int64)[0] for g in gradients])
-    with communicator.beside("rows"):  # known long before the gradients are
+    with communicator.concurrent("rows"):  # known long before the gradients are
         return communicator.allgather(mine[None], [1] * communicator.size)
 
 

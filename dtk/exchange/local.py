@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from dtk.communicators.base import Communicator
 from dtk.exchange.base import Exchange, Exchanger, Portion, Trained
-from dtk.exchange.memory import Memory
+from dtk.exchange.state import ExchangeState
 
 
 class LocalExchange(Exchange):
@@ -39,11 +39,11 @@ class LocalExchange(Exchange):
         """Give all workers new weights, the same; `start` are those the block began with."""
 
     def exchanger(
-        self, communicator: Communicator, memory: Memory, trained: Trained
+        self, communicator: Communicator, state: ExchangeState, trained: Trained
     ) -> LocalExchanger:
         """See `Exchange.exchanger`."""
         rows = self.rows_in_block(communicator.size)
-        return LocalExchanger(communicator, memory, trained, rows, self.combine)
+        return LocalExchanger(communicator, state, trained, rows, self.combine)
 
 
 class LocalExchanger(Exchanger):
@@ -51,7 +51,7 @@ class LocalExchanger(Exchanger):
 
     Args:
         communicator: Between the workers.
-        memory: Holds the counts.
+        state: Holds the counts.
         trained: What is combined, and the momenta to forget.
         rows: Of a block, of all workers.
         combine: Called with the weights a block began with; gives all workers new ones.
@@ -60,12 +60,12 @@ class LocalExchanger(Exchanger):
     def __init__(
         self,
         communicator: Communicator,
-        memory: Memory,
+        state: ExchangeState,
         trained: Trained,
         rows: int,
         combine: Callable[[LocalExchanger, Sequence[Any]], None],
     ):
-        super().__init__(communicator, memory)
+        super().__init__(communicator, state)
         self.trained = trained
         self._limit = rows
         self._combine = combine
@@ -73,12 +73,12 @@ class LocalExchanger(Exchanger):
     @property
     def rows(self) -> tf.Variable:
         """Rows of all workers in the open block; 0 when none is open."""
-        return self.memory.variable("block_rows", "same", (), tf.int64)
+        return self.state.variable("block_rows", "same", (), tf.int64)
 
     @property
     def own_rows(self) -> tf.Variable:
         """Rows of this worker in the open block."""
-        return self.memory.variable("own_rows", "sum", (), tf.float32)
+        return self.state.variable("own_rows", "sum", (), tf.float32)
 
     def reduce(self, gradients: list, portion: Portion | None = None) -> list:
         """This worker's own estimate of the whole batch's gradients."""
@@ -100,7 +100,7 @@ class LocalExchanger(Exchanger):
     def _start(self) -> list[tf.Variable]:
         # Not in checkpoints: a block is closed before one is written.
         return [
-            self.memory.scratch(f"start_{i}", v.shape, v.dtype)
+            self.state.scratch(f"start_{i}", v.shape, v.dtype)
             for i, v in enumerate(self.trained.variables)
         ]
 
@@ -137,7 +137,7 @@ class LocalExchanger(Exchanger):
         return self._share().read_value()
 
     def _share(self) -> tf.Variable:
-        return self.memory.scratch("share", (), tf.float32)
+        return self.state.scratch("share", (), tf.float32)
 
     def close(self) -> None:
         """See `Exchanger.close`. Called between steps, not inside one."""

@@ -27,7 +27,7 @@ from dtk.communicators.base import Communicator
 from dtk.exchange import codec
 from dtk.exchange.base import Exchange, Exchanger, Portion, Trained
 from dtk.exchange.dense import Dense
-from dtk.exchange.memory import Memory
+from dtk.exchange.state import ExchangeState
 
 # Bits of an entry that is sent as it is.
 WHOLE = 32
@@ -82,11 +82,13 @@ class Quantized(Exchange):
         """See `Exchange`."""
         return self.codes
 
-    def exchanger(self, communicator: Communicator, memory: Memory, trained: Trained) -> Exchanger:
+    def exchanger(
+        self, communicator: Communicator, state: ExchangeState, trained: Trained
+    ) -> Exchanger:
         """See `Exchange.exchanger`."""
         if not self.codes:
-            return Dense().exchanger(communicator, memory, trained)
-        return QuantizedExchanger(communicator, memory, self.bits)
+            return Dense().exchanger(communicator, state, trained)
+        return QuantizedExchanger(communicator, state, self.bits)
 
 
 def stripes(columns: int, size: int) -> list[tuple[int, int]]:
@@ -121,12 +123,12 @@ class QuantizedExchanger(Exchanger):
 
     Args:
         communicator: Between the workers.
-        memory: Holds the residuals.
+        state: Holds the residuals.
         bits: Per entry.
     """
 
-    def __init__(self, communicator: Communicator, memory: Memory, bits: int):
-        super().__init__(communicator, memory)
+    def __init__(self, communicator: Communicator, state: ExchangeState, bits: int):
+        super().__init__(communicator, state)
         self.bits = bits
 
     def reduce(self, gradients: list, portion: Portion | None = None) -> list:
@@ -153,12 +155,12 @@ class QuantizedExchanger(Exchanger):
         shapes = [codec.matrix_shape(g.shape) for g in gradients]
         owned = [stripes(columns, self.communicator.size) for columns, _ in shapes]
         residuals = [
-            self.memory.variable(f"residual_{i}", "sum", shape)
+            self.state.variable(f"residual_{i}", "sum", shape)
             for i, shape in zip(given, shapes, strict=True)
         ]
         mine = [rows[self.communicator.rank] for rows in owned]
         of_sums = [
-            self.memory.variable(f"owner_residual_{i}", "stripe", (_count(r), n), rows=r)
+            self.state.variable(f"owner_residual_{i}", "stripe", (_count(r), n), rows=r)
             for i, r, (_, n) in zip(given, mine, shapes, strict=True)
         ]
         codes, decoded, left = self._quantise([codec.to_columns(g) for g in gradients], residuals)

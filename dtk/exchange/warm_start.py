@@ -12,7 +12,7 @@ from dtk.communicators.base import Communicator
 from dtk.exchange.auto import Auto
 from dtk.exchange.base import Exchange, Exchanger, Portion, Trained
 from dtk.exchange.dense import Dense
-from dtk.exchange.memory import Memory
+from dtk.exchange.state import ExchangeState
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,13 @@ class WarmStart(Exchange):
         """See `Exchange.check`."""
         self.exchange.check(communicator)
 
-    def exchanger(self, communicator: Communicator, memory: Memory, trained: Trained) -> Exchanger:
+    def exchanger(
+        self, communicator: Communicator, state: ExchangeState, trained: Trained
+    ) -> Exchanger:
         """See `Exchange.exchanger`."""
-        first = Dense().exchanger(communicator, memory, trained)
+        first = Dense().exchanger(communicator, state, trained)
         return WarmExchanger(
-            first, self.exchange.exchanger(communicator, memory, trained), self.samples
+            first, self.exchange.exchanger(communicator, state, trained), self.samples
         )
 
 
@@ -84,7 +86,7 @@ class WarmExchanger(Exchanger):
     """
 
     def __init__(self, first: Exchanger, later: Exchanger, samples: int):
-        super().__init__(first.communicator, first.memory)
+        super().__init__(first.communicator, first.state)
         self._first, self._later, self._samples = first, later, samples
 
     def reduce(self, gradients: list, portion: Portion | None = None) -> list:
@@ -142,7 +144,7 @@ class WarmExchanger(Exchanger):
         self._later.close()
 
     def _seen(self) -> tf.Variable:
-        return self.memory.variable("samples_seen", "same", (), tf.int64)
+        return self.state.variable("samples_seen", "same", (), tf.int64)
 
     def _warm(self) -> tf.Tensor:
         return self._seen().read_value() < self._samples

@@ -5,14 +5,14 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from dtk.parameter_server.consistency_models import Async, BoundedDelay, SerialStart, Sync
+from dtk.parameter_server.proximal.methods import least_squares_smoothness, rate_bound
 from dtk.strategies.allreduce import AllReduceStrategy
 from dtk.strategies.auto import auto_strategy
-from dtk.strategies.consistency import Async, BoundedDelay, SerialStart, Sync
-from dtk.strategies.guard import undistributed
-from dtk.strategies.minimizing import minimize_blocks
+from dtk.strategies.block_minimization import minimize_blocks
 from dtk.strategies.mirrored import MirroredStrategy
 from dtk.strategies.parameter_server import ParameterServerStrategy
-from dtk.strategies.proximal import least_squares_smoothness, rate_bound
+from dtk.trainer.fit_guard import undistributed
 
 __all__ = [
     "AllReduceStrategy",

@@ -10,12 +10,12 @@ import tensorflow as tf
 
 from dtk import cluster, communicators, quiet
 from dtk.communicators.base import Communicator
+from dtk.compat.tf_allreduce import AllReduceExtended
 from dtk.exchange import parse
+from dtk.parameter_server.consistency_models import check_no_exchange
 from dtk.strategies import devices, start
 from dtk.strategies.base import DtkStrategy
-from dtk.strategies.consistency import check_no_exchange
-from dtk.strategies.extended import AllReduceExtended
-from dtk.strategies.self_test import is_wanted
+from dtk.trainer.self_test import is_wanted
 
 
 class AllReduceStrategy(DtkStrategy):

@@ -8,11 +8,17 @@ from typing import Any
 
 import tensorflow as tf
 
-from dtk.cluster import alone
 from dtk.communicators.base import Communicator
+from dtk.compat import keras_variables
 from dtk.errors import at_rank
-from dtk.strategies import adopt, adoption, checking, guard
-from dtk.strategies.resolver import JobResolver, resolve
+from dtk.strategies.cluster_resolver import JobResolver, resolve
+from dtk.trainer import (
+    distributed_trainer,
+    fit_guard,
+    model_scope,
+    undistributed_jobs,
+    weight_check,
+)
 
 
 class DtkStrategy(tf.distribute.Strategy):
@@ -50,8 +56,8 @@ class DtkStrategy(tf.distribute.Strategy):
         self.shuffle_seed: int | None = None
         self.seed_in_force: int | None = None
         super().__init__(extended)
-        alone.made_strategy()
-        guard.install(self)
+        undistributed_jobs.made_strategy()
+        fit_guard.install(self)
 
     @property
     def rank(self) -> int:
@@ -104,7 +110,7 @@ class DtkStrategy(tf.distribute.Strategy):
 
     def run(self, fn: Callable, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """As `tf.distribute.Strategy.run`; refuses steps of models compiled outside the scope."""
-        adoption.check_adopted(fn, self)
+        model_scope.check_distributed(fn, self)
         return super().run(fn, args=args, kwargs=kwargs, options=options)
 
     def check_weights(self, model: Any) -> int:
@@ -134,7 +140,7 @@ class DtkStrategy(tf.distribute.Strategy):
             >>> strategy.check_weights(model)
             4
         """
-        return checking.check_weights(model, self)
+        return weight_check.check_weights(model, self)
 
     # For adoption and fitting.
 
@@ -143,9 +149,9 @@ class DtkStrategy(tf.distribute.Strategy):
         """Processes of the job that take part in training."""
         return self.communicator.size
 
-    def make_adoption(self, model: Any) -> adoption.Adoption:
+    def make_trainer(self, model: Any) -> distributed_trainer.DistributedTrainer:
         """What this strategy keeps about a model compiled in its scope."""
-        return adoption.Adoption(model, self)
+        return distributed_trainer.DistributedTrainer(model, self)
 
     def new_sequence(self, name: str) -> str:
         """A name for one step function's collectives: the same on every rank, never used before."""
@@ -155,9 +161,9 @@ class DtkStrategy(tf.distribute.Strategy):
         """See `Communicator.sequence`."""
         return self.communicator.sequence(name)
 
-    def beside(self, name: str) -> Any:
-        """See `Communicator.beside`."""
-        return self.communicator.beside(name)
+    def concurrent(self, name: str) -> Any:
+        """See `Communicator.concurrent`."""
+        return self.communicator.concurrent(name)
 
     def local_ranks(self) -> Sequence[int]:
         """Ranks of the replicas this process holds."""
@@ -179,7 +185,7 @@ class DtkStrategy(tf.distribute.Strategy):
         """The same for the state of metrics."""
         with self.scope():
             for variable in variables:
-                adopt.move_variable(variable)
+                keras_variables.move_variable(variable)
 
     def set_per_replica(self, variable: Any, values: Sequence) -> None:
         """Assign a value of its own to every local replica's copy of a Keras variable."""
@@ -208,5 +214,5 @@ class DtkStrategy(tf.distribute.Strategy):
 
 @contextlib.contextmanager
 def _scope(scope: Any, strategy: DtkStrategy) -> Iterator[Any]:
-    with scope as entered, adoption.adopting(strategy):
+    with scope as entered, model_scope.distributing(strategy):
         yield entered

@@ -12,11 +12,12 @@ import tensorflow as tf
 
 from dtk import cluster, quiet
 from dtk.communicators.local import LocalCommunicator
+from dtk.compat import keras_variables, tf_datasets, tf_mirrored, tf_replicas, tf_variables
 from dtk.errors import at_rank
-from dtk.strategies import adopt, adoption, extended
 from dtk.strategies.base import DtkStrategy
 from dtk.strategies.devices import set_memory_growth
-from dtk.strategies.self_test import is_wanted
+from dtk.trainer import model_scope
+from dtk.trainer.self_test import is_wanted
 
 
 class MirroredStrategy(DtkStrategy):
@@ -53,15 +54,15 @@ class MirroredStrategy(DtkStrategy):
             # It must be the same for all GPUs that are visible, also those that are not used.
             set_memory_growth(tf.config.get_visible_devices("GPU"), memory_growth)
             names = find_devices(devices)
-        super().__init__(extended.MirroredExtended(self, devices=names), LocalCommunicator())
+        super().__init__(tf_mirrored.MirroredExtended(self, devices=names), LocalCommunicator())
 
     def sequence(self, name: str) -> Any:
         """Names the running replica's collectives."""
         return self.extended.replica_communicator().sequence(name)
 
-    def beside(self, name: str) -> Any:
+    def concurrent(self, name: str) -> Any:
         """The same."""
-        return self.extended.replica_communicator().beside(name)
+        return self.extended.replica_communicator().concurrent(name)
 
     def run(self, fn: Callable, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """As `tf.distribute.Strategy.run`; in `tf.function` each replica is a function of its own.
@@ -70,7 +71,7 @@ class MirroredStrategy(DtkStrategy):
         the second replica's first would wait for the first replica's last, which waits for a
         reduction that the second has yet to reach.
         """
-        adoption.check_adopted(fn, self)
+        model_scope.check_distributed(fn, self)
         return super().run(_isolated(fn), args=args, kwargs=kwargs, options=options)
 
     def local_ranks(self) -> Sequence[int]:
@@ -79,26 +80,26 @@ class MirroredStrategy(DtkStrategy):
 
     def local_index(self) -> int:
         """Index of the running replica."""
-        return extended.replica_index()
+        return tf_replicas.replica_index()
 
     def per_replica(self, parts: tuple) -> Any:
         """One part per device."""
-        return extended.regroup(parts)
+        return tf_datasets.regroup(parts)
 
     def take_variables(self, variables: Sequence) -> None:
         """Mirror variables that were created outside the scope, keeping their values."""
         with self.scope():
             for variable in variables:
-                adopt.move_variable(variable)
+                keras_variables.move_variable(variable)
 
     def set_per_replica(self, variable: Any, values: Sequence) -> None:
         """Assign each device's copy."""
-        for component, value in zip(extended.components(variable.value), values, strict=True):
+        for component, value in zip(tf_variables.components(variable.value), values, strict=True):
             component.assign(value)
 
     def copies(self, variable: Any) -> Sequence:
         """Each device's."""
-        return extended.components(variable.value)
+        return tf_variables.components(variable.value)
 
     def gather_outputs(self, outputs: Any) -> Any:
         """Every replica keeps its rows; `join_outputs` puts them together."""

@@ -14,24 +14,34 @@ from dtk import cluster, quiet
 from dtk.cluster import tf_config
 from dtk.communicators import startup
 from dtk.communicators.local import LocalCommunicator
+from dtk.compat import keras_variables, tf_allreduce, tf_coordinator, tf_servers, tf_variables
 from dtk.errors import ClusterError
 from dtk.exchange import Downpour, Quantized, parse
-from dtk.strategies import adopt, crew, devices, extended, serve, served, start, worker_data
-from dtk.strategies import consistency as rules
-from dtk.strategies import self_test as self_testing
-from dtk.strategies.adoption import Adoption, adoption_of
+from dtk.parameter_server import (
+    chief_trainer,
+    consistency_models,
+    evaluator,
+    run_server,
+    scheduler,
+    worker_data,
+    worker_pool,
+)
+from dtk.strategies import devices, start
 from dtk.strategies.base import DtkStrategy
-from dtk.strategies.resolver import JobResolver
+from dtk.strategies.cluster_resolver import JobResolver
+from dtk.trainer import self_test as self_testing
+from dtk.trainer.distributed_trainer import DistributedTrainer
+from dtk.trainer.model_scope import trainer_of
 
 
-class ParameterServerStrategy(DtkStrategy, extended.ServerStrategy):
+class ParameterServerStrategy(DtkStrategy, tf_servers.ServerStrategy):
     """Training with weights on parameter servers, synchronous or not.
 
     Every task runs the same script. Workers and parameter servers stay in this constructor, serve,
     and end with the job; the chief comes back from it and runs `fit`. So does the evaluator, if the
     job has one, but its `fit` evaluates the checkpoints that the chief saves (see
-    `dtk.strategies.watching`). A worker that is lost loses nothing: its step goes to another, and
-    when it is started again it takes part again.
+    `dtk.parameter_server.evaluator`). A worker that is lost loses nothing: its step goes to
+    another, and when it is started again it takes part again.
 
     What a step is depends on the consistency. "sync": one global batch, cut over the workers, and
     the sum of exactly N gradients applied, so the weights are those of one process. "async" and
@@ -69,12 +79,12 @@ class ParameterServerStrategy(DtkStrategy, extended.ServerStrategy):
         self_test: bool | str = "auto",
     ):
         self.self_test = self_testing.is_wanted(self_test)
-        self.consistency = rules.parse(consistency)
+        self.consistency = consistency_models.parse(consistency)
         self.exchange = _checked(exchange, self.consistency)
         config = _config()
         _check(config, self.consistency)
         if config.role in ("ps", "worker"):
-            serve.serve(config)
+            run_server.serve(config)
         self.workers = len(config.cluster["worker"])
         # Per worker: bytes pulled from and pushed to the servers, and steps.
         self._traffic = np.zeros((self.workers, 3), np.int64)
@@ -87,35 +97,35 @@ class ParameterServerStrategy(DtkStrategy, extended.ServerStrategy):
 
     def _become_evaluator(self, config: cluster.TFConfig) -> None:
         """Evaluate, in plain Keras, beside the job."""
-        self.chief = serve.Chief(config)
+        self.chief = run_server.Chief(config)
         self.chief.await_()
         with quiet.device_start():
             local = LocalCommunicator()
             device = devices.pin(local)
         super().__init__(
-            extended.AllReduceExtended(self, device, local),
+            tf_allreduce.AllReduceExtended(self, device, local),
             local,
-            JobResolver(serve.cluster_of(config), task_type="evaluator", task_id=0),
+            JobResolver(run_server.cluster_of(config), task_type="evaluator", task_id=0),
         )
 
     def _become_chief(self, config: cluster.TFConfig, variable_partitioner: Any) -> None:
         resolver = JobResolver(
-            serve.cluster_of(config), task_type="chief", task_id=0, rpc_layer="grpc"
+            run_server.cluster_of(config), task_type="chief", task_id=0, rpc_layer="grpc"
         )
         await_tasks(config)
-        tf.config.threading.set_inter_op_parallelism_threads(serve.threads_to_wait_with())
+        tf.config.threading.set_inter_op_parallelism_threads(run_server.threads_to_wait_with())
         with quiet.device_start(), startup.quiet(), startup.at_most(startup.limit()):
             self.connect(resolver)
         super().__init__(
-            extended.ParameterServerExtended(self, resolver, variable_partitioner),
+            tf_servers.ParameterServerExtended(self, resolver, variable_partitioner),
             LocalCommunicator(),
             resolver,
         )
-        self.crew = crew.Crew(
+        self.pool = worker_pool.WorkerPool(
             self, config.cluster["worker"], config.cluster["ps"], patience=startup.limit()
         )
         start.end_at_once("the chief")
-        extended.hush_coordinator()
+        tf_coordinator.hush_coordinator()
 
     @property
     def size(self) -> int:
@@ -132,9 +142,14 @@ class ParameterServerStrategy(DtkStrategy, extended.ServerStrategy):
         """Parts a global batch is cut into: one per worker if synchronous, else one."""
         return self.consistency.slices(self.workers)
 
-    def make_adoption(self, model: Any) -> Adoption:
+    def make_trainer(self, model: Any) -> DistributedTrainer:
         """Steps run on workers; the evaluator takes none."""
-        return Adoption(model, self) if self.is_evaluator else served.ServedAdoption(model, self)
+        made = (
+            evaluator.EvaluatorTrainer
+            if self.is_evaluator
+            else chief_trainer.ParameterServerTrainer
+        )
+        return made(model, self)
 
     def local_ranks(self) -> Sequence[int]:
         """Keras runs once, here."""
@@ -146,8 +161,8 @@ class ParameterServerStrategy(DtkStrategy, extended.ServerStrategy):
             return
         with self.scope():
             for variable in variables:
-                if not extended.is_served(adopt.stored(variable)):
-                    adopt.move_variable(variable)
+                if not tf_variables.is_on_server(keras_variables.stored(variable)):
+                    keras_variables.move_variable(variable)
 
     def take_metric_state(self, variables: Sequence) -> None:
         """Metric state is on the chief."""
@@ -158,7 +173,7 @@ class ParameterServerStrategy(DtkStrategy, extended.ServerStrategy):
         variable.assign(values[0])
 
     def per_worker_dataset(self, dataset_fn: Callable) -> worker_data.WorkerDataset:
-        """Pipelines that workers read themselves; see `dtk.strategies.worker_data`."""
+        """Pipelines that workers read themselves; see `dtk.parameter_server.worker_data`."""
         return worker_data.worker_dataset(dataset_fn, self.workers, self.slices)
 
     def sum_over_slices(self, value: tf.Tensor) -> tf.Tensor:
@@ -179,18 +194,21 @@ class ParameterServerStrategy(DtkStrategy, extended.ServerStrategy):
                 f"over {self.slices}. Use AllReduceStrategy, or an asynchronous consistency"
             )
 
-    def schedule_of(self, model: Any) -> rules.Schedule:
+    def schedule_of(self, model: Any) -> scheduler.Schedule:
         """What decides which step of a model may start, and what it has observed.
 
         Raises:
             ValueError: The model has not been trained under this strategy.
         """
-        adoption = adoption_of(model)
-        if not isinstance(adoption, served.ServedAdoption) or adoption.schedule is None:
+        trainer = trainer_of(model)
+        if (
+            not isinstance(trainer, chief_trainer.ParameterServerTrainer)
+            or trainer.schedule is None
+        ):
             raise ValueError(
                 f"model {model.name!r} has taken no step under this strategy; call fit first"
             )
-        return adoption.schedule
+        return trainer.schedule
 
     @property
     def placement(self) -> list[int]:
@@ -222,10 +240,10 @@ def _config() -> cluster.TFConfig:
     return config
 
 
-def _checked(exchange: Any, consistency: rules.Consistency) -> Downpour | None:
+def _checked(exchange: Any, consistency: consistency_models.Consistency) -> Downpour | None:
     if exchange is None:
         return None
-    rules.check_no_exchange(exchange)
+    consistency_models.check_no_exchange(exchange)
     if isinstance(exchange, str):
         exchange = parse(exchange)
     if isinstance(exchange, Quantized):
@@ -237,12 +255,15 @@ def _checked(exchange: Any, consistency: rules.Consistency) -> Downpour | None:
             f"exchange={exchange!r}; expected dtk.exchange.Downpour(...), Quantized(bits), or None "
             "to send every gradient as it is"
         )
-    if isinstance(consistency, rules.Sync):
+    if isinstance(consistency, consistency_models.Sync):
         raise ValueError(
             f"exchange={exchange!r} with consistency={consistency!r}: workers that train on by "
             'themselves are not synchronous; use "async" or BoundedDelay(tau)'
         )
-    if isinstance(consistency, rules.BoundedDelay) and exchange.fetch > exchange.push_every:
+    if (
+        isinstance(consistency, consistency_models.BoundedDelay)
+        and exchange.fetch > exchange.push_every
+    ):
         raise ValueError(
             f"exchange={exchange!r} with consistency={consistency!r}: weights kept after a push "
             'may be later than the bound allows; use "async", or fetch with every push'
@@ -250,7 +271,7 @@ def _checked(exchange: Any, consistency: rules.Consistency) -> Downpour | None:
     return exchange
 
 
-def _check(config: cluster.TFConfig, value: rules.Consistency) -> None:
+def _check(config: cluster.TFConfig, value: consistency_models.Consistency) -> None:
     for role, name in (("ps", "parameter server"), ("worker", "worker"), ("chief", "chief")):
         if not config.cluster.get(role):
             found = ", ".join(f"{len(a)} {r}" for r, a in config.cluster.items())
@@ -259,7 +280,7 @@ def _check(config: cluster.TFConfig, value: rules.Consistency) -> None:
                 "start with `dtk run -n 2 --ps 1 train.py`, or give TF_CONFIG a chief, a worker "
                 "and a ps"
             )
-    rules.check(value, len(config.cluster["worker"]))
+    consistency_models.check(value, len(config.cluster["worker"]))
 
 
 def await_tasks(config: cluster.TFConfig) -> None:

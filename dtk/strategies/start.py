@@ -15,7 +15,9 @@ import tensorflow as tf
 
 from dtk.communicators.base import Communicator
 from dtk.communicators.calibration import calibrate
-from dtk.strategies import agreement, devices, extended
+from dtk.compat import tf_replicas
+from dtk.strategies import devices
+from dtk.trainer import rank_checks
 from dtk.version import __version__
 
 
@@ -60,7 +62,7 @@ def check_same_program(communicator: Communicator, **chosen: str) -> None:
         ("script's text (its hash)", _text_hash(sys.argv[0])),
         *chosen.items(),
     ]
-    agreement.compare(mine, communicator)
+    rank_checks.compare(mine, communicator)
 
 
 def processor() -> str:
@@ -99,7 +101,7 @@ def share_seed(communicator: Communicator) -> int | None:
         The seed chosen for a script that has set none; None for one that has.
     """
     proposal = random.SystemRandom().randrange(2**31)
-    told = communicator.allgather_object((extended.global_seed(), proposal))
+    told = communicator.allgather_object((tf_replicas.global_seed(), proposal))
     seeds = [seed for seed, _ in told]
     if all(seed is None for seed in seeds):
         chosen = told[0][1]
@@ -108,7 +110,7 @@ def share_seed(communicator: Communicator) -> int | None:
     what = "random seed (every rank must shuffle alike)"
     mine = [(what, seeds[communicator.rank])]
     for rank, seed in enumerate(seeds):
-        agreement.raise_first_difference(mine, [(what, seed)], communicator.rank, rank)
+        rank_checks.raise_first_difference(mine, [(what, seed)], communicator.rank, rank)
     return None
 
 

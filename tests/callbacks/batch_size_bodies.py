@@ -99,7 +99,7 @@ def growing_refused():
 
 def all_state(model):
     """Everything a step may change, as this process holds it, bit for bit."""
-    from dtk.strategies import snapshot
+    from dtk.trainer import snapshot
 
     kept = snapshot.Snapshot(snapshot.changed_by_training(model))._kept
     numpy_state = np.random.get_state(legacy=False)["state"]
@@ -210,11 +210,11 @@ def rows_of_a_trial():
     import tensorflow as tf
 
     import dtk
-    from dtk.strategies import extended
+    from dtk.compat import tf_replicas
 
     chosen, order = strategy(), []
     before = chosen.shuffle_seed, chosen.seed_in_force
-    chosen.shuffle_seed, chosen.seed_in_force = 7, extended.global_seed()
+    chosen.shuffle_seed, chosen.seed_in_force = 7, tf_replicas.global_seed()
 
     class Rows(keras.layers.Layer):
         def call(self, rows):

@@ -811,9 +811,9 @@ def batch_sizes(kind="world", form="arrays", initial_epoch=0):
 
 def untried(model):
     """No self-test of this one, whose layer would remember the rows of that."""
-    from dtk.strategies.adoption import adoption_of
+    from dtk.trainer.model_scope import trainer_of
 
-    adoption_of(model).kinds["train"] = {}
+    trainer_of(model).kinds["train"] = {}
 
 
 def refused_batches():

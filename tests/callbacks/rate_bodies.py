@@ -188,7 +188,7 @@ def beside_searching(first=True):
             pass
 
         def on_epoch_begin(self, epoch, logs=None):
-            sizes.append(self.adoption.feed.batch_size())
+            sizes.append(self.trainer.feed.batch_size())
 
     callbacks = [search, dtk.callbacks.SampleRate([0.01, 0.02, 0.04], 24)]
     callbacks = [*(callbacks if first else reversed(callbacks)), Sizes()]

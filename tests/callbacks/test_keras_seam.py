@@ -8,11 +8,12 @@ import keras
 import numpy as np
 import pytest
 
-from dtk.strategies import adopt, optimizing
+from dtk.compat import keras_data
+from dtk.trainer import shared_optimizer
 
 
 def array_adapter():
-    return adopt.ArrayDataAdapter(np.zeros((5, 2)), np.zeros(5), batch_size=2, shuffle=True)
+    return keras_data.ArrayDataAdapter(np.zeros((5, 2)), np.zeros(5), batch_size=2, shuffle=True)
 
 
 @pytest.mark.parametrize("name", ["_inputs", "_shuffle", "partial_batch_size", "num_batches"])
@@ -49,10 +50,10 @@ def test_epoch_iterator_yields_step_end_and_iterator():
 
 def test_optimizer_learning_rate():
     decay = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
-    assert optimizing.schedule_of(keras.optimizers.SGD(decay)) is decay
-    assert optimizing.schedule_of(keras.optimizers.SGD(0.1)) is None
+    assert shared_optimizer.schedule_of(keras.optimizers.SGD(decay)) is decay
+    assert shared_optimizer.schedule_of(keras.optimizers.SGD(0.1)) is None
     wrapped = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(decay))
-    assert optimizing.schedule_of(wrapped) is decay
+    assert shared_optimizer.schedule_of(wrapped) is decay
 
 
 @pytest.mark.parametrize("kind", [keras.optimizers.SGD, keras.optimizers.RMSprop])

@@ -11,12 +11,11 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from dtk.cli import bench_run
+from dtk.bench import report, runner
+from dtk.bench.results import Reading, Results, read
+from dtk.bench.setting import Setting
 from dtk.cli.main import main
-from dtk.tuning.bench import report
-from dtk.tuning.bench.results import Reading, Results, read
-from dtk.tuning.bench.setting import Setting
-from dtk.tuning.plan.calibration import calibrated
+from dtk.planning.calibration import calibrated
 
 SMALLEST = "transformer"
 BLOCK = 3  # steps, of 2 workers with 2 rows each: more than a turn would otherwise have
@@ -198,8 +197,8 @@ def test_the_rest_goes_on(sums):
 
 def test_a_worker_that_fails_ends_the_command_with_its_code(capfd, monkeypatch):
     code = "import sys; print('hello', file=sys.stderr); sys.exit(3)"
-    monkeypatch.setattr(bench_run, "command", lambda *_: [sys.executable, "-c", code])
-    run = bench_run.Run(Setting(models=("mlp",)), workers=2)
+    monkeypatch.setattr(runner, "command", lambda *_: [sys.executable, "-c", code])
+    run = runner.Run(Setting(models=("mlp",)), workers=2)
     assert run.measure(("collective",), ()) == 3
     out, err = capfd.readouterr()
     assert out == ""

@@ -9,14 +9,14 @@ import venv
 
 import pytest
 
-from dtk.cli import bench_peers
+from dtk.bench import baselines
 
 
 def environment_of(peer, cache):
     """The environment of a peer, as far as this machine can tell; returns its interpreter."""
     folder = cache / "dtk" / "bench" / peer
     venv.create(folder, with_pip=False)
-    contents = bench_peers._contents(bench_peers.PEERS[peer])
+    contents = baselines._contents(baselines.PEERS[peer])
     (folder / "dtk-bench.json").write_text(json.dumps(contents))
     return folder / "bin" / "python"
 

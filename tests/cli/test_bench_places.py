@@ -8,12 +8,11 @@ from multiprocessing.connection import Listener
 
 import pytest
 
-from dtk.cli import bench_places
+from dtk.bench import places, seat
+from dtk.bench.seat import CORES
 from dtk.cluster import Host
 from dtk.errors import ClusterError
 from dtk.launch import ssh
-from dtk.tuning.bench import seat
-from dtk.tuning.bench.seat import CORES
 
 FACTS = {
     "node1": ssh.Facts((4001,), (0, 1), "eth0"),
@@ -24,7 +23,7 @@ HOSTS = [Host("node1", 1), Host("node2", 2), Host("node3", 1)]
 
 
 def place(launcher):
-    return bench_places.place(launcher, ["python"], 4, HOSTS, lambda host, ports: FACTS[host])
+    return places.place(launcher, ["python"], 4, HOSTS, lambda host, ports: FACTS[host])
 
 
 def test_pytorch_meets_at_rank_0_by_the_interface_of_each_host():
@@ -36,7 +35,7 @@ def test_pytorch_meets_at_rank_0_by_the_interface_of_each_host():
 
 
 def test_on_this_machine_it_stays_on_loopback():
-    first, second = bench_places.place("collective", ["python"], 2, (), ssh.survey)
+    first, second = places.place("collective", ["python"], 2, (), ssh.survey)
     port = first.address.rpartition(":")[2]
     for process in (first, second):
         assert process.env["MASTER_ADDR"] == "127.0.0.1"
@@ -49,7 +48,7 @@ def test_mpirun_binds_as_dtk_run_does():
         return ssh.Facts((), tuple(range(8)), "lo")
 
     for workers, parts in {2: [[0, 1, 2, 3], [4, 5, 6, 7]], 9: [[]] * 9}.items():
-        (started,) = bench_places.place("horovod-mpi", ["python"], workers, (), survey)
+        (started,) = places.place("horovod-mpi", ["python"], workers, (), survey)
         assert json.loads(started.env[CORES]) == parts
 
 
@@ -65,7 +64,7 @@ def test_a_seat_under_mpirun_takes_its_part(tmp_path):
         port = listener.address[1]
         given = {seat.ADDRESS: f"127.0.0.1:{port}", seat.KEY: b"key".hex()}
         given |= {CORES: json.dumps([[], [core]]), "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
-        command = [sys.executable, "-m", "dtk.tuning.bench.seat", sys.executable]
+        command = [sys.executable, "-m", "dtk.bench.seat", sys.executable]
         started = subprocess.Popen([*command, str(tmp_path / "client.py")], env=os.environ | given)
         with listener.accept() as line:
             assert line.recv() is None
@@ -79,4 +78,4 @@ def test_horovod_meets_elsewhere():
 
 def test_what_mpirun_starts_stays_on_this_machine():
     with pytest.raises(ClusterError, match="on this machine only; leave --hosts out"):
-        bench_places.check_mpirun(HOSTS)
+        places.check_mpirun(HOSTS)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from dtk.cli import bench_run
-from dtk.cli.bench_world import command
+from dtk.bench import runner
+from dtk.bench.process_world import command
+from dtk.bench.setting import Setting
 from dtk.launch import agent
-from dtk.tuning.bench.setting import Setting
 
 
 @pytest.fixture
@@ -28,11 +28,11 @@ def played(monkeypatch):
     """Worlds that need no library."""
     path = os.pathsep.join([str(Path(__file__).parent), os.getcwd()])
     monkeypatch.setenv("PYTHONPATH", path)
-    monkeypatch.setattr(bench_run, "command", lambda *_: command("bench_member", {}))
+    monkeypatch.setattr(runner, "command", lambda *_: command("bench_member", {}))
 
 
 def test_an_interrupt_ends_every_world_at_once(heard_again, played, capfd):
-    run = bench_run.Run(Setting(models=(), allreduce=(4000,)), workers=2)
+    run = runner.Run(Setting(models=(), allreduce=(4000,)), workers=2)
     # They have been asked by then, and do not answer.
     threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT)).start()
     began = time.monotonic()

@@ -10,10 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dtk.cli import bench_places, bench_world
-from dtk.cli.bench_world import World, command
+from dtk.bench import places, process_world
+from dtk.bench.measure import WorldLost
+from dtk.bench.process_world import World, command
 from dtk.launch import agent, ssh
-from dtk.tuning.bench.measure import WorldLost
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def make(monkeypatch):
 
     def make(setting=None, module="bench_member", busy=False):
         sits = command(module, setting or {})
-        processes = bench_places.place("collective", sits, 2, (), ssh.survey)
+        processes = places.place("collective", sits, 2, (), ssh.survey)
         worlds.append(World("played", processes, 2, essential=False, busy=busy))
         return worlds[-1]
 
@@ -118,5 +118,5 @@ def test_who_does_not_know_the_key_gets_no_seat(make):
 
 
 def test_the_examples_run():
-    failed, attempted = doctest.testmod(bench_world)
+    failed, attempted = doctest.testmod(process_world)
     assert attempted and not failed

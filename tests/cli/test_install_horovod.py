@@ -20,9 +20,9 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from dtk.cli import horovod_check, horovod_wheel
-from dtk.cli.horovod_wheel import HorovodBuildError, Mpi
 from dtk.cli.install_horovod import install_horovod
+from dtk.horovod_build import builder, reduction_check, requirements
+from dtk.horovod_build.requirements import HorovodBuildError, Mpi
 
 TENSORFLOW = "__version__ = '{version}'\ndef constant(x): return x\n"
 HOROVOD = """
@@ -44,7 +44,7 @@ def mpi_enabled(): return False
 def fake(tmp_path, monkeypatch):
     """Make importable modules from sources; TensorFlow 2.21.0 to begin with."""
     folder = tmp_path / "python"
-    here = str(pathlib.Path(horovod_wheel.__file__).parents[2])
+    here = str(pathlib.Path(builder.__file__).parents[2])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), here]))
 
     def write(path: str, text: str) -> None:
@@ -99,7 +99,7 @@ def wheel(folder: pathlib.Path, library: str = "horovod/tensorflow/mpi_lib.so") 
 def sdist(path: pathlib.Path, version: str = "0.28.1", cmake: str | None = None) -> pathlib.Path:
     files = {"PKG-INFO": f"Metadata-Version: 2.1\nName: horovod\nVersion: {version}\n"}
     if cmake is not None:
-        files[horovod_wheel.CMAKE_LISTS] = cmake
+        files[builder.CMAKE_LISTS] = cmake
     with tarfile.open(path, "w:gz") as archive:
         for name, text in files.items():
             member = tarfile.TarInfo(f"horovod-{version}/{name}")
@@ -161,7 +161,7 @@ def test_mpi_wrapper_without_the_header(only):
 def test_real_mpi_names_itself():
     if shutil.which("mpicxx") is None:
         pytest.skip("mpicxx is not installed")
-    mpi = horovod_wheel.find_mpi()
+    mpi = requirements.find_mpi()
     assert mpi.vendor in ("openmpi", "mpich", "mpi")
     assert mpi.version[0].isdigit()
 
@@ -172,31 +172,31 @@ def test_real_mpi_names_itself():
 )
 def test_mpi_versions_are_read(only, answer, expected):
     only(mpicxx=f"echo '{answer}'", mpirun="exit 0")
-    assert horovod_wheel.find_mpi() == expected
+    assert requirements.find_mpi() == expected
 
 
 def test_old_tensorflow(fake):
     fake("tensorflow/__init__.py", TENSORFLOW.format(version="2.3.0"))
     with pytest.raises(HorovodBuildError, match=r"TensorFlow 2\.3\.0 is too old: need 2\.21"):
-        horovod_wheel.tensorflow_version()
+        requirements.tensorflow_version()
 
 
 def test_broken_tensorflow(fake):
     fake("tensorflow/__init__.py", "raise ImportError('libcudart.so: not found')")
     with pytest.raises(HorovodBuildError, match=r"libcudart.so: not found.*pip install 'tensorf"):
-        horovod_wheel.tensorflow_version()
+        requirements.tensorflow_version()
 
 
 def test_old_python(monkeypatch):
-    monkeypatch.setattr(horovod_wheel, "MIN_PYTHON", (99, 0))
+    monkeypatch.setattr(builder, "MIN_PYTHON", (99, 0))
     with pytest.raises(HorovodBuildError, match="too old: dtk needs 3.11"):
-        horovod_wheel.check_python()
+        requirements.check_python()
 
 
 def test_python_without_pip(monkeypatch):
-    monkeypatch.setattr(horovod_wheel, "PIP", (sys.executable, "-m", "no_such_pip"))
+    monkeypatch.setattr(builder, "PIP", (sys.executable, "-m", "no_such_pip"))
     with pytest.raises(HorovodBuildError, match="has no pip.*-m ensurepip"):
-        horovod_wheel.check_python()
+        requirements.check_python()
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_python_without_pip(monkeypatch):
 )
 def test_cmake_must_fit(only, version, fits):
     only(cmake=f"echo 'cmake version {version}'")
-    assert (horovod_wheel.usable_cmake() is not None) == fits
+    assert (requirements.usable_cmake() is not None) == fits
 
 
 def test_no_cmake_and_no_package_index(only, fake, monkeypatch, tmp_path):
@@ -245,16 +245,16 @@ def test_sdist_that_does_not_exist():
 
 
 def test_only_the_xla_line_goes(tmp_path):
-    lines = ["keep(1)\n", f'list(APPEND X "{horovod_wheel.XLA_SOURCE}")\n', "keep(2)\n"]
-    build = horovod_wheel.Build(tmp_path / "scratch", tmp_path / "log")
+    lines = ["keep(1)\n", f'list(APPEND X "{builder.XLA_SOURCE}")\n', "keep(2)\n"]
+    build = builder.Build(tmp_path / "scratch", tmp_path / "log")
     source = build.unpack(sdist(tmp_path / "h.tar.gz", cmake="".join(lines)))
-    assert (source / horovod_wheel.CMAKE_LISTS).read_text() == "keep(1)\nkeep(2)\n"
+    assert (source / builder.CMAKE_LISTS).read_text() == "keep(1)\nkeep(2)\n"
 
 
 @pytest.mark.parametrize("count", [0, 2])
 def test_refuses_a_source_where_the_line_is_not_once(tmp_path, count):
-    build = horovod_wheel.Build(tmp_path / "scratch", tmp_path / "log")
-    archive = sdist(tmp_path / "h.tar.gz", cmake=f"{horovod_wheel.XLA_SOURCE}\n" * count)
+    build = builder.Build(tmp_path / "scratch", tmp_path / "log")
+    archive = sdist(tmp_path / "h.tar.gz", cmake=f"{builder.XLA_SOURCE}\n" * count)
     with pytest.raises(HorovodBuildError, match=f"on {count} lines, expected 1"):
         build.unpack(archive)
 
@@ -263,7 +263,7 @@ def test_failure_names_the_log_and_shows_its_end(tmp_path):
     log = tmp_path / "build.log"
     code = "print('early'); [print('line', n) for n in range(50)]; raise SystemExit(3)"
     with pytest.raises(HorovodBuildError) as error:
-        horovod_wheel.run_logged([sys.executable, "-c", code], log, "Horovod did not compile")
+        builder.run_logged([sys.executable, "-c", code], log, "Horovod did not compile")
     assert str(log) in str(error.value)
     assert str(error.value).startswith("Horovod did not compile\n")
     assert "line 49" in str(error.value)
@@ -274,8 +274,8 @@ def test_failure_names_the_log_and_shows_its_end(tmp_path):
 def test_build_tools_come_first_and_inherited_switches_go(tmp_path, monkeypatch):
     monkeypatch.setenv("HOROVOD_WITH_MPI", "1")
     monkeypatch.setenv("PYTHONPATH", "/mine")
-    build = horovod_wheel.Build(tmp_path, tmp_path / "log")
-    environ = {**build.environ(), **horovod_wheel.build_variables(None)}
+    build = builder.Build(tmp_path, tmp_path / "log")
+    environ = {**build.environ(), **builder.build_variables(None)}
     assert environ["PYTHONPATH"] == f"{tmp_path}/tools:/mine"
     assert environ["PATH"].startswith(f"{tmp_path}/tools/bin:")
     assert environ["HOROVOD_WITHOUT_MPI"] == "1"
@@ -287,14 +287,14 @@ def test_build_tools_come_first_and_inherited_switches_go(tmp_path, monkeypatch)
 
 def test_key_differs_with_all_that_is_compiled_in(monkeypatch):
     keys = {
-        horovod_wheel.cache_key("2.21.0", None),
-        horovod_wheel.cache_key("2.22.0", None),
-        horovod_wheel.cache_key("2.21.0", Mpi("openmpi", "4.1.4")),
-        horovod_wheel.cache_key("2.21.0", Mpi("openmpi", "5.0.3")),
-        horovod_wheel.cache_key("2.21.0", Mpi("mpich", "4.1.4")),
+        builder.cache_key("2.21.0", None),
+        builder.cache_key("2.22.0", None),
+        builder.cache_key("2.21.0", Mpi("openmpi", "4.1.4")),
+        builder.cache_key("2.21.0", Mpi("openmpi", "5.0.3")),
+        builder.cache_key("2.21.0", Mpi("mpich", "4.1.4")),
     }
     monkeypatch.setenv("HOROVOD_GPU_OPERATIONS", "NCCL")
-    keys.add(horovod_wheel.cache_key("2.21.0", None))
+    keys.add(builder.cache_key("2.21.0", None))
     assert len(keys) == 6
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     assert all(key.startswith(f"horovod-0.28.1-{python}-tf2.2") for key in keys)
@@ -302,18 +302,18 @@ def test_key_differs_with_all_that_is_compiled_in(monkeypatch):
 
 
 def test_broken_wheels_are_not_taken_from_the_cache(tmp_path):
-    assert horovod_wheel.cached_wheel(tmp_path / "nothing") is None
+    assert builder.cached_wheel(tmp_path / "nothing") is None
     whole = wheel(tmp_path)
-    assert horovod_wheel.cached_wheel(tmp_path) == whole
+    assert builder.cached_wheel(tmp_path) == whole
     whole.write_bytes(whole.read_bytes()[:20])
-    assert horovod_wheel.cached_wheel(tmp_path) is None
+    assert builder.cached_wheel(tmp_path) is None
     wheel(tmp_path, library="horovod/torch/mpi_lib.so")
-    assert horovod_wheel.cached_wheel(tmp_path) is None
+    assert builder.cached_wheel(tmp_path) is None
 
 
 def test_keeping_a_wheel_leaves_no_part_behind(tmp_path, monkeypatch):
     built, folder = wheel(tmp_path / "built"), tmp_path / "kept"
-    kept = horovod_wheel.keep(built, folder)
+    kept = builder.keep(built, folder)
     assert kept.read_bytes() == built.read_bytes()
 
     def disk_full(source, target):
@@ -322,14 +322,14 @@ def test_keeping_a_wheel_leaves_no_part_behind(tmp_path, monkeypatch):
 
     monkeypatch.setattr(shutil, "copyfile", disk_full)
     with pytest.raises(OSError, match="No space"):
-        horovod_wheel.keep(built, folder)
+        builder.keep(built, folder)
     assert [file.name for file in folder.iterdir()] == [kept.name]
     assert kept.read_bytes() == built.read_bytes()
 
 
 def test_cached_wheel_is_used_and_the_skipping_is_said(only, fake, cache):
     only("g++", "as", "make")
-    kept = wheel(cache / horovod_wheel.cache_key("2.21.0", None))
+    kept = wheel(cache / builder.cache_key("2.21.0", None))
     result = run("--without-mpi", "--wheel-only")
     assert result.exit_code == 0, result.output
     assert f"cached: {kept}" in result.output
@@ -388,7 +388,7 @@ def test_check_catches_a_rank_that_fails(fake):
 def test_check_gives_up_on_ranks_that_hang(fake):
     fake_horovod(fake, "import time\ndef allreduce(x, op): time.sleep(600)")
     with pytest.raises(HorovodBuildError, match="over Gloo did not finish within 2 s"):
-        horovod_check.check_gloo(timeout=2)
+        reduction_check.check_gloo(timeout=2)
 
 
 def test_check_says_what_it_skipped(fake):
@@ -409,7 +409,7 @@ def test_nothing_is_left_running(tmp_path):
         "time.sleep(600)"
     )
     command = [sys.executable, "-c", parent]
-    assert horovod_check.run_bounded([(command, {})], tmp_path / "log", timeout=1.5) is None
+    assert reduction_check.run_bounded([(command, {})], tmp_path / "log", timeout=1.5) is None
     pid = int((tmp_path / "pid").read_text())
     deadline = time.monotonic() + 10
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
@@ -423,13 +423,13 @@ def test_a_failure_ends_the_other_at_once(tmp_path):
         ([sys.executable, "-c", "import time; time.sleep(600)"], {}),
     ]
     started = time.monotonic()
-    assert horovod_check.run_bounded(commands, tmp_path / "log", timeout=60) is False
+    assert reduction_check.run_bounded(commands, tmp_path / "log", timeout=60) is False
     assert time.monotonic() - started < 10
 
 
 def test_installed_horovod_really_reduces():
     try:
-        horovod_check.installed()
+        reduction_check.installed()
     except HorovodBuildError as error:
         if "not installed" in str(error) and os.environ.get("DTK_REQUIRE_HOROVOD") != "1":
             pytest.skip(str(error))

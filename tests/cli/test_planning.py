@@ -7,11 +7,11 @@ import sys
 import pytest
 from click.testing import CliRunner
 
+from dtk.bench.results import Reading, Results
 from dtk.cli.main import main
-from dtk.tuning.bench.results import Reading, Results
-from dtk.tuning.plan.methods import METHODS
-from dtk.tuning.plan.prediction import predict
-from dtk.tuning.plan.setting import Cluster, Job, Link, Software
+from dtk.planning.methods import METHODS
+from dtk.planning.prediction import predict
+from dtk.planning.setting import Cluster, Job, Link, Software
 
 GIVEN = ["--step-time", "85ms", "--parameters", "270k"]
 NETWORK = ["--bandwidth", "1Gbit/s", "--latency", "50us"]

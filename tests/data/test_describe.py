@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from data import describing
-from dtk.strategies.slicing import bounds
+from dtk.input.slicing import bounds
 
 KINDS = ["arrays", "dataset", "distributed", "PyDataset", "shard"]
 

@@ -17,7 +17,7 @@ from dtk.data.order import minibatch_at, permutation, sweep_order
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 
 
-def crew(workers, rows=17, **kwargs):
+def pool(workers, rows=17, **kwargs):
     """One reader per rank."""
     ranks = [bodies.Twin(rank, workers) for rank in range(workers)]
     return [PartitionedMinibatches(np.arange(rows), group, **kwargs) for group in ranks]
@@ -46,20 +46,20 @@ EXPECTED = [row for sweep in range(3) for row in sweep_order(17, 5, sweep)]
 @settings(deadline=None)
 @given(SIZES, st.integers(1, 4))
 def test_the_order_does_not_depend_on_sizes_or_workers(sizes, workers):
-    assert read(crew(workers, seed=5, sweeps=3), sizes) == EXPECTED
+    assert read(pool(workers, seed=5, sweeps=3), sizes) == EXPECTED
 
 
 def test_every_size_and_number_of_workers_there_is():
     for size in range(1, 19):
         for workers in (1, 2, 3):
-            assert read(crew(workers, seed=5, sweeps=3), [size]) == EXPECTED
+            assert read(pool(workers, seed=5, sweeps=3), [size]) == EXPECTED
 
 
 @settings(deadline=None)
 @given(SIZES, SIZES, st.integers(0, 30), st.integers(1, 3), st.integers(1, 3))
 def test_the_order_does_not_depend_on_where_the_job_was_stopped(before, after, stop, had, has):
     """Nor on how many workers it had before."""
-    first = crew(had, seed=5, sweeps=3)
+    first = pool(had, seed=5, sweeps=3)
     taken = [
         part
         for step in range(stop)
@@ -68,7 +68,7 @@ def test_the_order_does_not_depend_on_where_the_job_was_stopped(before, after, s
     ]
     seen = [row for part in taken for row in part.data.tolist()]
     state = json.loads(json.dumps(first[0].get_state()))
-    again = crew(has, seed=9, sweeps=3)
+    again = pool(has, seed=9, sweeps=3)
     for reader in again:
         reader.set_state(state)
         assert reader.position == len(seen)
@@ -91,7 +91,7 @@ def test_sweeps_have_orders_of_their_own_that_never_change():
 
 
 def test_without_shuffling_rows_keep_their_places():
-    (reader,) = crew(1, rows=4, shuffle=False)
+    (reader,) = pool(1, rows=4, shuffle=False)
     assert [reader.next_minibatch(3).data.tolist() for _ in range(4)] == [[0, 1, 2], [3]] * 2
 
 
@@ -116,7 +116,7 @@ def test_a_drawn_seed_is_saved():
 
 
 def test_a_dataset_goes_on_from_here_without_moving():
-    (reader,) = crew(1, seed=5, sweeps=2)
+    (reader,) = pool(1, seed=5, sweeps=2)
     reader.next_minibatch(10)
     batches = [batch.tolist() for batch in reader.dataset(4).as_numpy_iterator()]
     assert [len(batch) for batch in batches] == [4, 3, 4, 4, 4, 4, 1]
@@ -138,7 +138,7 @@ def test_what_cannot_be_read_is_refused(data, kwargs, error, message):
 
 
 def test_wrong_sizes_and_states_are_refused():
-    (reader,) = crew(1)
+    (reader,) = pool(1)
     with pytest.raises(ValueError, match="rank 0: a minibatch of 0 rows; ask for 1 or more"):
         reader.next_minibatch(0)
     with pytest.raises(ValueError, match="at row 3 of data with 99 rows, and this data has 17"):

@@ -68,13 +68,13 @@ def _check_dtk(arguments: list[str], folder: str) -> None:
     with contextlib.ExitStack() as stack:
         stack.callback(os.chdir, os.getcwd())
         os.chdir(folder)
-        for module, attribute, stand_in in (
+        for module, attribute, padding_row in (
             (run, "plan", planned),
             (run, "Job", start),
             (bench, "Run", start),
         ):
             stack.callback(setattr, module, attribute, getattr(module, attribute))
-            setattr(module, attribute, stand_in)
+            setattr(module, attribute, padding_row)
         # What says what is here, or builds it, has no arguments worth more than its parser.
         asked = ["--help"] if name in ("doctor", "install-horovod", "plan") else []
         result = CliRunner().invoke(main, [*scripted, *asked])

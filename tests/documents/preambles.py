@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dtk.tuning.bench.results import Reading, Results
-from dtk.tuning.bench.setting import TELLING, task_of
+from dtk.bench.results import Reading, Results
+from dtk.bench.setting import TELLING, task_of
 
 _DATA = """
 import keras

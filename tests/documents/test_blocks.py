@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import configparser
 import os
 import re
 import shutil
@@ -11,7 +12,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import test_layers
 
 from documents import checking, preambles, running
 from documents.blocks import ROOT, all_blocks, blocks_in, columns, commands, missing_lines
@@ -165,11 +165,12 @@ def test_what_doctor_says_under_mpirun(folder):
     assert sorted(line.strip() for line in printed) == shown
 
 
-def test_the_layers_are_those_that_are_tested():
-    # After four blanks follows a remark on the line.
-    lines = block_starting("cli").splitlines()
-    shown = [set(re.split(r"\s{4,}", line)[0].split()) for line in lines]
-    assert shown == [{*layer} for layer in test_layers.LAYERS]
+def test_the_layers_are_those_that_are_held():
+    rooms = configparser.ConfigParser()
+    rooms.read(ROOT / ".importlinter")
+    held = rooms["importlinter:contract:rooms"]["layers"].split("\n")
+    shown = [set(line.split()) for line in block_starting("cli").splitlines()]
+    assert shown == [set(line.split(" | ")) for line in held if line]
     packages = {path.name.removesuffix(".py") for path in (ROOT / "dtk").glob("[!_]*")}
     assert packages == set().union(*shown)
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from dtk import exchange as exchanges
 from dtk.exchange.base import Portion, Trained
-from dtk.exchange.memory import Memory
+from dtk.exchange.state import ExchangeState
 
 from strategies import bodies, cases
 
@@ -40,8 +40,8 @@ def sums(value, steps, in_graph, broken=None):
     Returns what came out of each, what is remembered of all ranks, and the bytes of the last step.
     """
     communicator = bodies.strategy().communicator
-    memory = Memory(communicator, "CPU:0")
-    exchanger = exchanges.parse(value).exchanger(communicator, memory, Trained())
+    state = ExchangeState(communicator, "CPU:0")
+    exchanger = exchanges.parse(value).exchanger(communicator, state, Trained())
 
     def reduce(given):
         with communicator.sequence(f"sums {value} {broken}"):
@@ -56,15 +56,15 @@ def sums(value, steps, in_graph, broken=None):
         before = communicator.bytes_sent
         results.append([r.numpy() for r in reduce([tf.constant(g) for g in given])])
     sent = communicator.bytes_sent - before
-    return results, {name: item["value"] for name, item in memory.collect().items()}, sent
+    return results, {name: item["value"] for name, item in state.collect().items()}, sent
 
 
 def combined(value, locals_of_rounds, rows=None):
     """One weight: start, local values of each rank in each round -> the weight after each."""
     communicator = bodies.strategy().communicator
-    memory = Memory(communicator, "CPU:0")
+    state = ExchangeState(communicator, "CPU:0")
     weight, slot = tf.Variable(1.0), tf.Variable(5.0)
-    exchanger = value.exchanger(communicator, memory, Trained([weight], [slot]))
+    exchanger = value.exchanger(communicator, state, Trained([weight], [slot]))
     after = []
     for of_ranks in locals_of_rounds:
         local = of_ranks[communicator.rank]
@@ -302,16 +302,16 @@ def own_logs(value):
 
 def tried(value):
     """What is remembered before some training, after it, and after taking it back."""
-    from dtk.strategies.adoption import adoption_of
-    from dtk.strategies.snapshot import Snapshot, changed_by_training
+    from dtk.trainer.model_scope import trainer_of
+    from dtk.trainer.snapshot import Snapshot, changed_by_training
 
     def remembered():
-        return {name: item["value"] for name, item in memory().items()}
+        return {name: item["value"] for name, item in state().items()}
 
     x, y = cases.rows(64)
     with exchanging(value) as strategy:
         model = perceptron(strategy, make("sgd"))
-        memory = adoption_of(model).exchange_state
+        state = trainer_of(model).exchange_state
         model.fit(x, y, batch_size=16, verbose=0)
         found = [remembered()]
         kept = Snapshot(changed_by_training(model))

@@ -55,7 +55,7 @@ def order(beside):
             first = communicator.allreduce(one)
             if not beside:
                 return first, communicator.allreduce(other)
-            with communicator.beside("test"):
+            with communicator.concurrent("test"):
                 return first, communicator.allreduce(other)
 
     before = communicator.bytes_sent
@@ -99,7 +99,7 @@ def clocks():
     @tf.function
     def step(one, other):
         with communicator.sequence("clocks"):
-            with communicator.beside("clocks"):
+            with communicator.concurrent("clocks"):
                 beside = communicator.allreduce(other)
             return communicator.allreduce(one), beside
 

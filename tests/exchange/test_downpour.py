@@ -10,8 +10,9 @@ import pytest
 import tensorflow as tf
 
 from dtk.exchange import Downpour, Quantized, downpour
-from dtk.strategies import parameter_server, sifting
-from dtk.strategies.consistency import Async, BoundedDelay, Sync
+from dtk.parameter_server import gradient_compression
+from dtk.parameter_server.consistency_models import Async, BoundedDelay, Sync
+from dtk.strategies import parameter_server
 
 
 def test_it_fetches_with_every_push_unless_told_otherwise():
@@ -71,7 +72,7 @@ def test_a_server_may_hold_vectors_only_or_kernels_only(shapes):
     """Both once failed: what is coded, or what is not, was no list of tensors."""
     random = np.random.default_rng(0)
     weights = [keras.Variable(random.normal(size=shape), dtype="float32") for shape in shapes]
-    layout = sifting.QuantizedLayout(weights, set(), 8)
+    layout = gradient_compression.QuantizedLayout(weights, set(), 8)
     gradients = [tf.constant(random.normal(size=shape), tf.float32) for shape in shapes]
 
     @tf.autograph.experimental.do_not_convert

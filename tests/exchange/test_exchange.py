@@ -28,7 +28,7 @@ from dtk.exchange import (
 )
 from dtk.exchange.base import Portion, Trained
 from dtk.exchange.dense import DenseExchanger
-from dtk.exchange.memory import Memory
+from dtk.exchange.state import ExchangeState
 from exchange import exchanged
 
 two = pytest.mark.worlds(("collective", 2))
@@ -108,7 +108,9 @@ ENTRIES = arrays.arrays("float32", MATRIX, elements=st.floats(-1e3, 1e3, width=3
 @given(given=ENTRIES, left=ENTRIES, bits=st.sampled_from(codec.BITS))
 def test_what_is_decoded_and_what_is_left_are_what_was_given_and_left_before(given, left, bits):
     communicator = NullCommunicator(0, 2)
-    exchanger = Quantized(bits).exchanger(communicator, Memory(communicator, "CPU:0"), Trained())
+    exchanger = Quantized(bits).exchanger(
+        communicator, ExchangeState(communicator, "CPU:0"), Trained()
+    )
     _, (decoded,), (kept,) = exchanger._quantise([tf.constant(given)], [tf.Variable(left)])
     size = np.abs(given + left).max(1, keepdims=True)
     assert (np.abs(decoded + kept - (given + left)) <= 1e-6 * size).all()
@@ -286,8 +288,8 @@ def test_block_momentum_is_the_vector_of_the_original(pool, nesterov, expected):
 def moved_by(value, changes, rows=None):
     """How far one weight is moved by each block of a world whose other ranks change nothing."""
     communicator, weight, after = NullCommunicator(0, 4), tf.Variable(0.0), []
-    memory = Memory(communicator, "CPU:0")
-    exchanger = value.exchanger(communicator, memory, Trained([weight], []))
+    state = ExchangeState(communicator, "CPU:0")
+    exchanger = value.exchanger(communicator, state, Trained([weight], []))
     for index, change in enumerate(changes):
         before = float(weight)
         count = value.block_size if rows is None else rows[index]
@@ -325,8 +327,8 @@ def test_less_than_a_block_counts_for_less():
 def test_the_step_that_reaches_the_samples_of_a_warm_start_is_the_last_exact_one():
     """Delayed applies nothing in its first step, by which it is told apart."""
     communicator = NullCommunicator(0, 2)
-    memory, applied = Memory(communicator, "CPU:0"), tf.Variable(0.0)
-    exchanger = WarmStart(Delayed(), samples=6).exchanger(communicator, memory, Trained())
+    state, applied = ExchangeState(communicator, "CPU:0"), tf.Variable(0.0)
+    exchanger = WarmStart(Delayed(), samples=6).exchanger(communicator, state, Trained())
     portion, seen = Portion(tf.constant(2, tf.int64), tf.constant(0.5)), []
     for step in range(1, 6):
         exchanger.apply([tf.constant(float(step))], lambda g: applied.assign_add(g[0]), portion)
@@ -456,12 +458,12 @@ def test_kernels_of_dense_layers_on_sequences_are_coded(pool):
 # Another number of workers.
 
 
-def memory_with(rank, size, rows):
-    memory = Memory(NullCommunicator(rank, size), "CPU:0")
+def state_with(rank, size, rows):
+    state = ExchangeState(NullCommunicator(rank, size), "CPU:0")
     for kind in ("same", "sum", "mean"):
-        memory.variable(kind, kind, (2,))
-    memory.variable("stripe", "stripe", (rows[1] - rows[0], 2), rows=rows)
-    return memory
+        state.variable(kind, kind, (2,))
+    state.variable("stripe", "stripe", (rows[1] - rows[0], 2), rows=rows)
+    return state
 
 
 SAVED = {
@@ -476,62 +478,62 @@ SAVED = {
 def test_what_is_remembered_goes_to_another_number_of_workers(first):
     """Before the variables are made, or after."""
     if first:
-        memory = Memory(NullCommunicator(1, 4), "CPU:0")
-        memory.restore(SAVED)
+        state = ExchangeState(NullCommunicator(1, 4), "CPU:0")
+        state.restore(SAVED)
         for kind in ("same", "sum", "mean"):
-            memory.variable(kind, kind, (2,))
-        memory.variable("stripe", "stripe", (1, 2), rows=(1, 2))
+            state.variable(kind, kind, (2,))
+        state.variable("stripe", "stripe", (1, 2), rows=(1, 2))
     else:
-        memory = memory_with(1, 4, (1, 2))
-        memory.restore(SAVED)
-    held = {name: memory.variable(name, name, (2,)).numpy().tolist() for name in SAVED}
+        state = state_with(1, 4, (1, 2))
+        state.restore(SAVED)
+    held = {name: state.variable(name, name, (2,)).numpy().tolist() for name in SAVED}
     assert held == {"same": [1, 2], "sum": [1, 1.5], "mean": [2, 3], "stripe": [[3, 4]]}
 
 
 def test_the_same_number_of_workers_gets_back_what_each_had():
-    memory = memory_with(1, 2, (2, 4))
-    memory.restore(SAVED | {"stripe": {"kind": "stripe", "value": np.zeros((4, 2))}})
-    assert memory.variable("sum", "sum", (2,)).numpy().tolist() == [3, 4]
+    state = state_with(1, 2, (2, 4))
+    state.restore(SAVED | {"stripe": {"kind": "stripe", "value": np.zeros((4, 2))}})
+    assert state.variable("sum", "sum", (2,)).numpy().tolist() == [3, 4]
 
 
 def test_one_worker_carries_what_several_remembered():
     from dtk.strategies import AllReduceStrategy
-    from dtk.strategies.adoption import adoption_of
+    from dtk.trainer.model_scope import trainer_of
 
     strategy = AllReduceStrategy(communicator="local", exchange="1bit")
-    adoption = adoption_of(exchanged.perceptron(strategy, exchanged.make("sgd")))
-    adoption.restore_exchange({"0/0/sum": SAVED["sum"]})
-    assert adoption.exchange_state() == {"0/0/sum": SAVED["sum"]}
+    trainer = trainer_of(exchanged.perceptron(strategy, exchanged.make("sgd")))
+    trainer.restore_exchange({"0/0/sum": SAVED["sum"]})
+    assert trainer.exchange_state() == {"0/0/sum": SAVED["sum"]}
 
 
 def test_what_no_step_asked_for_yet_is_saved_again():
-    memory = Memory(LocalCommunicator(), "CPU:0")
-    memory.restore(SAVED)
-    assert memory.collect() == SAVED
+    state = ExchangeState(LocalCommunicator(), "CPU:0")
+    state.restore(SAVED)
+    assert state.collect() == SAVED
 
 
 def test_what_one_of_two_lists_of_gradients_remembers_is_saved_again():
-    memory = Memory(LocalCommunicator(), "CPU:0")
-    memory.restore({f"{i}/same": SAVED["same"] for i in range(2)})
-    memory.part("0/").variable("same", "same", (2,))
-    assert set(memory.collect()) == {"0/same", "1/same"}
+    state = ExchangeState(LocalCommunicator(), "CPU:0")
+    state.restore({f"{i}/same": SAVED["same"] for i in range(2)})
+    state.part("0/").variable("same", "same", (2,))
+    assert set(state.collect()) == {"0/same", "1/same"}
 
 
 def test_a_checkpoint_keeps_bfloat16(tmp_path):
-    memory = Memory(LocalCommunicator(), "CPU:0")
-    memory.variable("sum", "sum", (2,), tf.bfloat16).assign([1.5, -2.0])
-    np.savez(tmp_path / "saved.npz", memory.collect()["sum"]["value"])
+    state = ExchangeState(LocalCommunicator(), "CPU:0")
+    state.variable("sum", "sum", (2,), tf.bfloat16).assign([1.5, -2.0])
+    np.savez(tmp_path / "saved.npz", state.collect()["sum"]["value"])
     saved = {"sum": {"kind": "sum", "value": np.load(tmp_path / "saved.npz")["arr_0"]}}
-    memory.variable("sum", "sum", (2,)).assign([0.0, 0.0])
-    memory.restore(saved)
-    assert memory.variable("sum", "sum", (2,)).numpy().tolist() == [1.5, -2.0]
+    state.variable("sum", "sum", (2,)).assign([0.0, 0.0])
+    state.restore(saved)
+    assert state.variable("sum", "sum", (2,)).numpy().tolist() == [1.5, -2.0]
 
 
 def test_what_another_exchange_remembered_is_refused():
-    memory = Memory(LocalCommunicator(), "CPU:0")
-    memory.restore({"same": SAVED["same"]})
+    state = ExchangeState(LocalCommunicator(), "CPU:0")
+    state.restore({"same": SAVED["same"]})
     with pytest.raises(ValueError, match="the checkpoint remembers same of shape"):
-        memory.variable("same", "same", (3,))
+        state.variable("same", "same", (3,))
 
 
 # Bad input.
@@ -591,8 +593,8 @@ def test_32_bits_are_whole_gradients():
     assert exchanges.parse("3bit") == Quantized(3) and exchanges.parse("13bit") == Quantized(13)
     off = exchanges.parse("32bit")
     communicator = NullCommunicator(0, 2)
-    memory = Memory(communicator, "CPU:0")
-    exchanger = off.exchanger(communicator, memory, Trained())
+    state = ExchangeState(communicator, "CPU:0")
+    exchanger = off.exchanger(communicator, state, Trained())
     assert isinstance(exchanger, DenseExchanger) and not off.remembers
     assert Quantized(1).remembers
 
@@ -643,7 +645,7 @@ def test_with_one_worker_every_exchange_is_the_identity_and_says_so(capsys, valu
 
 @pytest.mark.parametrize(
     "module",
-    ["auto", "block_momentum", "delayed", "dense", "memory", "names", "quantized", "warm_start"],
+    ["auto", "block_momentum", "delayed", "dense", "state", "names", "quantized", "warm_start"],
 )
 def test_examples(module):
     assert doctest.testmod(importlib.import_module(f"dtk.exchange.{module}")).failed == 0

@@ -62,9 +62,7 @@ class Plain:
         return getattr(tf.distribute.get_strategy(), name)
 
 
-def run_here(
-    name: str, folder: str, may_fail: bool = False, consistency: str = "sync"
-) -> Outcome:
+def run_here(name: str, folder: str, may_fail: bool = False, consistency: str = "sync") -> Outcome:
     """Run a script in this world.
 
     Args:

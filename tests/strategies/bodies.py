@@ -33,10 +33,10 @@ def served(consistency="sync"):
 
 def served_with(consistency):
     """The same with another consistency: it is looked up when a model is compiled."""
-    from dtk.strategies import consistency as rules
+    from dtk.parameter_server import consistency_models
 
     strategy = served()
-    strategy.consistency = rules.parse(consistency)
+    strategy.consistency = consistency_models.parse(consistency)
     return strategy
 
 

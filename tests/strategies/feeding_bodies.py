@@ -11,13 +11,15 @@ import numpy as np
 import tensorflow as tf
 
 import dtk
-from dtk.strategies import AllReduceStrategy, adopt, reading, slicing, undistributed
+from dtk.compat import keras_data
+from dtk.input import digests, slicing
+from dtk.strategies import AllReduceStrategy, undistributed
 
 
 def fit():
     """How often Keras's adapters built pipelines, and the files of the code that cut batches."""
     built, files = [], set()
-    build, count_rows = adopt.ArrayDataAdapter.get_tf_dataset, slicing.count_rows
+    build, count_rows = keras_data.ArrayDataAdapter.get_tf_dataset, slicing.count_rows
 
     def counted_build(adapter):
         built.append(adapter)
@@ -33,12 +35,12 @@ def fit():
     with strategy.scope():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
-    adopt.ArrayDataAdapter.get_tf_dataset, slicing.count_rows = counted_build, seen_count_rows
+    keras_data.ArrayDataAdapter.get_tf_dataset, slicing.count_rows = counted_build, seen_count_rows
     try:
         model.fit(x, y, verbose=0, epochs=2)
         return len(built), sorted(files)
     finally:
-        adopt.ArrayDataAdapter.get_tf_dataset, slicing.count_rows = build, count_rows
+        keras_data.ArrayDataAdapter.get_tf_dataset, slicing.count_rows = build, count_rows
 
 
 def _told(cores, pid):
@@ -54,7 +56,7 @@ def tuned():
 
     def noted_open(dataset):
         # What dtk has read to look at it, and gives `fit` as it was, has nothing to tune.
-        if dataset.options().dataset_name == reading.FIRST_BATCHES:
+        if dataset.options().dataset_name == digests.FIRST_BATCHES:
             return open_own(dataset)
         opened.setdefault(now[-1], []).append(dataset.options().autotune.enabled)
         return open_own(dataset)

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtk.strategies import undistributed
-from dtk.strategies.adoption import adoption_of
+from dtk.trainer.model_scope import trainer_of
 
 from strategies import bodies, cases
 
@@ -38,7 +38,7 @@ def order_of_rows(seed, devices=0):
         strategy.shuffle_seed = strategy.seed_in_force = 123
     model = cases.compiled(strategy, Recorder, run_eagerly=True)
     # It would remember the rows of a trial, too.
-    adoption_of(model).kinds["train"] = {}
+    trainer_of(model).kinds["train"] = {}
     x = np.arange(23, dtype="float32")[:, None]
     model.fit(x, x[:, 0] % 10, batch_size=5, epochs=2, verbose=0)
     return model.seen[:5], model.seen[5:]
@@ -46,10 +46,10 @@ def order_of_rows(seed, devices=0):
 
 def differing(model):
     """Indices of the variables that are not the same on all ranks."""
-    from dtk.strategies import agreement
+    from dtk.trainer import shared_weights
 
-    adoption = adoption_of(model)
-    return agreement.differing(adoption.shared_variables(), adoption.strategy)
+    trainer = trainer_of(model)
+    return shared_weights.differing(trainer.shared_variables(), trainer.strategy)
 
 
 def starts_apart():

@@ -8,7 +8,7 @@ import io
 import keras
 import tensorflow as tf
 
-from dtk.strategies.adoption import adoption_of
+from dtk.trainer.model_scope import trainer_of
 
 from strategies import bodies, cases
 
@@ -58,7 +58,7 @@ def trained(name, tested=True, devices=0, plain=False):
 
     model = cases.compiled(strategy, seeded, optimizer=keras.optimizers.SGD(0.05), loss=loss)
     if not tested:
-        adoption_of(model).kinds["train"] = {}
+        trainer_of(model).kinds["train"] = {}
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
         history = model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
@@ -67,7 +67,8 @@ def trained(name, tested=True, devices=0, plain=False):
 
 def changed_nothing():
     """Whether weights, optimizer, metrics and seeds are as before a self-test."""
-    from dtk.strategies import reading, self_test, snapshot
+    from dtk.input import digests
+    from dtk.trainer import self_test, snapshot
 
     strategy = bodies.strategy()
     x, y = cases.rows(16)
@@ -81,10 +82,10 @@ def changed_nothing():
     model = cases.compiled(strategy, build, loss=scalar, metrics=["accuracy"])
     model.fit(x, y, batch_size=8, verbose=0)
     model.reset_metrics()
-    adoption = adoption_of(model)
+    trainer = trainer_of(model)
     variables = snapshot.changed_by_training(model)
     before = [v.numpy().tobytes() for v in variables]
-    batch = adoption.cut(tf.data.Dataset.from_tensor_slices((x, y)).batch(8))
-    verdict = self_test.run(adoption, model.train_step, next(iter(batch)), ["a test"])
-    assert reading.digest(tf.constant([1])) is not None
+    batch = trainer.cut(tf.data.Dataset.from_tensor_slices((x, y)).batch(8))
+    verdict = self_test.run(trainer, model.train_step, next(iter(batch)), ["a test"])
+    assert digests.digest(tf.constant([1])) is not None
     return before == [v.numpy().tobytes() for v in variables], verdict

@@ -258,7 +258,6 @@ MISTAKES = {
 }
 
 
-
 def _fit_with_backups(count):
     from dtk.strategies import Sync
 

@@ -23,18 +23,9 @@ from hypothesis.stateful import (
     rule,
 )
 
-from dtk.strategies import consistency
-from dtk.strategies.consistency import (
-    Async,
-    BoundedDelay,
-    Piece,
-    Schedule,
-    Staleness,
-    Sync,
-    ahead,
-    check,
-    parse,
-)
+from dtk.parameter_server import consistency_models, scheduler
+from dtk.parameter_server.consistency_models import Async, BoundedDelay, Sync, ahead, check, parse
+from dtk.parameter_server.scheduler import Piece, Schedule, Staleness
 
 NEVER = math.inf  # the time of a worker that takes a piece and is never heard of again
 
@@ -127,7 +118,7 @@ def test_a_schedule_refuses_numbers_that_would_never_finish(wrong):
 
 
 def test_the_examples_in_the_docstrings():
-    failed, tried = doctest.testmod(consistency)
+    failed, tried = doctest.testmod(scheduler)
     assert not failed
     assert tried > 5
 
@@ -190,7 +181,7 @@ def draw(ran: list[Ran], worker: int) -> str:
 @pytest.mark.parametrize("tau, steps", [(0, 5), (1, 8), (math.inf, 8)])
 def test_the_diagram_in_the_module_is_what_happens(tau, steps):
     ran = simulate(Schedule(tau), steps, [1, 3])
-    _, text = consistency.__doc__.split(f"    tau={tau} ")
+    _, text = scheduler.__doc__.split(f"    tau={tau} ")
     first, second = text.splitlines()[1:3]
     assert first.startswith("    worker 0   " + draw(ran, 0))
     assert second == "    worker 1   " + draw(ran, 1)
@@ -832,11 +823,14 @@ def test_a_schedule_is_loosened_and_never_tightened():
 @pytest.mark.parametrize("arguments", [{}, {"epochs": 1, "samples": 1}, {"epochs": -1}])
 def test_a_warm_start_has_one_length(arguments):
     with pytest.raises(ValueError, match="expected"):
-        consistency.SerialStart(**arguments)
+        consistency_models.SerialStart(**arguments)
 
 
 def test_a_warm_start_is_over_with_the_last_serial_epoch_or_row():
-    epochs, samples = consistency.SerialStart(epochs=2), consistency.SerialStart(samples=100)
+    epochs, samples = (
+        consistency_models.SerialStart(epochs=2),
+        consistency_models.SerialStart(samples=100),
+    )
     assert [epochs.is_over(epoch, 10_000) for epoch in range(4)] == [False, False, True, True]
     assert [samples.is_over(9, rows) for rows in (0, 99, 100)] == [False, False, True]
 
@@ -846,7 +840,7 @@ def test_the_warm_start_of_an_exchange_is_not_taken_for_a_serial_one(make):
     """It was, without a word, until it failed in the middle of `fit`."""
     from dtk.exchange import Dense, WarmStart
 
-    assert make(warm_start=consistency.SerialStart(epochs=1)).warm_start.epochs == 1
+    assert make(warm_start=consistency_models.SerialStart(epochs=1)).warm_start.epochs == 1
     with pytest.raises(TypeError, match=r"expected dtk.strategies.SerialStart\(epochs=1\)"):
         make(warm_start=WarmStart(Dense(), samples=10))
 
@@ -854,7 +848,7 @@ def test_the_warm_start_of_an_exchange_is_not_taken_for_a_serial_one(make):
 def test_a_serial_start_is_not_taken_for_an_exchange():
     from dtk.strategies import AllReduceStrategy, parameter_server
 
-    start = consistency.SerialStart(samples=64)
+    start = consistency_models.SerialStart(samples=64)
     with pytest.raises(TypeError, match="no exchange: .* use dtk.exchange.WarmStart"):
         AllReduceStrategy(communicator="local", exchange=start)
     with pytest.raises(TypeError, match="no exchange: .*warm_start=SerialStart"):
@@ -865,6 +859,6 @@ def test_the_old_name_of_a_serial_start_still_works_and_says_so():
     import dtk
 
     with pytest.warns(DeprecationWarning, match="is now dtk.strategies.SerialStart"):
-        assert dtk.strategies.WarmStart is consistency.SerialStart
+        assert dtk.strategies.WarmStart is consistency_models.SerialStart
     with pytest.raises(AttributeError, match="no attribute 'ColdStart'"):
         dtk.strategies.ColdStart  # noqa: B018

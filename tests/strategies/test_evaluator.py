@@ -15,7 +15,7 @@ import pytest
 
 import dtk
 from dtk.errors import ClusterError
-from dtk.strategies import watching
+from dtk.parameter_server import evaluator
 
 DATA = (np.ones((4, 2)), np.ones((4, 1)))
 HERE = Path(__file__).resolve().parent
@@ -55,7 +55,7 @@ def test_checkpoints_are_evaluated_as_they_appear(tmp_path):
     assert list((tmp_path / "events" / "evaluation").iterdir())
     assert done.stderr == ""
 
-    seen = watching.Book(tmp_path / "evaluation.csv", None).names()
+    seen = evaluator.EvaluationLog(tmp_path / "evaluation.csv", None).names()
     left = dtk.callbacks.Checkpoint(tmp_path).appeared(seen)
     assert left == [], "a job that is started again would evaluate these again"
 
@@ -79,8 +79,8 @@ def test_mistakes(callbacks, data, said):
 
 
 def test_numbers_of_another_model_are_not_mixed_in(tmp_path):
-    book = watching.Book(tmp_path / "evaluation.csv", None)
-    book.write("checkpoint-1", watching.Saved(1, 0, 8), {"loss": 1.0})
+    book = evaluator.EvaluationLog(tmp_path / "evaluation.csv", None)
+    book.write("checkpoint-1", evaluator.Saved(1, 0, 8), {"loss": 1.0})
     with pytest.raises(ClusterError, match="has the columns .*loss, and this model has .*accuracy"):
-        book.write("checkpoint-2", watching.Saved(2, 0, 16), {"accuracy": 1.0})
+        book.write("checkpoint-2", evaluator.Saved(2, 0, 16), {"accuracy": 1.0})
     assert book.names() == {"checkpoint-1"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dtk.strategies import slicing
+from dtk.input import slicing
 
 from strategies import feeding_bodies
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtk.strategies.consistency import BoundedDelay, Sync
+from dtk.parameter_server.consistency_models import BoundedDelay, Sync
 
 from once import once
 from strategies import bodies, cases, served_bodies
@@ -132,13 +132,13 @@ def test_the_end_of_an_epoch_is_told_once():
     """Wrapped anew in each epoch, the validation's iterator ended in a RecursionError."""
     from keras.src.backend.tensorflow.trainer import TFEpochIterator
 
-    from dtk.strategies import feeding
+    from dtk.trainer import epoch_data
 
     plain = tf.distribute.get_strategy()
     iterator = TFEpochIterator(x=np.zeros((4, 1)), batch_size=2, distribute_strategy=plain)
     ends = []
     for _ in range(3):
-        feeding.at_end_of_data(iterator, lambda: ends.append("end"))
+        epoch_data.at_end_of_data(iterator, lambda: ends.append("end"))
         list(iterator._enumerate_iterator())
     assert ends == ["end"] * 3
 
@@ -193,7 +193,7 @@ def test_tables(world, backend, size, consistency, parts):
     assert sum(worker["pulled"] for worker in moved) < steps * table / 4, "pulled whole tables"
     pushed = sum(worker["pushed"] for worker in moved)
     assert pushed < steps * table / 4, "pushed whole tables"
-    # In a mailbox declared empty, rows once counted nothing. 8 times 6 tokens, few of them twice.
+    # In a buffer declared empty, rows once counted nothing. 8 times 6 tokens, few of them twice.
     dense, rows = 4 * (6 * 8 * 4 + 4), 40 * (8 + 4 * 8)
     assert pushed >= steps * (dense + rows), "did not count the rows it pushed"
 

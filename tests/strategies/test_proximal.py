@@ -17,16 +17,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as draw
 
+from dtk.parameter_server import scheduler
+from dtk.parameter_server.proximal import descent
+from dtk.parameter_server.proximal.methods import soft_threshold
 from dtk.strategies import (
     MirroredStrategy,
-    consistency,
-    descent,
+    block_minimization,
     least_squares_smoothness,
     minimize_blocks,
-    minimizing,
     rate_bound,
 )
-from dtk.strategies.proximal import soft_threshold
 
 from strategies import proximal_bodies
 from strategies.proximal_bodies import BLOCKS, L1, problem
@@ -161,7 +161,7 @@ class Late:
     """The algorithm without processes: newest gradients first, each as late as tau allows."""
 
     def __init__(self, tau, steps):
-        self.schedule = consistency.Schedule(tau, slices=2)
+        self.schedule = scheduler.Schedule(tau, slices=2)
         self.steps = descent.Steps(self.schedule, 2)
         for _ in range(steps):
             self.schedule.offer()
@@ -249,7 +249,7 @@ def test_a_step_moves_one_block_and_no_rows(pool):
 def test_every_part_of_a_step_is_computed_once(data):
     """A part that two slices share, or that a lost slice leaves, would be missing or double."""
     tau, parts = data.draw(draw.integers(0, 3)), data.draw(draw.integers(1, 4))
-    schedule = consistency.Schedule(tau, slices=parts)
+    schedule = scheduler.Schedule(tau, slices=parts)
     steps = descent.Steps(schedule, parts)
     for _ in range(5):
         schedule.offer()
@@ -277,7 +277,7 @@ def test_every_part_of_a_step_is_computed_once(data):
 
 def test_a_worker_computes_its_own_part():
     """Handed out in turn, every part's rows would end on every worker."""
-    schedule = consistency.Schedule(0, slices=2)
+    schedule = scheduler.Schedule(0, slices=2)
     steps = descent.Steps(schedule, 2)
     for _ in range(4):
         schedule.offer()
@@ -373,7 +373,7 @@ def test_mistakes_of_the_loss_and_the_numbers(pool, name, kind, parts):
 )
 def test_arguments_that_cannot_be(monkeypatch, given, parts):
     """Each is refused before anything is placed on a server."""
-    monkeypatch.setattr(minimizing, "_check_strategy", lambda strategy: None)
+    monkeypatch.setattr(block_minimization, "_check_strategy", lambda strategy: None)
     good = {"weights": np.zeros(4), "data": np.zeros((3, 4)), "blocks": 2, "steps": 2, "rate": 0.1}
     with pytest.raises(ValueError) as caught:
         minimize_blocks(None, None, **{**good, **given})

@@ -11,7 +11,7 @@ import pytest
 from dtk.cluster import detect
 from dtk.communicators import create
 from dtk.communicators.local import LocalCommunicator
-from dtk.strategies.resolver import JobResolver, resolve
+from dtk.strategies.cluster_resolver import JobResolver, resolve
 
 from callbacks import bodies as callback_bodies
 from strategies import resolving

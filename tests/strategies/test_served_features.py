@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from dtk.exchange import Downpour, codec
-from dtk.strategies.consistency import Async, BoundedDelay, SerialStart
+from dtk.parameter_server.consistency_models import Async, BoundedDelay, SerialStart
 
 from strategies import served_features
 

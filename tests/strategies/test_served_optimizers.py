@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dtk.strategies.consistency import BoundedDelay
+from dtk.parameter_server.consistency_models import BoundedDelay
 
 from once import once
 from strategies import served_optimizers

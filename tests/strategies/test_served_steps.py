@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from dtk.exchange import Downpour
-from dtk.strategies.consistency import BoundedDelay
+from dtk.parameter_server.consistency_models import BoundedDelay
 
 from once import once
 from strategies import served_steps

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtk.strategies import self_test, terms, trial
+from dtk.trainer import loss_terms, self_test, trial
 
 ROWS = np.array([[1.0, 2.0], [3.0, -1.0], [0.5, 4.0], [2.0, 2.0], [-3.0, 1.0]], "float32")
 
@@ -16,7 +16,7 @@ def of(function):
 
     @tf.function(autograph=False)
     def coefficients(x):
-        found = terms.linear_terms(function(x), set())
+        found = loss_terms.linear_terms(function(x), set())
         ops.extend(term.op.type for _, term in found)
         return [tf.convert_to_tensor(c) for c, _ in found]
 
@@ -72,9 +72,7 @@ def test_kinds(whole, parts, kind):
 
 
 def test_what_is_neither_is_told_with_its_numbers():
-    kinds, unclear, (odd,) = self_test._kinds_of(
-        outcome([9.0]), outcome([3.0, 0.5]), SHARES, 1e-3
-    )
+    kinds, unclear, (odd,) = self_test._kinds_of(outcome([9.0]), outcome([3.0, 0.5]), SHARES, 1e-3)
     assert not kinds and not unclear
     assert "loss 0 is 9 on all rows and 3, 0.5 on the parts" in odd
     assert "neither a mean (2) nor a sum (3.5)" in odd

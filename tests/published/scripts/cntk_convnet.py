@@ -1,6 +1,6 @@
 """After CNTK's ConvNet_CIFAR10_DataAug_Distributed.py, a data-parallel session, as a Keras script.
 
-Kept: rates per sample and momentum as a time constant, both by epoch, L2 on all weights, a
+StateVariable: rates per sample and momentum as a time constant, both by epoch, L2 on all weights, a
 checkpoint after each epoch, and an error over test minibatches of 16. Left out: random crops and
 dropout.
 """

@@ -35,9 +35,7 @@ with strategy.scope():
     model.add(Dense(num_classes, activation="softmax"))
 
     opt = keras.optimizers.Adadelta(1.0)
-    model.compile(
-        loss=keras.losses.categorical_crossentropy, optimizer=opt, metrics=["accuracy"]
-    )
+    model.compile(loss=keras.losses.categorical_crossentropy, optimizer=opt, metrics=["accuracy"])
 
 callbacks = [dtk.callbacks.BroadcastVariables(0)]
 if strategy.rank == 0:

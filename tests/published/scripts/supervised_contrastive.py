@@ -44,9 +44,7 @@ with strategy.scope():
         optimizer=keras.optimizers.Adam(0.05, epsilon=0.1), loss=SupervisedContrastiveLoss(0.5)
     )
 
-history = encoder_with_projection_head.fit(
-    x=x_train, y=y_train, batch_size=16, epochs=2, verbose=2
-)
+history = encoder_with_projection_head.fit(x=x_train, y=y_train, batch_size=16, epochs=2, verbose=2)
 
 result = {
     "weights": encoder_with_projection_head.get_weights(),

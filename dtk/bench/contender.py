@@ -1,0 +1,198 @@
+"""What is measured: something that trains a model, a turn at a time."""
+
+from __future__ import annotations
+
+import abc
+import time
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dtk.bench.models import Problem
+from dtk.bench.peers.turns import Tick
+from dtk.bench.report import LIMIT
+from dtk.bench.setting import Setting, block_of
+from dtk.communicators import Communicator
+from dtk.exchange import BlockMomentum, Exchange, parse
+from dtk.strategies import AllReduceStrategy
+
+
+class Contender(abc.ABC):
+    """Trains on every rank at once; all ranks take the same turns in the same order.
+
+    Attributes:
+        name: As in the table.
+    """
+
+    name: str
+
+    @abc.abstractmethod
+    def turn(self, tick: Tick) -> dict[str, Any]:
+        """Train for one turn, and say what is known of the `Reading` on this rank.
+
+        Args:
+            tick: Called after every step.
+        """
+
+
+class Fit(Contender):
+    """Keras's `fit`, for an epoch a turn.
+
+    Args:
+        name: As in the table.
+        model: Compiled, with a strategy or without.
+        data: Rows and labels of all steps of a turn, as this `fit` takes them.
+        steps: How many are measured; `data` holds one more.
+        communicator: Counts what is sent.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: keras.Model,
+        data: tuple[np.ndarray, np.ndarray],
+        steps: int,
+        communicator: Communicator,
+    ):
+        self.name = name
+        self.model = model
+        self._data, self._steps, self._communicator = data, steps, communicator
+
+    def turn(self, tick: Tick) -> dict[str, Any]:
+        """See `Contender.turn`."""
+        watch = Stopwatch(self._communicator, self._steps, tick)
+        self.model.fit(
+            *self._data,
+            batch_size=len(self._data[0]) // (self._steps + 1),
+            verbose=0,
+            callbacks=[watch],
+        )
+        return watch.counts()
+
+
+class Stopwatch(keras.callbacks.Callback):
+    """Reads the clock and a communicator's counts around all steps of an epoch but the first.
+
+    The first follows on what `fit` does once: ranks agree on what they were given, and compare all
+    weights after it. That is a cost of an epoch, of any length, and not of a step.
+    """
+
+    def __init__(self, communicator: Communicator, steps: int, tick: Tick):
+        super().__init__()
+        self._communicator, self._steps, self._tick = communicator, steps, tick
+
+    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+        """Start before the second step."""
+        if batch == 1:
+            self._begin = self._read()
+
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        """A step is over: Keras has read its loss. Stop after the last."""
+        self._tick()
+        if batch == self._steps:
+            self._end = self._read()
+
+    def counts(self) -> dict[str, float]:
+        """Of a step: `seconds`, bytes `sent`, and the part of it spent `communicating`."""
+        seconds, sent, communicating = (
+            end - begin for begin, end in zip(self._begin, self._end, strict=True)
+        )
+        return {
+            "seconds": seconds / self._steps,
+            "sent": sent / self._steps,
+            "communicating": communicating / seconds,
+        }
+
+    def _read(self) -> tuple[float, int, float]:
+        counts = self._communicator.bytes_sent, self._communicator.seconds_communicating
+        return time.perf_counter(), *counts
+
+
+class Alone(Fit):
+    """The limit: plain Keras on this rank's own rows, without a strategy; nothing is sent.
+
+    Args:
+        problem: What to train.
+        setting: What to measure.
+        communicator: Tells the rank, and how many there are; sends nothing.
+        device: This rank's.
+    """
+
+    def __init__(self, problem: Problem, setting: Setting, communicator: Communicator, device: str):
+        count = (setting.steps + 1) * setting.batch_size
+        own = slice(communicator.rank * count, (communicator.rank + 1) * count)
+        x, y = problem.data(communicator.size * count)
+        self._device = device
+        with tf.device(device):
+            model = problem.compiled(keras)
+        super().__init__(LIMIT, model, (x[own], y[own]), setting.steps, communicator)
+
+    def turn(self, tick: Tick) -> dict[str, Any]:
+        """See `Contender.turn`."""
+        with tf.device(self._device):
+            return super().turn(tick)
+
+
+class Together(Fit):
+    """dtk: `fit` under a strategy, with one exchange.
+
+    Args:
+        problem: What to train.
+        setting: What to measure.
+        strategy: Of all ranks. Its exchange is set.
+        exchange: As in `Setting`.
+    """
+
+    def __init__(
+        self, problem: Problem, setting: Setting, strategy: AllReduceStrategy, exchange: str
+    ):
+        strategy.exchange = exchange_of(exchange)
+        with strategy.scope():
+            model = problem.compiled(keras)
+        steps = setting.steps_with(exchange, strategy.size)
+        data = problem.data((steps + 1) * setting.batch_size * strategy.size)
+        super().__init__(exchange, model, data, steps, strategy.communicator)
+
+
+def exchange_of(name: str) -> Exchange:
+    """The exchange that `Setting` gives this name.
+
+    Example:
+        >>> exchange_of("1bit"), exchange_of("block:512").block_size
+        (Quantized(bits=1), 512)
+    """
+    rows = block_of(name)
+    return BlockMomentum(rows) if rows else parse(None if name == "none" else name)
+
+
+class AllReduce(Contender):
+    """dtk: the sum of one tensor over all ranks, and nothing else.
+
+    Args:
+        size: Of the tensor, in bytes.
+        setting: What to measure.
+        strategy: Of all ranks.
+    """
+
+    name = "allreduce"
+
+    def __init__(self, size: int, setting: Setting, strategy: AllReduceStrategy):
+        (device,) = strategy.extended.worker_devices
+        with tf.device(device):
+            self._values = tf.ones(size // 4)
+        self._step = tf.function(self._sum, jit_compile=False)
+        self._steps, self._communicator = setting.steps, strategy.communicator
+
+    def _sum(self) -> tf.Tensor:
+        # One element: to read all of them would copy them.
+        return self._communicator.allreduce(self._values)[0]
+
+    def turn(self, tick: Tick) -> dict[str, Any]:
+        """See `Contender.turn`."""
+        before = self._communicator.bytes_sent
+        for _ in range(self._steps + 1):
+            self._step().numpy()
+            tick()
+        return {"sent": (self._communicator.bytes_sent - before) / (self._steps + 1)}

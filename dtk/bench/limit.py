@@ -1,0 +1,47 @@
+"""The limit: plain Keras on every rank, by itself. Nothing joins these processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from dtk import quiet
+from dtk.bench.contender import Alone
+from dtk.bench.models import PROBLEMS
+from dtk.bench.peers.turns import Turn
+from dtk.bench.report import LIMIT
+from dtk.bench.setting import Setting
+from dtk.cluster import detect
+from dtk.communicators.null import NullCommunicator
+from dtk.strategies import devices
+from dtk.trainer import undistributed_jobs
+
+
+class Member:
+    """See `peers.turns.Member`.
+
+    Args:
+        setting: Fields of `Setting`.
+    """
+
+    def __init__(self, setting: dict[str, Any]):
+        self._setting = Setting.of(setting)
+        environment = detect()
+        # Tells the rank, for its rows and its device, and sends nothing.
+        self._communicator = NullCommunicator(environment.rank, environment.size)
+        self._communicator.set_hosts(environment.hosts)
+        undistributed_jobs.made_strategy()  # here it is meant to make none
+        with quiet.device_start():
+            self._device = devices.pin(self._communicator)
+        self.rank = self._communicator.rank
+        self.versions = {"TensorFlow": tf.__version__, "Keras": keras.__version__}
+
+    def build(self, task: str) -> tuple[int, dict[str, Turn | str]]:
+        """See `peers.turns.Member`."""
+        keras.utils.clear_session()
+        if task not in PROBLEMS:
+            return 0, {}
+        limit = Alone(PROBLEMS[task], self._setting, self._communicator, self._device)
+        return limit.model.count_params(), {LIMIT: limit.turn}

@@ -1,0 +1,152 @@
+"""Measuring: contenders take turns, so that whatever else the machine does falls on all alike.
+
+    round 1   limit  none  1bit  ddp        a contender belongs to a world, and every process of
+    round 2   ddp  1bit  none  limit        that world takes the turn at the same time
+    ...
+
+No TensorFlow here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from dtk.bench.results import Results, reading_of
+from dtk.bench.setting import Setting
+from dtk.errors import DtkError
+
+
+class WorldLost(DtkError, RuntimeError):
+    """A world has ended, or could not start; says why.
+
+    Args:
+        message: Why.
+        code: The exit code it ended with.
+    """
+
+    def __init__(self, message: str, code: int = 1):
+        super().__init__(message)
+        self.code = code
+
+
+class World(Protocol):
+    """Processes that take turns together, seen from the command line.
+
+    Attributes:
+        name: Unique.
+        essential: Whether there is nothing to measure without it.
+    """
+
+    name: str
+    essential: bool
+
+    def ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+        """Ask all processes the same (see `peers.turns`), and wait for their answers.
+
+        Returns:
+            One for each rank.
+
+        Raises:
+            WorldLost: One of them has ended.
+        """
+
+    def rest(self) -> None:
+        """Let the cores to others until it is asked again."""
+
+
+@dataclasses.dataclass
+class Measurement:
+    """All tasks, by all worlds.
+
+    Args:
+        setting: What to measure.
+        worlds: Who takes part; one that is lost is taken out.
+        results: Filled.
+        say: Called as soon as there is more in them.
+    """
+
+    setting: Setting
+    worlds: list[World]
+    results: Results
+    say: Callable[[], None] = lambda: None
+
+    def run(self) -> None:
+        """Measure everything.
+
+        Raises:
+            WorldLost: One that is essential.
+        """
+        for task in self.setting.tasks:
+            contenders = self._build(task)
+            for number in range(self.setting.rounds + 1):
+                for world, name in order(contenders, number):
+                    if world in self.worlds:
+                        self._turn(task, world, name, keep=number > 0)
+
+    def _build(self, task: str) -> list[tuple[World, str]]:
+        self.results.parameters[task], self.results.turns[task] = 0, {}
+        contenders = []
+        for world in list(self.worlds):
+            for built in self._ask(world, {"build": task})[:1]:
+                contenders += [(world, name) for name in self._built(task, world, built)]
+        self.results.turns[task] = {label(*contender): [] for contender in contenders}
+        return contenders
+
+    def _built(self, task: str, world: World, built: dict[str, Any]) -> list[str]:
+        """Take note of what a world can measure, and of what it cannot."""
+        for name, why in built["absent"].items():
+            self.results.absent[f"{label(world, name)}, {task}"] = why
+        if not built["contenders"]:
+            return []
+        # The first is the limit, which all others are compared with.
+        expected = self.results.parameters[task] or built["parameters"]
+        self.results.parameters[task] = expected
+        if built["parameters"] != expected:
+            why = f"its model has {built['parameters']} parameters, expected {expected}"
+            self.results.absent[f"{world.name}, {task}"] = why
+            return []
+        return list(built["contenders"])
+
+    def _turn(self, task: str, world: World, name: str, keep: bool) -> None:
+        answers = self._ask(world, {"turn": name})
+        if not answers:
+            # What is left of a round that has no end compares with nothing.
+            for key in [key for key in self.results.turns[task] if key.split()[0] == world.name]:
+                del self.results.turns[task][key]
+        elif keep:
+            readings = [reading_of(answer) for answer in answers]
+            self.results.turns[task][label(world, name)].append(readings)
+        self.say()
+
+    def _ask(self, world: World, request: dict[str, Any]) -> list[dict[str, Any]]:
+        """No answers from a world that is lost, and can be done without."""
+        try:
+            answers = world.ask(request)
+            world.rest()
+        except WorldLost as lost:
+            if world.essential:
+                raise
+            self.worlds.remove(world)
+            self.results.absent[world.name] = str(lost)
+            return []
+        return answers
+
+
+def order(contenders: Sequence[Any], number: int) -> Iterator[Any]:
+    """Who takes turns in one round: every other time they begin at the other end.
+
+    Example:
+        >>> list(order("abc", 1)), list(order("abc", 2))
+        (['a', 'b', 'c'], ['c', 'b', 'a'])
+    """
+    return iter(contenders) if number % 2 else reversed(contenders)
+
+
+def label(world: World, name: str) -> str:
+    """A contender's name in tables: that of its world, and its own.
+
+    A world that measures one thing by its own name needs no second word.
+    """
+    return world.name if name == world.name else f"{world.name} {name}"

@@ -1,0 +1,45 @@
+"""A world of dtk's: `fit` under an AllReduceStrategy, over what joins its ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from dtk.bench.contender import AllReduce, Together
+from dtk.bench.models import PROBLEMS
+from dtk.bench.peers.turns import Turn
+from dtk.bench.setting import Setting, bytes_of
+from dtk.strategies import AllReduceStrategy
+from dtk.version import __version__
+
+
+class Member:
+    """See `peers.turns.Member`.
+
+    Args:
+        setting: Fields of `Setting`.
+    """
+
+    def __init__(self, setting: dict[str, Any]):
+        self._setting = Setting.of(setting)
+        self._strategy = AllReduceStrategy()
+        self.rank = self._strategy.rank
+        self.versions = {
+            "TensorFlow": tf.__version__,
+            "Keras": keras.__version__,
+            "dtk": __version__,
+        }
+
+    def build(self, task: str) -> tuple[int, dict[str, Turn | str]]:
+        """See `peers.turns.Member`."""
+        keras.utils.clear_session()
+        count = bytes_of(task)
+        if count:
+            return 0, {"allreduce": AllReduce(count, self._setting, self._strategy).turn}
+        contenders = [
+            Together(PROBLEMS[task], self._setting, self._strategy, exchange)
+            for exchange in self._setting.exchanges
+        ]
+        return contenders[0].model.count_params(), {one.name: one.turn for one in contenders}

@@ -1,0 +1,110 @@
+"""How the seats of a world of `dtk bench` are started, by what joins its ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+
+from dtk.bench import seat
+from dtk.cluster import Host
+from dtk.errors import ClusterError, CommunicatorError
+from dtk.launch import COMMUNICATORS, Process, job_options, plan, ssh
+
+MPI = "horovod-mpi"
+LAUNCHERS = (*COMMUNICATORS, MPI)
+# Their threads exchange messages all the time, also when nothing is reduced.
+BUSY = ("horovod", MPI)
+_SEAT = (sys.executable, "-m", "dtk.bench.seat")
+# A process that was stopped for as long as others had their turns is not lost.
+_PATIENT = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "86400"}
+
+Survey = Callable[[str, int], ssh.Facts]
+
+
+def check(launcher: str, hosts: Sequence[Host]) -> None:
+    """Raise ClusterError or CommunicatorError unless ranks can be started so."""
+    if launcher not in LAUNCHERS:
+        expected = f"{', '.join(LAUNCHERS[:-1])} or {LAUNCHERS[-1]}"
+        raise ClusterError(f"--communicator {launcher}: unknown, expected {expected}")
+    if launcher != MPI:
+        job_options.check_communicator(launcher)
+        return
+    job_options.check_communicator("horovod")
+    check_mpirun(hosts)
+
+
+def check_mpirun(hosts: Sequence[Host]) -> None:
+    """Raise ClusterError or CommunicatorError unless `mpirun` can start processes here."""
+    if hosts:
+        raise ClusterError(
+            f"what mpirun starts ({MPI}, mpi4py) is measured on this machine only; leave --hosts "
+            "out"
+        )
+    if shutil.which("mpirun") is None:
+        raise CommunicatorError(
+            "no mpirun: install Debian's openmpi-bin and libopenmpi-dev, then `dtk install-horovod`"
+        )
+
+
+def place(
+    launcher: str, command: Sequence[str], workers: int, hosts: Sequence[Host], survey: Survey
+) -> list[Process]:
+    """What to start for a world, so that every rank gets its share of the cores.
+
+    Args:
+        launcher: One of LAUNCHERS.
+        command: What sits in every seat.
+        workers: How many seats.
+        hosts: Where; this machine when empty.
+        survey: See `dtk.launch.plan`.
+    """
+    sits = [*_SEAT, *command]
+    kind = "horovod" if launcher in BUSY else launcher
+    facts: dict[str, ssh.Facts] = {}
+
+    def noted(host: str, ports: int) -> ssh.Facts:
+        facts[host] = survey(host, ports)
+        return facts[host]
+
+    planned = plan(sits, workers, hosts=hosts, communicator=kind, survey=noted)
+    if launcher == MPI:
+        return [_mpirun(planned)]
+    return [
+        dataclasses.replace(
+            one, env={**one.env, **_PATIENT, **_for_torch(one, planned, facts[one.host].interface)}
+        )
+        for one in planned
+    ]
+
+
+def _for_torch(process: Process, planned: Sequence[Process], interface: str) -> dict[str, str]:
+    """By which PyTorch's processes find each other: what its own launcher sets, and Gloo reads."""
+    env = {"RANK": str(process.rank), "WORLD_SIZE": str(len(planned))}
+    host, _, port = planned[0].address.rpartition(":")
+    if port:
+        env |= {"MASTER_ADDR": host.strip("[]"), "MASTER_PORT": port}
+    if interface:
+        # By the name a host gives itself Gloo may find no address, or one of loopback.
+        env["GLOO_SOCKET_IFNAME"] = interface
+    return env
+
+
+def _mpirun(planned: Sequence[Process]) -> Process:
+    """One process that starts them all, with what every rank has of the cores."""
+    shares = {
+        name: value
+        for name, value in planned[0].env.items()
+        if not name.startswith(("HOROVOD_", "DTK_"))
+    }
+    # Seats bind themselves, to the parts that `dtk run` would give them.
+    shares[seat.CORES] = json.dumps([one.cores for one in planned])
+    argv = ["mpirun", "--oversubscribe", "--bind-to", "none"]
+    if os.geteuid() == 0:
+        argv.append("--allow-run-as-root")
+    # A rank that waits must not keep the others from computing.
+    argv += ["--mca", "mpi_yield_when_idle", "1", "-np", str(len(planned)), *planned[0].argv]
+    return Process("mpirun", "worker", 0, "localhost", tuple(argv), shares)

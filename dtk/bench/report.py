@@ -1,0 +1,296 @@
+"""Tables of what was measured: pure functions of results. No TensorFlow here."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from dtk.bench.results import Reading, Results, apart, in_step
+from dtk.bench.setting import block_of, bytes_of
+
+Contenders = Mapping[str, Sequence[list[Reading]]]
+
+LIMIT = "limit"
+IN_STEP = "limit in step"
+HEADER = ("", "steps/s", "ms per step (quartiles)", "of the limit")
+OWN = "of its own"
+COUNTS = ("sent per step", "communicating")
+HEADER_ALLREDUCE = ("", "ms (quartiles)", "GB/s")
+LEGEND = "Medians over turns, of means over workers."
+_LIMIT_LEGEND = (
+    "limit: every worker trains by itself, with plain Keras, and sends nothing. Of the limit: its "
+    "time / this time, in the same round; 1 is perfect."
+)
+_IN_STEP_LEGEND = (
+    "Limit in step: an estimate of the same steps if each began when the slowest worker had ended "
+    "the one before: no way of sending spares that waiting."
+)
+_OWN_LEGEND = (
+    "A peer's own limit is its framework training by itself; of its own: that time / this time."
+)
+_BLOCK_LEGEND = (
+    "block:ROWS: block momentum; a turn of it is of whole blocks, and so may have more steps."
+)
+_COMPARED = "saved / this"
+
+
+def table(results: Results, task: str, saved: Results | None = None) -> list[tuple[str, ...]]:
+    """The table of one task: a header, then a row for each contender.
+
+    Args:
+        results: What was measured.
+        task: A model, or an all-reduce.
+        saved: Another run, for one more column: the time of a step there / here.
+
+    Example:
+        >>> turns = [[Reading(0.02, 0.0, 0.0, 1.0)], [Reading(0.03, 0.0, 0.0, 1.0)]]
+        >>> table(Results(turns={"mlp": {"limit": turns}}), "mlp")[1]
+        ('limit', '40.0', '25.0 (22.5 - 27.5)', '1.00', '0 B', '0 %')
+    """
+    contenders = _with_waiting(results, task)
+    size = bytes_of(task)
+    columns = _sizes(contenders, size) if size else _trained(contenders)
+    if saved is not None:
+        columns[_COMPARED] = _compared(contenders, _with_waiting(saved, task))
+    rows = zip(contenders, *columns.values(), strict=True)
+    return [("", *columns), *rows]
+
+
+def _with_waiting(results: Results, task: str) -> Contenders:
+    """What was measured, and behind the limit what it takes when its steps wait for each other."""
+    contenders = results.turns.get(task, {})
+    limit = contenders.get(LIMIT)
+    ranks = results.setting.get("ranks", ())
+    if not limit or len(ranks) < 2 or not apart(ranks):
+        return contenders
+    others = {name: turns for name, turns in contenders.items() if name != LIMIT}
+    return {LIMIT: limit, IN_STEP: [_waiting(turn) for turn in limit], **others}
+
+
+def _waiting(turn: list[Reading]) -> list[Reading]:
+    seconds = in_step(turn)
+    part = 1 - statistics.mean(reading.seconds for reading in turn) / seconds
+    return [Reading(seconds, 0.0, part, turn[0].fit)]
+
+
+def _trained(contenders: Contenders) -> dict[str, list[str]]:
+    """Columns of a model's table, without the names."""
+    times = {name: _milliseconds(turns) for name, turns in contenders.items()}
+    columns = {
+        HEADER[1]: [
+            f"{1000 / middle:.{digits(1000 / middle)}f}" for _, middle, _ in times.values()
+        ],
+        HEADER[2]: [_with_quartiles(found) for found in times.values()],
+        HEADER[3]: [_ratio(turns, contenders.get(LIMIT)) for turns in contenders.values()],
+    }
+    own = [_ratio(turns, contenders.get(own_limit(name))) for name, turns in contenders.items()]
+    if any(own):
+        columns[OWN] = own
+    columns[COUNTS[0]] = [_known(turns, "sent", size) for turns in contenders.values()]
+    columns[COUNTS[1]] = [
+        _known(turns, "communicating", lambda part: f"{100 * part:.0f} %")
+        for turns in contenders.values()
+    ]
+    return columns
+
+
+def _sizes(contenders: Contenders, count: int) -> dict[str, list[str]]:
+    """Columns of an all-reduce's table, without the names."""
+    times = [_milliseconds(turns) for turns in contenders.values()]
+    return {
+        HEADER_ALLREDUCE[1]: [_with_quartiles(found) for found in times],
+        HEADER_ALLREDUCE[2]: [f"{count / middle / 1e6:.3g}" for _, middle, _ in times],
+    }
+
+
+def own_limit(name: str) -> str:
+    """The contender that is a peer's own limit; one of dtk's has none.
+
+    Example:
+        >>> own_limit("torch ddp fp16")
+        'torch limit'
+    """
+    return f"{name.split()[0]} {LIMIT}"
+
+
+def _milliseconds(turns: Sequence[list[Reading]]) -> tuple[float, ...]:
+    return quartiles([1000 * seconds for seconds in means(turns, "seconds")])
+
+
+def _with_quartiles(found: Sequence[float]) -> str:
+    low, middle, high = (f"{value:.{digits(found[1])}f}" for value in found)
+    return f"{middle} ({low} - {high})"
+
+
+def digits(value: float) -> int:
+    """Behind the point, so that three or four count.
+
+    Example:
+        >>> digits(25.0), digits(1.5), digits(0.0123)
+        (1, 2, 4)
+    """
+    return 1 if value >= 10 else 2 - math.floor(math.log10(value)) if value > 0 else 1
+
+
+def _ratio(turns: Sequence[list[Reading]], limit: Sequence[list[Reading]] | None) -> str:
+    return "" if limit is None else f"{statistics.median(of_the_limit(turns, limit)):.2f}"
+
+
+def _known(turns: Sequence[list[Reading]], what: str, write: Callable[[float], str]) -> str:
+    """The median of what may not be known."""
+    if any(getattr(reading, what) is None for turn in turns for reading in turn):
+        return ""
+    return write(statistics.median(means(turns, what)))
+
+
+def _compared(contenders: Contenders, earlier: Contenders) -> list[str]:
+    return [
+        f"{ratio(earlier[name], turns):.2f}" if name in earlier else ""
+        for name, turns in contenders.items()
+    ]
+
+
+def bars(results: Results, task: str) -> dict[str, tuple[float, ...]]:
+    """For a plot: quartiles of the ratio to the limit; of milliseconds where there is none."""
+    contenders = _with_waiting(results, task)
+    if not has_limit(results, task):
+        return {name: _milliseconds(turns) for name, turns in contenders.items()}
+    limit = contenders[LIMIT]
+    return {name: quartiles(of_the_limit(turns, limit)) for name, turns in contenders.items()}
+
+
+def has_limit(results: Results, task: str) -> bool:
+    """Whether there is a ratio to it."""
+    return LIMIT in results.turns[task]
+
+
+def unit(results: Results, task: str) -> str:
+    """Of `bars`."""
+    return (
+        "speed, of the limit (bar: median, line: quartiles)" if has_limit(results, task) else "ms"
+    )
+
+
+def means(turns: Sequence[list[Reading]], what: str) -> list[float]:
+    """Of each turn, the mean over its ranks of one number."""
+    return [statistics.mean(getattr(reading, what) for reading in turn) for turn in turns]
+
+
+def of_the_limit(turns: Sequence[list[Reading]], limit: Sequence[list[Reading]]) -> list[float]:
+    """Of each round, the limit's time / this time.
+
+    Within a round, because whatever else the machine did then fell on both alike.
+    """
+    pairs = zip(means(limit, "seconds"), means(turns, "seconds"), strict=True)
+    return [least / this for least, this in pairs]
+
+
+def ratio(earlier: Sequence[list[Reading]], turns: Sequence[list[Reading]]) -> float:
+    """The median time of a step in an earlier run / in this one: above 1, this is faster."""
+    before, now = (statistics.median(means(many, "seconds")) for many in (earlier, turns))
+    return before / now
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, ...]:
+    """Lower quartile, median, upper quartile, never beyond what was measured.
+
+    Example:
+        >>> quartiles([3.0, 1.0, 2.0]), quartiles([4.0])
+        ((1.5, 2.0, 2.5), (4.0, 4.0, 4.0))
+    """
+    if len(values) == 1:
+        return (values[0],) * 3
+    return tuple(statistics.quantiles(values, n=4, method="inclusive"))
+
+
+def size(count: float) -> str:
+    """Bytes, to three digits or more.
+
+    Example:
+        >>> size(0), size(999), size(42_049_576), size(1_320_000)
+        ('0 B', '999 B', '42.0 MB', '1.32 MB')
+    """
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.{2 if count < 10 * scale else 1}f} {unit}"
+    return f"{count:.0f} B"
+
+
+def title(results: Results, task: str) -> str:
+    """The model and how large it is, or what is reduced.
+
+    Example:
+        >>> title(Results(parameters={"mlp": 10512394}), "mlp"), title(Results(), "allreduce 4000")
+        ('mlp, 10.51 M parameters', 'all-reduce of 4.00 kB')
+    """
+    count = bytes_of(task)
+    if count:
+        return f"all-reduce of {size(count)}"
+    return f"{task}, {results.parameters[task] / 1e6:.2f} M parameters"
+
+
+def progress(results: Results) -> str:
+    """How far a measurement is.
+
+    Example:
+        >>> turns = {"mlp": {"limit": [[]], "collective none": []}}
+        >>> progress(Results({"rounds": 5}, turns=turns))
+        'mlp: 1 of 10 turns'
+    """
+    task, contenders = list(results.turns.items())[-1]
+    taken = sum(len(turns) for turns in contenders.values())
+    return f"{task}: {taken} of {results.setting['rounds'] * len(contenders)} turns"
+
+
+def setting(results: Results) -> str:
+    """Where and how it was measured, in a sentence."""
+    found = results.setting
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    return (
+        f"{found['workers']} workers on {_hosts(found['ranks'])}; batch {found['batch_size']} per "
+        f"worker, {found['rounds']} turns of {found['steps']} steps; {versions}"
+    )
+
+
+def _hosts(ranks: Sequence[dict[str, Any]]) -> str:
+    hosts: dict[str, set[int]] = {}
+    for rank in ranks:
+        hosts.setdefault(rank["host"], set()).update(rank["cores"])
+    cores = ", ".join(f"{host} ({len(used)} cores)" for host, used in hosts.items())
+    threads = " or ".join(map(str, sorted({rank["threads"] for rank in ranks})))
+    return f"{cores}, threads per worker: {threads}"
+
+
+def markdown(results: Results, saved: Results | None = None) -> str:
+    """Everything, as a page of Markdown tables."""
+    lines = []
+    for model in results.turns:
+        header, *rows = table(results, model, saved)
+        lines += [f"### {title(results, model)}", "", _line(header), "|---" * len(header) + "|"]
+        lines += [*map(_line, rows), ""]
+    return "\n".join([*lines, *notes(results, saved), ""])
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def notes(results: Results, saved: Results | None = None) -> list[str]:
+    """What stands below the tables: what is missing, how to read them, and the setting."""
+    lines = [f"Not measured: {name}: {why}." for name, why in results.absent.items()]
+    legend = [LEGEND]
+    if any(LIMIT in names for names in results.turns.values()):
+        legend.append(_LIMIT_LEGEND)
+    if any(IN_STEP in _with_waiting(results, task) for task in results.turns):
+        legend.append(_IN_STEP_LEGEND)
+    if any(own_limit(name) in names for names in results.turns.values() for name in names):
+        legend.append(_OWN_LEGEND)
+    if any(map(block_of, results.setting.get("exchanges", ()))):
+        legend.append(_BLOCK_LEGEND)
+    lines.append(" ".join(legend))
+    lines.append(f"Setting: {setting(results)}.")
+    if saved is not None:
+        lines.append(f"{_COMPARED}: time of a step there / here. Saved: {setting(saved)}.")
+    return lines

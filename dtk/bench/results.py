@@ -1,0 +1,121 @@
+"""What was measured, and a file of it. No TensorFlow here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dtk.bench.setting import BenchError
+
+_FORMAT = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """What one rank read in one turn.
+
+    Attributes:
+        seconds: Of a step; mean of the turn's.
+        sent: Bytes handed to the transport per step, see `Communicator.bytes_sent`; None where
+            nobody counts them.
+        communicating: Part of these steps' time in which a collective was under way, waiting for
+            slower ranks included; None where nobody knows.
+        fit: Seconds of the whole turn: also its first step, and what goes before and after.
+        steps: Seconds of each step, from the end of the one before.
+    """
+
+    seconds: float
+    sent: float | None
+    communicating: float | None
+    fit: float
+    steps: tuple[float, ...] = ()
+
+
+@dataclasses.dataclass
+class Results:
+    """All samples of a benchmark, and where they were taken.
+
+    Attributes:
+        setting: What was measured, by whom, on what, with which versions.
+        parameters: By task, of its model; 0 without one.
+        turns: By task and contender, in the order measured: turns, of a reading per rank each.
+        absent: By world or contender, why it was not measured.
+
+    Example:
+        >>> Results(parameters={"mlp": 10512394}).absent
+        {}
+    """
+
+    setting: dict[str, Any] = dataclasses.field(default_factory=dict)
+    parameters: dict[str, int] = dataclasses.field(default_factory=dict)
+    turns: dict[str, dict[str, list[list[Reading]]]] = dataclasses.field(default_factory=dict)
+    absent: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write everything to a file, as JSON."""
+        found = {"dtk bench": _FORMAT, **dataclasses.asdict(self)}
+        Path(path).write_text(json.dumps(found, indent=1) + "\n")
+
+
+def read(path: str | os.PathLike[str]) -> Results:
+    """Read what `Results.save` wrote.
+
+    Raises:
+        BenchError: It cannot be read, or is something else.
+    """
+    try:
+        found = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise BenchError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError:
+        found = None
+    saved = found.pop("dtk bench", None) if isinstance(found, dict) else None
+    if saved in range(1, _FORMAT):
+        raise BenchError(f"{path} was saved by an older dtk; measure anew with `dtk bench --json`")
+    if saved != _FORMAT:
+        raise BenchError(
+            f"{path} is not a saved benchmark; expected what `dtk bench --json FILE` writes"
+        )
+    for contenders in found["turns"].values():
+        for turns in contenders.values():
+            turns[:] = [[reading_of(known) for known in turn] for turn in turns]
+    return Results(**found)
+
+
+def reading_of(known: dict[str, Any]) -> Reading:
+    """A reading, of what JSON made of it."""
+    return Reading(**{**known, "steps": tuple(known["steps"])})
+
+
+def in_step(turn: Sequence[Reading]) -> float:
+    """Seconds of a step if each began when the slowest rank had ended the one before.
+
+    An estimate: what slows both down at the same moment did not fall on the same step of both.
+
+    Example:
+        >>> in_step([Reading(2.0, 0, 0, 9.0, (1.0, 3.0)), Reading(2.0, 0, 0, 9.0, (3.0, 1.0))])
+        3.0
+    """
+    slowest = [max(step) for step in zip(*(reading.steps for reading in turn), strict=True)]
+    own = statistics.mean(statistics.mean(reading.steps) for reading in turn)
+    # Not the steps themselves: the first of them holds what stands before it, once an epoch.
+    longer = statistics.mean(slowest) / own
+    return longer * statistics.mean(reading.seconds for reading in turn)
+
+
+def apart(ranks: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether each has cores of its own.
+
+    Where they share them, one that waits lets the slowest go on faster.
+
+    Example:
+        >>> apart([{"host": "a", "cores": [0]}, {"host": "a", "cores": [0]}])
+        False
+    """
+    used = [(rank["host"], core) for rank in ranks for core in rank["cores"]]
+    return len(set(used)) == len(used)

@@ -1,0 +1,167 @@
+"""From what `dtk bench` is asked to results: starts worlds, lets them be measured, ends them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import click
+import rich.console
+
+from dtk.bench import baselines, places, report
+from dtk.bench.measure import Measurement, WorldLost
+from dtk.bench.process_world import World, command
+from dtk.bench.results import Results
+from dtk.bench.setting import Setting
+from dtk.cluster import Host
+from dtk.errors import DtkError
+from dtk.launch import job_options, ssh
+
+_PACKAGE = "dtk.bench"
+
+
+@dataclasses.dataclass
+class Run:
+    """One run of `dtk bench`.
+
+    Attributes:
+        setting: What to measure.
+        workers: On how many.
+        hosts: Where; this machine when empty.
+        remote_shell: Reaches them.
+        results: What was found.
+        worlds: Those that were started.
+        say: Told how far it is.
+    """
+
+    setting: Setting
+    workers: int
+    hosts: tuple[Host, ...] = ()
+    remote_shell: str = ssh.DEFAULT_REMOTE_SHELL
+    results: Results = dataclasses.field(default_factory=Results)
+    worlds: list[World] = dataclasses.field(default_factory=list)
+    say: Callable[[str], None] = lambda text: None
+
+    def measure(self, communicators: tuple[str, ...], peers: tuple[str, ...]) -> int:
+        """Measure everything.
+
+        Args:
+            communicators: A world of dtk's for each.
+            peers: A world for each; one that fails is noted in the results.
+
+        Returns:
+            0, or the exit code of a world of dtk's that failed.
+        """
+        return job_options.interruptible(
+            functools.partial(self._guarded, communicators, peers),
+            "bench",
+            (world.job for world in self.worlds),
+        )
+
+    def _guarded(self, communicators: tuple[str, ...], peers: tuple[str, ...]) -> int:
+        """Measure, and leave no process behind."""
+        hurry = True
+        try:
+            with rich.console.Console(stderr=True).status("starting ...") as status:
+                self.say = status.update
+                self._start_own(communicators)
+                for name in peers:
+                    self._try_peer(name)
+                self._describe(communicators)
+                self._take_turns()
+            hurry = False
+        except WorldLost as lost:
+            click.echo(f"dtk bench: {lost}", err=True)
+            return lost.code
+        finally:
+            for world in self.worlds:
+                world.close(hurry)
+        return 0
+
+    def _start_own(self, communicators: tuple[str, ...]) -> None:
+        if self.setting.models:
+            self._start(report.LIMIT, "collective", self._command("limit"))
+        for name in communicators:
+            self._start(name, name, self._command("member"), busy=name in places.BUSY)
+
+    def _take_turns(self) -> None:
+        Measurement(
+            self.setting,
+            list(self.worlds),
+            self.results,
+            lambda: self.say(report.progress(self.results)),
+        ).run()
+
+    def _command(self, module: str) -> list[str]:
+        return command(f"{_PACKAGE}.{module}", dataclasses.asdict(self.setting))
+
+    def _try_peer(self, name: str) -> None:
+        """Start a peer, or note why not."""
+        peer = baselines.PEERS[name]
+        try:
+            self._check(name)
+            self.say(f"{name}: its environment ...")
+            python = baselines.python_of(
+                name, lambda text: click.echo(f"dtk bench: {text}", err=True)
+            )
+            sits = command(peer.module, dataclasses.asdict(self.setting), python)
+            self._start(name, peer.launcher, sits, essential=False, busy=peer.busy)
+        except DtkError as error:
+            self.results.absent[name] = str(error)
+
+    def _check(self, name: str) -> None:
+        """Raise the reason why a peer cannot be measured, before anything is installed for it."""
+        peer = baselines.PEERS[name]
+        if not peer.trains and not self.setting.allreduce:
+            raise WorldLost("trains nothing; add for example --allreduce 100MB")
+        if not peer.packages:
+            job_options.check_communicator("horovod")
+        if peer.launcher == places.MPI:
+            places.check_mpirun(self.hosts)
+
+    def _start(
+        self,
+        name: str,
+        launcher: str,
+        sits: list[str],
+        *,
+        essential: bool = True,
+        busy: bool = False,
+    ) -> None:
+        # Each host is surveyed by the interpreter that will sit there: one that has none is named.
+        survey = functools.partial(ssh.survey, remote_shell=self.remote_shell, python=sits[0])
+        self.say(f"{name}: starting ...")
+        processes = places.place(launcher, sits, self.workers, self.hosts, survey)
+        world = World(
+            name,
+            processes,
+            self.workers,
+            essential=essential,
+            busy=busy,
+            remote_shell=self.remote_shell,
+        )
+        self.worlds.append(world)
+        try:
+            world.start()
+        except DtkError:
+            if not essential:
+                self.worlds.remove(world)
+                world.close(hurry=True)
+            raise
+
+    def _describe(self, communicators: tuple[str, ...]) -> None:
+        """Note what is measured, by whom, on what and with which versions."""
+        first, *_ = self.worlds
+        here = ("host", "cores", "threads")
+        versions: dict[str, str] = {}
+        for world in self.worlds:
+            versions |= world.hello[0]["versions"]
+        self.results.setting = {
+            **dataclasses.asdict(self.setting),
+            "communicators": communicators,
+            "worlds": [world.name for world in self.worlds],
+            "workers": self.workers,
+            "ranks": [{key: hello[key] for key in here} for hello in first.hello],
+            "versions": versions,
+        }

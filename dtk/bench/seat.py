@@ -1,0 +1,81 @@
+"""Where a process of a world sits, on its host: `python -m dtk.bench.seat COMMAND`.
+
+    command line ── socket ── seat ── pipes ── the process, which takes turns
+                                └── stops and continues it
+
+Some libraries keep a thread busy while nothing is asked of them. Stopped between its turns
+(SIGSTOP) such a process leaves the cores to the others, and only its parent can do that on every
+host. The standard library alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from multiprocessing.connection import Client, Connection
+
+ADDRESS, KEY = "DTK_BENCH_ADDRESS", "DTK_BENCH_KEY"
+REST = {"rest": True}
+# What mpirun starts is bound here: a list of cores for each rank, which may be empty.
+CORES = "DTK_BENCH_CORES"
+
+
+def sit(command: list[str], line: Connection) -> int:
+    """Start a process and pass on what it is asked, until nobody asks.
+
+    Args:
+        command: What to start.
+        line: To the command line. None, or its end, ends the process.
+
+    Returns:
+        The exit code, 128 + signal if a signal ended it.
+    """
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None and process.stdout is not None
+    answer = process.stdout.readline()
+    while answer:
+        line.send(json.loads(answer))
+        request = _next(line)
+        while request == REST:
+            process.send_signal(signal.SIGSTOP)
+            # It goes on for a moment; and it may have ended, which is found out below.
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+            line.send(request)
+            request = _next(line)
+        process.send_signal(signal.SIGCONT)
+        if request is None:
+            break
+        process.stdin.write(json.dumps(request) + "\n")
+        process.stdin.flush()
+        answer = process.stdout.readline()
+    process.stdin.close()
+    code = process.wait()
+    return 128 - code if code < 0 else code
+
+
+def _next(line: Connection) -> dict[str, object] | None:
+    try:
+        request: dict[str, object] | None = line.recv()
+    except EOFError:
+        return None
+    return request
+
+
+def main() -> None:
+    """Sit down."""
+    if CORES in os.environ:
+        parts = json.loads(os.environ.pop(CORES))
+        part = parts[int(os.environ["OMPI_COMM_WORLD_LOCAL_RANK"])]
+        if part:
+            os.sched_setaffinity(0, part)
+    host, _, port = os.environ[ADDRESS].rpartition(":")
+    key = bytes.fromhex(os.environ.pop(KEY))
+    with Client((host, int(port)), authkey=key) as line:
+        sys.exit(sit(sys.argv[1:], line))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""What a checkpoint holds of a model, and whether it fits the model it is loaded into."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dtk.trainer import shared_optimizer
+from dtk.trainer.distributed_trainer import DistributedTrainer
+from dtk.trainer.replica_step import metric_variables
+
+_BETTER_WHEN_LARGER = ("acc", "auc", "precision", "recall", "f1", "fbeta", "iou", "r2", "cosine")
+
+
+_BETTER_WHEN_SMALLER = ("loss", "error", "mae", "mse", "mape", "msle", "crossentropy", "poisson")
+
+
+def better_when_larger(monitor: str, mode: str) -> bool:
+    """Whether larger values of a monitored number are better.
+
+    Raises:
+        ValueError: The mode is unknown, or the name does not tell.
+
+    Example:
+        >>> better_when_larger("val_accuracy", "auto"), better_when_larger("val_loss", "auto")
+        (True, False)
+    """
+    if mode not in ("auto", "min", "max"):
+        raise ValueError(f"mode must be 'auto', 'min' or 'max', got {mode!r}")
+    if mode != "auto":
+        return mode == "max"
+    name = monitor.lower()
+    if any(word in name for word in _BETTER_WHEN_SMALLER):
+        return False
+    if any(word in name for word in _BETTER_WHEN_LARGER):
+        return True
+    raise ValueError(f"the name {monitor!r} does not tell whether more is better; give mode")
+
+
+def describe(trainer: DistributedTrainer) -> list[list]:
+    """Path, shape and dtype of every variable a checkpoint holds, in order."""
+    variables = trainer.shared_variables()
+    return [[v.path, [int(n) for n in v.shape], str(v.dtype)] for v in variables]
+
+
+def check_same_model(saved: list, mine: list, path: Any) -> None:
+    """Compare what `describe` returned then and now.
+
+    Layers are named anew in every process, so of a path only its last word counts.
+
+    Raises:
+        ValueError: Naming the first variable that differs.
+    """
+    for (name, *shape), (own_name, *own_shape) in zip(saved, mine, strict=False):
+        if shape != own_shape or last_word(name) != last_word(own_name):
+            raise ValueError(
+                f"{path} belongs to another model: it has {name} {shape}, this model has "
+                f"{own_name} {own_shape} there; use another directory, or resume=False"
+            )
+    if len(saved) != len(mine):
+        more, where = (saved, "the checkpoint") if len(saved) > len(mine) else (mine, "this model")
+        raise ValueError(
+            f"{path} belongs to another model: only {where} has "
+            f"{more[min(len(saved), len(mine))][0]}; use another directory, or resume=False"
+        )
+
+
+def check_same_counts(saved: dict, trainer: DistributedTrainer, path: Any) -> None:
+    """Compare what has no weights: random layers, and metrics in the middle of an epoch.
+
+    Args:
+        saved: The state of a checkpoint, as it lies on disk.
+        trainer: The model that would go on from it.
+        path: The checkpoint.
+
+    Raises:
+        ValueError: Naming both counts.
+    """
+    counts = [("random layers (Dropout and the like)", "seeds", trainer.seed_states())]
+    if saved["metrics"] is not None:
+        counts.append(("variables of metrics", "metrics", metric_variables(trainer.model)))
+    for what, key, mine in counts:
+        if len(saved[key]) != len(mine):
+            raise ValueError(
+                f"{path} belongs to another model: it has {len(saved[key])} {what}, this model has "
+                f"{len(mine)}; use another directory or resume=False, and model.load_weights to "
+                "start from its weights"
+            )
+
+
+def last_word(path: str) -> str:
+    """Return the name of a variable without its folder and what stands before its last _."""
+    return path.rsplit("/", 1)[-1].rsplit("_", 1)[-1]
+
+
+def accumulators_of(trainer: DistributedTrainer) -> list:
+    """Return the variables that hold unfinished windows of gradient accumulation."""
+    optimizers = shared_optimizer.optimizers_of(trainer.model)
+    return [v for optimizer in optimizers for v in shared_optimizer.accumulators_of(optimizer)]
+
+
+def fold_accumulators(trainer: DistributedTrainer) -> None:
+    """Move unfinished gradient accumulation to rank 0: its sum there, zeros elsewhere.
+
+    The window ends with a sum over ranks, so nothing changes, and what rank 0 saves is what a
+    single process would have.
+    """
+    variables, strategy = accumulators_of(trainer), trainer.strategy
+    if not variables:
+        return
+    sums = [tf.add_n(copies_of(v, strategy)) for v in variables]
+    for variable, total in zip(variables, strategy.communicator.allreduce(sums), strict=True):
+        give_to_first(variable, total, strategy)
+
+
+def give_to_first(variable: Any, value: Any, strategy: Any) -> None:
+    """Set a per-replica variable: `value` on replica 0, zeros on the others."""
+    zeros, ranks = tf.zeros_like(value), strategy.local_ranks()
+    strategy.set_per_replica(variable, [zeros if rank else value for rank in ranks])
+
+
+def copies_of(variable: Any, strategy: Any) -> list:
+    """What this process's replicas hold of a variable."""
+    return [tf.convert_to_tensor(v) for v in strategy.experimental_local_results(variable.value)]
+
+
+def iterations_of(model: Any) -> int | None:
+    """Return how many steps the optimizer has taken; None for a model without one."""
+    optimizer = getattr(model, "optimizer", None)
+    return None if optimizer is None else int(value_of(optimizer.iterations))
+
+
+def value_of(variable: Any) -> np.ndarray:
+    """Return the value of a Keras variable as an array."""
+    return keras.ops.convert_to_tensor(variable).numpy()

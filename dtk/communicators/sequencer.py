@@ -1,0 +1,156 @@
+"""Order and account: one small variable that does both.
+
+Inside `tf.function` nothing orders two collectives by itself: TensorFlow runs whatever is ready, so
+two ranks may start them in opposite orders and wait for each other, and reusing a key needs the
+first use to be over. TensorFlow does order everything that touches the same *variable*, through
+conditionals, loops and nested functions alike. So each collective reads the variable before it
+starts and adds to it when it is over. What it adds is the number of bytes it sent, and the time it
+took:
+
+    read -> collective -> add -> read -> collective -> add -> ...
+
+which counts executions exactly, dynamic shapes included, at next to no cost.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+_FROM_0, _TO_END = np.array([0]), np.array([-1])
+
+
+class CollectiveSequencer:
+    """Runs a communicator's collectives in trace order; counts what they send and how long.
+
+    The variable holds bytes and microseconds.
+
+    Args:
+        device: Where the variable is.
+        timed: Whether to read the clock. TensorFlow reads it in trace order, whatever the ledger:
+            one that others do not wait for must not do so.
+    """
+
+    def __init__(self, device: str = "CPU:0", timed: bool = True) -> None:
+        self._timed = timed
+        self._eager_bytes = 0
+        self._eager_seconds = 0.0
+        self._device = device
+        self._lanes: dict[int, tf.Tensor] = {}
+        self._handle = lane(device)
+        with tf.init_scope(), tf.device(device):
+            tf.raw_ops.AssignVariableOp(resource=self._handle, value=tf.constant([0, 0], tf.int64))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes sent so far."""
+        return self._eager_bytes + self._counted(0)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds in collectives so far, from when this rank's values were ready."""
+        return self._eager_seconds + self._counted(1) / 1e6
+
+    def lane(self, number: int) -> tf.Tensor:
+        """A resource that orders some of a collective's parts, and lets others run beside them."""
+        if number not in self._lanes:
+            self._lanes[number] = lane(self._device)
+        return self._lanes[number]
+
+    def _counted(self, place: int) -> int:
+        with tf.init_scope():
+            return int(tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=tf.int64)[place])
+
+    def _clock(self, ready: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Seconds, once these are there."""
+        if not self._timed:
+            return tf.zeros([], tf.float64)
+        with tf.control_dependencies(ready):
+            return tf.timestamp()
+
+    def run(
+        self,
+        inputs: Sequence[tf.Tensor],
+        collective: Callable[[list[tf.Tensor]], list[tf.Tensor]],
+        sends: bool = True,
+    ) -> list[tf.Tensor]:
+        """Run a collective after every one before it.
+
+        Args:
+            inputs: One-dimensional tensors, all that the collective works on.
+            collective: Called with them.
+            sends: Whether to count `inputs` as sent.
+
+        Returns:
+            What `collective` returned.
+        """
+        if tf.executing_eagerly():
+            if sends:
+                self._eager_bytes += sum(t.shape.num_elements() * t.dtype.size for t in inputs)
+            start = time.perf_counter()
+            outputs = collective(list(inputs))
+            self._eager_seconds += time.perf_counter() - start
+            return outputs
+        # Outside the control dependencies below: TensorFlow leaves those off an op whose inputs
+        # have them already, and then loses them where the inputs are constants it folds away.
+        sent = _bytes(inputs if sends else [])
+        before = tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=tf.int64)
+        none = tf.minimum(before[:1], 0)
+        behind = [_behind(none, t) for t in inputs]
+        start = self._clock(behind)
+        outputs = collective(behind)
+        # Horovod does not mark its ops as stateful, so a result that is only waited for would be
+        # optimized away, on the ranks that do not use it. No element of it is counted here, which
+        # the optimizer cannot foresee. (An assertion would wait for those of other ledgers.)
+        flat = [o if o.shape.rank == 1 else tf.reshape(o, [-1]) for o in outputs]
+        kept = tf.add_n([tf.size(tf.slice(o, _FROM_0, none), tf.int64) for o in flat])
+        with tf.control_dependencies([kept]):
+            took = tf.cast((self._clock(outputs) - start) * 1e6, tf.int64)
+            update = tf.stack([sent + kept, took])
+            tf.raw_ops.AssignAddVariableOp(resource=self._handle, value=update)
+        return outputs
+
+
+def lane(device: str = "CPU:0") -> tf.Tensor:
+    """A resource of its own, for the graph to order ops by.
+
+    A bare resource, not a tf.Variable: whatever strategy or scope is active when it is made must
+    neither mirror nor track it. An op that touches it runs on its device.
+    """
+    with tf.init_scope(), tf.device(device):
+        return tf.raw_ops.VarHandleOp(
+            dtype=tf.int64, shape=[2], shared_name=f"dtk_lane_{uuid.uuid4().hex}"
+        )
+
+
+def _bytes(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """How many they take; a constant where all shapes are known."""
+    counts = [t.shape.num_elements() for t in tensors]
+    known = sum(count * t.dtype.size for t, count in zip(tensors, counts, strict=True) if count)
+    sizes = [
+        tf.size(t, tf.int64) * t.dtype.size
+        for t, count in zip(tensors, counts, strict=True)
+        if count is None
+    ]
+    return tf.add_n([tf.constant(known, tf.int64), *sizes])
+
+
+def _behind(none: tf.Tensor, flat: tf.Tensor) -> tf.Tensor:
+    """The same tensor, but made to depend on a value known only when the graph runs.
+
+    TensorFlow evaluates what depends on constants alone while it prepares a graph, on this rank and
+    out of order, and Horovod's ops look to it as if they could be. Control dependencies do not stop
+    it, and it looks through reshapes and placeholders. The count read is never negative, so the
+    slice below always starts at 0 (and copies nothing), but only running the graph can tell.
+
+    Args:
+        none: The count read, of shape (1,), or 0 where that is less.
+        flat: The tensor.
+    """
+    same = tf.slice(flat, none, _TO_END)
+    same.set_shape(flat.shape)
+    return same

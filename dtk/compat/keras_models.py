@@ -1,0 +1,181 @@
+"""What dtk needs to know of Keras models, and to set on them, that has no public name.
+
+keras.src.trainers.trainer       Trainer.compile (hooked while inside a scope)
+keras.src.backend.tensorflow.trainer    TensorFlowTrainer.train_step (compared with a model's)
+Model       _distribute_strategy, _make_function, _maybe_symbolic_build, _symbolic_build,
+            _initial_epoch, _compile_loss, _compile_metrics, _flatten_layers, _metrics,
+            _get_metrics_result_or_logs
+CompileLoss, CompileMetrics     _user_loss, _user_metrics, _user_weighted_metrics
+MeanMetricWrapper   _fn
+Embedding   _embeddings
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter as TFDatasetAdapter
+from keras.src.trainers.trainer import Trainer
+
+from dtk.compat.replacing import replaced
+
+
+def metrics_of(model: Any) -> list:
+    """Every metric of a model: those it lists, and others that are attributes of it."""
+    listed = [*model.metrics, *model._metrics]
+    held = [value for value in vars(model).values() if isinstance(value, keras.metrics.Metric)]
+    return list({id(metric): metric for metric in [*listed, *held]}.values())
+
+
+def takes_own_step(model: Any) -> bool:
+    """Whether a model is trained by the train step that Keras gives it."""
+    own = TensorFlowTrainer.train_step
+    return type(model).train_step is own and "train_step" not in vars(model)
+
+
+def is_kerass(function: Any) -> bool:
+    """Whether a function, class or instance of one is Keras's own, and not a script's."""
+    function = inspect.unwrap(function) if callable(function) else function
+    module = getattr(function, "__module__", None) or type(function).__module__
+    return str(module).partition(".")[0] == "keras"
+
+
+def _given(identifiers: Any, get: Callable) -> Iterator[Any]:
+    """What `compile` was given, with names looked up; wrapped functions as they are."""
+    for given in keras.tree.flatten(identifiers):
+        found = get(given) if isinstance(given, str | dict) else given
+        fn = getattr(found, "fn", None) or getattr(found, "_fn", None)
+        yield found if fn is None or not is_kerass(found) else fn
+
+
+def foreign_losses(model: Any) -> list:
+    """The losses given to `compile` that are not Keras's own."""
+    compiled = model._compile_loss
+    given = [] if compiled is None else _given(compiled._user_loss, keras.losses.get)
+    return [loss for loss in given if loss is not None and not is_kerass(loss)]
+
+
+def foreign_metrics(model: Any) -> list:
+    """The metrics of a model that are not Keras's own."""
+    compiled = model._compile_metrics
+    asked = [] if compiled is None else [compiled._user_metrics, compiled._user_weighted_metrics]
+    # "accuracy" and the like are several of Keras's; nothing is looked up by such names.
+    given = [m for m in keras.tree.flatten(asked) if m is not None and not isinstance(m, str)]
+    held = [metric for metric in metrics_of(model) if metric is not compiled]
+    return [m for m in [*_given(given, keras.metrics.get), *held] if not is_kerass(m)]
+
+
+def computes_own_loss(model: Any) -> bool:
+    """Whether Keras computes a model's loss, from what `compile` and `add_loss` were given."""
+    return type(model).compute_loss is Trainer.compute_loss
+
+
+# Models.
+
+
+@contextlib.contextmanager
+def compiles_through(before: Callable, after: Callable) -> Iterator[None]:
+    """While inside, calls stand before and after `model.compile`; in another such, the outer's.
+
+    Args:
+        before: Called with the model and its `jit_compile`.
+        after: Called with the model.
+    """
+    original = Trainer.compile
+    # Inside a scope of the same strategy nothing changes; TensorFlow refuses one of another.
+    if hasattr(original, "_dtk_scope"):
+        yield
+        return
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def compile_between(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind(self, *args, **kwargs).arguments
+        before(self, given.get("jit_compile", "auto"))
+        original(self, *args, **kwargs)
+        after(self)
+
+    compile_between._dtk_scope = True  # type: ignore[attr-defined]
+    with replaced(Trainer, compile=compile_between):
+        yield
+
+
+def owner_of(model: Any) -> Any:
+    """The strategy a model was built under; None if under none."""
+    return model._distribute_strategy
+
+
+def set_owner(model: Any, strategy: Any) -> None:
+    """Make a model belong to a strategy."""
+    model._distribute_strategy = strategy
+
+
+def build_through(model: Any, build: Callable) -> None:
+    """Make Keras call `build(iterator=None, data_batch=None)` before a model's first step.
+
+    Args:
+        model: The model.
+        build: Gets Keras's epoch iterator in `fit` and `evaluate`, a batch in single steps.
+    """
+    model._maybe_symbolic_build = build
+
+
+def build_from(model: Any, data_batch: Any) -> None:
+    """Build a model, its metrics and its optimizer from a batch or the specification of one.
+
+    A model that has a train step and no `call` is not built so: its step builds what it uses.
+    """
+    if type(model).call in (keras.Model.call, keras.layers.Layer.call):
+        return
+    try:
+        model._symbolic_build(data_batch=data_batch)
+    except Exception:
+        # Keras calls the model with the first of a batch's parts. A step of the script's own may
+        # call it with others, and says itself what is wrong where it cannot.
+        if takes_own_step(model):
+            raise
+
+
+def make_function(model: Any, step: Callable) -> Callable:
+    """Keras's loop over the batches of an iterator, around one step."""
+    return model._make_function(step)
+
+
+def layers_of(model: Any) -> list:
+    """Every layer of a model, also those inside others."""
+    return list(model._flatten_layers())
+
+
+def tables_of(model: Any) -> list:
+    """Variables of embedding layers: of those a step needs a few rows only."""
+    return [
+        layer._embeddings
+        for layer in layers_of(model)
+        if type(layer).call is keras.layers.Embedding.call and layer.built
+    ]
+
+
+def initial_epoch(model: Any) -> int | None:
+    """The epoch a callback wants `fit` to start from; None for the argument's."""
+    return model._initial_epoch
+
+
+def set_initial_epoch(model: Any, epoch: int | None) -> None:
+    """Make `fit` start from this epoch."""
+    model._initial_epoch = epoch
+
+
+def answer_once(model: Any, logs: dict) -> None:
+    """When `fit` next asks what an epoch's steps said, which is at their end, let it be this."""
+
+    def logs_of_then(latest: Any) -> dict:
+        del latest, model._get_metrics_result_or_logs
+        return logs
+
+    model._get_metrics_result_or_logs = logs_of_then

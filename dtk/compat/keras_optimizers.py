@@ -1,0 +1,73 @@
+"""Private attributes of Keras optimizers, each for itself: one that wraps another is two.
+
+Optimizer   _distribution_strategy, _all_reduce_sum_gradients, _clip_gradients,
+            _accumulated_gradients, _learning_rate,
+            _trainable_variables_indices, _trainable_variables, _var_key,
+            _var_to_optimizer_idx (of a MultiOptimizer)
+Muon        _should_use_adamw
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from keras.src.backend.common.variables import Variable as KerasVariable
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter as TFDatasetAdapter
+
+# Optimizers, each for itself: one that wraps another is two.
+
+
+def optimizer_owner(optimizer: Any) -> Any:
+    """The strategy an optimizer was made under."""
+    return optimizer._distribution_strategy
+
+
+def own_optimizer(optimizer: Any, strategy: Any) -> None:
+    """Make an optimizer belong to a strategy, and take gradients as they are: already reduced."""
+    optimizer._distribution_strategy = strategy
+    optimizer._all_reduce_sum_gradients = list
+
+
+def clip_through(optimizer: Any, around: Callable) -> None:
+    """Make an optimizer call `around(gradients, clip)` where it would call `clip(gradients)`.
+
+    With gradient accumulation that is once per window, with the window's sum.
+    """
+    clip = optimizer._clip_gradients
+    optimizer._clip_gradients = lambda gradients: around(gradients, clip)
+
+
+def trained_variables(optimizer: Any) -> list:
+    """The variables an optimizer was built for."""
+    return optimizer._trainable_variables
+
+
+def accumulated(optimizer: Any) -> list:
+    """What an optimizer sums up in an accumulation window, by variable; None where nothing."""
+    return list(getattr(optimizer, "_accumulated_gradients", []))
+
+
+def given_rate(optimizer: Any) -> Any:
+    """What an optimizer computes its learning rate with; None when the rate is a plain number."""
+    rate = optimizer._learning_rate
+    return rate if callable(rate) and not isinstance(rate, KerasVariable) else None
+
+
+def takes_adamw(muon: Any, variable: Any) -> bool:
+    """Whether a `keras.optimizers.Muon` updates a variable as AdamW does."""
+    return muon._should_use_adamw(variable)
+
+
+def index_variables(optimizer: Any) -> None:
+    """Rebuild an optimizer's look-up of its variables after their storage moved."""
+    optimizer._trainable_variables_indices = {
+        optimizer._var_key(v): i for i, v in enumerate(optimizer._trainable_variables)
+    }
+    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        optimizer._var_to_optimizer_idx = {
+            optimizer._var_key(v): i
+            for i, member in enumerate(optimizer.optimizers)
+            for v in member._trainable_variables
+        }

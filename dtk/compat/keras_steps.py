@@ -1,0 +1,165 @@
+"""Private parts of Keras that are replaced while a step is traced.
+
+Each lasts as long as the context that set it; nothing of Keras stays patched.
+
+    keras.src.losses.loss            scale_loss_for_distribution, unscale_loss_for_distribution,
+                                     reduce_weighted_values, apply_mask
+    keras.src.backend.common.variables   Variable.assign (observed)
+    keras.src.backend.tensorflow.numpy   take
+    keras.src.backend.tensorflow.nn      _compute_moments_sync
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common.variables import Variable as KerasVariable
+from keras.src.backend.tensorflow import nn as keras_nn
+from keras.src.backend.tensorflow import numpy as keras_numpy
+from keras.src.losses import loss as keras_losses
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter as TFDatasetAdapter
+
+from dtk.compat.keras_models import layers_of
+from dtk.compat.replacing import replaced
+
+# While a step is traced.
+
+
+def losses_through(scale: Callable, unscale: Callable, weigh: Callable) -> Any:
+    """A context in which Keras's losses call these functions instead of its own.
+
+    Each gets what Keras's own gets, and that one as the keyword `original`.
+
+    Args:
+        scale: Makes of a replica's loss its part of the global loss.
+        unscale: Makes of that part the replica's loss again, for trackers.
+        weigh: Weighs and reduces the losses of rows.
+    """
+    return replaced(
+        keras_losses,
+        scale_loss_for_distribution=functools.partial(
+            scale, original=keras_losses.scale_loss_for_distribution
+        ),
+        unscale_loss_for_distribution=functools.partial(
+            unscale, original=keras_losses.unscale_loss_for_distribution
+        ),
+        reduce_weighted_values=functools.partial(
+            weigh, original=keras_losses.reduce_weighted_values
+        ),
+    )
+
+
+def masked_weight(sample_weight: Any, mask: Any, dtype: Any, reduction: str) -> Any:
+    """The weight that Keras gives each row or element under a mask."""
+    return keras_losses.apply_mask(sample_weight, mask, dtype=dtype, reduction=reduction)
+
+
+def assigns_through(observe: Callable[[Any], None]) -> Any:
+    """A context in which `observe(variable)` is told of every Keras variable that is assigned."""
+    assign = KerasVariable.assign
+
+    @functools.wraps(assign)
+    def observed(self: Any, value: Any) -> Any:
+        observe(self)
+        return assign(self, value)
+
+    return replaced(KerasVariable, assign=observed)
+
+
+@contextlib.contextmanager
+def means_through(update: Callable) -> Iterator[None]:
+    """A context in which `keras.metrics.Mean` and `Sum` are updated by this instead.
+
+    Args:
+        update: Called as `update(metric, values, sample_weight, original=...)`.
+    """
+
+    def updated(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def through(self: Any, values: Any, sample_weight: Any = None) -> Any:
+            return update(self, values, sample_weight, original=original)
+
+        return through
+
+    mean, total = keras.metrics.Mean, keras.metrics.Sum
+    with (
+        replaced(mean, update_state=updated(mean.update_state)),
+        replaced(total, update_state=updated(total.update_state)),
+    ):
+        yield
+
+
+def tapes_through(differentiate: Callable) -> Any:
+    """A context in which `tf.GradientTape.gradient` is this instead.
+
+    Args:
+        differentiate: Called as `differentiate(tape, target, sources, output_gradients,
+            original=..., **other arguments)`.
+    """
+    original = tf.GradientTape.gradient
+
+    @functools.wraps(original)
+    def through(
+        self: Any, target: Any, sources: Any, output_gradients: Any = None, *args: Any, **more: Any
+    ) -> Any:
+        if args:  # given by position
+            more["unconnected_gradients"] = args[0]
+        return differentiate(self, target, sources, output_gradients, original=original, **more)
+
+    return replaced(tf.GradientTape, gradient=through)
+
+
+@contextlib.contextmanager
+def results_through(metrics: Sequence, result: Callable) -> Iterator[None]:
+    """A context in which these metrics return `result(metric, original)` as their results.
+
+    In another such, the outer one's.
+    """
+    replaced = [metric for metric in metrics if "result" not in vars(metric)]
+    for metric in replaced:
+        replacement = functools.partial(result, metric, metric.result)
+        object.__setattr__(metric, "result", replacement)
+    try:
+        yield
+    finally:
+        for metric in replaced:
+            object.__delattr__(metric, "result")
+
+
+@contextlib.contextmanager
+def all_synchronized(model: Any) -> Iterator[None]:
+    """A context in which every batch normalization of a model is that of all replicas."""
+    layers = [
+        layer
+        for layer in layers_of(model)
+        if isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized
+    ]
+    for layer in layers:
+        layer.synchronized = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.synchronized = False
+
+
+def takes_through(take: Callable) -> Any:
+    """A context in which `keras.ops.take` calls `take(x, indices, axis, original)`."""
+    original = keras_numpy.take
+
+    @functools.wraps(original)
+    def replacement(x: Any, indices: Any, axis: int | None = None) -> Any:
+        return take(x, indices, axis, original)
+
+    return replaced(keras_numpy, take=replacement)
+
+
+def moments_through(moments: Callable) -> Any:
+    """A context in which synchronized layers call `moments(x, axes, keepdims, original=...)`."""
+    original = keras_nn._compute_moments_sync
+    return replaced(keras_nn, _compute_moments_sync=functools.partial(moments, original=original))

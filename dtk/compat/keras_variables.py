@@ -1,0 +1,51 @@
+"""The TensorFlow variable behind a Keras variable, and a Keras variable that is part of another.
+
+Variable    _value, _path, _initialize, _initialize_with_initializer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter as TFDatasetAdapter
+
+from dtk.compat import tf_variables
+
+# Variables.
+
+
+def stored(variable: Any) -> Any:
+    """The TensorFlow variable behind a Keras variable, whatever scope is open."""
+    return variable._value
+
+
+def move_variable(variable: Any) -> None:
+    """Give a Keras variable new storage, made in the current scope, with the value it has."""
+    if variable._value is not None and not tf_variables.is_distributed(variable._value):
+        variable._initialize(variable._value.numpy())
+
+
+class Part(keras.Variable):
+    """One part of a partitioned variable, as an optimizer sees it.
+
+    Args:
+        whole: The Keras variable. Optimizers decide by its path what they do to a part.
+        index: Which part.
+    """
+
+    def __init__(self, whole: Any, index: int):
+        self.whole = whole
+        self._part = (tf_variables.shards_of(whole._value) or ())[index]
+        super().__init__(
+            initializer=lambda shape, dtype: None,
+            shape=self._part.shape,
+            dtype=whole.dtype,
+            name=f"{whole.name}_part_{index}",
+        )
+        self._path = whole.path
+        self.constraint = whole.constraint
+
+    def _initialize_with_initializer(self, initializer: Callable) -> None:
+        self._value = self._part

@@ -1,0 +1,22 @@
+"""Replace attributes of a module or class for as long as a context lasts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter as TFDatasetAdapter
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, **replacements: Any) -> Iterator[None]:
+    """While inside, attributes of a module or class are others."""
+    before = {name: getattr(owner, name) for name in replacements}
+    for name, replacement in replacements.items():
+        setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        for name, original in before.items():
+            setattr(owner, name, original)

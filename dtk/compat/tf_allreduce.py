@@ -1,0 +1,205 @@
+"""How an all-reduce strategy of TensorFlow's makes variables, reduces values and splits data.
+
+A `tf.distribute.Strategy` is a thin public face over an "extended" object that decides how
+variables are made, how values are reduced and how datasets are split. dtk derives its own from
+TensorFlow's one-device one and overrides only what moves bytes between ranks.
+
+    tensorflow.python.distribute.distribute_lib         ReplicaContext, InputContext, ValueContext
+    tensorflow.python.distribute.distribute_utils       create_mirrored_variable,
+        VARIABLE_POLICY_MAPPING
+    tensorflow.python.distribute.one_device_strategy    OneDeviceExtended
+        ._create_variable, ._call_for_each_replica, ._reduce_to, ._batch_reduce_to,
+        ._gather_to_implementation, ._replica_ctx_all_reduce, ._use_merge_call,
+        ._num_replicas_in_sync, ._get_local_replica_id, ._experimental_distribute_dataset,
+        ._distribute_datasets_from_function, ._experimental_distribute_values_from_function
+    Variable._distribute_strategy
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute import (
+    distribute_lib,
+    distribute_utils,
+    one_device_strategy,
+)
+
+from dtk.communicators.base import Communicator
+from dtk.compat.tf_datasets import PerRankDataset
+from dtk.compat.tf_replicas import all_reduce, if_present, is_whole
+from dtk.compat.tf_variables import VARIABLE_CLASSES, local_value
+from dtk.input import digests, slicing
+from dtk.input.pipelines import in_time, read_ahead
+
+
+class AllReduceExtended(one_device_strategy.OneDeviceExtended):
+    """One process is one replica; values are reduced over a communicator.
+
+    Args:
+        container_strategy: The strategy this extends.
+        device: Where this replica computes, such as "/cpu:0" or "/gpu:0".
+        communicator: How bytes move.
+    """
+
+    def __init__(self, container_strategy: Any, device: str, communicator: Communicator):
+        super().__init__(container_strategy, device)
+        self._communicator = communicator
+        self._reads_are_local = False
+        self._told: Callable[[tf.Tensor], None] | None = None
+
+    # World shape.
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return 1 if is_whole() else self._communicator.size
+
+    def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
+        return 0
+
+    def _use_merge_call(self) -> bool:
+        # Reductions are plain graph ops, legal inside tf.cond and tf.while_loop. This alone makes
+        # gradient accumulation and steps_per_execution > 1 work.
+        return False
+
+    # Who writes, for scripts that ask TensorFlow. The evaluator has no rank, and trains nothing.
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this is rank 0."""
+        return self._communicator.rank == 0 and not self._container_strategy().is_evaluator
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this is rank 0."""
+        return self.should_checkpoint
+
+    # Variables: plain ones, equal on all ranks by induction. Only those that are summed when read
+    # (Keras's metric state) need a class of their own.
+
+    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
+        if kwargs.get("synchronization") != tf.VariableSynchronization.ON_READ:
+            return super()._create_variable(next_creator, **kwargs)
+        kwargs.pop("colocate_with", None)
+
+        def create_one(**inner: Any) -> list:
+            with tf.device(self._device):
+                return [next_creator(**inner)]
+
+        return distribute_utils.create_mirrored_variable(
+            self._container_strategy(),
+            create_one,
+            VARIABLE_CLASSES,
+            distribute_utils.VARIABLE_POLICY_MAPPING,
+            **kwargs,
+        )
+
+    def variable_created_in_scope(self, v: Any) -> bool:
+        """Plain variables belong to every strategy: models may be built outside the scope."""
+        owner = getattr(v, "_distribute_strategy", None)
+        return owner is None or owner is self._container_strategy()
+
+    def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
+        if not self.variable_created_in_scope(colocate_with_variable):
+            raise ValueError(
+                f"variable {colocate_with_variable.name!r} belongs to another strategy; create the "
+                "model and its optimizer under the strategy that trains them"
+            )
+
+    # Running and reducing.
+
+    def _call_for_each_replica(self, fn: Callable, args: Any, kwargs: Any) -> Any:
+        replica = distribute_lib.ReplicaContext(self._container_strategy(), self._communicator.rank)
+        with tf.device(self._device), replica:
+            return fn(*args, **kwargs)
+
+    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        del options
+        if is_whole():
+            return value
+        return all_reduce(self._communicator, reduce_op, if_present(value))
+
+    def all_reduce_max(self, tensors: list) -> list:
+        """The largest over the replicas; call in a replica context."""
+        return self._communicator.allreduce(if_present(tensors), "max")
+
+    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+        del destinations, options
+        value = tf.nest.map_structure(local_value, value)
+        if self._reads_are_local:
+            return tf.nest.map_structure(tf.convert_to_tensor, value)
+        return self._replica_ctx_all_reduce(reduce_op, value)
+
+    def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> Any:
+        del options
+        return self._replica_ctx_all_reduce(
+            reduce_op, [local_value(value) for value, _ in value_destination_pairs]
+        )
+
+    def _gather_to_implementation(
+        self, value: Any, destinations: Any, axis: Any, options: Any
+    ) -> Any:
+        del destinations, options
+        return self.gather(value, axis)
+
+    def gather(self, value: Any, axis: int = 0) -> Any:
+        """Concatenate `value` of all replicas along `axis`, in rank order."""
+        value = tf.convert_to_tensor(local_value(value))
+        if axis == 0:
+            return self._communicator.allgather(value)
+        order = [axis, *(d for d in range(value.shape.rank) if d != axis)]
+        back = [order.index(d) for d in range(value.shape.rank)]
+        gathered = self._communicator.allgather(tf.transpose(value, order))
+        return tf.transpose(gathered, back)
+
+    @contextlib.contextmanager
+    def local_reads(self) -> Iterator[None]:
+        """Inside, reading a summed-on-read variable communicates nothing.
+
+        For code that runs on one rank only, such as a checkpoint writer.
+        """
+        before, self._reads_are_local = self._reads_are_local, True
+        try:
+            yield
+        finally:
+            self._reads_are_local = before
+
+    # Data.
+
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        del options
+        if self._communicator.size == 1:
+            return in_time(dataset)
+        ranks, size = (self._communicator.rank,), self._communicator.size
+        if self._told is not None:
+            cut_one = digests.with_digest(lambda batch: slicing.cut_exactly(batch, ranks, size)[0])
+            local = read_ahead(slicing.mapped(dataset.enumerate(), cut_one))
+            return PerRankDataset(local, whole=dataset, told=self._told)
+        cut = slicing.cut_dataset_exactly(dataset, ranks, self._communicator.size)
+        only = tf.autograph.experimental.do_not_convert(lambda *parts: parts[0])
+        return PerRankDataset(read_ahead(cut.map(only)), whole=dataset)
+
+    @contextlib.contextmanager
+    def batches_told_to(self, told: Callable[[tf.Tensor], None]) -> Iterator[None]:
+        """Inside, datasets are distributed that tell the digest of each batch they are read of."""
+        self._told = told
+        try:
+            yield
+        finally:
+            self._told = None
+
+    def _distribute_datasets_from_function(self, dataset_fn: Callable, options: Any) -> Any:
+        del options
+        size, rank = self._communicator.size, self._communicator.rank
+        input_context = distribute_lib.InputContext(
+            num_input_pipelines=size, input_pipeline_id=rank, num_replicas_in_sync=size
+        )
+        return PerRankDataset(in_time(dataset_fn(input_context)), whole=None)
+
+    def _experimental_distribute_values_from_function(self, value_fn: Callable) -> Any:
+        return value_fn(
+            distribute_lib.ValueContext(self._communicator.rank, self._communicator.size)
+        )

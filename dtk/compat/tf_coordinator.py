@@ -1,0 +1,51 @@
+"""Threads that TensorFlow keeps for the workers of a parameter-server job.
+
+tensorflow.python.distribute.coordinator
+    cluster_coordinator.ClusterCoordinator._cluster (.schedule), ._is_worker_failure
+    coordinator_context.get_current_dispatch_context
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute.coordinator import cluster_coordinator, coordinator_context
+
+
+def employ(strategy: Any, work: Callable[[], None], count: int) -> None:
+    """Run a Python function `count` times on the threads that TensorFlow keeps for its workers.
+
+    TensorFlow calls it under the worker's device. When it raises because the worker is lost,
+    TensorFlow waits until the worker is back, rebuilds its resources, and calls it again.
+    """
+    cluster = tf.distribute.coordinator.ClusterCoordinator(strategy)._cluster
+    for _ in range(count):
+        cluster.schedule(work, args=None, kwargs=None)
+
+
+def hush_coordinator() -> None:
+    """Keep TensorFlow's account of a lost worker, several pages of it, off the screen.
+
+    dtk says in one line who is lost, and raises what ends the job.
+    """
+
+    def needed(record: logging.LogRecord) -> bool:
+        return os.path.basename(record.pathname) != os.path.basename(cluster_coordinator.__file__)
+
+    tf.get_logger().addFilter(needed)
+
+
+def current_worker() -> int:
+    """Index of the worker whose thread this is; call in what `employ` runs."""
+    return int(coordinator_context.get_current_dispatch_context().worker_index)
+
+
+def worker_is_lost(error: Exception) -> bool:
+    """Whether TensorFlow takes an error for the loss of a worker, and will wait for its return."""
+    if isinstance(error, tf.errors.CancelledError) and "/job:" in str(error):
+        return True
+    return bool(cluster_coordinator._is_worker_failure(error))

@@ -1,0 +1,124 @@
+"""What a rank reads: a dataset that Keras takes to be distributed already.
+
+tensorflow.python.distribute.distribute_utils       regroup
+tensorflow.python.distribute.input_lib              DistributedDataset (its name)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute import (
+    distribute_utils,
+    input_lib,
+)
+
+
+def regroup(parts: tuple) -> Any:
+    """One structure per replica -> one structure of per-replica values."""
+    return distribute_utils.regroup(parts, always_wrap=True)
+
+
+class PerRankDataset(input_lib.DistributedDataset):
+    """What a rank reads: a dataset of local batches that `fit` must not cut again.
+
+    Keras recognises it by the name of its base class, of which nothing else is used.
+
+    Args:
+        local: Dataset of this rank's rows (a tuple of parts if a process holds several replicas).
+        whole: The dataset of global batches it was cut from; None when every rank has a pipeline of
+            its own and only the sum over ranks tells how many rows a global batch has.
+        regrouped: Whether elements of `local` are tuples of parts, which a custom loop gets as
+            per-replica values.
+        told: Called with the digest of each batch that is read; `local` has pairs then, of rows and
+            digests.
+    """
+
+    def __init__(
+        self,
+        local: tf.data.Dataset,
+        whole: tf.data.Dataset | None,
+        regrouped: bool = False,
+        told: Callable[[tf.Tensor], None] | None = None,
+    ):
+        self.local = local
+        self.whole = whole
+        self._regrouped = regrouped
+        self._told = told
+
+    @property
+    def element_spec(self) -> Any:
+        """Specification of a local element."""
+        return self.local.element_spec
+
+    @property
+    def cardinality(self) -> tf.Tensor:
+        """Batches in an epoch; a property, as in `tf.distribute.DistributedDataset`."""
+        return self.local.cardinality()
+
+    def map(self, function: Callable) -> PerRankDataset:
+        """Apply a function to every batch; Keras does so to turn class weights into row weights."""
+        whole = None if self.whole is None else self.whole.map(function)
+        return PerRankDataset(self.local.map(function), whole, self._regrouped)
+
+    def prefetch(self, count: int) -> PerRankDataset:
+        """Keep batches ready."""
+        return PerRankDataset(self.local.prefetch(count), self.whole, self._regrouped)
+
+    def __len__(self) -> int:
+        return len(self.local)
+
+    def __iter__(self) -> Any:
+        if self._told is not None:
+            return self._telling(self._told)
+        return map(regroup, self.local) if self._regrouped else iter(self.local)
+
+    def _telling(self, told: Callable[[tf.Tensor], None]) -> Iterator[Any]:
+        for rows, digest in self.local:
+            told(digest)
+            yield rows
+
+    def reduce(self, initial_state: Any, reduce_func: Any) -> Any:
+        """As `tf.data.Dataset.reduce`; what `for` becomes inside a `tf.function`."""
+        if not self._regrouped:
+            return self.local.reduce(initial_state, reduce_func)
+        return self.local.reduce(
+            initial_state, lambda state, parts: reduce_func(state, regroup(parts))
+        )
+
+    @property
+    def _type_spec(self) -> Any:
+        return PerRankDatasetSpec(tf.data.DatasetSpec(self.local.element_spec), self._regrouped)
+
+
+class PerRankDatasetSpec(tf.TypeSpec):
+    """Lets a `PerRankDataset` be an argument of a `tf.function`.
+
+    Args:
+        local: Specification of the dataset of this rank's rows.
+        regrouped: As in `PerRankDataset`.
+    """
+
+    def __init__(self, local: tf.data.DatasetSpec, regrouped: bool):
+        self._local = local
+        self._regrouped = regrouped
+
+    @property
+    def value_type(self) -> type:
+        """What it specifies."""
+        return PerRankDataset
+
+    def _serialize(self) -> tuple:
+        return self._local, self._regrouped
+
+    @property
+    def _component_specs(self) -> Any:
+        return self._local
+
+    def _to_components(self, value: PerRankDataset) -> Any:
+        return value.local
+
+    def _from_components(self, components: Any) -> PerRankDataset:
+        return PerRankDataset(components, None, self._regrouped)

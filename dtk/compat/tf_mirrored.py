@@ -1,0 +1,162 @@
+"""How a mirrored strategy of TensorFlow's makes variables, reduces values and splits data.
+
+tensorflow.python.distribute.mirrored_strategy      MirroredExtended (the methods of
+    OneDeviceExtended listed in `tf_allreduce`, ._num_replicas_in_sync)
+tensorflow.python.distribute.distribute_lib         StrategyExtendedV2._replica_ctx_all_reduce
+tensorflow.python.framework.auto_control_deps_utils   register_read_only_resource_op
+Strategy._collective_key_base
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute import (
+    distribute_lib,
+    mirrored_strategy,
+    values,
+)
+from tensorflow.python.framework import auto_control_deps_utils
+
+from dtk.communicators import collective
+from dtk.communicators.base import Communicator
+from dtk.compat.tf_datasets import PerRankDataset
+from dtk.compat.tf_replicas import all_reduce, if_present, is_whole, op_name, replica_index
+from dtk.compat.tf_variables import MirroredVariable, SyncOnReadVariable, components
+from dtk.input import slicing
+from dtk.input.pipelines import in_time, read_ahead
+
+
+class MirroredExtended(mirrored_strategy.MirroredExtended):
+    """Several devices of one process, with TensorFlow's own mirrored variables.
+
+    TensorFlow's strategy reduces by merging its replica threads, which cannot stand inside
+    `tf.cond` or `tf.while_loop`: gradient accumulation, loss scaling and several steps per
+    execution fail. Here each replica calls collective ops, as a rank does between processes.
+
+    Args:
+        container_strategy: The strategy this extends.
+        devices: Device names.
+    """
+
+    def __init__(self, container_strategy: Any, devices: Sequence[str]):
+        # TensorFlow numbers the device groups of a process from here; strategies must not share.
+        container_strategy._collective_key_base = id(container_strategy) % 2**30
+        super().__init__(container_strategy, devices=devices)
+        # Replicas share lookup tables. Looking up changes nothing, but TensorFlow has to be told,
+        # or it makes one replica's step wait for the end of the other's.
+        for op in ("LookupTableFindV2", "LookupTableSizeV2"):
+            auto_control_deps_utils.register_read_only_resource_op(op)
+        # Groups of other strategies in this process must have other keys.
+        self._replicas = collective.replicas(self._devices, group=id(container_strategy))
+
+    def _use_merge_call(self) -> bool:
+        return False
+
+    def replica_communicator(self) -> Communicator:
+        """The running replica's view of its peers."""
+        return self._replicas[replica_index()]
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return 1 if is_whole() else super()._num_replicas_in_sync
+
+    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        if is_whole():
+            return value
+        if tf.executing_eagerly():
+            # Eager replicas take turns, so a collective op would wait for ever: merge them.
+            return distribute_lib.StrategyExtendedV2._replica_ctx_all_reduce(
+                self, reduce_op, if_present(value), options
+            )
+        return all_reduce(self.replica_communicator(), reduce_op, if_present(value))
+
+    def all_reduce_max(self, tensors: list) -> list:
+        """The largest over the replicas; call in a replica context."""
+        tensors = if_present(tensors)
+        if not tf.executing_eagerly():
+            return self.replica_communicator().allreduce(tensors, "max")
+
+        def largest(_: Any, merged: list) -> list:
+            return [tf.reduce_max(components(value), axis=0) for value in merged]
+
+        return tf.distribute.get_replica_context().merge_call(largest, args=(tensors,))
+
+    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
+        # Each replica updates its own copy with the same value. TensorFlow's aggregation on
+        # assignment would merge threads, and has nothing left to do.
+        if kwargs.get("synchronization") != tf.VariableSynchronization.ON_READ:
+            kwargs["aggregation"] = tf.VariableAggregation.NONE
+        made = super()._create_variable(next_creator, **kwargs)
+        # TensorFlow asks nobody which class it should be. One without copies stays what it is.
+        if isinstance(made, values.MirroredVariable):
+            made.__class__ = MirroredVariable
+        elif isinstance(made, values.SyncOnReadVariable):
+            made.__class__ = SyncOnReadVariable
+        return made
+
+    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+        # Outside replicas everything is at hand: add it up here instead of launching collectives.
+        del destinations, options
+        return tf.nest.map_structure(lambda v: _reduce_components(reduce_op, v, self), value)
+
+    def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> Any:
+        del options
+        return [_reduce_components(reduce_op, value, self) for value, _ in value_destination_pairs]
+
+    def _gather_to_implementation(
+        self, value: Any, destinations: Any, axis: Any, options: Any
+    ) -> Any:
+        del destinations, options
+        if isinstance(value, values.DistributedValues):
+            return tf.concat(value.values, axis)
+        return value
+
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        del options
+        size = self._num_replicas_in_sync
+        if size == 1:
+            return in_time(dataset)
+        cut = slicing.cut_dataset_exactly(dataset, range(size), size)
+        return PerRankDataset(read_ahead(cut), whole=dataset, regrouped=True)
+
+    def _distribute_datasets_from_function(self, dataset_fn: Callable, options: Any) -> Any:
+        distributed = super()._distribute_datasets_from_function(dataset_fn, options)
+        # For custom loops it is as TensorFlow made it. `fit` would ask it for `map` first of all.
+        distributed.map = _refuse_per_replica_batches
+        return distributed
+
+
+def _reduce_components(reduce_op: Any, value: Any, extended: Any) -> Any:
+    if isinstance(value, values.DistributedValues) and isinstance(
+        value.values[0], tf.IndexedSlices
+    ):
+        return _add_slices(value.values, op_name(reduce_op))
+    if isinstance(value, values.DistributedValues):
+        parts = [tf.convert_to_tensor(part) for part in value.values]
+    else:
+        # A plain value stands for one that every replica holds.
+        parts = [tf.convert_to_tensor(value)] * extended._num_replicas_in_sync
+    total = tf.add_n(parts) if parts[0].dtype != tf.bool else tf.reduce_any(parts, axis=0)
+    if op_name(reduce_op) == "mean":
+        total = total / tf.cast(len(parts), total.dtype)
+    return total
+
+
+def _add_slices(parts: Sequence, op: str) -> tf.IndexedSlices:
+    rows = tf.concat([part.values for part in parts], 0)
+    if op == "mean":
+        rows = rows / tf.cast(len(parts), rows.dtype)
+    return tf.IndexedSlices(
+        rows, tf.concat([part.indices for part in parts], 0), parts[0].dense_shape
+    )
+
+
+def _refuse_per_replica_batches(function: Callable) -> Any:
+    raise ValueError(
+        "fit, evaluate and predict under MirroredStrategy take global batches; give them the "
+        "dataset itself. distribute_datasets_from_function is for custom loops, and for strategies "
+        "of several processes"
+    )

@@ -1,0 +1,134 @@
+"""The running replica of a `tf.distribute.Strategy`: its index, and what it adds to sums.
+
+tensorflow.python.distribute.distribute_lib         ReplicaContext (constructor)
+    ReplicaContext._replica_id_in_sync_group
+tensorflow.python.eager.context                     context().executing_eagerly, global_seed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute import (
+    distribute_lib,
+)
+from tensorflow.python.eager import context as eager_context
+
+from dtk.communicators.base import Communicator
+
+
+def op_name(reduce_op: Any) -> str:
+    """`tf.distribute.ReduceOp` or its name -> the communicator's word for it."""
+    return str(getattr(reduce_op, "value", reduce_op)).lower()
+
+
+def global_seed() -> int | None:
+    """TensorFlow's global seed, None when nobody has set one."""
+    return eager_context.global_seed()
+
+
+def replica_index() -> int:
+    """Index of the running replica over the whole world; call in a replica context."""
+    replica = tf.distribute.get_replica_context()
+    return int(replica._replica_id_in_sync_group)
+
+
+# Whether the running replica has rows of its own; one per thread, as replicas may be threads.
+_presence = threading.local()
+
+
+# Below this many elements multiplying is cheaper than branching.
+_FEW = 1 << 14
+
+
+@contextlib.contextmanager
+def counted_if(present: tf.Tensor | None) -> Iterator[None]:
+    """Inside, what this replica adds to sums over replicas counts only if `present` (a bool).
+
+    None: it counts in any case.
+    """
+    outer = getattr(_presence, "flag", None)
+    _presence.flag = present
+    try:
+        yield
+    finally:
+        _presence.flag = outer
+
+
+def if_present(value: Any) -> Any:
+    """A structure of tensors (None stays None), or zeros where the replica has no rows."""
+    present = getattr(_presence, "flag", None)
+    flat = tf.nest.flatten(value)
+    if present is None or not flat:
+        return value
+    given = [v for v in flat if v is not None]
+    elements = [getattr(v, "shape", tf.TensorShape(None)).num_elements() for v in given]
+    if None not in elements and sum(elements) < _FEW and not _any_slices(given):
+        counted = [_times(tf.convert_to_tensor(v), present) for v in given]
+    else:
+        counted = tf.cond(
+            present,
+            lambda: [_nothing(v, False) for v in given],
+            lambda: [_nothing(v, True) for v in given],
+        )
+    remaining = iter(counted)
+    flat = [None if v is None else next(remaining) for v in flat]
+    return tf.nest.pack_sequence_as(value, flat)
+
+
+def _any_slices(flat: Sequence) -> bool:
+    return any(isinstance(v, tf.IndexedSlices) for v in flat)
+
+
+def _times(value: tf.Tensor, present: tf.Tensor) -> tf.Tensor:
+    if value.dtype.is_floating:
+        return tf.math.multiply_no_nan(value, tf.cast(present, value.dtype))
+    return tf.where(present, value, tf.zeros_like(value))
+
+
+def _nothing(value: Any, really: bool) -> Any:
+    """`value`, or as much of zero."""
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlices(_nothing(value.values, really), value.indices, value.dense_shape)
+    value = tf.convert_to_tensor(value)
+    return tf.zeros_like(value) if really else tf.identity(value)
+
+
+# Whether this thread computes a step as if there were one replica.
+_whole = threading.local()
+
+
+@contextlib.contextmanager
+def as_one_replica(strategy: Any) -> Iterator[None]:
+    """Inside, a step is computed as in a world of one: nothing is reduced over replicas."""
+    _whole.flag = True
+    try:
+        with (
+            tf.device(strategy.extended.worker_devices[0]),
+            distribute_lib.ReplicaContext(strategy, 0),
+        ):
+            yield
+    finally:
+        _whole.flag = False
+
+
+def is_whole() -> bool:
+    """Return whether this thread computes a step as if there were one replica."""
+    return getattr(_whole, "flag", False)
+
+
+def in_replica(strategy: Any) -> Any:
+    """A context in which Keras takes itself to be the one replica of `strategy`."""
+    return distribute_lib.ReplicaContext(strategy, 0)
+
+
+def all_reduce(communicator: Communicator, reduce_op: Any, value: Any) -> Any:
+    """All-reduce a structure of tensors and `IndexedSlices`."""
+    flat = tf.nest.flatten(value)
+    if not flat:
+        return value
+    return tf.nest.pack_sequence_as(value, communicator.allreduce(flat, op_name(reduce_op)))

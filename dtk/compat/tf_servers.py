@@ -1,0 +1,132 @@
+"""How a parameter-server strategy of TensorFlow's places variables and connects to servers.
+
+tensorflow.python.distribute.parameter_server_strategy_v2
+    ParameterServerStrategyV2 (._connect_to_cluster, ._verify_args_and_config and the attributes
+    its constructor sets), ParameterServerStrategyV2Extended (._create_variable,
+    ._create_variable_round_robin, ._experimental_distribute_dataset, ._use_merge_call)
+tensorflow.python.distribute.sharded_variable       ShardedVariable
+tensorflow.python.framework.ops                     colocate_with
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute import (
+    distribute_lib,
+    parameter_server_strategy_v2,
+    sharded_variable,
+)
+from tensorflow.python.framework import ops
+
+CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
+
+
+class ServerStrategy(parameter_server_strategy_v2.ParameterServerStrategyV2):
+    """TensorFlow's parameter-server strategy, with an extended object of dtk's.
+
+    TensorFlow's constructor connects to the cluster and makes its own extended object; here the two
+    are apart: `connect` first, then construct.
+    """
+
+    def __init__(self, extended: Any):
+        distribute_lib.Strategy.__init__(self, extended)
+
+    def connect(self, resolver: Any) -> None:
+        """Connect this process, the chief, to the servers of the other tasks.
+
+        Args:
+            resolver: A `tf.distribute.cluster_resolver.ClusterResolver`.
+        """
+        self._cluster_resolver = resolver
+        self._verify_args_and_config(resolver)
+        self._cluster_coordinator = None
+        self._connect_to_cluster(coordinator_name="chief")
+        self._should_use_with_coordinator = True
+        self._canonicalize_devices = False
+        self._is_parameter_server_strategy_v2 = True
+
+
+class ParameterServerExtended(parameter_server_strategy_v2.ParameterServerStrategyV2Extended):
+    """Variables on the parameter servers, by bytes; metric state on the chief.
+
+    Args:
+        container_strategy: The strategy this extends.
+        resolver: Its cluster.
+        partitioner: A `tf.distribute.experimental.partitioners.Partitioner`, or None.
+
+    Attributes:
+        bytes_placed: Bytes of variables by server.
+    """
+
+    def __init__(self, container_strategy: Any, resolver: Any, partitioner: Any):
+        super().__init__(container_strategy, resolver, partitioner)
+        self.bytes_placed = [0] * self._num_ps
+        self._without_part: set[int] = set()
+
+    def _use_merge_call(self) -> bool:
+        return False
+
+    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
+        if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
+            # Metric state: the chief adds up what the workers count.
+            with tf.device(CHIEF):
+                return next_creator(**kwargs)
+        kwargs["aggregation"] = tf.VariableAggregation.NONE
+        beside = kwargs.get("colocate_with")
+        if isinstance(beside, sharded_variable.ShardedVariable):
+            return self._create_sharded_beside(beside, next_creator, **kwargs)
+        return super()._create_variable(next_creator, **kwargs)
+
+    def _create_sharded_beside(self, beside: Any, next_creator: Callable, **kwargs: Any) -> Any:
+        """A slot variable of a partitioned variable, partitioned alike."""
+        initial = kwargs.pop("initial_value")
+        whole = tf.convert_to_tensor(initial() if callable(initial) else initial)
+        sizes = [shard.shape[0] for shard in beside.variables]
+        kwargs.pop("shape", None)
+        made = []
+        for shard, part in zip(beside.variables, tf.split(whole, sizes), strict=True):
+            kwargs |= {"colocate_with": shard, "initial_value": part}
+            made.append(super()._create_variable(next_creator, **kwargs))
+        return sharded_variable.ShardedVariable(made)
+
+    def _create_variable_round_robin(self, next_creator: Callable, **kwargs: Any) -> Any:
+        """On the server that holds the fewest bytes; TensorFlow counts variables instead.
+
+        Parts of one variable go to different servers, as long as there are some.
+        """
+        part = str(kwargs.get("name")).rpartition("/part_")[2]
+        if not part.isdigit() or int(part) % self._num_ps == 0:
+            self._without_part = set(range(self._num_ps))
+        index = min(self._without_part, key=lambda server: self.bytes_placed[server])
+        self._without_part.discard(index)
+        with (
+            ops.colocate_with(None, ignore_existing=True),
+            tf.device(server_device(index)),
+        ):
+            variable = next_creator(**kwargs)
+        self.bytes_placed[index] += variable.shape.num_elements() * variable.dtype.size
+        return variable
+
+    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        del reduce_op, options
+        self._container_strategy().check_whole_step("a reduction over workers inside a step")
+        return value
+
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        if tf.inside_function():
+            return super()._experimental_distribute_dataset(dataset, options)
+        # The chief reads it and hands out batches.
+        return dataset
+
+    def _distribute_datasets_from_function(self, dataset_fn: Callable, options: Any) -> Any:
+        if tf.inside_function():
+            return super()._distribute_datasets_from_function(dataset_fn, options)
+        return self._container_strategy().per_worker_dataset(dataset_fn)
+
+
+def server_device(index: int) -> str:
+    """The device variables of parameter server `index` live on."""
+    return f"/job:ps/replica:0/task:{index}/device:CPU:0"

@@ -1,0 +1,89 @@
+"""Variables of several replicas or servers, and the plain ones behind them.
+
+tensorflow.python.distribute.distribute_utils       VARIABLE_CLASS_MAPPING
+tensorflow.python.distribute.sharded_variable       ShardedVariable
+tensorflow.python.distribute.values                 DistributedVariable.values,
+    ._get_on_device_or_primary,
+    MirroredVariable, SyncOnReadVariable
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.distribute import (
+    distribute_utils,
+    sharded_variable,
+    values,
+)
+
+
+def local_value(variable: Any) -> Any:
+    """What this replica holds of a variable, without any communication."""
+    if isinstance(variable, values.DistributedVariable):
+        replica = tf.distribute.get_replica_context()
+        if replica is not None and replica.strategy is variable.distribute_strategy:
+            return variable._get_on_device_or_primary()
+        return variable.values[0]
+    return variable
+
+
+class _Number:
+    """What makes a distributed variable a number where a plain variable is one.
+
+    TensorFlow's know neither `int()` nor `float()`, and NumPy makes no array of a scalar one. A
+    callback may well ask for `int(optimizer.iterations)` or `float(optimizer.learning_rate)`.
+    """
+
+    def __int__(self) -> int:
+        return int(self.numpy())  # type: ignore[attr-defined]
+
+    def __float__(self) -> float:
+        return float(self.numpy())  # type: ignore[attr-defined]
+
+    def __complex__(self) -> complex:
+        return complex(self.numpy())  # type: ignore[attr-defined]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        # Reading has made a copy already.
+        return np.asarray(self.numpy(), dtype)  # type: ignore[attr-defined]
+
+
+class MirroredVariable(_Number, values.MirroredVariable):
+    """A variable of which every replica holds a copy, all of them equal."""
+
+
+class SyncOnReadVariable(_Number, values.SyncOnReadVariable):
+    """A variable of which every replica holds a part, summed when it is read."""
+
+
+VARIABLE_CLASSES = distribute_utils.VARIABLE_CLASS_MAPPING | {
+    tf.VariableSynchronization.ON_WRITE: MirroredVariable,
+    tf.VariableSynchronization.ON_READ: SyncOnReadVariable,
+}
+
+
+def is_on_server(variable: Any) -> bool:
+    """Whether a TensorFlow variable is where a parameter-server strategy puts its own."""
+    if isinstance(variable, sharded_variable.ShardedVariable):
+        return True
+    return "/job:" in variable.device and "/job:localhost" not in variable.device
+
+
+def shards_of(variable: Any) -> tuple | None:
+    """The parts of a partitioned variable in row order; None for any other."""
+    if isinstance(variable, sharded_variable.ShardedVariable):
+        return tuple(variable.variables)
+    return None
+
+
+def components(value: Any) -> tuple:
+    """The plain variables or values behind a distributed one, in replica order."""
+    return value.values if isinstance(value, values.DistributedValues) else (value,)
+
+
+def is_distributed(variable: Any) -> bool:
+    """Whether a TensorFlow variable has one component per replica."""
+    return isinstance(variable, values.DistributedVariable)

@@ -1,0 +1,171 @@
+"""What an exchange remembers from step to step: variables that checkpoints keep.
+
+Each is of one of these kinds, which say what a checkpoint holds, and what another number of ranks
+makes of it:
+
+    same      equal on all ranks
+    sum       each rank has its own; what counts is their sum (residuals, gradients not sent yet)
+    mean      each rank has its own; another world goes on from their mean (local momentum)
+    stripe    each rank has some rows of one whole, in rank order
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from dtk.communicators.base import Communicator
+
+KINDS = ("same", "sum", "mean", "stripe")
+
+
+class StateVariable(NamedTuple):
+    """A variable, its kind, and for a stripe the rows of the whole it has."""
+
+    variable: Any
+    kind: str
+    rows: tuple[int, int] | None
+
+
+class ExchangeState:
+    """Named variables, made when a step that is being traced first asks for them.
+
+    Args:
+        communicator: Between the ranks that remember.
+        device: Where the variables live.
+
+    Example:
+        >>> from dtk.communicators.local import LocalCommunicator
+        >>> state = ExchangeState(LocalCommunicator(), "CPU:0")
+        >>> state.variable("residual", "sum", (2,)).assign_add([1.0, 2.0]).numpy().tolist()
+        [1.0, 2.0]
+        >>> state.variable("residual", "sum", (2,)).numpy().tolist()
+        [1.0, 2.0]
+    """
+
+    def __init__(self, communicator: Communicator, device: str):
+        self._communicator = communicator
+        self._device = device
+        self.prefix = ""
+        self._kept: dict[str, StateVariable] = {}
+        self._scratch: dict[str, tf.Variable] = {}
+        self._restored: dict[str, dict] = {}
+
+    @property
+    def variables(self) -> list:
+        """Every variable made or kept so far."""
+        return [*(kept.variable for kept in self._kept.values()), *self._scratch.values()]
+
+    def part(self, prefix: str) -> ExchangeState:
+        """This state, with something put before every name."""
+        part = copy.copy(self)
+        part.prefix = self.prefix + prefix
+        return part
+
+    def variable(
+        self,
+        name: str,
+        kind: str,
+        shape: Sequence[int],
+        dtype: Any = tf.float32,
+        rows: tuple[int, int] | None = None,
+    ) -> tf.Variable:
+        """The variable of this name; new ones hold zeros, or what a checkpoint held.
+
+        Args:
+            name: Its name, the same on all ranks.
+            kind: One of KINDS.
+            shape: Of this rank's part.
+            dtype: Its dtype.
+            rows: First and last (excluded) of the rows this rank has of a stripe.
+        """
+        if self.prefix + name not in self._kept:
+            self._keep(StateVariable(self._make(name, shape, dtype), kind, rows), name)
+        return self._kept[self.prefix + name].variable
+
+    def keep(self, name: str, kind: str, variable: Any) -> None:
+        """Have a variable that somebody else made saved and restored as well."""
+        self._keep(StateVariable(variable, kind, None), name)
+
+    def scratch(self, name: str, shape: Sequence[int], dtype: Any) -> tf.Variable:
+        """A variable that no checkpoint needs."""
+        if self.prefix + name not in self._scratch:
+            self._scratch[self.prefix + name] = self._make(name, shape, dtype)
+        return self._scratch[self.prefix + name]
+
+    def _keep(self, kept: StateVariable, name: str) -> None:
+        self._kept[self.prefix + name] = kept
+        saved = self._restored.pop(self.prefix + name, None)
+        if saved is not None:
+            _outside(lambda: self._assign(self.prefix + name, kept, saved))
+
+    def _make(self, name: str, shape: Sequence[int], dtype: Any) -> tf.Variable:
+        def make() -> tf.Variable:
+            with tf.device(self._device):
+                return tf.Variable(tf.zeros(shape, dtype), trainable=False, name=name)
+
+        return _outside(make)
+
+    def collect(self, root: int | None = None) -> dict[str, dict]:
+        """Everything remembered, of all ranks. All ranks call it together.
+
+        Args:
+            root: The rank that is to keep it, of all ranks; None: each keeps it.
+        """
+        saved = dict(self._restored)  # what no step has asked for yet
+        for name, kept in self._kept.items():
+            value = tf.convert_to_tensor(kept.variable)
+            if kept.kind in ("sum", "mean"):
+                value = self._communicator.allgather(value[None])
+            elif kept.kind == "stripe":
+                value = self._communicator.allgather(value)
+            # Files know no bfloat16.
+            value = tf.cast(value, tf.float32) if value.dtype == tf.bfloat16 else value
+            if root in (None, self._communicator.rank):
+                saved[name] = {"kind": kept.kind, "value": value.numpy()}
+        return saved
+
+    def restore(self, saved: dict[str, dict]) -> None:
+        """Go on from what `collect` returned, in a world of any size.
+
+        Variables that no step has asked for yet take their values when one does.
+        """
+        self._restored.clear()
+        for name, item in saved.items():
+            if name in self._kept:
+                self._assign(name, self._kept[name], item)
+            else:
+                self._restored[name] = item
+
+    def _assign(self, name: str, kept: StateVariable, saved: dict) -> None:
+        rank, size = self._communicator.rank, self._communicator.size
+        value = np.asarray(saved["value"])
+        if kept.kind == "stripe":
+            value = value[slice(*kept.rows)] if kept.rows else value
+        elif kept.kind != "same":
+            value = value[rank] if len(value) == size else _shared_out(value, kept.kind, size)
+        if value.shape != tuple(kept.variable.shape):
+            raise ValueError(
+                f"the checkpoint remembers {name} of shape {value.shape} of the exchange, here it "
+                f"has shape {tuple(kept.variable.shape)}; resume with the exchange that was saved, "
+                "or give resume=False and model.load_weights"
+            )
+        kept.variable.assign(tf.cast(value, kept.variable.dtype))
+
+
+def _shared_out(values: np.ndarray, kind: str, size: int) -> np.ndarray:
+    """What each rank of another world gets of what every rank had."""
+    mean = values.mean(0, dtype=np.float64)
+    mean = mean if kind == "mean" else mean * (len(values) / size)
+    return mean.astype(values.dtype)
+
+
+def _outside(work: Callable[[], Any]) -> Any:
+    """Run in a new thread: outside the graph being traced, its device and its replica."""
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(work).result()

@@ -1,0 +1,1 @@
+"""Build Horovod for the installed TensorFlow, and check that it reduces."""

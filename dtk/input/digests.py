@@ -1,0 +1,145 @@
+"""What ranks really read: the same global batches, or they train on rows nobody asked for.
+
+Every rank is to read the same batches, of which it takes its own rows. Each batch carries a digest:
+of all its bytes for the first batches a pipeline makes, of entries spread over it for later ones.
+Ranks compare that of the first batch before the first step, and after 2, 4, 8, ... steps and each
+epoch what the digests of all batches so far add up to.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from dtk.input import slicing
+
+# Of how many batches at its begin a pipeline digests all bytes, and how many entries of later ones.
+_WHOLE_BATCHES = 4
+_ENTRIES = 1024
+
+# How TensorFlow calls the pipeline of batches that were looked at before they were trained on.
+FIRST_BATCHES = "dtk_first_batches"
+
+# Odd, so that multiplying with it loses nothing.
+_FACTOR = 0x5851F42D4C957F2D
+
+
+def with_digest(cut: Callable[[Any], Any]) -> Callable:
+    """A function for `dataset.enumerate().map`: what `cut` makes of a batch, and its digest."""
+
+    @tf.autograph.experimental.do_not_convert
+    def cut_with_digest(number: tf.Tensor, batch: Any) -> tuple[Any, tf.Tensor]:
+        return cut(batch), digest_of(number, batch)
+
+    return cut_with_digest
+
+
+def digest_of(number: tf.Tensor, batch: Any) -> tf.Tensor:
+    """The digest of the batch that a pipeline makes as its `number`-th, from 0."""
+    return digest(batch, number < _WHOLE_BATCHES)
+
+
+def digest(batch: Any, whole: Any = True) -> tf.Tensor:
+    """A number that tells a batch from others, int64 scalar.
+
+    Args:
+        batch: Any structure of tensors, ragged and sparse ones among them.
+        whole: Whether all bytes count; else some entries of each tensor, and its shape.
+
+    Example:
+        >>> one, other = tf.constant([1.0, 2.0]), tf.constant([2.0, 1.0])
+        >>> bool(digest(one) == digest(tf.identity(one))), bool(digest(one) == digest(other))
+        (True, False)
+    """
+    found = tf.constant(0, tf.int64)
+    for leaf in tf.nest.flatten(batch, expand_composites=True):
+        if isinstance(leaf, tf.Tensor) and leaf.dtype not in (tf.variant, tf.resource):
+            shape = tf.shape(leaf, out_type=tf.int64)
+            found = add(add(found, _digest_of(_entries(leaf, whole))), _digest_of(shape))
+    return found
+
+
+def add(before: tf.Tensor, digest: tf.Tensor) -> tf.Tensor:
+    """The digest of a sequence, from that of what came before and of what comes now."""
+    return before * tf.constant(_FACTOR, tf.int64) + digest
+
+
+def _entries(leaf: tf.Tensor, whole: Any) -> tf.Tensor:
+    flat = tf.reshape(leaf, [-1])
+    stride = tf.maximum(tf.size(flat) // _ENTRIES, 1)
+    return flat[:: tf.where(whole, 1, stride)]
+
+
+def _digest_of(flat: tf.Tensor) -> tf.Tensor:
+    if flat.dtype == tf.string:
+        flat = tf.strings.to_hash_bucket_fast(flat, 2**62)
+    elif flat.dtype == tf.bool:
+        flat = tf.cast(flat, tf.uint8)
+    bytes_ = flat if flat.dtype == tf.uint8 else tf.bitcast(flat, tf.uint8)
+    return tf.bitcast(tf.fingerprint(tf.reshape(bytes_, [1, -1])), tf.int64)[0]
+
+
+def first_of(iterator: Any, steps: int) -> tuple[Any, Iterator]:
+    """The first element of an iterator over a dataset, and one that yields it and what follows.
+
+    Args:
+        iterator: A `tf.data.Iterator` of which nothing has been read.
+        steps: How many elements will be asked for before the iterator itself is read on.
+
+    Raises:
+        StopIteration: There is none.
+    """
+    elements = [next(iterator)]
+    elements += [element for _, element in zip(range(steps - 1), iterator, strict=False)]
+    spec = iterator.element_spec
+    dataset = tf.data.Dataset.from_tensors(elements[0])
+    for element in elements[1:]:
+        dataset = dataset.concatenate(tf.data.Dataset.from_tensors(element))
+
+    @tf.autograph.experimental.do_not_convert
+    def as_before(slices: slicing.Slices) -> slicing.Slices:
+        # As many rows as any, as TensorFlow has it for the pipeline; else steps are traced anew.
+        return tf.nest.map_structure(_of_shape, slices, spec)
+
+    options = tf.data.Options()
+    options.autotune.enabled = False  # see `pipelines`
+    options.dataset_name = FIRST_BATCHES
+    return elements[0], iter(dataset.map(as_before).with_options(options))
+
+
+def _of_shape(value: Any, spec: Any) -> Any:
+    if not isinstance(spec, tf.TensorSpec) or value.shape == spec.shape:
+        return value
+    return tf.raw_ops.PlaceholderWithDefault(input=value, shape=spec.shape)
+
+
+# Arrays.
+
+_hashes: dict[int, tuple[weakref.ref, int, int]] = {}
+
+
+def hash_of(array: np.ndarray) -> int:
+    """A hash of all bytes of an array, computed once for each array and its place in memory.
+
+    Arrays that a script changes between two calls are looked at again where a sample has changed.
+    """
+    key, sample = id(array), _hash(array.reshape(-1)[:: max(1, array.size // _ENTRIES)])
+    known = _hashes.get(key)
+    if known is not None and known[0]() is array and known[1] == sample:
+        return known[2]
+    found = _hash(array)
+    _hashes[key] = weakref.ref(array, lambda _: _hashes.pop(key, None)), sample, found
+    return found
+
+
+def _hash(array: np.ndarray) -> int:
+    if array.dtype == object:
+        return zlib.crc32(repr(array.tolist()).encode())
+    if not array.dtype.isnative or array.dtype.kind in "OV":
+        return zlib.crc32(array.tobytes())
+    return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data)

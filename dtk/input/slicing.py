@@ -1,0 +1,244 @@
+"""Which rows of a global batch belong to which rank.
+
+Every rank reads the same global batches and keeps its own slice, so all ranks always take the same
+number of steps and nothing can deadlock on data. Slices are contiguous and differ by at most one
+row; with fewer rows than ranks the last ranks' share is none:
+
+    rows 0..9 over 3 ranks   ->   [0 1 2 3] [4 5 6] [7 8 9]
+    rows 0..1 over 3 ranks   ->   [0] [1] []
+
+A slice without rows cannot be computed with: means become 0/0, and TensorFlow's convolution of no
+rows has the wrong shape. So a rank without rows computes with a stand-in, the batch's last row, and
+whatever it contributes is counted as nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from dtk.input import pipelines
+
+
+class Slices(NamedTuple):
+    """One global batch, cut for the replicas of this process.
+
+    Attributes:
+        parts: One structure per replica of this process, in rank order; None marks an absent part
+            of a structure, as in Keras. A slice without rows holds a stand-in.
+        counts: Rows that are each part's own, int64 scalars; 0 for a stand-in.
+        rows: Rows of the whole global batch, int64 scalar; () when only the sum over ranks tells.
+            Being structure and not a number, it makes TensorFlow trace the step anew.
+        digest: Of the whole global batch, by which ranks find out that they read different ones,
+            int64 scalar; () where ranks are to read different ones, or there is one process.
+    """
+
+    parts: tuple
+    counts: tuple
+    rows: Any
+    digest: Any = ()
+
+
+def bounds(rows: Any, rank: int, size: int) -> tuple[Any, Any]:
+    """First row of `rank`'s slice and the one after its last.
+
+    Args:
+        rows: Rows of the global batch, a Python int or an integer tensor.
+        rank: Whose slice, `0 <= rank < size`.
+        size: How many slices.
+
+    Example:
+        >>> [bounds(10, rank, 3) for rank in range(3)]
+        [(0, 4), (4, 7), (7, 10)]
+    """
+    base, extra = rows // size, rows % size
+    if isinstance(rows, int):
+        return rank * base + min(rank, extra), (rank + 1) * base + min(rank + 1, extra)
+    return (
+        rank * base + tf.minimum(tf.cast(rank, extra.dtype), extra),
+        (rank + 1) * base + tf.minimum(tf.cast(rank + 1, extra.dtype), extra),
+    )
+
+
+def _leaves(batch: Any) -> list:
+    return [leaf for leaf in tf.nest.flatten(batch) if _has_rows(leaf)]
+
+
+def _has_rows(leaf: Any) -> bool:
+    return leaf is not None and not isinstance(leaf, tf.experimental.Optional)
+
+
+def count_rows(batch: Any) -> tf.Tensor:
+    """Rows of a batch: the leading dimension its leaves share (int64 scalar).
+
+    Raises:
+        ValueError: A leaf is a scalar, so the data is not batched.
+    """
+    leaves = _leaves(batch)
+    if not leaves:
+        raise ValueError("a batch without tensors has no rows; give fit, evaluate or predict data")
+    for leaf in leaves:
+        if leaf.shape.rank == 0:
+            raise ValueError(
+                f"every element of the dataset must be a batch of rows, but one part is a scalar "
+                f"of dtype {leaf.dtype.name}; call .batch(global_batch_size) on the dataset"
+            )
+    first = leaves[0]
+    if isinstance(first, tf.RaggedTensor):
+        return tf.cast(first.nrows(), tf.int64)
+    if isinstance(first, tf.SparseTensor):
+        return first.dense_shape[0]
+    return tf.shape(first, out_type=tf.int64)[0]
+
+
+def _take(leaf: Any, begin: tf.Tensor, end: tf.Tensor) -> Any:
+    if not _has_rows(leaf):
+        return leaf
+    if isinstance(leaf, tf.SparseTensor):
+        start = tf.concat([[begin], tf.zeros_like(leaf.dense_shape[1:])], 0)
+        size = tf.concat([[end - begin], leaf.dense_shape[1:]], 0)
+        taken = tf.sparse.slice(leaf, start, size)
+        # Slicing forgets the sizes that are known, by which layers are built.
+        known = [taken.dense_shape[0], *(_size(leaf, axis) for axis in range(1, leaf.shape.rank))]
+        return tf.SparseTensor(taken.indices, taken.values, tf.stack(known))
+    return leaf[begin:end]
+
+
+def _size(leaf: tf.SparseTensor, axis: int) -> Any:
+    known = leaf.shape[axis]
+    return leaf.dense_shape[axis] if known is None else tf.constant(known, tf.int64)
+
+
+def cut(batch: Any, ranks: Sequence[int], size: int) -> Slices:
+    """Cut one global batch for the given ranks.
+
+    Args:
+        batch: Any structure of tensors with the same number of rows: dense, ragged or sparse.
+        ranks: The ranks whose slices are wanted.
+        size: World size.
+
+    Returns:
+        The slices, in the order of `ranks`, and the number of rows of the whole batch.
+    """
+    rows = count_rows(batch)
+    parts, counts = [], []
+    for rank in ranks:
+        begin, end = bounds(rows, rank, size)
+        counts.append(end - begin)
+        begin = tf.minimum(begin, rows - 1)
+        end = tf.maximum(end, begin + 1)
+        parts.append(tf.nest.map_structure(lambda leaf, b=begin, e=end: _take(leaf, b, e), batch))
+    return Slices(tuple(parts), tuple(counts), rows)
+
+
+def rows_of(batch: Any, begin: int, end: int) -> Any:
+    """The rows from `begin` to before `end` of a batch; what has no rows stays whole."""
+    first, last = tf.constant(begin, tf.int64), tf.constant(end, tf.int64)
+    return tf.nest.map_structure(
+        lambda leaf: None if leaf is None else _take(leaf, first, last), batch
+    )
+
+
+def cut_exactly(batch: Any, ranks: Sequence[int], size: int) -> tuple:
+    """The slices alone, without stand-ins: what a custom loop iterates over."""
+    rows = count_rows(batch)
+    return tuple(
+        tf.nest.map_structure(lambda leaf, b=begin, e=end: _take(leaf, b, e), batch)
+        for begin, end in (bounds(rows, rank, size) for rank in ranks)
+    )
+
+
+def padding_row(batch: Any) -> Any:
+    """The batch itself, or one row of zeros where it has none (dense parts only)."""
+    missing = tf.cast(count_rows(batch) == 0, tf.int32)
+    return tf.nest.map_structure(lambda leaf: _pad_rows(leaf, missing), batch)
+
+
+def _pad_rows(leaf: Any, missing: tf.Tensor) -> Any:
+    if not isinstance(leaf, tf.Tensor):
+        return leaf
+    shape = tf.concat([[missing], tf.shape(leaf)[1:]], 0)
+    return tf.concat([leaf, tf.zeros(shape, leaf.dtype)], 0)
+
+
+def forget_rows(batch: Any) -> Any:
+    """Hide the number of rows from whoever traces, so that every rank traces the same ops.
+
+    Slices differ by a row, and a static row count changes the graph (a constant has no gradient, so
+    synchronized batch norm would call one collective fewer on some ranks and wait for ever).
+    """
+    if tf.executing_eagerly():
+        return batch
+    return tf.nest.map_structure(_forget, batch)
+
+
+def _forget(leaf: Any) -> Any:
+    if isinstance(leaf, tf.SparseTensor):
+        sizes = [tf.raw_ops.PlaceholderWithDefault(input=leaf.dense_shape[:1], shape=[1])]
+        sizes += [_size(leaf, axis)[None] for axis in range(1, leaf.shape.rank)]
+        return tf.SparseTensor(leaf.indices, leaf.values, tf.concat(sizes, 0))
+    if isinstance(leaf, tf.RaggedTensor):
+        splits = tf.raw_ops.PlaceholderWithDefault(input=leaf.row_splits, shape=[None])
+        return tf.RaggedTensor.from_row_splits(leaf.values, splits, validate=False)
+    if not isinstance(leaf, tf.Tensor) or leaf.shape.rank in (None, 0) or leaf.shape[0] is None:
+        return leaf
+    return tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=[None, *leaf.shape[1:]])
+
+
+def cut_dataset(
+    dataset: tf.data.Dataset,
+    ranks: Sequence[int],
+    size: int,
+    digest: Callable[[tf.Tensor, Any], tf.Tensor] | None = None,
+) -> tf.data.Dataset:
+    """Cut every global batch of a dataset; elements become `Slices`.
+
+    Args:
+        dataset: Of global batches.
+        ranks: The ranks whose slices are wanted.
+        size: World size.
+        digest: Makes of a batch's number and the batch what goes along as its digest.
+    """
+    if digest is None:
+        return _map(dataset, cut, ranks, size)
+
+    @tf.autograph.experimental.do_not_convert
+    def cut_with_digest(number: tf.Tensor, batch: Any) -> Slices:
+        return cut(batch, ranks, size)._replace(digest=digest(number, batch))
+
+    return mapped(dataset.enumerate(), cut_with_digest)
+
+
+def cut_dataset_exactly(
+    dataset: tf.data.Dataset, ranks: Sequence[int], size: int
+) -> tf.data.Dataset:
+    """Cut every global batch of a dataset; elements become a tuple of slices, some maybe empty."""
+    return _map(dataset, cut_exactly, ranks, size)
+
+
+def _map(dataset: tf.data.Dataset, how: Any, ranks: Sequence[int], size: int) -> tf.data.Dataset:
+    # Converting this file with AutoGraph would find nothing to convert, in half a second.
+    cutting = tf.autograph.experimental.do_not_convert(lambda batch: how(batch, ranks, size))
+    return mapped(dataset, on_elements(dataset, cutting))
+
+
+def mapped(dataset: tf.data.Dataset, function: Callable) -> tf.data.Dataset:
+    """A dataset's elements after a function, in order, several at a time where that is allowed."""
+    return dataset.map(
+        function,
+        num_parallel_calls=None if pipelines.may_not_read_ahead(dataset) else tf.data.AUTOTUNE,
+        deterministic=True,
+    )
+
+
+def on_elements(dataset: tf.data.Dataset, function: Callable) -> Callable:
+    """What to give `dataset.map` so that `function` gets each element as it is.
+
+    TensorFlow passes the parts of a tuple as arguments, which loses whether an element was the pair
+    `(a, b)` or the one input `[a, b]` in a tuple of its own.
+    """
+    if not isinstance(dataset.element_spec, tuple):
+        return function
+    return tf.autograph.experimental.do_not_convert(lambda *parts: function(parts))

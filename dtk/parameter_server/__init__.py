@@ -1,0 +1,1 @@
+"""Parameter servers: scheduling, workers, gradients, and the trainer on the chief."""

@@ -1,0 +1,210 @@
+"""How Keras's `fit`, `evaluate` and `predict` drive workers behind parameter servers.
+
+Keras's own loop runs on the chief. Where it would call the train function, dtk reads the next
+global batch, hands its slices to workers, applies what came back, and returns the logs so far; see
+`dispatch.py` and `training.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from dtk.input import slicing
+from dtk.input.pipelines import read_ahead
+from dtk.parameter_server import evaluator, gradient_buffers, worker_data
+from dtk.parameter_server.chief_trial import ChiefTrial
+from dtk.parameter_server.downpour import DownpourTraining
+from dtk.parameter_server.scheduler import Schedule
+from dtk.parameter_server.testing import Counting, Predicting, Testing
+from dtk.parameter_server.training import Training
+from dtk.trainer import epoch_data, shared_optimizer
+from dtk.trainer.distributed_trainer import DistributedTrainer
+
+
+class ParameterServerTrainer(DistributedTrainer):
+    """What dtk keeps about a model whose weights are on parameter servers."""
+
+    def __init__(self, model: Any, strategy: Any):
+        super().__init__(model, strategy)
+        self._parts: dict[int, list] = {}
+        self._loops: dict[str, Any] = {}
+
+    @property
+    def takes_over(self) -> bool:
+        """Always: even one worker is another process."""
+        return True
+
+    def bind_optimizers(self) -> None:
+        """Let steps note their gradients."""
+        for optimizer in shared_optimizer.optimizers_of(self.model):
+            shared_optimizer.note_applies(optimizer, self.strategy, self.parts_of)
+
+    def parts_of(self, variable: Any) -> list:
+        """A Keras variable in a list, or its parts where it is partitioned."""
+        return gradient_buffers.parts_of(variable, self._parts)
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The schedule of training; None before the first step."""
+        loop = self._loops.get("train")
+        return None if loop is None else loop.schedule
+
+    def rng_state_variables(self) -> list:
+        """State of the model's random number generators."""
+        return self.seed_states()
+
+    def leaves_validation(self, asked: dict) -> bool:
+        """Whether the evaluator validates in place of the chief."""
+        return evaluator.leaves_validation(asked, self.strategy)
+
+    # Data.
+
+    def cut(self, dataset: Any) -> Any:
+        """Every global batch in as many slices as a step has; pipelines of workers as they are."""
+        if isinstance(dataset, worker_data.WorkerDataset):
+            return dataset
+        slices = self.strategy.slices
+        return read_ahead(slicing.cut_dataset(dataset, range(slices), slices))
+
+    def take_epoch_iterator(self, iterator: Any = None, data_batch: Any = None) -> None:
+        """As in the base, and wait for the workers when the data of an epoch ends."""
+        if iterator is not None:
+            self._check_steps(iterator)
+        super().take_epoch_iterator(iterator, data_batch)
+        if iterator is not None:
+            epoch_data.at_end_of_data(iterator, self.flush)
+
+    def _check_steps(self, iterator: Any) -> None:
+        endless = isinstance(iterator.data_adapter.get_tf_dataset(), worker_data.WorkerDataset)
+        if endless and iterator.steps_per_epoch is None:
+            raise ValueError(
+                "the workers read their own pipelines, which begin anew when they end, so the data "
+                "does not tell how long an epoch is; give fit steps_per_epoch=, validation_steps=, "
+                "and evaluate steps="
+            )
+
+    def new_epoch(self, epoch: int) -> None:
+        """Begin what is observed anew."""
+        loop = self._loops.get("train")
+        if loop is not None:
+            loop.new_epoch(epoch)
+
+    def flush(self) -> None:
+        """Wait until every step handed out is applied, and every batch counted."""
+        # Inside `fit` the workers go back to training, and may have to finish some of it.
+        for name, loop in sorted(self._loops.items(), key=lambda item: item[0] == "train"):
+            loop.drain()
+            if name != "train":
+                loop.close()
+
+    def resume(self) -> None:
+        """A call inside `fit` is over, well or not: the workers go back to training."""
+        for name, loop in self._loops.items():
+            if name != "train":
+                loop.close()
+
+    def release(self) -> None:
+        """The outermost call is over: send the workers home."""
+        for loop in self._loops.values():
+            loop.close()
+
+    def _read(self, iterator: Any) -> Iterator[tuple[Any, Any]]:
+        """Batches and the specification of their slices."""
+        if isinstance(iterator, worker_data.Pipelines):
+            yield from itertools.repeat((iterator, tf.data.IteratorSpec(iterator.element_spec)))
+        if isinstance(iterator, tf.data.Iterator):
+            spec = gradient_buffers.spec_of(iterator.element_spec.parts[0])
+            for batch in iterator:
+                yield batch, spec
+            return
+        slices = self.strategy.slices
+        for given in iterator:
+            whole = tf.nest.map_structure(
+                lambda leaf: leaf if leaf is None else tf.convert_to_tensor(leaf), given
+            )
+            yield slicing.cut(whole, range(slices), slices), gradient_buffers.spec_of(whole)
+
+    def make_trial(self, step_function: Callable, batch: slicing.Slices) -> ChiefTrial:
+        """See `DistributedTrainer.make_trial`."""
+        return ChiefTrial(self, step_function, batch)
+
+    # Functions that Keras calls.
+
+    def make_train_function(self, force: bool = False) -> Callable:
+        """Replaces `Model.make_train_function` on the model."""
+        if self.model.train_function is None or force:
+            self.bind_optimizers()
+            loop = Training if self.strategy.exchange is None else DownpourTraining
+            self.model.train_function = self._make_function("train", loop(self))
+        return self.model.train_function
+
+    def make_test_function(self, force: bool = False) -> Callable:
+        """Replaces `Model.make_test_function` on the model."""
+        if self.model.test_function is None or force:
+            self.model.test_function = self._make_function("test", Testing(self))
+        return self.model.test_function
+
+    def _make_function(self, name: str, loop: Counting) -> Callable:
+        if self.model.run_eagerly:
+            raise ValueError(
+                "run_eagerly=True, but steps run on workers, as graphs; to debug them in Python "
+                "start the script without parameter servers, with dtk.auto_strategy()"
+            )
+        self._loops[name] = loop
+
+        def run(iterator: Any) -> dict:
+            done = 0
+            for batch, spec in self._read(iterator):
+                # One worker that computes a whole batch has no parts to add up.
+                if isinstance(batch, slicing.Slices) and len(batch.parts) > 1:
+                    self.try_step(name, getattr(self.model, f"{name}_step"), batch)
+                loop.step(batch, spec)
+                done += 1
+                if done == self.model.steps_per_execution:
+                    break
+            if not done:
+                loop.drain()
+                raise StopIteration
+            if not isinstance(iterator, tf.data.Iterator | worker_data.Pipelines):
+                loop.drain()
+            return loop.logs
+
+        return run
+
+    def make_predict_function(self, force: bool = False) -> Callable:
+        """Replaces `Model.make_predict_function` on the model."""
+        if self.model.predict_function is not None and not force:
+            return self.model.predict_function
+        loop = self._loops["predict"] = Predicting(self)
+        workers = self.strategy.workers
+
+        def run(batches: list) -> Any:
+            loop.outputs = []
+            for data in batches:
+                if isinstance(data, worker_data.Pipelines):
+                    raise ValueError(
+                        "predict gives a result for every row, in order, which pipelines of the "
+                        "workers' own do not have; give it arrays or a tf.data.Dataset"
+                    )
+                loop.step(
+                    slicing.cut(data, range(workers), workers), gradient_buffers.spec_of(data)
+                )
+            loop.drain()
+            outputs, loop.outputs = loop.outputs, []
+            return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
+
+        self.model.predict_function = run
+        return run
+
+    def predict_on_batch(self, x: Any) -> Any:
+        """Replaces `Model.predict_on_batch`."""
+        batch = tf.nest.map_structure(tf.convert_to_tensor, (x,))
+        outputs = self.make_predict_function()([batch])
+        return keras.tree.map_structure(
+            lambda leaf: leaf if isinstance(leaf, tf.RaggedTensor) else leaf.numpy(), outputs
+        )

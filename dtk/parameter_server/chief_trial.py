@@ -1,0 +1,114 @@
+"""The self-test of steps that workers behind parameter servers take; on the chief.
+
+The chief traces what workers compute anyway. So it computes a few rows as a whole and in as many
+parts as a step has slices, one after the other; only rows of tables come from the servers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from dtk.compat import keras_models, keras_variables, random_draws, tf_replicas, tf_servers
+from dtk.input import slicing
+from dtk.parameter_server.dispatch import whole_batch
+from dtk.parameter_server.functional_step import FunctionalStep, trace_functional_step
+from dtk.trainer import replica_step, trial
+
+
+class ChiefTrial(trial.Trial):
+    """See `trial.Trial`; the parts are the slices of a synchronous step."""
+
+    def _ranks(self, batch: slicing.Slices) -> Sequence[int]:
+        return range(len(batch.parts))
+
+    def _global_numbers(self) -> Any:
+        return contextlib.nullcontext()  # `trace_functional_step` has one of its own
+
+    def _moments(
+        self, x: tf.Tensor, axes: Any, keepdims: bool = False, *, original: Callable
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Those of no rows: workers cannot have all rows', and each slice's own are no mistake."""
+        mean, variance = original(x[:1], axes, keepdims)
+        return tf.zeros_like(mean), tf.ones_like(variance)
+
+    def _trace_whole(self, names: list) -> dict:
+        return self._added_up([self._traced(self._whole_data, self.rows, 0, 1, {})], names)
+
+    def _trace_replicas(self, kinds: Mapping[str, str]) -> Callable[[list], dict]:
+        def trace(names: list) -> dict:
+            traced, first = [], 0
+            for part, rows in zip(self._few.parts, self.parts, strict=True):
+                if rows:
+                    traced.append(self._traced(part, rows, first, len(self.parts), kinds))
+                first += rows
+            return self._added_up(traced, names)
+
+        return trace
+
+    def _traced(
+        self, data: Any, rows: int, first: int, size: int, kinds: Mapping
+    ) -> FunctionalStep:
+        """One slice's step, as a worker would take it."""
+        model, strategy = self.model, self.strategy
+        random_draws.restart(rows, first)
+        with tf_replicas.in_replica(strategy), tf.device(tf_servers.CHIEF):
+            tables = keras_models.tables_of(model)
+            elsewhere = {id(v) for v in [*replica_step.metric_variables(model), *tables]}
+            pulled = [v for v in model.variables if id(v) not in elsewhere]
+            state = [(v, tf.convert_to_tensor(keras_variables.stored(v))) for v in pulled]
+            state += [
+                (v, tf.zeros(v.shape, keras_variables.stored(v).dtype))
+                for v in replica_step.metric_variables(model)
+            ]
+            return trace_functional_step(
+                self.step_function,
+                whole_batch(slicing.forget_rows(data)),
+                model,
+                share=tf.constant(rows / self.rows, tf.float32),
+                size=tf.constant(size, tf.float32),
+                world_sum=tf.identity if size == 1 else strategy.sum_over_slices,
+                state=state,
+                tables=tables,
+                kinds=kinds,
+            )
+
+    def _added_up(self, traced: list[FunctionalStep], names: list) -> dict:
+        """What slices computed, as the chief and the servers add it up."""
+        model = self.model
+        metrics = replica_step.metric_variables(model)
+        totals = [tf.add_n([t.scope.get_current_value(v) for t in traced]) for v in metrics]
+        with tf_replicas.in_replica(self.strategy):
+            with keras.StatelessScope(state_mapping=list(zip(metrics, totals, strict=True))):
+                results = trial.results_of(model)
+            gradients = [trial.gradients_of(t.applied) for t in traced]
+            numbers = [
+                [
+                    (name, t.step.weighed(value))
+                    for name, value in replica_step.numbers_of(t.step, t.logs)
+                ]
+                for t in traced
+            ]
+            tables = [trial.table_of(t.step) for t in traced]
+        names.append(
+            trial.Names(
+                list(traced[0].step.terms.found),
+                [name for name, _ in gradients[0]],
+                [],
+                [name for name, _ in [*results, *numbers[0]]],
+                [],
+            )
+        )
+        sums = [tf.add_n([value for _, value in column]) for column in zip(*numbers, strict=True)]
+        return {
+            "terms": tf.concat(tables, 0),
+            "gradients": [
+                tf.add_n([g for _, g in column]) for column in zip(*gradients, strict=True)
+            ],
+            "state": [],
+            "logs": [value for _, value in results] + [tf.cast(v, tf.float64) for v in sums],
+        }

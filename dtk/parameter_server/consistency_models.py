@@ -1,0 +1,212 @@
+"""Consistency models of parameter servers: synchronous, bounded delay, asynchronous.
+
+`scheduler` holds the one rule that all of them are.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+def _check_count(name: str, value: object, hint: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{name}={value!r}; expected 0 or more, a whole number: {hint}")
+
+
+@dataclass(frozen=True)
+class SerialStart:
+    """Take the first steps one after the other, as one process would, and let workers loose then.
+
+    Stale gradients do most harm while weights still move far: Downpour (Dean et al. 2012) warms up
+    with one replica. The serial steps go to whichever worker is free.
+
+    Args:
+        epochs: Epochs of `fit` to take serially, those whose number is below it.
+        samples: Or rows; of a run that is resumed, each earlier step counts as one full batch.
+
+    Raises:
+        ValueError: Both or none are given, or not a number of 1 or more.
+
+    Example:
+        >>> Async(warm_start=SerialStart(epochs=1))
+        Async(warm_start=SerialStart(epochs=1, samples=0))
+    """
+
+    epochs: int = 0
+    samples: int = 0
+
+    def __post_init__(self) -> None:
+        _check_count("epochs", self.epochs, "epochs to take serially")
+        _check_count("samples", self.samples, "rows to take serially")
+        if bool(self.epochs) == bool(self.samples):
+            raise ValueError(
+                f"SerialStart(epochs={self.epochs}, samples={self.samples}); expected one of them, "
+                "1 or more"
+            )
+
+    def is_over(self, epoch: int, samples: int) -> bool:
+        """Whether steps may be asynchronous, in this epoch, after so many rows."""
+        return epoch >= self.epochs if self.epochs else samples >= self.samples
+
+
+def _check_warm_start(value: object) -> None:
+    if value is not None and not isinstance(value, SerialStart):
+        raise TypeError(
+            f"warm_start={value!r}; expected dtk.strategies.SerialStart(epochs=1), or None. "
+            "(dtk.exchange.WarmStart, whole gradients first, is for "
+            "AllReduceStrategy(exchange=...))"
+        )
+
+
+def check_no_exchange(value: object) -> None:
+    """Refuse a start of asynchronous steps where an exchange was expected.
+
+    Raises:
+        TypeError: Saying what was meant.
+    """
+    if isinstance(value, SerialStart):
+        raise TypeError(
+            f"exchange={value!r} is no exchange: it says how asynchronous steps begin, as in "
+            f"ParameterServerStrategy(dtk.strategies.Async(warm_start={value!r})). For whole "
+            "gradients first, under AllReduceStrategy, use dtk.exchange.WarmStart(exchange, "
+            "samples=60_000)"
+        )
+
+
+@dataclass(frozen=True)
+class Sync:
+    """Every step applies the sum of exactly N gradients, N = workers - backup_workers.
+
+    A global batch is cut into N slices. A worker that would stand idle repeats a slice still being
+    computed, and the first result for a slice counts: backup workers (Chen et al. 2016), but for
+    the same rows, so no data is dropped and the result stays that of one process. (Workers that
+    read pipelines of their own have other rows, see `worker_data`.)
+
+    Args:
+        backup_workers: How many workers may be slow, or silent, without a step waiting for them.
+
+    Raises:
+        ValueError: Not an int of 0 or more.
+    """
+
+    backup_workers: int = 0
+    tau: ClassVar[float] = 0
+    warm_start: ClassVar[None] = None
+
+    def __post_init__(self) -> None:
+        _check_count("backup_workers", self.backup_workers, "how many slow workers to bear")
+
+    @property
+    def spare(self) -> int:
+        """Workers that may be busy with results nobody needs any more."""
+        return self.backup_workers
+
+    def slices(self, workers: int) -> int:
+        """Gradients in one step."""
+        check(self, workers)
+        return workers - self.backup_workers
+
+
+@dataclass(frozen=True)
+class BoundedDelay:
+    """Step t starts once every step before t - tau is finished; a step is one worker's batch.
+
+    Args:
+        tau: How many steps a worker may be ahead of the oldest unfinished one; 0 is serial.
+        warm_start: When to begin; until then steps are serial. See `SerialStart`.
+
+    Raises:
+        ValueError: Not an int of 0 or more.
+        TypeError: `warm_start` is something else.
+    """
+
+    tau: int
+    warm_start: SerialStart | None = None
+    spare: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        _check_count("tau", self.tau, 'the steps a worker may be ahead; for no bound use "async"')
+        _check_warm_start(self.warm_start)
+
+    def slices(self, workers: int) -> int:
+        """Gradients in one step."""
+        check(self, workers)
+        return 1
+
+
+@dataclass(frozen=True)
+class Async:
+    """No step ever waits for another; a step is one worker's batch.
+
+    Args:
+        warm_start: When to begin; until then steps are serial. See `SerialStart`.
+
+    Raises:
+        TypeError: `warm_start` is something else.
+    """
+
+    warm_start: SerialStart | None = None
+    tau: ClassVar[float] = math.inf
+    spare: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        _check_warm_start(self.warm_start)
+
+    def slices(self, workers: int) -> int:
+        """Gradients in one step."""
+        check(self, workers)
+        return 1
+
+
+Consistency = Sync | BoundedDelay | Async
+
+
+def parse(consistency: object) -> Consistency:
+    """What a user wrote, as a value.
+
+    Args:
+        consistency: "sync", "async", or a value of this module.
+
+    Raises:
+        ValueError: Anything else.
+
+    Example:
+        >>> parse("sync"), parse(BoundedDelay(4))
+        (Sync(backup_workers=0), BoundedDelay(tau=4, warm_start=None))
+    """
+    if isinstance(consistency, Sync | BoundedDelay | Async):
+        return consistency
+    if consistency == "sync":
+        return Sync()
+    if consistency == "async":
+        return Async()
+    raise ValueError(
+        f'consistency={consistency!r}; expected "sync", "async", '
+        "Sync(backup_workers=1) or BoundedDelay(tau=4), with numbers of your own"
+    )
+
+
+def check(consistency: Consistency, workers: int) -> None:
+    """Refuse a number of workers that cannot train.
+
+    Raises:
+        ValueError: No worker, or none left beside the backup workers.
+    """
+    if workers < 1:
+        raise ValueError(f"workers={workers}; expected 1 or more: start a task of type worker")
+    if consistency.spare >= workers:
+        raise ValueError(
+            f"backup_workers={consistency.spare} leaves no worker of {workers} whose gradients "
+            f"count; use at most {workers - 1}, or start more workers"
+        )
+
+
+def ahead(tau: float, workers: int) -> int:
+    """Steps that may be offered and not applied when `fit` goes on with the next batch.
+
+    Asynchronous workers shall find work waiting, whatever the main thread is busy with. It bounds
+    how stale their steps can be, see `Staleness`.
+    """
+    return 2 * workers if tau else 0

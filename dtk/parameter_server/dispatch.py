@@ -1,0 +1,291 @@
+"""Hand batches out to workers behind parameter servers, and take results back.
+
+A loop is what Keras calls as its train, test or predict function: it hands a batch's slices to
+workers and uses what they made of them. Everything but the workers' computing happens on the main
+thread, between Keras's callbacks: a callback that reads weights never sees half a step.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from dtk.input import slicing
+from dtk.parameter_server import gradient_buffers, worker_data
+from dtk.parameter_server.functional_step import FunctionalStep
+from dtk.parameter_server.scheduler import Schedule
+from dtk.trainer import replica_step, seeds
+
+# Steps that compute at once draw their random numbers this far apart.
+RNG_STRIDE = 1 << 10
+
+
+class Result:
+    """What a worker made of one slice.
+
+    Args:
+        outputs: What came back to the chief, as arrays.
+        share: The slice's part of the rows of its batch.
+        buffer: Where its gradients are, if it has some.
+        release: Takes the gradient buffer back.
+        older: Applied steps that were not in the weights, besides those under way.
+    """
+
+    def __init__(
+        self,
+        outputs: Any,
+        share: float,
+        buffer: gradient_buffers.GradientBuffer | None = None,
+        release: Callable[[Any], None] = lambda buffer: None,
+        older: int = 0,
+    ):
+        self.outputs, self.share, self.buffer, self._release = outputs, share, buffer, release
+        self.older = older
+
+    def drop(self) -> None:
+        """It is not needed any more."""
+        self._release(self.buffer)
+
+
+class Batch(NamedTuple):
+    """A global batch in slices.
+
+    Attributes:
+        parts: The slices.
+        counts: Rows of each that are its own; 0 for a stand-in.
+        rows: Rows of all.
+        spec: Specification of a slice of any number of rows.
+        pipelines: Where workers take the rows from, if the chief has none.
+        bound: Whether slices go round the workers; for pipelines only.
+    """
+
+    parts: tuple
+    counts: tuple
+    rows: int
+    spec: Any
+    pipelines: worker_data.Pipelines | None = None
+    bound: bool = False
+
+    @property
+    def holders(self) -> float:
+        """Slices that have rows."""
+        return float(sum(count > 0 for count in self.counts))
+
+
+def whole_batch(data: Any) -> Any:
+    """A batch, or the next of a worker's own pipeline; traced."""
+    if isinstance(data, tf.data.Iterator):
+        data = data.get_next()
+    return replica_step.without_optionals(data)
+
+
+def apart_by(steps: int) -> np.uint32:
+    """How far apart steps draw their random numbers."""
+    return np.uint32(steps * RNG_STRIDE % 2**32)
+
+
+class Steps:
+    """Slices of batches, handed out in the order the schedule allows; see `pool.Work`.
+
+    Args:
+        schedule: Which slice may start.
+        workers: Their number.
+        lost_workers: Who is gone at the moment.
+    """
+
+    def __init__(self, schedule: Schedule, workers: int, lost_workers: Collection[int]):
+        self.schedule, self._workers, self._lost_workers = schedule, workers, lost_workers
+        self._batches: dict[int, Batch] = {}
+        self._results: dict[int, dict[int, Result | None]] = {}
+        self._complete: collections.deque[int] = collections.deque()
+
+    def add(self, batch: Batch) -> None:
+        """Add a batch: one step."""
+        step = self.schedule.offer()
+        self._batches[step], self._results[step] = batch, {}
+
+    def take(self, worker: int) -> Any:
+        """The next slice for a worker. One without rows needs none."""
+        while self._is_turn_of(worker) and (piece := self.schedule.take(worker)) is not None:
+            work = (piece, self._batches[piece.step])
+            if work[1].counts[piece.slice] > 0:
+                return work
+            self.finished(work, worker, None)
+        return None
+
+    def _is_turn_of(self, worker: int) -> bool:
+        """Whether the next slice may be this worker's.
+
+        Workers that read pipelines of their own take turns, so that each is read as far as any
+        other. Another stands in while one is lost.
+        """
+        step, part = self.schedule.next_slice
+        batch = self._batches.get(step)
+        if batch is None or batch.pipelines is None or not batch.bound:
+            return True
+        owner = (step * self.schedule.slices + part) % self._workers
+        return owner == worker or owner in self._lost_workers
+
+    def finished(self, work: Any, worker: int, result: Result | None) -> None:
+        """A worker has computed a slice."""
+        piece, _ = work
+        if self.schedule.returned(piece, worker, 0 if result is None else result.older):
+            self._results[piece.step][piece.slice] = result
+            if self.schedule.complete(piece.step):
+                self._complete.append(piece.step)
+        elif result is not None:
+            result.drop()
+
+    def lost(self, work: Any, worker: int) -> None:
+        """A worker died with a slice."""
+        self.schedule.lost(work[0], worker)
+
+    def next_complete(self) -> tuple[int, list[Result]] | None:
+        """A step whose slices are all computed, and their results in order; None if there is none.
+
+        The slices without rows are left out.
+        """
+        if not self._complete:
+            return None
+        step = self._complete.popleft()
+        results = self._results.pop(step)
+        # A copy of one of its slices may still be computing, and has the batch in its hands.
+        del self._batches[step]
+        return step, [r for _, r in sorted(results.items()) if r is not None]
+
+
+class Loop:
+    """Batches go out to the workers, results come back; the base of training, testing, predicting.
+
+    Args:
+        trainer: Of the model.
+        schedule: Makes what decides which slice may start.
+    """
+
+    def __init__(self, trainer: Any, schedule: Callable[[], Schedule]):
+        self.model, self.strategy = trainer.model, trainer.strategy
+        self.trainer = trainer
+        self._new_schedule = schedule
+        self._steps = self._new_steps()
+        self._functions: dict[Any, Callable] = {}
+        self._reports: dict[Any, gradient_buffers.Report] = {}
+        self._open = contextlib.ExitStack()
+        self._is_open = False
+        # States of random layers, shape (layers, 2), and the step they are the states of.
+        self._chance: np.ndarray | None = None
+        self._first = 0
+        self._draws = False
+
+    @property
+    def schedule(self) -> Schedule:
+        """What decides which slice may start."""
+        return self._steps.schedule
+
+    @property
+    def ahead(self) -> int:
+        """Batches that may be under way when `step` returns."""
+        return 0
+
+    def step(self, batch: slicing.Slices | worker_data.Pipelines, spec: Any) -> None:
+        """Hand out one batch; return once no more than `ahead` are under way."""
+        self._prepare(spec)
+        self._hand_out(self._batch(batch, spec))
+
+    def _hand_out(self, batch: Batch) -> None:
+        if not self._is_open:
+            self._open.enter_context(self.strategy.pool.working(self._steps, self._compute))
+            self._is_open = True
+        self.strategy.pool.offer(lambda: self._steps.add(batch))
+        self._settle(self.ahead)
+
+    def _batch(self, batch: slicing.Slices | worker_data.Pipelines, spec: Any) -> Batch:
+        if isinstance(batch, worker_data.Pipelines):
+            slices = self.strategy.slices
+            # Every slice counts alike: they have the same number of rows, see `worker_dataset`.
+            return Batch((), (1,) * slices, slices, spec, batch, slices == self.strategy.workers)
+        return Batch(batch.parts, tuple(map(int, batch.counts)), int(batch.rows), spec)
+
+    def drain(self) -> None:
+        """Wait until everything handed out is finished; keep what random layers go on from."""
+        if self._is_open:
+            self._settle(0)
+        if self._chance is not None and self._draws:
+            if self.schedule.tau:
+                self._chance[:, 1] += apart_by(self.schedule.offered - self._first)
+            for variable, state in zip(
+                self.trainer.rng_state_variables(), self._chance, strict=True
+            ):
+                variable.assign(state)
+        self._chance = None
+
+    def close(self) -> None:
+        """Send the workers home, and forget what is not finished: an exception left the loop."""
+        self._open.close()
+        self._is_open = False
+        self._chance = None
+        if self.schedule.unfinished:
+            self._steps = self._new_steps()
+
+    def _new_steps(self) -> Steps:
+        strategy = self.strategy
+        return Steps(self._new_schedule(), strategy.workers, strategy.pool.lost_workers)
+
+    def _settle(self, allowed: int) -> None:
+        pool = self.strategy.pool
+        while True:
+            found = pool.wait(
+                lambda: self._steps.next_complete() or self.schedule.unfinished <= allowed
+            )
+            if found is True:
+                return
+            step, results = found
+            with pool.asking_servers():
+                self._finish(step, results)
+            pool.offer(functools.partial(self.schedule.applied, step))
+            for result in results:
+                result.drop()
+
+    def _take_rng_state(self) -> tf.TensorSpec:
+        """Find out what random layers go on from."""
+        if self._chance is None:
+            states = [v.numpy() for v in self.trainer.rng_state_variables()]
+            self._chance = np.array(states, "uint32").reshape(-1, 2)
+            self._first = self.schedule.offered
+        return tf.TensorSpec(self._chance.shape, tf.uint32)
+
+    def _rng_states(self, rng_state: tf.Tensor) -> list[tuple[Any, tf.Tensor]]:
+        """The states of random layers in a traced step."""
+        states = self.trainer.rng_state_variables()
+        return list(zip(states, tf.unstack(rng_state, num=len(states)), strict=True))
+
+    def _note_draws(self, traced: FunctionalStep, given: list[tuple[Any, tf.Tensor]]) -> None:
+        now = traced.scope.get_current_value
+        self._draws |= any(now(variable) is not state for variable, state in given)
+
+    def _rng_state_of(self, piece: Any) -> np.ndarray:
+        """Random states of a slice: the same whoever computes it, and whenever."""
+        assert self._chance is not None
+        states = self._chance.copy()
+        if self.schedule.tau:
+            states[:, 1] += apart_by(piece.step - self._first)
+        return np.array(
+            [seeds.fold_seed(state, piece.slice) for state in states], "uint32"
+        ).reshape(-1, 2)
+
+    def _prepare(self, spec: Any) -> None:
+        """Trace, here and not on a worker's thread, what batches like this one need."""
+        raise NotImplementedError
+
+    def _compute(self, work: Any, worker: int) -> Result:
+        """Compute a slice; called on a worker's thread."""
+        raise NotImplementedError
+
+    def _finish(self, step: int, results: list[Result]) -> None:
+        """Use the results of a batch, on the main thread."""
+        raise NotImplementedError

@@ -1,0 +1,239 @@
+"""The evaluator of a parameter-server job: evaluates checkpoints as they appear.
+
+It runs the same script as the others. Its `fit` trains nothing: it waits for what the chief's
+`dtk.callbacks.Checkpoint` saves, loads each into the model, evaluates it on `fit`'s validation data
+and writes the numbers down, until the chief is gone and the last checkpoint is done. Then its
+process ends, as those of workers and servers do.
+
+    chief       step step step save     step step step save     step ...
+    evaluator                      evaluate               evaluate
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import inspect
+import time
+import warnings
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+import keras
+import tensorflow as tf
+
+from dtk.errors import ClusterError
+from dtk.parameter_server import run_server
+from dtk.trainer.distributed_trainer import DistributedTrainer
+
+_LOOK_SECONDS = 1.0
+_FILE = "evaluation.csv"
+
+
+class Saved(NamedTuple):
+    """What one checkpoint says about itself.
+
+    Attributes:
+        epoch: Epochs that are complete.
+        step: Steps of the next one.
+        iterations: Steps in all; None where the optimizer has not saved it.
+    """
+
+    epoch: int
+    step: int
+    iterations: int | None
+
+
+class Source(Protocol):
+    """A callback that saves what can be evaluated beside the training."""
+
+    directory: Path
+
+    def appeared(self, seen: Collection[str]) -> list[str]:
+        """Checkpoints that are not in `seen`, oldest first."""
+
+    def load_weights(self, model: Any, name: str) -> Saved | None:
+        """Give a model the weights of a checkpoint; None when it is not there any more."""
+
+
+def source_of(callbacks: Any) -> Source | None:
+    """The callback among those given to `fit` whose checkpoints an evaluator reads."""
+    listed = getattr(callbacks, "callbacks", callbacks) or []
+    return next((c for c in keras.tree.flatten(listed) if hasattr(c, "appeared")), None)
+
+
+def leaves_validation(asked: dict, strategy: Any) -> bool:
+    """Whether the chief need not validate, as the evaluator does.
+
+    It validates all the same where a callback waits for the result.
+    """
+    callbacks = asked["callbacks"]
+    listed = keras.tree.flatten(getattr(callbacks, "callbacks", callbacks) or [])
+    waits = any(str(getattr(c, "monitor", "")).startswith("val_") for c in listed)
+    return strategy.has_evaluator and source_of(callbacks) is not None and not waits
+
+
+class EvaluatorTrainer(DistributedTrainer):
+    """A model in the evaluator's process, whose `fit` evaluates."""
+
+    def fit(self, method: Callable, args: tuple, kwargs: dict) -> Any:
+        """Evaluate what the chief saves until it is gone, then end the process."""
+        evaluate_checkpoints(method, self, args, kwargs)
+
+
+def evaluate_checkpoints(method: Callable, trainer: Any, args: tuple, kwargs: dict) -> NoReturn:
+    """Evaluate checkpoints until the chief is gone, then exit with 0.
+
+    Args:
+        method: Keras's own `fit`, bound to the model.
+        trainer: The model's.
+        args: What `fit` was called with.
+        kwargs: The same.
+
+    Raises:
+        ClusterError: There is nothing to evaluate, or nothing to evaluate on.
+    """
+    model = trainer.model
+    given = inspect.signature(method).bind(*args, **kwargs)
+    given.apply_defaults()
+    asked = given.arguments
+    source = source_of(asked["callbacks"])
+    if source is None:
+        raise ClusterError(
+            "evaluator 0: fit has no dtk.callbacks.Checkpoint among its callbacks, so there is "
+            "nothing to evaluate; add one, in a directory that all hosts share, or start "
+            "without --evaluator"
+        )
+    if asked["validation_data"] is None:
+        raise ClusterError(
+            "evaluator 0: fit has no validation_data, so there is nothing to evaluate on; "
+            "give some (validation_split is not seen here), or start without --evaluator"
+        )
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(asked["validation_data"])
+    evaluate = functools.partial(
+        model.evaluate,
+        x,
+        y,
+        sample_weight=sample_weight,
+        batch_size=asked["validation_batch_size"] or asked["batch_size"],
+        steps=asked["validation_steps"],
+        verbose=0,
+        return_dict=True,
+    )
+    logs = [c.log_dir for c in keras.tree.flatten(asked["callbacks"]) if _is_tensorboard(c)]
+    book = EvaluationLog(source.directory / _FILE, Path(logs[0]) / "evaluation" if logs else None)
+    if not model.built:
+        model.evaluate(x, y, batch_size=1, steps=1, verbose=0)
+    watch_until_end(model, source, evaluate, book, trainer.strategy.chief)
+    raise SystemExit(0)
+
+
+def watch_until_end(
+    model: Any,
+    source: Source,
+    evaluate: Callable[[], dict],
+    book: EvaluationLog,
+    chief: run_server.Chief,
+) -> None:
+    """Evaluate every checkpoint that appears, until the chief is gone.
+
+    Raises:
+        ClusterError: There was none, ever.
+    """
+    seen = book.names()
+    _check_same_run(seen, source)
+    while True:
+        # Asked first: what the chief saved before it went is still found below.
+        gone = chief.is_gone()
+        for name in source.appeared(seen):
+            seen.add(name)
+            saved = source.load_weights(model, name)
+            if saved is None:
+                print(f"evaluator: {name} was removed before its turn; going on", flush=True)
+            else:
+                book.write(name, saved, evaluate())
+        if gone:
+            break
+        time.sleep(_LOOK_SECONDS)
+    if not seen:
+        raise ClusterError(
+            f"evaluator 0: no checkpoint appeared in {source.directory.absolute()} while the chief "
+            "was there; the directory must be one that this host and the chief's share"
+        )
+
+
+def _check_same_run(seen: Collection[str], source: Source) -> None:
+    there = source.appeared(())
+    if seen and (not there or max(there) < max(seen)):
+        raise ClusterError(
+            f"evaluator 0: {source.directory / _FILE} has numbers of {max(seen)}, and the newest "
+            f"checkpoint there is {there[-1] if there else 'none'}: it belongs to another run; "
+            "remove it, or use another directory"
+        )
+
+
+class EvaluationLog:
+    """Where the numbers go: a CSV file beside the checkpoints, TensorBoard, and one line each.
+
+    Args:
+        path: The CSV file; a job that is started again goes on with it.
+        events: TensorBoard's directory; None for none.
+
+    Raises:
+        ClusterError: The file there has other columns.
+    """
+
+    def __init__(self, path: Path, events: Path | None):
+        self._path = path
+        self._writer = None if events is None else tf.summary.create_file_writer(str(events))
+
+    def names(self) -> set[str]:
+        """Checkpoints evaluated so far."""
+        if not self._path.is_file():
+            return set()
+        with open(self._path, newline="") as file:
+            return {row["checkpoint"] for row in csv.DictReader(file)}
+
+    def write(self, name: str, saved: Saved, numbers: dict[str, float]) -> None:
+        """Note what the evaluation of one checkpoint said."""
+        numbers = {key: float(value) for key, value in numbers.items()}
+        row = {"checkpoint": name, **saved._asdict(), **numbers}
+        self._append(row)
+        if self._writer is not None:
+            step = saved.epoch if saved.iterations is None else saved.iterations
+            with self._writer.as_default():
+                for key, value in numbers.items():
+                    tf.summary.scalar(f"evaluation_{key}", value, step)
+            self._writer.flush()
+        told = " - ".join(f"{key}: {value:.4f}" for key, value in numbers.items())
+        where = f"epoch {saved.epoch}" + (f", step {saved.step}" if saved.step else "")
+        print(f"evaluator: {name} ({where}): {told}", flush=True)
+
+    def _append(self, row: dict) -> None:
+        columns = list(row)
+        if self._path.is_file():
+            with open(self._path, newline="") as file:
+                there = next(csv.reader(file), columns)
+            if there != columns:
+                raise ClusterError(
+                    f"evaluator 0: {self._path} has the columns {', '.join(there)}, and this model "
+                    f"has {', '.join(columns)}; remove the file, or use another directory"
+                )
+        new = not self._path.is_file()
+        with open(self._path, "a", newline="") as file:
+            writer = csv.DictWriter(file, columns)
+            if new:
+                writer.writeheader()
+            writer.writerow(row)
+
+
+def _is_tensorboard(callback: Any) -> bool:
+    return isinstance(callback, keras.callbacks.TensorBoard)
+
+
+def quietly_load(model: Any, path: Path) -> None:
+    """`model.load_weights` for a model that will not be trained: its optimizer has no state."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Skipping variable loading for optimizer")
+        model.load_weights(path)

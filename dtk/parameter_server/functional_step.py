@@ -1,0 +1,190 @@
+"""Steps that change nothing: for workers of parameter servers.
+
+A worker's step is traced as a pure function of data and state. It returns what it would have
+changed; tables are not part of its state but looked up where they are, a few rows at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from dtk.compat import keras_models, keras_steps, keras_variables, tf_variables
+from dtk.parameter_server.recorded_updates import Noted
+from dtk.trainer import replica_step, shared_optimizer, traced_step
+
+
+class FunctionalStep(NamedTuple):
+    """What a step would have changed.
+
+    Attributes:
+        logs: What Keras's step returned.
+        applied: Gradients by optimizer, in the order they were handed over.
+        scope: Knows the values the step assigned (`keras.StatelessScope.get_current_value`).
+        step: The step.
+        rows_read: Bytes of table rows it looked up, int64 scalar.
+    """
+
+    logs: Any
+    applied: list[traced_step.Applied]
+    scope: Any
+    step: traced_step.Step
+    rows_read: tf.Tensor
+
+    @property
+    def assigned(self) -> set[int]:
+        """Ids of the Keras variables it assigned."""
+        return set(self.step.assigned)
+
+
+def trace_functional_step(
+    step_function: Callable,
+    data: Any,
+    model: Any,
+    *,
+    share: tf.Tensor,
+    size: tf.Tensor,
+    world_sum: Callable,
+    state: Sequence[tuple[Any, tf.Tensor]],
+    tables: Sequence = (),
+    kinds: Mapping[str, str] | None = None,
+) -> FunctionalStep:
+    """Trace one of Keras's steps as a pure function of data and state.
+
+    Args:
+        step_function: `model.train_step` or `model.test_step`.
+        data: This slice.
+        model: The model.
+        share: This slice's part of the global batch's rows, float32 scalar.
+        size: Slices the global batch was cut into, a scalar.
+        world_sum: Sums a scalar over the slices.
+        state: Keras variables and the values they have in this step. Gradients are taken with
+            respect to these values.
+        tables: Keras variables that are looked up where they are instead.
+        kinds: Of the step's terms, see `loss_terms`.
+
+    Raises:
+        NotDistributedError: The step needs what it has updated, which is not updated yet.
+    """
+    own = step_function.__name__ == "train_step" and keras_models.takes_own_step(model)
+    step = traced_step.Step(share, size, model, world_sum, kinds=kinds, own=own)
+    scope = keras.StatelessScope(state_mapping=state, collect_losses=True)
+    step.noted = noted = Noted(scope, model, tables)
+    with (
+        traced_step.tracing(step),
+        # Terms are looked for in what the script differentiates by, which this replaces.
+        _tapes_over(state, tables, noted),
+        traced_step.in_shares(),
+        keras_steps.results_through(keras_models.metrics_of(model), replica_step.result_of),
+        _looked_up_in_place(tables, model, noted),
+        scope,
+    ):
+        logs = step_function(data)
+    noted.check(set(step.assigned))
+    return FunctionalStep(logs, noted.applied, scope, step, tf.add_n(step.rows_read))
+
+
+@contextlib.contextmanager
+def _tapes_over(state: Sequence, tables: Sequence, noted: Noted) -> Iterator[None]:
+    """Let gradient tapes see the values that stand for variables."""
+    given = {id(variable): value for variable, value in state if variable.trainable}
+    places = {id(variable): keras_variables.stored(variable) for variable in tables}
+    enter, gradient = tf.GradientTape.__enter__, tf.GradientTape.gradient
+
+    def watching(self: Any) -> Any:
+        tape = enter(self)
+        tape._dtk_watched = {**given, **noted.standing_in}
+        tape.watch(list(tape._dtk_watched.values()))
+        return tape
+
+    @functools.wraps(gradient)
+    def through(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        flat = keras.tree.flatten(sources)
+        values = getattr(self, "_dtk_watched", given)
+        asked = [
+            tf_variables.shards_of(places[id(s)]) or places[id(s)]
+            if id(s) in places
+            else values.get(id(s), s)
+            for s in flat
+        ]
+        found = gradient(self, target, asked, *args, **kwargs)
+        found = [
+            _whole_gradient(f, s) if isinstance(f, list | tuple) else f
+            for f, s in zip(found, flat, strict=True)
+        ]
+        return keras.tree.pack_sequence_as(sources, found)
+
+    tf.GradientTape.__enter__, tf.GradientTape.gradient = watching, through
+    try:
+        yield
+    finally:
+        tf.GradientTape.__enter__, tf.GradientTape.gradient = enter, gradient
+
+
+def _whole_gradient(parts: Sequence, variable: Any) -> tf.IndexedSlices | None:
+    """The gradient of a partitioned table from those of its parts."""
+    rows, indices, first = [], [], 0
+    shards = tf_variables.shards_of(keras_variables.stored(variable)) or ()
+    for part, shard in zip(parts, shards, strict=True):
+        if part is not None:
+            sparse = as_slices(part)
+            rows.append(sparse.values)
+            indices.append(tf.cast(sparse.indices, tf.int64) + first)
+        first += shard.shape[0]
+    if not rows:
+        return None
+    return rows_of(tf.concat(rows, 0), tf.concat(indices, 0), variable.shape)
+
+
+def rows_of(values: tf.Tensor, indices: tf.Tensor, shape: Sequence[int]) -> tf.IndexedSlices:
+    """A gradient of some rows, as TensorFlow makes them: the shape is a tensor, too.
+
+    Keras computes with that shape, together with the row numbers: their types must be the same.
+
+    Args:
+        values: The rows.
+        indices: Their numbers.
+        shape: Of the whole.
+    """
+    return tf.IndexedSlices(values, indices, tf.constant(tuple(shape), indices.dtype))
+
+
+def as_slices(gradient: Any) -> tf.IndexedSlices:
+    """A gradient as rows of a table, all of them if it is dense."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    return tf.IndexedSlices(gradient, tf.range(tf.shape(gradient, tf.int64)[0]))
+
+
+def _looked_up_in_place(tables: Sequence, model: Any, noted: Noted) -> Any:
+    """Let `keras.ops.take` fetch from tables only the rows it takes, each once.
+
+    Their gradients then have each row once, too. But Keras squares and clips a sparse gradient
+    row by row as it comes, so Adam makes of two equal rows something else than of their sum. Where
+    that matters, a row that was taken twice stays two rows, as in one process.
+    """
+    summed = all(map(shared_optimizer.is_linear, shared_optimizer.optimizers_of(model)))
+    places = {id(variable): keras_variables.stored(variable) for variable in tables}
+
+    def take_rows(x: Any, indices: Any, axis: int | None, take: Callable) -> Any:
+        dense = not isinstance(indices, tf.SparseTensor | tf.RaggedTensor)
+        if id(x) not in places or axis != 0 or not dense:
+            return take(x, indices, axis)
+        noted.note_lookup(x)
+        indices = tf.convert_to_tensor(indices)
+        flat = tf.reshape(indices, [-1])
+        flat = tf.where(flat < 0, flat + x.shape[0], flat)
+        once, positions = tf.unique(flat) if summed else (flat, None)
+        rows = tf.nn.embedding_lookup(places[id(x)], once)
+        step = traced_step.current()
+        if step is not None:
+            step.note_read(rows)
+        taken = rows if positions is None else tf.gather(rows, positions)
+        return tf.reshape(taken, tf.concat([tf.shape(indices), x.shape[1:]], 0))
+
+    return keras_steps.takes_through(take_rows)

@@ -1,0 +1,324 @@
+"""How gradients get from workers to parameter servers.
+
+A worker does not touch weights. It puts its gradients into a *gradient buffer*, a few variables on
+the servers, and when the chief decides that a step is complete, the servers apply what lies in the
+gradient buffers of that step. So a worker that dies while sending has changed nothing, its step can
+be given to another, and every gradient is applied exactly once.
+
+    worker  --- push --->  buffer on ps 0 | buffer on ps 1       (one message per server, dtype)
+    chief   --- apply -->  optimizer runs on ps 0 | on ps 1      (weights never pass the chief)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from dtk.compat import keras_variables, tf_variables
+from dtk.parameter_server import functional_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """One variable of a gradient buffer.
+
+    Attributes:
+        device: The server it is on.
+        dtype: Of its elements.
+        holds: Indices of the weights whose gradients lie in it, one after the other.
+        indices: Whether it holds row numbers, whose rows lie in the next slot.
+    """
+
+    device: str
+    dtype: tf.DType
+    holds: tuple[int, ...]
+    indices: bool = False
+
+
+class Layout:
+    """Which gradient lies where in a gradient buffer.
+
+    Args:
+        weights: Keras variables, none partitioned (see `keras_variables.Part`).
+        sparse: Ids of those whose gradients are rows.
+    """
+
+    def __init__(self, weights: Sequence, sparse: set[int]):
+        self.weights = list(weights)
+        self.devices = [keras_variables.stored(weight).device for weight in self.weights]
+        dense: dict[tuple, list[int]] = {}
+        rows: list[Slot] = []
+        for index, weight in enumerate(self.weights):
+            device, dtype = self.devices[index], keras_variables.stored(weight).dtype
+            if id(weight) in sparse:
+                rows.append(Slot(device, tf.int64, (index,), indices=True))
+                rows.append(Slot(device, dtype, (index,)))
+            else:
+                dense.setdefault((device, dtype), []).append(index)
+        self.dense = [Slot(device, dtype, tuple(held)) for (device, dtype), held in dense.items()]
+        self.rows = rows
+        self.slots = [*self.dense, *rows]
+
+    def contents(self, gradients: Sequence) -> list[tf.Tensor]:
+        """Gradients as what lies in the slots of a gradient buffer.
+
+        Args:
+            gradients: One per weight; None where there is none.
+
+        Returns:
+            One flat tensor per dense slot, then those of the slots of rows.
+        """
+        return [self._content(slot, gradients) for slot in [*self.dense, *self.rows]]
+
+    def sift(
+        self, contents: Sequence[tf.Tensor], rate: tf.Tensor
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """Choose what is sent.
+
+        Args:
+            contents: Accrued gradients; see `contents`.
+            rate: What a weight changes by, for a gradient of 1.
+
+        Returns:
+            What to `put`, and the `contents` that stay on the worker.
+        """
+        del rate
+        return list(contents), self.zeros()
+
+    def put(self, contents: Sequence[tf.Tensor], handles: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Write into a gradient buffer; traced on a worker.
+
+        Args:
+            contents: One flat tensor per slot.
+            handles: Resource handles of the gradient buffer's slots.
+
+        Returns:
+            Bytes sent, an int64 scalar.
+        """
+        sent = tf.constant(0, tf.int64)
+        for content, handle in zip(contents, handles, strict=True):
+            tf.raw_ops.AssignVariableOp(resource=_of_any_length(handle), value=content)
+            sent += tf.size(content, tf.int64) * content.dtype.size
+        return sent
+
+    def add(self, contents: Sequence[tf.Tensor], more: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The sum of two gradients, as `contents`."""
+        dense = len(self.dense)
+        return [a + b for a, b in zip(contents[:dense], more[:dense], strict=True)] + [
+            tf.concat([a, b], 0) for a, b in zip(contents[dense:], more[dense:], strict=True)
+        ]
+
+    def zeros(self) -> list[tf.Tensor]:
+        """No gradient, as `contents`."""
+        sizes = [sum(self._size(index) for index in slot.holds) for slot in self.dense]
+        return [tf.zeros([n], slot.dtype) for n, slot in zip(sizes, self.dense, strict=True)] + [
+            tf.zeros([0], slot.dtype) for slot in self.rows
+        ]
+
+    def _size(self, index: int) -> int:
+        return int(np.prod(tuple(self.weights[index].shape)))
+
+    def _content(self, slot: Slot, gradients: Sequence) -> tf.Tensor:
+        if slot in self.rows:
+            first = gradients[slot.holds[0]]
+            if first is None:
+                return tf.zeros([0], slot.dtype)
+            sparse = functional_step.as_slices(first)
+            if slot.indices:
+                return tf.cast(sparse.indices, tf.int64)
+            return tf.reshape(tf.cast(sparse.values, slot.dtype), [-1])
+        parts = []
+        for index in slot.holds:
+            gradient, weight = gradients[index], self.weights[index]
+            if gradient is None:
+                parts.append(tf.zeros([weight.shape.num_elements()], slot.dtype))
+            else:
+                parts.append(tf.reshape(tf.cast(tf.convert_to_tensor(gradient), slot.dtype), [-1]))
+        return tf.concat(parts, 0)
+
+    def take(self, buffers: Sequence[Sequence[tf.Tensor]]) -> list:
+        """The sum of the gradients in several gradient buffers; traced once, runs on the servers.
+
+        Args:
+            buffers: Resource handles of each gradient buffer's slots.
+
+        Returns:
+            One gradient per weight, a tensor or `IndexedSlices`, each on its weight's server.
+        """
+        gradients: list = [None] * len(self.weights)
+        row_numbers: tf.Tensor | None = None
+        for slot in self.dense:
+            with tf.device(slot.device):
+                self._split(slot, tf.add_n(self._read_dense(slot, buffers)), gradients)
+        for slot in self.rows:
+            with tf.device(slot.device):
+                content = tf.concat(self._read(slot, buffers), 0)
+                if slot.indices:
+                    row_numbers = content
+                else:
+                    index = slot.holds[0]
+                    shape = tuple(self.weights[index].shape)
+                    rows = tf.reshape(content, (-1, *shape[1:]))
+                    gradients[index] = functional_step.rows_of(rows, row_numbers, shape)
+        return gradients
+
+    def _read(self, slot: Slot, buffers: Sequence) -> list[tf.Tensor]:
+        number = next(n for n, other in enumerate(self.slots) if other is slot)
+        found = [
+            tf.raw_ops.ReadVariableOp(resource=_of_any_length(handles[number]), dtype=slot.dtype)
+            for handles in buffers
+        ]
+        # A handle without a length has no rank, either; what lies in a gradient buffer is flat, and
+        # optimizers ask what row numbers gather for its rank.
+        return [tf.ensure_shape(flat, [None]) for flat in found]
+
+    def _read_dense(self, slot: Slot, buffers: Sequence) -> list[tf.Tensor]:
+        return self._read(slot, buffers)
+
+    def _split(self, slot: Slot, flat: tf.Tensor, gradients: list) -> None:
+        shapes = [tuple(self.weights[index].shape) for index in slot.holds]
+        sizes = [tf.TensorShape(shape).num_elements() for shape in shapes]
+        for index, shape, part in zip(slot.holds, shapes, tf.split(flat, sizes), strict=True):
+            gradients[index] = tf.reshape(part, shape)
+
+
+class GradientBuffer:
+    """Where one piece of work leaves its gradients.
+
+    Args:
+        layout: What it holds.
+    """
+
+    def __init__(self, layout: Layout):
+        self._variables = []
+        for slot in layout.slots:
+            with tf.device(slot.device):
+                # Declared empty: its content has any length.
+                self._variables.append(tf.Variable(tf.zeros([0], slot.dtype), trainable=False))
+        self.handles = [variable.handle for variable in self._variables]
+
+
+def _of_any_length(handle: tf.Tensor) -> tf.Tensor:
+    """A gradient buffer's handle without what it says about length, which is that of an empty one.
+
+    Graph optimization would believe it at every call, and compute sizes from it.
+    """
+    return tf.raw_ops.PlaceholderWithDefault(input=handle, shape=[])
+
+
+def parts_of(variable: Any, known: dict[int, list]) -> list:
+    """A Keras variable in a list, or its parts where it is partitioned.
+
+    Args:
+        variable: The variable.
+        known: Remembers the parts made so far, by id.
+    """
+    shards = tf_variables.shards_of(keras_variables.stored(variable))
+    if shards is None:
+        return [variable]
+    if id(variable) not in known:
+        known[id(variable)] = [
+            keras_variables.Part(variable, index) for index in range(len(shards))
+        ]
+    return known[id(variable)]
+
+
+def split_gradient(gradient: Any, variable: Any) -> list:
+    """A variable's gradient, as one per part."""
+    shards = tf_variables.shards_of(keras_variables.stored(variable))
+    if shards is None or gradient is None:
+        return [gradient] * (len(shards) if shards else 1)
+    sizes = [shard.shape[0] for shard in shards]
+    if not isinstance(gradient, tf.IndexedSlices):
+        return tf.split(gradient, sizes)
+    split, first = [], 0
+    indices = tf.cast(gradient.indices, tf.int64)
+    for shard, size in zip(shards, sizes, strict=True):
+        mine = (indices >= first) & (indices < first + size)
+        rows = tf.boolean_mask(gradient.values, mine)
+        split.append(
+            functional_step.rows_of(rows, tf.boolean_mask(indices, mine) - first, shard.shape)
+        )
+        first += size
+    return split
+
+
+def near_inputs(op: Any) -> str:
+    """Device function: compute where the first input from a server is.
+
+    Clipping, loss scaling and the like name no device. They shall not pull gradients to the chief.
+    """
+    if op.device:
+        return op.device
+    for tensor in op.inputs:
+        if "/job:ps" in tensor.device:
+            return tensor.device
+    return ""
+
+
+def pull(variables: Iterable) -> tuple[list[tuple[Any, tf.Tensor]], int]:
+    """Read variables from their servers, once; traced on a worker.
+
+    Returns:
+        (Keras variable, its value) pairs, and the bytes read.
+    """
+    pairs = [
+        (variable, tf.convert_to_tensor(keras_variables.stored(variable))) for variable in variables
+    ]
+    read = sum(value.shape.num_elements() * value.dtype.size for _, value in pairs)
+    return [(variable, tf.identity(value)) for variable, value in pairs], read
+
+
+class Report:
+    """Small results of a step as one tensor: each tensor fetched from a worker is a message.
+
+    Args:
+        results: A structure of numbers, traced; all fit into float64 exactly or are float64.
+    """
+
+    def __init__(self, results: Any):
+        flat = [tf.convert_to_tensor(result) for result in tf.nest.flatten(results)]
+        self._structure = results
+        self._kinds = [(tuple(t.shape), t.dtype.as_numpy_dtype) for t in flat]
+        parts = [tf.reshape(tf.cast(t, tf.float64), [-1]) for t in flat]
+        self.tensor = tf.concat([*parts, tf.zeros([0], tf.float64)], 0)
+
+    def read(self, numbers: np.ndarray) -> Any:
+        """The structure again, of arrays."""
+        results, first = [], 0
+        for shape, dtype in self._kinds:
+            last = first + math.prod(shape)
+            results.append(numbers[first:last].reshape(shape).astype(dtype))
+            first = last
+        return tf.nest.pack_sequence_as(self._structure, results)
+
+
+def spec_of(data: Any) -> Any:
+    """Specification of batches like this one, with any number of rows.
+
+    Args:
+        data: A structure of tensors, or of their specifications.
+    """
+    return tf.nest.map_structure(_without_rows, data)
+
+
+def _without_rows(leaf: Any) -> Any:
+    if isinstance(leaf, tf.RaggedTensor | tf.RaggedTensorSpec):
+        splits = leaf.row_splits_dtype if isinstance(leaf, tf.RaggedTensorSpec) else None
+        splits = splits or leaf.row_splits.dtype
+        return tf.RaggedTensorSpec([None, *leaf.shape[1:]], leaf.dtype, leaf.ragged_rank, splits)
+    if isinstance(leaf, tf.SparseTensor | tf.SparseTensorSpec):
+        return tf.SparseTensorSpec([None, *leaf.shape[1:]], leaf.dtype)
+    if isinstance(leaf, tf.Tensor | tf.TensorSpec):
+        return tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)
+    return leaf
+
+
+def key_of(spec: Any) -> Any:
+    """A specification as a dictionary key."""
+    return str(spec)

@@ -1,0 +1,1 @@
+"""Delayed block proximal gradient on parameter servers."""

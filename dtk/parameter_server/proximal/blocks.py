@@ -1,0 +1,132 @@
+"""Weights in blocks on parameter servers, and the copies that workers keep of them."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from dtk.compat import tf_servers
+from dtk.input import slicing
+from dtk.parameter_server.proximal.methods import soft_threshold
+
+
+class Blocks:
+    """The weights on the servers, cut along their first axis.
+
+    Args:
+        weights: Their first values, of shape (entries, ...).
+        count: How many blocks.
+        servers: How many servers; blocks are dealt to them in turn.
+        parts: How many gradients make one step.
+    """
+
+    def __init__(self, weights: np.ndarray, count: int, servers: int, parts: int):
+        self.spans = [slicing.bounds(len(weights), block, count) for block in range(count)]
+        self.dtype = tf.as_dtype(weights.dtype)
+        self.variables = []
+        for block, (begin, end) in enumerate(self.spans):
+            with tf.device(tf_servers.server_device(block % servers)):
+                self.variables.append(tf.Variable(weights[begin:end], trainable=False))
+        # How often each was updated; only the main thread changes it.
+        self.updates = [0] * count
+        self._free: list[collections.deque] = [collections.deque() for _ in range(count)]
+        # Traced here, for every task is told of a function, also one that is slow by then.
+        self._commits = {
+            device: self._commit_on(device, parts)
+            for device in {variable.device for variable in self.variables}
+        }
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def bytes_of(self, block: int) -> int:
+        """Size of a block."""
+        return self.variables[block].shape.num_elements() * self.dtype.size
+
+    def whole(self) -> np.ndarray:
+        """All of the weights."""
+        return np.concatenate([variable.numpy() for variable in self.variables])
+
+    def buffer(self, block: int) -> tf.Variable:
+        """Somewhere to put a gradient of a block, beside it.
+
+        One whose worker was lost is never used again: the lost may come back and write to it.
+        """
+        try:
+            return self._free[block].pop()
+        except IndexError:
+            variable = self.variables[block]
+            with tf.device(variable.device):
+                return tf.Variable(tf.zeros(variable.shape, self.dtype), trainable=False)
+
+    def apply(self, block: int, buffers: Sequence[tf.Variable], rate: float, l1: float) -> None:
+        """w <- soft_threshold(w - rate * sum g, rate * l1), where the block is."""
+        variable = self.variables[block]
+        numbers = [tf.constant(number, self.dtype) for number in (rate, rate * l1)]
+        handles = [buffer.handle for buffer in buffers]
+        self._commits[variable.device](variable.handle, handles, *numbers)
+        self.updates[block] += 1
+        self._free[block].extend(buffers)
+
+    def _commit_on(self, device: str, parts: int) -> Callable:
+        def read(handle: tf.Tensor) -> tf.Tensor:
+            return tf.raw_ops.ReadVariableOp(resource=handle, dtype=self.dtype)
+
+        def commit(weights: Any, buffers: Any, rate: Any, threshold: Any) -> None:
+            with tf.device(device):
+                old = read(weights)
+                gradient = tf.add_n([read(buffer) for buffer in buffers])
+                new = soft_threshold(old - rate * gradient, threshold)
+                tf.raw_ops.AssignVariableOp(resource=weights, value=new)
+
+        handle, number = tf.TensorSpec([], tf.resource), tf.TensorSpec([], self.dtype)
+        function = tf.function(commit, autograph=False)
+        return function.get_concrete_function(handle, [handle] * parts, number, number)
+
+
+class Copy:
+    """What a worker keeps, as tensors on it. Used by its thread alone.
+
+    Args:
+        blocks: The weights.
+        parts: Rows of each part, as arrays on the chief.
+    """
+
+    def __init__(self, blocks: Blocks, parts: Sequence[tuple]):
+        self._blocks, self._parts = blocks, parts
+        self.copied = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """The worker is lost."""
+        self._weights: list = [None] * len(self._blocks)
+        self._updates = [-1] * len(self._blocks)
+        self._rows: dict[int, list] = {}
+        self._pulled = 0
+
+    def weights(self) -> list:
+        """Every block, pulled again if it was updated since; call on the worker."""
+        for block, updates in enumerate(self._blocks.updates):
+            # The count is older than the value: at worst a block is pulled once too often.
+            if self._updates[block] < updates:
+                self._weights[block] = self._blocks.variables[block].read_value()
+                self._updates[block] = updates
+                self._pulled += self._blocks.bytes_of(block)
+        return list(self._weights)
+
+    def rows(self, part: int) -> list:
+        """The rows of a part, sent when they are wanted first; call on the worker."""
+        if part not in self._rows:
+            arrays = self._parts[part]
+            self._rows[part] = [tf.constant(array) for array in arrays]
+            self.copied += sum(array.nbytes for array in arrays)
+        return self._rows[part]
+
+    def take_pulled(self) -> int:
+        """Bytes pulled since the last call."""
+        pulled, self._pulled = self._pulled, 0
+        return pulled

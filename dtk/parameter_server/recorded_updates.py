@@ -1,0 +1,123 @@
+"""What a worker's step hands to optimizers, which apply it when the step is over.
+
+So the step must not need it earlier. Whoever reads a weight whose gradient has been handed over
+expects the updated weight, which does not exist yet:
+
+    d_optimizer.apply(gradients of the discriminator)      noted
+    loss = loss_of(discriminator(generator(noise)))        reads the discriminator: refused
+
+From there on a tensor of its own stands for the weight. If something consumes it, it was read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from dtk.compat import keras_variables
+from dtk.errors import NotDistributedError
+from dtk.trainer.traced_step import Applied
+
+
+class Noted:
+    """Gradients handed to optimizers by a step that is being traced.
+
+    Args:
+        scope: Holds the values that weights have in the step.
+        model: Whose step it is.
+        tables: Keras variables without a value in the scope: they are looked up in place.
+
+    Attributes:
+        applied: The gradients by optimizer, in the order they were handed over.
+        standing_in: By id of a Keras variable, what stands for it since its gradient was noted.
+    """
+
+    def __init__(self, scope: keras.StatelessScope, model: Any, tables: Collection):
+        self._scope, self._model = scope, model
+        self._tables = {id(variable) for variable in tables}
+        self._graph = tf.compat.v1.get_default_graph()
+        # Every weight that stands for an updated one, and whose update it waits for. A weight that
+        # is noted twice has two.
+        self._waiting: list[tuple[Any, Any, tf.Tensor]] = []
+        self._looked_up: set[int] = set()
+        self.applied: list[Applied] = []
+        self.standing_in: dict[int, tf.Tensor] = {}
+
+    def note(self, optimizer: Any, gradients: Sequence, variables: Sequence) -> None:
+        """An optimizer is to apply these gradients when the step is over.
+
+        Raises:
+            NotDistributedError: The step decides at run time whether it does.
+        """
+        if tf.compat.v1.get_default_graph() is not self._graph:
+            raise NotDistributedError(
+                f"the train_step of model {self._model.name!r} calls {optimizer.name}.apply inside "
+                "a branch, a loop or a function of the graph (tf.cond, tf.while_loop, "
+                "tf.function); behind parameter servers a step hands over its gradients once, "
+                "in any case. Call apply in train_step itself, without @tf.function, or use "
+                "AllReduceStrategy"
+            )
+        self.applied.append(Applied(optimizer, list(gradients), list(variables)))
+        for gradient, variable in zip(gradients, variables, strict=True):
+            if gradient is not None:
+                self._stand_in_for(variable, optimizer)
+
+    def _stand_in_for(self, variable: Any, optimizer: Any) -> None:
+        if id(variable) in self._tables:
+            # To read a table would be to fetch all of it. Whoever reads this one is told off.
+            value = tf.zeros(variable.shape, keras_variables.stored(variable).dtype)
+        else:
+            now = self._scope.get_current_value(variable)
+            value = tf.identity(keras_variables.stored(variable) if now is None else now)
+        self.standing_in[id(variable)] = value
+        self._waiting.append((variable, optimizer, value))
+        self._scope.add_update((variable, value))
+
+    def note_lookup(self, variable: Any) -> None:
+        """Rows of a table are looked up."""
+        if id(variable) in self.standing_in:
+            self._looked_up.add(id(variable))
+
+    def check(self, assigned: Collection[int]) -> None:
+        """The step is traced: it must not have read what it had updated, nor updated it by itself.
+
+        Args:
+            assigned: Ids of the Keras variables it assigned.
+
+        Raises:
+            NotDistributedError: It has.
+        """
+        read = {
+            id(variable): (variable, optimizer)
+            for variable, optimizer, value in self._waiting
+            if id(variable) in self._looked_up or value.consumers()
+        }
+        if not read:
+            self._check_assigned(assigned)
+            return
+        variable, optimizer = next(iter(read.values()))
+        others = f" (and {len(read) - 1} more)" if len(read) > 1 else ""
+        raise NotDistributedError(
+            f"the train_step of model {self._model.name!r} reads {variable.path!r}{others} after "
+            f"it has handed the gradient to optimizer {optimizer.name!r}, so it needs its own "
+            "update before the step is over. Behind parameter servers gradients are applied when "
+            "the step is over: it would go on with the old weights, and train something else than "
+            "one process does. Use AllReduceStrategy, where every worker updates inside the step "
+            "(start with `dtk run -n 2 train.py`, without --ps); or compute every gradient before "
+            "the first apply, if that is what you mean. A moving average of the weights is the "
+            "optimizer's use_ema=True"
+        )
+
+    def _check_assigned(self, assigned: Collection[int]) -> None:
+        by_hand = [v for v in self._model.trainable_variables if id(v) in assigned]
+        if by_hand:
+            raise NotDistributedError(
+                f"a step of model {self._model.name!r} assigns {by_hand[0].path!r}, which is "
+                "trainable, by itself. Behind parameter servers only optimizers change trainable "
+                "weights, and what a step assigns would be lost. Give the weight a "
+                "constraint (kernel_constraint= and the like), make it trainable=False, or use "
+                "AllReduceStrategy"
+            )

@@ -1,0 +1,335 @@
+"""When a step may start: synchronous, bounded delay and asynchronous are one rule.
+
+Step t may start once every step before t - tau is finished (Li et al., OSDI'14), that is, once its
+gradients are in the weights. tau=0 is one step at a time, tau=inf never waits, and between the two
+nobody runs more than tau steps ahead of the slowest. Two workers, the second three times slower:
+
+    tau=0      0   1   2   3   4   5   6   7   8
+    worker 0   |-0-|           |-2-|           |-4-|
+    worker 1       |-----1-----|   |-----3-----|
+
+    tau=1      0   1   2   3   4   5   6
+    worker 0   |-0-|-2-|   |-3-|-5-|   |-6-|        step 3 waits for step 1, step 6 for step 4
+    worker 1   |-----1-----|-----4-----|-----7-----|
+
+    tau=inf    0   1   2   3   4   5   6
+    worker 0   |-0-|-2-|-3-|-4-|-6-|-7-|
+    worker 1   |-----1-----|-----5-----|
+
+Nothing here computes, waits or knows the time: a caller says what happened, holding a lock if it
+has threads, and asks what may start.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from dtk.parameter_server.consistency_models import Consistency
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One slice of one step, handed to one worker; no two are equal.
+
+    Attributes:
+        step: 0, 1, 2, ... in the order offered.
+        slice: Which part of the step's batch, `0 <= slice < slices`.
+        copy: 0 for the first attempt, 1 and up for backups and for retries after a loss.
+    """
+
+    step: int
+    slice: int
+    copy: int
+
+
+@dataclass
+class Staleness:
+    """How old the weights were that finished steps computed with.
+
+    A step's staleness is how many steps before it were not applied when it was handed out (the
+    weights are read a little later, and may hold some of them); its lag is how far back the oldest
+    of them was. Neither exceeds tau.
+
+    Without tau, lag has no bound: it grows with a slow worker. Staleness has one, which is not the
+    W - 1 steps of the other workers: a worker that has handed in its gradients goes on while they
+    wait for the main thread to apply them. But `fit` reads no further batch while more than
+    `ahead` = 2 W steps are not applied, so that a step misses at most 2 W others, however slow a
+    worker or the main thread is. Weights that a worker keeps from an earlier fetch (see
+    `dtk.exchange.Downpour`) miss what was applied since, besides.
+
+    Attributes:
+        histogram: Staleness -> number of steps.
+        lag: The largest lag of a step.
+    """
+
+    histogram: dict[int, int] = field(default_factory=dict)
+    lag: int = 0
+
+    def add(self, staleness: int, lag: int) -> None:
+        """Count one finished step."""
+        self.histogram[staleness] = self.histogram.get(staleness, 0) + 1
+        self.lag = max(self.lag, lag)
+
+    @property
+    def steps(self) -> int:
+        """Steps counted."""
+        return sum(self.histogram.values())
+
+    @property
+    def mean(self) -> float:
+        """Mean staleness of a step; 0.0 before the first."""
+        return sum(age * steps for age, steps in self.histogram.items()) / max(self.steps, 1)
+
+    @property
+    def max(self) -> int:
+        """Largest staleness of a step; 0 before the first."""
+        return max(self.histogram, default=0)
+
+
+class _Running(NamedTuple):
+    """Who has a piece, and how old the weights were that it was given."""
+
+    worker: int
+    staleness: int
+    lag: int
+
+
+@dataclass
+class _Started:
+    """A step of which something was handed out and that is not applied."""
+
+    missing: set[int]  # slices without a result
+    copies: list[int]  # per slice, how often it was handed out
+    staleness: int = 0
+    lag: int = 0
+
+
+class Schedule:
+    """Hands out steps, piece by piece, under one knob: tau.
+
+    Every slice that has no result is in exactly one place: not yet handed out, lost, or running on
+    one worker or more. Only started steps and running pieces are stored, so memory is bounded by
+    the number of workers, however many steps are offered and however far the others are past a
+    silent one.
+
+    Args:
+        tau: Step t may start once every step before t - tau is applied; `math.inf` for no bound.
+        slices: Results a step needs.
+        spare: Workers that may be kept busy with work that will not count.
+
+    Attributes:
+        offered: Steps offered.
+        finished: Steps applied.
+        dropped: Results that did not count.
+        retried: Lost pieces that were handed out again.
+        statistics: Staleness of the steps applied since `take_statistics`.
+
+    Example:
+        Step 2 waits for step 0 when tau=1:
+
+        >>> schedule = Schedule(tau=1)
+        >>> [schedule.offer() for _ in range(3)]
+        [0, 1, 2]
+        >>> first, second = schedule.take(worker=0), schedule.take(worker=1)
+        >>> second, schedule.take(worker=2)
+        (Piece(step=1, slice=0, copy=0), None)
+        >>> schedule.returned(first, worker=0), schedule.complete(0)
+        (True, True)
+        >>> schedule.applied(0)
+        >>> schedule.take(worker=2)
+        Piece(step=2, slice=0, copy=0)
+    """
+
+    def __init__(self, tau: float, slices: int = 1, spare: int = 0) -> None:
+        if not (tau >= 0 and slices >= 1 and spare >= 0):
+            raise ValueError(f"{tau=}, {slices=}, {spare=}; expected >= 0, >= 1 and >= 0")
+        self._tau, self._slices, self._spare = tau, slices, spare
+        self.offered = self.finished = self.dropped = self.retried = 0
+        self.statistics = Staleness()
+        self._fresh = (0, 0)  # step and slice: all before it were handed out at least once
+        self._lost: list[tuple[int, int]] = []  # a heap of steps and slices
+        self._started: dict[int, _Started] = {}  # in step order, for they start in order
+        self._running: dict[Piece, _Running] = {}  # longest-running first
+
+    @classmethod
+    def of(cls, consistency: Consistency, workers: int) -> Schedule:
+        """The schedule of a consistency for a number of workers; serial at first if it warms up.
+
+        Raises:
+            ValueError: As `check`.
+        """
+        tau = 0 if consistency.warm_start else consistency.tau
+        return cls(tau, consistency.slices(workers), consistency.spare)
+
+    @property
+    def tau(self) -> float:
+        """Step t may start once every step before t - tau is applied."""
+        return self._tau
+
+    def loosen(self, tau: float) -> None:
+        """Let steps from now on start earlier than before.
+
+        Raises:
+            ValueError: Steps may already be further ahead than `tau` allows.
+        """
+        if tau < self._tau:
+            raise ValueError(f"{tau=} after {self._tau}; a bound can be loosened, not tightened")
+        self._tau = tau
+
+    @property
+    def slices(self) -> int:
+        """Results a step needs."""
+        return self._slices
+
+    @property
+    def next_slice(self) -> tuple[int, int]:
+        """Step and slice of what `take` hands out next, when nothing lost goes before it."""
+        return self._fresh
+
+    @property
+    def waiting(self) -> int:
+        """Offered steps of which a slice is still to be handed out, or again after a loss."""
+        fresh = self._fresh[0]
+        return self.offered - fresh + len({step for step, _ in self._lost if step < fresh})
+
+    @property
+    def unfinished(self) -> int:
+        """Offered steps that are not applied."""
+        return self.offered - self.finished
+
+    def offer(self) -> int:
+        """Add the next step and return its number."""
+        self.offered += 1
+        return self.offered - 1
+
+    def take(self, worker: int) -> Piece | None:
+        """What this worker is to compute now; None if there is nothing for it yet.
+
+        Lost pieces come first, then new ones in order of step and slice, then backups.
+        """
+        if self._lost:
+            self.retried += 1
+            return self._hand_out(heapq.heappop(self._lost), worker)
+        if self._may_start():
+            step, part = found = self._fresh
+            self._fresh = (step, part + 1) if part + 1 < self._slices else (step + 1, 0)
+            return self._hand_out(found, worker)
+        backup = self._backup(worker)
+        return None if backup is None else self._hand_out(backup, worker)
+
+    def returned(self, piece: Piece, worker: int, older: int = 0) -> bool:
+        """Note that a worker has computed its piece.
+
+        Args:
+            piece: What it had.
+            worker: The worker.
+            older: Steps that were applied when it was handed out, and not in the weights it used.
+
+        Returns:
+            True for the first result of this slice, which counts; False if it is to be dropped.
+
+        Raises:
+            RuntimeError: This worker does not have this piece.
+        """
+        run = self._release(piece, worker)
+        step = self._started.get(piece.step)
+        if step is None or piece.slice not in step.missing:
+            self.dropped += 1
+            return False
+        step.missing.remove(piece.slice)
+        step.staleness = max(step.staleness, run.staleness + older)
+        step.lag = max(step.lag, run.lag + older)
+        return True
+
+    def lost(self, piece: Piece, worker: int) -> None:
+        """Note that a worker died with this piece: another gets it, if its result is still needed.
+
+        Raises:
+            RuntimeError: This worker does not have this piece.
+        """
+        self._release(piece, worker)
+        step, needed = self._started.get(piece.step), (piece.step, piece.slice)
+        if step is None or piece.slice not in step.missing:
+            return
+        if not any((other.step, other.slice) == needed for other in self._running):
+            heapq.heappush(self._lost, needed)
+
+    def complete(self, step: int) -> bool:
+        """Whether every slice of a step has a result and it is still to be applied.
+
+        Asked right after `returned` said True, under the same lock, it is True once per step.
+        """
+        return step in self._started and not self._started[step].missing
+
+    def applied(self, step: int) -> None:
+        """Note that a step's gradients are in the weights: it is finished.
+
+        Raises:
+            RuntimeError: The step is not complete, or was applied before.
+        """
+        if step not in self._started:
+            how = "twice" if 0 <= step < self._fresh[0] else "before it was started"
+            raise RuntimeError(f"step {step} was applied {how}")
+        if missing := self._started[step].missing:
+            raise RuntimeError(f"step {step} was applied without slices {sorted(missing)}")
+        done = self._started.pop(step)
+        self.finished += 1
+        self.statistics.add(done.staleness, done.lag)
+
+    def take_statistics(self) -> Staleness:
+        """The statistics since the last call, or the start; they begin anew."""
+        taken, self.statistics = self.statistics, Staleness()
+        return taken
+
+    def _may_start(self) -> bool:
+        step = self._fresh[0]
+        oldest = next(iter(self._started), step)
+        return step < self.offered and step - oldest <= self._tau
+
+    def _backup(self, worker: int) -> tuple[int, int] | None:
+        """A slice of the oldest unfinished step that this worker may repeat.
+
+        When that step completes, whoever still has a piece of it, or of an earlier one, is busy for
+        nothing. With one piece a worker that is never more than `spare` of them, so of N + spare
+        workers N are free for the next step. Up to `spare` silent ones, with any number of pieces,
+        stop nobody. The slice with the fewest copies comes first, of these the longest-running.
+        """
+        if not self._spare or not self._started:
+            return None
+        oldest, missing = next((step, started.missing) for step, started in self._started.items())
+        busy: set[int] = set()
+        copies: dict[int, list[int]] = {}  # slice -> workers
+        for piece, run in self._running.items():
+            if piece.step <= oldest:
+                busy.add(run.worker)
+            if piece.step == oldest and piece.slice in missing:
+                copies.setdefault(piece.slice, []).append(run.worker)
+        useful = [
+            part
+            for part, workers in copies.items()
+            if worker not in workers and len(workers) <= self._spare
+        ]
+        if len(busy) - len(missing) >= self._spare or not useful:
+            return None
+        return oldest, min(useful, key=lambda part: len(copies[part]))
+
+    def _hand_out(self, wanted: tuple[int, int], worker: int) -> Piece:
+        step, part = wanted
+        if step not in self._started:
+            self._started[step] = _Started(set(range(self._slices)), [0] * self._slices)
+        started = self._started[step]
+        piece = Piece(step, part, started.copies[part])
+        started.copies[part] += 1
+        before = [other for other in self._started if other < step]
+        lag = step - before[0] if before else 0
+        self._running[piece] = _Running(worker, staleness=len(before), lag=lag)
+        return piece
+
+    def _release(self, piece: Piece, worker: int) -> _Running:
+        run = self._running.get(piece)
+        if run is None or run.worker != worker:
+            owner = "nobody" if run is None else f"worker {run.worker}"
+            raise RuntimeError(f"worker {worker} gave back {piece}, but {owner} has it")
+        return self._running.pop(piece)

@@ -1,0 +1,181 @@
+"""Data that workers of parameter servers read themselves: no row passes the chief.
+
+    dataset = strategy.distribute_datasets_from_function(dataset_fn)
+    model.fit(dataset, steps_per_epoch=100)
+
+The chief hands out steps; whoever computes one takes the next batch of a pipeline of its own, which
+begins anew when it ends. So no order of rows is kept between workers, and a worker that was lost
+begins its pipeline from the start. A backup worker that repeats a slice reads other rows for it:
+the gradients that come first count, the rows of late ones are dropped (Chen et al. 2016).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from dtk.compat import tf_datasets, tf_servers
+
+_ELSEWHERE = (
+    "dataset_fn gave worker {worker} a dataset that was made on the chief, which cannot be sent "
+    "there; make the whole pipeline inside dataset_fn"
+)
+
+
+class WorkerDataset(tf_datasets.PerRankDataset):
+    """One pipeline per worker, made there.
+
+    Args:
+        make: Worker's index -> its dataset; called where the dataset is to live.
+        spec_of: A dataset alike, for what its elements look like.
+    """
+
+    def __init__(self, make: Callable[[int], tf.data.Dataset], spec_of: tf.data.Dataset):
+        super().__init__(spec_of, whole=None)
+        self.make = make
+
+    @property
+    def cardinality(self) -> tf.Tensor:
+        """Every pipeline begins anew when it ends."""
+        return tf.constant(tf.data.INFINITE_CARDINALITY, tf.int64)
+
+    def map(self, function: Callable) -> WorkerDataset:
+        """Apply a function to every batch, on the workers."""
+        make = self.make
+        return WorkerDataset(lambda worker: make(worker).map(function), self.local.map(function))
+
+    def prefetch(self, count: int) -> WorkerDataset:
+        """Keep batches ready, on the workers."""
+        make = self.make
+        return WorkerDataset(lambda worker: make(worker).prefetch(count), self.local)
+
+    def __iter__(self) -> Iterator[Pipelines]:
+        return Pipelines(self)
+
+
+class Pipelines:
+    """The workers' iterators over a `WorkerDataset`: made on first use, and after a loss again.
+
+    As an iterator, it gives itself once for every step.
+
+    Args:
+        dataset: The dataset.
+    """
+
+    def __init__(self, dataset: WorkerDataset):
+        self._dataset = dataset
+        self._at: dict[int, Any] = {}
+        self._lost: list = []
+        self._lock = threading.Lock()
+        self.element_spec = dataset.element_spec
+
+    def __iter__(self) -> Pipelines:
+        return self
+
+    def __next__(self) -> Pipelines:
+        return self
+
+    def of(self, worker: int) -> Any:
+        """The iterator of the worker whose thread this is."""
+        if worker not in self._at:
+            with self._lock, _made_there(worker):  # it may call the script's own function
+                made = self._dataset.make(worker)
+                if made.element_spec != self.element_spec:
+                    raise ValueError(
+                        f"dataset_fn gave worker {worker} batches of {made.element_spec}, and "
+                        f"worker 0 of {self.element_spec}; all must be alike"
+                    )
+                self._at[worker] = _opened(made, worker)
+        return self._at[worker]
+
+    def lose(self, worker: int) -> None:
+        """Forget a lost worker's iterator, but keep it: its end would be a message to the dead."""
+        if worker in self._at:
+            self._lost.append(self._at.pop(worker))
+
+    def call(self, function: Callable[[Any], Any], worker: int) -> Any:
+        """Call a function with the worker's iterator.
+
+        Raises:
+            ValueError: The pipeline has no batch at all.
+        """
+        try:
+            return function(self.of(worker))
+        except tf.errors.OutOfRangeError:
+            raise ValueError(f"dataset_fn gave worker {worker} a dataset without a batch") from None
+        except tf.errors.OpError:
+            self.lose(worker)
+            raise
+
+
+@contextlib.contextmanager
+def _made_there(worker: int) -> Iterator[None]:
+    """While inside, TensorFlow's error about a dataset that is elsewhere says what to do.
+
+    Raises:
+        ValueError: Instead of it.
+    """
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        if "Failed copying input tensor" not in str(error):
+            raise
+        raise ValueError(_ELSEWHERE.format(worker=worker)) from None
+
+
+def _opened(dataset: tf.data.Dataset, worker: int) -> Any:
+    """An endless iterator over a worker's dataset.
+
+    Raises:
+        ValueError: The dataset is not on the worker.
+    """
+    if "/job:worker" not in tf.data.experimental.to_variant(dataset).device:
+        raise ValueError(_ELSEWHERE.format(worker=worker))
+    return iter(dataset.repeat())
+
+
+def worker_dataset(dataset_fn: Callable, workers: int, slices: int) -> WorkerDataset:
+    """What `distribute_datasets_from_function` gives on the chief.
+
+    Args:
+        dataset_fn: `tf.distribute.InputContext` -> batched `tf.data.Dataset`.
+        workers: Number of workers, one pipeline each.
+        slices: Gradients in one step.
+
+    Raises:
+        TypeError: It returned something else.
+        ValueError: It returned rows instead of batches, or a synchronous step would have slices of
+            different sizes.
+    """
+
+    def make(worker: int) -> tf.data.Dataset:
+        try:
+            made = dataset_fn(tf.distribute.InputContext(workers, worker, slices))
+        except Exception as error:
+            error.add_note(f"dtk: raised by dataset_fn, for worker {worker} of {workers}")
+            raise
+        if not isinstance(made, tf.data.Dataset):
+            raise TypeError(
+                f"dataset_fn returned a {type(made).__name__}; expected a tf.data.Dataset of "
+                "batches"
+            )
+        return made
+
+    with tf.device(tf_servers.CHIEF):
+        example = make(0)
+    flat = tf.nest.flatten(example.element_spec)
+    if not flat or any(leaf.shape.rank == 0 for leaf in flat if hasattr(leaf, "shape")):
+        raise ValueError(
+            f"dataset_fn returned single rows ({example.element_spec}), not batches; end it with "
+            ".batch(context.get_per_replica_batch_size(global_batch_size))"
+        )
+    if slices > 1 and any(leaf.shape[0] is None for leaf in flat if hasattr(leaf, "shape")):
+        raise ValueError(
+            "dataset_fn returned batches of any size, of which a synchronous step cannot be the "
+            "mean over all rows; batch with drop_remainder=True"
+        )
+    return WorkerDataset(make, example)

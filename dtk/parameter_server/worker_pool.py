@@ -1,0 +1,227 @@
+"""The workers of a parameter-server job, as the chief sees them: threads that ask for work.
+
+Each worker has a thread on the chief, TensorFlow's own, in which it takes the next piece of work,
+computes it remotely, and hands in the result. All that decides something, such as applying
+gradients, happens on the script's main thread, which waits here.
+
+    main thread    offer ------------------ wait: results ------ apply ------ ...
+    worker 0           \\-- take, compute, hand in --/
+    worker 1            \\-- take, compute ... lost: another takes it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from dtk.communicators import startup
+from dtk.compat import tf_coordinator
+from dtk.errors import ClusterError
+
+# How often a waiting main thread makes sure that somebody is still there.
+_LOOK_SECONDS = 5.0
+# A worker that could not reach a server which is there tries again after so long.
+_RETRY_SECONDS = 1.0
+
+
+class Work(Protocol):
+    """Where pieces of work come from. Called under the pool's lock."""
+
+    def take(self, worker: int) -> Any:
+        """The next piece for a worker; None if there is none yet."""
+
+    def finished(self, piece: Any, worker: int, result: Any) -> None:
+        """A worker has computed a piece."""
+
+    def lost(self, piece: Any, worker: int) -> None:
+        """A worker died with a piece."""
+
+
+class WorkerPool:
+    """Workers that compute pieces of work.
+
+    Args:
+        strategy: The strategy.
+        workers: Their addresses.
+        servers: Addresses of the parameter servers.
+        patience: Seconds to go on without any worker before giving up.
+    """
+
+    def __init__(
+        self, strategy: Any, workers: Sequence[str], servers: Sequence[str], patience: float
+    ):
+        self._strategy = strategy
+        self._workers, self._servers, self._patience = workers, servers, patience
+        self._changed = threading.Condition()
+        # What there is to do, the innermost last.
+        self._entries: list[tuple[Work, Callable[[Any, int], Any]]] = []
+        self._error: BaseException | None = None
+        self._shift = 0
+        self.lost_workers: set[int] = set()
+
+    @contextlib.contextmanager
+    def working(self, work: Work, compute: Callable[[Any, int], Any]) -> Iterator[WorkerPool]:
+        """While inside, workers compute what `work` gives them; inside another, instead of its.
+
+        Args:
+            work: Where pieces come from.
+            compute: Computes a piece; called as `compute(piece, worker)` on a worker's thread.
+        """
+        entry = (work, compute)
+        with self._changed:
+            is_first = not self._entries
+            self._entries.append(entry)
+            if is_first:
+                self._error = None
+                self._shift += 1
+            shift = self._shift
+            self._changed.notify_all()
+        try:
+            if is_first:
+                tf_coordinator.employ(
+                    self._strategy, lambda: self._serve(shift), len(self._workers)
+                )
+            yield self
+        finally:
+            with self._changed:
+                # Others may have begun later and end later: those inside of `fit` that an
+                # exception left do.
+                self._entries = [other for other in self._entries if other is not entry]
+                if not self._entries:
+                    self._shift += 1
+                self._changed.notify_all()
+
+    def offer(self, change: Callable[[], Any]) -> Any:
+        """Change the work, as by adding to it, and let workers look again."""
+        with self._changed:
+            result = change()
+            self._changed.notify_all()
+            return result
+
+    def wait(self, until: Callable[[], Any]) -> Any:
+        """Wait until `until()`, called under the lock, is true; returns its result.
+
+        Raises:
+            ClusterError: A parameter server is gone, or there has been no worker for too long.
+        """
+        last_seen = time.monotonic()
+        with self._changed:
+            while True:
+                if self._error is not None:
+                    raise self._error
+                if result := until():
+                    return result
+                if not self._changed.wait(_LOOK_SECONDS):
+                    last_seen = self._look_around(last_seen)
+
+    @contextlib.contextmanager
+    def asking_servers(self) -> Iterator[None]:
+        """While inside, an error that comes from a lost parameter server says so.
+
+        Raises:
+            ClusterError: Instead of TensorFlow's error.
+        """
+        try:
+            yield
+        except tf.errors.OpError:
+            try:
+                self._check_servers()
+            except ClusterError as gone:
+                raise gone from None
+            raise
+
+    def _look_around(self, last_seen: float) -> float:
+        """When somebody was last there; raises when that is too long ago, or a server is gone."""
+        self._check_servers()
+        now = time.monotonic()
+        if any(startup.answers(address) for address in self._workers):
+            return now
+        if now - last_seen > self._patience:
+            raise ClusterError(
+                f"none of the {len(self._workers)} workers has been there for "
+                f"{now - last_seen:.0f} s ({', '.join(self._workers)}); start them again, or start "
+                "the job anew with dtk.callbacks.Checkpoint(..., resume=True)"
+            )
+        return last_seen
+
+    def _check_servers(self) -> None:
+        for index, address in enumerate(self._servers):
+            # A packet may be lost, which takes a second to notice.
+            if not any(startup.answers(address, timeout) for timeout in (1.0, 2.0, 4.0)):
+                raise ClusterError(
+                    f"parameter server {index} ({address}) is gone, and with it a part of the "
+                    "weights; start the job again, with dtk.callbacks.Checkpoint(directory, "
+                    "resume=True) it continues where it last saved"
+                )
+
+    def _serve(self, shift: int) -> None:
+        """What a worker's thread does until the shift is over."""
+        worker = tf_coordinator.current_worker()
+        while (found := self._next(worker, shift)) is not None:
+            piece, work, compute = found
+            try:
+                result = compute(piece, worker)
+            except Exception as error:
+                with self._changed:
+                    work.lost(piece, worker)
+                    self._changed.notify_all()
+                if not self._survives(error, worker, shift):
+                    return
+                if tf_coordinator.worker_is_lost(error):
+                    raise  # TensorFlow waits until it is back
+                time.sleep(_RETRY_SECONDS)
+                continue
+            with self._changed:
+                self.lost_workers.discard(worker)
+                work.finished(piece, worker, result)
+                self._changed.notify_all()
+
+    def _next(self, worker: int, shift: int) -> tuple[Any, Work, Callable] | None:
+        """What a worker is to do next; None when its shift is over."""
+        with self._changed:
+            while self._shift == shift and self._error is None:
+                work, compute = self._entries[-1]
+                piece = work.take(worker)
+                # Taking may have finished slices without rows.
+                self._changed.notify_all() if piece is not None else self._changed.wait()
+                if piece is not None:
+                    return piece, work, compute
+            return None
+
+    def _survives(self, error: Exception, worker: int, shift: int) -> bool:
+        """Whether the others go on. Otherwise the main thread is told why not."""
+        fatal: BaseException | None = error
+        if isinstance(error, tf.errors.OpError) and tf_coordinator.worker_is_lost(error):
+            fatal = None
+        elif isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError):
+            # A server; perhaps only its connection.
+            fatal = None
+        if fatal is None:
+            try:
+                self._check_servers()
+            except ClusterError as gone:
+                fatal = gone
+                fatal.__cause__ = error
+        with self._changed:
+            if fatal is None:
+                if worker not in self.lost_workers:
+                    self._tell(worker)
+                self.lost_workers.add(worker)
+            elif self._error is None and self._shift == shift:
+                self._error = fatal
+            self._changed.notify_all()
+        return fatal is None
+
+    def _tell(self, worker: int) -> None:
+        print(
+            f"dtk: worker {worker} ({self._workers[worker]}) is lost; another takes its step, and "
+            "it takes part again when it is back",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -1,0 +1,203 @@
+"""From what `dtk bench` measured to what a plan needs: every number has a physical meaning.
+
+    limit, in step                 step     computing, with nothing sent: all wait for the slowest
+    all-reduces of few, many bytes message  seconds of a message;  byte  seconds a byte costs
+    none - step - sending          step     what a strategy adds to a step; of factors, product;
+                                            below 0, what is hidden
+    1bit - step - sending          coding   per parameter
+
+`sending` is the formula's, with the message and byte just found. If the benchmark ran on one host,
+they are software's, and the network is the user's to describe; between hosts they hold it.
+
+What is sent tells factors, whose bytes are whole floats with fp16, too, from the rest:
+
+    none = rows x width + rest          fp16 = rows x width + rest / 2
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from dtk.bench.report import LIMIT, means
+from dtk.bench.results import Reading, Results, apart, in_step
+from dtk.bench.setting import TELLING, block_of, task_of
+from dtk.planning.methods import METHODS
+from dtk.planning.quantity import PlanError
+from dtk.planning.setting import Cluster, Factors, Job, Link, Software
+from dtk.planning.traffic import ring_allreduce
+
+Turns = Sequence[list[Reading]]
+
+_FLOAT = 4
+_DENSE = "dense"
+# Less than this part of all floats, and something was not sent whole.
+_WHOLE = 0.9
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What a benchmark says.
+
+    Attributes:
+        job: What was trained.
+        software: What was measured on top of links, or, between hosts, with them.
+        per_host: Workers of a host.
+        hosts: That took part.
+    """
+
+    job: Job
+    software: Software
+    per_host: int
+    hosts: int
+
+
+def calibrated(
+    results: Results, model: str | None = None, communicator: str | None = None
+) -> Calibration:
+    """Read a benchmark.
+
+    Args:
+        results: What `dtk bench` measured.
+        model: Its name; None if there is one.
+        communicator: Its name; None if there is one.
+
+    Raises:
+        PlanError: It lacks what a plan needs, or there is no such model or communicator.
+    """
+    models = [name for name, turns in results.turns.items() if LIMIT in turns]
+    model = _chosen("--model", model, models)
+    communicator = _chosen("--communicator", communicator, results.setting["communicators"])
+    turns = results.turns[model]
+    ranks = results.setting["ranks"]
+    slowest = in_step if apart(ranks) else _slowest
+    limit = statistics.median(map(slowest, turns[LIMIT]))
+    own = _of(turns, communicator)
+    seconds, sent = _medians(own, "seconds"), _medians(own, "sent")
+    if _DENSE not in sent:
+        raise PlanError(f"{model} was measured without whole gradients; add `--exchange none`")
+    parameters, rows = results.parameters[model], results.setting["batch_size"]
+    kernels = _factors(sent, parameters, rows)
+    if kernels is not None:
+        sent = {name: size for name, size in sent.items() if name not in (_DENSE, "fp16")}
+    job = Job(limit, parameters, rows, sent=sent, factors=kernels)
+    workers = results.setting["workers"]
+    software = _residuals(job, _software(results, communicator, workers), seconds, workers)
+    places = [rank["host"] for rank in ranks]
+    return Calibration(job, software, max(map(places.count, places)), len(set(places)))
+
+
+def _slowest(turn: Sequence[Reading]) -> float:
+    return max(reading.seconds for reading in turn)
+
+
+def _of(turns: Mapping[str, Turns], communicator: str) -> dict[str, Turns]:
+    """Those of a communicator, by what comes behind its name; blocks apart, which a plan makes."""
+    found = {
+        name.partition(" ")[2]: of for name, of in turns.items() if name.split()[0] == communicator
+    }
+    return {name: of for name, of in found.items() if not block_of(name)}
+
+
+def _medians(turns: Mapping[str, Turns], what: str) -> dict[str, float]:
+    return {
+        _DENSE if name == "none" else name: statistics.median(means(of, what))
+        for name, of in turns.items()
+    }
+
+
+def _factors(sent: Mapping[str, float], parameters: int, rows: int) -> Factors | None:
+    """Kernels whose gradients went as factors; None if none did.
+
+    Without fp16 all are taken to be such kernels.
+
+    Example:
+        >>> found = _factors({"dense": 9000.0, "fp16": 8500.0}, parameters=10250, rows=8)
+        >>> found.entries, found.width
+        (10000.0, 250.0)
+
+    Raises:
+        PlanError: They were neither whole nor factors.
+    """
+    if sent[_DENSE] >= _WHOLE * _FLOAT * parameters:
+        return None
+    rest = 2 * (sent[_DENSE] - sent.get("fp16", sent[_DENSE]))
+    found = Factors(parameters - rest / _FLOAT, (sent[_DENSE] - rest) / (rows * _FLOAT))
+    # Of all matrices with m + n = width, a square one has most entries.
+    if found.entries > (found.width / 2) ** 2:
+        raise PlanError(
+            f"{sent[_DENSE]:.0f} bytes are sent of {parameters} parameters: rows of tables, which "
+            "nothing here describes; measure the model at the number of workers you want"
+        )
+    return found
+
+
+def line(allreduces: Mapping[int, float], workers: int) -> tuple[float, float]:
+    """Seconds of a message and of a byte, from those of two all-reduces round a ring.
+
+    Args:
+        allreduces: Seconds, by bytes.
+        workers: Round the ring.
+
+    Example:
+        >>> line({0: 0.5, 100: 3.5}, workers=2)
+        (0.25, 0.03)
+    """
+    (few, quick), (many, slow) = sorted(allreduces.items())
+    least, most = ring_allreduce(workers, few), ring_allreduce(workers, many)
+    byte = max(0.0, (slow - quick) / (most.bytes - least.bytes))
+    return max(0.0, quick - byte * least.bytes) / least.messages, byte
+
+
+def _software(results: Results, communicator: str, workers: int) -> Software:
+    took = {}
+    for size in TELLING:
+        turns = _of(results.turns.get(task_of(size), {}), communicator)
+        if not turns:
+            raise PlanError(
+                f"the benchmark holds no {task_of(size)} by {communicator}; measure the model anew "
+                "with `dtk bench --json`, which adds it"
+            )
+        took[size] = statistics.median(means(turns["allreduce"], "seconds"))
+    message, byte = line(took, workers)
+    return Software(message, byte, step=0.0, coding={})
+
+
+def _residuals(
+    job: Job, software: Software, seconds: Mapping[str, float], workers: int
+) -> Software:
+    """What a strategy and each exchange took beyond computing and sending."""
+    # Between hosts, what all-reduces took holds the network: no link comes on top of it.
+    cluster = Cluster(Link(), Link(), workers, software=software)
+    costs = {method.name: method.cost for method in METHODS if method.name in seconds}
+
+    def beyond(name: str, software: Software) -> float:
+        there = replace(cluster, software=software)
+        return seconds[name] - costs[name](job, there, workers).seconds
+
+    rest = beyond(_DENSE, software)
+    kernels = job.factored(workers)
+    if kernels is not None:
+        others = (workers - 1) * job.rows
+        software = replace(software, product=max(0.0, rest) / (kernels.entries * others))
+    elif rest >= 0:
+        software = replace(software, step=rest)
+    else:
+        could = beyond(_DENSE, replace(software, hidden=1.0)) - rest
+        software = replace(software, hidden=min(1.0, -rest / could) if could else 0.0)
+    coding = {
+        name: max(0.0, beyond(name, software)) / job.parameters for name in costs if name != _DENSE
+    }
+    return replace(software, coding=coding)
+
+
+def _chosen(option: str, given: str | None, measured: Sequence[str]) -> str:
+    names = ", ".join(measured)
+    if given is None:
+        if len(measured) == 1:
+            return measured[0]
+        raise PlanError(f"the benchmark holds {names or 'no model'}; choose one with {option}")
+    if given not in measured:
+        raise PlanError(f"{option} {given}: not in the benchmark, expected one of {names}")
+    return given

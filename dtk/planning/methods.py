@@ -1,0 +1,263 @@
+"""What dtk does with a step, by strategy and exchange: how long each part of it takes.
+
+    plain        compute ...................... | code | send ..........
+    overlap      compute .......[ backward .... ]                         a bucket goes when full
+                                        [ send .......... ]
+    factors      compute ...................... | send ... | multiply     of few rows
+    delayed      compute ........................                         the last step's gradients
+                 [ send .................. ]                              go meanwhile
+    blocks       compute | compute | compute | compute | send ..........  weights, once a block
+
+The traffic is that of dtk's own code, which its tests count: whole gradients go round a ring;
+factors go to all (all-gather), beside the gradients that have none; codes go to their owners
+(all-to-all) and from them to all (all-gather), after what is not coded, in one hop. Metrics go
+beside all of these, before there are gradients.
+
+Sources: as in `traffic`; Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data
+Parallel Training" (buckets and what they hide); Xie et al. 2016 (factors); Seide et al. 2014
+(codes); Chen and Huo 2016 (block momentum).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dtk.planning import traffic
+from dtk.planning.setting import Cluster, Factors, Job
+from dtk.planning.traffic import Traffic
+
+# Bytes of a bucket, at least and at most: `dtk.communicators.costs` and `buckets`.
+_LEAST, _MOST = 2**16, 2**24
+# Of a step's computing. The backward pass does twice the work of the forward pass.
+BACKWARD = 2 / 3
+
+
+class Cost(NamedTuple):
+    """What a step takes: for asynchronous workers, what as many steps as there are workers take.
+
+    Attributes:
+        computing: Seconds.
+        coding: Seconds, of this worker: codes, products of factors, and what a strategy adds to a
+            step.
+        sending: Seconds in which nothing else goes on.
+        bytes: Handed over by a worker.
+    """
+
+    computing: float
+    coding: float = 0.0
+    sending: float = 0.0
+    bytes: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of the step."""
+        return self.computing + self.coding + self.sending
+
+
+@dataclass(frozen=True)
+class Method:
+    """A strategy with an exchange.
+
+    Attributes:
+        name: As in tables.
+        use: What one writes in a script; empty for what dtk does not do.
+        cost: Of a step, from the job, the cluster and the number of workers.
+        exact: Whether training is that of one process.
+        served: Whether it needs parameter servers.
+    """
+
+    name: str
+    use: str
+    cost: Callable[[Job, Cluster, int], Cost]
+    exact: bool = False
+    served: bool = False
+
+
+def bucket(size: float, half_length: float) -> float:
+    """Bytes of a bucket: see `dtk.communicators.costs`.
+
+    Args:
+        size: Bytes of all gradients.
+        half_length: Bytes that take as long as a message.
+
+    Example:
+        >>> bucket(8 << 20, 1 << 17), bucket(1000, 1 << 17)
+        (1048576.0, 65536)
+    """
+    return min(_MOST, max(_LEAST, math.sqrt(size * 2.0 ** round(math.log2(half_length)))))
+
+
+def early(size: float, half_length: float) -> float:
+    """The part of the bytes that can go before the last gradient is there: all buckets but one.
+
+    Example:
+        >>> early(8 << 20, 1 << 17), early(1000, 1 << 17)
+        (0.875, 0.0)
+    """
+    return max(0.0, 1 - bucket(size, half_length) / size) if size else 0.0
+
+
+def exposed(sending: float, computing: float, part: float) -> float:
+    """Seconds of sending that the backward pass does not hide.
+
+    Those of messages are left out: the last bucket's come after it.
+
+    Args:
+        sending: Seconds of its bytes.
+        computing: Seconds of the step's.
+        part: What is sent early; at most `early`.
+
+    Example:
+        >>> exposed(1.0, 3.0, 0.75), exposed(8.0, 3.0, 0.75)
+        (0.25, 6.5)
+
+    Source: Li et al. 2020, section 3.2.3.
+    """
+    return sending - min(sending, BACKWARD * computing) * part
+
+
+def dense(job: Job, cluster: Cluster, workers: int, exchange: str = "dense") -> Cost:
+    """Whole gradients, or halves of them, round a ring; buckets go out as they fill.
+
+    With few rows those of some kernels go as factors instead. What is hidden is measured: sending
+    takes cores, too.
+
+    Example:
+        >>> from dtk.planning.setting import PAYLOAD, Link, Software
+        >>> cluster = Cluster(Link(0.0, 1e6 / PAYLOAD), software=Software(0.0, 0.0, 0.0))
+        >>> cost = dense(Job(step=1.0, parameters=1_000_000), cluster, 4)
+        >>> cost.computing, cost.coding, round(cost.sending, 4), cost.bytes
+        (1.0, 0.0, 6.0, 4000000.0)
+    """
+    kernels = job.factored(workers)
+    if kernels is not None:
+        return _factors(job, cluster, workers, exchange, kernels)
+    size, hidden = job.size(exchange), cluster.software.hidden
+    computing = job.computing(workers)
+    messages, stream = cluster.parts(traffic.ring_allreduce(workers, size), workers)
+    half_length = cluster.half_length(workers)
+    waiting = messages + exposed(stream, computing, hidden * early(size, half_length))
+    return Cost(computing, _coding(job, cluster, workers, exchange), waiting, size)
+
+
+def _factors(job: Job, cluster: Cluster, workers: int, exchange: str, kernels: Factors) -> Cost:
+    """Everyone's rows to all, whole floats, and then their product. The rest goes as it would.
+
+    Messages of both wait at the same time; bytes share a link.
+    """
+    computing, mine, hidden = job.computing(workers), job.rows_of(workers), cluster.software.hidden
+    own, rest = kernels.size(mine), job.size(exchange) * (1 - kernels.entries / job.parameters)
+    striped = traffic.padded(own) * workers
+    rows = cluster.parts(traffic.ring_allgather(workers, striped), workers)
+    others = cluster.parts(traffic.ring_allreduce(workers, rest), workers)
+    stream = rows[1] + exposed(
+        others[1], computing, hidden * early(rest, cluster.half_length(workers))
+    )
+    product = cluster.software.product * kernels.entries * (job.batch(workers) - mine)
+    coding = _coding(job, cluster, workers, exchange) + product
+    return Cost(computing, coding, max(rows[0], others[0]) + stream, own + rest)
+
+
+def fp16(job: Job, cluster: Cluster, workers: int) -> Cost:
+    """`dense` in half precision."""
+    return dense(job, cluster, workers, "fp16")
+
+
+def hierarchical(job: Job, cluster: Cluster, workers: int) -> Cost:
+    """Whole gradients: summed within hosts, then round a ring of hosts, then back."""
+    hosts = cluster.hosts(workers)
+    per_host = -(-workers // hosts)
+    size, hidden = job.size("dense"), cluster.software.hidden
+    between, within = traffic.hierarchical_allreduce(hosts, per_host, size)
+    parts = cluster.over(cluster.network, between), cluster.over(cluster.host, within)
+    messages, stream = map(sum, zip(*parts, strict=True))
+    computing = job.computing(workers)
+    half_length = cluster.half_length(workers)
+    waiting = messages + exposed(stream, computing, hidden * early(size, half_length))
+    return Cost(computing, _coding(job, cluster, workers, "dense"), waiting, size)
+
+
+def coded(bits: int) -> Callable[[Job, Cluster, int], Cost]:
+    """Codes to owners and from owners: nothing is sent before all is coded."""
+    exchange = f"{bits}bit"
+
+    def cost(job: Job, cluster: Cluster, workers: int) -> Cost:
+        size = job.size(exchange)
+        sending = cluster.seconds(_codes(size, workers, cluster.per_host), workers)
+        coding = _coding(job, cluster, workers, exchange)
+        return Cost(job.computing(workers), coding, sending, size)
+
+    return cost
+
+
+def _codes(size: float, workers: int, per_host: int) -> Traffic:
+    """The vectors that are not coded, few and in one hop; stripes to owners; theirs to all."""
+    striped = traffic.padded(size / workers) * workers
+    vectors = traffic.alltoall(workers, 0)
+    to_owners = traffic.alltoall(workers, striped, min(per_host, workers))
+    return vectors.and_then(to_owners).and_then(traffic.ring_allgather(workers, striped))
+
+
+def delayed(job: Job, cluster: Cluster, workers: int) -> Cost:
+    """Gradients of the step before go round the ring while these are computed."""
+    size = job.size("dense")
+    computing = job.computing(workers)
+    sending = cluster.seconds(traffic.ring_allreduce(workers, size), workers)
+    waiting = max(0.0, sending - computing)
+    return Cost(computing, _coding(job, cluster, workers, "dense"), waiting, size)
+
+
+def block_momentum(job: Job, cluster: Cluster, workers: int) -> Cost:
+    """Weights round the ring once a block, and nothing in between."""
+    block = traffic.ring_allreduce(workers, job.size("dense")).times(1 / job.block_steps)
+    sending = cluster.seconds(block, workers)
+    coding = _coding(job, cluster, workers, "block momentum")
+    return Cost(job.computing(workers), coding, sending, job.size("dense") / job.block_steps)
+
+
+def servers_sync(job: Job, cluster: Cluster, workers: int) -> Cost:
+    """All pull, compute, push; then the step is applied."""
+    size = job.size("dense")
+    way = traffic.pull(workers, cluster.servers, cluster.per_host, size)
+    sending = sum(cluster.over(cluster.network, way.times(2)))
+    return Cost(job.computing(workers), cluster.software.step, sending, 2 * size)
+
+
+def servers_async(job: Job, cluster: Cluster, workers: int) -> Cost:
+    """As many steps as there are workers: each waits for itself only, and all for the servers.
+
+    A link carries pulls one way and pushes the other at the same time.
+    """
+    size = job.size("dense")
+    own = traffic.pull(1, cluster.servers, 1, size).times(min(cluster.per_host, workers))
+    computing = job.computing(workers)
+    alone = computing + sum(cluster.over(cluster.network, own.times(2)))
+    served = sum(cluster.over(cluster.network, Traffic(0, workers / cluster.servers * size)))
+    seconds = max(alone, served)
+    return Cost(computing, cluster.software.step, seconds - computing, 2 * size)
+
+
+def _coding(job: Job, cluster: Cluster, workers: int, exchange: str) -> float:
+    """With nobody to send to, nothing is coded."""
+    if workers == 1:
+        return 0.0
+    return cluster.software.step + job.parameters * cluster.software.coding_of(exchange)
+
+
+# From what is one process's training to what is furthest from it.
+METHODS = (
+    Method("dense", "AllReduceStrategy()", dense, exact=True),
+    Method("hierarchical", "", hierarchical, exact=True),
+    Method(
+        "servers, sync", 'ParameterServerStrategy("sync")', servers_sync, exact=True, served=True
+    ),
+    Method("fp16", 'AllReduceStrategy(exchange="fp16")', fp16),
+    Method("8bit", 'AllReduceStrategy(exchange="8bit")', coded(8)),
+    Method("1bit", 'AllReduceStrategy(exchange="1bit")', coded(1)),
+    Method("delayed", "AllReduceStrategy(exchange=Delayed())", delayed),
+    Method("servers, async", 'ParameterServerStrategy("async")', servers_async, served=True),
+    Method("block momentum", "AllReduceStrategy(exchange=BlockMomentum({}))", block_momentum),
+)

@@ -1,0 +1,68 @@
+"""What a method takes with so many workers, against as many that need send nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dtk.planning.methods import METHODS, Cost, Method
+from dtk.planning.setting import Cluster, Job
+
+_HOUR = 3600.0
+MILLION = 1_000_000
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one method, with one number of workers.
+
+    Attributes:
+        method: What is done.
+        workers: How many do it.
+        cost: Of a step.
+        rows: Of all workers, per second.
+        efficiency: `rows` / the rows that so many single workers would train on.
+        price: Of a million rows; of hosts of workers and servers.
+    """
+
+    method: Method
+    workers: int
+    cost: Cost
+    rows: float
+    efficiency: float
+    price: float
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.cost.seconds
+
+
+def predict(method: Method, job: Job, cluster: Cluster, workers: int) -> Prediction:
+    """What the method takes.
+
+    Args:
+        method: What is done.
+        job: What is trained.
+        cluster: Where.
+        workers: How many.
+
+    Example:
+        >>> from dtk.planning.setting import Link
+        >>> job, cluster = Job(0.1, 1000, rows=20), Cluster(Link(0.0, 1e9), price=9.0)
+        >>> alone = predict(METHODS[0], job, cluster, 1)
+        >>> alone.seconds, alone.rows, alone.efficiency, alone.price
+        (0.1, 200.0, 1.0, 12.5)
+    """
+    cost = method.cost(job, cluster, workers)
+    rows = job.batch(workers) / cost.seconds
+    hosts = cluster.hosts(workers) + (cluster.servers if method.served else 0)
+    price = hosts * cluster.price / _HOUR * MILLION / rows
+    return Prediction(method, workers, cost, rows, rows * job.step / job.rows / workers, price)
+
+
+def sweep(
+    job: Job, cluster: Cluster, workers: Sequence[int], methods: Sequence[Method] = METHODS
+) -> list[list[Prediction]]:
+    """For each method, a prediction for each number of workers."""
+    return [[predict(method, job, cluster, count) for count in workers] for method in methods]

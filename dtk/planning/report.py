@@ -1,0 +1,158 @@
+"""Tables of what is predicted, and what stands below them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from dtk.bench.report import size
+from dtk.planning.advice import LOSSY, Advice
+from dtk.planning.prediction import Prediction
+from dtk.planning.setting import Cluster, Job
+
+Predictions = Sequence[Sequence[Prediction]]
+
+_FORMAT = 1
+_NOT_OURS = "hierarchical: not something dtk's communicators do; for comparison."
+
+
+def tables(predictions: Predictions) -> dict[str, list[tuple[str, ...]]]:
+    """By title, tables of a header and a row for each method; prices if there are some."""
+    found = {
+        "ms per step": _table(predictions, lambda one: _short(1000 * one.seconds)),
+        "efficiency": _table(predictions, lambda one: f"{one.efficiency:.2f}"),
+    }
+    if any(one.price for of in predictions for one in of):
+        found["price of a million rows"] = _table(predictions, lambda one: _short(one.price))
+    return found
+
+
+def _table(predictions: Predictions, cell: Callable[[Prediction], str]) -> list[tuple[str, ...]]:
+    header = ("workers", *(str(one.workers) for one in predictions[0]))
+    return [header, *((of[0].method.name, *map(cell, of)) for of in predictions)]
+
+
+def _short(value: float) -> str:
+    """Three digits, or all before the point.
+
+    Example:
+        >>> _short(0.01234), _short(85.04), _short(12345.6), _short(0.0)
+        ('0.0123', '85.0', '12346', '0')
+    """
+    if value >= 100 or not value:
+        return f"{value:.0f}"
+    return f"{value:#.3g}"
+
+
+def notes(job: Job, cluster: Cluster, advice: Advice) -> list[str]:
+    """The recommendation, then what is assumed."""
+    return [
+        *advice.reasons,
+        "",
+        f"Assumed: {assumptions(job, cluster)}.",
+        "Efficiency: rows per second / those of so many workers that send nothing; 1 is perfect. "
+        "A step of asynchronous servers is as many steps as there are workers.",
+        _NOT_OURS,
+        LOSSY,
+    ]
+
+
+def assumptions(job: Job, cluster: Cluster) -> str:
+    """What the predictions are made from, in a sentence.
+
+    Example:
+        >>> from dtk.planning.setting import Link
+        >>> print(assumptions(Job(0.085, 270_000), Cluster(Link(5e-5, 1.25e8), per_host=4)))
+        a step of 85 ms for 32 rows on a worker, 1.08 MB of gradients (1bit: 38.0 kB); workers on \
+a host: 4; between hosts 50 us and 1 Gbit/s; software adds 770 us to a message and 3 ns to a \
+byte; blocks of 16 steps; 1 parameter server
+    """
+    batch = f" of a global batch of {job.global_batch}" if job.global_batch else ""
+    servers = f"{cluster.servers} parameter server{'s' * (cluster.servers > 1)}"
+    software = cluster.software
+    return (
+        f"a step of {1000 * job.step:.3g} ms for {job.rows} rows{batch} on a worker, "
+        f"{size(job.size('dense'))} of gradients ({_factors(job)}1bit: {size(job.size('1bit'))}); "
+        f"workers on a host: {cluster.per_host}; between hosts {1e6 * cluster.network.latency:.3g} "
+        f"us and {_speed(cluster.network.bandwidth)}; software adds "
+        f"{1e6 * software.message:.3g} us to a message and {1e9 * software.byte:.2g} ns to a byte; "
+        f"blocks of {job.block_steps} steps; {servers}"
+    )
+
+
+def _factors(job: Job) -> str:
+    """Which of them need not be sent whole.
+
+    Example:
+        >>> from dtk.planning.setting import Factors
+        >>> _factors(Job(0.1, 2048 * 2048, factors=Factors(2048 * 2048, 4096)))
+        'as factors with a batch of up to 334 rows: 524.3 kB; '
+        >>> _factors(Job(0.1, 1000))
+        ''
+    """
+    if job.factors is None:
+        return ""
+    most = math.ceil(job.factors.most_rows) - 1
+    return f"as factors with a batch of up to {most} rows: {size(job.factors.size(job.rows))}; "
+
+
+def _speed(bandwidth: float) -> str:
+    """Bytes per second as networks are sold.
+
+    Example:
+        >>> _speed(1.25e8), _speed(6.25e6), _speed(math.inf)
+        ('1 Gbit/s', '50 Mbit/s', 'what was measured')
+    """
+    if math.isinf(bandwidth):
+        return "what was measured"
+    bits = 8 * bandwidth
+    return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
+
+
+def markdown(predictions: Predictions, job: Job, cluster: Cluster, advice: Advice) -> str:
+    """Everything, as a page."""
+    lines: list[str] = []
+    for title, (header, *rows) in tables(predictions).items():
+        lines += [f"### {title}", "", _line(header), "|---" * len(header) + "|"]
+        lines += [*map(_line, rows), ""]
+    return "\n".join([*lines, *notes(job, cluster, advice), ""])
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def dumps(predictions: Predictions, job: Job, cluster: Cluster, advice: Advice) -> str:
+    """Everything, as JSON: seconds, bytes, rows per second."""
+    found = {
+        "dtk plan": _FORMAT,
+        "job": asdict(job),
+        "cluster": asdict(cluster),
+        "recommended": {**_record(advice.chosen), "reasons": advice.reasons},
+        "predictions": [_record(one) for of in predictions for one in of],
+    }
+    return json.dumps(_finite(found), indent=1, allow_nan=False) + "\n"
+
+
+def _record(one: Prediction) -> dict[str, Any]:
+    return {
+        "method": one.method.name,
+        "workers": one.workers,
+        "seconds": one.seconds,
+        **one.cost._asdict(),
+        "rows_per_second": one.rows,
+        "efficiency": one.efficiency,
+        "price_of_a_million_rows": one.price,
+    }
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity: a link without limit is null."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and math.isinf(value) else value

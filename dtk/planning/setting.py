@@ -1,0 +1,276 @@
+"""What a plan is made from: what is trained, on which hosts and links, with which software."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dtk.planning.quantity import PlanError
+from dtk.planning.traffic import Traffic
+
+# What is left for bytes of ours. Of an Ethernet frame of 1514 bytes IP and TCP take 66; one of 66
+# goes out for every two that come in, to acknowledge them.
+PAYLOAD = 1448 / (1514 + 66 / 2)
+# Bits of an entry, by short name of an exchange; two floats for each column come on top of a code.
+BITS = {"dense": 32, "fp16": 16, "8bit": 8, "4bit": 4, "2bit": 2, "1bit": 1}
+_SCALES = 64
+_CODED = ("8bit", "4bit", "2bit", "1bit")
+# As in `dtk.exchange.factors`, which imports TensorFlow.
+FLOPS_PER_BYTE = 100
+_FLOAT = 4
+
+
+def _check(name: str, value: float, fits: bool, expected: str) -> None:
+    if not fits:
+        raise PlanError(f"{name} {value:g}: expected {expected}")
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins hosts, or the workers of one; the same in both directions at once.
+
+    Attributes:
+        latency: Seconds until a message arrives, once it is sent.
+        bandwidth: Bytes per second.
+
+    Raises:
+        PlanError: One is out of range.
+    """
+
+    latency: float = 0.0
+    bandwidth: float = math.inf
+
+    def __post_init__(self) -> None:
+        _check("latency", self.latency, self.latency >= 0, "0 or more seconds")
+        _check("bandwidth", self.bandwidth, self.bandwidth > 0, "bytes per second above 0")
+
+
+@dataclass(frozen=True)
+class Software:
+    """What dtk, TensorFlow and the operating system add. `dtk bench` measures it.
+
+    The defaults were measured with TensorFlow's collectives between two workers of one thread each
+    on a machine with two cores; docs/plan.md says how.
+
+    Attributes:
+        message: Seconds of a message of no length, without the link.
+        byte: Seconds a byte costs: it is copied, and added to another.
+        step: Seconds of a step under a strategy, beyond what plain Keras takes.
+        coding: Seconds per parameter of encoding, decoding and residuals, by exchange.
+        product: Seconds of an entry of a product of factors, for each row of another worker.
+        hidden: The part of what a backward pass could hide of sending that it does hide.
+    """
+
+    message: float = 0.77e-3
+    byte: float = 3.0e-9
+    step: float = 0.0
+    coding: Mapping[str, float] = field(default_factory=lambda: {"fp16": 0.0, "1bit": 8.2e-9})
+    product: float = 0.0
+    hidden: float = 0.0
+
+    def coding_of(self, exchange: str) -> float:
+        """Seconds per parameter; of a code that was not measured, the dearest that was.
+
+        Example:
+            >>> Software(coding={"1bit": 5e-9}).coding_of("8bit")
+            5e-09
+            >>> Software().coding_of("dense")
+            0.0
+        """
+        if exchange in _CODED and exchange not in self.coding:
+            return max((self.coding[e] for e in _CODED if e in self.coding), default=0.0)
+        return self.coding.get(exchange, 0.0)
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Kernels whose gradients can travel as rows of two matrices, see `dtk.exchange.factors`.
+
+    Attributes:
+        entries: m n of a kernel, of all.
+        width: m + n of a kernel, of all: numbers that a row of the batch is sent as.
+    """
+
+    entries: float
+    width: float
+
+    @property
+    def most_rows(self) -> float:
+        """Rows of all workers below which dtk sends factors, and from which on it does not.
+
+        Example:
+            >>> round(Factors(entries=2048 * 2048, width=4096).most_rows)
+            335
+        """
+        row = self.width * _FLOAT + 2 * self.entries / FLOPS_PER_BYTE
+        return 2 * self.entries * _FLOAT / row
+
+    def size(self, rows: int) -> float:
+        """Bytes of so many rows.
+
+        Example:
+            >>> Factors(entries=2048 * 2048, width=4096).size(32)
+            524288
+        """
+        return rows * self.width * _FLOAT
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained.
+
+    Attributes:
+        step: Seconds of a step of a worker that sends nothing, with as many others at work on its
+            host as there will be; of the slowest, whom all wait for.
+        parameters: Trainable ones.
+        rows: Of that step.
+        global_batch: Rows of all workers together, where it stays the same whatever their number;
+            None where each has `rows`.
+        block_steps: Steps between two exchanges of weights of block momentum.
+        column: Entries of a column of a kernel: what one output unit has.
+        sent: Bytes of whole gradients or of codes, by exchange, where measured.
+        factors: Kernels whose gradients need not be sent whole, where known.
+
+    Raises:
+        PlanError: One is out of range.
+    """
+
+    step: float
+    parameters: int
+    rows: int = 32
+    global_batch: int | None = None
+    block_steps: int = 16
+    column: int = 512
+    sent: Mapping[str, float] = field(default_factory=dict)
+    factors: Factors | None = None
+
+    def __post_init__(self) -> None:
+        _check("step time", self.step, 0 < self.step < math.inf, "seconds above 0")
+        for name in ("parameters", "rows", "block_steps", "column"):
+            value = getattr(self, name)
+            _check(name.replace("_", " "), value, value >= 1, "1 or more")
+        if self.global_batch is not None:
+            _check("global batch", self.global_batch, self.global_batch >= 1, "1 row or more")
+
+    def rows_of(self, workers: int) -> int:
+        """Rows of a step of the worker that has most.
+
+        Example:
+            >>> Job(0.1, 1000, rows=32).rows_of(3), Job(0.1, 1000, global_batch=64).rows_of(3)
+            (32, 22)
+        """
+        return self.rows if self.global_batch is None else math.ceil(self.global_batch / workers)
+
+    def batch(self, workers: int) -> int:
+        """Rows of a step of all workers."""
+        return workers * self.rows if self.global_batch is None else self.global_batch
+
+    def computing(self, workers: int) -> float:
+        """Seconds of computing a step, taken to grow with its rows.
+
+        Example:
+            >>> Job(0.1, 1000, rows=32, global_batch=64).computing(4)
+            0.05
+        """
+        return self.step * self.rows_of(workers) / self.rows
+
+    def factored(self, workers: int) -> Factors | None:
+        """The kernels whose gradients so many workers send as factors; None if none.
+
+        Example:
+            >>> job = Job(0.1, 2048 * 2048, rows=32, factors=Factors(2048 * 2048, 4096))
+            >>> [bool(job.factored(workers)) for workers in (1, 2, 10, 11)]
+            [False, True, True, False]
+        """
+        if self.factors is None or workers == 1 or self.batch(workers) >= self.factors.most_rows:
+            return None
+        return self.factors
+
+    def size(self, exchange: str) -> float:
+        """Bytes of what one worker has to say, as the exchange says it.
+
+        Example:
+            >>> Job(0.1, 1024).size("dense"), Job(0.1, 1024).size("1bit")
+            (4096.0, 144.0)
+        """
+        if exchange in self.sent:
+            return self.sent[exchange]
+        scales = _SCALES / self.column if exchange in _CODED else 0.0
+        return self.parameters * (BITS[exchange] + scales) / 8
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Where it is trained.
+
+    Attributes:
+        network: Between hosts.
+        host: Between the workers of one.
+        per_host: Workers of a host.
+        servers: Parameter servers, each on a host of its own.
+        price: Of a host, per hour.
+        software: What comes on top of links.
+
+    Raises:
+        PlanError: One is out of range.
+    """
+
+    network: Link
+    host: Link = Link()
+    per_host: int = 1
+    servers: int = 1
+    price: float = 0.0
+    software: Software = Software()
+
+    def __post_init__(self) -> None:
+        _check("workers per host", self.per_host, self.per_host >= 1, "1 or more")
+        _check("servers", self.servers, self.servers >= 1, "1 or more")
+        _check("price", self.price, 0 <= self.price < math.inf, "0 or more")
+
+    def hosts(self, workers: int) -> int:
+        """Hosts that so many workers fill.
+
+        Example:
+            >>> Cluster(Link(), per_host=4).hosts(9)
+            3
+        """
+        return -(-workers // self.per_host)
+
+    def seconds(self, traffic: Traffic, workers: int) -> float:
+        """Of traffic between so many workers: over the network, unless one host holds them all.
+
+        Example:
+            >>> cluster = Cluster(Link(0.5, 100 / PAYLOAD), software=Software(0.25, 0.001))
+            >>> cluster.seconds(Traffic(messages=2, bytes=200), workers=2)
+            3.5
+        """
+        return sum(self.parts(traffic, workers))
+
+    def parts(self, traffic: Traffic, workers: int) -> tuple[float, float]:
+        """Seconds of its messages, and of its bytes."""
+        return self.over(self._link(workers), traffic)
+
+    def half_length(self, workers: int) -> float:
+        """Bytes that take as long as a message between so many workers; 1 or more.
+
+        Example:
+            >>> software = Software(message=0.5e-3, byte=4e-9)
+            >>> Cluster(Link(), software=software).half_length(2)
+            125000.0
+        """
+        message, byte = self.over(self._link(workers), Traffic(1, 1))
+        return max(1.0, message / byte) if byte else 2.0**62
+
+    def _link(self, workers: int) -> Link:
+        return self.host if self.hosts(workers) == 1 else self.network
+
+    def over(self, link: Link, traffic: Traffic) -> tuple[float, float]:
+        """`parts` of traffic over one link: Hockney's model, with what software adds.
+
+        Messages are handled and then sent, one after the other. Bytes are a stream: some are copied
+        and added up while others are under way, so that the slower of the two counts.
+        """
+        message = self.software.message + link.latency
+        byte = max(self.software.byte, 1 / (link.bandwidth * PAYLOAD))
+        return traffic.messages * message, traffic.bytes * byte

@@ -1,0 +1,1 @@
+"""A Keras model trained over the replicas of a strategy."""

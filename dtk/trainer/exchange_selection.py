@@ -1,0 +1,112 @@
+"""When `exchange="auto"` chooses: at the end of an epoch of `fit`, by what its steps took."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from dtk.communicators.costs import Costs
+from dtk.communicators.measuring import measure
+from dtk.communicators.root import on_root
+from dtk.exchange.auto import CANDIDATES, Choice, Observed, choose, overheads_of
+from dtk.exchange.base import Exchange
+from dtk.trainer import shared_optimizer
+from dtk.trainer.gradient_exchange import GradientExchange
+
+# Calls of the train function that are left out, being traced or following on what `fit` does once;
+# and how many tell.
+_FIRST, _LEAST = 2, 3
+# What stands for each candidate in checkpoints: bits of an entry. 0 is none yet.
+_BITS = dict(zip(CANDIDATES, (32, 16, 8, 1), strict=True))
+
+
+class _Reading(NamedTuple):
+    """Clocks and counts."""
+
+    seconds: float
+    sending: float
+    sent: float
+
+
+class Choosing:
+    """Watches the steps of one `fit`, if there is something to choose.
+
+    Args:
+        trainer: Of the model.
+    """
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+        self._strategy = trainer.strategy
+        self._undecided: list[GradientExchange] = []
+        self._calls: list[list[float]] = []
+        self._steps = self._count = 0
+
+    def begin(self) -> None:
+        """Go on with what a checkpoint says was chosen; else watch."""
+        bound = shared_optimizer.gradient_exchanges_of(self._trainer.model)
+        choosing = [exchanging for exchanging in bound if exchanging.chooses]
+        kept = {int(_kept(exchanging)) for exchanging in choosing}
+        if kept <= {0}:
+            self._undecided = choosing
+            return
+        (chosen,) = (candidate for candidate, bits in _BITS.items() if bits == max(kept))
+        if any(exchanging.exchange != chosen for exchanging in choosing):
+            self._go_on_with(chosen, choosing)
+
+    def begin_step(self, first: int) -> None:
+        """Read the clocks, when the train function is about to take this step and maybe more."""
+        if self._undecided:
+            self._first, self._began = first, self._read()
+
+    def end_step(self, last: int, logs: dict | None) -> None:
+        """Read them again, once the step is over: then its logs can be read."""
+        if not self._undecided:
+            return
+        for value in (logs or {}).values():
+            np.asarray(value)
+        self._count += 1
+        if self._count > _FIRST:
+            ended = self._read()
+            self._calls.append([b - a for a, b in zip(self._began, ended, strict=True)])
+            self._steps += last - self._first + 1
+
+    def end_epoch(self) -> None:
+        """Choose, on all ranks alike, once enough was seen."""
+        window = max((exchanging.window for exchanging in self._undecided), default=1)
+        if not self._undecided or len(self._calls) < _LEAST or self._steps < window:
+            return
+        communicator = self._strategy.communicator
+        (device,) = self._strategy.extended.worker_devices
+        costs = communicator.costs or measure(communicator, device)
+        choice = on_root(communicator, lambda: self._choose(costs, window, device))
+        if self._strategy.is_chief:
+            print(f"dtk: {choice}", flush=True)
+        self._go_on_with(choice.exchange, self._undecided)
+
+    def _choose(self, costs: Costs, window: int, device: str) -> Choice:
+        step, sending, sent = np.sum(self._calls, 0) / self._steps
+        gradients = [spec for exchanging in self._undecided for spec in exchanging.seen]
+        factored = [spec for exchanging in self._undecided for spec in exchanging.factored]
+        observed = Observed(step, sending, sent, gradients, factored, window)
+        overheads = overheads_of(observed, self._strategy.communicator, device)
+        return choose(observed, overheads, costs)
+
+    def _go_on_with(self, chosen: Exchange, exchangings: list[GradientExchange]) -> None:
+        for exchanging in exchangings:
+            _kept(exchanging).assign(_BITS[chosen])
+            exchanging.go_on_with(chosen)
+        self._undecided = []
+        self._trainer.make_train_function(force=True)
+
+    def _read(self) -> _Reading:
+        communicator = self._strategy.communicator
+        sent = communicator.bytes_sent
+        return _Reading(time.perf_counter(), communicator.seconds_communicating, sent)
+
+
+def _kept(exchanging: GradientExchange) -> tf.Variable:
+    return exchanging.state.variable("chosen_bits", "same", (), tf.int64)

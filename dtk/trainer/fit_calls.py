@@ -1,0 +1,170 @@
+"""What happens around `fit`, `evaluate` and `predict` on every rank. Public Keras names only.
+
+What every rank is given is compared, the progress bar and callbacks that write files run on rank 0
+only, and `rank_callbacks.RankChecks` joins the callbacks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+
+from dtk.trainer import rank_callbacks, rank_checks, shared_weights
+
+# Keras's own callbacks that write files or talk to a server: once per job, not once per rank.
+WRITERS = (
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.TensorBoard,
+)
+
+
+def call(trainer: Any, name: str, method: Callable, args: tuple, kwargs: dict) -> Any:
+    """Call one of Keras's own methods with dtk's share of the work around it.
+
+    Args:
+        trainer: The model's.
+        name: The method's, such as "fit".
+        method: Keras's own, bound to the model.
+        args: What it was called with.
+        kwargs: The same.
+    """
+    if name == "fit":
+        return trainer.fit(method, args, kwargs)
+    if name in ("evaluate", "predict"):
+        return _look(method, name, trainer, args, kwargs)
+    if name == "predict_on_batch" and trainer.takes_over:
+        method = trainer.predict_on_batch
+    return _on_batch(method, name, trainer, args, kwargs)
+
+
+def fit(method: Callable, trainer: Any, args: tuple, kwargs: dict) -> Any:
+    """Call Keras's `fit` with what ranks agree on around it."""
+    given = inspect.signature(method).bind(*args, **kwargs)
+    given.apply_defaults()
+    asked, strategy = given.arguments, trainer.strategy
+    if trainer.leaves_validation(asked):
+        asked["validation_data"] = None
+    callbacks = asked["callbacks"]
+    listed = isinstance(callbacks, keras.callbacks.CallbackList)
+    every_batch = rank_checks.check_same_call(
+        strategy,
+        {"training data": data_of(asked), "validation data": asked["validation_data"]},
+        callbacks.callbacks if listed else keras.tree.flatten(callbacks or []),
+    )
+    trainer.synchronize_weights()
+    last = rank_callbacks.RankChecks(trainer, every_batch)
+    if listed:
+        join(callbacks, last, {"epochs": asked["epochs"], "steps": None, "verbose": 0})
+    else:
+        asked["verbose"] = asked["verbose"] if strategy.is_chief else 0
+        callbacks = keras.callbacks.CallbackList(
+            [
+                rank_callbacks.SynchronizeWeights(trainer),
+                *with_history(on_this_rank(callbacks, strategy)),
+                last,
+            ],
+            add_history=True,
+            add_progbar=asked["verbose"] != 0,
+            model=trainer.model,
+            verbose=asked["verbose"],
+            epochs=asked["epochs"],
+            steps=None,
+        )
+    asked["callbacks"] = trainer.callbacks = callbacks
+    try:
+        return method(*given.args, **given.kwargs)
+    finally:
+        rank_callbacks.tell(callbacks.callbacks, "on_fit_left")
+        trainer.callbacks = None
+        trainer.feed.end()
+        trainer.release()
+
+
+def data_of(asked: Mapping[str, Any]) -> Any:
+    """What a call was given to read: `x`, and what belongs to it."""
+    x = asked.get("x")
+    others = [asked.get("y"), asked.get("sample_weight")]
+    return x if all(other is None for other in others) else [x, *others]
+
+
+def _look(method: Callable, name: str, trainer: Any, args: tuple, kwargs: dict) -> Any:
+    """`evaluate` or `predict`."""
+    given = inspect.signature(method).bind(*args, **kwargs)
+    asked, strategy = given.arguments, trainer.strategy
+    if not strategy.is_chief:
+        asked["verbose"] = 0
+    if not isinstance(asked.get("callbacks"), keras.callbacks.CallbackList):
+        asked["callbacks"] = on_this_rank(asked.get("callbacks"), strategy)
+    trainer.synchronize_weights()
+    # Inside `fit` the validation data has been compared, and the weights are every epoch.
+    if trainer.callbacks is None:
+        rank_checks.check_same_call(strategy, {"data": data_of(asked)})
+        if trainer.model.built:
+            shared_weights.agree_on_weights(trainer)
+    try:
+        with trainer.reading_of(name):
+            return method(*given.args, **given.kwargs)
+    finally:
+        if trainer.callbacks is None:
+            trainer.release()
+        else:
+            trainer.resume()
+
+
+def _on_batch(method: Callable, name: str, trainer: Any, args: tuple, kwargs: dict) -> Any:
+    """Steps without `fit`: agree before the first, and look again after 1, 2, 4, 8, ... of them."""
+    trains = name == "train_on_batch"
+    calls = trainer.calls[name] + 1
+    looks = calls & (calls - 1) == 0
+    if looks and trainer.takes_over:
+        batch = [*args, *kwargs.values()]
+        rank_checks.check_same_call(trainer.strategy, {f"batch of {name}": batch})
+    if calls == 1 or not trains:
+        trainer.synchronize_weights()
+    if calls == 1 and trainer.model.built:
+        shared_weights.agree_on_weights(trainer)
+    try:
+        result = method(*args, **kwargs)
+    finally:
+        if trainer.callbacks is None:
+            trainer.release()
+        else:
+            trainer.resume()
+    trainer.calls[name] = calls
+    if looks and trainer.strategy.num_replicas_in_sync > 1 and not trainer.has_local_steps:
+        shared_weights.check_same_weights(trainer, f"after call {calls} of {name}")
+    return result
+
+
+def on_this_rank(callbacks: Any, strategy: Any) -> list:
+    """The callbacks that run on this rank: all on rank 0, none that write files elsewhere."""
+    flat = keras.tree.flatten(callbacks) if callbacks else []
+    if strategy.is_chief:
+        return flat
+    silent = (*WRITERS, keras.callbacks.ProgbarLogger)
+    return [callback for callback in flat if not isinstance(callback, silent)]
+
+
+def join(callbacks: Any, last: rank_callbacks.RankChecks, params: dict) -> None:
+    """Make a `CallbackList` that the script built itself do what `fit`'s own would."""
+    trainer = last.trainer
+    ours = (rank_callbacks.RankChecks, rank_callbacks.SynchronizeWeights)
+    mine = [c for c in callbacks.callbacks if not isinstance(c, ours)]
+    first = rank_callbacks.SynchronizeWeights(trainer)
+    for callback in (first, last):
+        callback.set_model(trainer.model)
+    callbacks.callbacks[:] = [first, *on_this_rank(mine, trainer.strategy), last]
+    callbacks.set_params({**params, **(callbacks.params or {})})
+
+
+def with_history(callbacks: list) -> list:
+    """The callbacks with Keras's History among them, so that it comes before `RankChecks`."""
+    if any(isinstance(callback, keras.callbacks.History) for callback in callbacks):
+        return callbacks
+    return [*callbacks, keras.callbacks.History()]

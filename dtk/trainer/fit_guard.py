@@ -1,0 +1,118 @@
+"""Calls of `fit` and its like, of every model: made distributed, left alone, or refused.
+
+In a process that a strategy has joined to others, a model that was compiled outside its scope would
+train apart from the other processes, silently. So the calls of all models go through here, from the
+first strategy on:
+
+    compiled in a scope                  what dtk does around it, see `fit_calls`
+    built, or called, in a scope         given a trainer now, then the same
+    others, in a job of one process      plain Keras
+    others, training                     NotDistributedError, but inside `undistributed()`
+    others, evaluating and predicting    plain Keras: every rank computes all of it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from dtk.compat import keras_models, trainer_calls
+from dtk.errors import NotDistributedError, at_rank
+from dtk.trainer import (
+    distributed_trainer,
+    fit_calls,
+    model_scope,
+    saving,
+    self_test,
+    undistributed_jobs,
+)
+
+# In a thread: models trained in others are not concerned.
+_alone = threading.local()
+
+
+@contextlib.contextmanager
+def undistributed() -> Iterator[None]:
+    """A context in which models of no strategy train in this process alone.
+
+    In a job of several processes, `fit` of a model that was not compiled inside `strategy.scope()`
+    is refused: every process would train a model of its own. Where that is what is wanted, such as
+    a reference on rank 0 to compare with, say so:
+
+    Example:
+        >>> import keras, numpy as np
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model.compile(optimizer="sgd", loss="mse")
+        >>> with undistributed():
+        ...     history = model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
+    """
+    undistributed_jobs.made_strategy()  # the script knows what it does
+    before = getattr(_alone, "flag", False)
+    _alone.flag = True
+    try:
+        yield
+    finally:
+        _alone.flag = before
+
+
+class _Calls:
+    """Handles the calls of this process.
+
+    Args:
+        strategy: The one of this process that joins most processes.
+    """
+
+    def __init__(self, strategy: Any):
+        self.strategy = strategy
+
+    def __call__(self, model: Any, name: str, method: Callable, args: tuple, kwargs: dict) -> Any:
+        found = model_scope.trainer_of(model) or self._distributed_now(model, name)
+        if found is not None:
+            return fit_calls.call(found, name, method, args, kwargs)
+        if name in ("fit", "train_on_batch") and not getattr(_alone, "flag", False):
+            self._refuse(model, name)
+        return method(*args, **kwargs)
+
+    def _distributed_now(
+        self, model: Any, name: str
+    ) -> distributed_trainer.DistributedTrainer | None:
+        """The trainer of a model built in a scope, or called in one."""
+        owner = keras_models.owner_of(model)
+        current = tf.distribute.get_strategy()
+        strategy = owner if owner is not None else current
+        compiled_enough = model.compiled or name.startswith("predict")
+        if not hasattr(strategy, "make_trainer") or not compiled_enough:
+            return None
+        if owner is None and getattr(_alone, "flag", False):
+            return None
+        model_scope.check_and_own(model, model.jit_compile, strategy)
+        return model_scope.distribute(model, strategy)
+
+    def _refuse(self, model: Any, name: str) -> None:
+        strategy = self.strategy
+        if strategy.processes == 1:
+            return
+        raise NotDistributedError(
+            at_rank(
+                strategy.rank,
+                f"{name} of model {model.name!r}, which was compiled outside strategy.scope(): "
+                f"each of the {strategy.processes} processes would train a model of its own. Call "
+                "model.compile(...) (or load the model) inside `with strategy.scope():`; to train "
+                "in this process alone, call fit inside `with dtk.strategies.undistributed():`",
+            )
+        )
+
+
+def install(strategy: Any) -> None:
+    """Let all calls of `fit` and its like go through here. Called when a strategy is made."""
+    if strategy.processes > 1:
+        saving.install()
+    self_test.say_if_nothing_was_tried()
+    before = trainer_calls.handler()
+    # One that joins more processes goes on deciding what is refused.
+    if not isinstance(before, _Calls) or strategy.processes >= before.strategy.processes:
+        trainer_calls.through(_Calls(strategy))

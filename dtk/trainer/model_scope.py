@@ -1,0 +1,103 @@
+"""Give every model that is compiled in `strategy.scope()` a distributed trainer.
+
+That one model object gets step functions of its own, and `fit`, `evaluate` and `predict` what dtk
+does around them; once the scope is left, nothing of Keras stays patched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from dtk.compat import keras_models
+from dtk.errors import NotDistributedError, at_rank
+from dtk.trainer import (
+    traced_step,
+)
+from dtk.trainer.distributed_trainer import DistributedTrainer, refuse_jit
+
+
+def trainer_of(model: Any) -> DistributedTrainer | None:
+    """The trainer of a model, None when no dtk strategy compiled it."""
+    return getattr(model, "_dtk_trainer", None)
+
+
+def distribute(model: Any, strategy: Any) -> DistributedTrainer:
+    """Give one compiled model the strategy's step functions. Compiling again starts afresh."""
+    before = trainer_of(model)
+    if before is not None and before.strategy is not strategy:
+        raise ValueError(
+            at_rank(
+                strategy.rank,
+                f"model {model.name!r} was compiled under another strategy; build a new one for "
+                "this",
+            )
+        )
+    strategy.take_variables(model.variables)
+    trainer = before or strategy.make_trainer(model)
+    trainer.bind_optimizers()
+    trainer.compiled()
+    if before is not None:
+        return before
+    model._dtk_trainer = trainer
+    keras_models.build_through(model, trainer.take_epoch_iterator)
+    model.compute_loss = traced_step.checking_loss(model)
+    if trainer.takes_over:
+        model.make_train_function = trainer.make_train_function
+        model.make_test_function = trainer.make_test_function
+        model.make_predict_function = trainer.make_predict_function
+    return trainer
+
+
+@contextlib.contextmanager
+def distributing(strategy: Any) -> Iterator[None]:
+    """While inside, `compile` makes trainers, and losses of no replica are whole."""
+    with (
+        keras_models.compiles_through(
+            lambda model, jit_compile: check_and_own(model, jit_compile, strategy),
+            lambda model: distribute(model, strategy),
+        ),
+        traced_step.whole_outside(),
+    ):
+        yield
+
+
+def check_and_own(model: Any, jit_compile: Any, strategy: Any) -> None:
+    """Let a model belong to a strategy, before it is compiled there.
+
+    Raises:
+        ValueError: It belongs to another one, or is to be compiled by XLA.
+    """
+    refuse_jit(jit_compile, strategy)
+    owner = keras_models.owner_of(model)
+    if owner is not None and owner is not strategy:
+        raise ValueError(
+            at_rank(
+                strategy.rank,
+                f"model {model.name!r} was built under another strategy "
+                f"({type(owner).__name__}); build and compile it under the same one",
+            )
+        )
+    keras_models.set_owner(model, strategy)
+
+
+@tf.autograph.experimental.do_not_convert  # `run` is called in graphs; rewriting this took 0.1 s
+def check_distributed(function: Any, strategy: Any) -> None:
+    """Refuse to run the step of a model that this strategy did not compile."""
+    model = getattr(function, "__self__", None)
+    if not isinstance(model, keras.Model) or strategy.num_replicas_in_sync == 1:
+        return
+    if function.__name__ not in ("train_step", "test_step", "predict_step"):
+        return
+    if trainer_of(model) is None:
+        raise NotDistributedError(
+            at_rank(
+                strategy.rank,
+                f"model {model.name!r} was compiled outside strategy.scope(), so its steps would "
+                "not be exact; call model.compile(...) inside `with strategy.scope():`",
+            )
+        )

@@ -1,0 +1,155 @@
+"""Variables in parts, as optimizers see them.
+
+A large variable is cut by rows over several servers, and each part is a variable of its own to an
+optimizer. That is the same as long as a row's step depends on nothing but that row. What does not:
+
+    clipping to a norm          the norms of the parts are added up here
+    one ratio, mean or matrix   Lamb, LARS, Adafactor, Muon: refused
+    constraints over rows       UnitNorm(axis=0) and the like: refused
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dtk.compat import keras_optimizers, keras_variables
+from dtk.optimizers.layerwise import LayerwiseOptimizer
+
+
+def members(optimizer: Any) -> list:
+    """An optimizer and those it hands gradients to, outermost first."""
+    found, left = [], [optimizer]
+    while left:
+        found.append(left.pop(0))
+        inner = getattr(found[-1], "inner_optimizer", None)
+        left += [] if inner is None else [inner]
+        if isinstance(found[-1], keras.optimizers.MultiOptimizer):
+            left += found[-1].optimizers
+    return found
+
+
+# What parts would make something else of.
+
+
+def check_parts(optimizer: Any, variable: Any, parts: Sequence) -> None:
+    """Refuse what an optimizer, or a constraint, would make of a variable in parts.
+
+    Args:
+        optimizer: What is to update it.
+        variable: A Keras variable.
+        parts: Its parts, or itself alone.
+
+    Raises:
+        ValueError: It would not be what it makes of the whole.
+    """
+    if len(parts) == 1:
+        return
+    for member in members(optimizer):
+        reason = _needs_whole(member, variable) if _updates(member, parts) else None
+        if reason is not None:
+            raise ValueError(
+                f"optimizer {optimizer.name!r} ({type(member).__name__}) {reason}, but "
+                f"variable_partitioner= has cut {variable.path!r} into {len(parts)} parts on "
+                "several servers. Make the strategy without variable_partitioner, or with one that "
+                "leaves this variable whole; or use an optimizer that takes each row for itself, "
+                "such as Adagrad or Adam"
+            )
+    if variable.constraint is not None and not _is_by_rows(variable.constraint, variable):
+        raise ValueError(
+            f"the constraint {type(variable.constraint).__name__} of {variable.path!r} needs more "
+            f"than a row at a time, but variable_partitioner= has cut the variable into "
+            f"{len(parts)} parts on several servers. Use a constraint of each row (axis=1), or "
+            "a partitioner that leaves this variable whole"
+        )
+
+
+def _updates(member: Any, parts: Sequence) -> bool:
+    """Whether an optimizer, or one of several that share a model's variables, updates these."""
+    if not member.built:
+        return True
+    known = {id(variable) for variable in keras_optimizers.trained_variables(member)}
+    return any(id(part) in known for part in parts)
+
+
+def _needs_whole(member: Any, variable: Any) -> str | None:
+    """What an optimizer does to a whole variable at once; None if nothing."""
+    if isinstance(member, keras.optimizers.Adafactor):
+        return "scales steps by means over a whole variable"
+    lamb = isinstance(member, keras.optimizers.Lamb)
+    if lamb or (isinstance(member, LayerwiseOptimizer) and not member.skips(variable)):
+        return "scales a step by the norm of the whole variable"
+    if isinstance(member, keras.optimizers.Muon) and not keras_optimizers.takes_adamw(
+        member, variable
+    ):
+        return "makes a whole matrix orthogonal"
+    return None
+
+
+def _is_by_rows(constraint: Callable, variable: Any) -> bool:
+    """Whether a constraint makes the same of two rows together and of each alone."""
+    shape = (2, *variable.shape[1:])
+    values = np.random.default_rng(0).normal(size=shape)
+    values[1] *= 100.0
+    with tf.init_scope():
+        rows = keras.ops.convert_to_tensor(values, variable.dtype)
+        apart = [constraint(rows[:1]), constraint(rows[1:])]
+        return np.allclose(constraint(rows), np.concatenate(apart), rtol=1e-3)
+
+
+# Clipping.
+
+
+def clip_wholes(optimizer: Any) -> None:
+    """Make an optimizer that clips gradients to a norm take the norm of a whole for its parts.
+
+    Args:
+        optimizer: One that wraps no other.
+    """
+    applied = optimizer.apply
+    updated: list = []
+
+    def apply(grads: Any, trainable_variables: Any = None) -> Any:
+        variables = trainable_variables or keras_optimizers.trained_variables(optimizer)
+        updated[:] = [v for g, v in zip(grads, variables, strict=True) if g is not None]
+        return applied(grads, trainable_variables)
+
+    def clip(gradients: list, clip_each: Callable) -> list:
+        clipped = list(clip_each(gradients))
+        wholes: dict[int, list[int]] = {}
+        for index, variable in enumerate(updated):
+            if isinstance(variable, keras_variables.Part):
+                wholes.setdefault(id(variable.whole), []).append(index)
+        for indices in wholes.values():
+            together = _clipped_together([gradients[i] for i in indices], optimizer.clipnorm)
+            for index, gradient in zip(indices, together, strict=True):
+                clipped[index] = gradient
+        return clipped
+
+    if optimizer.clipnorm:
+        optimizer.apply = apply
+        keras_optimizers.clip_through(optimizer, clip)
+
+
+def _clipped_together(gradients: Sequence, most: float) -> list:
+    """Gradients of a variable's parts, clipped as `tf.clip_by_norm` clips that of the whole."""
+    squares = [tf.reduce_sum(tf.square(_rows(g))) for g in gradients]
+    norm = tf.sqrt(tf.add_n(squares))
+    return [
+        tf.IndexedSlices(_scaled(g.values, most, norm), g.indices, g.dense_shape)
+        if isinstance(g, tf.IndexedSlices)
+        else _scaled(g, most, norm)
+        for g in gradients
+    ]
+
+
+def _rows(gradient: Any) -> tf.Tensor:
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def _scaled(values: tf.Tensor, most: float, norm: tf.Tensor) -> tf.Tensor:
+    return values * most / tf.maximum(norm, tf.cast(most, norm.dtype))

@@ -1,0 +1,138 @@
+"""Callbacks that check and synchronize ranks while `fit` runs.
+
+Before the first step ranks start from rank 0's weights; after it and after every epoch they compare
+every weight, bit for bit, so that ranks that train apart are stopped by the name of the first
+variable that differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from dtk.trainer.exchange_selection import Choosing
+from dtk.trainer.rank_checks import check_same_run
+from dtk.trainer.seeds import spread_seeds
+from dtk.trainer.shared_weights import check_same_weights, start_from, start_from_epoch_of_rank_0
+
+# The callback.
+
+
+def tell(callbacks: Sequence, event: str, *args: Any) -> None:
+    """Call `event` on the callbacks that define it."""
+    for callback in callbacks:
+        method = getattr(callback, event, None)
+        if method is not None:
+            method(*args)
+
+
+class SynchronizeWeights(keras.callbacks.Callback):
+    """Runs before the user's callbacks: what they see at the end of an epoch is the world's."""
+
+    def __init__(self, trainer: Any):
+        super().__init__()
+        self.trainer = trainer
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        """Close blocks of replicas that train apart, and average numbers that no metric counts."""
+        if not self.trainer.has_local_steps:
+            return
+        self.trainer.synchronize_weights()
+        logs = {} if logs is None else logs
+        told = self.trainer.strategy.communicator.allgather_object(logs)
+        for name in logs:
+            values = [one[name] for one in told]
+            if isinstance(values[0], float) and len(set(values)) > 1:
+                logs[name] = sum(values) / len(values)
+
+
+class RankChecks(keras.callbacks.Callback):
+    """Runs after the user's callbacks, so that what one of them decided on one rank holds on all.
+
+    Callbacks that must act on what all others have done, such as one that saves their state, define
+
+        on_train_agreed(logs)           every on_train_begin has run and the ranks start equal
+        on_epoch_agreed(epoch, logs)    every on_epoch_end has run and the ranks agree on stopping
+        on_end_agreed(logs)             every on_train_end has run: training ended without exception
+        on_fit_left()                   `fit` is over, or was left by an exception
+
+    Args:
+        trainer: Of the model.
+        every_batch: Whether to agree on stopping after every batch; else after every epoch.
+    """
+
+    def __init__(self, trainer: Any, every_batch: bool = False):
+        super().__init__()
+        self.trainer = trainer
+        self._every_batch = every_batch
+        self._stepped = False
+        self._steps = 0
+        self._choosing = Choosing(trainer)
+
+    @property
+    def _alone(self) -> bool:
+        return self.trainer.strategy.communicator.size == 1
+
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        """Compare, then start from rank 0's weights, optimizer state and epoch."""
+        trainer = self.trainer
+        if not self._alone:
+            check_same_run(trainer, self.params)
+            start_from(0, trainer, trainer.agreed_variables())
+            start_from_epoch_of_rank_0(trainer)
+        spread_seeds(trainer)
+        tell(trainer.callbacks.callbacks, "on_train_agreed", logs)
+        self._choosing.begin()
+        self._stepped = False
+        self._steps = 0
+
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+        """Shuffle anew, alike on every rank."""
+        self.trainer.feed.tell_learned_steps()
+        self.trainer.new_epoch(epoch)
+        self.trainer.feed.shuffle(epoch)
+
+    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+        """The last callback to hear of it, so none of the others' is timed."""
+        self._choosing.begin_step(batch)
+
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        """After the first step, make sure that it was the same step everywhere."""
+        self._choosing.end_step(batch, logs)
+        if not self._stepped:
+            self._stepped = True
+            if not self.trainer.has_local_steps:
+                self._check("after the first step")
+        self._steps += 1
+        if self._steps & (self._steps - 1) == 0 and self._steps > 1:
+            self.trainer.check_same_reading("train", f"after step {self._steps}")
+        if self._every_batch and not self._alone:
+            self._agree_on_stopping()
+        if self.model.stop_training:
+            self.trainer.flush()
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        """Stop everywhere when anyone wants to stop; go on from equal weights."""
+        self.trainer.flush()
+        self.trainer.check_same_reading("train", f"after epoch {epoch + 1}")
+        self._check(f"after epoch {epoch + 1}")
+        if not self._alone:
+            self._agree_on_stopping()
+        self._choosing.end_epoch()
+        tell(self.trainer.callbacks.callbacks, "on_epoch_agreed", epoch, logs)
+
+    def on_train_end(self, logs: dict | None = None) -> None:
+        """Nobody changes the weights any more."""
+        tell(self.trainer.callbacks.callbacks, "on_end_agreed", logs)
+
+    def _check(self, when: str) -> None:
+        if self.trainer.strategy.num_replicas_in_sync > 1:
+            check_same_weights(self.trainer, when)
+
+    def _agree_on_stopping(self) -> None:
+        # After every batch, where a callback looks at batches: one small number, not an object.
+        wish = tf.constant(int(self.model.stop_training))
+        self.model.stop_training = bool(self.trainer.strategy.communicator.allreduce(wish, "max"))

@@ -1,0 +1,238 @@
+"""What ranks must agree on before they train, and how they find out that they do not.
+
+Before `fit` the ranks compare what they were given, before the first step the first batch, and
+later what they have read so far, so that ranks that train apart are stopped by a name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dtk.compat import tf_replicas
+from dtk.errors import DisagreementError, at_rank
+from dtk.input import digests
+
+SAME_SCRIPT = "start the same script with the same arguments everywhere"
+
+
+_SAME_DATA = (
+    "every rank must be given the same global data in the same order, of which dtk takes this "
+    "rank's rows: no shard(size, rank), no generator or shuffling that differs by rank; for a part "
+    "per rank use dtk.data.shard"
+)
+
+
+def raise_first_difference(
+    mine: Sequence, theirs: Sequence, rank: int, other: int, cure: str = SAME_SCRIPT
+) -> None:
+    """Compare two lists of (what, value).
+
+    Raises:
+        DisagreementError: At the first pair that differs.
+    """
+    for (what, value), (_, other_value) in zip(mine, theirs, strict=False):
+        if value != other_value:
+            raise DisagreementError(
+                at_rank(
+                    rank,
+                    f"ranks disagree on the {what}: rank {rank} has {value!r}, rank {other} has "
+                    f"{other_value!r}; {cure}",
+                )
+            )
+
+
+def compare(mine: Sequence, communicator: Any, cure: str = SAME_SCRIPT) -> None:
+    """Raise on every rank where one rank's list of (what, value) differs from another's."""
+    if same_number(numbers_of_all([number_of(mine)], communicator)):
+        return
+    for rank, theirs in enumerate(communicator.allgather_object(mine)):
+        raise_first_difference(mine, theirs, communicator.rank, rank, cure)
+
+
+def numbers_of_all(numbers: Sequence[int], communicator: Any) -> np.ndarray:
+    """What every rank says, a row for each: one small message, where objects take two larger."""
+    row = tf.constant([numbers], tf.int64)
+    return communicator.allgather(row, [1] * communicator.size).numpy()
+
+
+def same_number(told: np.ndarray) -> bool:
+    """Whether all ranks say the same number first. They hardly ever do not."""
+    return len(set(told[:, 0])) == 1
+
+
+def number_of(value: Any) -> int:
+    """A hash, of 63 bits and more than any rank."""
+    digest = hashlib.blake2b(pickle.dumps(value), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1 | 1 << 62
+
+
+# What fit, evaluate and predict are given.
+
+
+def check_same_call(strategy: Any, data: dict, callbacks: Sequence = ()) -> bool:
+    """Compare data and dtk's own callbacks over all ranks, before anything else communicates.
+
+    Args:
+        strategy: The strategy.
+        data: What to the data.
+        callbacks: `fit`'s callbacks.
+
+    Returns:
+        Whether on some rank a callback of the script's own looks at single batches, and so may want
+        to stop in the middle of an epoch.
+
+    Raises:
+        DisagreementError: With both ranks' values.
+    """
+    communicator = strategy.communicator
+    if communicator.size == 1:
+        return False
+    ours = [type(c).__name__ for c in callbacks if type(c).__module__.startswith("dtk.")]
+    mine = [(what, describe(value)) for what, value in data.items()]
+    looks = any(map(_looks_at_batches, callbacks))
+    told = numbers_of_all([number_of((ours, mine)), looks], communicator)
+    if same_number(told):
+        return bool(told[:, 1].any())
+    for rank, (their_callbacks, theirs) in enumerate(communicator.allgather_object((ours, mine))):
+        raise_first_difference(
+            [("callbacks of dtk, which communicate", ours)],
+            [("", their_callbacks)],
+            communicator.rank,
+            rank,
+            "give every rank the same ones; those that write or print do so on rank 0 alone",
+        )
+        raise_first_difference(mine, theirs, communicator.rank, rank, _SAME_DATA)
+    return bool(told[:, 1].any())
+
+
+def _looks_at_batches(callback: Any) -> bool:
+    known = type(callback).__module__.startswith(("keras.src.callbacks.", "dtk."))
+    if known and not isinstance(callback, keras.callbacks.LambdaCallback):
+        return isinstance(callback, keras.callbacks.TerminateOnNaN)
+    plain = keras.callbacks.Callback
+    return any(
+        name in vars(callback) or getattr(type(callback), name) is not getattr(plain, name)
+        for name in ("on_train_batch_begin", "on_train_batch_end", "on_batch_end", "on_batch_begin")
+    )
+
+
+def describe(data: Any) -> str | None:
+    """Data in a few words that must be the same on every rank; None where that cannot be told.
+
+    Arrays are told apart by their shapes and a hash of all their bytes.
+
+    Example:
+        >>> describe(None), describe(np.zeros((3, 2)))[:14]
+        (None, '3 rows (hash o')
+    """
+    if isinstance(data, tf.data.Dataset):
+        batches = int(data.cardinality())
+        return f"a dataset of {batches} batches" if batches >= 0 else None
+    leaves = [leaf for leaf in keras.tree.flatten(data) if isinstance(leaf, np.ndarray | tf.Tensor)]
+    if not leaves or not leaves[0].shape:
+        return None
+    hashes = [(leaf.shape, digests.hash_of(np.asarray(leaf))) for leaf in leaves]
+    digest = hashlib.blake2b(repr(hashes).encode(), digest_size=4).hexdigest()
+    return f"{leaves[0].shape[0]} rows (hash of all bytes: {digest})"
+
+
+def check_same_batch(strategy: Any, batch: Any) -> None:
+    """Raise on every rank when ranks have read different first batches.
+
+    Args:
+        strategy: The strategy.
+        batch: This process's `Slices` of it.
+
+    Raises:
+        DisagreementError: With what the ranks have read.
+    """
+    communicator = strategy.communicator
+    if communicator.size == 1 or isinstance(batch.digest, tuple):
+        return
+    rows, digest = int(batch.rows), int(batch.digest)
+    mine = [("first batch of the data", f"{rows} rows (hash {digest & 0xFFFFFFFF:08x})")]
+    compare(mine, communicator, _SAME_DATA)
+
+
+def check_same_digest(strategy: Any, digest: int, when: str) -> None:
+    """Raise on every rank when the digests of all batches read so far differ.
+
+    Raises:
+        DisagreementError: They do.
+    """
+    communicator = strategy.communicator
+    told = numbers_of_all([digest], communicator)
+    if not same_number(told):
+        others = [rank for rank, number in enumerate(told[:, 0]) if number != told[0, 0]]
+        raise DisagreementError(
+            at_rank(
+                communicator.rank,
+                f"{when}, ranks have read different batches: those of ranks {others} are not "
+                f"rank 0's; {_SAME_DATA}",
+            )
+        )
+
+
+class ReadingCheck:
+    """Compares the batches that ranks read: the first one at once, all of them at the end.
+
+    Args:
+        strategy: The strategy.
+    """
+
+    def __init__(self, strategy: Any):
+        self._strategy = strategy
+        self._digest = tf.constant(0, tf.int64)
+        self._batches = 0
+
+    def read(self, digest: tf.Tensor) -> None:
+        """Told of each batch."""
+        self._batches += 1
+        self._digest = digests.add(self._digest, digest)
+        if self._batches == 1:
+            check_same_digest(self._strategy, int(digest), "at the first batch")
+
+    def end(self) -> None:
+        """Told when all were read."""
+        if self._batches:
+            check_same_digest(self._strategy, int(self._digest), "at the end of the data")
+
+
+def check_same_run(trainer: Any, params: dict) -> None:
+    """Raise on every rank when ranks differ in variables or steps, naming the first difference.
+
+    Raises:
+        DisagreementError: With both ranks' values.
+    """
+    mine = [
+        ("epochs", params.get("epochs")),
+        ("steps per epoch", params.get("steps")),
+        ("random seed (every rank must shuffle alike)", tf_replicas.global_seed()),
+        *_shapes(trainer),
+    ]
+    compare(mine, trainer.strategy.communicator)
+
+
+def _shapes(trainer: Any) -> list:
+    # The last word of a variable's path, such as "kernel" or "momentum": what stands before depends
+    # on how many layers of its kind a process has made, which may differ.
+    variables = trainer.shared_variables()
+    return [
+        ("number of variables", len(variables)),
+        *(
+            (f"variable {index}", f"{last_word(v.path)} {tuple(v.shape)} {v.dtype}")
+            for index, v in enumerate(variables)
+        ),
+    ]
+
+
+def last_word(path: str) -> str:
+    """Return what follows the last / and _ of a variable's path."""
+    return path.rpartition("/")[2].rpartition("_")[2]

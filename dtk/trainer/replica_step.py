@@ -1,0 +1,322 @@
+"""One replica's step, made exact.
+
+Keras's own train or test step runs on this replica's slice; what it leaves is then made global:
+
+* Metric state is summed over ranks before a result is computed from it, so that what a step logs is
+  the global batch's, whoever asks for it.
+* Non-trainable state that a step assigns (moving statistics) is averaged, weighted by share.
+* A replica without rows computes with a padding row, which its metrics forget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from dtk.compat import keras_models, tf_replicas
+from dtk.errors import NotDistributedError, at_rank
+from dtk.input import slicing
+from dtk.trainer import shared_optimizer, traced_step
+
+
+def run_step(
+    step_function: Callable,
+    batch: slicing.Slices,
+    model: Any,
+    strategy: Any,
+    kinds: Mapping[str, str],
+) -> Any:
+    """Run Keras's own train or test step on this replica's slice, then make its logs global.
+
+    Args:
+        step_function: `model.train_step` or `model.test_step`.
+        batch: This process's slices of a global batch.
+        model: The model.
+        strategy: Its strategy.
+        kinds: Of the step's terms, see `loss_terms`.
+    """
+    data, step, present = begin_step(step_function, batch, model, strategy, kinds)
+    before = {id(v): tf.identity(v) for v in metric_variables(model)}
+    trains = step_function.__name__ == "train_step"
+    if not (trains and any(e.local for e in shared_optimizer.gradient_exchanges_of(model))):
+        step.world = World(step, before, present)
+    with traced_step.tracing(step), tf_replicas.counted_if(present):
+        logs = step_function(data)
+        _forget_padding(present, before, model)
+        if trains:
+            check_reduced(step, model, strategy)
+            together = weights_are_equal(model)
+            if together is not None:
+                return _own_state(step, model, logs, together)
+        assert step.world is not None
+        step.world.average()
+        return _sum_numbers(step, logs)
+
+
+def begin_step(
+    step_function: Callable, batch: slicing.Slices, model: Any, strategy: Any, kinds: Mapping
+) -> tuple[Any, traced_step.Step, tf.Tensor]:
+    """This replica's rows, what is known of its step, and whether it has rows of its own."""
+    index = strategy.local_index()
+    data, mine = slicing.forget_rows(batch.parts[index]), batch.counts[index]
+    rows = _sum_over_replicas(mine) if isinstance(batch.rows, tuple) else batch.rows
+    share = tf.cast(
+        tf.math.divide_no_nan(tf.cast(mine, tf.float64), tf.cast(rows, tf.float64)), tf.float32
+    )
+    own = step_function.__name__ == "train_step" and keras_models.takes_own_step(model)
+    size = strategy.num_replicas_in_sync
+    step = traced_step.Step(
+        share, size, model, _sum_over_replicas, tf.cast(rows, tf.int64), kinds, own
+    )
+    return data, step, mine > 0
+
+
+def weights_are_equal(model: Any) -> tf.Tensor | None:
+    """Whether all replicas hold the same weights now; None where they always do."""
+    flags = [flag for e in shared_optimizer.gradient_exchanges_of(model) for flag in e.together()]
+    return tf.reduce_all(flags) if flags else None
+
+
+def share_of_meeting(model: Any) -> tf.Tensor:
+    """What this replica counts in a mean over replicas that have just met; they add up to 1."""
+    shares = [e.share() for e in shared_optimizer.gradient_exchanges_of(model)]
+    return next(share for share in shares if share is not None)
+
+
+def _own_state(step: traced_step.Step, model: Any, logs: Any, together: tf.Tensor) -> Any:
+    """Where replicas train apart, nothing is sent until they meet: logs are this replica's own.
+
+    What metrics have counted is summed when an epoch's logs are made.
+    """
+    averaged = moving_statistics(step)
+    values = [tf.convert_to_tensor(v) for v in averaged]
+    replica = tf.distribute.get_replica_context()
+    if averaged:
+        share = share_of_meeting(model)
+        parts = [tf.math.multiply_no_nan(v, tf.cast(share, v.dtype)) for v in values]
+        with tf_replicas.counted_if(None):
+            means = tf.cond(
+                together,
+                lambda: replica.all_reduce(tf.distribute.ReduceOp.SUM, parts),
+                lambda: values,
+            )
+        for variable, mean in zip(averaged, means, strict=True):
+            variable.assign(mean)
+    return logs
+
+
+def _sum_over_replicas(value: tf.Tensor) -> tf.Tensor:
+    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, value)
+
+
+def metric_variables(model: Any) -> list:
+    """State variables of every metric of a model, the loss tracker among them."""
+    found = [v for metric in keras_models.metrics_of(model) for v in metric.variables]
+    return list({id(v): v for v in found}.values())
+
+
+def _forget_padding(present: tf.Tensor, before: dict, model: Any) -> None:
+    """Without rows of its own, a replica's metrics stay as they were."""
+
+    def restore() -> tf.Tensor:
+        for variable in metric_variables(model):
+            variable.assign(before.get(id(variable), tf.zeros_like(variable)))
+        return tf.constant(True)
+
+    tf.cond(present, lambda: tf.constant(False), restore)
+
+
+def check_reduced(step: traced_step.Step, model: Any, strategy: Any) -> None:
+    """Whether a train step handed gradients to an optimizer that reduces them.
+
+    Raises:
+        NotDistributedError: It did not.
+    """
+    if step.reductions or not model.trainable_variables:
+        return
+    if tf.executing_eagerly() and any(
+        shared_optimizer.accumulates(optimizer)
+        for optimizer in shared_optimizer.optimizers_of(model)
+    ):
+        return  # Eagerly, an accumulation window reduces only when it closes.
+    raise NotDistributedError(
+        at_rank(
+            strategy.rank,
+            f"the first training step of model {model.name!r} finished without reducing any "
+            f"gradient over {strategy.num_replicas_in_sync} replicas, so each would train "
+            "alone. Its train_step must hand gradients to an optimizer that is an attribute of the "
+            "model (self.optimizer.apply(gradients, self.trainable_variables)).",
+        )
+    )
+
+
+class World:
+    """The state that a step leaves, of all replicas: metrics summed, moving statistics averaged.
+
+    One reduction serves all results that a step asks for, unless it goes on counting between them.
+
+    Args:
+        step: The step of one replica.
+        before: The values of metrics' variables before the step, by id.
+        present: Whether the replica has rows of its own.
+    """
+
+    def __init__(self, step: traced_step.Step, before: dict, present: tf.Tensor):
+        self._step = step
+        self._before = before
+        self._present = present
+        self._reduced_at = -1
+        self._averaged: dict[int, int] = {}
+        self._totals: list[tuple[Any, tf.Tensor]] = []
+        self._inside = False
+
+    def result_of(self, original: Callable) -> Any:
+        """What a metric's `result` returns when its state is that of all replicas."""
+        if self._inside:
+            return original()
+        if self._reduced_at != self._step.assignments:
+            self._reduce([v for v in metric_variables(self._step.model) if v.aggregation == "sum"])
+        self._inside = True
+        try:
+            with keras.StatelessScope(state_mapping=self._totals):
+                return keras.tree.map_structure(_value_of, original())
+        finally:
+            self._inside = False
+
+    def average(self) -> None:
+        """Average what moving statistics the step has assigned since it last asked for a result."""
+        if self._unaveraged():
+            self._reduce([])
+
+    def _unaveraged(self) -> list:
+        return [
+            v
+            for v in moving_statistics(self._step)
+            if self._averaged.get(id(v)) != self._step.assigned_at[id(v)]
+        ]
+
+    def _reduce(self, summed: list) -> None:
+        step, replica = self._step, tf.distribute.get_replica_context()
+        averaged = self._unaveraged()
+        values = [self._counted(v) for v in summed] + [step.weighed(v) for v in averaged]
+        # They are ready before the gradients are.
+        with tf_replicas.counted_if(None), replica.strategy.concurrent("state"):
+            reduced = replica.all_reduce(tf.distribute.ReduceOp.SUM, values) if values else []
+        self._totals = list(zip(summed, reduced, strict=False))
+        for variable, mean in zip(averaged, reduced[len(summed) :], strict=True):
+            variable.assign(mean)
+            self._averaged[id(variable)] = step.assigned_at[id(variable)]
+        self._reduced_at = step.assignments if summed else -1
+
+    def _counted(self, variable: Any) -> tf.Tensor:
+        now = tf.convert_to_tensor(variable)
+        before = self._before.get(id(variable))
+        return tf.where(self._present, now, tf.zeros_like(now) if before is None else before)
+
+
+def _value_of(result: Any) -> Any:
+    return tf.convert_to_tensor(result) if isinstance(result, keras.Variable) else result
+
+
+def result_of(metric: Any, original: Callable) -> Any:
+    """Replaces `Metric.result` while steps run."""
+    step = traced_step.current()
+    if step is None:
+        return original()
+    result = original() if step.world is None else step.world.result_of(original)
+    # Some return a variable of theirs, which outside of `result_of` is the replica's.
+    result = keras.tree.map_structure(_value_of, result)
+    for path, value in keras.tree.flatten_with_path(result):
+        if isinstance(value, tf.Tensor):
+            step.results.setdefault(value.ref(), (metric, path))
+    return result
+
+
+def numbers_of(step: traced_step.Step, logs: Any) -> list[tuple[str, tf.Tensor]]:
+    """The numbers in what a step returned that are not the results of metrics, by path; means."""
+    flat = keras.tree.flatten_with_path(logs) if isinstance(logs, dict) else []
+    return [
+        (_name_of(path), step.terms.made_mean(f"log {_name_of(path)!r}", value))
+        for path, value in flat
+        if tf.is_tensor(value)
+        and value.dtype.is_floating
+        and value.shape.rank == 0
+        and value.ref() not in step.results
+    ]
+
+
+def results_in(step: traced_step.Step, logs: Any) -> list[tuple[tuple, Any, tuple]]:
+    """Where in what a step returned which metric's result stands, and which part of that."""
+    flat = keras.tree.flatten_with_path(logs) if isinstance(logs, dict) else []
+    return [
+        (path, *step.results[value.ref()])
+        for path, value in flat
+        if isinstance(value, tf.Tensor) and value.ref() in step.results
+    ]
+
+
+def _name_of(path: tuple) -> str:
+    return "/".join(map(str, path))
+
+
+def _sum_numbers(step: traced_step.Step, logs: Any) -> Any:
+    """What a step logs besides the results of metrics, of all replicas."""
+    numbers = numbers_of(step, logs)
+    if not numbers:
+        return logs
+    replica = tf.distribute.get_replica_context()
+    with tf_replicas.counted_if(None), replica.strategy.concurrent("state"):
+        sums = replica.all_reduce(
+            tf.distribute.ReduceOp.SUM, [step.weighed(value) for _, value in numbers]
+        )
+    found = dict(zip((name for name, _ in numbers), sums, strict=True))
+    return _replaced(logs, found)
+
+
+def _replaced(logs: Any, found: Mapping[str, tf.Tensor]) -> Any:
+    paths = [_name_of(path) for path, _ in keras.tree.flatten_with_path(logs)]
+    values = [found.get(p, v) for p, v in zip(paths, keras.tree.flatten(logs), strict=True)]
+    return keras.tree.pack_sequence_as(logs, values)
+
+
+def moving_statistics(step: traced_step.Step) -> list:
+    """Non-trainable floats the step assigned, but for those synchronized layers keep equal."""
+    model = step.model
+    exact = {
+        id(v)
+        for layer in keras_models.layers_of(model)
+        if getattr(layer, "synchronized", False)
+        for v in layer.non_trainable_variables
+    }
+    return [
+        v
+        for v in model.non_trainable_variables
+        if id(v) in step.assigned and id(v) not in exact and keras.backend.is_float_dtype(v.dtype)
+    ]
+
+
+def predict_rows(data: Any, model: Any) -> Any:
+    """Keras's predict step on this replica's rows, of which there may be none."""
+    data = slicing.forget_rows(without_optionals(data))
+    outputs = model.predict_step(slicing.padding_row(data))
+    rows = slicing.count_rows(data)
+    return keras.tree.map_structure(lambda output: _first(output, rows), outputs)
+
+
+def _first(output: Any, rows: tf.Tensor) -> Any:
+    if isinstance(output, tf.SparseTensor):
+        raise ValueError(
+            "predict cannot put sparse outputs of several workers together; end the model with "
+            "tf.sparse.to_dense"
+        )
+    return output[:rows]
+
+
+def without_optionals(data: Any) -> Any:
+    """A structure in which what Keras marks as absent is None."""
+    return keras.tree.map_structure(
+        lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data
+    )

@@ -1,0 +1,110 @@
+"""Saving a model where several processes may save it to one path, or one of them alone.
+
+`model.save`, `save_weights` and `export` write somewhere beside the path first and then move what
+they wrote into its place: who loads sees a whole file, whoever wrote it. Nothing is sent to other
+processes, so that one may save alone.
+
+Files of one export fit each other only: TensorFlow names its variables anew each time. So a folder
+is moved as a whole, and one that holds the same model already is left to those who may be reading
+it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from dtk.compat import keras_models, saving_calls
+
+# Where a SavedModel has room for what belongs to others.
+_STAMP = Path("assets.extra", "dtk-model-hash")
+
+
+def install() -> None:
+    """Let everything that writes a model go through `write`. Called when processes are joined."""
+    saving_calls.through(write)
+
+
+def write(model: Any, path: Any, save: Callable[[Any], Any], how: str) -> Any:
+    """Write a model to a path, such that nobody ever reads half of it.
+
+    Args:
+        model: The model.
+        path: Where to; what is no path on this machine's file systems is written as ever.
+        save: Writes the model to the path it is called with.
+        how: What else the call said.
+    """
+    with _local_reads(model):
+        if not isinstance(path, str | os.PathLike) or "://" in os.fspath(path):
+            return save(path)
+        target = Path(path)
+        if not target.parent.is_dir():
+            return save(path)  # Keras says what is wrong, or makes it
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
+            beside = Path(folder, target.name)
+            saved = save(str(beside) if isinstance(path, str) else beside)
+            if (beside / "saved_model.pb").is_file():
+                _exchange(beside, target, _stamp_of(model, how))
+            else:
+                _move(Path(folder), target.parent)
+        return saved
+
+
+def _local_reads(model: Any) -> Any:
+    """A context in which the state of metrics is read as it is in this process."""
+    extended = getattr(keras_models.owner_of(model), "extended", None)
+    local_reads = getattr(extended, "local_reads", None)
+    return contextlib.nullcontext() if local_reads is None else local_reads()
+
+
+def _move(source: Path, target: Path) -> None:
+    """Move the files below one folder to the same places below another, over those there."""
+    for entry in sorted(source.iterdir()):
+        place = target / entry.name
+        if entry.is_dir():
+            place.mkdir(exist_ok=True)
+            _move(entry, place)
+        else:
+            entry.replace(place)
+
+
+def _stamp_of(model: Any, how: str) -> str:
+    """A hash by which processes find out that they export the same model."""
+    digest = hashlib.blake2b(f"{type(model).__name__} {how}".encode(), digest_size=16)
+    for variable in model.weights:
+        digest.update(f"{tuple(variable.shape)} {variable.dtype}".encode())
+        digest.update(keras.ops.convert_to_numpy(variable).tobytes())
+    return digest.hexdigest()
+
+
+def _exchange(source: Path, target: Path, stamp: str) -> None:
+    """Move one folder to the place of another, unless that holds the same model."""
+    (source / _STAMP.parent).mkdir(exist_ok=True)
+    (source / _STAMP).write_text(stamp)
+    with _locked(target.parent):
+        there = target / _STAMP
+        if there.is_file() and there.read_text() == stamp:
+            return
+        if target.exists():
+            target.rename(source.parent / "before")
+        source.rename(target)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other processes from exchanging folders, where the file system has locks."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)

@@ -1,0 +1,38 @@
+"""Seeds that differ by rank where layers draw for the rows of one rank only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+# Spreads rank-specific seeds over the 31 bits a seed may use (2^32 / golden ratio).
+_SEED_STEP = 0x9E3779B1
+
+
+# Seeds.
+
+
+def spread_seeds(trainer: Any) -> None:
+    """Give every replica random masks of its own, reproducibly: seeds derive from rank 0's."""
+    strategy = trainer.strategy
+    for state in trainer.seed_states():
+        base = keras.ops.convert_to_tensor(state).numpy()
+        base = strategy.communicator.broadcast_object(base)
+        strategy.set_per_replica(state, [fold_seed(base, rank) for rank in strategy.local_ranks()])
+
+
+def fold_seed(state: np.ndarray, rank: int) -> np.ndarray:
+    """Seed state of one rank, derived from rank 0's; rank 0 keeps its own.
+
+    Args:
+        state: Rank 0's state, shape `[2]`: seed and counter.
+        rank: Whose state is wanted.
+    """
+    return np.array([spread_seed(int(state[0]), rank), int(state[1])], state.dtype)
+
+
+def spread_seed(seed: int, rank: int) -> int:
+    """One seed per rank: rank 0 keeps the given one."""
+    return (seed + rank * _SEED_STEP) % 2**31 if rank else seed

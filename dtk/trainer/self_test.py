@@ -1,0 +1,278 @@
+"""Whether a step's parts add up to the step: a few rows, computed by one replica and by all.
+
+What one replica computes of a batch must be a mean or a sum over its rows, or the parts of several
+replicas do not add up to what one process computes. Keras's own losses, metrics and layers are
+known to be so. A script's own are tried before the first update: a few rows of the first batch go
+through the step as a whole and as the parts of all replicas; nothing is applied, and everything is
+put back.
+
+    terms        find out which losses are sums or ratios; they count as such (see `loss_terms`)
+    gradients    must agree, or NotDistributedError
+    state        that a step assigns must agree, or NotDistributedError
+    logs         results of metrics and other numbers that do not agree are warned of
+
+Random numbers belong to rows meanwhile (`compat.random_draws`), and batch normalization is that of
+all rows, synchronized or not: neither is a mistake of the script.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import keras
+import numpy as np
+
+from dtk.cluster.variables import SELF_TEST
+from dtk.compat import keras_models
+from dtk.errors import NotDistributedError, at_rank
+from dtk.input import slicing
+from dtk.trainer.loss_terms import RATIO, SUM
+from dtk.trainer.trial import Outcome, Trial
+
+
+class Verdict(NamedTuple):
+    """What the two ways of computing a step tell.
+
+    Attributes:
+        kinds: Of the terms that are no means.
+        wrong: Why ranks would train something else; None if they would not.
+        notes: What they would only log otherwise.
+        difference: The largest relative difference of a gradient.
+    """
+
+    kinds: dict[str, str]
+    wrong: str | None
+    notes: list[str]
+    difference: float
+
+
+def is_wanted(asked: bool | str) -> bool | str:
+    """What a strategy's `self_test` says, unless the environment says otherwise.
+
+    Returns:
+        True, False, "auto", or "only" where the script is to end after it.
+
+    Raises:
+        ValueError: Neither True, False nor "auto".
+    """
+    said = os.environ.get(SELF_TEST, "")
+    if said:
+        asked = {"0": False, "1": True}.get(said, said)
+    if asked not in (True, False, "auto", "only"):
+        raise ValueError(f"self_test={asked!r}; expected True, False or 'auto' ({SELF_TEST}: 1, 0)")
+    return asked
+
+
+def say_if_nothing_was_tried() -> None:
+    """Under `dtk check`, let a script that trains no model end in an error."""
+    if os.environ.get(SELF_TEST) == "only":
+        atexit.register(_nothing_was_tried)
+
+
+def end_check() -> NoReturn:
+    """End a script that was only to be checked, and was."""
+    atexit.unregister(_nothing_was_tried)
+    raise SystemExit(0)
+
+
+def _nothing_was_tried() -> None:
+    print("dtk check: the script ended without training a model", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def run(
+    trainer: Any, step_function: Callable, batch: slicing.Slices, reasons: Sequence[str]
+) -> Verdict:
+    """Compute a few rows of a batch both ways, and compare. All ranks call it together.
+
+    Args:
+        trainer: Of the model.
+        step_function: `model.train_step` or `model.test_step`.
+        batch: This process's slices of the first batch.
+        reasons: What of the model is not Keras's own.
+
+    Returns:
+        What was found; its kinds are what the step is to be traced with.
+
+    Raises:
+        NotDistributedError: The parts do not add up.
+    """
+    began = time.perf_counter()
+    trial = trainer.make_trial(step_function, batch)
+    verdict = _judge(trial)
+    strategy, model = trainer.strategy, trainer.model
+    verdict = strategy.communicator.broadcast_object(verdict)
+    if verdict.wrong:
+        raise NotDistributedError(
+            at_rank(
+                strategy.rank,
+                f"the {step_function.__name__} of model {model.name!r} (not Keras's own: "
+                f"{', '.join(reasons)}) does not add up over {len(trial.parts)} "
+                f"replicas: {trial.rows} rows computed by one, and as parts of {trial.parts} rows: "
+                f"{verdict.wrong}. Losses must be means or sums over rows, such as keras.losses "
+                "are; nothing was updated. self_test=False (or DTK_SELF_TEST=0) trains on what "
+                "the replicas' parts add up to",
+            )
+        )
+    if strategy.is_chief:
+        for note in verdict.notes:
+            print(f"dtk: warning: model {model.name!r}: {note}", file=sys.stderr, flush=True)
+        found = "".join(f"; {name} is a {kind}" for name, kind in verdict.kinds.items())
+        print(
+            f"dtk: self-test of model {model.name!r} ({', '.join(reasons)}): {trial.rows} rows as "
+            f"a whole and in {len(trial.parts)} parts agree to "
+            f"{verdict.difference:.0e}{found} ({time.perf_counter() - began:.1f} s)"
+        )
+    return verdict
+
+
+def _judge(trial: Trial) -> Verdict:
+    """Compute both ways, and once more with the kinds that were found."""
+    whole, parts = trial.whole(), trial.replicas({})
+    shares = np.array(trial.parts) / trial.rows
+    tolerance = _tolerance(trial.model)
+    kinds, unclear, odd = _kinds_of(whole, parts, shares, tolerance)
+    if kinds:
+        parts = trial.replicas(kinds)
+    wrong, difference = _compare(whole, parts, tolerance)
+    if wrong and unclear:
+        guess = kinds | dict.fromkeys(unclear, SUM)
+        again = trial.replicas(guess)
+        still_wrong, its_difference = _compare(whole, again, tolerance)
+        if not still_wrong:
+            kinds, parts, wrong, difference = guess, again, None, its_difference
+    if wrong and odd:
+        wrong += "; " + "; ".join(odd)
+    return Verdict(kinds, wrong, _notes(whole, parts, tolerance), difference)
+
+
+# Judging.
+
+
+def _tolerance(model: Any) -> float:
+    """Relative difference that rounding may make, of gradients and scalars."""
+    kinds = {layer.compute_dtype for layer in keras_models.layers_of(model)}
+    return 5e-2 if kinds & {"float16", "bfloat16"} else 1e-3
+
+
+def _close(one: Any, other: Any, scale: Any, tolerance: float) -> bool:
+    return bool(np.abs(one - other) <= tolerance * scale)
+
+
+def _kinds_of(
+    whole: Outcome, parts: Outcome, shares: np.ndarray, tolerance: float
+) -> tuple[dict[str, str], list[str], list[str]]:
+    """Of the terms: kinds that are no means, names of which nothing can be told, and oddities."""
+    kinds: dict[str, str] = {}
+    unclear: list[str] = []
+    odd: list[str] = []
+    if list(whole.terms) != list(parts.terms):
+        return {}, [], [f"it has the losses {list(whole.terms)} on one, {list(parts.terms)} on all"]
+    for name, told in parts.terms.items():
+        value = whole.terms[name][0, 0]
+        present = shares > 0
+        each, above, below = (told[present, i] for i in range(3))
+        mean, total = (shares[present] * each).sum(), each.sum()
+        scale = max(np.abs([value, mean, total, *each]).max(), 1e-30)
+        if not np.isfinite([value, *each]).all():
+            unclear.append(name)
+        elif _is_ratio(whole.terms[name][0], above, below, tolerance):
+            # Also where a mean fits: a mask may leave all of a few rows.
+            kinds[name] = RATIO
+        elif _close(mean, value, scale, tolerance):
+            if _close(total, value, scale, tolerance):
+                unclear.append(name)
+        elif _close(total, value, scale, tolerance):
+            kinds[name] = SUM
+        else:
+            told_each = ", ".join(f"{v:.5g}" for v in each)
+            odd.append(
+                f"{name} is {value:.5g} on all rows and {told_each} on the parts, neither a mean "
+                f"({mean:.5g}) nor a sum ({total:.5g})"
+            )
+    return kinds, unclear, odd
+
+
+def _is_ratio(whole: np.ndarray, above: np.ndarray, below: np.ndarray, tolerance: float) -> bool:
+    """Whether a term is a quotient whose parts are sums over rows."""
+    _, numerator, denominator = whole
+    if not np.isfinite(whole).all() or not denominator:
+        return False
+    above_scale = max(np.abs([numerator, *above]).max(), 1e-30)
+    return _close(above.sum(), numerator, above_scale, tolerance) and _close(
+        below.sum(), denominator, abs(denominator), tolerance
+    )
+
+
+def _compare(whole: Outcome, parts: Outcome, tolerance: float) -> tuple[str | None, float]:
+    """What is wrong with gradients and state, and the largest relative difference of a gradient."""
+    if list(whole.gradients) != list(parts.gradients):
+        return "optimizers were given gradients of other variables", np.inf
+    sizes = {name: np.linalg.norm(g) for name, g in whole.gradients.items()}
+    least = 1e-3 * max(sizes.values(), default=0.0)
+    apart = {
+        name: float(np.linalg.norm(parts.gradients[name] - g) / max(sizes[name], least, 1e-30))
+        for name, g in whole.gradients.items()
+    }
+    worst = max(apart, key=lambda name: apart[name], default=None)
+    difference = apart[worst] if worst is not None else 0.0
+    if np.isnan(list(apart.values())).any():
+        name = next(name for name, difference in apart.items() if np.isnan(difference))
+        return (
+            f"the gradient of {name!r} is not a number on all rows or on a part of them, such as "
+            "0 / 0 where a mask leaves none (tf.math.divide_no_nan)"
+        ), np.nan
+    if worst is not None and not difference <= tolerance:
+        return f"the gradient of {worst!r} differs by {100 * difference:.3g} %", difference
+    for name, value in whole.state.items():
+        theirs = parts.state.get(name)
+        if theirs is None or not np.allclose(theirs, value, tolerance, 1e-6, equal_nan=True):
+            return f"the step assigns other values to the variable {name!r}", difference
+    return None, difference
+
+
+def _notes(whole: Outcome, parts: Outcome, tolerance: float) -> list[str]:
+    notes = []
+    for name, value in whole.logs.items():
+        theirs = parts.logs.get(name, np.nan)
+        if not np.allclose(theirs, value, tolerance, 1e-6, equal_nan=True):
+            notes.append(
+                f"{name!r} is neither a mean nor a sum over rows ({np.ravel(value)[0]:.5g} on all "
+                f"rows of a trial, {np.ravel(theirs)[0]:.5g} from its parts), so what is logged "
+                "differs from one process's; weights are not concerned"
+            )
+    return notes
+
+
+# Who needs it.
+
+
+def reasons(model: Any, step_name: str) -> list[str]:
+    """What of a model's step is not Keras's own, so that nothing is known of it."""
+    found = []
+    if not keras_models.is_kerass(getattr(type(model), step_name)):
+        found.append(f"{step_name} of {type(model).__name__}")
+    if not keras_models.computes_own_loss(model):
+        found.append(f"compute_loss of {type(model).__name__}")
+    found += [f"loss {_called(loss)}" for loss in keras_models.foreign_losses(model)]
+    found += [f"metric {_called(metric)}" for metric in keras_models.foreign_metrics(model)]
+    layers = {type(layer).__name__ for layer in keras_models.layers_of(model) if _is_foreign(layer)}
+    return found + [f"layer {name}" for name in sorted(layers)]
+
+
+def _called(thing: Any) -> str:
+    return str(getattr(thing, "__name__", type(thing).__name__))
+
+
+def _is_foreign(layer: Any) -> bool:
+    if isinstance(layer, keras.layers.Lambda):
+        return True
+    if getattr(layer, "activity_regularizer", None) is not None:
+        return True
+    call = getattr(type(layer), "call", None)
+    return call is not None and not keras_models.is_kerass(call)

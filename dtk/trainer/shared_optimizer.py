@@ -1,0 +1,375 @@
+"""Optimizers that many replicas share.
+
+Gradients are reduced once, before loss-scale checks, accumulation and clipping see them; with
+accumulation once per window. Where steps run behind parameter servers, an optimizer only notes what
+a step hands it, and applies it later.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from dtk.compat import keras_optimizers, tf_replicas
+from dtk.errors import at_rank
+from dtk.trainer import partitioned_variables, traced_step
+from dtk.trainer.gradient_exchange import GradientExchange, check_exchange, exchanging_of, shaped
+
+
+def optimizers_of(model: Any) -> list:
+    """The model's optimizer and any other it holds as an attribute (a GAN has two).
+
+    Not those that one of them applies: its own attribute may be a second name of one.
+    """
+    found = [
+        value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)
+    ]
+    unique = {id(optimizer): optimizer for optimizer in found}
+    for optimizer in found:
+        for member in partitioned_variables.members(optimizer)[1:]:
+            unique.pop(id(member), None)
+    return list(unique.values())
+
+
+def _chain(optimizer: Any) -> list:
+    """An optimizer and those it wraps, outermost first."""
+    chain = [optimizer]
+    while hasattr(chain[-1], "inner_optimizer"):
+        chain.append(chain[-1].inner_optimizer)
+    return chain
+
+
+def accumulators_of(optimizer: Any) -> list:
+    """Variables that hold this rank's part of an unfinished accumulation window."""
+    inner = _chain(optimizer)[-1]
+    accumulated = zip(
+        keras_optimizers.accumulated(inner), keras_optimizers.trained_variables(inner), strict=False
+    )
+    return [a for a, v in accumulated if a is not None and not _replaced(v)]
+
+
+def schedule_of(optimizer: Any) -> Any:
+    """What an optimizer computes its learning rate with; None when the rate is a plain number."""
+    return keras_optimizers.given_rate(_chain(optimizer)[-1])
+
+
+def accumulates(optimizer: Any) -> bool:
+    """Whether it sums gradients over several steps before it applies them."""
+    return bool(_chain(optimizer)[-1].gradient_accumulation_steps)
+
+
+def is_linear(optimizer: Any) -> bool:
+    """Whether an optimizer makes the same of two gradients and of their sum."""
+    chain = _chain(optimizer)
+    inner = chain[-1]
+    clips = inner.clipnorm or inner.global_clipnorm or inner.clipvalue
+    return type(inner) is keras.optimizers.SGD and len(chain) == 1 and not clips
+
+
+# Reducing.
+
+
+def bind(optimizer: Any, strategy: Any) -> None:
+    """Make `optimizer` reduce its gradients once, where every later step sees the reduced ones."""
+    _own(optimizer, strategy)
+    for member in partitioned_variables.members(optimizer):
+        keras_optimizers.index_variables(member)
+
+    chain = _chain(optimizer)
+    outer, inner = chain[0], chain[-1]
+    if getattr(outer, "_dtk_bound", None) is strategy:
+        return
+    outer._dtk_exchanging = exchanging = exchanging_of(outer, inner, strategy)
+    outer._dtk_bound = strategy
+    _weigh_own_loss(outer)
+    if inner.gradient_accumulation_steps:
+        _reduce_windows(outer, inner, strategy, exchanging)
+    else:
+        _reduce_each(outer, inner, strategy, exchanging)
+
+
+def _weigh_own_loss(outer: Any) -> None:
+    """Weigh the loss of Keras's own step by the replica's share, where Keras scales it."""
+    scale_loss = outer.scale_loss
+
+    @functools.wraps(scale_loss)
+    def weighed(loss: Any) -> Any:
+        step = traced_step.current()
+        return scale_loss(step.weighed(loss) if step is not None and step.own else loss)
+
+    outer.scale_loss = weighed
+
+
+def _own(optimizer: Any, strategy: Any) -> None:
+    """Take over an optimizer and all that it applies; none is to reduce gradients by itself."""
+    for member in partitioned_variables.members(optimizer):
+        if getattr(member, "_dtk_member_of", None) is strategy:
+            continue
+        _check_owner(member, strategy)
+        check_exchange(member, strategy)
+        keras_optimizers.own_optimizer(member, strategy)
+        member._dtk_member_of = strategy
+
+
+def gradient_exchanges_of(model: Any) -> list[GradientExchange]:
+    """What exchanges the gradients of a model's optimizers."""
+    bound = [getattr(o, "_dtk_exchanging", None) for o in optimizers_of(model)]
+    return [exchanging for exchanging in bound if exchanging is not None]
+
+
+def _reduce_windows(
+    outer: Any, inner: Any, strategy: Any, exchanging: GradientExchange | None
+) -> None:
+    """The window's sum is all that is needed: reduce where the window closes."""
+    apply_own = outer.apply
+    # The variables that the running step changes; replicas are traced in threads.
+    running = threading.local()
+
+    def clip_reduced(grads: Any, clip: Callable) -> Any:
+        # What earlier steps of the window left counts, whether or not this one has rows.
+        with tf_replicas.counted_if(None):
+            return clip(_reduce_gradients(grads, running.changed, strategy, exchanging))
+
+    @tf.autograph.experimental.do_not_convert
+    def apply_present(grads: Any, trainable_variables: Any = None) -> Any:
+        _build_in_time(outer, trainable_variables, strategy)
+        grads, only_noted = _taken(outer, grads, trainable_variables)
+        if only_noted:
+            return None
+        trained = list(trainable_variables or keras_optimizers.trained_variables(inner))
+        replacing = _replacements(grads, trained, strategy)
+        present = tf_replicas.if_present(_without(replacing, grads))
+        running.changed = [v for g, v in zip(present, trained, strict=True) if g is not None]
+        result = apply_own(_with(replacing, present), trainable_variables)
+        if exchanging is not None and _in_replica(strategy):
+            exchanging.count(running.changed)
+        return result
+
+    keras_optimizers.clip_through(inner, clip_reduced)
+    outer.apply = apply_present
+    if outer is not inner:
+        check_finite = outer.check_finite
+        outer.check_finite = lambda grads: _everywhere(check_finite(grads))
+
+
+def _reduce_each(
+    outer: Any, inner: Any, strategy: Any, exchanging: GradientExchange | None
+) -> None:
+    apply = outer.apply
+
+    @tf.autograph.experimental.do_not_convert
+    @functools.wraps(apply)
+    def reduced_apply(grads: Any, trainable_variables: Any = None) -> Any:
+        _build_in_time(outer, trainable_variables, strategy)
+        grads, only_noted = _taken(outer, grads, trainable_variables)
+        if only_noted:
+            return None
+        trained = list(trainable_variables or keras_optimizers.trained_variables(inner))
+        replacing = _replacements(grads, trained, strategy)
+        changing = _without(replacing, grads)
+
+        def go(reduced: list) -> Any:
+            return apply(_with(replacing, reduced), trainable_variables)
+
+        if exchanging is None or not _in_replica(strategy):
+            return go(_reduce_gradients(changing, trained, strategy))
+        _note_reduction()
+        return exchanging.apply(changing, trainable_variables, go)
+
+    outer.apply = reduced_apply
+
+
+def _taken(optimizer: Any, gradients: Any, variables: Any) -> tuple[list, bool]:
+    """Gradients that a step hands to its optimizer, weighed by its share of the rows.
+
+    Returns:
+        The gradients, and whether the step only notes them.
+    """
+    step = traced_step.current()
+    if step is None:
+        return list(gradients), False
+    gradients = step.handed_over(list(gradients))
+    if step.noted is None:
+        return gradients, False
+    _note_reduction()
+    step.noted.note(
+        optimizer, gradients, list(variables or keras_optimizers.trained_variables(optimizer))
+    )
+    return gradients, True
+
+
+def _replaced(variable: Any) -> bool:
+    """Whether what an optimizer is given as a variable's gradient is its next value.
+
+    Keras's layers in float8 do so with their scales, and with the largest values they have seen.
+    """
+    return bool(getattr(variable, "overwrite_with_gradient", False))
+
+
+def _replacements(grads: Any, variables: list, strategy: Any) -> list:
+    """For each gradient what is to replace its variable; None where it changes the variable.
+
+    Each replica knows of its own rows. Of all of them it is the largest, which is what Keras takes
+    over the steps of an accumulation window.
+    """
+    given = zip(grads, variables, strict=True)
+    mine = {i: g for i, (g, v) in enumerate(given) if g is not None and _replaced(v)}
+    # Where replicas train apart they send nothing, and meet by averaging.
+    apart = strategy.exchange is not None and strategy.exchange.local
+    if mine and not apart and _in_replica(strategy):
+        mine = dict(zip(mine, strategy.extended.all_reduce_max(list(mine.values())), strict=True))
+    return [mine.get(i) for i in range(len(variables))]
+
+
+def _without(replacing: list, grads: Any) -> list:
+    return [g if r is None else None for g, r in zip(grads, replacing, strict=True)]
+
+
+def _with(replacing: list, grads: Any) -> list:
+    return [g if r is None else r for g, r in zip(grads, replacing, strict=True)]
+
+
+def _check_owner(member: Any, strategy: Any) -> None:
+    """Take over an optimizer that no other strategy has."""
+    owner = keras_optimizers.optimizer_owner(member)
+    if owner is strategy:
+        return
+    if type(owner).__name__ != "_DefaultDistributionStrategy":
+        raise ValueError(
+            at_rank(
+                strategy.rank,
+                f"optimizer {member.name!r} was made for another strategy "
+                f"({type(owner).__name__}); make a new optimizer inside this strategy's scope",
+            )
+        )
+    strategy.take_variables(member.variables)
+
+
+def _build_in_time(optimizer: Any, variables: Any, strategy: Any) -> None:
+    """Make an optimizer's variables outside the step being traced.
+
+    Keras builds the optimizer given to `compile` before the first step; others are built by their
+    first `apply`, in the middle of a step. Variables made there tie one replica's step to
+    another's. A new thread is outside every graph, device and replica.
+    """
+    if optimizer.built or variables is None:
+        return
+
+    def build() -> None:
+        with strategy.scope():
+            optimizer.build(list(variables))
+        _own(optimizer, strategy)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        thread.submit(build).result()
+
+
+def _note_reduction() -> None:
+    step = traced_step.current()
+    if step is not None:
+        step.reductions += 1
+
+
+def _reduce_gradients(
+    grads: Any, variables: Any, strategy: Any, exchanging: GradientExchange | None = None
+) -> list:
+    """Sum the gradients of these variables over all replicas; None stays None."""
+    grads = shaped(list(grads), list(variables))
+    _note_reduction()
+    present = [g for g in grads if g is not None]
+    if not present or not _in_replica(strategy):
+        return grads
+    if exchanging is not None:
+        return exchanging.reduce_window(grads, variables)
+    reduced = iter(strategy.reduce_gradients(present))
+    return [None if g is None else next(reduced) for g in grads]
+
+
+def _in_replica(strategy: Any) -> bool:
+    replica = tf.distribute.get_replica_context()
+    return replica is not None and replica.strategy is strategy
+
+
+def _everywhere(flag: tf.Tensor) -> tf.Tensor:
+    """True where `flag` is true on every replica."""
+    replica = tf.distribute.get_replica_context()
+    misses = tf.cast(tf.logical_not(flag), tf.int32)
+    return replica.all_reduce(tf.distribute.ReduceOp.SUM, misses) == 0
+
+
+# Noting.
+
+
+def note_applies(optimizer: Any, strategy: Any, parts_of: Callable[[Any], list]) -> None:
+    """Make an optimizer note what a traced step hands it, and see partitioned variables as parts.
+
+    Args:
+        optimizer: The model's optimizer.
+        strategy: Its strategy.
+        parts_of: Keras variable -> itself in a list, or its parts.
+    """
+    outer = optimizer
+    if getattr(outer, "_dtk_bound", None) is strategy:
+        return
+    _take_members(outer, strategy)
+    outer._dtk_bound = strategy
+    _weigh_own_loss(outer)
+    apply, build, finalize = outer.apply, outer.build, outer.finalize_variable_values
+    built_for: list = []
+
+    @functools.wraps(apply)
+    def noted_apply(grads: Any, trainable_variables: Any = None) -> Any:
+        step = traced_step.current()
+        if step is None or step.noted is None:
+            return apply(grads, trainable_variables)
+        _build_in_time(outer, trainable_variables, strategy)
+        variables = trainable_variables or built_for or keras_optimizers.trained_variables(outer)
+        _refuse_replaced(variables, strategy)
+        step.noted.note(outer, step.handed_over(list(grads)), list(variables))
+        return None
+
+    def expanded(variables: Any) -> list:
+        return [part for variable in variables for part in parts_of(variable)]
+
+    def build_parts(variables: Any) -> None:
+        built_for[:] = variables
+        build(expanded(variables))
+        _take_members(outer, strategy)  # a MultiOptimizer may make them while it is built
+
+    outer.apply = noted_apply
+    outer._dtk_apply = apply
+    outer.build = build_parts
+    outer.finalize_variable_values = lambda variables: finalize(expanded(variables))
+
+
+def _take_members(outer: Any, strategy: Any) -> None:
+    for member in partitioned_variables.members(outer):
+        if getattr(member, "_dtk_member_of", None) is not strategy:
+            _check_owner(member, strategy)
+            keras_optimizers.own_optimizer(member, strategy)
+            partitioned_variables.clip_wholes(member)
+            member._dtk_member_of = strategy
+
+
+def _refuse_replaced(variables: Any, strategy: Any) -> None:
+    replaced = [v.path for v in variables if _replaced(v)]
+    if replaced:
+        raise ValueError(
+            at_rank(
+                strategy.rank,
+                f"workers send gradients, and {replaced[0]!r} is a variable that each step "
+                "replaces (overwrite_with_gradient), as float8 layers have them; train those with "
+                "MirroredStrategy or AllReduceStrategy, or quantize after training",
+            )
+        )
+
+
+def apply_now(optimizer: Any, gradients: list, variables: list) -> None:
+    """What `optimizer.apply` does where it is not only noted."""
+    optimizer._dtk_apply(gradients, variables)

@@ -1,0 +1,118 @@
+"""Weights that all ranks hold: compared bit for bit, sent from one rank, or averaged."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dtk.errors import DisagreementError, at_rank
+from dtk.trainer.rank_checks import _shapes, compare, number_of, numbers_of_all, same_number
+from dtk.trainer.seeds import spread_seeds
+
+_SAME_UPDATES = (
+    "every rank must change weights in the same way: through an optimizer that is an attribute of "
+    "the model, and with the same callbacks on every rank"
+)
+
+
+# Weights.
+
+
+def fingerprint(value: Any) -> str:
+    """A short hash of a tensor's bytes."""
+    array = np.ascontiguousarray(keras.ops.convert_to_tensor(value).numpy())
+    return hashlib.blake2b(array.view(np.uint8).data, digest_size=8).hexdigest()
+
+
+def differing(variables: Sequence, strategy: Any) -> list[int]:
+    """Indices of the Keras variables that are not bit-identical on all replicas."""
+    communicator = strategy.communicator
+    mine = [{fingerprint(copy) for copy in strategy.copies(v)} for v in variables]
+    agreed = all(len(prints) == 1 for prints in mine)
+    told = numbers_of_all([number_of(mine) if agreed else communicator.rank], communicator)
+    if agreed and same_number(told):
+        return []
+    columns = zip(*communicator.allgather_object(mine), strict=True)
+    return [index for index, column in enumerate(columns) if len(set.union(*column)) > 1]
+
+
+def check_same_weights(trainer: Any, when: str) -> None:
+    """Raise on every rank when replicas hold different weights or optimizer state.
+
+    Args:
+        trainer: Of the model.
+        when: Such as "after the first step".
+
+    Raises:
+        DisagreementError: Naming the variables.
+    """
+    variables = trainer.equal_variables()
+    apart = differing(variables, trainer.strategy)
+    if apart:
+        first = variables[apart[0]].path
+        raise DisagreementError(
+            at_rank(
+                trainer.strategy.rank,
+                f"{when}, {len(apart)} of {len(variables)} variables of model "
+                f"{trainer.model.name!r} differ between workers, the first is {first!r}; "
+                f"{_SAME_UPDATES}",
+            )
+        )
+
+
+def start_from(root: int, trainer: Any, variables: Sequence | None = None) -> list[str]:
+    """Give every rank `root`'s values of the variables that differ.
+
+    Args:
+        root: Whose values count.
+        trainer: Of the model.
+        variables: Which; None is all weights and optimizer state.
+
+    Returns:
+        The paths of the variables that differed.
+    """
+    variables = trainer.shared_variables() if variables is None else variables
+    wanted = [variables[index] for index in differing(variables, trainer.strategy)]
+    if wanted:
+        values = trainer.strategy.communicator.broadcast(
+            [keras.ops.convert_to_tensor(v) for v in wanted], root
+        )
+        for variable, value in zip(wanted, values, strict=True):
+            variable.assign(value)
+    return [variable.path for variable in wanted]
+
+
+def average(variables: Sequence, share: Any, strategy: Any) -> None:
+    """Give every rank the mean of what the ranks hold of the floating-point ones that differ.
+
+    Args:
+        variables: Keras variables.
+        share: What this rank's count in the mean; all ranks' add up to 1.
+        strategy: The strategy.
+    """
+    floats = [v for v in variables if keras.backend.is_float_dtype(v.dtype)]
+    wanted = [floats[index] for index in differing(floats, strategy)]
+    values = [keras.ops.convert_to_tensor(v) * tf.cast(share, v.dtype) for v in wanted]
+    for variable, mean in zip(wanted, strategy.communicator.allreduce(values), strict=True):
+        variable.assign(mean)
+
+
+def start_from_epoch_of_rank_0(trainer: Any) -> None:
+    """Set the epoch to start at to that of rank 0."""
+    epoch = trainer.initial_epoch()
+    number = tf.constant(-1 if epoch is None else epoch, tf.int64)
+    told = int(trainer.strategy.communicator.broadcast(number))
+    trainer.set_initial_epoch(None if told < 0 else told)
+
+
+def agree_on_weights(trainer: Any) -> None:
+    """What `fit` does when it begins, for steps taken without it."""
+    if trainer.strategy.communicator.size > 1:
+        compare(_shapes(trainer), trainer.strategy.communicator)
+        start_from(0, trainer, trainer.agreed_variables())
+    spread_seeds(trainer)

@@ -1,0 +1,58 @@
+"""Values of variables, to be put back bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+
+from dtk.compat import keras_variables, tf_variables
+from dtk.trainer import replica_step, shared_optimizer
+
+
+class Snapshot:
+    """What this process's replicas hold of some variables, Keras's or TensorFlow's.
+
+    Each replica gets its own value back, also where values differ by replica (metric state, dropout
+    seeds, unfinished gradient accumulation). Nothing is communicated.
+
+    Args:
+        variables: The variables; one that is given twice is kept once.
+
+    Example:
+        >>> import keras
+        >>> variable = keras.Variable([1.0, 2.0])
+        >>> before = Snapshot([variable])
+        >>> variable.assign([3.0, 4.0]) is None
+        False
+        >>> before.restore()
+        >>> variable.numpy().tolist()
+        [1.0, 2.0]
+    """
+
+    def __init__(self, variables: Iterable):
+        copies = [copy for v in variables for copy in tf_variables.components(_stored(v))]
+        self._kept = [(copy, copy.numpy()) for copy in {id(c): c for c in copies}.values()]
+
+    def restore(self) -> None:
+        """Put the values back."""
+        for copy, value in self._kept:
+            copy.assign(value)
+
+
+def _stored(variable: Any) -> Any:
+    return keras_variables.stored(variable) if isinstance(variable, keras.Variable) else variable
+
+
+def changed_by_training(model: Any) -> list:
+    """Every variable a training step may change.
+
+    Weights, seeds, metrics, optimizers' state, and what the exchange of gradients remembers.
+    """
+    optimizers = shared_optimizer.optimizers_of(model)
+    of_optimizers = [v for optimizer in optimizers for v in optimizer.variables]
+    remembered = [
+        v for e in shared_optimizer.gradient_exchanges_of(model) for v in e.state.variables
+    ]
+    return [*model.variables, *replica_step.metric_variables(model), *of_optimizers, *remembered]

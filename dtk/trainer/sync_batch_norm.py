@@ -1,0 +1,53 @@
+"""Mean and variance over the rows of all replicas, by one message in each direction.
+
+Keras sums three tensors over the replicas for a synchronized normalization: the inputs, their
+squares and how many there are; and TensorFlow three gradients, back again. Each is a message that
+the next computation waits for. Here the three are one vector:
+
+    forward     [sum x | sum x^2 | count]   all-reduce   mean, variance
+    backward    [  dx  |   dx^2  |  -   ]   all-reduce
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+
+from dtk.trainer import traced_step
+
+
+def of_all_replicas(
+    x: tf.Tensor, axes: int | Sequence[int], keepdims: bool, original: Callable
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Moments of `x` over these axes and all replicas, as Keras computes them.
+
+    Args:
+        x: Of this replica, 32 bits or more.
+        axes: To be reduced; the others' sizes are known.
+        keepdims: Whether results keep them, with size 1.
+        original: Keras's own, for what is not a step of dtk's.
+
+    Returns:
+        Mean and variance.
+    """
+    axes = [axes] if isinstance(axes, int) else axes
+    replica = tf.distribute.get_replica_context()
+    if traced_step.current() is None or replica is None:
+        return original(x, axes, keepdims)
+    sums = tf.reduce_sum(x, axes, keepdims=True)
+    squares = tf.reduce_sum(tf.square(x), axes, keepdims=True)
+    shape = sums.shape
+    if not shape.is_fully_defined():
+        return original(x, axes, keepdims)
+    length = math.prod(shape)
+    count = tf.cast(tf.size(x, tf.int64) // length, x.dtype)
+    joined = tf.concat([tf.reshape(sums, [-1]), tf.reshape(squares, [-1]), count[None]], 0)
+    joined = replica.all_reduce(tf.distribute.ReduceOp.SUM, joined)
+    sums, squares, counts = tf.split(joined, [length, length, 1])
+    mean = tf.math.divide_no_nan(sums, counts)
+    variance = tf.maximum(tf.math.divide_no_nan(squares, counts) - tf.square(mean), 0.0)
+    gone = set() if keepdims else {axis % x.shape.rank for axis in axes}
+    left = [n for axis, n in enumerate(shape) if axis not in gone]
+    return tf.reshape(mean, left), tf.reshape(variance, left)

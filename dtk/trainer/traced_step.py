@@ -1,0 +1,304 @@
+"""The step being traced, and what losses and metrics count in it.
+
+Keras traces one replica's step without knowing of the others. While it does, this thread has a
+`Step`, and Keras's losses and metrics go through the functions here. One rule holds for every
+scalar of a step, a loss or a number that is logged:
+
+    the sum over the replicas, weighed by their shares of the rows, is the global batch's
+
+A mean over the replica's rows keeps it by itself, with n_w of N rows and the share n_w / N. So
+Keras's division of mean losses by the number of replicas is left out; losses that are sums are
+divided by the share; masked or sample-weight-normalised means get the world's denominator. Scalars
+that are not Keras's are `loss_terms`. Gradients are weighed by the share: in Keras's own step where
+its loss is scaled, which costs nothing, and in any other where they are handed to an optimizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from dtk.compat import keras_models, keras_steps, keras_variables
+from dtk.trainer.loss_terms import Terms, depends_on_data
+
+# What a step needs to know while Keras traces it; one per thread, because a mirrored strategy
+# traces its replicas in threads.
+_running = threading.local()
+
+
+class Applied(NamedTuple):
+    """Gradients that a step handed to an optimizer, weighed by the replica's share."""
+
+    optimizer: Any
+    gradients: list
+    variables: list
+
+
+class Gathered:
+    """Takes the gradients of a step that is only looked at.
+
+    Attributes:
+        applied: What it was given, in order.
+    """
+
+    def __init__(self) -> None:
+        self.applied: list[Applied] = []
+
+    def note(self, optimizer: Any, gradients: list, variables: list) -> None:
+        """An optimizer is given these gradients."""
+        self.applied.append(Applied(optimizer, gradients, variables))
+
+
+class Step:
+    """One replica's step being traced.
+
+    Args:
+        share: n_w / N, this replica's part of the global batch's rows (float32 scalar).
+        size: Number of replicas.
+        model: Whose step it is.
+        world_sum: Sums a tensor over the replicas.
+        rows: N (int64 scalar); None where only shares are known.
+        kinds: Kinds of the step's terms, see `loss_terms`.
+        own: Whether Keras's own train step computes the gradients, so that its loss is weighed.
+
+    Attributes:
+        noted: Takes what is to be applied, where steps only note it; else None.
+        rows_read: Bytes of table rows looked up so far, int64 scalars.
+        reductions: How many times gradients were reduced.
+        assigned: Keras variables assigned so far, by id.
+        assignments: How many times one was.
+        assigned_at: The last of these of each, by id.
+        world: What sums metrics over the replicas where a step asks for their results; None where
+            they are summed elsewhere.
+        results: Which metric returned a tensor as its result, or as which part of that, by
+            reference.
+        terms: The scalars of which nothing is known by themselves.
+    """
+
+    def __init__(
+        self,
+        share: tf.Tensor,
+        size: Any,
+        model: Any,
+        world_sum: Callable,
+        rows: Any = None,
+        kinds: Mapping[str, str] | None = None,
+        own: bool = False,
+    ):
+        self.share = share
+        self.size = size
+        self.model = model
+        self.world_sum = world_sum
+        self.rows = rows
+        self.own = own
+        self.noted: Any = None
+        self.rows_read: list[tf.Tensor] = [tf.constant(0, tf.int64)]
+        self._graph = tf.compat.v1.get_default_graph()
+        self.reductions = 0
+        self.assigned: dict[int, Any] = {}
+        self.assignments = 0
+        self.assigned_at: dict[int, int] = {}
+        self.world: Any = None
+        self.results: dict = {}
+        self.terms = Terms(share, world_sum, kinds or {})
+        self.inside_loss = False
+
+    def note_read(self, rows: tf.Tensor) -> None:
+        """Count bytes read; not inside a loop or branch, whose tensors cannot leave it."""
+        if tf.compat.v1.get_default_graph() is self._graph:
+            self.rows_read.append(tf.size(rows, tf.int64) * rows.dtype.size)
+
+    def weighed(self, value: Any) -> Any:
+        """A tensor, `tf.IndexedSlices` or None, times the share; 0 where the share is 0."""
+        if value is None:
+            return None
+        if isinstance(value, tf.IndexedSlices):
+            return tf.IndexedSlices(self.weighed(value.values), value.indices, value.dense_shape)
+        value = tf.convert_to_tensor(value)
+        # multiply_no_nan: a mean over no rows may be 0/0, and must count as nothing.
+        return tf.math.multiply_no_nan(value, tf.cast(self.share, value.dtype))
+
+    def handed_over(self, gradients: list) -> list:
+        """Gradients that an optimizer is given, weighed if its loss was not."""
+        return gradients if self.own else [self.weighed(g) for g in gradients]
+
+
+def current() -> Step | None:
+    """The step this thread is tracing."""
+    return getattr(_running, "step", None)
+
+
+@contextlib.contextmanager
+def tracing(step: Step) -> Iterator[None]:
+    """While inside, this thread traces `step`."""
+    outer, _running.step = current(), step
+    try:
+        yield
+    finally:
+        _running.step = outer
+
+
+@contextlib.contextmanager
+def in_shares() -> Iterator[None]:
+    """While inside, what steps compute keeps the rule above; outside nothing is patched."""
+    with (
+        keras_steps.losses_through(_scale, _unscale, _weigh),
+        keras_steps.assigns_through(_note_assign),
+        keras_steps.means_through(_update_mean),
+        keras_steps.tapes_through(_differentiate),
+    ):
+        yield
+
+
+def whole_outside() -> Any:
+    """A context in which a loss outside every replica is not divided by how many there are.
+
+    Keras divides it all the same, so that `loss_fn(y, model(x))` in the scope of two workers says
+    half the loss.
+    """
+    return keras_steps.losses_through(_scale, _unscale, _unweighed)
+
+
+def _unweighed(*args: Any, original: Callable, **kwargs: Any) -> Any:
+    return original(*args, **kwargs)
+
+
+# Losses.
+
+
+def _scale(value: Any, original: Callable) -> Any:
+    step = current()
+    if step is None:
+        return _outside(value, original)
+    # Keras scales the mean of a loss object, and what `add_loss` was given.
+    return value if step.inside_loss else step.terms.made_mean("additional loss", value)
+
+
+def _unscale(value: Any, original: Callable) -> Any:
+    return _outside(value, original) if current() is None else value
+
+
+def _outside(value: Any, original: Callable) -> Any:
+    """A loss in a replica of a step that is not dtk's is scaled; one of no replica is whole."""
+    return value if tf.distribute.in_cross_replica_context() else original(value)
+
+
+def _weigh(
+    values: Any,
+    sample_weight: Any = None,
+    mask: Any = None,
+    reduction: str | None = "sum_over_batch_size",
+    dtype: Any = None,
+    *,
+    original: Callable,
+) -> Any:
+    step = current()
+    if step is None:
+        return original(values, sample_weight, mask, reduction, dtype)
+    step.inside_loss = True
+    try:
+        result = original(values, sample_weight, mask, reduction, dtype)
+    finally:
+        step.inside_loss = False
+    if reduction in (None, "none"):
+        return result
+    if tf.convert_to_tensor(values).shape.rank == 0:
+        # A function that has reduced its rows itself, nobody knows how.
+        return step.terms.made_mean("loss", result)
+    if reduction == "sum":
+        share = tf.cast(step.share, result.dtype)
+        return step.terms.known(tf.math.divide_no_nan(result, share))
+    if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
+        weight = keras_steps.masked_weight(sample_weight, mask, dtype, reduction)
+        counted = tf.reduce_sum(tf.cast(weight, result.dtype))
+    elif reduction in ("sum_over_batch_size", "mean") and mask is not None:
+        counted = tf.reduce_sum(tf.cast(mask, result.dtype))
+    else:
+        return step.terms.known(result)
+    # `result` is local sum / local count; wanted is local sum / global count / share.
+    counted = tf.stop_gradient(counted)
+    total = step.world_sum(counted) * tf.cast(step.share, result.dtype)
+    return step.terms.known(result * tf.math.divide_no_nan(counted, total))
+
+
+def checking_loss(model: Any) -> Callable:
+    """A model's `compute_loss`, whose result keeps the rule also where the model overrides it."""
+    compute_loss, overridden = model.compute_loss, not keras_models.computes_own_loss(model)
+
+    @functools.wraps(compute_loss)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        loss, step = compute_loss(*args, **kwargs), current()
+        if step is None or loss is None:
+            return loss
+        loss = tf.convert_to_tensor(loss)
+        return step.terms.made_mean("compute_loss", loss) if overridden else step.terms.known(loss)
+
+    return checked
+
+
+def _differentiate(
+    tape: Any, target: Any, sources: Any, output_gradients: Any, original: Callable, **more: Any
+) -> Any:
+    """`tf.GradientTape.gradient`; terms that are no means count with what makes them ones."""
+    step = current()
+    if step is None or step.own or output_gradients is not None or not _are_weights(sources, step):
+        return original(tape, target, sources, output_gradients=output_gradients, **more)
+    targets, seeds, changed = [], [], False
+    for value in map(tf.convert_to_tensor, tf.nest.flatten(target)):
+        total = value if value.shape.rank == 0 else tf.reduce_sum(value)
+        seed = tf.ones_like(value)
+        for coefficient, term, factor in step.terms.corrections("gradient", total):
+            changed = True
+            if term is total:
+                seed *= tf.cast(factor, seed.dtype)
+            else:
+                targets.append(term)
+                seeds.append(tf.cast(coefficient, term.dtype) * (factor - 1))
+        targets.append(value)
+        seeds.append(seed)
+    if changed:
+        target, output_gradients = targets, seeds
+    return original(tape, target, sources, output_gradients=output_gradients, **more)
+
+
+def _are_weights(sources: Any, step: Step) -> bool:
+    trained = {id(v) for v in step.model.trainable_variables}
+    trained |= {id(keras_variables.stored(v)) for v in step.model.trainable_variables}
+    return any(id(source) in trained for source in tf.nest.flatten(sources))
+
+
+# Metrics.
+
+
+def _update_mean(self: Any, values: Any, sample_weight: Any = None, *, original: Callable) -> Any:
+    """A mean or sum of a scalar counts it once for the batch, and not once for every replica."""
+    step = current()
+    if step is None:
+        return original(self, values, sample_weight)
+    values = tf.convert_to_tensor(values)
+    if values.shape.rank == 0:
+        if not values.dtype.is_floating:
+            values = tf.cast(values, self.dtype)
+        values = step.terms.made_mean(f"metric {self.name!r}", values)
+    elif tf.executing_eagerly() or values.shape.rank is None or values.shape[0] is None:
+        return original(self, values, sample_weight)  # a number for each row
+    if sample_weight is None:
+        return original(self, values, step.share)
+    weight = tf.convert_to_tensor(sample_weight)
+    # A weight that is computed from the data, such as its number of rows, adds up by itself.
+    if tf.executing_eagerly() or depends_on_data(weight):
+        return original(self, values, sample_weight)
+    return original(self, values, tf.cast(weight, step.share.dtype) * step.share)
+
+
+def _note_assign(variable: Any) -> None:
+    step = current()
+    if step is not None:
+        step.assigned[id(variable)] = variable
+        step.assignments += 1
+        step.assigned_at[id(variable)] = step.assignments

@@ -1,0 +1,326 @@
+"""A few rows of a batch through a step, as a whole and in the parts of all replicas.
+
+Nothing that the steps compute is applied, and every variable they assign is put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dtk.compat import (
+    keras_models,
+    keras_steps,
+    keras_variables,
+    random_draws,
+    tf_replicas,
+    tf_variables,
+)
+from dtk.input import slicing
+from dtk.trainer import replica_step, sync_batch_norm, traced_step
+from dtk.trainer.snapshot import Snapshot, changed_by_training
+
+# Rows of a replica; the first one takes one more, so that shares differ.
+_ROWS = 2
+
+
+class Outcome(NamedTuple):
+    """What a step on a few rows computed.
+
+    Attributes:
+        terms: Value, numerator and denominator of each term, of each replica: name -> `[n, 3]`.
+        gradients: What optimizers were given, summed over replicas, by variable and call.
+        state: Values of the variables that the step assigned, by path.
+        logs: Results of metrics, and other numbers logged, by name.
+    """
+
+    terms: dict[str, np.ndarray]
+    gradients: dict[str, np.ndarray]
+    state: dict[str, np.ndarray]
+    logs: dict[str, np.ndarray]
+
+
+class Trial:
+    """A step on a few rows, which changes nothing.
+
+    Args:
+        trainer: Of the model.
+        step_function: `model.train_step` or `model.test_step`.
+        batch: This process's slices of a batch.
+
+    Attributes:
+        rows: How many rows it takes, of all replicas.
+        parts: How many each replica takes.
+    """
+
+    def __init__(self, trainer: Any, step_function: Callable, batch: slicing.Slices):
+        self.trainer = trainer
+        self.model, self.strategy = trainer.model, trainer.strategy
+        self.step_function = step_function
+        batch = batch._replace(parts=replica_step.without_optionals(batch.parts))
+        self._few = _first_rows(batch, self._ranks(batch))
+        mine = [int(n) for n in self._few.counts]
+        told = self.strategy.communicator.allgather_object((mine, _packed(self._few)))
+        self.parts = [n for counts, _ in told for n in counts]
+        self.rows = sum(self.parts)
+        self._few = self._few._replace(rows=tf.constant(self.rows, tf.int64))
+        pieces = [piece for _, packed in told for piece in _unpacked(packed, self._few)]
+        present = [p for p, n in zip(pieces, self.parts, strict=True) if n]
+        self._whole_data = tf.nest.map_structure(_joined, *present)
+
+    def whole(self) -> Outcome:
+        """Computed by one replica."""
+        return self._compute(self._trace_whole)
+
+    def replicas(self, kinds: Mapping[str, str]) -> Outcome:
+        """Computed by all of them, each its part.
+
+        Args:
+            kinds: Of the step's terms, see `loss_terms`.
+        """
+        return self._compute(self._trace_replicas(kinds))
+
+    def _compute(self, trace: Callable[[list], Any]) -> Outcome:
+        """Compute a step one way, and put everything back that it changed."""
+        names: list = []
+        with (
+            self._global_numbers(),
+            keras_steps.moments_through(self._moments),
+            random_draws.by_row(),
+            keras_steps.all_synchronized(self.model),
+        ):
+            if self.model.run_eagerly:
+                before = Snapshot(changed_by_training(self.model))
+                found = trace(names)
+            else:
+                function = tf.function(lambda: trace(names), autograph=False)
+                concrete = function.get_concrete_function()
+                before = Snapshot(self._changed_by(names[-1].assigned, concrete))
+                found = concrete()
+        before.restore()
+        return outcome_of(names[-1], keras.tree.map_structure(np.asarray, found))
+
+    @contextlib.contextmanager
+    def _global_numbers(self) -> Iterator[None]:
+        """A context in which losses and metrics of a step are those of all replicas."""
+        metrics = keras_models.metrics_of(self.model)
+        with traced_step.in_shares(), keras_steps.results_through(metrics, replica_step.result_of):
+            yield
+
+    def _ranks(self, batch: slicing.Slices) -> Sequence[int]:
+        """Whose parts this process has."""
+        return self.strategy.local_ranks()
+
+    def _moments(self, *args: Any, **kwargs: Any) -> Any:
+        """What batch normalization normalizes with."""
+        return sync_batch_norm.of_all_replicas(*args, **kwargs)
+
+    def _changed_by(self, assigned: Sequence, concrete: Any) -> list:
+        """Variables a traced step assigns, and those that are not Keras's, which it may."""
+        of_keras = {
+            id(copy)
+            for v in changed_by_training(self.model)
+            for copy in tf_variables.components(keras_variables.stored(v))
+        }
+        return [*assigned, *(v for v in concrete.graph.variables if id(v) not in of_keras)]
+
+    def _trace_whole(self, names: list) -> dict:
+        with tf_replicas.as_one_replica(self.strategy):
+            random_draws.restart(self.rows)
+            rows = tf.constant(self.rows, tf.int64)
+            step = traced_step.Step(tf.ones([]), 1, self.model, tf.identity, rows, own=self.own)
+            step.noted = traced_step.Gathered()
+            with traced_step.tracing(step):
+                logs = self.step_function(slicing.forget_rows(self._whole_data))
+                return self._observed(step, logs, names, lambda values: values)
+
+    def _trace_replicas(self, kinds: Mapping[str, str]) -> Callable[[list], dict]:
+        strategy, model = self.strategy, self.model
+        sequence = strategy.new_sequence("self_test")
+        starts = np.cumsum([0, *self.parts])
+
+        names_found: list = []
+
+        @tf.autograph.experimental.do_not_convert
+        def one(batch: slicing.Slices) -> dict:
+            with strategy.sequence(sequence):
+                rank = strategy.local_ranks()[strategy.local_index()]
+                random_draws.restart(max(1, self.parts[rank]), int(starts[rank]))
+                data, step, present = replica_step.begin_step(
+                    self.step_function, batch, model, strategy, kinds
+                )
+                before = {id(v): tf.identity(v) for v in replica_step.metric_variables(model)}
+                step.noted, step.world = (
+                    traced_step.Gathered(),
+                    replica_step.World(step, before, present),
+                )
+                with traced_step.tracing(step), tf_replicas.counted_if(present):
+                    logs = self.step_function(data)
+                    if self.step_function.__name__ == "train_step":
+                        replica_step.check_reduced(step, model, strategy)
+                    step.world.average()
+                    return self._observed(step, logs, names_found, _sum_over_replicas)
+
+        def trace(names: list) -> dict:
+            found = strategy.run(one, args=(self._few,))
+            names.extend(names_found)
+            first = keras.tree.map_structure(
+                lambda value: strategy.experimental_local_results(value)[0], found
+            )
+            return first | {"terms": strategy.join_outputs(found["terms"])}
+
+        return trace
+
+    @property
+    def own(self) -> bool:
+        """Whether the step is Keras's own train step."""
+        return self.step_function.__name__ == "train_step" and keras_models.takes_own_step(
+            self.model
+        )
+
+    def _observed(
+        self, step: traced_step.Step, logs: Any, names: list, add_up: Callable[[list], list]
+    ) -> dict:
+        """What a traced step computed, in lists; what they hold goes to `names`."""
+        strategy = self.strategy
+        numbers = replica_step.numbers_of(step, logs)
+        results = results_of(self.model)
+        gradients = gradients_of(step.noted.applied)
+        own = {
+            id(v) for v in [*replica_step.metric_variables(self.model), *self.trainer.seed_states()]
+        }
+        state = [(v.path, tf.identity(v)) for key, v in step.assigned.items() if key not in own]
+        table = table_of(step)
+        names.append(
+            Names(
+                list(step.terms.found),
+                [name for name, _ in gradients],
+                [name for name, _ in state],
+                [name for name, _ in [*results, *numbers]],
+                list(step.assigned.values()),
+            )
+        )
+        with tf_replicas.counted_if(None):
+            gathered = table if add_up is not _sum_over_replicas else strategy.gather_outputs(table)
+            return {
+                "terms": gathered,
+                "gradients": add_up([g for _, g in gradients]),
+                "state": [value for _, value in state],
+                "logs": [value for _, value in results]
+                + [
+                    tf.cast(v, tf.float64)
+                    for v in add_up([step.weighed(value) for _, value in numbers])
+                ],
+            }
+
+
+class Names(NamedTuple):
+    """What the lists that a traced step returns are of."""
+
+    terms: list[str]
+    gradients: list[str]
+    state: list[str]
+    logs: list[str]
+    assigned: list
+
+
+def _sum_over_replicas(values: list) -> list:
+    replica = tf.distribute.get_replica_context()
+    return replica.all_reduce(tf.distribute.ReduceOp.SUM, values) if values else []
+
+
+def results_of(model: Any) -> list[tuple[str, tf.Tensor]]:
+    """What the metrics of a model say, by the names under which it is logged."""
+    found = [(metric.name, metric.result()) for metric in keras_models.metrics_of(model)]
+    return [
+        (name, tf.cast(value, tf.float64))
+        for metric, result in found
+        for name, value in (result.items() if isinstance(result, dict) else [(metric, result)])
+    ]
+
+
+def gradients_of(applied: Sequence) -> list[tuple[str, tf.Tensor]]:
+    """What a step handed to optimizers, dense, by variable and update."""
+    return [
+        (f"{variable.path} (update {i + 1})" if i else variable.path, tf.convert_to_tensor(g))
+        for i, (_, given, variables) in enumerate(applied)
+        for g, variable in zip(given, variables, strict=True)
+        if g is not None
+    ]
+
+
+def table_of(step: traced_step.Step) -> tf.Tensor:
+    """Value, numerator and denominator of each term of a replica's step, shape `[1, terms, 3]`."""
+    terms = [_three(term) for term in step.terms.found.values()]
+    return tf.stack(terms)[None] if terms else tf.zeros([1, 0, 3], tf.float64)
+
+
+def _three(term: Any) -> tf.Tensor:
+    nothing = tf.constant(np.nan, tf.float64)
+    return tf.stack([nothing if t is None else tf.cast(t, tf.float64) for t in term])
+
+
+def outcome_of(names: Names, found: Mapping) -> Outcome:
+    """Lists of arrays by name."""
+    return Outcome(
+        {name: found["terms"][:, i] for i, name in enumerate(names.terms)},
+        dict(zip(names.gradients, found["gradients"], strict=True)),
+        dict(zip(names.state, found["state"], strict=True)),
+        dict(zip(names.logs, found["logs"], strict=True)),
+    )
+
+
+# The rows.
+
+
+def _first_rows(batch: slicing.Slices, ranks: Sequence[int]) -> slicing.Slices:
+    """The first rows of each of this process's slices; a padding row stays one."""
+    parts, counts = [], []
+    for rank, part, count in zip(ranks, batch.parts, batch.counts, strict=True):
+        rows = min(int(count), _ROWS + (rank == 0))
+        parts.append(slicing.rows_of(part, 0, max(rows, 1)))
+        counts.append(tf.constant(rows, tf.int64))
+    return batch._replace(parts=tuple(parts), counts=tuple(counts))
+
+
+def _packed(batch: slicing.Slices) -> list[list[Any]]:
+    """The parts of a batch as arrays, which can be sent."""
+    return [[_arrays(leaf) for leaf in tf.nest.flatten(part)] for part in batch.parts]
+
+
+def _arrays(leaf: Any) -> Any:
+    if isinstance(leaf, tf.RaggedTensor):
+        return [leaf.flat_values.numpy(), [splits.numpy() for splits in leaf.nested_row_splits]]
+    if isinstance(leaf, tf.SparseTensor):
+        return [leaf.indices.numpy(), leaf.values.numpy(), leaf.dense_shape.numpy()]
+    return None if leaf is None else np.asarray(leaf)
+
+
+def _unpacked(packed: list, like: slicing.Slices) -> Iterator[Any]:
+    structure = like.parts[0]
+    for arrays in packed:
+        leaves = [
+            _tensor(a, leaf) for a, leaf in zip(arrays, tf.nest.flatten(structure), strict=True)
+        ]
+        yield tf.nest.pack_sequence_as(structure, leaves)
+
+
+def _tensor(arrays: Any, like: Any) -> Any:
+    if isinstance(like, tf.RaggedTensor):
+        return tf.RaggedTensor.from_nested_row_splits(*arrays)
+    if isinstance(like, tf.SparseTensor):
+        return tf.SparseTensor(*arrays)
+    return None if arrays is None else tf.convert_to_tensor(arrays)
+
+
+def _joined(*leaves: Any) -> Any:
+    if leaves[0] is None:
+        return None
+    if isinstance(leaves[0], tf.SparseTensor):
+        return tf.sparse.concat(0, list(leaves))
+    return tf.concat(leaves, 0) if leaves[0].shape.rank else leaves[0]

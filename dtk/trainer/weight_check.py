@@ -1,0 +1,34 @@
+"""Comparing weights over all ranks when a script asks for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dtk.errors import at_rank
+from dtk.trainer import rank_checks, shared_weights
+from dtk.trainer.model_scope import trainer_of
+
+
+def check_weights(model: Any, strategy: Any) -> int:
+    """See `DtkStrategy.check_weights`."""
+    trainer = trainer_of(model)
+    if trainer is None or trainer.strategy is not strategy:
+        raise ValueError(
+            at_rank(
+                strategy.rank,
+                f"model {getattr(model, 'name', model)!r} was not compiled under this strategy, "
+                "which keeps no weights of it equal; compile it inside strategy.scope()",
+            )
+        )
+    variables = trainer.equal_variables()
+    # What differs in number or shape cannot be compared by value. Paths hold how many layers of a
+    # kind a process has made, which may differ.
+    shapes = [
+        (f"variable {index} of model {model.name!r}", f"{tuple(v.shape)} {v.dtype}")
+        for index, v in enumerate(variables)
+    ]
+    count = (f"number of variables of model {model.name!r}", len(variables))
+    if strategy.communicator.size > 1:
+        rank_checks.compare([count, *shapes], strategy.communicator)
+    shared_weights.check_same_weights(trainer, "when asked")
+    return len(variables)

@@ -1,1 +1,0 @@
-"""Finding out what is fast, and what is good."""

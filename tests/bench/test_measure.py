@@ -1,0 +1,191 @@
+"""What is measured are steps; contenders take turns."""
+
+import time
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dtk.bench.contender import AllReduce, Alone, Stopwatch, Together
+from dtk.bench.measure import Measurement, WorldLost
+from dtk.bench.models import PROBLEMS, Problem
+from dtk.bench.peers.turns import clock
+from dtk.bench.results import Results
+from dtk.bench.setting import Setting
+from dtk.communicators import LocalCommunicator
+from dtk.strategies import AllReduceStrategy
+
+SMALL = Problem(
+    lambda keras: keras.Sequential([keras.Input((4,)), keras.layers.Dense(10)]),
+    lambda random, count: random.standard_normal((count, 4), dtype="float32"),
+)
+
+
+class Counting(LocalCommunicator):
+    """Sends what a test says it sends."""
+
+    sent, seconds = 0, 0.0
+    bytes_sent = property(lambda self: self.sent)
+    seconds_communicating = property(lambda self: self.seconds)
+
+
+def test_the_first_step_and_what_surrounds_the_others_is_left_out():
+    communicator = Counting()
+
+    def turn(tick):
+        watch = Stopwatch(communicator, 2, tick)
+        for batch in range(3):
+            watch.on_train_batch_begin(batch)
+            communicator.sent += 10 if batch else 1000
+            communicator.seconds += 0.01 if batch else 1.0
+            time.sleep(0.02 if batch else 0.5)
+            watch.on_train_batch_end(batch)
+            time.sleep(0 if batch else 0.5)
+        communicator.sent += 1000
+        time.sleep(0.5)
+        return watch.counts()
+
+    reading = clock(turn)
+    assert reading["sent"] == 10
+    assert 0.02 <= reading["seconds"] < 0.25
+    assert reading["communicating"] == pytest.approx(0.01 / reading["seconds"], rel=0.1)
+    assert reading["fit"] > 1.0
+
+
+class Played:
+    """A world that notes when it had its turn, and is lost when it is told to be."""
+
+    def __init__(self, name, contenders, noted, essential=True, lost_at=None, parameters=7):
+        self.name, self.essential = name, essential
+        self._contenders, self._noted, self._lost_at = contenders, noted, lost_at
+        self._parameters = parameters
+
+    def ask(self, request):
+        if "build" in request:
+            absent = {"3": "it is odd"}
+            built = {"parameters": self._parameters, "contenders": [*self._contenders]}
+            return [{**built, "absent": absent}] * 2
+        self._noted.append(request["turn"])
+        if len(self._noted) == self._lost_at:
+            raise WorldLost("it is gone", code=9)
+        answer = dict.fromkeys(("seconds", "sent", "communicating", "fit"), len(self._noted))
+        return [{**answer, "steps": []}] * 2
+
+    def rest(self):
+        self._noted.append("-")
+
+
+def measured(*worlds):
+    results = Results()
+    Measurement(Setting(models=("mlp",), rounds=2), list(worlds), results).run()
+    return results
+
+
+def test_contenders_of_all_worlds_begin_at_either_end_and_the_first_round_does_not_count():
+    noted = []
+    results = measured(Played("limit", ["limit"], noted), Played("w", "ab", noted))
+    assert "".join(noted).replace("limit", "l") == "--" + "b-a-l-" + "l-a-b-" + "b-a-l-"
+    turns = results.turns["mlp"]
+    assert list(turns) == ["limit", "w a", "w b"]
+    assert [[turn[0].seconds for turn in one] for one in turns.values()] == [
+        [9, 19],
+        [11, 17],
+        [13, 15],
+    ]
+    assert results.parameters == {"mlp": 7}
+    assert results.absent == {"limit 3, mlp": "it is odd", "w 3, mlp": "it is odd"}
+
+
+@pytest.mark.parametrize("lost_at", range(1, 10))
+def test_a_peer_that_is_lost_is_named_with_the_reason_and_the_rest_goes_on(lost_at):
+    noted = []
+    results = measured(
+        Played("limit", ["limit"], noted), Played("peer", "ab", noted, False, lost_at)
+    )
+    whole = {"limit": 2}
+    if noted[lost_at - 1] != "-" and noted[lost_at - 1] != "limit":
+        assert results.absent["peer"] == "it is gone"
+    else:
+        whole |= {"peer a": 2, "peer b": 2}
+    assert {name: len(turns) for name, turns in results.turns["mlp"].items()} == whole
+
+
+def test_another_model_is_not_compared():
+    results = measured(
+        Played("limit", ["limit"], []), Played("peer", "ab", [], False, parameters=8)
+    )
+    assert list(results.turns["mlp"]) == ["limit"]
+    assert results.absent["peer, mlp"] == "its model has 8 parameters, expected 7"
+
+
+def test_a_world_that_is_needed_ends_the_measurement_with_its_code():
+    with pytest.raises(WorldLost, match="it is gone") as lost:
+        measured(Played("limit", ["limit"], [], lost_at=2))
+    assert lost.value.code == 9
+
+
+MAKE = {
+    "limit": lambda setting, strategy: Alone(SMALL, setting, strategy.communicator, "/cpu:0"),
+    "dtk": lambda setting, strategy: Together(SMALL, setting, strategy, "1bit"),
+}
+
+
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+def test_a_turn_is_so_many_steps_of_so_many_rows_and_one_more(make):
+    strategy = AllReduceStrategy(communicator="local")
+    contender = make(Setting(batch_size=3, steps=4), strategy)
+    seen = []
+    noting = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(1))
+    reading = clock(contender.turn)
+    assert contender.model.optimizer.iterations.numpy() == 5
+    assert 0 < 4 * reading["seconds"] < reading["fit"]
+    contender.model.fit(*contender._data, batch_size=3, verbose=0, callbacks=[noting])
+    assert len(seen) == 5
+
+
+def test_an_all_reduce_is_of_so_many_bytes_and_one_more_than_is_measured():
+    strategy = AllReduceStrategy(communicator="local")
+    (step,) = [AllReduce(4000, Setting(steps=4), strategy)]
+    ticks = []
+    assert step.turn(lambda: ticks.append(1)) == {"sent": 0.0}
+    assert len(ticks) == 5
+    assert step._values.shape == (1000,)
+    assert step._step().numpy() == 1.0
+
+
+def test_the_limit_trains_without_a_strategy_and_the_others_with_it():
+    strategy = AllReduceStrategy(communicator="local")
+    limit = Alone(SMALL, Setting(), strategy.communicator, "/cpu:0")
+    together = Together(SMALL, Setting(), strategy, "8bit")
+    assert limit.model.distribute_strategy is not strategy
+    assert together.model.distribute_strategy is strategy
+    assert (limit.name, together.name) == ("limit", "8bit")
+    assert repr(strategy.exchange) == "Quantized(bits=8)"
+    for mine, its in zip(limit.model.get_weights(), together.model.get_weights(), strict=True):
+        np.testing.assert_array_equal(mine, its)
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [("resnet20", 0.27), ("mlp", 10.51), ("embedding", 12.8), ("transformer", 0.79)],
+)
+def test_models_are_as_large_as_the_table_says_and_read_their_rows(name, millions):
+    problem = PROBLEMS[name]
+    model = problem.build(keras)
+    assert model.count_params() / 1e6 == pytest.approx(millions, abs=0.01)
+    x, y = problem.data(3)
+    assert model(x).shape == (3, 10)
+    assert y.shape == (3,) and set(y) <= set(range(10))
+    np.testing.assert_array_equal(x, problem.data(3)[0])
+
+
+def test_the_embeddings_gradient_is_the_rows_it_touches():
+    problem = PROBLEMS["embedding"]
+    model = problem.build(keras)
+    x, _ = problem.data(2)
+    with tf.GradientTape() as tape:
+        out = model(x)
+    table = tape.gradient(out, model.trainable_variables[0].value)
+    assert isinstance(table, tf.IndexedSlices)
+    assert table.values.shape == (16, 64)

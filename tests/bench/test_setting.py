@@ -1,0 +1,90 @@
+"""What can be measured, known without TensorFlow, is what there is."""
+
+import dataclasses
+import doctest
+import importlib
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtk.bench.models import PROBLEMS
+from dtk.bench.setting import EXCHANGES, MODELS, BenchError, Setting, bytes_of, parse_size
+from dtk.exchange import BlockMomentum
+from dtk.exchange.names import NAMES
+
+
+def test_the_names_are_those_of_dtk():
+    assert set(EXCHANGES) == {"none", *NAMES} - {"auto", "32bit"}  # each is one of the others
+    assert set(MODELS) == set(PROBLEMS)
+
+
+@given(
+    st.builds(
+        Setting,
+        st.lists(st.sampled_from(MODELS)).map(tuple),
+        st.lists(st.sampled_from((*EXCHANGES, "block:1", "block:4096"))).map(tuple),
+        *[st.integers(1, 10**6)] * 3,
+        st.lists(st.integers(1, 10**6).map(lambda count: 4 * count)).map(tuple),
+    )
+)
+def test_workers_read_what_the_command_line_wrote(setting):
+    assert Setting.of(json.loads(json.dumps(dataclasses.asdict(setting)))) == setting
+    sizes = [bytes_of(task) for task in setting.tasks]
+    assert sizes == [0] * len(setting.models) + list(setting.allreduce)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"models": ("mlp", "vgg")},
+            "--model vgg: unknown, expected resnet20, mlp, embedding or transformer",
+        ),
+        ({"exchanges": ("17bit",)}, "--exchange 17bit: unknown, expected none, fp16, bf16, 1bit,"),
+        ({"exchanges": ("block:0",)}, "--exchange block:0: unknown, .* 16bit or block:ROWS"),
+        ({"exchanges": ("block:ROWS",)}, "--exchange block:ROWS: unknown, expected none"),
+        ({"batch_size": 0}, "--batch-size 0: expected 1 or more"),
+        ({"steps": -1}, "--steps -1: expected 1 or more"),
+        ({"rounds": 0}, "--rounds 0: expected 1 or more"),
+        (
+            {"allreduce": (6,)},
+            "--allreduce 6: expected bytes of whole float32 numbers, such as 4kB",
+        ),
+    ],
+)
+def test_a_mistake_says_what_is_expected(given, message):
+    with pytest.raises(BenchError, match=message):
+        Setting(**given)
+
+
+@given(*[st.integers(1, 50)] * 3, st.integers(0, 5000))
+def test_a_turn_is_of_whole_blocks_of_block_momentum(batch, steps, workers, more):
+    exchange, setting = BlockMomentum(workers + more), Setting(batch_size=batch, steps=steps)
+    found = setting.steps_with(f"block:{exchange.block_size}", workers)
+    block, rows = 0, 0
+    while rows < exchange.rows_in_block(workers):
+        block, rows = block + 1, rows + batch * workers
+    assert found % block == 0
+    assert found - block < steps <= found
+    assert setting.steps_with("1bit", workers) == steps
+
+
+def test_a_block_has_a_row_for_each_worker():
+    with pytest.raises(BenchError, match="less than a row for each of 4 .* use e.g. block:64"):
+        Setting(batch_size=2).steps_with("block:3", workers=4)
+
+
+@pytest.mark.parametrize("text", ["", "4 kilobytes", "-4kB", "1e3", "kB"])
+def test_a_size_that_is_none_says_what_is_expected(text):
+    with pytest.raises(BenchError, match="expected a size, such as 4kB or 100MB"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    "name", ["setting", "results", "report", "measure", "plot", "peers.turns", "contender"]
+)
+def test_the_examples_run(name):
+    failed, attempted = doctest.testmod(importlib.import_module(f"dtk.bench.{name}"))
+    assert attempted and not failed

@@ -1,0 +1,89 @@
+"""What is recommended is the most workers that keep to the target, then the least change."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtk.planning.advice import advise
+from dtk.planning.methods import METHODS
+from dtk.planning.prediction import predict, sweep
+from dtk.planning.setting import Cluster, Job, Link, Software
+
+COUNTS = (1, 2, 4, 8, 16, 32, 64)
+JOB = Job(0.1, 1_000_000)
+
+
+def advised(cluster, job=JOB, counts=COUNTS, target=0.7):
+    return advise(sweep(job, cluster, counts), job, cluster, target)
+
+
+def test_a_fast_link_needs_nothing_but_dense():
+    advice = advised(Cluster(Link(1e-6, 1e10), software=Software(1e-6, 0.0, 0.0)))
+    assert (advice.chosen.method.name, advice.chosen.workers) == ("dense", 64)
+    assert advice.reasons[0].startswith("Use 64 workers and AllReduceStrategy(): ")
+    assert advice.reasons[1:] == ("Whole gradients (dense) keep 0.70 on all of them.",)
+
+
+def test_where_bytes_wait_the_reason_says_from_which_number_of_workers():
+    slow = Cluster(Link(0.0, 25e6), software=Software(1e-5, 0.0, 0.0, {"1bit": 1e-9}))
+    advice = advised(slow, target=0.55)
+    first = next(n for n in COUNTS if predict(METHODS[0], JOB, slow, n).efficiency < 0.55)
+    assert f"fall below 0.55 from {first} workers on" in advice.reasons[1]
+    assert advice.reasons[1].endswith(", for bytes wait for the link.")
+    assert not advice.chosen.method.exact
+    assert f"use dense on {first // 2}: " in advice.reasons[2]
+
+
+def test_where_messages_wait_it_says_so():
+    advice = advised(Cluster(Link(0.01, 1e10), software=Software(0.0, 0.0, 0.0)))
+    assert advice.reasons[1].endswith(", for messages wait for each other.")
+
+
+def test_block_momentum_is_written_with_its_block():
+    crawling = Cluster(Link(0.0, 1e6), software=Software(0.0, 0.0, 0.0, {"1bit": 1e-6}))
+    advice = advised(crawling, Job(0.1, 1_000_000, rows=32, block_steps=100))
+    assert advice.chosen.method.name == "block momentum"
+    rows = 100 * 32 * advice.chosen.workers
+    assert f"BlockMomentum({rows})" in advice.reasons[0]
+
+
+def test_one_worker_is_told_to_stay_alone():
+    advice = advised(Cluster(Link(10.0, 1.0)), counts=(1, 2))
+    assert advice.chosen.workers == 1
+    assert advice.reasons[0] == "Use 1 worker: 320 rows per second."
+
+
+def test_where_nothing_keeps_to_the_target_it_says_so():
+    advice = advised(Cluster(Link(10.0, 1.0)), counts=(2, 4))
+    assert "Nothing keeps 0.70 on 2 workers or more." in advice.reasons
+
+
+CLUSTERS = st.builds(
+    Cluster,
+    network=st.builds(Link, st.floats(0, 0.1), st.floats(1e5, 1e11)),
+    per_host=st.integers(1, 8),
+)
+
+
+@given(CLUSTERS, st.floats(0.1, 1.0))
+def test_dtk_does_what_is_recommended_and_less_change_costs_a_tenth(cluster, target):
+    predictions = sweep(JOB, cluster, COUNTS)
+    chosen = advise(predictions, JOB, cluster, target).chosen
+    assert chosen.method.use
+    assert chosen.efficiency >= target  # one worker keeps to any
+    order = [method.name for method in METHODS]
+    for of in predictions:
+        for one in of:
+            nearer = order.index(one.method.name) < order.index(chosen.method.name)
+            if nearer and one.method.use and one.efficiency >= target:
+                assert chosen.rows > one.rows
+
+
+@pytest.mark.parametrize("price", [1.0, 2.5])
+def test_hosts_and_servers_are_paid_for(price):
+    cluster = Cluster(Link(0.0, 1e9), per_host=4, servers=3, price=price)
+    dense = predict(METHODS[0], JOB, cluster, 9)
+    (served,) = [m for m in METHODS if m.name == "servers, sync"]
+    assert dense.price == pytest.approx(3 * price / 3600 * 1e6 / dense.rows)
+    one = predict(served, JOB, cluster, 9)
+    assert one.price == pytest.approx(6 * price / 3600 * 1e6 / one.rows)

@@ -1,0 +1,230 @@
+"""What formulas must obey, and that they describe what dtk does."""
+
+import dataclasses
+import math
+
+import pytest
+import tensorflow as tf
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtk.bench.setting import TELLING
+from dtk.communicators import buckets
+from dtk.communicators.collective import _round_up
+from dtk.communicators.costs import ONE_HOP_MOST, Costs
+from dtk.communicators.null import NullCommunicator
+from dtk.exchange import factors, parse
+from dtk.exchange.base import Trained
+from dtk.exchange.state import ExchangeState
+from dtk.planning import methods, traffic
+from dtk.planning.methods import METHODS
+from dtk.planning.prediction import predict
+from dtk.planning.setting import FLOPS_PER_BYTE, Cluster, Factors, Job, Link, Software
+
+COUNTS = st.integers(1, 5000)
+SECONDS = st.floats(0, 1.0)
+SPEEDS = st.floats(1e4, 1e12)
+METHOD = st.sampled_from(METHODS)
+REDUCING = [method for method in METHODS if not method.served]
+JOBS = st.builds(
+    Job,
+    step=st.floats(1e-4, 100.0),
+    parameters=st.integers(1, 10**10),
+    rows=st.integers(1, 512),
+    global_batch=st.none() | st.integers(1, 10**6),
+    block_steps=st.integers(1, 100),
+)
+CLUSTERS = st.builds(
+    Cluster,
+    network=st.builds(Link, SECONDS, SPEEDS),
+    host=st.builds(Link, SECONDS, SPEEDS),
+    per_host=st.integers(1, 16),
+    servers=st.integers(1, 64),
+    software=st.builds(
+        Software,
+        message=SECONDS,
+        byte=st.floats(0, 1e-6),
+        step=SECONDS,
+        coding=st.fixed_dictionaries({"1bit": st.floats(0, 1e-6)}),
+        product=st.floats(0, 1e-9),
+        hidden=st.floats(0, 1),
+    ),
+)
+
+
+def seconds(method, job, cluster, workers):
+    return method.cost(job, cluster, workers).seconds
+
+
+def not_less(more, less):
+    return more >= less * (1 - 1e-9)
+
+
+@given(st.sampled_from(REDUCING), JOBS, CLUSTERS)
+def test_one_worker_takes_its_own_step(method, job, cluster):
+    assert seconds(method, job, cluster, 1) == pytest.approx(job.computing(1))
+
+
+@given(METHOD, JOBS, CLUSTERS, COUNTS, st.floats(1.0, 10.0))
+def test_more_parameters_never_take_less(method, job, cluster, workers, times):
+    larger = dataclasses.replace(job, parameters=math.ceil(job.parameters * times))
+    assert not_less(
+        seconds(method, larger, cluster, workers), seconds(method, job, cluster, workers)
+    )
+
+
+@given(METHOD, JOBS, CLUSTERS, COUNTS, st.floats(1.0, 10.0))
+def test_a_worse_link_never_takes_less(method, job, cluster, workers, times):
+    taken = seconds(method, job, cluster, workers)
+    for name in ("network", "host"):
+        link = getattr(cluster, name)
+        for worse in (
+            Link(link.latency * times, link.bandwidth),
+            Link(link.latency, link.bandwidth / times),
+        ):
+            slower = dataclasses.replace(cluster, **{name: worse})
+            assert not_less(seconds(method, job, slower, workers), taken)
+
+
+@given(METHOD, JOBS, CLUSTERS, COUNTS)
+def test_nothing_is_faster_than_workers_without_each_other(method, job, cluster, workers):
+    one = predict(method, job, cluster, workers)
+    assert 0 < one.efficiency <= 1 + 1e-9
+    assert one.seconds >= one.cost.computing
+    assert min(one.cost) >= 0
+
+
+@given(JOBS, CLUSTERS, COUNTS)
+def test_what_is_late_hides_more_than_what_is_early(job, cluster, workers):
+    late = methods.delayed(job, cluster, workers).seconds
+    assert not_less(methods.dense(job, cluster, workers).seconds, late)
+
+
+@given(st.integers(2, 200), st.floats(1, 1e12))
+def test_no_allreduce_sends_less_than_a_ring_and_a_hierarchy_sends_fewer_messages(workers, size):
+    ring = traffic.ring_allreduce(workers, size)
+    assert size <= ring.bytes < 2 * size  # Patarasuk and Yuan 2009
+    between, within = traffic.hierarchical_allreduce(workers, 4, size)
+    flat = traffic.ring_allreduce(4 * workers, size)
+    assert between.messages + within.messages < flat.messages
+    assert between.bytes <= flat.bytes
+
+
+@given(st.integers(2, 64), st.integers(1, 16), st.floats(1, 1e9))
+def test_workers_of_a_host_share_its_link(hosts, per_host, size):
+    workers = hosts * per_host
+    shared = traffic.alltoall(workers, size, per_host).bytes
+    # every pair of workers on two hosts sends size/P through each of their links
+    pairs = per_host * (workers - per_host)
+    assert shared == pytest.approx(pairs * size / workers)
+
+
+@pytest.mark.parametrize("exchange", ["dense", "fp16", "1bit", "8bit"])
+@pytest.mark.parametrize("workers", [2, 4])
+def test_bytes_are_those_that_the_communicator_counts(exchange, workers):
+    column, columns = 512, 64
+    communicator = NullCommunicator(0, workers)
+    memory = ExchangeState(communicator, "CPU:0")
+    exchanger = parse(None if exchange == "dense" else exchange).exchanger(
+        communicator, memory, Trained()
+    )
+    exchanger.reduce([tf.ones([column, columns])])
+    job = Job(1.0, column * columns, column=column)
+    assert communicator.bytes_sent == job.size(exchange)
+
+
+@given(st.integers(1, 10**9))
+def test_padding_is_the_communicators(size):
+    words = -(-size // 4)
+    assert traffic.padded(size) == 4 * int(_round_up(tf.constant(words, tf.int64)))
+
+
+def test_what_calibrates_goes_round_a_ring():
+    assert min(TELLING) > ONE_HOP_MOST
+
+
+@pytest.mark.parametrize("megabytes", [0.01, 3, 10_000])
+@pytest.mark.parametrize("message", [1e-6, 0.7e-3])
+def test_buckets_are_the_communicators(megabytes, message):
+    size = int(megabytes * 2**20)
+    flat = tf.TensorSpec([size // 4])
+    costs = Costs(2, message, 3e-9, 1e-11)
+    cluster = Cluster(Link(), software=Software(message, 3e-9))
+    expected = buckets.limit_for([flat], costs=costs)
+    assert int(methods.bucket(size, cluster.half_length(2))) == expected
+
+
+KERNEL = (512, 256)
+FACTORS = Factors(entries=512 * 256, width=512 + 256)
+
+
+@pytest.mark.parametrize("exchange", ["dense", "fp16"])
+@pytest.mark.parametrize("workers", [2, 3])
+def test_bytes_of_factors_are_those_that_the_communicator_counts(exchange, workers):
+    communicator = NullCommunicator(0, workers)
+    exchanger = parse(None if exchange == "dense" else exchange).exchanger(
+        communicator, ExchangeState(communicator, "CPU:0"), Trained()
+    )
+    rows, biases = 8, 256
+    gradients = [factors.Factored(*(tf.ones([rows, n]) for n in KERNEL)), tf.ones([biases])]
+    exchanger.reduce(gradients)
+    job = Job(1.0, FACTORS.entries + biases, rows, factors=FACTORS)
+    told = methods.dense(job, Cluster(Link()), workers, exchange)
+    counts = 8  # of the rows of the kernel
+    assert communicator.bytes_sent == pytest.approx(told.bytes + counts)
+
+
+def test_factors_are_sent_as_long_as_the_exchange_does():
+    assert FLOPS_PER_BYTE == factors.FLOPS_PER_BYTE
+    kernel = factors.Factored(*(tf.ones([1, n]) for n in KERNEL))
+    most = math.floor(FACTORS.most_rows)
+    for rows in (1, most, most + 1):
+        pays = factors._pays([kernel], tf.constant([[rows], [0]], tf.int64), FLOPS_PER_BYTE)
+        job = Job(1.0, FACTORS.entries, global_batch=rows, factors=FACTORS)
+        assert bool(pays) == (job.factored(2) is not None) == (rows <= most)
+
+
+FACTORED = st.builds(
+    lambda job, part: dataclasses.replace(
+        job, factors=Factors(job.parameters * part, 2 * math.sqrt(job.parameters * part))
+    ),
+    JOBS,
+    st.floats(0.01, 1.0),
+)
+
+
+@given(FACTORED, CLUSTERS, COUNTS)
+def test_factors_are_rows_of_all_and_with_many_workers_whole(job, cluster, workers):
+    cost = methods.dense(job, cluster, workers)
+    whole = dataclasses.replace(job, factors=None)
+    if job.factored(workers) is None:
+        assert cost == methods.dense(whole, cluster, workers)
+    else:
+        assert job.batch(workers) < job.factors.most_rows
+        assert cost.bytes < job.size("dense")
+        assert cost.coding >= cluster.software.step
+
+
+@given(FACTORED, CLUSTERS)
+def test_more_rows_as_factors_never_take_less(job, cluster):
+    job = dataclasses.replace(job, global_batch=None)
+    more = dataclasses.replace(job, rows=2 * job.rows, step=2 * job.step)
+    if more.factored(2) is not None:
+        assert not_less(seconds(METHODS[0], more, cluster, 2), seconds(METHODS[0], job, cluster, 2))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Link(-1.0), "latency -1: expected 0 or more seconds"),
+        (lambda: Link(0.0, 0.0), "bandwidth 0: expected bytes per second above 0"),
+        (lambda: Job(0.0, 1), "step time 0: expected seconds above 0"),
+        (lambda: Job(1.0, 0), "parameters 0: expected 1 or more"),
+        (lambda: Job(1.0, 1, global_batch=0), "global batch 0: expected 1 row or more"),
+        (lambda: Cluster(Link(), per_host=0), "workers per host 0: expected 1 or more"),
+        (lambda: Cluster(Link(), price=-1.0), "price -1: expected 0 or more"),
+    ],
+)
+def test_what_cannot_be_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
