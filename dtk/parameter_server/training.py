@@ -1,8 +1,8 @@
 """What `fit` does with workers behind parameter servers.
 
 A step is traced once, on the chief. A worker computes it as a function of a slice and of weights it
-reads, and puts gradients into a gradient buffer on the servers; when all slices of a step are there,
-the chief has the servers apply them. Weights and gradients never pass the chief.
+reads, and puts gradients into a gradient buffer on the servers; when all slices of a step are
+there, the chief has the servers apply them. Weights and gradients never pass the chief.
 """
 
 from __future__ import annotations
