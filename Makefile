@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check clean lint types rooms apt horovod
+.PHONY: help demo test test-fast test-all mutants check clean lint types rooms apt horovod
 
 PYTHON ?= python3
 # what pytest is given, such as PYTEST_ARGS="-k slurm"
@@ -29,7 +29,9 @@ export PIP_ROOT_USER_ACTION = ignore
 help:
 	@echo 'make demo      train a small network on two processes and compare with one (4 minutes the first time)'
 	@echo 'make test      install what the tests need, Horovod included, then lint, types and tests'
+	@echo 'make test-fast lint, types and the tests of one process'
 	@echo 'make test-all  the same with the whole equivalence matrix'
+	@echo 'make mutants   break every rule once and say which breaks no test notices'
 	@echo 'make check     lint, types and imports only'
 	@echo 'make clean     remove .venv and everything built'
 
@@ -39,8 +41,14 @@ demo: $(VENV)/.for-demo
 test: horovod check
 	@$(call run_pytest,-m "not full")
 
+test-fast: check
+	@$(call run_pytest,-m "fast and not full")
+
 test-all: horovod check
 	@$(call run_pytest,)
+
+mutants: horovod
+	@$(BIN)/python tools/mutants.py
 
 check: lint types rooms
 

@@ -21,6 +21,8 @@ from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import tiers  # noqa: E402
+
 from dtk.cluster import Host  # noqa: E402
 
 from world import World, missing, named_in, wanted  # noqa: E402
@@ -176,7 +178,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put tests that want the same world next to each other; the rest keep their order."""
+    """Give tests their tiers, and put those that want the same world next to each other."""
+    for item in items:
+        name = item.nodeid.removeprefix("tests/")
+        if tiers.is_full(name):
+            item.add_marker(pytest.mark.full)
+        if tiers.is_fast(name, wanted(item)):
+            item.add_marker(pytest.mark.fast)
     items.sort(key=wanted)

@@ -51,6 +51,22 @@ def test_a_rate_that_is_a_function_is_refused(pool):
         assert "give it a number or a LearningRateSchedule" in text
 
 
+@pytest.mark.parametrize(
+    "rule, workers, factor", [("linear", 4, 4.0), ("sqrt", 4, 2.0), (0.5, 4, 0.5), ("sqrt", 1, 1.0)]
+)
+def test_what_a_rule_makes_of_a_number_of_workers(rule, workers, factor):
+    from dtk.callbacks.learning_rate_scaling import factor_for
+
+    assert factor_for(rule, workers) == factor
+
+
+def test_a_warm_up_ends_at_the_whole_factor():
+    """Breaks as a rate that goes on rising where warm-up ends in the middle of an epoch."""
+    from dtk.callbacks.learning_rate_scaling import warm_up
+
+    assert [warm_up(4.0, progress) for progress in (0.0, 0.5, 1.0, 1.5)] == [1.0, 2.5, 4.0, 4.0]
+
+
 @pytest.mark.parametrize("arguments", [{"rule": "cubic"}, {"rule": 0}, {"warmup_epochs": -1}])
 def test_arguments(arguments):
     from dtk.callbacks import LearningRateScaling

@@ -54,8 +54,21 @@ BY_WORKERS = [
 ]
 
 
-@pytest.mark.parametrize("name", list(cases.CASES))
-@pytest.mark.parametrize("backend, size", [("collective", 2), ("mirrored", 2)])
+FULL = [pytest.mark.full]
+
+
+@pytest.mark.parametrize(
+    "backend, size, name",
+    [
+        *(("mirrored", 2, name) for name in cases.CASES),
+        *(
+            pytest.param(
+                "collective", 2, name, marks=() if name in BY_WORKERS else pytest.mark.full
+            )
+            for name in cases.CASES
+        ),
+    ],
+)
 def test_the_same_as_one_process(world, backend, size, name):
     check(world, backend, size, name)
 

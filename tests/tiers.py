@@ -1,0 +1,101 @@
+"""Which tests `make test-fast`, `make test` and `make test-all` run.
+
+A test earns its seconds by what no other test would notice (tools/mutants.py says which are
+noticed). `make test` runs every rule once, where it is cheapest: a case of `fit` on two devices of
+one process, and between processes only what their number or the wire changes. The same rule in
+another world, at another size or by another route is of the tier `full`.
+"""
+
+from __future__ import annotations
+
+import re
+
+# Of `make test-all` only: tests whose name, from tests/ on, begins so; and why.
+FULL = (
+    # every optimizer meets every clipping and tail at two workers; three are the same code
+    r"strategies/test_equivalence.py::test_n_workers_equal_one_process\[(collective|mirrored)-1",
+    r"strategies/test_equivalence.py::test_n_workers_equal_one_process\[horovod-gloo-[13]",
+    r"strategies/test_equivalence.py::test_n_workers_equal_one_process\[horovod-mpi-[13]",
+    r"strategies/test_equivalence.py::test_n_workers_equal_one_process\[horovod-gloo-2-(adam|ema)",
+    r"strategies/test_equivalence.py::test_n_workers_equal_one_process\[horovod-mpi-2-(adam|ema)",
+    r"strategies/test_equivalence.py::test_n_workers_equal_one_process\[collective-3-adam-",
+    r"strategies/test_equivalence.py::test_n_workers_equal_one_process\[mirrored-3-\S+-clipvalue",
+    r"strategies/test_equivalence.py::test_a_model_built_outside_the_scope\[horovod",
+    r"strategies/test_cases.py::test_the_same_with_three_workers",
+    r"strategies/test_cases.py::test_some_elsewhere\[horovod",
+    # one communicator of each kind, and three ranks where a ring differs from a pair
+    r"communicators/test_contract.py::\S+\[horovod-gloo",
+    r"communicators/test_contract.py::\S+\[horovod-mpi-1",
+    r"communicators/test_contract.py::test_collective\[collective-2",
+    r"communicators/test_contract.py::test_collective\[horovod-mpi-3-\S+-eager",
+    r"communicators/test_measuring_once.py::test_a_damaged_file_is_measured_anew\[[^]]*-[1-9]\]",
+    # the same scripts, of which the others are shorter; Horovod is run as a command besides
+    r"published/test_published.py::test_two_processes_end_as_one\[horovod-mpi-2-(vae|horovod)",
+    r"published/test_published.py::test_two_processes_end_as_one\[collective-2-("
+    r"activity_regularizer|chainermn_mnist|cntk_convnet|custom_metric|custom_step_compute_loss"
+    r"|custom_step_sample_weight|custom_test_step|custom_training_checkpoint"
+    r"|endpoint_layer_subclassed|horovod_tf2_keras_mnist|knowledge_distillation"
+    r"|parameter_server_|py_dataset|save_and_load|siamese_network|subclassing_vae"
+    r"|text_transformer|vq_vae)",
+    r"published/test_published.py::test_what_is_not_made_of_rows_\S+\[collective-2-(image|simclr)",
+    r"published/test_published.py::test_parameter_servers_end_as_one\[served-2-(activity|custom"
+    r"|endpoint|fit_with|save_and|siamese_network|subclassing|vae)",
+    r"published/test_published.py::test_as_a_command\[vae",
+    # a step behind servers is the same step: what concerns rows, and what servers hold
+    r"strategies/test_parameter_server.py::test_features_of_fit\[(class weights|compiled twice"
+    r"|curves|datasets|endless|generators|lists|metrics|own train step-|py datasets|saved|schedules"
+    r"|several|strings|subclassed|two models|model and)",
+    r"strategies/test_parameter_server.py::test_synchronous_steps_equal_one_process\[served-[13]",
+    r"strategies/test_parameter_server.py::test_synchronous_\S+\[served-2-(adamw|loss|sgd)",
+    r"strategies/test_parameter_server.py::test_accuracy_on_the_digits\[(sync|Bounded)",
+    r"strategies/test_lost_tasks.py::test_a_killed_worker_\S+\[(plain|downpour)",
+    r"strategies/test_lost_tasks.py::test_a_killed_server_ends_the_job_clearly",
+    r"strategies/test_proximal.py::test_a_killed_worker_changes_nothing",
+    r"strategies/test_proximal.py::test_late_gradients_reach_the_same_minimum\S*4",
+    r"strategies/test_served_features.py::test_callbacks_may_predict_and_evaluate\S+\[[^]]*async",
+    r"strategies/test_served_optimizers.py::test_every_optimizer_trains_tables\S+\[\S+[Bb]ounded",
+    r"callbacks/test_\w+.py::test_behind_parameter_servers",
+    # one way of being interrupted of each kind
+    r"callbacks/test_checkpoint.py::test_resumed_equals_uninterrupted\[collective-2-(averaging"
+    r"|swapped|execution|epoch|dataset|stream-epoch|scaled|schedule)",
+    r"callbacks/test_checkpoint.py::test_sigterm_during_validation_saves\S+\[[^]]*(dataset|stream)",
+    r"callbacks/test_checkpoint.py::test_the_best_of_an_earlier_run\S+\[[^]]*max",
+    r"callbacks/test_sample_rate.py::test_a_resumed_run_ends\S+\[[^]]*epochs",
+    # lossy exchanges: their equations are tested by themselves
+    r"exchange/test_exchange.py::test_accuracy_on_the_digits",
+    r"exchange/test_exchange.py::test_training_is_close_to_one_process\[collective-2-(8bit|bf16|16bit"
+    r"|WarmStart\(exchange=Block|Dense)",
+    r"exchange/test_exchange.py::test_features_of_fit_with_a_lossy\S+\[collective-2-(two|eager|spar)",
+    r"exchange/test_exchange.py::test_ranks_hold_the_same_bits_after_500_steps",
+    r"exchange/test_exchange.py::test_bytes_of_a_step_are_counted\[horovod",
+    r"exchange/test_exchange.py::test_gradients_are_quantised_twice\S+\[collective-2",
+    r"exchange/test_exchange.py::test_block_momentum_trains\S+\[collective-3",
+    r"exchange/test_factors.py::test_few_rows_send_factors\S+\[horovod",
+    r"exchange/test_codec.py::test_error_feedback_makes_up\S+\[([3579]|1[0135])",
+    r"optimizers/test_workers.py::test_two_workers_equal_one_process\[collective",
+    # whole commands: one of each
+    r"cli/test_bench_hosts.py",
+    r"cli/test_bench.py::test_(a_peer_that_cannot|the_rest_goes_on)",
+    r"launch/test_ssh.py::test_parameter_servers_on_two_hosts",
+    r"test_world.py::test_a_failure_ends_every_process\[[^]]*(dies|late|exit)",
+    r"test_benchmarks.py::test_(costs_prints|network_keeps|plan_compares|startup_prints)",
+    r"test_examples.py::test_(the_showcase|parameter_servers\[sync|a_large_table|cifar10_on"
+    r"|block_updates|horovod_under)",
+)
+# Whole commands, which `make test-fast` leaves out as it does worlds of several processes.
+COMMANDS = re.compile(
+    r"cli/test_(bench|check|run|doctor|install)|launch/|published/|documents/test_blocks|test_examples"
+    r"|test_benchmarks|strategies/test_(lost_tasks|evaluator|proximal|resolver|devices)"
+    r"|test_quiet|test_makefile|test_import_time|test_horovod_wrapper|cluster/test_(detect|slurm)"
+)
+_FULL = re.compile("|".join(FULL))
+
+
+def is_full(name: str) -> bool:
+    """Whether a test, named from tests/ on, is for `make test-all` only."""
+    return _FULL.match(name) is not None
+
+
+def is_fast(name: str, world: tuple[str, int]) -> bool:
+    """Whether a test runs in one process, and is no command."""
+    return world in (("", 0), ("local", 1)) and not COMMANDS.match(name)
