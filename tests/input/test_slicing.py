@@ -1,0 +1,84 @@
+"""Slices of a global batch rebuild it, whatever its number of rows and of ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtk.input import slicing
+
+quick = settings(deadline=None, max_examples=60)
+rows = st.integers(1, 20)
+sizes = st.integers(1, 7)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.integers(0, 200), sizes)
+def test_bounds_cover_all_rows_once_and_the_first_ranks_take_one_more(count, size):
+    bounds = [slicing.bounds(count, rank, size) for rank in range(size)]
+    assert bounds[0][0] == 0 and bounds[-1][1] == count
+    assert all(end == begin for (_, end), (begin, _) in zip(bounds, bounds[1:], strict=False))
+    lengths = [end - begin for begin, end in bounds]
+    assert lengths == sorted(lengths, reverse=True) and lengths[0] - lengths[-1] <= 1
+
+
+@quick
+@given(rows, sizes)
+def test_bounds_of_tensors_are_those_of_numbers(count, size):
+    for rank in range(size):
+        begin, end = slicing.bounds(tf.constant(count, tf.int64), rank, size)
+        assert (int(begin), int(end)) == slicing.bounds(count, rank, size)
+
+
+@quick
+@given(rows, sizes)
+def test_slices_rebuild_the_batch(count, size):
+    """Breaks as a row that no rank trains on, or two do."""
+    dense = np.arange(count * 2).reshape(count, 2)
+    batch = {"x": tf.constant(dense), "y": tf.ragged.range(tf.range(count)), "no": None}
+    parts = slicing.cut_exactly(batch, range(size), size)
+    assert all(part["no"] is None for part in parts)
+    np.testing.assert_array_equal(tf.concat([part["x"] for part in parts], 0), dense)
+    assert tf.concat([part["y"] for part in parts], 0).to_list() == batch["y"].to_list()
+
+
+@quick
+@given(rows, sizes)
+def test_every_slice_has_a_row_and_counts_those_of_its_own(count, size):
+    """Breaks as 0 / 0 in the loss of a rank that has no rows."""
+    slices = slicing.cut(tf.range(count), range(size), size)
+    assert int(slices.rows) == count
+    assert sum(map(int, slices.counts)) == count
+    for part, own in zip(slices.parts, slices.counts, strict=True):
+        assert len(part) == max(int(own), 1)
+
+
+def test_sparse_slices_know_the_sizes_that_layers_are_built_from():
+    whole = tf.sparse.from_dense(np.eye(5, 7, dtype="float32"))
+    rebuilt = []
+
+    @tf.function
+    def cut():
+        for part in slicing.cut_exactly(whole, range(2), 2):
+            forgotten = slicing.forget_rows(part)
+            assert forgotten.shape.as_list() == [None, 7]
+            rebuilt.append(tf.sparse.to_dense(forgotten))
+        return tf.concat(rebuilt, 0)
+
+    np.testing.assert_array_equal(cut(), np.eye(5, 7))
+
+
+def test_a_batch_without_rows_is_refused():
+    with pytest.raises(ValueError, match="call .batch"):
+        slicing.count_rows({"x": tf.constant(1.0)})
+    with pytest.raises(ValueError, match="without tensors"):
+        slicing.count_rows(None)
+
+
+def test_what_has_no_rows_is_padded_by_one():
+    empty = slicing.padding_row(tf.zeros([0, 3]))
+    assert empty.shape == (1, 3) and not empty.numpy().any()
+    assert slicing.padding_row(tf.ones([2, 3])).shape == (2, 3)
