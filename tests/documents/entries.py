@@ -144,6 +144,18 @@ ENTRIES = {
         "needs a script that trains, which train.py is not here",
         by=("tests/cli/test_check.py::test_a_step_that_adds_up",),
     ),
+    ("docs/architecture.md", "a batch, on every rank"): Printed(
+        "tests/documents/test_names.py::test_what_pictures_name_is_defined_there"
+    ),
+    ("docs/architecture.md", "a gradient, on every rank"): Printed(
+        "tests/documents/test_names.py::test_what_pictures_name_is_defined_there"
+    ),
+    ("docs/architecture.md", "a push"): Printed(
+        "tests/documents/test_names.py::test_what_pictures_name_is_defined_there"
+    ),
+    ("docs/architecture.md", "a checkpoint"): Printed(
+        "tests/documents/test_names.py::test_what_pictures_name_is_defined_there"
+    ),
     ("docs/command-line.md", "dtk check train.py"): Parsed(
         "needs a script that trains, which train.py is not here",
         by=("tests/cli/test_check.py::test_a_step_that_adds_up",),
