@@ -207,6 +207,14 @@ def test_every_example_is_in_the_readmes_table_and_is_run():
     assert [example for example in examples if f'"{example}"' not in run] == []
 
 
+def test_what_is_to_be_read_at_once_stays_short():
+    long = {"README.md": 200, **{f"docs/decisions/{n:04}": 40 for n in range(1, 100)}}
+    for file in FILES:
+        name = str(file.relative_to(ROOT))
+        most = next((lines for start, lines in long.items() if name.startswith(start)), None)
+        assert most is None or len(file.read_text().splitlines()) <= most, name
+
+
 def test_tables_stand_by_themselves():
     """Breaks as a row of one table inside a list, which GitHub shows as text."""
     for file in FILES:
