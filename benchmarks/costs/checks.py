@@ -105,8 +105,10 @@ def metrics_table(setting, seconds):
 def checks_table(spent, seconds):
     """What is spent in an epoch of EPOCH steps, by check, and as a part of it."""
     epoch = EPOCH * report.median(seconds["dtk"])
+    # What does not belong to one `fit` of the rounds counts with its median.
     later = (EPOCH - 1) * report.median(spent["later"])
-    names = ("given", "batch", "digests", "begin", "first", "each")
+    later += report.median(spent["digests"])
+    names = ("given", "batch", "begin", "first", "each")
     parts = zip(*(spent[name] for name in names), strict=True)
     rows = [
         ["a process: gradients were reduced, when traced", spent["traced"], None],

@@ -176,9 +176,10 @@ def forget_rows(batch: Any) -> Any:
 
 def _forget(leaf: Any) -> Any:
     if isinstance(leaf, tf.SparseTensor):
-        sizes = [tf.raw_ops.PlaceholderWithDefault(input=leaf.dense_shape[:1], shape=[1])]
-        sizes += [_size(leaf, axis)[None] for axis in range(1, leaf.shape.rank)]
-        return tf.SparseTensor(leaf.indices, leaf.values, tf.concat(sizes, 0))
+        rows = tf.raw_ops.PlaceholderWithDefault(input=leaf.dense_shape[0], shape=[])
+        # Stacked, and not concatenated, they stay known: layers are built from them.
+        sizes = [rows, *(_size(leaf, axis) for axis in range(1, leaf.shape.rank))]
+        return tf.SparseTensor(leaf.indices, leaf.values, tf.stack(sizes))
     if isinstance(leaf, tf.RaggedTensor):
         splits = tf.raw_ops.PlaceholderWithDefault(input=leaf.row_splits, shape=[None])
         return tf.RaggedTensor.from_row_splits(leaf.values, splits, validate=False)

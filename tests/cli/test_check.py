@@ -10,6 +10,7 @@ import pytest
 SCRIPT = """
 import dtk, keras, numpy as np, tensorflow as tf
 strategy = dtk.auto_strategy()
+keras.utils.set_random_seed(1)
 def loss(y, p):
     return {loss}
 with strategy.scope():

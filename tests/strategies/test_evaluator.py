@@ -70,10 +70,10 @@ def test_checkpoints_are_evaluated_as_they_appear(tmp_path):
 )
 def test_mistakes(callbacks, data, said):
     strategy = dtk.strategies.AllReduceStrategy("local")
+    strategy.make_trainer = lambda model: evaluator.EvaluatorTrainer(model, strategy)
     with strategy.scope():
         model = keras.Sequential([keras.layers.Dense(1)])
         model.compile("sgd", "mse")
-    strategy.is_evaluator = True
     with pytest.raises(ClusterError, match=said):
         model.fit(*DATA, callbacks=callbacks, validation_data=data)
 

@@ -22,9 +22,11 @@ with strategy.scope():
         metrics=["accuracy"],
     )
 
+before = model.predict(dataset.map(lambda x, y: x), verbose=0)  # builds the model
 history = model.fit(dataset, epochs=3, verbose=2)
 
 result = {
+    "before": before,
     "weights": model.get_weights(),
     "history": history.history,
     "test": np.array(model.evaluate(dataset, verbose=0)),
