@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md")
+FILES = sorted([*(ROOT / page for page in PAGES), *(ROOT / "docs").rglob("*.md")])
 
 _FENCE = re.compile(r"```(?P<language>\w*)")
 _SPAN = re.compile(r"(?<!`)(?P<ticks>`{1,2})(?!`)(?P<code>.+?)(?<!`)(?P=ticks)(?!`)")

@@ -77,32 +77,43 @@ ENTRIES = {
             "tests/test_makefile.py::test_packages_are_installed_where_that_is_allowed",
         ),
     ),
+    ("README.md", "git clone "): Parsed(
+        "installs dtk",
+        by=("tests/test_makefile.py::test_packages_are_installed_where_that_is_allowed",),
+    ),
+    ("README.md", "dtk run --hosts node1:1,"): Parsed(
+        "needs four hosts",
+        by=(
+            "tests/launch/test_ssh.py::test_ranks_on_two_hosts_reach_each_other",
+            "tests/cluster/test_slurm.py::test_every_rank_of_a_step_derives_the_same_addresses",
+        ),
+    ),
     ("README.md", "[0] epoch 1/12: "): Printed("tests/test_examples.py::test_the_demo"),
     ("README.md", "import keras   "): Python(
         "data", after="assert len(model.history.epoch) == 30", columns=True
     ),
-    ("README.md", "model.fit("): Python(
+    ("docs/callbacks.md", "model.fit("): Python(
         "compiled",
         after="import os; assert os.path.isdir('ckpt') and len(model.history.epoch) == 30",
     ),
-    ("README.md", "mpirun -np 4 -H node1:2,node2:2 "): Shell(
+    ("docs/command-line.md", "mpirun -np 4 -H node1:2,node2:2 "): Shell(
         ("worker 0 of 4", "worker 3 of 4"),
         instead=(("node1:2,node2:2", "localhost:4"),),
         needs="mpirun",
     ),
-    ("README.md", "#!/bin/bash"): Parsed(
+    ("docs/command-line.md", "#!/bin/bash"): Parsed(
         "needs Slurm",
         by=("tests/cluster/test_slurm.py::test_every_rank_of_a_step_derives_the_same_addresses",),
     ),
-    ("README.md", "export TF_CONFIG="): Shell(("worker 1 of 2",)),
-    ("README.md", "$ mpirun -np 2 dtk doctor"): Printed(
+    ("docs/command-line.md", "export TF_CONFIG="): Shell(("worker 1 of 2",)),
+    ("docs/command-line.md", "$ mpirun -np 2 dtk doctor"): Printed(
         "tests/documents/test_blocks.py::test_what_doctor_says_under_mpirun"
     ),
-    ("README.md", "dtk.data.describe("): Python("digits"),
-    ("README.md", "data: arrays of 1000 rows"): Printed(
+    ("docs/data.md", "dtk.data.describe("): Python("digits"),
+    ("docs/data.md", "data: arrays of 1000 rows"): Printed(
         "tests/documents/test_blocks.py::test_what_describe_prints"
     ),
-    ("README.md", "dtk bench   "): Parsed(
+    ("docs/command-line.md", "dtk bench   "): Parsed(
         f"{_MEASURES}; some need other hosts, or install PyTorch",
         by=(
             "tests/cli/test_bench.py::test_every_turn_of_every_rank_is_saved",
@@ -110,13 +121,13 @@ ENTRIES = {
             "::test_peers_train_on_several_hosts_and_one_that_is_not_there_is_named",
         ),
     ),
-    ("README.md", "dtk bench --model resnet20 --json"): Shell(
+    ("docs/command-line.md", "dtk bench --model resnet20 --json"): Shell(
         ("Use ",), only="dtk plan", files=("benchmark",)
     ),
-    ("README.md", "rates = dtk.schedules.polynomial_decay("): Python(
+    ("docs/callbacks.md", "rates = dtk.schedules.polynomial_decay("): Python(
         "plain", after="model.fit(x, y, verbose=0); assert model.optimizer.iterations.numpy() > 0"
     ),
-    ("README.md", "dtk run -n 4 --ps 2 train.py"): Shell(
+    ("docs/parameter-servers.md", "dtk run -n 4 --ps 2 train.py"): Shell(
         ("chief 0 of 5", "worker 4 of 5", "ps 0 of 5", "ps 1 of 5")
     ),
     ("CONTRIBUTING.md", "git clone "): Parsed(
@@ -124,12 +135,28 @@ ENTRIES = {
         by=("tests/test_makefile.py::test_packages_are_installed_where_that_is_allowed",),
     ),
     ("CONTRIBUTING.md", "cli"): Printed(
-        "tests/documents/test_blocks.py::test_the_layers_are_those_that_are_tested"
+        "tests/documents/test_blocks.py::test_the_layers_are_those_that_are_held"
     ),
-    ("README.md", "dtk: self-test of model"): Printed(
+    ("docs/trust.md", "dtk: self-test of model"): Printed(
         "tests/strategies/test_self_test.py::test_what_it_prints"
     ),
-    ("README.md", "dtk check train.py"): Parsed(
+    ("docs/trust.md", "dtk check train.py"): Parsed(
+        "needs a script that trains, which train.py is not here",
+        by=("tests/cli/test_check.py::test_a_step_that_adds_up",),
+    ),
+    ("docs/architecture.md", "a batch, on every rank"): Printed(
+        "tests/documents/test_names.py::test_what_pictures_name_is_defined_there"
+    ),
+    ("docs/architecture.md", "a gradient, on every rank"): Printed(
+        "tests/documents/test_names.py::test_what_pictures_name_is_defined_there"
+    ),
+    ("docs/architecture.md", "a push"): Printed(
+        "tests/documents/test_names.py::test_what_pictures_name_is_defined_there"
+    ),
+    ("docs/architecture.md", "a checkpoint"): Printed(
+        "tests/documents/test_names.py::test_what_pictures_name_is_defined_there"
+    ),
+    ("docs/command-line.md", "dtk check train.py"): Parsed(
         "needs a script that trains, which train.py is not here",
         by=("tests/cli/test_check.py::test_a_step_that_adds_up",),
     ),

@@ -12,7 +12,7 @@ import pytest
 from dtk.cli.main import COMMANDS
 
 from documents import checking, preambles
-from documents.blocks import FILES, ROOT, links_in, spans_in
+from documents.blocks import FILES, ROOT, blocks_in, links_in, spans_in
 
 PAGES = [pytest.param(file, id=str(file.relative_to(ROOT))) for file in FILES]
 MODULES = [
@@ -145,6 +145,48 @@ def test_files_that_are_named_are_there(file):
             assert whole or any((ROOT / "dtk").rglob(span.rstrip("/"))), f"there is no {span}"
 
 
+# A path as CONTRIBUTING.md and the architecture's page name it: from the root, or in a room.
+A_PATH = re.compile(r"\.?\w[\w-]*(?:/[\w.-]+)*/?|\.[\w-]+(?:[/.][\w-]+)*/?")
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_paths_in_backticks_exist(page):
+    """Stricter than the test above: also hidden files, and paths without an ending."""
+    for span in spans_in((ROOT / page).read_text()):
+        path = span.partition("::")[0]
+        if ("/" in path or path.startswith(".")) and A_PATH.fullmatch(path):
+            inside = any((ROOT / "dtk").rglob(path.rstrip("/")))
+            assert inside or (ROOT / path).exists(), f"{page}: there is no {path}"
+
+
+def names_in(path):
+    """What the modules of a file or folder define: names, and those of classes with their class."""
+    for file in path.rglob("*.py") if path.is_dir() else [path]:
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                yield node.name
+            if isinstance(node, ast.ClassDef):
+                members = [n.name for n in node.body if isinstance(n, ast.FunctionDef)]
+                yield from (f"{node.name}.{member}" for member in members)
+
+
+A_LINE = re.compile(r"\s+(?P<path>\w+(?:/\w+)*(?:\.py|/))\s+(?P<name>\w+(?:\.\w+)?)(?:\s|$)")
+
+
+def test_what_pictures_name_is_defined_there():
+    page = "docs/architecture.md"
+    pictures = [b for b in blocks_in((ROOT / page).read_text(), page) if b.language == "text"]
+    lines = [line for picture in pictures for line in picture.text.splitlines()]
+    named = [found for line in lines if (found := A_LINE.match(line))]
+    assert len(named) == len([line for line in lines if line.startswith(" ")]), "an odd line"
+    missing = [
+        f"{found['path']} {found['name']}"
+        for found in named
+        if found["name"] not in set(names_in(ROOT / "dtk" / found["path"]))
+    ]
+    assert missing == [], f"{page} names what is not there"
+
+
 @pytest.mark.parametrize("file", PAGES)
 def test_links_lead_somewhere(file):
     for target in links_in(file.read_text()):
@@ -163,6 +205,14 @@ def test_every_example_is_in_the_readmes_table_and_is_run():
     assert examples <= listed
     run = (ROOT / "tests" / "test_examples.py").read_text()
     assert [example for example in examples if f'"{example}"' not in run] == []
+
+
+def test_what_is_to_be_read_at_once_stays_short():
+    long = {"README.md": 200, **{f"docs/decisions/{n:04}": 40 for n in range(1, 100)}}
+    for file in FILES:
+        name = str(file.relative_to(ROOT))
+        most = next((lines for start, lines in long.items() if name.startswith(start)), None)
+        assert most is None or len(file.read_text().splitlines()) <= most, name
 
 
 def test_tables_stand_by_themselves():
