@@ -6,14 +6,17 @@
     model.fit(...)
 
 Importing dtk costs next to nothing; TensorFlow is loaded when the first part that needs it is used.
+It changes nothing in a process but defaults of environment variables. In processes that `dtk run`
+has started it also hastens and hushes the imports of TensorFlow and Keras, and refuses to train
+before a strategy is made.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
-from dtk import garbage, importing, quiet
 from dtk.trainer import undistributed_jobs
 from dtk.version import __version__
 
@@ -57,9 +60,13 @@ __all__ = [
     "strategies",
 ]
 
-importing.inside("tensorflow", quiet.tensorflow_import, garbage.left_alone)
-# It imports TensorFlow, and what the rest of it makes lives as long.
-importing.inside("keras", garbage.left_alone, undistributed_jobs.training_refused)
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+if os.environ.get("DTK_RUN") == "1":
+    from dtk import garbage, importing, quiet
+
+    importing.inside("tensorflow", quiet.tensorflow_import, garbage.left_alone)
+    # It imports TensorFlow, and what the rest of it makes lives as long.
+    importing.inside("keras", garbage.left_alone, undistributed_jobs.training_refused)
 undistributed_jobs.watch()
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from dtk import quiet
+
 from documents.blocks import all_blocks, missing_lines
 from world import missing
 
@@ -40,7 +42,10 @@ def run(launcher, script, *arguments, code=0, timeout=150, **environ):
     )
     assert done.returncode == code, done.stdout + done.stderr
     if code == 0:
-        assert done.stderr == "", "an example leaves nothing on the screen that must be ignored"
+        said = done.stderr.splitlines()
+        if launcher[:4] != DTK_RUN[:4]:  # elsewhere TensorFlow's import says what it always says
+            said = [line for line in said if not quiet.is_noise(line, "2", gpu=False)]
+        assert not said, "an example leaves nothing on the screen that must be ignored"
         return done.stdout
     return done.stdout + done.stderr
 

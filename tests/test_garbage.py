@@ -52,6 +52,10 @@ def test_examples(module):
     assert tried and not failed
 
 
+# A job of one process, started by `dtk run`.
+ALONE = '{"cluster": {"worker": ["127.0.0.1:1"]}, "task": {"type": "worker", "index": 0}}'
+
+
 @pytest.mark.parametrize(
     ("script", "expected"),
     [
@@ -72,7 +76,12 @@ def test_import_is_without_the_collector(tmp_path, script, expected):
             "-c",
             f"{script}\nimport gc\nprint(said, gc.isenabled(), gc.get_freeze_count() > 0)",
         ],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])},
+        env={
+            **os.environ,
+            "DTK_RUN": "1",
+            "TF_CONFIG": ALONE,
+            "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()]),
+        },
         capture_output=True,
         text=True,
         timeout=60,

@@ -29,6 +29,10 @@ say({PREAMBLE!r}, {NOTE!r}, {WARNING!r}, {NO_GPU!r}, "a plain line")
 """
 
 
+# A job of one process.
+ALONE = '{"cluster": {"worker": ["127.0.0.1:1"]}, "task": {"type": "worker", "index": 0}}'
+
+
 @pytest.fixture
 def run(tmp_path):
     """Run code beside a fake tensorflow whose import ends with the given lines."""
@@ -38,6 +42,7 @@ def run(tmp_path):
             (tmp_path / "tensorflow.py").write_text(fake + textwrap.dedent(inside))
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])}
         env.pop("TF_CPP_MIN_LOG_LEVEL", None)
+        env |= {"DTK_RUN": "1", "TF_CONFIG": ALONE}
         if level is not None:
             env["TF_CPP_MIN_LOG_LEVEL"] = level
         return subprocess.run(
@@ -77,8 +82,8 @@ def test_a_missing_gpu_is_noise_only_where_there_is_none():
 def test_the_import_is_quiet_and_what_is_not_noise_comes_through(run):
     done = run(
         """
-        import os, sys, dtk
-        assert "tensorflow" not in sys.modules and "TF_CPP_MIN_LOG_LEVEL" not in os.environ
+        import sys, dtk
+        assert "tensorflow" not in sys.modules
         import tensorflow
         tensorflow.say("after")
         """,
@@ -256,6 +261,34 @@ print("trained", file=sys.stderr)
     ["dtk.auto_strategy()", "dtk.strategies.MirroredStrategy(2)"],
     ids=["auto", "mirrored"],
 )
-def test_a_real_start_prints_nothing_of_its_own(run, strategy):
-    done = run(REAL.format(strategy=strategy), fake=None)
-    assert (done.returncode, done.stderr) == (0, "trained\n")
+def test_a_real_start_prints_nothing_of_its_own(tmp_path, strategy):
+    (tmp_path / "train.py").write_text(REAL.format(strategy=strategy))
+    command = [sys.executable, "-m", "dtk.cli.main", "run", "-n", "1", str(tmp_path / "train.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "[0] trained\n")
+
+
+def test_importing_dtk_changes_nothing_in_a_process_of_the_users_own():
+    """Breaks as imports, output or garbage collection that behave otherwise beside dtk."""
+    code = """
+        import atexit, gc, os, signal, sys, threading
+        def state():
+            return (
+                [*sys.meta_path], [*sys.path_hooks], gc.isenabled(), gc.get_freeze_count(),
+                os.fstat(2), threading.active_count(), signal.getsignal(signal.SIGTERM),
+                sys.excepthook, atexit._ncallbacks(),
+            )
+        before, variables = state(), dict(os.environ)
+        import dtk
+        print(state() == before, sorted(set(os.environ.items()) - set(variables.items())))
+    """
+    env = {k: v for k, v in os.environ.items() if k not in ("TF_CPP_MIN_LOG_LEVEL", "DTK_RUN")}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=env,
+        check=False,
+    )
+    assert done.stdout == "True [('TF_CPP_MIN_LOG_LEVEL', '2')]\n", done.stderr

@@ -15,15 +15,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from dtk.cluster.detect import detect
-from dtk.errors import NotDistributedError, at_rank
+from dtk.errors import ClusterError, NotDistributedError, at_rank
 
 # Whether the script has said how its processes belong together.
 _decided = threading.Event()
 
 
 def watch() -> None:
-    """From now on, warn at exit unless `made_strategy` is called before."""
-    atexit.register(_warn)
+    """In a job of several processes, warn at exit unless `made_strategy` is called before."""
+    # What is wrong with the variables of a job says who asks for its strategy.
+    with contextlib.suppress(ClusterError):
+        if _trains_with_others():
+            atexit.register(_warn)
 
 
 def made_strategy() -> None:
