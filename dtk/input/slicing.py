@@ -127,8 +127,8 @@ def cut(batch: Any, ranks: Sequence[int], size: int) -> Slices:
     for rank in ranks:
         begin, end = bounds(rows, rank, size)
         counts.append(end - begin)
+        # The ranks without rows come last: they take the last row, which counts as none.
         begin = tf.minimum(begin, rows - 1)
-        end = tf.maximum(end, begin + 1)
         parts.append(tf.nest.map_structure(lambda leaf, b=begin, e=end: _take(leaf, b, e), batch))
     return Slices(tuple(parts), tuple(counts), rows)
 
