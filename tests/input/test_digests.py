@@ -19,7 +19,7 @@ def of(batch, whole=True):
 @quick
 @given(st.integers(1, 40), st.data())
 def test_any_entry_counts(count, data):
-    """Breaks as ranks that train on other rows, because only the first or last ones are compared."""
+    """Breaks as ranks that train on other rows, where only the first or last are compared."""
     x = np.arange(count, dtype="float32")
     other = x.copy()
     other[data.draw(st.integers(0, count - 1))] += 1
