@@ -6,8 +6,8 @@ import dataclasses
 import math
 
 from dtk.callbacks.base import StrategyCallback
+from dtk.callbacks.hyperparameters.rate import Rate, Scaling, rate_now, rate_of
 from dtk.callbacks.learning_rate_scaling import LearningRateScaling
-from dtk.callbacks.rate import Rate, Scaling, rate_now, rate_of
 from dtk.strategies import ParameterServerStrategy
 
 SHAPES = ("staircase", "linear")

@@ -7,11 +7,11 @@ import math
 
 import tensorflow as tf
 
-from dtk.callbacks import state as states
 from dtk.callbacks.base import StrategyCallback
 from dtk.callbacks.batch_size_schedule import check_sizes
-from dtk.callbacks.batch_size_search import bounds, last_good, trial_sizes
-from dtk.callbacks.rate import check_settable, multiply_rate, rate_now
+from dtk.callbacks.checkpointing import state as states
+from dtk.callbacks.hyperparameters.batch_size_search import bounds, last_good, trial_sizes
+from dtk.callbacks.hyperparameters.rate import check_settable, multiply_rate, rate_now
 from dtk.callbacks.sample_rate import sample_rate_of
 from dtk.strategies import ParameterServerStrategy
 from dtk.trainer.snapshot import Snapshot, changed_by_training
@@ -21,10 +21,10 @@ class AutoBatchSize(StrategyCallback):
     """Look every few epochs how large the global batch may be, by training a little with each size.
 
     Before an epoch, sizes from half the last one to twice it are tried, each a factor of sqrt 2
-    larger (see `dtk.callbacks.batch_size_search`). A trial trains on the first rows of that epoch,
-    on all ranks; then weights, optimizer, metrics and random states are put back bit for bit. The
-    largest size before the loss is `margin` above that of the smallest wins. Where even the
-    smallest gives no finite loss, the size stays. The first epoch has `fit`'s size.
+    larger (see `dtk.callbacks.hyperparameters.batch_size_search`). A trial trains on the first rows
+    of that epoch, on all ranks; then weights, optimizer, metrics and random states are put back bit
+    for bit. The largest size before the loss is `margin` above that of the smallest wins. Where
+    even the smallest gives no finite loss, the size stays. The first epoch has `fit`'s size.
 
     CNTK's rates are per sample: a step of twice the rows goes twice as far. Keras's are per step,
     so the rate is multiplied along with the batch (linear scaling, with momentum correction as in

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from dtk.callbacks.base import StrategyCallback
 from dtk.callbacks.batch_size_schedule import check_sizes
-from dtk.callbacks.rate import check_settable
+from dtk.callbacks.hyperparameters.rate import check_settable
 from dtk.callbacks.sample_rate import is_rate, sample_rate_of
 from dtk.schedules.runs import parse_runs
 

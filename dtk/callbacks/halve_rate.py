@@ -7,7 +7,7 @@ from typing import Any
 
 from dtk.callbacks.cross_validation import CrossValidation
 from dtk.callbacks.grow_batch_instead_of_decay import GrowBatchInsteadOfDecay
-from dtk.callbacks.rate import check_settable, multiply_rate, rate_now
+from dtk.callbacks.hyperparameters.rate import check_settable, multiply_rate, rate_now
 from dtk.callbacks.sample_rate import sample_rate_of
 
 

@@ -8,7 +8,7 @@ import math
 import keras
 
 from dtk.callbacks.base import StrategyCallback
-from dtk.callbacks.rate import Rate, Scaling, rate_now, rate_of
+from dtk.callbacks.hyperparameters.rate import Rate, Scaling, rate_now, rate_of
 from dtk.trainer import shared_optimizer
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dtk.callbacks.base import StrategyCallback
-from dtk.callbacks.momentum import Momentum, innermost, momentum_of
+from dtk.callbacks.hyperparameters.momentum import Momentum, innermost, momentum_of
 from dtk.exchange import Delayed, WarmStart
 from dtk.schedules import momentum_from_time_constant
 from dtk.schedules.runs import Runs, is_count, parse_runs, value_at

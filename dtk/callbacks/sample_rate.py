@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import keras
 
-from dtk.callbacks.momentum import Momentum, carried_over, innermost, momentum_of
+from dtk.callbacks.hyperparameters.momentum import Momentum, carried_over, innermost, momentum_of
+from dtk.callbacks.hyperparameters.rate import check_settable, rate_now
 from dtk.callbacks.momentum_schedule import MomentumSchedule, Values
-from dtk.callbacks.rate import check_settable, rate_now
 from dtk.schedules import learning_rate_from_sample_rate, time_constant_from_momentum
 from dtk.schedules.runs import parse_runs
 

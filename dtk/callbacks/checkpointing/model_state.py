@@ -12,33 +12,6 @@ from dtk.trainer import shared_optimizer
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.replica_step import metric_variables
 
-_BETTER_WHEN_LARGER = ("acc", "auc", "precision", "recall", "f1", "fbeta", "iou", "r2", "cosine")
-
-
-_BETTER_WHEN_SMALLER = ("loss", "error", "mae", "mse", "mape", "msle", "crossentropy", "poisson")
-
-
-def better_when_larger(monitor: str, mode: str) -> bool:
-    """Whether larger values of a monitored number are better.
-
-    Raises:
-        ValueError: The mode is unknown, or the name does not tell.
-
-    Example:
-        >>> better_when_larger("val_accuracy", "auto"), better_when_larger("val_loss", "auto")
-        (True, False)
-    """
-    if mode not in ("auto", "min", "max"):
-        raise ValueError(f"mode must be 'auto', 'min' or 'max', got {mode!r}")
-    if mode != "auto":
-        return mode == "max"
-    name = monitor.lower()
-    if any(word in name for word in _BETTER_WHEN_SMALLER):
-        return False
-    if any(word in name for word in _BETTER_WHEN_LARGER):
-        return True
-    raise ValueError(f"the name {monitor!r} does not tell whether more is better; give mode")
-
 
 def describe(trainer: DistributedTrainer) -> list[list]:
     """Path, shape and dtype of every variable a checkpoint holds, in order."""

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from dtk.callbacks.rate import momentum_buffers
+from dtk.callbacks.hyperparameters.rate import momentum_buffers
 
 # The attribute of an optimizer that holds its `Momentum`.
 _MARK = "_dtk_momentum"
