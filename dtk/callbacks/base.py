@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 
 from dtk.errors import NotDistributedError
+from dtk.strategies.base import DtkStrategy
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.model_scope import trainer_of
 
@@ -42,7 +41,7 @@ class StrategyCallback(keras.callbacks.Callback):
         return found
 
     @property
-    def strategy(self) -> Any:
+    def strategy(self) -> DtkStrategy:
         """The strategy the model was compiled under."""
         return self.trainer.strategy
 

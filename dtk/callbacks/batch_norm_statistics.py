@@ -135,7 +135,7 @@ class BatchNormStatistics(StrategyCallback):
         return tuple(replica.all_reduce(tf.distribute.ReduceOp.SUM, sums))
 
 
-def _is_trained(layer: Any) -> bool:
+def _is_trained(layer: keras.Layer) -> bool:
     if not isinstance(layer, keras.layers.BatchNormalization) or not layer.trainable:
         return False
     if layer.renorm:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from dtk.callbacks.base import StrategyCallback
 from dtk.schedules.runs import is_count, parse_runs
+from dtk.trainer.distributed_trainer import DistributedTrainer
 
 Schedule = Sequence[int | tuple[int, int]]
 
@@ -25,7 +25,7 @@ def parse_schedule(schedule: Schedule) -> list[int]:
         [64, 128, 128, 256]
     """
     runs = parse_runs(schedule, "batch size", is_count, "an integer of at least 1")
-    return [size for count, size in runs for _ in range(count)]
+    return [int(size) for count, size in runs for _ in range(count)]
 
 
 def size_at(sizes: Sequence[int], epoch: int) -> int:
@@ -38,7 +38,7 @@ def size_at(sizes: Sequence[int], epoch: int) -> int:
     return sizes[min(epoch, len(sizes) - 1)]
 
 
-def check_sizes(sizes: Iterable[int], trainer: Any) -> None:
+def check_sizes(sizes: Iterable[int], trainer: DistributedTrainer) -> None:
     """Whether `fit` can read its data in batches of all these sizes.
 
     Raises:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from dtk.callbacks.base import StrategyCallback
 from dtk.strategies import ParameterServerStrategy
@@ -73,6 +72,6 @@ class CommunicationStats(StrategyCallback):
             logs["comm_bytes"] = sent / max(1, self._steps)
             logs["comm_share"] = seconds / wall if wall else 0.0
 
-    def _counts(self) -> tuple[Any, ...]:
+    def _counts(self) -> tuple[float, ...]:
         communicator = self.strategy.communicator
         return communicator.bytes_sent, communicator.seconds_communicating, time.perf_counter()

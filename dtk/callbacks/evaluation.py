@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import keras
 
 from dtk.trainer import rank_checks
+from dtk.trainer.distributed_trainer import DistributedTrainer
+from dtk.trainer.epoch_data import Feed
 from dtk.trainer.replica_step import metric_variables
 from dtk.trainer.snapshot import Snapshot
 
@@ -43,7 +45,7 @@ class Evaluation:
         self._data = keras.utils.unpack_x_y_sample_weight(data)
         self._batch_size = batch_size
 
-    def check(self, trainer: Any) -> None:
+    def check(self, trainer: DistributedTrainer) -> None:
         """Compare the data over all ranks.
 
         Raises:
@@ -51,7 +53,7 @@ class Evaluation:
         """
         rank_checks.check_same_call(trainer.strategy, {self._name: self._data[0]})
 
-    def run(self, trainer: Any) -> Evaluated:
+    def run(self, trainer: DistributedTrainer) -> Evaluated:
         """Evaluate now; every rank calls it. The metrics of the running epoch are put back."""
         trainer.flush()
         model = trainer.model
@@ -74,7 +76,7 @@ class Evaluation:
         numbers = {key: float(value) for key, value in numbers.items()}
         return Evaluated(numbers, samples, counter.minibatches)
 
-    def _batch_size_for(self, x: Any, feed: Any) -> int | None:
+    def _batch_size_for(self, x: Any, feed: Feed) -> int | None:
         return None if _rows_of(x) is None else self._batch_size or feed.batch_size()
 
 
@@ -93,7 +95,7 @@ def _rows_of(x: Any) -> int | None:
     return int(first.shape[0]) if getattr(first, "shape", None) else None
 
 
-def count_rows(model: Any) -> int:
+def count_rows(model: keras.Model) -> int:
     """Rows that the metrics of a model have seen since they were reset, on all ranks together.
 
     Keras weighs the mean of its losses by rows, and so counts them: in float32, which is exact up

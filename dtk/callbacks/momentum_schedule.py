@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from dtk.callbacks.base import StrategyCallback
 from dtk.callbacks.hyperparameters.momentum import Momentum, innermost, momentum_of
@@ -144,7 +143,7 @@ class MomentumSchedule(StrategyCallback):
         """mu of a step of so many rows, now."""
         return momentum_from_time_constant(self._at_present(self.time_constants), rows)
 
-    def _at_present(self, runs: Runs) -> Any:
+    def _at_present(self, runs: Runs) -> float:
         if self.every_samples is None:
             return value_at(runs, self._epoch or 0)
         return value_at(runs, self._seen // self.every_samples)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 
@@ -12,6 +12,7 @@ from dtk.callbacks.hyperparameters.rate import check_settable, rate_now
 from dtk.callbacks.momentum_schedule import MomentumSchedule, Values
 from dtk.schedules import learning_rate_from_sample_rate, time_constant_from_momentum
 from dtk.schedules.runs import parse_runs
+from dtk.trainer.distributed_trainer import DistributedTrainer
 
 
 def is_rate(value: object) -> bool:
@@ -94,11 +95,11 @@ class SampleRate(MomentumSchedule):
         batch_size: int | None = None,
     ):
         super().__init__(0 if time_constant is None else time_constant, every_samples, batch_size)
-        given: Any = [rate] if isinstance(rate, int | float) else rate
+        given = [rate] if isinstance(rate, int | float) else rate
         self.rates = parse_runs(given, "rate per sample", is_rate, "a finite number above 0")
         self.momentum_correction = momentum_correction
         self._told = time_constant is not None
-        self._optimizer: Any = None
+        self._optimizer: keras.Optimizer | None = None
         self._in_force: _InForce | None = None
         # What others have made of the rate: by setting the optimizer's, or by a plan of theirs.
         self._changed = self._plan = 1.0
@@ -184,7 +185,7 @@ class SampleRate(MomentumSchedule):
         return momentum_of(inner, who)
 
 
-def sample_rate_of(trainer: Any) -> SampleRate | None:
+def sample_rate_of(trainer: DistributedTrainer) -> SampleRate | None:
     """The one among the callbacks of the running `fit`, if there is one."""
     found = (c for c in trainer.callbacks.callbacks if isinstance(c, SampleRate))
     return next(found, None)

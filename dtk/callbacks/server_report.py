@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from dtk.callbacks.base import StrategyCallback
 from dtk.strategies import ParameterServerStrategy
 
@@ -104,5 +102,5 @@ def _moved(before: list[dict[str, int]], after: list[dict[str, int]]) -> list[di
     ]
 
 
-def _listed(words: list[Any]) -> str:
+def _listed(words: list[str]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))

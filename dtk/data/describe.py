@@ -110,7 +110,7 @@ class _Source(NamedTuple):
 
 
 def describe(
-    dataset: Any, strategy: Any, batch_size: int | None = None, batches: int = 3
+    dataset: Any, strategy: DtkStrategy, batch_size: int | None = None, batches: int = 3
 ) -> Description:
     """Show what each rank reads: how many batches, and which rows of the first ones.
 
@@ -178,7 +178,7 @@ def describe(
     return description
 
 
-def _source(dataset: Any, strategy: Any, batch_size: int | None) -> _Source:
+def _source(dataset: Any, strategy: DtkStrategy, batch_size: int | None) -> _Source:
     if are_arrays(dataset):
         return _arrays(dataset, strategy, batch_size)
     if batch_size is not None:
@@ -209,7 +209,7 @@ def _source(dataset: Any, strategy: Any, batch_size: int | None) -> _Source:
     )
 
 
-def _arrays(arrays: Any, strategy: Any, batch_size: int | None) -> _Source:
+def _arrays(arrays: Any, strategy: DtkStrategy, batch_size: int | None) -> _Source:
     batch_size = batch_size or _BATCH_SIZE
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(arrays)
     adapter = keras_data.ArrayDataAdapter(x, y, sample_weight, batch_size=batch_size, shuffle=False)
@@ -229,7 +229,7 @@ def _count(dataset: tf.data.Dataset) -> float | None:
     return count if count >= 0 else None
 
 
-def _parts(batch: Any, strategy: Any, own: bool) -> list[tuple[Part, tuple[str, ...]]]:
+def _parts(batch: Any, strategy: DtkStrategy, own: bool) -> list[tuple[Part, tuple[str, ...]]]:
     """For each replica of this process: its part of a batch, and the types of its rows."""
     batch = tf.nest.map_structure(
         lambda leaf: leaf if leaf is None or tf.is_tensor(leaf) else tf.convert_to_tensor(leaf),

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
 from dtk.strategies.base import DtkStrategy
 
 
-def group_of(strategy_or_communicator: Any = None) -> Communicator:
+def group_of(strategy_or_communicator: DtkStrategy | Communicator | None = None) -> Communicator:
     """The communicator of a strategy; a communicator as it is.
 
     Args:

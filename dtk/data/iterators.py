@@ -13,10 +13,13 @@ from dtk.communicators.base import Communicator
 from dtk.communicators.root import on_root
 from dtk.data.group import group_of
 from dtk.data.seed import agree_on_seed
+from dtk.strategies.base import DtkStrategy
 
 
 def broadcast_iterator(
-    iterable: Iterable | None, strategy_or_communicator: Any = None, root: int = 0
+    iterable: Iterable | None,
+    strategy_or_communicator: DtkStrategy | Communicator | None = None,
+    root: int = 0,
 ) -> Iterator[Any]:
     """Every rank gets the batches that `root` reads.
 
@@ -59,7 +62,7 @@ def _items(iterable: Any) -> Iterator[Any]:
 
 def synchronized_iterator(
     make: Callable[[int], Iterable],
-    strategy_or_communicator: Any = None,
+    strategy_or_communicator: DtkStrategy | Communicator | None = None,
     seed: int | None = None,
     root: int = 0,
 ) -> Iterator[Any]:

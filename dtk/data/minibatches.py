@@ -11,17 +11,20 @@ also one that changes, with any number of workers, and however often the job was
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
+from dtk.communicators.base import Communicator
 from dtk.data import rows
 from dtk.data.group import group_of
 from dtk.data.order import minibatch_at, sweep_order
 from dtk.data.seed import agree_on_seed
 from dtk.errors import at_rank
 from dtk.input import slicing
+from dtk.strategies.base import DtkStrategy
 from dtk.trainer import rank_checks
 
 
@@ -73,7 +76,7 @@ class PartitionedMinibatches:
     def __init__(
         self,
         data: Any,
-        strategy_or_communicator: Any = None,
+        strategy_or_communicator: DtkStrategy | Communicator | None = None,
         *,
         shuffle: bool = True,
         seed: int | None = 0,
@@ -90,7 +93,8 @@ class PartitionedMinibatches:
             seed = agree_on_seed(None, communicator)
         self._seed = seed if shuffle else None
         self._position = 0
-        self._kept: tuple[Any, Any] = (None, None)  # the last order, and whose it is
+        # The last order, and of which seed and sweep it is.
+        self._kept: tuple[tuple[int, int] | None, Sequence | np.ndarray] = (None, ())
 
     @property
     def position(self) -> int:
@@ -167,12 +171,12 @@ class PartitionedMinibatches:
     def _is_over(self, position: int) -> bool:
         return self._sweeps is not None and position >= self._sweeps * self._rows
 
-    def _minibatch(self, position: int, size: int) -> tuple[Any, bool]:
+    def _minibatch(self, position: int, size: int) -> tuple[Sequence | np.ndarray, bool]:
         """The rows of a global minibatch, and whether it ends its sweep."""
         sweep, begin, end = minibatch_at(position, size, self._rows)
         return self._order(sweep)[begin:end], end == self._rows
 
-    def _order(self, sweep: int) -> Any:
+    def _order(self, sweep: int) -> Sequence | np.ndarray:
         if self._seed is None:
             return range(self._rows)
         kept, order = self._kept

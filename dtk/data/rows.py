@@ -27,7 +27,7 @@ class Subset(Sequence):
         ['e', 'a']
     """
 
-    def __init__(self, items: Any, indices: Any):
+    def __init__(self, items: Any, indices: Sequence | np.ndarray):
         self._items = items
         self._indices = indices
 
@@ -99,7 +99,7 @@ def _cardinality(dataset: tf.data.Dataset) -> int:
     return count
 
 
-def take(dataset: Any, indices: Any) -> Any:
+def take(dataset: Any, indices: Sequence | np.ndarray) -> Any:
     """Some rows.
 
     Args:
@@ -123,7 +123,7 @@ def take(dataset: Any, indices: Any) -> Any:
     return Subset(dataset, indices)
 
 
-def _take_array(array: Any, indices: Any) -> Any:
+def _take_array(array: np.ndarray | tf.Tensor, indices: Sequence | np.ndarray) -> Any:
     if isinstance(indices, range):
         return array[indices.start : indices.stop]
     return tf.gather(array, indices) if isinstance(array, tf.Tensor) else array[indices]
@@ -141,7 +141,7 @@ def _read(dataset: tf.data.Dataset, indices: Iterable[int]) -> dict[int, Any]:
     return {index: element for index, element in enumerate(dataset) if index in wanted}
 
 
-def pack(dataset: Any, blocks: Sequence[Any]) -> list[Any]:
+def pack(dataset: Any, blocks: Sequence[Sequence | np.ndarray]) -> list:
     """Several blocks of rows, each as a value that can be pickled; `unpack` is the way back.
 
     Raises:

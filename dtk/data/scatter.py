@@ -27,6 +27,7 @@ from dtk.data.order import permutation
 from dtk.data.seed import drawn
 from dtk.errors import at_rank
 from dtk.input import slicing
+from dtk.strategies.base import DtkStrategy
 
 # Bytes a rank is sent at once: what is scattered may be larger than one message.
 _MESSAGE = 1 << 24
@@ -57,7 +58,7 @@ def block(
 
 def scatter_index(
     n_total: int | None,
-    strategy_or_communicator: Any = None,
+    strategy_or_communicator: DtkStrategy | Communicator | None = None,
     root: int = 0,
     *,
     force_equal_length: bool = True,
@@ -94,7 +95,7 @@ def scatter_index(
 
 def scatter_dataset(
     dataset: Any,
-    strategy_or_communicator: Any = None,
+    strategy_or_communicator: DtkStrategy | Communicator | None = None,
     root: int = 0,
     shuffle: bool = False,
     seed: int | None = None,
@@ -172,7 +173,9 @@ def _counted(dataset: Any) -> int | str | None:
         return str(error)
 
 
-def _deal(dataset: Any, blocks: Sequence[Any], communicator: Communicator, root: int) -> Any:
+def _deal(
+    dataset: Any, blocks: Sequence[Sequence | np.ndarray], communicator: Communicator, root: int
+) -> Any:
     """Rank i gets the i-th block of rows that `root` reads."""
     letters = [b""] * communicator.size
 

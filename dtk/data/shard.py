@@ -19,6 +19,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from dtk.communicators.base import Communicator
 from dtk.errors import at_rank
 from dtk.input.pipelines import read_ahead
 from dtk.strategies.base import DtkStrategy
@@ -105,7 +106,7 @@ def _elements(source: Any, read: Callable | None, rank: int, size: int) -> tf.da
 
 
 def _agreed_steps(
-    asked: int | None, elements: tf.data.Dataset, mine: int, communicator: Any
+    asked: int | None, elements: tf.data.Dataset, mine: int, communicator: Communicator
 ) -> int:
     """The steps every rank takes, in batches of `mine` rows here; errors are raised on all."""
     rows = int(elements.cardinality())

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 import tensorflow as tf
 
 
-def dense(gradient: Any, variable: Any) -> tf.Tensor:
+def dense(gradient: tf.Tensor | tf.IndexedSlices, variable: keras.Variable) -> tf.Tensor:
     """A gradient in the shape and type of its variable; rows named twice are summed first.
 
     Norms, decay and decaying moments concern every row of a table, also those that a batch does not

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras import ops
 
 from dtk.optimizers.dense import dense
-from dtk.optimizers.layerwise import LayerwiseOptimizer, both_positive, norm
+from dtk.optimizers.layerwise import LayerwiseOptimizer, LearningRate, both_positive, norm
 
 
 @keras.saving.register_keras_serializable(package="dtk")
@@ -53,7 +54,7 @@ class LAMB(LayerwiseOptimizer):
 
     def __init__(
         self,
-        learning_rate: Any = 0.001,
+        learning_rate: LearningRate = 0.001,
         beta_1: float = 0.9,
         beta_2: float = 0.999,
         epsilon: float = 1e-6,
@@ -71,7 +72,7 @@ class LAMB(LayerwiseOptimizer):
         self.beta_2 = beta_2
         self.epsilon = epsilon
 
-    def build(self, variables: Any) -> None:
+    def build(self, variables: Sequence[keras.Variable]) -> None:
         """Make both moments for each variable."""
         if self.built:
             return
@@ -80,7 +81,12 @@ class LAMB(LayerwiseOptimizer):
             variables, ["momentum", "velocity"]
         )
 
-    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+    def update_step(
+        self,
+        gradient: tf.Tensor | tf.IndexedSlices,
+        variable: keras.Variable,
+        learning_rate: tf.Tensor,
+    ) -> None:
         """One step of one variable."""
         update = self._adam(dense(gradient, variable), variable)
         update += self.decay_of(variable) * variable
@@ -90,7 +96,7 @@ class LAMB(LayerwiseOptimizer):
             step *= ops.cast(both_positive(weights, length, weights / length), variable.dtype)
         self.assign_sub(variable, step)
 
-    def _adam(self, gradient: Any, variable: Any) -> Any:
+    def _adam(self, gradient: tf.Tensor, variable: keras.Variable) -> tf.Tensor:
         index = self._get_variable_index(variable)
         m, v = self._momentums[index], self._velocities[index]
         self.assign_add(m, (1.0 - self.beta_1) * (gradient - m))

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras import ops
 
 from dtk.optimizers.dense import dense
-from dtk.optimizers.layerwise import LayerwiseOptimizer, both_positive, norm
+from dtk.optimizers.layerwise import LayerwiseOptimizer, LearningRate, both_positive, norm
 
 
 @keras.saving.register_keras_serializable(package="dtk")
@@ -53,7 +54,7 @@ class LARS(LayerwiseOptimizer):
 
     def __init__(
         self,
-        learning_rate: Any,
+        learning_rate: LearningRate,
         momentum: float = 0.9,
         trust_coefficient: float = 0.001,
         weight_decay: float | None = None,
@@ -68,14 +69,19 @@ class LARS(LayerwiseOptimizer):
         self.momentum = momentum
         self.trust_coefficient = trust_coefficient
 
-    def build(self, variables: Any) -> None:
+    def build(self, variables: Sequence[keras.Variable]) -> None:
         """Make a momentum buffer for each variable."""
         if self.built:
             return
         super().build(variables)
         self._momentums = self.add_optimizer_variables(variables, "momentum")
 
-    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+    def update_step(
+        self,
+        gradient: tf.Tensor | tf.IndexedSlices,
+        variable: keras.Variable,
+        learning_rate: tf.Tensor,
+    ) -> None:
         """One step of one variable."""
         momentum = self._momentums[self._get_variable_index(variable)]
         rate = ops.cast(learning_rate, variable.dtype)
@@ -86,7 +92,7 @@ class LARS(LayerwiseOptimizer):
         self.assign(momentum, self.momentum * momentum + step)
         self.assign_sub(variable, momentum)
 
-    def _ratio(self, gradient: Any, variable: Any, decay: float) -> Any:
+    def _ratio(self, gradient: tf.Tensor, variable: keras.Variable, decay: float) -> tf.Tensor:
         slope, weights = norm(gradient), norm(variable)
         ratio = self.trust_coefficient * weights / (slope + decay * weights)
         return both_positive(weights, slope, ratio)

@@ -7,26 +7,33 @@ Of what Keras gives to subclasses without promising it, this uses `_get_variable
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import keras
+import tensorflow as tf
 from keras import ops
 
+# What Keras takes for a learning rate.
+LearningRate: TypeAlias = (
+    float | keras.optimizers.schedules.LearningRateSchedule | Callable[[], float]
+)
 
-def norm(x: Any) -> Any:
+
+def norm(x: tf.Tensor) -> tf.Tensor:
     """L2 norm of all entries; for half precision in float32, where their squares do not overflow.
 
-    Example:
-        >>> from keras import ops
-        >>> float(norm(ops.convert_to_tensor([300.0, -400.0], "float16")))
-        500.0
+        Example:
+            >>> import tensorflow as tf
+    from keras import ops
+            >>> float(norm(ops.convert_to_tensor([300.0, -400.0], "float16")))
+            500.0
     """
     x = ops.cast(x, keras.backend.result_type(x.dtype, "float32"))
     return ops.sqrt(ops.sum(ops.square(x)))
 
 
-def both_positive(first: Any, second: Any, ratio: Any) -> Any:
+def both_positive(first: tf.Tensor, second: tf.Tensor, ratio: tf.Tensor) -> tf.Tensor:
     """The ratio where both norms are above 0, else 1."""
     return ops.where(ops.logical_and(first > 0, second > 0), ratio, 1.0)
 
@@ -56,7 +63,7 @@ class LayerwiseOptimizer(keras.optimizers.Optimizer):
 
     def __init__(
         self,
-        learning_rate: Any,
+        learning_rate: LearningRate,
         exclude: Sequence[str] = (),
         weight_decay: float | None = None,
         **kwargs: Any,
@@ -69,26 +76,26 @@ class LayerwiseOptimizer(keras.optimizers.Optimizer):
             )
         self.exclude = tuple(exclude)
 
-    def build(self, variables: Any) -> None:
+    def build(self, variables: Sequence[keras.Variable]) -> None:
         """Decide which variables are skipped; here, because steps see variables without a path."""
         super().build(variables)
         self._skipped = tuple(self.skips(variable) for variable in variables)
 
-    def skips(self, variable: Any) -> bool:
+    def skips(self, variable: keras.Variable) -> bool:
         """Whether a variable is neither adapted nor decayed."""
         path = getattr(variable, "path", variable.name)
         return len(variable.shape) <= 1 or any(re.search(text, path) for text in self.exclude)
 
-    def adapts(self, variable: Any) -> bool:
+    def adapts(self, variable: keras.Variable) -> bool:
         """Whether a variable that was there at build time has a ratio of its own."""
         return not self._skipped[self._get_variable_index(variable)]
 
-    def decay_of(self, variable: Any) -> float:
+    def decay_of(self, variable: keras.Variable) -> float:
         """The weight decay of a variable; 0.0 for one that is skipped or excluded from it."""
         decays = self.weight_decay and self.adapts(variable) and self._use_weight_decay(variable)
         return self.weight_decay if decays else 0.0
 
-    def _apply_weight_decay(self, variables: Any) -> None:
+    def _apply_weight_decay(self, variables: Sequence[keras.Variable]) -> None:
         """Keras would decay before the step; here decay is in the step."""
 
     def get_config(self) -> dict:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras import ops
 
 from dtk.optimizers.dense import dense
+from dtk.optimizers.layerwise import LearningRate
 
 
-def sgd_share(epoch: Any, center: float = 10.0, period: float = 5.0) -> Any:
+def sgd_share(epoch: tf.Tensor, center: float = 10.0, period: float = 5.0) -> tf.Tensor:
     """How much of a step is SGD's, a_s: exponential below one half, linear above, smooth between.
 
         a_s = exp(2 (e - center) / period) / 2      for e < center
@@ -69,7 +72,7 @@ class RMSpropWarmup(keras.optimizers.Optimizer):
 
     def __init__(
         self,
-        learning_rate: Any,
+        learning_rate: LearningRate,
         steps_per_epoch: int,
         center: float = 10.0,
         period: float = 5.0,
@@ -99,7 +102,7 @@ class RMSpropWarmup(keras.optimizers.Optimizer):
         self.rho = rho
         self.epsilon = epsilon
 
-    def build(self, variables: Any) -> None:
+    def build(self, variables: Sequence[keras.Variable]) -> None:
         """Make m and D for each variable."""
         if self.built:
             return
@@ -109,12 +112,17 @@ class RMSpropWarmup(keras.optimizers.Optimizer):
         )
 
     @property
-    def epoch(self) -> Any:
+    def epoch(self) -> tf.Tensor:
         """Epochs taken so far, with a fraction; an accumulation window counts all its batches."""
         taken = self.iterations * (self.gradient_accumulation_steps or 1)
         return ops.cast(taken, "float32") / self.steps_per_epoch
 
-    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+    def update_step(
+        self,
+        gradient: tf.Tensor | tf.IndexedSlices,
+        variable: keras.Variable,
+        learning_rate: tf.Tensor,
+    ) -> None:
         """One step of one variable."""
         index = self._get_variable_index(variable)
         velocity, step = self._velocities[index], self._steps[index]

@@ -18,6 +18,8 @@ from dtk.input import slicing
 from dtk.input.pipelines import read_ahead
 from dtk.parameter_server import evaluator, gradient_buffers, worker_data
 from dtk.parameter_server.chief_trial import ChiefTrial
+from dtk.parameter_server.contract import ServerStrategy
+from dtk.parameter_server.dispatch import Loop
 from dtk.parameter_server.downpour import DownpourTraining
 from dtk.parameter_server.scheduler import Schedule
 from dtk.parameter_server.testing import Counting, Predicting, Testing
@@ -29,10 +31,10 @@ from dtk.trainer.distributed_trainer import DistributedTrainer
 class ParameterServerTrainer(DistributedTrainer):
     """What dtk keeps about a model whose weights are on parameter servers."""
 
-    def __init__(self, model: Any, strategy: Any):
+    def __init__(self, model: keras.Model, strategy: ServerStrategy):
         super().__init__(model, strategy)
         self._parts: dict[int, list] = {}
-        self._loops: dict[str, Any] = {}
+        self._loops: dict[str, Loop] = {}
 
     @property
     def takes_over(self) -> bool:
@@ -44,7 +46,7 @@ class ParameterServerTrainer(DistributedTrainer):
         for optimizer in shared_optimizer.optimizers_of(self.model):
             shared_optimizer.note_applies(optimizer, self.strategy, self.parts_of)
 
-    def parts_of(self, variable: Any) -> list:
+    def parts_of(self, variable: keras.Variable) -> list:
         """A Keras variable in a list, or its parts where it is partitioned."""
         return gradient_buffers.parts_of(variable, self._parts)
 
@@ -64,7 +66,7 @@ class ParameterServerTrainer(DistributedTrainer):
 
     # Data.
 
-    def cut(self, dataset: Any) -> Any:
+    def cut(self, dataset: tf.data.Dataset | worker_data.WorkerDataset) -> Any:
         """Every global batch in as many slices as a step has; pipelines of workers as they are."""
         if isinstance(dataset, worker_data.WorkerDataset):
             return dataset

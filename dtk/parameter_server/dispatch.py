@@ -11,15 +11,17 @@ import collections
 import contextlib
 import functools
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from dtk.input import slicing
 from dtk.parameter_server import gradient_buffers, worker_data
+from dtk.parameter_server.contract import LoopTrainer
 from dtk.parameter_server.functional_step import FunctionalStep
-from dtk.parameter_server.scheduler import Schedule
+from dtk.parameter_server.scheduler import Piece, Schedule
 from dtk.trainer import replica_step, seeds
 
 # Steps that compute at once draw their random numbers this far apart.
@@ -42,7 +44,7 @@ class Result:
         outputs: Any,
         share: float,
         buffer: gradient_buffers.GradientBuffer | None = None,
-        release: Callable[[Any], None] = lambda buffer: None,
+        release: Callable[[gradient_buffers.GradientBuffer | None], None] = lambda buffer: None,
         older: int = 0,
     ):
         self.outputs, self.share, self.buffer, self._release = outputs, share, buffer, release
@@ -85,9 +87,13 @@ def whole_batch(data: Any) -> Any:
     return replica_step.without_optionals(data)
 
 
-def apart_by(steps: int) -> np.uint32:
+def rng_offset(steps: int) -> np.uint32:
     """How far apart steps draw their random numbers."""
     return np.uint32(steps * RNG_STRIDE % 2**32)
+
+
+# A slice of a batch, as a worker is given it.
+SliceTask = tuple[Piece, Batch]
 
 
 class Steps:
@@ -110,7 +116,7 @@ class Steps:
         step = self.schedule.offer()
         self._batches[step], self._results[step] = batch, {}
 
-    def take(self, worker: int) -> Any:
+    def take(self, worker: int) -> SliceTask | None:
         """The next slice for a worker. One without rows needs none."""
         while self._is_turn_of(worker) and (piece := self.schedule.take(worker)) is not None:
             work = (piece, self._batches[piece.step])
@@ -132,7 +138,7 @@ class Steps:
         owner = (step * self.schedule.slices + part) % self._workers
         return owner == worker or owner in self._lost_workers
 
-    def finished(self, work: Any, worker: int, result: Result | None) -> None:
+    def finished(self, work: SliceTask, worker: int, result: Result | None) -> None:
         """A worker has computed a slice."""
         piece, _ = work
         if self.schedule.returned(piece, worker, 0 if result is None else result.older):
@@ -142,7 +148,7 @@ class Steps:
         elif result is not None:
             result.drop()
 
-    def lost(self, work: Any, worker: int) -> None:
+    def lost(self, work: SliceTask, worker: int) -> None:
         """A worker died with a slice."""
         self.schedule.lost(work[0], worker)
 
@@ -160,6 +166,10 @@ class Steps:
         return step, [r for _, r in sorted(results.items()) if r is not None]
 
 
+# A complete step and its results, or whether no more steps are under way than allowed.
+_Ready = tuple[int, list[Result]] | bool
+
+
 class Loop:
     """Batches go out to the workers, results come back; the base of training, testing, predicting.
 
@@ -168,17 +178,17 @@ class Loop:
         schedule: Makes what decides which slice may start.
     """
 
-    def __init__(self, trainer: Any, schedule: Callable[[], Schedule]):
+    def __init__(self, trainer: LoopTrainer, schedule: Callable[[], Schedule]):
         self.model, self.strategy = trainer.model, trainer.strategy
         self.trainer = trainer
         self._new_schedule = schedule
         self._steps = self._new_steps()
-        self._functions: dict[Any, Callable] = {}
-        self._reports: dict[Any, gradient_buffers.Report] = {}
+        self._functions: dict[str, Callable] = {}
+        self._reports: dict[str, gradient_buffers.Report] = {}
         self._open = contextlib.ExitStack()
         self._is_open = False
         # States of random layers, shape (layers, 2), and the step they are the states of.
-        self._chance: np.ndarray | None = None
+        self._rng_state: np.ndarray | None = None
         self._first = 0
         self._draws = False
 
@@ -192,6 +202,13 @@ class Loop:
         """Batches that may be under way when `step` returns."""
         return 0
 
+    def new_epoch(self, epoch: int) -> None:
+        """Begin what is observed anew; loops without statistics observe nothing.
+
+        Args:
+            epoch: Number of the epoch that begins, from 0.
+        """
+
     def step(self, batch: slicing.Slices | worker_data.Pipelines, spec: Any) -> None:
         """Hand out one batch; return once no more than `ahead` are under way."""
         self._prepare(spec)
@@ -202,7 +219,7 @@ class Loop:
             self._open.enter_context(self.strategy.pool.working(self._steps, self._compute))
             self._is_open = True
         self.strategy.pool.offer(lambda: self._steps.add(batch))
-        self._settle(self.ahead)
+        self._flush(self.ahead)
 
     def _batch(self, batch: slicing.Slices | worker_data.Pipelines, spec: Any) -> Batch:
         if isinstance(batch, worker_data.Pipelines):
@@ -214,21 +231,21 @@ class Loop:
     def drain(self) -> None:
         """Wait until everything handed out is finished; keep what random layers go on from."""
         if self._is_open:
-            self._settle(0)
-        if self._chance is not None and self._draws:
+            self._flush(0)
+        if self._rng_state is not None and self._draws:
             if self.schedule.tau:
-                self._chance[:, 1] += apart_by(self.schedule.offered - self._first)
+                self._rng_state[:, 1] += rng_offset(self.schedule.offered - self._first)
             for variable, state in zip(
-                self.trainer.rng_state_variables(), self._chance, strict=True
+                self.trainer.rng_state_variables(), self._rng_state, strict=True
             ):
                 variable.assign(state)
-        self._chance = None
+        self._rng_state = None
 
     def close(self) -> None:
         """Send the workers home, and forget what is not finished: an exception left the loop."""
         self._open.close()
         self._is_open = False
-        self._chance = None
+        self._rng_state = None
         if self.schedule.unfinished:
             self._steps = self._new_steps()
 
@@ -236,13 +253,15 @@ class Loop:
         strategy = self.strategy
         return Steps(self._new_schedule(), strategy.workers, strategy.pool.lost_workers)
 
-    def _settle(self, allowed: int) -> None:
+    def _flush(self, allowed: int) -> None:
         pool = self.strategy.pool
+
+        def ready() -> _Ready:
+            return self._steps.next_complete() or self.schedule.unfinished <= allowed
+
         while True:
-            found = pool.wait(
-                lambda: self._steps.next_complete() or self.schedule.unfinished <= allowed
-            )
-            if found is True:
+            found = cast(_Ready, pool.wait(ready))
+            if isinstance(found, bool):
                 return
             step, results = found
             with pool.asking_servers():
@@ -253,27 +272,29 @@ class Loop:
 
     def _take_rng_state(self) -> tf.TensorSpec:
         """Find out what random layers go on from."""
-        if self._chance is None:
+        if self._rng_state is None:
             states = [v.numpy() for v in self.trainer.rng_state_variables()]
-            self._chance = np.array(states, "uint32").reshape(-1, 2)
+            self._rng_state = np.array(states, "uint32").reshape(-1, 2)
             self._first = self.schedule.offered
-        return tf.TensorSpec(self._chance.shape, tf.uint32)
+        return tf.TensorSpec(self._rng_state.shape, tf.uint32)
 
-    def _rng_states(self, rng_state: tf.Tensor) -> list[tuple[Any, tf.Tensor]]:
+    def _rng_states(self, rng_state: tf.Tensor) -> list[tuple[keras.Variable, tf.Tensor]]:
         """The states of random layers in a traced step."""
         states = self.trainer.rng_state_variables()
         return list(zip(states, tf.unstack(rng_state, num=len(states)), strict=True))
 
-    def _note_draws(self, traced: FunctionalStep, given: list[tuple[Any, tf.Tensor]]) -> None:
+    def _note_draws(
+        self, traced: FunctionalStep, given: list[tuple[keras.Variable, tf.Tensor]]
+    ) -> None:
         now = traced.scope.get_current_value
         self._draws |= any(now(variable) is not state for variable, state in given)
 
-    def _rng_state_of(self, piece: Any) -> np.ndarray:
+    def _rng_state_of(self, piece: Piece) -> np.ndarray:
         """Random states of a slice: the same whoever computes it, and whenever."""
-        assert self._chance is not None
-        states = self._chance.copy()
+        assert self._rng_state is not None
+        states = self._rng_state.copy()
         if self.schedule.tau:
-            states[:, 1] += apart_by(piece.step - self._first)
+            states[:, 1] += rng_offset(piece.step - self._first)
         return np.array(
             [seeds.fold_seed(state, piece.slice) for state in states], "uint32"
         ).reshape(-1, 2)
@@ -282,7 +303,7 @@ class Loop:
         """Trace, here and not on a worker's thread, what batches like this one need."""
         raise NotImplementedError
 
-    def _compute(self, work: Any, worker: int) -> Result:
+    def _compute(self, work: SliceTask, worker: int) -> Result:
         """Compute a slice; called on a worker's thread."""
         raise NotImplementedError
 

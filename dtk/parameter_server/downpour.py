@@ -22,7 +22,8 @@ import tensorflow as tf
 from dtk.compat import keras_variables, tf_replicas, tf_servers
 from dtk.input import slicing
 from dtk.parameter_server import gradient_buffers, gradient_compression, worker_data
-from dtk.parameter_server.dispatch import Batch, Result, whole_batch
+from dtk.parameter_server.contract import LoopTrainer
+from dtk.parameter_server.dispatch import Batch, Result, SliceTask, whole_batch
 from dtk.parameter_server.functional_step import trace_functional_step
 from dtk.parameter_server.training import Training
 from dtk.trainer import shared_optimizer
@@ -50,9 +51,11 @@ class Held(NamedTuple):
 class DownpourTraining(Training):
     """`fit`'s steps, several to a push."""
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: LoopTrainer):
         super().__init__(trainer)
-        self._exchange = self.strategy.exchange
+        exchange = self.strategy.exchange
+        assert exchange is not None
+        self._exchange = exchange
         self._check_optimizers()
         self._waiting: list[Batch] = []
         # Per worker, what it has not pushed yet.
@@ -124,7 +127,7 @@ class DownpourTraining(Training):
         return super()._lay_out(weights, sparse)
 
     def _trace(self, spec: Any, layout: gradient_buffers.Layout) -> Callable:
-        assert self._chance is not None
+        assert self._rng_state is not None
         if self._begin is None:
             begin = tf.function(self._fetch, autograph=False).get_concrete_function()
             values, rate, nothing = begin.structured_outputs
@@ -142,7 +145,7 @@ class DownpourTraining(Training):
                 self._state_spec[2], self._state_spec[2], self._state_spec[1], handles
             )
             self._begin = begin
-        rng_state = tf.TensorSpec(self._chance.shape, tf.uint32)
+        rng_state = tf.TensorSpec(self._rng_state.shape, tf.uint32)
         step = tf.function(self._local_step, autograph=False)
         return step.get_concrete_function(spec, rng_state, *self._state_spec)
 
@@ -173,7 +176,7 @@ class DownpourTraining(Training):
             state = list(zip(variables, values, strict=True))
             state += [(v, tf.zeros(v.shape, keras_variables.stored(v).dtype)) for v in metrics]
             state += self._rng_states(rng_state)
-            apart = trace_functional_step(
+            traced = trace_functional_step(
                 model.train_step,
                 data,
                 model,
@@ -184,24 +187,24 @@ class DownpourTraining(Training):
                 tables=self._tables,
             )
             accrued = self._layout.add(
-                accrued, self._layout.contents(self._plan_for(apart.applied))
+                accrued, self._layout.contents(self._plan_for(traced.applied))
             )
             steps = {
                 id(variable): tf.convert_to_tensor(gradient) * tf.cast(rate, gradient.dtype)
-                for _, gradients, applied_to in apart.applied
+                for _, gradients, applied_to in traced.applied
                 for gradient, variable in zip(gradients, applied_to, strict=True)
                 if gradient is not None
             }
-            now = apart.scope.get_current_value
+            now = traced.scope.get_current_value
             values = [
                 value - tf.cast(steps[id(v)], value.dtype) if id(v) in steps else now(v)
                 for v, value in zip(variables, values, strict=True)
             ]
             values = [tf.convert_to_tensor(value) for value in values]
-            results = self._results(apart, data, state)
-            states = results["chance"]
+            results = self._results(traced, data, state)
+            states = results["rng_state"]
             drawn = tf.cast(tf.stack(states), rng_state.dtype) if states else rng_state
-            report = self._report_of({**results, "read": apart.rows_read})
+            report = self._report_of({**results, "read": traced.rows_read})
             return report, drawn, values, accrued
 
     def _push(
@@ -210,10 +213,10 @@ class DownpourTraining(Training):
         """Write what is to be sent into a buffer; the bytes of it, and what is kept; traced."""
         layout = self._layout
         assert layout is not None
-        sent, kept = layout.sift(layout.add(accrued, kept), rate)
+        sent, kept = layout.compress(layout.add(accrued, kept), rate)
         return layout.put(sent, handles), kept
 
-    def _compute(self, work: Any, worker: int) -> Result:
+    def _compute(self, work: SliceTask, worker: int) -> Result:
         piece, batch = work
         buffer = self._free_buffer()
         begin, key = self._begin, gradient_buffers.key_of(batch.spec)
@@ -232,7 +235,7 @@ class DownpourTraining(Training):
             older = max(0, self.schedule.finished - held.finished - held.pushes)
             accrued = nothing
             for number, data in enumerate(batch.parts[0]):
-                if number and number % self._exchange.fetch_every == 0:
+                if number and number % self._exchange.fetch == 0:
                     values, rate, _ = begin()
                     pulled += self._read
                 call = functools.partial(_called, step, rng_state, values, rate, accrued)
@@ -247,12 +250,12 @@ class DownpourTraining(Training):
             self._kept.pop(worker, None)
             raise
         # Serial steps read what the one before has written.
-        pushes = held.pushes + 1 if self.schedule.tau else self._exchange.fetch_every
-        if pushes * self._exchange.push_every < self._exchange.fetch_every:
+        pushes = held.pushes + 1 if self.schedule.tau else self._exchange.fetch
+        if pushes * self._exchange.push_every < self._exchange.fetch:
             self._held[worker] = held._replace(values=values, pushes=pushes)
         if self._exchange.keeps:
             self._kept[worker] = kept
-        outputs = _together(reports)
+        outputs = _merge_reports(reports)
         traffic = np.array([pulled + sum(int(r["read"]) for r in reports), sent], np.int64)
         self.strategy.note_traffic(worker, traffic, len(reports))
         return Result(outputs, 1.0, buffer, self._buffers.append, older)
@@ -271,7 +274,7 @@ def _called(
     return step(data, rng_state, values, rate, accrued)
 
 
-def _together(reports: list[dict]) -> dict:
+def _merge_reports(reports: list[dict]) -> dict:
     """What several batches reported, as one; of what does not add up, the last."""
     totals = {
         name: [sum(column) for column in zip(*(r[name] for r in reports), strict=True)]

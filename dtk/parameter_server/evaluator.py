@@ -25,6 +25,7 @@ import tensorflow as tf
 
 from dtk.errors import ClusterError
 from dtk.parameter_server import run_server
+from dtk.parameter_server.contract import MaybeEvaluated
 from dtk.trainer.distributed_trainer import DistributedTrainer
 
 _LOOK_SECONDS = 1.0
@@ -53,17 +54,19 @@ class Source(Protocol):
     def appeared(self, seen: Collection[str]) -> list[str]:
         """Checkpoints that are not in `seen`, oldest first."""
 
-    def load_weights(self, model: Any, name: str) -> Saved | None:
+    def load_weights(self, model: keras.Model, name: str) -> Saved | None:
         """Give a model the weights of a checkpoint; None when it is not there any more."""
 
 
-def source_of(callbacks: Any) -> Source | None:
+def source_of(
+    callbacks: keras.callbacks.CallbackList | list | None,
+) -> Source | None:
     """The callback among those given to `fit` whose checkpoints an evaluator reads."""
     listed = getattr(callbacks, "callbacks", callbacks) or []
     return next((c for c in keras.tree.flatten(listed) if hasattr(c, "appeared")), None)
 
 
-def leaves_validation(asked: dict, strategy: Any) -> bool:
+def leaves_validation(asked: dict, strategy: MaybeEvaluated) -> bool:
     """Whether the chief need not validate, as the evaluator does.
 
     It validates all the same where a callback waits for the result.
@@ -82,7 +85,9 @@ class EvaluatorTrainer(DistributedTrainer):
         evaluate_checkpoints(method, self, args, kwargs)
 
 
-def evaluate_checkpoints(method: Callable, trainer: Any, args: tuple, kwargs: dict) -> NoReturn:
+def evaluate_checkpoints(
+    method: Callable, trainer: EvaluatorTrainer, args: tuple, kwargs: dict
+) -> NoReturn:
     """Evaluate checkpoints until the chief is gone, then exit with 0.
 
     Args:
@@ -121,19 +126,21 @@ def evaluate_checkpoints(method: Callable, trainer: Any, args: tuple, kwargs: di
         verbose=0,
         return_dict=True,
     )
-    logs = [c.log_dir for c in keras.tree.flatten(asked["callbacks"]) if _is_tensorboard(c)]
-    book = EvaluationLog(source.directory / _FILE, Path(logs[0]) / "evaluation" if logs else None)
+    directories = [c.log_dir for c in keras.tree.flatten(asked["callbacks"]) if _is_tensorboard(c)]
+    log = EvaluationLog(
+        source.directory / _FILE, Path(directories[0]) / "evaluation" if directories else None
+    )
     if not model.built:
         model.evaluate(x, y, batch_size=1, steps=1, verbose=0)
-    watch_until_end(model, source, evaluate, book, trainer.strategy.chief)
+    watch_until_end(model, source, evaluate, log, trainer.strategy.chief)
     raise SystemExit(0)
 
 
 def watch_until_end(
-    model: Any,
+    model: keras.Model,
     source: Source,
     evaluate: Callable[[], dict],
-    book: EvaluationLog,
+    log: EvaluationLog,
     chief: run_server.Chief,
 ) -> None:
     """Evaluate every checkpoint that appears, until the chief is gone.
@@ -141,7 +148,7 @@ def watch_until_end(
     Raises:
         ClusterError: There was none, ever.
     """
-    seen = book.names()
+    seen = log.names()
     _check_same_run(seen, source)
     while True:
         # Asked first: what the chief saved before it went is still found below.
@@ -152,7 +159,7 @@ def watch_until_end(
             if saved is None:
                 print(f"evaluator: {name} was removed before its turn; going on", flush=True)
             else:
-                book.write(name, saved, evaluate())
+                log.write(name, saved, evaluate())
         if gone:
             break
         time.sleep(_LOOK_SECONDS)
@@ -228,11 +235,11 @@ class EvaluationLog:
             writer.writerow(row)
 
 
-def _is_tensorboard(callback: Any) -> bool:
+def _is_tensorboard(callback: keras.callbacks.Callback) -> bool:
     return isinstance(callback, keras.callbacks.TensorBoard)
 
 
-def quietly_load(model: Any, path: Path) -> None:
+def quietly_load(model: keras.Model, path: Path) -> None:
     """`model.load_weights` for a model that will not be trained: its optimizer has no state."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Skipping variable loading for optimizer")

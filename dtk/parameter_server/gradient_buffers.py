@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -75,7 +76,7 @@ class Layout:
         """
         return [self._content(slot, gradients) for slot in [*self.dense, *self.rows]]
 
-    def sift(
+    def compress(
         self, contents: Sequence[tf.Tensor], rate: tf.Tensor
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """Choose what is sent.
@@ -211,7 +212,7 @@ def _of_any_length(handle: tf.Tensor) -> tf.Tensor:
     return tf.raw_ops.PlaceholderWithDefault(input=handle, shape=[])
 
 
-def parts_of(variable: Any, known: dict[int, list]) -> list:
+def parts_of(variable: keras.Variable, known: dict[int, list]) -> list:
     """A Keras variable in a list, or its parts where it is partitioned.
 
     Args:
@@ -228,7 +229,7 @@ def parts_of(variable: Any, known: dict[int, list]) -> list:
     return known[id(variable)]
 
 
-def split_gradient(gradient: Any, variable: Any) -> list:
+def split_gradient(gradient: tf.Tensor | tf.IndexedSlices, variable: keras.Variable) -> list:
     """A variable's gradient, as one per part."""
     shards = tf_variables.shards_of(keras_variables.stored(variable))
     if shards is None or gradient is None:
@@ -248,7 +249,7 @@ def split_gradient(gradient: Any, variable: Any) -> list:
     return split
 
 
-def near_inputs(op: Any) -> str:
+def near_inputs(op: tf.Operation) -> str:
     """Device function: compute where the first input from a server is.
 
     Clipping, loss scaling and the like name no device. They shall not pull gradients to the chief.
@@ -261,7 +262,7 @@ def near_inputs(op: Any) -> str:
     return ""
 
 
-def pull(variables: Iterable) -> tuple[list[tuple[Any, tf.Tensor]], int]:
+def pull(variables: Iterable) -> tuple[list[tuple[keras.Variable, tf.Tensor]], int]:
     """Read variables from their servers, once; traced on a worker.
 
     Returns:
@@ -319,6 +320,6 @@ def _without_rows(leaf: Any) -> Any:
     return leaf
 
 
-def key_of(spec: Any) -> Any:
+def key_of(spec: Any) -> str:
     """A specification as a dictionary key."""
     return str(spec)

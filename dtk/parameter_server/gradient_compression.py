@@ -25,7 +25,7 @@ class FilteredLayout(Layout):
         self._positions = [Slot(slot.device, tf.int32, slot.holds, True) for slot in self.dense]
         self.slots = [*self.dense, *self._positions, *self.rows]
 
-    def sift(
+    def compress(
         self, contents: Sequence[tf.Tensor], rate: tf.Tensor
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """Choose what is worth sending; rows of tables are sent whole."""
@@ -75,7 +75,7 @@ class QuantizedLayout(Layout):
         self._codes = [Slot(slot.device, tf.uint8, slot.holds) for slot in self.dense]
         self.slots = [*self.dense, *self._codes, *self.rows]
 
-    def sift(
+    def compress(
         self, contents: Sequence[tf.Tensor], rate: tf.Tensor
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """Encode kernels; what that loses stays."""

@@ -12,7 +12,6 @@ From there on a tensor of its own stands for the weight. If something consumes i
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -22,7 +21,7 @@ from dtk.errors import NotDistributedError
 from dtk.trainer.traced_step import Applied
 
 
-class Noted:
+class RecordedUpdates:
     """Gradients handed to optimizers by a step that is being traced.
 
     Args:
@@ -32,21 +31,21 @@ class Noted:
 
     Attributes:
         applied: The gradients by optimizer, in the order they were handed over.
-        standing_in: By id of a Keras variable, what stands for it since its gradient was noted.
+        placeholders: By id of a Keras variable, what stands for it since its gradient was noted.
     """
 
-    def __init__(self, scope: keras.StatelessScope, model: Any, tables: Collection):
+    def __init__(self, scope: keras.StatelessScope, model: keras.Model, tables: Collection):
         self._scope, self._model = scope, model
         self._tables = {id(variable) for variable in tables}
         self._graph = tf.compat.v1.get_default_graph()
         # Every weight that stands for an updated one, and whose update it waits for. A weight that
         # is noted twice has two.
-        self._waiting: list[tuple[Any, Any, tf.Tensor]] = []
+        self._waiting: list[tuple[keras.Variable, keras.Optimizer, tf.Tensor]] = []
         self._looked_up: set[int] = set()
         self.applied: list[Applied] = []
-        self.standing_in: dict[int, tf.Tensor] = {}
+        self.placeholders: dict[int, tf.Tensor] = {}
 
-    def note(self, optimizer: Any, gradients: Sequence, variables: Sequence) -> None:
+    def note(self, optimizer: keras.Optimizer, gradients: Sequence, variables: Sequence) -> None:
         """An optimizer is to apply these gradients when the step is over.
 
         Raises:
@@ -63,22 +62,22 @@ class Noted:
         self.applied.append(Applied(optimizer, list(gradients), list(variables)))
         for gradient, variable in zip(gradients, variables, strict=True):
             if gradient is not None:
-                self._stand_in_for(variable, optimizer)
+                self._put_placeholder(variable, optimizer)
 
-    def _stand_in_for(self, variable: Any, optimizer: Any) -> None:
+    def _put_placeholder(self, variable: keras.Variable, optimizer: keras.Optimizer) -> None:
         if id(variable) in self._tables:
             # To read a table would be to fetch all of it. Whoever reads this one is told off.
             value = tf.zeros(variable.shape, keras_variables.stored(variable).dtype)
         else:
             now = self._scope.get_current_value(variable)
             value = tf.identity(keras_variables.stored(variable) if now is None else now)
-        self.standing_in[id(variable)] = value
+        self.placeholders[id(variable)] = value
         self._waiting.append((variable, optimizer, value))
         self._scope.add_update((variable, value))
 
-    def note_lookup(self, variable: Any) -> None:
+    def note_lookup(self, variable: keras.Variable) -> None:
         """Rows of a table are looked up."""
-        if id(variable) in self.standing_in:
+        if id(variable) in self.placeholders:
             self._looked_up.add(id(variable))
 
     def check(self, assigned: Collection[int]) -> None:

@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -20,7 +21,8 @@ from dtk.errors import NotDistributedError
 from dtk.input import slicing
 from dtk.parameter_server import gradient_buffers, worker_data
 from dtk.parameter_server.consistency_models import ahead
-from dtk.parameter_server.dispatch import Result, whole_batch
+from dtk.parameter_server.contract import LoopTrainer
+from dtk.parameter_server.dispatch import Result, SliceTask, whole_batch
 from dtk.parameter_server.functional_step import FunctionalStep, trace_functional_step
 from dtk.parameter_server.scheduler import Schedule
 from dtk.parameter_server.testing import Counting
@@ -30,7 +32,7 @@ from dtk.trainer import partitioned_variables, shared_optimizer
 class Training(Counting):
     """`fit`'s steps."""
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: LoopTrainer):
         strategy = trainer.strategy
         self._consistency = strategy.consistency
         schedule = functools.partial(Schedule.of, self._consistency, strategy.workers)
@@ -86,14 +88,16 @@ class Training(Counting):
         return gradient_buffers.Layout(weights, sparse)
 
     def _trace(self, spec: Any, layout: gradient_buffers.Layout) -> Callable:
-        assert self._chance is not None
+        assert self._rng_state is not None
         handles = [tf.TensorSpec([], tf.resource) for _ in layout.slots]
         scalar = tf.TensorSpec([], tf.float32)
-        rng_state = tf.TensorSpec(self._chance.shape, tf.uint32)
+        rng_state = tf.TensorSpec(self._rng_state.shape, tf.uint32)
         function = tf.function(self._step, autograph=False)
         return function.get_concrete_function(spec, scalar, scalar, rng_state, handles)
 
-    def _step(self, data: Any, share: Any, size: Any, rng_state: Any, handles: Any) -> tf.Tensor:
+    def _step(
+        self, data: Any, share: tf.Tensor, size: tf.Tensor, rng_state: tf.Tensor, handles: list
+    ) -> tf.Tensor:
         """Keras's step on one slice; traced on the chief, runs on a worker, fills a buffer."""
         model, strategy, layout = self.model, self.strategy, self._layout
         assert layout is not None
@@ -101,7 +105,7 @@ class Training(Counting):
             state, read = self._state(self._tables)
             data = whole_batch(data)
             state += self._rng_states(rng_state)
-            apart = trace_functional_step(
+            traced = trace_functional_step(
                 model.train_step,
                 data,
                 model,
@@ -112,25 +116,25 @@ class Training(Counting):
                 tables=self._tables,
                 kinds=self.trainer.kinds_of("train"),
             )
-            sent = layout.put(layout.contents(self._plan_for(apart.applied)), handles)
+            sent = layout.put(layout.contents(self._plan_for(traced.applied)), handles)
             return self._report_of(
                 {
-                    **self._results(apart, data, state),
-                    "traffic": tf.stack([read + apart.rows_read, sent]),
+                    **self._results(traced, data, state),
+                    "traffic": tf.stack([read + traced.rows_read, sent]),
                 }
             )
 
-    def _results(self, apart: FunctionalStep, data: Any, state: list) -> dict:
+    def _results(self, traced: FunctionalStep, data: Any, state: list) -> dict:
         """What is reported of a traced step, besides its gradients."""
         states = self.trainer.rng_state_variables()
         before = {id(v): value for v, value in state}
-        moving = (apart.assigned & set(before)) - {id(v) for v in states}
+        moving = (traced.assigned & set(before)) - {id(v) for v in states}
         self._moving = [v for v in self.model.non_trainable_variables if id(v) in moving]
-        now = apart.scope.get_current_value
+        now = traced.scope.get_current_value
         return {
-            **self._count(apart, data),
+            **self._count(traced, data),
             "moved": [now(v) - before[id(v)] for v in self._moving],
-            "chance": [now(v) for v in states],
+            "rng_state": [now(v) for v in states],
         }
 
     def _plan_for(self, applied: Sequence) -> list:
@@ -142,7 +146,7 @@ class Training(Counting):
                 "that is an attribute of the model, so nothing would be trained; it must call "
                 "self.optimizer.apply(gradients, self.trainable_variables)"
             )
-        found: dict[int, Any] = {}
+        found: dict[int, tf.Tensor | tf.IndexedSlices | None] = {}
         self._plan = []
         for optimizer, gradients, variables in applied:
             parts = [p for v in variables for p in self._checked_parts(optimizer, v)]
@@ -164,7 +168,7 @@ class Training(Counting):
         }
         return gradients
 
-    def _checked_parts(self, optimizer: Any, variable: Any) -> list:
+    def _checked_parts(self, optimizer: keras.Optimizer, variable: keras.Variable) -> list:
         assert self._layout is not None
         parts = self.trainer.parts_of(variable)
         if not {id(part) for part in parts} <= {id(weight) for weight in self._layout.weights}:
@@ -177,7 +181,7 @@ class Training(Counting):
         partitioned_variables.check_parts(optimizer, variable, parts)
         return parts
 
-    def _compute(self, work: Any, worker: int) -> Result:
+    def _compute(self, work: SliceTask, worker: int) -> Result:
         piece, batch = work
         buffer = self._free_buffer()
         outputs, share = self._call(batch, piece, worker, self._rng_state_of(piece), buffer.handles)
@@ -208,9 +212,9 @@ class Training(Counting):
         ]
         buffers = [r.buffer.handles for r in results if r.buffer is not None]
         self._commits[count](buffers, moved)
-        if not self.schedule.tau and results[0].outputs["chance"]:
+        if not self.schedule.tau and results[0].outputs["rng_state"]:
             # One after the other, steps go on from where the last one stopped.
-            self._chance = np.array(results[0].outputs["chance"], "uint32")
+            self._rng_state = np.array(results[0].outputs["rng_state"], "uint32")
         self._add_up(results)
         if self.schedule.tau != self._consistency.tau:
             self._count_rows(results)
@@ -255,6 +259,6 @@ class Training(Counting):
                 keras_variables.stored(variable).assign_add(change)
 
 
-def _as(dtype: tf.DType, change: Any) -> tf.Tensor:
+def _as(dtype: tf.DType, change: np.ndarray | float) -> tf.Tensor:
     """A change in a variable's type; a count that sixths add up to is a whole number."""
     return tf.cast(np.rint(change) if dtype.is_integer else change, dtype)

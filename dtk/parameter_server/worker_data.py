@@ -14,11 +14,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TypeVar
 
 import tensorflow as tf
 
 from dtk.compat import tf_datasets, tf_servers
+
+T = TypeVar("T")
 
 _ELSEWHERE = (
     "dataset_fn gave worker {worker} a dataset that was made on the chief, which cannot be sent "
@@ -68,7 +70,7 @@ class Pipelines:
 
     def __init__(self, dataset: WorkerDataset):
         self._dataset = dataset
-        self._at: dict[int, Any] = {}
+        self._at: dict[int, tf.data.Iterator] = {}
         self._lost: list = []
         self._lock = threading.Lock()
         self.element_spec = dataset.element_spec
@@ -79,7 +81,7 @@ class Pipelines:
     def __next__(self) -> Pipelines:
         return self
 
-    def of(self, worker: int) -> Any:
+    def of(self, worker: int) -> tf.data.Iterator:
         """The iterator of the worker whose thread this is."""
         if worker not in self._at:
             with self._lock, _made_there(worker):  # it may call the script's own function
@@ -97,7 +99,7 @@ class Pipelines:
         if worker in self._at:
             self._lost.append(self._at.pop(worker))
 
-    def call(self, function: Callable[[Any], Any], worker: int) -> Any:
+    def call(self, function: Callable[[tf.data.Iterator], T], worker: int) -> T:
         """Call a function with the worker's iterator.
 
         Raises:
@@ -127,7 +129,7 @@ def _made_there(worker: int) -> Iterator[None]:
         raise ValueError(_ELSEWHERE.format(worker=worker)) from None
 
 
-def _opened(dataset: tf.data.Dataset, worker: int) -> Any:
+def _opened(dataset: tf.data.Dataset, worker: int) -> tf.data.Iterator:
     """An endless iterator over a worker's dataset.
 
     Raises:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
 
-Runs = list[tuple[int, Any]]
+Runs = list[tuple[int, float]]
 
 
-def parse_runs(schedule: Any, noun: str, valid: Callable[[object], bool], expected: str) -> Runs:
+def parse_runs(schedule: object, noun: str, valid: Callable[[object], bool], expected: str) -> Runs:
     """The runs of a list of values and `(count, value)` pairs; a value alone has a count of 1.
 
     Args:
@@ -66,7 +65,7 @@ def ends_of(runs: Runs) -> list[int]:
     return list(itertools.accumulate(count for count, _ in runs))
 
 
-def value_at(runs: Runs, position: int) -> Any:
+def value_at(runs: Runs, position: int) -> float:
     """The value at a position, counted from 0; the last persists.
 
     Example:

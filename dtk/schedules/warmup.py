@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import keras
+import tensorflow as tf
 from keras import ops
 
 # What a rate is multiplied with, from the first factor and how much of the warm-up is over, 0 to 1.
-SHAPES: dict[str, Callable[[float, Any], Any]] = {
+SHAPES: dict[str, Callable[[float, tf.Tensor], tf.Tensor | float]] = {
     "linear": lambda start, progress: start + (1.0 - start) * progress,
     "exponential": lambda start, progress: start ** (1.0 - progress),
     "constant": lambda start, progress: start,
@@ -50,7 +50,13 @@ class LearningRateWarmup(keras.optimizers.schedules.LearningRateSchedule):
         [0.2, 0.35, 0.5, 0.65, 0.8, 0.8]
     """
 
-    def __init__(self, learning_rate: Any, steps: int, start: float = 0.0, shape: str = "linear"):
+    def __init__(
+        self,
+        learning_rate: float | keras.optimizers.schedules.LearningRateSchedule,
+        steps: int,
+        start: float = 0.0,
+        shape: str = "linear",
+    ):
         super().__init__()
         if not _is_rate(learning_rate):
             raise ValueError(
@@ -71,7 +77,7 @@ class LearningRateWarmup(keras.optimizers.schedules.LearningRateSchedule):
         self.start = start
         self.shape = shape
 
-    def __call__(self, step: Any) -> Any:
+    def __call__(self, step: int | tf.Tensor) -> tf.Tensor:
         """The rate of a step, counted from 0."""
         after = self.learning_rate
         rate = after(step) if callable(after) else ops.convert_to_tensor(after, "float32")

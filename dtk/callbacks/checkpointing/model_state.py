@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from dtk.strategies.base import DtkStrategy
 from dtk.trainer import shared_optimizer
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.replica_step import metric_variables
@@ -19,7 +20,7 @@ def describe(trainer: DistributedTrainer) -> list[list]:
     return [[v.path, [int(n) for n in v.shape], str(v.dtype)] for v in variables]
 
 
-def check_same_model(saved: list, mine: list, path: Any) -> None:
+def check_same_model(saved: list, mine: list, path: Path) -> None:
     """Compare what `describe` returned then and now.
 
     Layers are named anew in every process, so of a path only its last word counts.
@@ -41,7 +42,7 @@ def check_same_model(saved: list, mine: list, path: Any) -> None:
         )
 
 
-def check_same_counts(saved: dict, trainer: DistributedTrainer, path: Any) -> None:
+def check_same_counts(saved: dict, trainer: DistributedTrainer, path: Path) -> None:
     """Compare what has no weights: random layers, and metrics in the middle of an epoch.
 
     Args:
@@ -89,23 +90,23 @@ def fold_accumulators(trainer: DistributedTrainer) -> None:
         give_to_first(variable, total, strategy)
 
 
-def give_to_first(variable: Any, value: Any, strategy: Any) -> None:
+def give_to_first(variable: keras.Variable, value: tf.Tensor, strategy: DtkStrategy) -> None:
     """Set a per-replica variable: `value` on replica 0, zeros on the others."""
     zeros, ranks = tf.zeros_like(value), strategy.local_ranks()
     strategy.set_per_replica(variable, [zeros if rank else value for rank in ranks])
 
 
-def copies_of(variable: Any, strategy: Any) -> list:
+def copies_of(variable: keras.Variable, strategy: DtkStrategy) -> list:
     """What this process's replicas hold of a variable."""
     return [tf.convert_to_tensor(v) for v in strategy.experimental_local_results(variable.value)]
 
 
-def iterations_of(model: Any) -> int | None:
+def iterations_of(model: keras.Model) -> int | None:
     """Return how many steps the optimizer has taken; None for a model without one."""
     optimizer = getattr(model, "optimizer", None)
     return None if optimizer is None else int(value_of(optimizer.iterations))
 
 
-def value_of(variable: Any) -> np.ndarray:
+def value_of(variable: keras.Variable) -> np.ndarray:
     """Return the value of a Keras variable as an array."""
     return keras.ops.convert_to_tensor(variable).numpy()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -150,7 +151,7 @@ def _restore_seeds(state: dict[str, Any], trainer: DistributedTrainer) -> None:
         trainer.feed.set_batches(trainer.feed.iterator.data_adapter)
 
 
-def resume_message(state: dict[str, Any], epochs: int, path: Any) -> str:
+def resume_message(state: dict[str, Any], epochs: int, path: Path) -> str:
     """Return the line that says where training goes on.
 
     Args:

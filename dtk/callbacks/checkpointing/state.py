@@ -91,11 +91,11 @@ def to_callbacks(states: dict[str, dict], callbacks: Iterable) -> None:
                 setattr(callback, attribute, value)
 
 
-def _known(callback: Any) -> tuple[str, ...]:
+def _known(callback: keras.callbacks.Callback) -> tuple[str, ...]:
     return next((names for kind, names in KNOWN if isinstance(callback, kind)), ())
 
 
-def _named(callbacks: Iterable) -> Iterable[tuple[str, Any]]:
+def _named(callbacks: Iterable) -> Iterable[tuple[str, keras.callbacks.Callback]]:
     seen: dict[str, int] = {}
     for callback in callbacks:
         kind = type(callback).__name__

@@ -7,8 +7,9 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dtk.communicators.base import Communicator
@@ -40,7 +41,7 @@ class Termination:
         self._communicator = communicator
         self._patience = patience
         self._caught = False
-        self._before: Any = None
+        self._before: Callable | int | signal.Handlers | None = None
         self._pipe: tuple[int, int] | None = None
         self._woken_before = -1
         self._granted = threading.Event()

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Protocol
 
 
-def epochs_per_worker(epochs: int, strategy: Any, minimum: int = 1) -> int:
+class Sized(Protocol):
+    """Anything with a number of workers.
+
+    Attributes:
+        size: Number of workers.
+    """
+
+    @property
+    def size(self) -> int:
+        """Number of workers."""
+
+
+def epochs_per_worker(epochs: int, strategy: Sized, minimum: int = 1) -> int:
     """How many epochs each worker runs when `epochs` are shared among all: `ceil(epochs / size)`.
 
     Under a dtk strategy an epoch is one pass of all workers together over the data, so the number

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 import tensorflow as tf
 
@@ -30,7 +28,7 @@ class Momentum:
 
     retrace = True
 
-    def __init__(self, optimizer: Any):
+    def __init__(self, optimizer: keras.Optimizer):
         self._optimizer = optimizer
         self._variable = tf.Variable(
             optimizer.momentum, trainable=False, dtype=tf.float32, name="momentum"
@@ -38,11 +36,13 @@ class Momentum:
         self._value = float(optimizer.momentum)
         self._put_into(optimizer)
 
-    def _put_into(self, optimizer: Any) -> None:
+    def _put_into(self, optimizer: keras.Optimizer) -> None:
         update, given, held = optimizer.update_step, optimizer.momentum, _Held(self._variable)
 
         @tf.autograph.experimental.do_not_convert
-        def update_step(gradient: Any, variable: Any, learning_rate: Any) -> None:
+        def update_step(
+            gradient: tf.Tensor, variable: keras.Variable, learning_rate: tf.Tensor
+        ) -> None:
             optimizer.momentum = held
             try:
                 update(gradient, variable, learning_rate)
@@ -81,18 +81,18 @@ class _Held:
     def __hash__(self) -> int:
         return id(self)
 
-    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+    def __tf_tensor__(self, dtype: tf.DType | None = None, name: str | None = None) -> tf.Tensor:
         return tf.convert_to_tensor(self._variable, dtype, name=name)
 
 
-def innermost(optimizer: Any) -> Any:
+def innermost(optimizer: keras.Optimizer) -> keras.Optimizer:
     """The optimizer that others, such as those that scale losses, wrap."""
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
     return optimizer
 
 
-def momentum_of(optimizer: Any, who: str) -> Momentum:
+def momentum_of(optimizer: keras.Optimizer, who: str) -> Momentum:
     """An optimizer's momentum; the same object each time.
 
     Args:

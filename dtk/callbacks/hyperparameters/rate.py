@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -27,11 +26,13 @@ class ScaledSchedule(keras.optimizers.schedules.LearningRateSchedule):
         0.4
     """
 
-    def __init__(self, schedule: Any, factor: float = 1.0):
+    def __init__(
+        self, schedule: keras.optimizers.schedules.LearningRateSchedule, factor: float = 1.0
+    ):
         self.schedule = schedule
         self.factor = tf.Variable(factor, trainable=False, dtype=tf.float32, name="rate_factor")
 
-    def __call__(self, step: Any) -> Any:
+    def __call__(self, step: int | tf.Tensor) -> tf.Tensor:
         """The scaled rate at a step."""
         return self.schedule(step) * self.factor
 
@@ -66,12 +67,12 @@ class Scaling:
     warm: bool = False
 
 
-def rate_now(optimizer: Any) -> float:
+def rate_now(optimizer: keras.Optimizer) -> float:
     """The rate the next step would have."""
     return float(keras.ops.convert_to_tensor(optimizer.learning_rate).numpy())
 
 
-def check_settable(optimizer: Any, who: str) -> None:
+def check_settable(optimizer: keras.Optimizer, who: str) -> None:
     """Whether callbacks can set an optimizer's rate.
 
     Args:
@@ -90,7 +91,9 @@ def check_settable(optimizer: Any, who: str) -> None:
         )
 
 
-def multiply_rate(optimizer: Any, factor: float, momentum_correction: bool = True) -> None:
+def multiply_rate(
+    optimizer: keras.Optimizer, factor: float, momentum_correction: bool = True
+) -> None:
     """Multiply an optimizer's rate, which is a number, and have its momentum buffers agree.
 
     Args:
@@ -112,7 +115,7 @@ class Rate:
 
     retrace = False
 
-    def __init__(self, optimizer: Any, scaling: Scaling, momentum_correction: bool):
+    def __init__(self, optimizer: keras.Optimizer, scaling: Scaling, momentum_correction: bool):
         self.optimizer = optimizer
         self.scaling = scaling
         self._buffers = momentum_buffers(optimizer) if momentum_correction else []
@@ -134,7 +137,7 @@ class Rate:
 class ScheduledRate(Rate):
     """The rate of an optimizer with a schedule, which stays in force."""
 
-    def __init__(self, optimizer: Any, scaling: Scaling, momentum_correction: bool):
+    def __init__(self, optimizer: keras.Optimizer, scaling: Scaling, momentum_correction: bool):
         super().__init__(optimizer, scaling, momentum_correction)
         schedule = shared_optimizer.schedule_of(optimizer)
         if not isinstance(schedule, ScaledSchedule):
@@ -148,7 +151,7 @@ class ScheduledRate(Rate):
         self._schedule.factor.assign(factor)
 
 
-def rate_of(optimizer: Any, scaling: Scaling, momentum_correction: bool) -> Rate:
+def rate_of(optimizer: keras.Optimizer, scaling: Scaling, momentum_correction: bool) -> Rate:
     """An optimizer's rate.
 
     Args:
@@ -160,7 +163,7 @@ def rate_of(optimizer: Any, scaling: Scaling, momentum_correction: bool) -> Rate
     return kind(optimizer, scaling, momentum_correction)
 
 
-def momentum_buffers(optimizer: Any) -> list:
+def momentum_buffers(optimizer: keras.Optimizer) -> list:
     """Variables that hold a sum of past gradients times the learning rate."""
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -76,7 +75,9 @@ class Blocks:
         def read(handle: tf.Tensor) -> tf.Tensor:
             return tf.raw_ops.ReadVariableOp(resource=handle, dtype=self.dtype)
 
-        def commit(weights: Any, buffers: Any, rate: Any, threshold: Any) -> None:
+        def commit(
+            weights: tf.Tensor, buffers: list[tf.Tensor], rate: tf.Tensor, threshold: tf.Tensor
+        ) -> None:
             with tf.device(device):
                 old = read(weights)
                 gradient = tf.add_n([read(buffer) for buffer in buffers])

@@ -19,13 +19,14 @@ import collections
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from dtk.compat import tf_servers
 from dtk.input import slicing
+from dtk.parameter_server.contract import ServerStrategy
 from dtk.parameter_server.proximal.blocks import Blocks, Copy
 from dtk.parameter_server.scheduler import Piece, Schedule
 
@@ -37,7 +38,7 @@ class Task(NamedTuple):
     part: int
 
 
-class Steps:
+class BlockSteps:
     """Steps in the order the schedule allows, each over all parts of the rows; see `pool.Work`.
 
     The schedule says that a worker may compute one more piece of a step. Which part of the rows
@@ -52,7 +53,7 @@ class Steps:
         self.schedule = schedule
         self._parts = parts
         self._given: dict[int, dict[int, int]] = {}  # step -> slice -> part
-        self._results: dict[int, dict[int, Any]] = {}  # step -> part -> result
+        self._results: dict[int, dict[int, tf.Variable | np.ndarray]] = {}  # step -> part -> result
         self._complete: collections.deque[int] = collections.deque()
 
     def take(self, worker: int) -> Task | None:
@@ -66,7 +67,7 @@ class Steps:
             given[piece.slice] = worker if worker in free else min(free)
         return Task(piece, given[piece.slice])
 
-    def finished(self, task: Task, worker: int, result: Any) -> None:
+    def finished(self, task: Task, worker: int, result: tf.Variable | np.ndarray) -> None:
         """A worker has computed a piece."""
         step = task.piece.step
         if self.schedule.returned(task.piece, worker):
@@ -99,9 +100,14 @@ class Descent:
     """
 
     def __init__(
-        self, strategy: Any, loss: Callable, weights: np.ndarray, data: tuple, blocks: int
+        self,
+        strategy: ServerStrategy,
+        loss: Callable,
+        weights: np.ndarray,
+        data: tuple,
+        blocks: int,
     ):
-        self._crew, self._note = strategy.pool, strategy.note_traffic
+        self._pool, self._note_traffic = strategy.pool, strategy.note_traffic
         self._loss = loss
         self._count = min(strategy.workers, len(data[0]))
         self._blocks = Blocks(weights, blocks, len(strategy.placement), self._count)
@@ -144,17 +150,17 @@ class Descent:
             What decided, with the staleness seen.
         """
         schedule = Schedule(tau, slices=self._count)
-        steps = Steps(schedule, self._count)
+        steps = BlockSteps(schedule, self._count)
         for _ in order:
             schedule.offer()
         record(0)
-        with self._crew.working(steps, functools.partial(self._compute, order)):
+        with self._pool.working(steps, functools.partial(self._compute, order)):
             while schedule.unfinished:
-                step, buffers = self._crew.wait(steps.next_complete)
+                step, buffers = self._pool.wait(steps.next_complete)
                 block = order[step]
-                with self._crew.asking_servers():
+                with self._pool.asking_servers():
                     self._blocks.apply(block, buffers, float(rate[block]), l1)
-                self._crew.offer(functools.partial(schedule.applied, step))
+                self._pool.offer(functools.partial(schedule.applied, step))
                 record(schedule.finished)
         return schedule
 
@@ -167,10 +173,10 @@ class Descent:
             ValueError: The loss gives another number of values than there are rows.
         """
         schedule = Schedule(tau=0, slices=self._count)
-        steps = Steps(schedule, self._count)
+        steps = BlockSteps(schedule, self._count)
         schedule.offer()
-        with self._crew.working(steps, self._measure_part):
-            _, results = self._crew.wait(steps.next_complete)
+        with self._pool.working(steps, self._measure_part):
+            _, results = self._pool.wait(steps.next_complete)
         for rows, (_, values, _) in zip(self._part_rows, results, strict=True):
             if values != rows:
                 raise ValueError(
@@ -194,7 +200,7 @@ class Descent:
                 span = [tf.constant(bound) for bound in self._blocks.spans[block]]
             weights, rows = copy.weights(), copy.rows(task.part)
             pushed = self._push(weights, rows, *span, buffer.handle).numpy()
-            self._note(worker, np.array([copy.take_pulled(), pushed]))
+            self._note_traffic(worker, np.array([copy.take_pulled(), pushed]))
         return buffer
 
     @contextlib.contextmanager
@@ -213,7 +219,9 @@ class Descent:
         numbers = [tf.reduce_sum(values), tf.size(values), tf.reduce_sum(tf.abs(whole))]
         return tf.stack([tf.cast(number, tf.float64) for number in numbers])
 
-    def _gradient(self, weights: list, rows: list, begin: Any, end: Any, buffer: Any) -> tf.Tensor:
+    def _gradient(
+        self, weights: list, rows: list, begin: tf.Tensor, end: tf.Tensor, buffer: tf.Tensor
+    ) -> tf.Tensor:
         """Put the gradient of one block into a gradient buffer; traced. Returns the bytes sent."""
         whole = tf.concat(weights, 0)
         with tf.GradientTape(watch_accessed_variables=False) as tape:

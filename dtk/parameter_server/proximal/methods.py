@@ -27,15 +27,16 @@ Algorithm 3, without its diagonal second-order term and its filter.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from dtk.input import slicing
 
 
-def soft_threshold(values: Any, threshold: Any) -> tf.Tensor:
+def soft_threshold(
+    values: npt.ArrayLike | tf.Tensor, threshold: npt.ArrayLike | tf.Tensor
+) -> tf.Tensor:
     """The proximal operator of `threshold * |x|_1`: argmin over x of |x - v|^2 / 2 + t |x|_1.
 
     Args:
@@ -54,7 +55,7 @@ def soft_threshold(values: Any, threshold: Any) -> tf.Tensor:
     return values - tf.clip_by_value(values, -threshold, threshold)
 
 
-def least_squares_smoothness(features: Any, blocks: int = 1) -> np.ndarray:
+def least_squares_smoothness(features: npt.ArrayLike, blocks: int = 1) -> np.ndarray:
     """L_b of the loss (x . w - y)^2 / 2: the largest eigenvalue of X_b^T X_b, for each block b.
 
     Without the factor 1/2 in the loss it is twice that.
@@ -81,7 +82,7 @@ def least_squares_smoothness(features: Any, blocks: int = 1) -> np.ndarray:
     return np.array([np.linalg.norm(features[:, begin:end], 2) ** 2 for begin, end in spans])
 
 
-def rate_bound(smoothness: Any, tau: int, epsilon: float = 1e-6) -> np.ndarray:
+def rate_bound(smoothness: npt.ArrayLike, tau: int, epsilon: float = 1e-6) -> np.ndarray:
     """The largest rate with which delayed block steps are known to converge.
 
     Args:
@@ -108,7 +109,7 @@ def rate_bound(smoothness: Any, tau: int, epsilon: float = 1e-6) -> np.ndarray:
     return 1 / ((1 + tau) * smoothness + epsilon * np.max(smoothness))
 
 
-def check_blocks(blocks: Any, entries: int) -> None:
+def check_blocks(blocks: int, entries: int) -> None:
     """Refuse what weights cannot be cut into."""
     if not is_whole(blocks) or not 1 <= blocks <= entries:
         raise ValueError(
@@ -117,12 +118,12 @@ def check_blocks(blocks: Any, entries: int) -> None:
         )
 
 
-def check_tau(tau: Any) -> None:
+def check_tau(tau: int) -> None:
     """Refuse what is no delay."""
     if not is_whole(tau) or tau < 0:
         raise ValueError(f"tau={tau!r}; expected 0 or more: the steps a gradient may be late")
 
 
-def is_whole(number: Any) -> bool:
+def is_whole(number: object) -> bool:
     """Whether it counts something."""
     return isinstance(number, int | np.integer) and not isinstance(number, bool)
