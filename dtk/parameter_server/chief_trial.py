@@ -21,7 +21,7 @@ from dtk.trainer import replica_step, trial
 
 
 class ChiefTrial(trial.Trial):
-    """See `trial.Trial`; the parts are the slices of a synchronous step."""
+    """Trial on the chief; the parts are the slices of a synchronous step. See `trial.Trial`."""
 
     def _ranks(self, batch: slicing.Slices) -> Sequence[int]:
         return range(len(batch.parts))

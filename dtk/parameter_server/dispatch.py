@@ -29,14 +29,14 @@ RNG_STRIDE = 1 << 10
 
 
 class Result:
-    """What a worker made of one slice.
+    """Result of one slice that a worker has computed.
 
     Args:
         outputs: What came back to the chief, as arrays.
-        share: The slice's part of the rows of its batch.
-        buffer: Where its gradients are, if it has some.
+        share: The slice's part of the rows of its batch, 0 to 1.
+        buffer: The buffer that holds its gradients; None where a step has none.
         release: Takes the gradient buffer back.
-        older: Applied steps that were not in the weights, besides those under way.
+        older: Applied steps that were not in the weights it used, besides those under way.
     """
 
     def __init__(
@@ -51,17 +51,17 @@ class Result:
         self.older = older
 
     def drop(self) -> None:
-        """It is not needed any more."""
+        """Give the gradient buffer back: the result is not needed any more."""
         self._release(self.buffer)
 
 
 class Batch(NamedTuple):
-    """A global batch in slices.
+    """Global batch in slices.
 
     Attributes:
         parts: The slices.
-        counts: Rows of each that are its own; 0 for a stand-in.
-        rows: Rows of all.
+        counts: Rows of each slice that are its own; 0 for one that holds a padding row only.
+        rows: Rows of all slices.
         spec: Specification of a slice of any number of rows.
         pipelines: Where workers take the rows from, if the chief has none.
         bound: Whether slices go round the workers; for pipelines only.
@@ -81,14 +81,29 @@ class Batch(NamedTuple):
 
 
 def whole_batch(data: Any) -> Any:
-    """A batch, or the next of a worker's own pipeline; traced."""
+    """Return a batch as Keras's steps take it; called while tracing.
+
+    Args:
+        data: A structure of tensors, or the iterator of a worker's own pipeline, whose next batch
+            it is.
+
+    Returns:
+        A structure of tensors, without optionals.
+    """
     if isinstance(data, tf.data.Iterator):
         data = data.get_next()
     return replica_step.without_optionals(data)
 
 
 def rng_offset(steps: int) -> np.uint32:
-    """How far apart steps draw their random numbers."""
+    """Return how far apart steps draw their random numbers.
+
+    Args:
+        steps: How many steps lie between.
+
+    Returns:
+        The offset of the state's counter, modulo 2^32.
+    """
     return np.uint32(steps * RNG_STRIDE % 2**32)
 
 
@@ -97,12 +112,12 @@ SliceTask = tuple[Piece, Batch]
 
 
 class Steps:
-    """Slices of batches, handed out in the order the schedule allows; see `pool.Work`.
+    """Queue of the slices of batches, handed out as the schedule allows; see `worker_pool.Work`.
 
     Args:
         schedule: Which slice may start.
-        workers: Their number.
-        lost_workers: Who is gone at the moment.
+        workers: Number of workers.
+        lost_workers: Indices of the workers that are lost at the moment; changes from outside.
     """
 
     def __init__(self, schedule: Schedule, workers: int, lost_workers: Collection[int]):
@@ -112,12 +127,23 @@ class Steps:
         self._complete: collections.deque[int] = collections.deque()
 
     def add(self, batch: Batch) -> None:
-        """Add a batch: one step."""
+        """Add a batch, which is one step.
+
+        Args:
+            batch: The batch, in as many slices as the schedule gives a step.
+        """
         step = self.schedule.offer()
         self._batches[step], self._results[step] = batch, {}
 
     def take(self, worker: int) -> SliceTask | None:
-        """The next slice for a worker. One without rows needs none."""
+        """Hand out the next slice for a worker; slices without rows are finished at once.
+
+        Args:
+            worker: Index of the worker.
+
+        Returns:
+            The slice and its batch; None if nothing may start yet.
+        """
         while self._is_turn_of(worker) and (piece := self.schedule.take(worker)) is not None:
             work = (piece, self._batches[piece.step])
             if work[1].counts[piece.slice] > 0:
@@ -139,7 +165,13 @@ class Steps:
         return owner == worker or owner in self._lost_workers
 
     def finished(self, work: SliceTask, worker: int, result: Result | None) -> None:
-        """A worker has computed a slice."""
+        """Take the result of a slice.
+
+        Args:
+            work: The slice and its batch, as `take` returned them.
+            worker: Index of the worker that has computed it.
+            result: Its result; None for a slice without rows.
+        """
         piece, _ = work
         if self.schedule.returned(piece, worker, 0 if result is None else result.older):
             self._results[piece.step][piece.slice] = result
@@ -149,13 +181,21 @@ class Steps:
             result.drop()
 
     def lost(self, work: SliceTask, worker: int) -> None:
-        """A worker died with a slice."""
+        """Hand a slice out again, whose worker was lost with it.
+
+        Args:
+            work: The slice and its batch, as `take` returned them.
+            worker: Index of the lost worker.
+        """
         self.schedule.lost(work[0], worker)
 
     def next_complete(self) -> tuple[int, list[Result]] | None:
-        """A step whose slices are all computed, and their results in order; None if there is none.
+        """Remove and return a step whose slices are all computed.
 
         The slices without rows are left out.
+
+        Returns:
+            The step's number and the results in the order of slices; None if no step is complete.
         """
         if not self._complete:
             return None
@@ -171,10 +211,10 @@ _Ready = tuple[int, list[Result]] | bool
 
 
 class Loop:
-    """Batches go out to the workers, results come back; the base of training, testing, predicting.
+    """Hands batches out to workers and takes results back: base of training, testing, predicting.
 
     Args:
-        trainer: Of the model.
+        trainer: The model's trainer.
         schedule: Makes what decides which slice may start.
     """
 
@@ -194,7 +234,7 @@ class Loop:
 
     @property
     def schedule(self) -> Schedule:
-        """What decides which slice may start."""
+        """Decides which slice may start."""
         return self._steps.schedule
 
     @property
@@ -210,7 +250,15 @@ class Loop:
         """
 
     def step(self, batch: slicing.Slices | worker_data.Pipelines, spec: Any) -> None:
-        """Hand out one batch; return once no more than `ahead` are under way."""
+        """Hand out one batch; return once no more than `ahead` are under way.
+
+        Args:
+            batch: The batch in slices, or the pipelines that workers read themselves.
+            spec: Specification of its slices, of any number of rows.
+
+        Raises:
+            ClusterError: A parameter server is gone, or no worker has been there for too long.
+        """
         self._prepare(spec)
         self._hand_out(self._batch(batch, spec))
 
@@ -229,7 +277,7 @@ class Loop:
         return Batch(batch.parts, tuple(map(int, batch.counts)), int(batch.rows), spec)
 
     def drain(self) -> None:
-        """Wait until everything handed out is finished; keep what random layers go on from."""
+        """Wait until all that was handed out is finished; keep the layers' random state."""
         if self._is_open:
             self._flush(0)
         if self._rng_state is not None and self._draws:
@@ -242,7 +290,7 @@ class Loop:
         self._rng_state = None
 
     def close(self) -> None:
-        """Send the workers home, and forget what is not finished: an exception left the loop."""
+        """Stop the workers, and forget what is not finished: an exception left the loop."""
         self._open.close()
         self._is_open = False
         self._rng_state = None

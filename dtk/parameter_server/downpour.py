@@ -35,10 +35,10 @@ class Held(NamedTuple):
 
     Attributes:
         values: The weights.
-        rate: The optimizer's rate.
-        nothing: A gradient of nothing.
-        finished: Steps that were applied when it fetched them.
-        pushes: How often it has pushed since.
+        rate: The optimizer's learning rate, a scalar.
+        nothing: Gradient of nothing, as `Layout.contents`.
+        finished: Steps that were applied when the worker fetched them.
+        pushes: How often the worker has pushed since.
     """
 
     values: list[tf.Tensor]
@@ -49,7 +49,14 @@ class Held(NamedTuple):
 
 
 class DownpourTraining(Training):
-    """`fit`'s steps, several to a push."""
+    """Loop of `fit`'s steps, several to a push (Downpour SGD, Dean et al. 2012).
+
+    Args:
+        trainer: The model's trainer; its strategy has an exchange.
+
+    Raises:
+        ValueError: An optimizer scales gradients, accumulates them itself, or has several rates.
+    """
 
     def __init__(self, trainer: LoopTrainer):
         super().__init__(trainer)
@@ -85,7 +92,12 @@ class DownpourTraining(Training):
                 )
 
     def step(self, batch: slicing.Slices | worker_data.Pipelines, spec: Any) -> None:
-        """As in the base; batches wait until there are enough of them for a push."""
+        """Collect batches, and hand them out when there are enough of them for a push.
+
+        Args:
+            batch: The batch in slices, or the pipelines that workers read themselves.
+            spec: Specification of its slices, of any number of rows.
+        """
         self._loosen_when_warm()
         self._prepare(spec)
         added = self._batch(batch, spec)
@@ -106,12 +118,12 @@ class DownpourTraining(Training):
             self._hand_out(Batch((parts,), (rows,), rows, first.spec, first.pipelines))
 
     def drain(self) -> None:
-        """As in the base; nothing waits any more."""
+        """Hand out the batches that wait for more, then do as the base class."""
         self._push_out()
         super().drain()
 
     def close(self) -> None:
-        """As in the base; what workers kept belongs to the weights of this `fit`."""
+        """Forget what workers kept, which belongs to this `fit`; then do as the base class."""
         self._waiting = []
         self._kept.clear()
         self._held.clear()

@@ -33,7 +33,7 @@ _FILE = "evaluation.csv"
 
 
 class Saved(NamedTuple):
-    """What one checkpoint says about itself.
+    """How far training was when a checkpoint was written.
 
     Attributes:
         epoch: Epochs that are complete.
@@ -47,29 +47,60 @@ class Saved(NamedTuple):
 
 
 class Source(Protocol):
-    """A callback that saves what can be evaluated beside the training."""
+    """Callback that saves what can be evaluated beside the training.
+
+    Attributes:
+        directory: Where the checkpoints lie.
+    """
 
     directory: Path
 
     def appeared(self, seen: Collection[str]) -> list[str]:
-        """Checkpoints that are not in `seen`, oldest first."""
+        """Return the checkpoints that are not in `seen`.
+
+        Args:
+            seen: Names of checkpoints.
+
+        Returns:
+            Names, oldest first.
+        """
 
     def load_weights(self, model: keras.Model, name: str) -> Saved | None:
-        """Give a model the weights of a checkpoint; None when it is not there any more."""
+        """Load the weights of a checkpoint into a model.
+
+        Args:
+            model: The model, which will not be trained.
+            name: The checkpoint's name.
+
+        Returns:
+            How far training was; None when the checkpoint has been removed.
+        """
 
 
 def source_of(
     callbacks: keras.callbacks.CallbackList | list | None,
 ) -> Source | None:
-    """The callback among those given to `fit` whose checkpoints an evaluator reads."""
+    """Return the callback among those given to `fit` whose checkpoints an evaluator reads.
+
+    Args:
+        callbacks: What `fit` was given: a `keras.callbacks.CallbackList`, a nest of callbacks, or
+            None.
+
+    Returns:
+        The first such callback; None if there is none.
+    """
     listed = getattr(callbacks, "callbacks", callbacks) or []
     return next((c for c in keras.tree.flatten(listed) if hasattr(c, "appeared")), None)
 
 
 def leaves_validation(asked: dict, strategy: MaybeEvaluated) -> bool:
-    """Whether the chief need not validate, as the evaluator does.
+    """Return whether the chief need not validate, because the evaluator does.
 
     It validates all the same where a callback waits for the result.
+
+    Args:
+        asked: The arguments of `fit`, by name.
+        strategy: The chief's strategy.
     """
     callbacks = asked["callbacks"]
     listed = keras.tree.flatten(getattr(callbacks, "callbacks", callbacks) or [])
@@ -78,10 +109,20 @@ def leaves_validation(asked: dict, strategy: MaybeEvaluated) -> bool:
 
 
 class EvaluatorTrainer(DistributedTrainer):
-    """A model in the evaluator's process, whose `fit` evaluates."""
+    """Trainer of a model in the evaluator's process, whose `fit` evaluates."""
 
     def fit(self, method: Callable, args: tuple, kwargs: dict) -> Any:
-        """Evaluate what the chief saves until it is gone, then end the process."""
+        """Evaluate what the chief saves until it is gone, then end the process.
+
+        Args:
+            method: Keras's own `fit`, bound to the model.
+            args: Positional arguments of `fit`.
+            kwargs: Its keyword arguments.
+
+        Raises:
+            SystemExit: Always, at the end, with code 0.
+            ClusterError: There is nothing to evaluate, or nothing to evaluate on.
+        """
         evaluate_checkpoints(method, self, args, kwargs)
 
 
@@ -92,9 +133,9 @@ def evaluate_checkpoints(
 
     Args:
         method: Keras's own `fit`, bound to the model.
-        trainer: The model's.
-        args: What `fit` was called with.
-        kwargs: The same.
+        trainer: The model's trainer.
+        args: Positional arguments of `fit`.
+        kwargs: Its keyword arguments.
 
     Raises:
         ClusterError: There is nothing to evaluate, or nothing to evaluate on.
@@ -145,8 +186,15 @@ def watch_until_end(
 ) -> None:
     """Evaluate every checkpoint that appears, until the chief is gone.
 
+    Args:
+        model: The model, built.
+        source: Where checkpoints come from.
+        evaluate: Evaluates the model as it is; returns loss and metrics by name.
+        log: Where the numbers go.
+        chief: The chief, as this process sees it.
+
     Raises:
-        ClusterError: There was none, ever.
+        ClusterError: No checkpoint ever appeared, or those there belong to another run.
     """
     seen = log.names()
     _check_same_run(seen, source)
@@ -181,7 +229,7 @@ def _check_same_run(seen: Collection[str], source: Source) -> None:
 
 
 class EvaluationLog:
-    """Where the numbers go: a CSV file beside the checkpoints, TensorBoard, and one line each.
+    """Log of evaluations: a CSV file beside the checkpoints, TensorBoard, and one line each.
 
     Args:
         path: The CSV file; a job that is started again goes on with it.
@@ -196,14 +244,23 @@ class EvaluationLog:
         self._writer = None if events is None else tf.summary.create_file_writer(str(events))
 
     def names(self) -> set[str]:
-        """Checkpoints evaluated so far."""
+        """Return the names of the checkpoints evaluated so far."""
         if not self._path.is_file():
             return set()
         with open(self._path, newline="") as file:
             return {row["checkpoint"] for row in csv.DictReader(file)}
 
     def write(self, name: str, saved: Saved, numbers: dict[str, float]) -> None:
-        """Note what the evaluation of one checkpoint said."""
+        """Write down the evaluation of one checkpoint.
+
+        Args:
+            name: The checkpoint's name.
+            saved: How far training was.
+            numbers: Loss and metrics by name.
+
+        Raises:
+            ClusterError: The file there has other columns.
+        """
         numbers = {key: float(value) for key, value in numbers.items()}
         row = {"checkpoint": name, **saved._asdict(), **numbers}
         self._append(row)
@@ -240,7 +297,12 @@ def _is_tensorboard(callback: keras.callbacks.Callback) -> bool:
 
 
 def quietly_load(model: keras.Model, path: Path) -> None:
-    """`model.load_weights` for a model that will not be trained: its optimizer has no state."""
+    """Load weights into a model that will not be trained: its optimizer has no state.
+
+    Args:
+        model: The model.
+        path: File of the weights, in Keras's format.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Skipping variable loading for optimizer")
         model.load_weights(path)

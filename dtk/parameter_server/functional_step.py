@@ -20,7 +20,7 @@ from dtk.trainer import replica_step, shared_optimizer, traced_step
 
 
 class FunctionalStep(NamedTuple):
-    """What a step would have changed.
+    """Results of a traced step that has changed nothing.
 
     Attributes:
         logs: What Keras's step returned.
@@ -67,6 +67,9 @@ def trace_functional_step(
             respect to these values.
         tables: Keras variables that are looked up where they are instead.
         kinds: Of the step's terms, see `loss_terms`.
+
+    Returns:
+        What the step would have changed.
 
     Raises:
         NotDistributedError: The step needs what it has updated, which is not updated yet.
@@ -142,20 +145,24 @@ def _whole_gradient(parts: Sequence, variable: keras.Variable) -> tf.IndexedSlic
 
 
 def rows_of(values: tf.Tensor, indices: tf.Tensor, shape: Sequence[int]) -> tf.IndexedSlices:
-    """A gradient of some rows, as TensorFlow makes them: the shape is a tensor, too.
+    """Return a gradient of some rows, as TensorFlow makes them: the shape is a tensor, too.
 
     Keras computes with that shape, together with the row numbers: their types must be the same.
 
     Args:
-        values: The rows.
-        indices: Their numbers.
-        shape: Of the whole.
+        values: The rows, of shape `[rows, ...]`.
+        indices: Their numbers, integers of shape `[rows]`.
+        shape: Shape of the whole table.
     """
     return tf.IndexedSlices(values, indices, tf.constant(tuple(shape), indices.dtype))
 
 
 def as_slices(gradient: tf.Tensor | tf.IndexedSlices) -> tf.IndexedSlices:
-    """A gradient as rows of a table, all of them if it is dense."""
+    """Return a gradient as rows of a table, all of them if it is dense.
+
+    Args:
+        gradient: A tensor or `IndexedSlices`.
+    """
     if isinstance(gradient, tf.IndexedSlices):
         return gradient
     return tf.IndexedSlices(gradient, tf.range(tf.shape(gradient, tf.int64)[0]))

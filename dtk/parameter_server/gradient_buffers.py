@@ -42,7 +42,7 @@ class Slot:
 
 
 class Layout:
-    """Which gradient lies where in a gradient buffer.
+    """Layout of a gradient buffer: which gradient lies where.
 
     Args:
         weights: Keras variables, none partitioned (see `keras_variables.Part`).
@@ -66,10 +66,10 @@ class Layout:
         self.slots = [*self.dense, *rows]
 
     def contents(self, gradients: Sequence) -> list[tf.Tensor]:
-        """Gradients as what lies in the slots of a gradient buffer.
+        """Arrange gradients as what lies in the slots of a gradient buffer; called while tracing.
 
         Args:
-            gradients: One per weight; None where there is none.
+            gradients: One per weight, a tensor or `IndexedSlices`; None where there is none.
 
         Returns:
             One flat tensor per dense slot, then those of the slots of rows.
@@ -79,11 +79,11 @@ class Layout:
     def compress(
         self, contents: Sequence[tf.Tensor], rate: tf.Tensor
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Choose what is sent.
+        """Choose what is sent; called while tracing.
 
         Args:
             contents: Accrued gradients; see `contents`.
-            rate: What a weight changes by, for a gradient of 1.
+            rate: By how much a weight changes for a gradient of 1, a scalar.
 
         Returns:
             What to `put`, and the `contents` that stay on the worker.
@@ -92,7 +92,7 @@ class Layout:
         return list(contents), self.zeros()
 
     def put(self, contents: Sequence[tf.Tensor], handles: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Write into a gradient buffer; traced on a worker.
+        """Write into a gradient buffer; called while tracing, runs on a worker.
 
         Args:
             contents: One flat tensor per slot.
@@ -108,14 +108,22 @@ class Layout:
         return sent
 
     def add(self, contents: Sequence[tf.Tensor], more: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The sum of two gradients, as `contents`."""
+        """Add two gradients up; called while tracing.
+
+        Args:
+            contents: One of them, as `contents` returns it.
+            more: The other, likewise.
+
+        Returns:
+            The sum, as `contents`; rows of tables are put one after the other.
+        """
         dense = len(self.dense)
         return [a + b for a, b in zip(contents[:dense], more[:dense], strict=True)] + [
             tf.concat([a, b], 0) for a, b in zip(contents[dense:], more[dense:], strict=True)
         ]
 
     def zeros(self) -> list[tf.Tensor]:
-        """No gradient, as `contents`."""
+        """Return a gradient of nothing, as `contents`; called while tracing."""
         sizes = [sum(self._size(index) for index in slot.holds) for slot in self.dense]
         return [tf.zeros([n], slot.dtype) for n, slot in zip(sizes, self.dense, strict=True)] + [
             tf.zeros([0], slot.dtype) for slot in self.rows
@@ -143,7 +151,7 @@ class Layout:
         return tf.concat(parts, 0)
 
     def take(self, buffers: Sequence[Sequence[tf.Tensor]]) -> list:
-        """The sum of the gradients in several gradient buffers; traced once, runs on the servers.
+        """Sum the gradients in several gradient buffers; traced once, runs on the servers.
 
         Args:
             buffers: Resource handles of each gradient buffer's slots.
@@ -189,10 +197,13 @@ class Layout:
 
 
 class GradientBuffer:
-    """Where one piece of work leaves its gradients.
+    """Buffer on the servers in which one piece of work leaves its gradients.
 
     Args:
-        layout: What it holds.
+        layout: What the buffer holds.
+
+    Attributes:
+        handles: Resource handles of its slots, in the layout's order.
     """
 
     def __init__(self, layout: Layout):
@@ -213,11 +224,11 @@ def _of_any_length(handle: tf.Tensor) -> tf.Tensor:
 
 
 def parts_of(variable: keras.Variable, known: dict[int, list]) -> list:
-    """A Keras variable in a list, or its parts where it is partitioned.
+    """Return a Keras variable in a list, or its parts where it is partitioned.
 
     Args:
         variable: The variable.
-        known: Remembers the parts made so far, by id.
+        known: Remembers the parts made so far, by id of the variable.
     """
     shards = tf_variables.shards_of(keras_variables.stored(variable))
     if shards is None:
@@ -230,7 +241,15 @@ def parts_of(variable: keras.Variable, known: dict[int, list]) -> list:
 
 
 def split_gradient(gradient: tf.Tensor | tf.IndexedSlices, variable: keras.Variable) -> list:
-    """A variable's gradient, as one per part."""
+    """Split a variable's gradient into one per part.
+
+    Args:
+        gradient: The gradient, a tensor or `IndexedSlices`; None where there is none.
+        variable: The variable; it need not be partitioned.
+
+    Returns:
+        One gradient per part, of the parts' shapes.
+    """
     shards = tf_variables.shards_of(keras_variables.stored(variable))
     if shards is None or gradient is None:
         return [gradient] * (len(shards) if shards else 1)
@@ -250,9 +269,16 @@ def split_gradient(gradient: tf.Tensor | tf.IndexedSlices, variable: keras.Varia
 
 
 def near_inputs(op: tf.Operation) -> str:
-    """Device function: compute where the first input from a server is.
+    """Return the device of the first input that is on a server, for an operation without a device.
 
     Clipping, loss scaling and the like name no device. They shall not pull gradients to the chief.
+    This is a device function of `tf.compat.v1.device`.
+
+    Args:
+        op: The operation that is being made.
+
+    Returns:
+        The device's name; "" leaves the choice to TensorFlow.
     """
     if op.device:
         return op.device
@@ -263,7 +289,10 @@ def near_inputs(op: tf.Operation) -> str:
 
 
 def pull(variables: Iterable) -> tuple[list[tuple[keras.Variable, tf.Tensor]], int]:
-    """Read variables from their servers, once; traced on a worker.
+    """Read variables from their servers, once; called while tracing, runs on a worker.
+
+    Args:
+        variables: Keras variables.
 
     Returns:
         (Keras variable, its value) pairs, and the bytes read.
@@ -280,6 +309,9 @@ class Report:
 
     Args:
         results: A structure of numbers, traced; all fit into float64 exactly or are float64.
+
+    Attributes:
+        tensor: The numbers, float64 of shape `[n]`.
     """
 
     def __init__(self, results: Any):
@@ -290,7 +322,14 @@ class Report:
         self.tensor = tf.concat([*parts, tf.zeros([0], tf.float64)], 0)
 
     def read(self, numbers: np.ndarray) -> Any:
-        """The structure again, of arrays."""
+        """Return the results of a step that has run.
+
+        Args:
+            numbers: The value of `tensor`.
+
+        Returns:
+            The structure again, of arrays of the results' shapes and types.
+        """
         results, first = [], 0
         for shape, dtype in self._kinds:
             last = first + math.prod(shape)
@@ -300,10 +339,13 @@ class Report:
 
 
 def spec_of(data: Any) -> Any:
-    """Specification of batches like this one, with any number of rows.
+    """Return the specification of batches like this one, with any number of rows.
 
     Args:
         data: A structure of tensors, or of their specifications.
+
+    Returns:
+        The same structure of specifications.
     """
     return tf.nest.map_structure(_without_rows, data)
 
@@ -321,5 +363,9 @@ def _without_rows(leaf: Any) -> Any:
 
 
 def key_of(spec: Any) -> str:
-    """A specification as a dictionary key."""
+    """Return a specification as a dictionary key.
+
+    Args:
+        spec: A structure of specifications.
+    """
     return str(spec)

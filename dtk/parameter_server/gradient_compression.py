@@ -11,11 +11,11 @@ from dtk.parameter_server.gradient_buffers import Layout, Slot
 
 
 class FilteredLayout(Layout):
-    """A layout whose dense slots hold a few entries and their positions, or all entries.
+    """Layout whose dense slots hold a few entries and their positions, or all entries.
 
     Args:
-        weights: As in `Layout`.
-        sparse: As in `Layout`.
+        weights: As of `Layout`.
+        sparse: As of `Layout`.
         significant: Smallest change of a weight worth sending.
     """
 
@@ -28,7 +28,15 @@ class FilteredLayout(Layout):
     def compress(
         self, contents: Sequence[tf.Tensor], rate: tf.Tensor
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Choose what is worth sending; rows of tables are sent whole."""
+        """Choose the entries worth sending; rows of tables are sent whole. Called while tracing.
+
+        Args:
+            contents: Accrued gradients; see `Layout.contents`.
+            rate: By how much a weight changes for a gradient of 1, a scalar.
+
+        Returns:
+            What to `put` - entries, their positions (int32), rows - and the `contents` that stay.
+        """
         sent, positions, kept = [], [], []
         for dense in contents[: len(self.dense)]:
             changes = tf.abs(dense) * tf.cast(rate, dense.dtype)
@@ -59,14 +67,14 @@ class FilteredLayout(Layout):
 
 
 class QuantizedLayout(Layout):
-    """A layout of a few bits for each entry of a kernel; vectors and rows of tables are whole.
+    """Layout of a few bits for each entry of a kernel; vectors and rows of tables are whole.
 
     Beside each dense slot, of which only what is not coded is left, lies one of codes.
 
     Args:
-        weights: As in `Layout`.
-        sparse: As in `Layout`.
-        bits: Of an entry.
+        weights: As of `Layout`.
+        sparse: As of `Layout`.
+        bits: Bits of a code.
     """
 
     def __init__(self, weights: Sequence, sparse: set[int], bits: int):
@@ -78,7 +86,15 @@ class QuantizedLayout(Layout):
     def compress(
         self, contents: Sequence[tf.Tensor], rate: tf.Tensor
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Encode kernels; what that loses stays."""
+        """Encode kernels, and keep what that loses on the worker. Called while tracing.
+
+        Args:
+            contents: Accrued gradients; see `Layout.contents`.
+            rate: Not used: codes do not depend on it.
+
+        Returns:
+            What to `put` - what is not coded, codes (uint8), rows - and the `contents` that stay.
+        """
         del rate
         sent, sent_codes, kept = [], [], []
         for slot, flat in zip(self.dense, contents, strict=False):

@@ -1,4 +1,4 @@
-"""What a worker's step hands to optimizers, which apply it when the step is over.
+"""Records what a worker's step hands to optimizers, which apply it when the step is over.
 
 So the step must not need it earlier. Whoever reads a weight whose gradient has been handed over
 expects the updated weight, which does not exist yet:
@@ -26,12 +26,13 @@ class RecordedUpdates:
 
     Args:
         scope: Holds the values that weights have in the step.
-        model: Whose step it is.
+        model: The model whose step it is.
         tables: Keras variables without a value in the scope: they are looked up in place.
 
     Attributes:
         applied: The gradients by optimizer, in the order they were handed over.
-        placeholders: By id of a Keras variable, what stands for it since its gradient was noted.
+        placeholders: By id of a Keras variable, the tensor in its place since its gradient was
+            recorded.
     """
 
     def __init__(self, scope: keras.StatelessScope, model: keras.Model, tables: Collection):
@@ -46,10 +47,15 @@ class RecordedUpdates:
         self.placeholders: dict[int, tf.Tensor] = {}
 
     def note(self, optimizer: keras.Optimizer, gradients: Sequence, variables: Sequence) -> None:
-        """An optimizer is to apply these gradients when the step is over.
+        """Record the gradients that an optimizer is to apply when the step is over.
+
+        Args:
+            optimizer: The optimizer.
+            gradients: One per variable; None where there is none.
+            variables: Keras variables.
 
         Raises:
-            NotDistributedError: The step decides at run time whether it does.
+            NotDistributedError: The step decides at run time whether it applies them.
         """
         if tf.compat.v1.get_default_graph() is not self._graph:
             raise NotDistributedError(
@@ -76,12 +82,16 @@ class RecordedUpdates:
         self._scope.add_update((variable, value))
 
     def note_lookup(self, variable: keras.Variable) -> None:
-        """Rows of a table are looked up."""
+        """Record that rows of a table are looked up.
+
+        Args:
+            variable: The table.
+        """
         if id(variable) in self.placeholders:
             self._looked_up.add(id(variable))
 
     def check(self, assigned: Collection[int]) -> None:
-        """The step is traced: it must not have read what it had updated, nor updated it by itself.
+        """Refuse a traced step that has read what it had updated, or updated weights by itself.
 
         Args:
             assigned: Ids of the Keras variables it assigned.

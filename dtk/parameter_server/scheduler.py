@@ -68,7 +68,12 @@ class Staleness:
     lag: int = 0
 
     def add(self, staleness: int, lag: int) -> None:
-        """Count one finished step."""
+        """Count one finished step.
+
+        Args:
+            staleness: How many steps before it were not applied when it was handed out.
+            lag: How many steps back the oldest of them was.
+        """
         self.histogram[staleness] = self.histogram.get(staleness, 0) + 1
         self.lag = max(self.lag, lag)
 
@@ -107,7 +112,7 @@ class _Started:
 
 
 class Schedule:
-    """Hands out steps, piece by piece, under one knob: tau.
+    """Queue that hands out steps, piece by piece, under one parameter: tau.
 
     Every slice that has no result is in exactly one place: not yet handed out, lost, or running on
     one worker or more. Only started steps and running pieces are stored, so memory is bounded by
@@ -155,10 +160,17 @@ class Schedule:
 
     @classmethod
     def of(cls, consistency: Consistency, workers: int) -> Schedule:
-        """The schedule of a consistency for a number of workers; serial at first if it warms up.
+        """Make the schedule of a consistency; serial at first if it has a warm start.
+
+        Args:
+            consistency: The consistency.
+            workers: Number of workers, backup workers included.
+
+        Returns:
+            The schedule, with nothing offered.
 
         Raises:
-            ValueError: As `check`.
+            ValueError: As `consistency_models.check`.
         """
         tau = 0 if consistency.warm_start else consistency.tau
         return cls(tau, consistency.slices(workers), consistency.spare)
@@ -170,6 +182,9 @@ class Schedule:
 
     def loosen(self, tau: float) -> None:
         """Let steps from now on start earlier than before.
+
+        Args:
+            tau: The new bound, at least the old one.
 
         Raises:
             ValueError: Steps may already be further ahead than `tau` allows.
@@ -200,14 +215,24 @@ class Schedule:
         return self.offered - self.finished
 
     def offer(self) -> int:
-        """Add the next step and return its number."""
+        """Add the next step.
+
+        Returns:
+            Its number, from 0.
+        """
         self.offered += 1
         return self.offered - 1
 
     def take(self, worker: int) -> Piece | None:
-        """What this worker is to compute now; None if there is nothing for it yet.
+        """Hand out the next piece for a worker.
 
         Lost pieces come first, then new ones in order of step and slice, then backups.
+
+        Args:
+            worker: Index of the worker.
+
+        Returns:
+            The piece; None if there is nothing for it yet.
         """
         if self._lost:
             self.retried += 1
@@ -223,8 +248,8 @@ class Schedule:
         """Note that a worker has computed its piece.
 
         Args:
-            piece: What it had.
-            worker: The worker.
+            piece: The piece it had.
+            worker: Index of the worker.
             older: Steps that were applied when it was handed out, and not in the weights it used.
 
         Returns:
@@ -244,7 +269,11 @@ class Schedule:
         return True
 
     def lost(self, piece: Piece, worker: int) -> None:
-        """Note that a worker died with this piece: another gets it, if its result is still needed.
+        """Note that a worker died with a piece: another gets it, if its result is still needed.
+
+        Args:
+            piece: The piece it had.
+            worker: Index of the worker.
 
         Raises:
             RuntimeError: This worker does not have this piece.
@@ -257,14 +286,21 @@ class Schedule:
             heapq.heappush(self._lost, needed)
 
     def complete(self, step: int) -> bool:
-        """Whether every slice of a step has a result and it is still to be applied.
+        """Return whether every slice of a step has a result and it is still to be applied.
 
-        Asked right after `returned` said True, under the same lock, it is True once per step.
+        Args:
+            step: The step's number.
+
+        Returns:
+            Right after `returned` said True, under the same lock, True once per step.
         """
         return step in self._started and not self._started[step].missing
 
     def applied(self, step: int) -> None:
         """Note that a step's gradients are in the weights: it is finished.
+
+        Args:
+            step: The step's number.
 
         Raises:
             RuntimeError: The step is not complete, or was applied before.
@@ -279,7 +315,7 @@ class Schedule:
         self.statistics.add(done.staleness, done.lag)
 
     def take_statistics(self) -> Staleness:
-        """The statistics since the last call, or the start; they begin anew."""
+        """Return the staleness counted since the last call, or the start; counting begins anew."""
         taken, self.statistics = self.statistics, Staleness()
         return taken
 

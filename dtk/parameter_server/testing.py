@@ -1,4 +1,4 @@
-"""What `evaluate` and `predict` do with workers behind parameter servers."""
+"""Test and predict with workers behind parameter servers: the loops of `evaluate` and `predict`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,15 @@ from dtk.trainer import replica_step
 
 
 class Counting(Loop):
-    """A loop whose workers count metrics, which the chief adds up."""
+    """Loop whose workers count metrics, which the chief adds up.
+
+    Args:
+        trainer: The model's trainer.
+        schedule: Makes what decides which slice may start.
+
+    Attributes:
+        logs: Loss and metrics of the batches so far, by name.
+    """
 
     def __init__(self, trainer: LoopTrainer, schedule: Callable[[], Schedule]):
         super().__init__(trainer, schedule)
@@ -111,14 +119,24 @@ class Counting(Loop):
 
 
 def put(logs: dict, path: tuple, value: Any) -> None:
-    """Give a dictionary of dictionaries a value."""
+    """Put a value into a dictionary of dictionaries.
+
+    Args:
+        logs: The outermost dictionary.
+        path: Keys, from the outermost to the innermost.
+        value: The value; it becomes a tensor.
+    """
     for name in path[:-1]:
         logs = logs.setdefault(name, {})
     logs[path[-1]] = tf.convert_to_tensor(value)
 
 
 class Testing(Counting):
-    """`evaluate`'s batches: any order, nothing applied."""
+    """Loop of `evaluate`'s batches: any order, nothing applied.
+
+    Args:
+        trainer: The model's trainer.
+    """
 
     def __init__(self, trainer: LoopTrainer):
         strategy = trainer.strategy
@@ -127,7 +145,7 @@ class Testing(Counting):
 
     @property
     def ahead(self) -> int:
-        """Workers shall find work waiting."""
+        """Batches that may be under way when `step` returns: workers shall find work waiting."""
         return 2 * self.strategy.workers
 
     def _batch(self, batch: slicing.Slices | worker_data.Pipelines, spec: Any) -> Batch:
@@ -174,7 +192,14 @@ class Testing(Counting):
 
 
 class Predicting(Loop):
-    """`predict`'s batches: each cut into a slice per worker, rows put together in order."""
+    """Loop of `predict`'s batches: each cut into a slice per worker, rows put together in order.
+
+    Args:
+        trainer: The model's trainer.
+
+    Attributes:
+        outputs: The outputs of each batch so far.
+    """
 
     def __init__(self, trainer: LoopTrainer):
         strategy = trainer.strategy

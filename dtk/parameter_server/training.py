@@ -1,4 +1,4 @@
-"""What `fit` does with workers behind parameter servers.
+"""Train with workers behind parameter servers: the loop of `fit`.
 
 A step is traced once, on the chief. A worker computes it as a function of a slice and of weights it
 reads, and puts gradients into a gradient buffer on the servers; when all slices of a step are
@@ -30,7 +30,11 @@ from dtk.trainer import partitioned_variables, shared_optimizer
 
 
 class Training(Counting):
-    """`fit`'s steps."""
+    """Loop of `fit`'s steps.
+
+    Args:
+        trainer: The model's trainer.
+    """
 
     def __init__(self, trainer: LoopTrainer):
         strategy = trainer.strategy
@@ -47,11 +51,16 @@ class Training(Counting):
 
     @property
     def ahead(self) -> int:
-        """See `consistency_models.ahead`."""
+        """Batches that may be under way when `step` returns; see `consistency_models.ahead`."""
         return ahead(self.schedule.tau, self.strategy.workers)
 
     def step(self, batch: slicing.Slices | worker_data.Pipelines, spec: Any) -> None:
-        """As in the base, and let workers loose when the warm start is over."""
+        """Hand out one batch as the base class does; end the warm start when it is over.
+
+        Args:
+            batch: The batch in slices, or the pipelines that workers read themselves.
+            spec: Specification of its slices, of any number of rows.
+        """
         self._loosen_when_warm()
         super().step(batch, spec)
 
@@ -64,7 +73,11 @@ class Training(Counting):
                 self.strategy.pool.offer(lambda: self.schedule.loosen(self._consistency.tau))
 
     def new_epoch(self, epoch: int) -> None:
-        """Begin what is observed anew."""
+        """Begin the statistics of staleness anew.
+
+        Args:
+            epoch: Number of the epoch that begins, from 0.
+        """
         self._epoch = epoch
         self.schedule.take_statistics()
 

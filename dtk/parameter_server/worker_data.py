@@ -29,7 +29,7 @@ _ELSEWHERE = (
 
 
 class WorkerDataset(tf_datasets.PerRankDataset):
-    """One pipeline per worker, made there.
+    """Dataset of one pipeline per worker, made there.
 
     Args:
         make: Worker's index -> its dataset; called where the dataset is to live.
@@ -42,16 +42,24 @@ class WorkerDataset(tf_datasets.PerRankDataset):
 
     @property
     def cardinality(self) -> tf.Tensor:
-        """Every pipeline begins anew when it ends."""
+        """Infinite: every pipeline begins anew when it ends."""
         return tf.constant(tf.data.INFINITE_CARDINALITY, tf.int64)
 
     def map(self, function: Callable) -> WorkerDataset:
-        """Apply a function to every batch, on the workers."""
+        """Apply a function to every batch, on the workers.
+
+        Args:
+            function: As of `tf.data.Dataset.map`.
+        """
         make = self.make
         return WorkerDataset(lambda worker: make(worker).map(function), self.local.map(function))
 
     def prefetch(self, count: int) -> WorkerDataset:
-        """Keep batches ready, on the workers."""
+        """Keep batches ready, on the workers.
+
+        Args:
+            count: How many batches.
+        """
         make = self.make
         return WorkerDataset(lambda worker: make(worker).prefetch(count), self.local)
 
@@ -60,7 +68,7 @@ class WorkerDataset(tf_datasets.PerRankDataset):
 
 
 class Pipelines:
-    """The workers' iterators over a `WorkerDataset`: made on first use, and after a loss again.
+    """Iterators of the workers over a `WorkerDataset`: made on first use, and again after a loss.
 
     As an iterator, it gives itself once for every step.
 
@@ -82,7 +90,14 @@ class Pipelines:
         return self
 
     def of(self, worker: int) -> tf.data.Iterator:
-        """The iterator of the worker whose thread this is."""
+        """Return the iterator of the worker whose thread this is.
+
+        Args:
+            worker: Index of the worker.
+
+        Raises:
+            ValueError: Its dataset is not like that of worker 0, or was made on the chief.
+        """
         if worker not in self._at:
             with self._lock, _made_there(worker):  # it may call the script's own function
                 made = self._dataset.make(worker)
@@ -95,12 +110,23 @@ class Pipelines:
         return self._at[worker]
 
     def lose(self, worker: int) -> None:
-        """Forget a lost worker's iterator, but keep it: its end would be a message to the dead."""
+        """Forget a lost worker's iterator, but keep it alive: its end would be a message.
+
+        Args:
+            worker: Index of the worker.
+        """
         if worker in self._at:
             self._lost.append(self._at.pop(worker))
 
     def call(self, function: Callable[[tf.data.Iterator], T], worker: int) -> T:
         """Call a function with the worker's iterator.
+
+        Args:
+            function: Called with the iterator.
+            worker: Index of the worker whose thread this is.
+
+        Returns:
+            What the function returned.
 
         Raises:
             ValueError: The pipeline has no batch at all.
@@ -141,15 +167,18 @@ def _opened(dataset: tf.data.Dataset, worker: int) -> tf.data.Iterator:
 
 
 def worker_dataset(dataset_fn: Callable, workers: int, slices: int) -> WorkerDataset:
-    """What `distribute_datasets_from_function` gives on the chief.
+    """Make what `distribute_datasets_from_function` returns on the chief.
 
     Args:
         dataset_fn: `tf.distribute.InputContext` -> batched `tf.data.Dataset`.
         workers: Number of workers, one pipeline each.
         slices: Gradients in one step.
 
+    Returns:
+        The pipelines, one for each worker.
+
     Raises:
-        TypeError: It returned something else.
+        TypeError: `dataset_fn` returned something else.
         ValueError: It returned rows instead of batches, or a synchronous step would have slices of
             different sizes.
     """

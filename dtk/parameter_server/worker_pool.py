@@ -37,25 +37,43 @@ ComputedT = TypeVar("ComputedT")
 
 
 class Work(Protocol[PieceT, ResultT]):
-    """Where pieces of work come from. Called under the pool's lock."""
+    """Source of pieces of work; called under the pool's lock."""
 
     def take(self, worker: int) -> PieceT | None:
-        """The next piece for a worker; None if there is none yet."""
+        """Hand out the next piece for a worker.
+
+        Args:
+            worker: Index of the worker.
+
+        Returns:
+            The piece; None if there is none yet.
+        """
 
     def finished(self, piece: PieceT, worker: int, result: ResultT) -> None:
-        """A worker has computed a piece."""
+        """Take the result of a piece.
+
+        Args:
+            piece: The piece.
+            worker: Index of the worker that has computed it.
+            result: What the worker's function returned.
+        """
 
     def lost(self, piece: PieceT, worker: int) -> None:
-        """A worker died with a piece."""
+        """Take back a piece whose worker was lost.
+
+        Args:
+            piece: The piece.
+            worker: Index of the lost worker.
+        """
 
 
 class WorkerPool:
-    """Workers that compute pieces of work.
+    """Workers that compute pieces of work, as threads on the chief.
 
     Args:
-        strategy: The strategy.
-        workers: Their addresses.
-        servers: Addresses of the parameter servers.
+        strategy: The strategy, whose coordinator keeps the threads.
+        workers: Addresses of the workers, "host:port".
+        servers: Addresses of the parameter servers, "host:port".
         patience: Seconds to go on without any worker before giving up.
     """
 
@@ -79,11 +97,14 @@ class WorkerPool:
     def working(
         self, work: Work[PieceT, ComputedT], compute: Callable[[PieceT, int], ComputedT]
     ) -> Iterator[WorkerPool]:
-        """While inside, workers compute what `work` gives them; inside another, instead of its.
+        """Let workers compute what `work` gives them while inside; inside another, instead of its.
 
         Args:
             work: Where pieces come from.
             compute: Computes a piece; called as `compute(piece, worker)` on a worker's thread.
+
+        Yields:
+            The pool.
         """
         entry = (work, compute)
         with self._changed:
@@ -110,14 +131,27 @@ class WorkerPool:
                 self._changed.notify_all()
 
     def offer(self, change: Callable[[], T]) -> T:
-        """Change the work, as by adding to it, and let workers look again."""
+        """Change the work, as by adding to it, and let workers look again.
+
+        Args:
+            change: Called once, under the lock.
+
+        Returns:
+            What `change` returned.
+        """
         with self._changed:
             result = change()
             self._changed.notify_all()
             return result
 
     def wait(self, until: Callable[[], T | None]) -> T:
-        """Wait until `until()`, called under the lock, is true; returns its result.
+        """Wait until a condition is true.
+
+        Args:
+            until: Called under the lock, whenever something has changed.
+
+        Returns:
+            What `until` returned, once that is true.
 
         Raises:
             ClusterError: A parameter server is gone, or there has been no worker for too long.
@@ -134,7 +168,7 @@ class WorkerPool:
 
     @contextlib.contextmanager
     def asking_servers(self) -> Iterator[None]:
-        """While inside, an error that comes from a lost parameter server says so.
+        """While inside, let an error that comes from a lost parameter server say so.
 
         Raises:
             ClusterError: Instead of TensorFlow's error.

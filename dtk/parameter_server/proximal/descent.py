@@ -32,17 +32,18 @@ from dtk.parameter_server.scheduler import Piece, Schedule
 
 
 class Task(NamedTuple):
-    """A piece of a step, and the part of the rows that was made its own."""
+    """Piece of a step, and the part of the rows it is computed on."""
 
     piece: Piece
     part: int
 
 
 class BlockSteps:
-    """Steps in the order the schedule allows, each over all parts of the rows; see `pool.Work`.
+    """Queue of steps over all parts of the rows; see `worker_pool.Work`.
 
     The schedule says that a worker may compute one more piece of a step. Which part of the rows
-    that is, is said here: the worker's own if nobody has it, for it has these rows already.
+    that is, is said here: the worker's own if no other worker has it, for it has these rows
+    already.
 
     Args:
         schedule: Whose steps have as many slices as there are parts.
@@ -57,7 +58,14 @@ class BlockSteps:
         self._complete: collections.deque[int] = collections.deque()
 
     def take(self, worker: int) -> Task | None:
-        """The next piece for a worker. A lost one keeps its part."""
+        """Hand out the next piece for a worker. A piece that was lost keeps its part.
+
+        Args:
+            worker: Index of the worker.
+
+        Returns:
+            The piece and its part of the rows; None if nothing may start yet.
+        """
         piece = self.schedule.take(worker)
         if piece is None:
             return None
@@ -68,7 +76,13 @@ class BlockSteps:
         return Task(piece, given[piece.slice])
 
     def finished(self, task: Task, worker: int, result: tf.Variable | np.ndarray) -> None:
-        """A worker has computed a piece."""
+        """Take the result of a piece.
+
+        Args:
+            task: The piece, as `take` returned it.
+            worker: Index of the worker that has computed it.
+            result: What the worker's function returned.
+        """
         step = task.piece.step
         if self.schedule.returned(task.piece, worker):
             self._results.setdefault(step, {})[task.part] = result
@@ -76,11 +90,20 @@ class BlockSteps:
                 self._complete.append(step)
 
     def lost(self, task: Task, worker: int) -> None:
-        """A worker died with a piece."""
+        """Hand a piece out again, whose worker was lost with it.
+
+        Args:
+            task: The piece, as `take` returned it.
+            worker: Index of the lost worker.
+        """
         self.schedule.lost(task.piece, worker)
 
     def next_complete(self) -> tuple[int, list] | None:
-        """A step whose parts are all computed, and their results in order; or None."""
+        """Remove and return a step whose parts are all computed.
+
+        Returns:
+            The step's number and the results in the order of parts; None if no step is complete.
+        """
         if not self._complete:
             return None
         step = self._complete.popleft()
@@ -89,7 +112,7 @@ class BlockSteps:
 
 
 class Descent:
-    """Computes steps with the workers of a strategy, and applies them.
+    """Block coordinate descent with the workers of a strategy.
 
     Args:
         strategy: A `ParameterServerStrategy`, on the chief.
@@ -137,7 +160,7 @@ class Descent:
     def run(
         self, order: Sequence[int], tau: int, rate: np.ndarray, l1: float, record: Callable
     ) -> Schedule:
-        """Take steps.
+        """Take steps, and apply them.
 
         Args:
             order: The block of each step.
@@ -147,7 +170,7 @@ class Descent:
             record: Called on the main thread between steps, as `record(steps applied)`.
 
         Returns:
-            What decided, with the staleness seen.
+            The schedule that decided, with the staleness seen.
         """
         schedule = Schedule(tau, slices=self._count)
         steps = BlockSteps(schedule, self._count)
@@ -165,9 +188,12 @@ class Descent:
         return schedule
 
     def measure(self) -> tuple[float, float]:
-        """Sum of the loss over all rows, and |w|_1, at the weights as they are.
+        """Compute the sum of the loss over all rows, and |w|_1, at the weights as they are.
 
         Workers finish what they compute, and compute this next; nothing is applied meanwhile.
+
+        Returns:
+            The sum of the loss, and |w|_1.
 
         Raises:
             ValueError: The loss gives another number of values than there are rows.

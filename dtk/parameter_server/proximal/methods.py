@@ -37,7 +37,7 @@ from dtk.input import slicing
 def soft_threshold(
     values: npt.ArrayLike | tf.Tensor, threshold: npt.ArrayLike | tf.Tensor
 ) -> tf.Tensor:
-    """The proximal operator of `threshold * |x|_1`: argmin over x of |x - v|^2 / 2 + t |x|_1.
+    """Apply the proximal operator of `threshold * |x|_1`: argmin over x of |x - v|^2 / 2 + t |x|_1.
 
     Args:
         values: A floating tensor or array v of any shape.
@@ -56,7 +56,7 @@ def soft_threshold(
 
 
 def least_squares_smoothness(features: npt.ArrayLike, blocks: int = 1) -> np.ndarray:
-    """L_b of the loss (x . w - y)^2 / 2: the largest eigenvalue of X_b^T X_b, for each block b.
+    """Return L_b of the loss (x . w - y)^2 / 2: the largest eigenvalue of X_b^T X_b.
 
     Without the factor 1/2 in the loss it is twice that.
 
@@ -83,7 +83,7 @@ def least_squares_smoothness(features: npt.ArrayLike, blocks: int = 1) -> np.nda
 
 
 def rate_bound(smoothness: npt.ArrayLike, tau: int, epsilon: float = 1e-6) -> np.ndarray:
-    """The largest rate with which delayed block steps are known to converge.
+    """Return the largest rate with which delayed block steps are known to converge.
 
     Args:
         smoothness: L_b, which bounds the curvature of the sum of losses in block b; a number, or
@@ -110,7 +110,15 @@ def rate_bound(smoothness: npt.ArrayLike, tau: int, epsilon: float = 1e-6) -> np
 
 
 def check_blocks(blocks: int, entries: int) -> None:
-    """Refuse what weights cannot be cut into."""
+    """Refuse what weights cannot be cut into.
+
+    Args:
+        blocks: Number of blocks.
+        entries: Entries of the weights along the first axis.
+
+    Raises:
+        ValueError: `blocks` is not an integer from 1 to `entries`.
+    """
     if not is_whole(blocks) or not 1 <= blocks <= entries:
         raise ValueError(
             f"blocks={blocks!r} for weights of {entries} entries along the first axis; expected "
@@ -119,11 +127,22 @@ def check_blocks(blocks: int, entries: int) -> None:
 
 
 def check_tau(tau: int) -> None:
-    """Refuse what is no delay."""
+    """Refuse what is no delay.
+
+    Args:
+        tau: Steps a gradient may be late.
+
+    Raises:
+        ValueError: It is not an integer of 0 or more.
+    """
     if not is_whole(tau) or tau < 0:
         raise ValueError(f"tau={tau!r}; expected 0 or more: the steps a gradient may be late")
 
 
 def is_whole(number: object) -> bool:
-    """Whether it counts something."""
+    """Return whether a value is an integer that counts something; a bool is none.
+
+    Args:
+        number: Any value.
+    """
     return isinstance(number, int | np.integer) and not isinstance(number, bool)
