@@ -16,7 +16,7 @@ _MARK = "_dtk_asynchronous_warmup"
 
 
 def warmup_factor(step: int, start: float, steps: int, shape: str) -> float:
-    """What the rate is multiplied with at an asynchronous step.
+    """Return what the rate is multiplied with at an asynchronous step.
 
     Args:
         step: 0 for the first.
@@ -74,13 +74,17 @@ class AsynchronousWarmup(StrategyCallback):
         self._rate: Rate | None = None
 
     def get_state(self) -> dict:
-        """For `Checkpoint`: steps taken, and what the rate has been multiplied with."""
+        """Return, for `Checkpoint`, the steps taken, and what the rate has been multiplied with."""
         scaling = getattr(self.model.optimizer, _MARK, None)
         told = None if scaling is None else dataclasses.asdict(scaling)
         return {"taken": self._taken, "scaling": told}
 
     def set_state(self, state: dict) -> None:
-        """From `Checkpoint`; the optimizer's own rate has been restored before."""
+        """Go on from a checkpoint's state; the optimizer's own rate has been restored before.
+
+        Args:
+            state: What `get_state` returned.
+        """
         self._taken = state["taken"]
         setattr(
             self.model.optimizer, _MARK, Scaling(**state["scaling"]) if state["scaling"] else None

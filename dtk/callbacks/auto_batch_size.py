@@ -105,11 +105,11 @@ class AutoBatchSize(StrategyCallback):
         self._searched: int | None = None
 
     def sets_here(self) -> tuple[str, ...]:
-        """See `StrategyCallback`."""
+        """Return what it sets beside the other callbacks; with `SampleRate` the batch size only."""
         return self.sets if sample_rate_of(self.trainer) is None else self.sets[:1]
 
     def get_state(self) -> dict:
-        """For `Checkpoint`: sizes then and now, the rate at the beginning, the last search."""
+        """Return, for `Checkpoint`, sizes then and now, the first rate, and the last search."""
         return {
             "size": self._size,
             "initial": self._initial,
@@ -118,7 +118,11 @@ class AutoBatchSize(StrategyCallback):
         }
 
     def set_state(self, state: dict) -> None:
-        """From `Checkpoint`; the optimizer's own rate has been restored before."""
+        """Go on from a checkpoint's state; the optimizer's own rate has been restored before.
+
+        Args:
+            state: What `get_state` returned.
+        """
         self._size, self._initial = state["size"], state["initial"]
         self._first_rate, self._searched = state["first_rate"], state["searched"]
 

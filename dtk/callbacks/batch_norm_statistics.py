@@ -19,7 +19,7 @@ from dtk.trainer.snapshot import Snapshot
 
 
 class BatchNormStatistics(StrategyCallback):
-    """Before validation, give batch normalization the exact statistics of some training batches.
+    """Give batch normalization exact statistics of some training batches before validation.
 
     Moving averages lag behind: they still hold batches that were computed with older weights, which
     matters where epochs have few steps (Akiba et al. trained at batch 32,768 without any). And
@@ -88,16 +88,16 @@ class BatchNormStatistics(StrategyCallback):
         self._run = self.trainer.make_step_function(self._sums, "batch_norm_statistics")
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        """Moving averages move again."""
+        """Note that moving averages move again."""
         self._done = False
 
     def on_test_begin(self, logs: dict | None = None) -> None:
-        """Before `fit`'s validation."""
+        """Replace the moving averages before `fit`'s validation."""
         self._replace()
         self._done = True
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        """In an epoch without validation."""
+        """Replace the moving averages in an epoch without validation."""
         if not self._done:
             self._replace()
 

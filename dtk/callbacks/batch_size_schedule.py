@@ -12,10 +12,13 @@ Schedule = Sequence[int | tuple[int, int]]
 
 
 def parse_schedule(schedule: Schedule) -> list[int]:
-    """One global batch size per epoch, from sizes and `(count, size)` pairs; the last persists.
+    """Turn sizes and `(count, size)` pairs into one global batch size per epoch; the last persists.
 
     Args:
         schedule: Each item is the size of one epoch, or `(count, size)` for `count` epochs.
+
+    Returns:
+        One size for each epoch of the schedule, in rows.
 
     Raises:
         ValueError: It is empty, or an item is not positive integers.
@@ -29,7 +32,11 @@ def parse_schedule(schedule: Schedule) -> list[int]:
 
 
 def size_at(sizes: Sequence[int], epoch: int) -> int:
-    """Batch size of an epoch; the last one persists.
+    """Return the batch size of an epoch; the last one persists.
+
+    Args:
+        sizes: One size per epoch, at least one, in rows.
+        epoch: Number of the epoch, from 0.
 
     Example:
         >>> [size_at([64, 128], epoch) for epoch in range(4)]
@@ -39,7 +46,11 @@ def size_at(sizes: Sequence[int], epoch: int) -> int:
 
 
 def check_sizes(sizes: Iterable[int], trainer: DistributedTrainer) -> None:
-    """Whether `fit` can read its data in batches of all these sizes.
+    """Refuse data that `fit` cannot read in batches of other sizes.
+
+    Args:
+        sizes: The sizes, in rows.
+        trainer: The model's trainer.
 
     Raises:
         ValueError: A size is smaller than the number of workers, or the data cannot be cut anew.
@@ -87,7 +98,7 @@ class BatchSizeSchedule(StrategyCallback):
         self.sizes = parse_schedule(schedule)
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Check every size, and that the data can be cut anew, before the first epoch."""
+        """Check that the data can be cut anew, before the first epoch."""
         check_sizes(self.sizes, self.trainer)
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:

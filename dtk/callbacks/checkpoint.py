@@ -169,7 +169,7 @@ class Checkpoint(StrategyCallback):
             self._exit()
 
     def on_test_begin(self, logs: dict | None = None) -> None:
-        """Note what training said in this epoch, which validation is about to forget."""
+        """Keep the training metrics of this epoch, which validation is about to reset."""
         if self._termination is not None:
             self._termination.find_pace()
             if self._trained is None:
@@ -200,7 +200,7 @@ class Checkpoint(StrategyCallback):
             self._exit()
 
     def on_fit_left(self) -> None:
-        """Give SIGTERM back, and let a later `fit` start where it is told to."""
+        """Restore the handler of SIGTERM, and let a later `fit` start where it is told to."""
         if self._termination is not None:
             self._termination.remove()
             self._termination = None
@@ -223,7 +223,14 @@ class Checkpoint(StrategyCallback):
         return self.files.directory
 
     def appeared(self, seen: Collection[str]) -> list[str]:
-        """Checkpoints that are not in `seen`, oldest first."""
+        """Return the checkpoints that are not in `seen`, for the evaluator.
+
+        Args:
+            seen: Names of checkpoints.
+
+        Returns:
+            Names, oldest first.
+        """
         return [name for name in reversed(self.files.names()) if name not in seen]
 
     def load_weights(self, model: keras.Model, name: str) -> Saved | None:

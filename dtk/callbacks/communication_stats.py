@@ -1,4 +1,4 @@
-"""What training sends, and how long it waits for it."""
+"""Bytes that training sends, and how long it waits for them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class CommunicationStats(StrategyCallback):
         self._steps = batch + 1 - (self._first or 0)
 
     def on_test_begin(self, logs: dict | None = None) -> None:
-        """Training is over for this epoch when its validation begins."""
+        """Stop counting for this epoch: its validation begins."""
         if self._end is None:
             self._end = self._counts()
 

@@ -81,7 +81,7 @@ class CrossValidation(StrategyCallback):
         self._epoch: int | None = None
 
     def get_state(self) -> dict:
-        """For `Checkpoint`: samples now, when the epoch began, and at the last evaluation."""
+        """Return, for `Checkpoint`, samples now, at the epoch's start, at the last evaluation."""
         return {
             "samples": self._samples,
             "before_epoch": self._before_epoch,
@@ -90,7 +90,11 @@ class CrossValidation(StrategyCallback):
         }
 
     def set_state(self, state: dict) -> None:
-        """From `Checkpoint`."""
+        """Go on from a checkpoint's state.
+
+        Args:
+            state: What `get_state` returned.
+        """
         self._samples, self._before_epoch = state["samples"], state["before_epoch"]
         self._evaluated_at, self._epoch = state["evaluated_at"], state["epoch"]
 

@@ -1,4 +1,4 @@
-"""An evaluation of the model in the midst of `fit`, which leaves no trace there."""
+"""Evaluations of the model in the midst of `fit`, which leave no trace there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dtk.trainer.snapshot import Snapshot
 
 
 class Evaluated(NamedTuple):
-    """What an evaluation told.
+    """Result of an evaluation.
 
     Attributes:
         numbers: Loss and metrics by name, of the whole data, equal on every rank.
@@ -28,7 +28,7 @@ class Evaluated(NamedTuple):
 
 
 class Evaluation:
-    """`model.evaluate` on the same data again and again.
+    """Evaluation of the model on the same data again and again, by `model.evaluate`.
 
     Args:
         name: What the data is called in messages.
@@ -46,7 +46,10 @@ class Evaluation:
         self._batch_size = batch_size
 
     def check(self, trainer: DistributedTrainer) -> None:
-        """Compare the data over all ranks.
+        """Compare the data over all ranks. All ranks call it together.
+
+        Args:
+            trainer: The model's trainer.
 
         Raises:
             DisagreementError: With both ranks' values.
@@ -54,7 +57,17 @@ class Evaluation:
         rank_checks.check_same_call(trainer.strategy, {self._name: self._data[0]})
 
     def run(self, trainer: DistributedTrainer) -> Evaluated:
-        """Evaluate now; every rank calls it. The metrics of the running epoch are put back."""
+        """Evaluate now. All ranks call it together; the metrics of the running epoch are put back.
+
+        Args:
+            trainer: The model's trainer.
+
+        Returns:
+            Loss and metrics, and how much data they are of.
+
+        Raises:
+            ValueError: The rows of a dataset cannot be counted, see `count_rows`.
+        """
         trainer.flush()
         model = trainer.model
         kept, counter = Snapshot(metric_variables(model)), _Counter()
@@ -96,10 +109,13 @@ def _rows_of(x: Any) -> int | None:
 
 
 def count_rows(model: keras.Model) -> int:
-    """Rows that the metrics of a model have seen since they were reset, on all ranks together.
+    """Return the rows that a model's metrics have seen since they were reset, over all ranks.
 
     Keras weighs the mean of its losses by rows, and so counts them: in float32, which is exact up
     to 2^24.
+
+    Args:
+        model: The model.
 
     Raises:
         ValueError: It does not in this model, which has steps of its own.

@@ -14,7 +14,7 @@ RateSchedule = Callable[[int], float] | Sequence[float | tuple[int, float]]
 
 
 def rates_of(schedule: RateSchedule, epochs: int) -> list[float]:
-    """The rate of each of the first epochs; the last of a list persists.
+    """Return the rate of each of the first epochs; the last of a list persists.
 
     Args:
         schedule: A function epoch -> rate, or a list of rates and `(count, rate)` pairs.
@@ -41,7 +41,7 @@ def rates_of(schedule: RateSchedule, epochs: int) -> list[float]:
 def grow(
     rates: Iterable[float], batch_size: int, max_batch_size: int | None = None
 ) -> list[tuple[int, float]]:
-    """Batch size and rate of each epoch, from the rates it would have had at `batch_size`.
+    """Return batch size and rate of each epoch, from the rates it would have had at `batch_size`.
 
     A rate below the highest so far is a decay: the batch grows by as much as the rate would have
     fallen. The noise of SGD, proportional to rate / batch size, is then that of the schedule; what
@@ -51,6 +51,9 @@ def grow(
         rates: The schedule.
         batch_size: The batch it was made for.
         max_batch_size: The largest batch; None for no limit.
+
+    Returns:
+        Pairs of batch size, in rows, and rate.
 
     Example:
         >>> grow([0.5, 0.25, 0.0625], 64)
@@ -70,7 +73,7 @@ def grow(
 
 
 class GrowBatchInsteadOfDecay(StrategyCallback):
-    """Where a schedule would multiply the rate by 1/a, multiply the global batch by a instead.
+    """Multiply the global batch by a where a schedule would multiply the rate by 1/a.
 
     The schedule is the one that the script would use at `fit`'s batch size. This callback sets the
     rate as well, at the begin of every epoch, so the optimizer's own does not count. Sizes and
@@ -128,7 +131,7 @@ class GrowBatchInsteadOfDecay(StrategyCallback):
         self._rates: list[float] = []
 
     def sets_here(self) -> tuple[str, ...]:
-        """See `StrategyCallback`."""
+        """Return what it sets beside the other callbacks; with `SampleRate` the batch size only."""
         return self.sets if sample_rate_of(self.trainer) is None else self.sets[:1]
 
     def on_train_begin(self, logs: dict | None = None) -> None:

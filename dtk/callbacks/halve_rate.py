@@ -12,7 +12,12 @@ from dtk.callbacks.sample_rate import sample_rate_of
 
 
 def gains_enough(before: float, error: float, gain: float) -> bool:
-    """Whether an error has fallen by at least `gain` of what it was. What is no number has not.
+    """Return whether an error has fallen by at least a part of what it was; NaN never has.
+
+    Args:
+        before: The error before.
+        error: The error now.
+        gain: The part, from 0 and below 1.
 
     Example:
         >>> gains_enough(0.5, 0.475, 0.05), gains_enough(0.5, 0.48, 0.05)
@@ -80,11 +85,15 @@ class HalveRate(CrossValidation):
         self._before, self._made = first, 0
 
     def get_state(self) -> dict:
-        """For `Checkpoint`: the last error and the cuts made besides."""
+        """Return, for `Checkpoint`, what `CrossValidation` does, the last error and the cuts."""
         return {**super().get_state(), "before": self._before, "made": self._made}
 
     def set_state(self, state: dict) -> None:
-        """From `Checkpoint`; the optimizer's own rate has been restored before."""
+        """Go on from a checkpoint's state; the optimizer's own rate has been restored before.
+
+        Args:
+            state: What `get_state` returned.
+        """
         super().set_state(state)
         self._before, self._made = state["before"], state["made"]
 

@@ -16,7 +16,11 @@ from dtk.trainer.distributed_trainer import DistributedTrainer
 
 
 def is_rate(value: object) -> bool:
-    """Whether something is a finite number above 0."""
+    """Return whether a value is a finite number above 0.
+
+    Args:
+        value: Any value; a bool is no number here.
+    """
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
@@ -110,12 +114,16 @@ class SampleRate(MomentumSchedule):
         return self._planned() * self._changed * self._change()
 
     def get_state(self) -> dict:
-        """For `Checkpoint`: what is in force, besides."""
+        """Return, for `Checkpoint`, what `MomentumSchedule` does, and what is in force."""
         in_force = None if self._in_force is None else self._in_force._asdict()
         return {**super().get_state(), "in_force": in_force, "changed": self._changed}
 
     def set_state(self, state: dict) -> None:
-        """From `Checkpoint`; the optimizer's own rate has been restored before."""
+        """Go on from a checkpoint's state; the optimizer's own rate has been restored before.
+
+        Args:
+            state: What `get_state` returned.
+        """
         super().set_state(state)
         self._changed = state["changed"]
         self._in_force = None if state["in_force"] is None else _InForce(**state["in_force"])
@@ -131,11 +139,19 @@ class SampleRate(MomentumSchedule):
             self._optimizer, self._in_force, self._changed = self.model.optimizer, None, 1.0
 
     def plan(self, factor: float) -> None:
-        """Multiply the rates given, from now on; not one more factor, but in place of the last."""
+        """Multiply the rates given, from now on.
+
+        Args:
+            factor: What to multiply with, in place of the last such factor.
+        """
         self._plan = factor
 
     def use(self, rows: int) -> None:
-        """See `MomentumSchedule.use`; nothing is touched where nothing changes."""
+        """Set rate and momentum of a step; nothing is touched where nothing changes.
+
+        Args:
+            rows: Rows of the step's global batch.
+        """
         before, planned, momentum = self._in_force, self._planned(), self.momentum_of(rows)
         if before is not None and (planned, momentum, rows) == (
             before.planned,
@@ -186,6 +202,13 @@ class SampleRate(MomentumSchedule):
 
 
 def sample_rate_of(trainer: DistributedTrainer) -> SampleRate | None:
-    """The one among the callbacks of the running `fit`, if there is one."""
+    """Return the `SampleRate` among the callbacks of the running `fit`.
+
+    Args:
+        trainer: The model's trainer.
+
+    Returns:
+        The callback; None if there is none.
+    """
     found = (c for c in trainer.callbacks.callbacks if isinstance(c, SampleRate))
     return next(found, None)

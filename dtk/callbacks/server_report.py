@@ -1,4 +1,4 @@
-"""What parameter servers held, workers moved, and how stale the weights were."""
+"""Report of what parameter servers held, workers moved, and how stale the weights were."""
 
 from __future__ import annotations
 

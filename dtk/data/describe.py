@@ -1,4 +1,4 @@
-"""What each rank reads of the data, shown before anything is trained on it."""
+"""Description of what each rank reads of the data, before anything is trained on it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _VALUES = 4
 
 
 class Part(NamedTuple):
-    """What one rank takes of one batch.
+    """Part of one batch that one rank takes.
 
     Attributes:
         first: Index of its first row within the global batch; None where every rank reads a
@@ -46,7 +46,7 @@ class Part(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What one rank reads.
+    """Share of the data that one rank reads.
 
     Attributes:
         rank: The rank.
@@ -64,12 +64,12 @@ class Share(NamedTuple):
 
 
 class Description(NamedTuple):
-    """What all ranks read; `print` makes a table of it.
+    """Description of what all ranks read; `print` makes a table of it.
 
     Attributes:
-        what: What the data is.
-        shares: By rank.
-        notes: What does not look right.
+        what: Kind of data, in words.
+        shares: Share of each rank, by rank.
+        notes: Remarks on what does not look right.
     """
 
     what: str
@@ -127,7 +127,7 @@ def describe(
         batches: How many batches to read and show.
 
     Returns:
-        The same on every rank.
+        The description, the same on every rank.
 
     Raises:
         TypeError: This kind of data cannot be read without using it up.

@@ -21,7 +21,7 @@ def broadcast_iterator(
     strategy_or_communicator: DtkStrategy | Communicator | None = None,
     root: int = 0,
 ) -> Iterator[Any]:
-    """Every rank gets the batches that `root` reads.
+    """Iterate on every rank over the batches that `root` reads.
 
     Every rank takes the same number of batches; what ends or breaks the iterator on `root` ends or
     breaks it on all.
@@ -66,7 +66,7 @@ def synchronized_iterator(
     seed: int | None = None,
     root: int = 0,
 ) -> Iterator[Any]:
-    """Every rank reads for itself, in the same random order.
+    """Iterate on every rank over what it reads for itself, in the same random order.
 
     Args:
         make: Makes the batches from a seed, of which alone their order may depend; such as

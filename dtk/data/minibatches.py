@@ -29,7 +29,7 @@ from dtk.trainer import rank_checks
 
 
 class Minibatch(NamedTuple):
-    """What one rank gets of a global minibatch.
+    """Slice that one rank gets of a global minibatch.
 
     Attributes:
         data: This rank's rows, in the structure of the data; none for the last ranks of a minibatch
@@ -44,18 +44,18 @@ class Minibatch(NamedTuple):
 
 
 class PartitionedMinibatches:
-    """Reads arrays by minibatches: every rank calls `next_minibatch` and gets its slice.
+    """Reader of arrays by minibatches: every rank calls `next_minibatch` and gets its slice.
 
     Nothing is sent between ranks after the constructor: where a rank is follows from how many rows
     all have taken, which `get_state` and `set_state` save and restore, with another number of
     workers too.
 
     Args:
-        data: An array, or a tuple or dict of arrays with the same rows; the same on every rank.
-            A `numpy.memmap` is read minibatch by minibatch.
+        data: An array, or a tuple or dict of arrays with the same rows; the same on every rank. A
+            `numpy.memmap` is read minibatch by minibatch.
         strategy_or_communicator: Whose ranks share each minibatch; None inside a strategy's scope.
         shuffle: Whether each sweep over the rows has a random order of its own.
-        seed: Of these orders; None draws one, the same for all ranks.
+        seed: Seed of these orders; None draws one, the same for all ranks.
         sweeps: After how many sweeps the data ends; None never ends it.
 
     Raises:
@@ -102,18 +102,22 @@ class PartitionedMinibatches:
         return self._position
 
     def steps(self, batch_size: int) -> int:
-        """Minibatches in a whole sweep at this size."""
+        """Return the number of minibatches in a whole sweep.
+
+        Args:
+            batch_size: Rows of a global minibatch.
+        """
         return -(-self._rows // self._checked_size(batch_size))
 
     def next_minibatch(self, size: int) -> Minibatch | None:
-        """This rank's slice of the next `size` rows, or of those left of the sweep.
+        """Return this rank's slice of the next `size` rows, or of those left of the sweep.
 
         Args:
             size: Rows of the global minibatch, the same on every rank; it may change from one to
                 the next.
 
         Returns:
-            None after the last sweep, on all ranks alike.
+            The slice; None after the last sweep, on all ranks alike.
 
         Raises:
             ValueError: The size is not at least 1.
@@ -126,7 +130,7 @@ class PartitionedMinibatches:
         return Minibatch(rows.take(self._data, taken[begin:end]), len(taken), ends_sweep)
 
     def dataset(self, batch_size: int) -> tf.data.Dataset:
-        """Global minibatches from here on, for `fit`, which slices them itself.
+        """Return a dataset of the global minibatches from here on, which `fit` slices itself.
 
         `fit` reads ahead, so this does not move `position`: `dtk.callbacks.Checkpoint` keeps the
         place instead. Without `sweeps` it never ends: give `fit` steps_per_epoch as well.
@@ -149,11 +153,14 @@ class PartitionedMinibatches:
         )
 
     def get_state(self) -> dict:
-        """Where this is and in which order it goes on, as plain numbers."""
+        """Return where this is and in which order it goes on, as plain numbers."""
         return {"position": self._position, "rows": self._rows, "seed": self._seed}
 
     def set_state(self, state: dict) -> None:
         """Go on from where `get_state` was called, in that reader's order.
+
+        Args:
+            state: What `get_state` returned.
 
         Raises:
             ValueError: The state is that of data with another number of rows.

@@ -1,4 +1,4 @@
-"""Datasets in parts: every rank a block of rows, as ChainerMN scatters them.
+"""Scattered datasets: every rank a block of rows, as ChainerMN scatters them.
 
     N = 10 rows over P = 3 ranks, begin of block i = floor(N i / P), ceil(N / P) rows each:
 
@@ -36,13 +36,16 @@ _MESSAGE = 1 << 24
 def block(
     n_total: int, rank: int, size: int, *, force_equal_length: bool = True
 ) -> tuple[int, int]:
-    """First row of `rank`'s block and the one after its last.
+    """Return the first row of a rank's block and the one after its last.
 
     Args:
         n_total: Rows in all.
         rank: Whose block, `0 <= rank < size`.
         size: How many blocks.
         force_equal_length: Whether all blocks have `ceil(n_total / size)` rows.
+
+    Returns:
+        First row, and the one after the last.
 
     Example:
         >>> [block(10, rank, 3) for rank in range(3)]
@@ -63,7 +66,7 @@ def scatter_index(
     *,
     force_equal_length: bool = True,
 ) -> tuple[int, int]:
-    """Which rows this rank reads, for data that every rank can reach. Every rank calls it.
+    """Return which rows this rank reads, for data that every rank can reach. Every rank calls it.
 
     Args:
         n_total: Rows in all; only `root`'s counts.

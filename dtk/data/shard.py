@@ -1,4 +1,4 @@
-"""Pipelines too heavy to read everywhere: each rank reads its own part.
+"""Sharded pipelines, too heavy to read everywhere: each rank reads its own part.
 
 `fit` normally reads every global batch on every rank and keeps a slice, which is exact and needs no
 thought. Where decoding is the bottleneck, `shard` gives each rank its own files or elements:

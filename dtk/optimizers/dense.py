@@ -7,7 +7,7 @@ import tensorflow as tf
 
 
 def dense(gradient: tf.Tensor | tf.IndexedSlices, variable: keras.Variable) -> tf.Tensor:
-    """A gradient in the shape and type of its variable; rows named twice are summed first.
+    """Return a gradient in the shape and type of its variable; rows named twice are summed first.
 
     Norms, decay and decaying moments concern every row of a table, also those that a batch does not
     read, so a sparse gradient saves nothing here. Squares of its slices would not be the square of
@@ -16,6 +16,9 @@ def dense(gradient: tf.Tensor | tf.IndexedSlices, variable: keras.Variable) -> t
     Args:
         gradient: A tensor, or the `tf.IndexedSlices` of an embedding.
         variable: What it is the gradient of; its shape is known.
+
+    Returns:
+        A dense tensor.
 
     Example:
         >>> import tensorflow as tf

@@ -73,7 +73,11 @@ class LAMB(LayerwiseOptimizer):
         self.epsilon = epsilon
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
-        """Make both moments for each variable."""
+        """Make both moments for each variable.
+
+        Args:
+            variables: Keras variables the optimizer is to update.
+        """
         if self.built:
             return
         super().build(variables)
@@ -87,7 +91,13 @@ class LAMB(LayerwiseOptimizer):
         variable: keras.Variable,
         learning_rate: tf.Tensor,
     ) -> None:
-        """One step of one variable."""
+        """Take one step of one variable.
+
+        Args:
+            gradient: Gradient of the variable, a tensor or `IndexedSlices`.
+            variable: The variable.
+            learning_rate: The step's rate, a scalar.
+        """
         update = self._adam(dense(gradient, variable), variable)
         update += self.decay_of(variable) * variable
         step = ops.cast(learning_rate, variable.dtype) * update
@@ -107,7 +117,7 @@ class LAMB(LayerwiseOptimizer):
         return mhat / (ops.sqrt(vhat) + self.epsilon)
 
     def get_config(self) -> dict:
-        """What the constructor takes, as Keras saves it."""
+        """Return what the constructor takes, as Keras saves it."""
         return {
             **super().get_config(),
             "beta_1": self.beta_1,

@@ -70,7 +70,11 @@ class LARS(LayerwiseOptimizer):
         self.trust_coefficient = trust_coefficient
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
-        """Make a momentum buffer for each variable."""
+        """Make a momentum buffer for each variable.
+
+        Args:
+            variables: Keras variables the optimizer is to update.
+        """
         if self.built:
             return
         super().build(variables)
@@ -82,7 +86,13 @@ class LARS(LayerwiseOptimizer):
         variable: keras.Variable,
         learning_rate: tf.Tensor,
     ) -> None:
-        """One step of one variable."""
+        """Take one step of one variable.
+
+        Args:
+            gradient: Gradient of the variable, a tensor or `IndexedSlices`.
+            variable: The variable.
+            learning_rate: The step's rate, a scalar.
+        """
         momentum = self._momentums[self._get_variable_index(variable)]
         rate = ops.cast(learning_rate, variable.dtype)
         gradient, decay = dense(gradient, variable), self.decay_of(variable)
@@ -98,7 +108,7 @@ class LARS(LayerwiseOptimizer):
         return both_positive(weights, slope, ratio)
 
     def get_config(self) -> dict:
-        """What the constructor takes, as Keras saves it."""
+        """Return what the constructor takes, as Keras saves it."""
         return {
             **super().get_config(),
             "momentum": self.momentum,

@@ -21,25 +21,37 @@ LearningRate: TypeAlias = (
 
 
 def norm(x: tf.Tensor) -> tf.Tensor:
-    """L2 norm of all entries; for half precision in float32, where their squares do not overflow.
+    """Return the L2 norm of all entries; half precision is cast first, so squares cannot overflow.
 
         Example:
             >>> import tensorflow as tf
     from keras import ops
             >>> float(norm(ops.convert_to_tensor([300.0, -400.0], "float16")))
             500.0
+
+    Args:
+        x: A floating tensor of any shape.
+
+    Returns:
+        A scalar, at least float32.
     """
     x = ops.cast(x, keras.backend.result_type(x.dtype, "float32"))
     return ops.sqrt(ops.sum(ops.square(x)))
 
 
 def both_positive(first: tf.Tensor, second: tf.Tensor, ratio: tf.Tensor) -> tf.Tensor:
-    """The ratio where both norms are above 0, else 1."""
+    """Return the ratio where both norms are above 0, else 1.
+
+    Args:
+        first: A norm, a scalar.
+        second: Another norm, a scalar.
+        ratio: What is returned where both are above 0, a scalar.
+    """
     return ops.where(ops.logical_and(first > 0, second > 0), ratio, 1.0)
 
 
 class LayerwiseOptimizer(keras.optimizers.Optimizer):
-    """An optimizer that adapts its rate to each variable, which the papers call a layer.
+    """Optimizer that adapts its rate to each variable, which the papers call a layer.
 
     Variables of rank 0 and 1 are skipped: biases, and the scales and offsets of normalizations.
     They take the plain step of the algorithm, with a ratio of 1 and no weight decay. `exclude`
@@ -77,21 +89,37 @@ class LayerwiseOptimizer(keras.optimizers.Optimizer):
         self.exclude = tuple(exclude)
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
-        """Decide which variables are skipped; here, because steps see variables without a path."""
+        """Decide which variables are skipped; here, because steps see variables without a path.
+
+        Args:
+            variables: Keras variables the optimizer is to update.
+        """
         super().build(variables)
         self._skipped = tuple(self.skips(variable) for variable in variables)
 
     def skips(self, variable: keras.Variable) -> bool:
-        """Whether a variable is neither adapted nor decayed."""
+        """Return whether a variable is neither adapted nor decayed.
+
+        Args:
+            variable: The variable.
+        """
         path = getattr(variable, "path", variable.name)
         return len(variable.shape) <= 1 or any(re.search(text, path) for text in self.exclude)
 
     def adapts(self, variable: keras.Variable) -> bool:
-        """Whether a variable that was there at build time has a ratio of its own."""
+        """Return whether a variable that was there at build time has a ratio of its own.
+
+        Args:
+            variable: The variable.
+        """
         return not self._skipped[self._get_variable_index(variable)]
 
     def decay_of(self, variable: keras.Variable) -> float:
-        """The weight decay of a variable; 0.0 for one that is skipped or excluded from it."""
+        """Return the weight decay of a variable; 0.0 for one that is skipped or excluded from it.
+
+        Args:
+            variable: The variable.
+        """
         decays = self.weight_decay and self.adapts(variable) and self._use_weight_decay(variable)
         return self.weight_decay if decays else 0.0
 
@@ -99,5 +127,5 @@ class LayerwiseOptimizer(keras.optimizers.Optimizer):
         """Keras would decay before the step; here decay is in the step."""
 
     def get_config(self) -> dict:
-        """What the constructor takes, as Keras saves it."""
+        """Return what the constructor takes, as Keras saves it."""
         return {**super().get_config(), "exclude": list(self.exclude)}

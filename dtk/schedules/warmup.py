@@ -19,7 +19,7 @@ SHAPES: dict[str, Callable[[float, tf.Tensor], tf.Tensor | float]] = {
 
 @keras.saving.register_keras_serializable(package="dtk")
 class LearningRateWarmup(keras.optimizers.schedules.LearningRateSchedule):
-    """Another schedule's rate, or a number, times a factor that reaches 1 after some steps.
+    """Schedule of another's rate, or a number, times a factor that reaches 1 after some steps.
 
     The factor changes with every iteration. The other schedule's own clock runs from the first
     step, as if there were no warm-up, so nothing jumps when it ends. For training with k times the
@@ -78,7 +78,11 @@ class LearningRateWarmup(keras.optimizers.schedules.LearningRateSchedule):
         self.shape = shape
 
     def __call__(self, step: int | tf.Tensor) -> tf.Tensor:
-        """The rate of a step, counted from 0."""
+        """Return the rate of a step.
+
+        Args:
+            step: The step, counted from 0.
+        """
         after = self.learning_rate
         rate = after(step) if callable(after) else ops.convert_to_tensor(after, "float32")
         progress = ops.cast(step, "float32") / max(self.steps, 1)
@@ -86,7 +90,7 @@ class LearningRateWarmup(keras.optimizers.schedules.LearningRateSchedule):
         return rate * ops.where(ops.cast(step, "float32") < self.steps, factor, 1.0)
 
     def get_config(self) -> dict:
-        """What the constructor takes, as Keras saves it."""
+        """Return what the constructor takes, as Keras saves it."""
         rate = self.learning_rate
         if callable(rate):
             rate = keras.optimizers.schedules.serialize(rate)
@@ -99,7 +103,11 @@ class LearningRateWarmup(keras.optimizers.schedules.LearningRateSchedule):
 
     @classmethod
     def from_config(cls, config: dict) -> LearningRateWarmup:
-        """From what `get_config` returned."""
+        """Make the schedule again.
+
+        Args:
+            config: What `get_config` returned.
+        """
         rate = config["learning_rate"]
         if isinstance(rate, dict):
             rate = keras.optimizers.schedules.deserialize(rate)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a model, and whether it fits the model it is loaded into."""
+"""Model state that a checkpoint holds, and whether it fits the model it is loaded into."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ from dtk.trainer.replica_step import metric_variables
 
 
 def describe(trainer: DistributedTrainer) -> list[list]:
-    """Path, shape and dtype of every variable a checkpoint holds, in order."""
+    """Return path, shape and dtype of every variable a checkpoint holds, in order.
+
+    Args:
+        trainer: The model's trainer.
+
+    Returns:
+        One list `[path, shape, dtype]` per variable, ready for JSON.
+    """
     variables = trainer.shared_variables()
     return [[v.path, [int(n) for n in v.shape], str(v.dtype)] for v in variables]
 
@@ -24,6 +31,11 @@ def check_same_model(saved: list, mine: list, path: Path) -> None:
     """Compare what `describe` returned then and now.
 
     Layers are named anew in every process, so of a path only its last word counts.
+
+    Args:
+        saved: What it returned when the checkpoint was written.
+        mine: What it returns of this model.
+        path: The checkpoint.
 
     Raises:
         ValueError: Naming the first variable that differs.
@@ -66,12 +78,23 @@ def check_same_counts(saved: dict, trainer: DistributedTrainer, path: Path) -> N
 
 
 def last_word(path: str) -> str:
-    """Return the name of a variable without its folder and what stands before its last _."""
+    """Return the name of a variable without its folder and what stands before its last _.
+
+    Args:
+        path: The variable's path, such as "dense_1/kernel".
+    """
     return path.rsplit("/", 1)[-1].rsplit("_", 1)[-1]
 
 
 def accumulators_of(trainer: DistributedTrainer) -> list:
-    """Return the variables that hold unfinished windows of gradient accumulation."""
+    """Return the variables that hold unfinished windows of gradient accumulation.
+
+    Args:
+        trainer: The model's trainer.
+
+    Returns:
+        Keras variables; none where the optimizer does not accumulate.
+    """
     optimizers = shared_optimizer.optimizers_of(trainer.model)
     return [v for optimizer in optimizers for v in shared_optimizer.accumulators_of(optimizer)]
 
@@ -81,6 +104,9 @@ def fold_accumulators(trainer: DistributedTrainer) -> None:
 
     The window ends with a sum over ranks, so nothing changes, and what rank 0 saves is what a
     single process would have.
+
+    Args:
+        trainer: The model's trainer. All ranks call it together.
     """
     variables, strategy = accumulators_of(trainer), trainer.strategy
     if not variables:
@@ -91,22 +117,44 @@ def fold_accumulators(trainer: DistributedTrainer) -> None:
 
 
 def give_to_first(variable: keras.Variable, value: tf.Tensor, strategy: DtkStrategy) -> None:
-    """Set a per-replica variable: `value` on replica 0, zeros on the others."""
+    """Set a per-replica variable: `value` on replica 0, zeros on the others.
+
+    Args:
+        variable: The variable.
+        value: Its value on replica 0, of the variable's shape.
+        strategy: The strategy of the replicas.
+    """
     zeros, ranks = tf.zeros_like(value), strategy.local_ranks()
     strategy.set_per_replica(variable, [zeros if rank else value for rank in ranks])
 
 
 def copies_of(variable: keras.Variable, strategy: DtkStrategy) -> list:
-    """What this process's replicas hold of a variable."""
+    """Return what this process's replicas hold of a variable.
+
+    Args:
+        variable: The variable.
+        strategy: The strategy of the replicas.
+
+    Returns:
+        One tensor per local replica.
+    """
     return [tf.convert_to_tensor(v) for v in strategy.experimental_local_results(variable.value)]
 
 
 def iterations_of(model: keras.Model) -> int | None:
-    """Return how many steps the optimizer has taken; None for a model without one."""
+    """Return how many steps the optimizer has taken; None for a model without one.
+
+    Args:
+        model: The model.
+    """
     optimizer = getattr(model, "optimizer", None)
     return None if optimizer is None else int(value_of(optimizer.iterations))
 
 
 def value_of(variable: keras.Variable) -> np.ndarray:
-    """Return the value of a Keras variable as an array."""
+    """Return the value of a Keras variable as an array.
+
+    Args:
+        variable: A Keras variable, or what Keras can make a tensor of.
+    """
     return keras.ops.convert_to_tensor(variable).numpy()

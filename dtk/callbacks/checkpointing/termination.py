@@ -1,4 +1,4 @@
-"""SIGTERM as a wish that all ranks grant together, at the same step."""
+"""SIGTERM as a request that all ranks follow together, at the same step."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Termination:
         threading.Thread(target=self._watch, args=(self._pipe[0],), daemon=True).start()
 
     def remove(self) -> None:
-        """Leave SIGTERM to whoever had it before."""
+        """Restore the handler of SIGTERM that was there before."""
         self._granted.set()
         if self._pipe is None:
             return
@@ -83,7 +83,7 @@ class Termination:
         self._caught = True
 
     def wanted_after_step(self) -> bool:
-        """Whether any rank was asked to end; the answer is the same on all. Once per step."""
+        """Return whether any rank was asked to end, alike on all ranks; call it once per step."""
         if self._communicator.size == 1:
             return self._caught and self.wanted()
         self._steps += 1
@@ -98,7 +98,7 @@ class Termination:
         self._asked = (self._steps, time.monotonic())
 
     def wanted(self) -> bool:
-        """As `wanted_after_step`, asking now."""
+        """Ask all ranks now whether any was asked to end; see `wanted_after_step`."""
         steps, since = self._asked
         now = time.monotonic()
         pace = (now - since) / max(1, self._steps - steps)

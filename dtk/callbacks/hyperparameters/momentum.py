@@ -1,4 +1,4 @@
-"""An optimizer's momentum as something that can be set while training."""
+"""Momentum of an optimizer, as something that can be set while training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MARK = "_dtk_momentum"
 
 
 class Momentum:
-    """The momentum of a `keras.optimizers.SGD`, which may change from step to step.
+    """Momentum of a `keras.optimizers.SGD`, which may change from step to step.
 
     Keras keeps it as a float, which a step holds for good once it is traced. While the optimizer
     updates a weight, it finds a variable in its place, so that a new value needs no new trace and
@@ -53,17 +53,25 @@ class Momentum:
 
     @property
     def value(self) -> float:
-        """What the next step has."""
+        """Momentum of the next step."""
         return self._value
 
     def set(self, value: float) -> None:
-        """Let the next steps have it."""
+        """Set the momentum of the steps from now on.
+
+        Args:
+            value: mu, 0.0 up to but below 1.0.
+        """
         if value != self._value:
             self._variable.assign(value)
             self._value = value
 
     def carry_over(self, factor: float) -> None:
-        """Multiply what the buffers hold of past gradients."""
+        """Multiply what the buffers hold of past gradients.
+
+        Args:
+            factor: What to multiply with; see `carried_over`.
+        """
         if factor != 1.0:
             for buffer in momentum_buffers(self._optimizer):
                 buffer.assign(buffer.value * factor)
@@ -86,14 +94,18 @@ class _Held:
 
 
 def innermost(optimizer: keras.Optimizer) -> keras.Optimizer:
-    """The optimizer that others, such as those that scale losses, wrap."""
+    """Return the optimizer that others, such as those that scale losses, wrap.
+
+    Args:
+        optimizer: The model's optimizer.
+    """
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
     return optimizer
 
 
 def momentum_of(optimizer: keras.Optimizer, who: str) -> Momentum:
-    """An optimizer's momentum; the same object each time.
+    """Return an optimizer's momentum; the same object each time.
 
     Args:
         optimizer: The model's optimizer.
@@ -119,11 +131,12 @@ def momentum_of(optimizer: keras.Optimizer, who: str) -> Momentum:
 
 
 def carried_over(before: float, after: float, nesterov: bool = False) -> float:
-    """What buffers are multiplied with when the momentum changes, so that no gradient counts more.
+    """Return what buffers are multiplied with when the momentum changes.
 
-    A gradient counts (1 - mu) (1 + mu + mu^2 + ...) = 1 in all (unit gain). When mu changes, the
-    rest that is to come of it is what its buffer will be worth, mu^p / (1 - mu) of what it holds: p
-    is 1, or 2 with Nesterov's momentum, which has gone a step ahead.
+    Afterwards no gradient counts more than before. A gradient counts (1 - mu) (1 + mu + mu^2 + ...)
+    = 1 in all (unit gain). When mu changes, the rest that is to come of it is what its buffer will
+    be worth, mu^p / (1 - mu) of what it holds: p is 1, or 2 with Nesterov's momentum, which has
+    gone a step ahead.
 
     Args:
         before: mu of the steps so far.
