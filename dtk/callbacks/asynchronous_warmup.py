@@ -1,4 +1,4 @@
-"""A smaller rate for the first asynchronous steps, as Multiverso's asynchronous SGD has it."""
+"""Smaller rate for the first asynchronous steps, as Multiverso's asynchronous SGD has it."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class AsynchronousWarmup(StrategyCallback):
         optimizer = self.model.optimizer
         scaling = getattr(optimizer, _MARK, None)
         if scaling is None or scaling.applied == 1.0:
-            # Whole again: somebody may have changed it since.
+            # Whole again: the script may have changed it since.
             scaling = Scaling(rate_now(optimizer), 1.0)
         setattr(optimizer, _MARK, scaling)
         self._rate = rate_of(optimizer, scaling, momentum_correction=False)

@@ -1,4 +1,4 @@
-"""The largest global batch that trains as well, found by trial: CNTK's automatic scaling."""
+"""Largest global batch that trains as well, found by trial: CNTK's automatic scaling."""
 
 from __future__ import annotations
 
@@ -166,14 +166,14 @@ class AutoBatchSize(StrategyCallback):
         self._size = size
 
     def _rate_ratio(self) -> float:
-        """The rate for one sample, by what it was at the beginning."""
+        """Return the rate for one sample, by what it was at the beginning."""
         now = self._rate_at(self._size)
         if not now or not self._first_rate:
             return 1.0
         return now / self._first_rate
 
     def _rate_at(self, size: int) -> float:
-        """The rate of a step of the initial size, if this one has so many rows."""
+        """Return the rate of a step of the initial size, if this one has so many rows."""
         sample_rate = sample_rate_of(self.trainer)
         if sample_rate is not None:
             return sample_rate.rate
@@ -188,7 +188,7 @@ class AutoBatchSize(StrategyCallback):
             multiply_rate(self.model.optimizer, size / self._size)
 
     def _trial(self, size: int) -> float:
-        """The loss of training a little with a size, on all ranks; nothing of it remains."""
+        """Return the loss of training a little with a size, on all ranks; nothing of it remains."""
         kept, drawn = Snapshot(changed_by_training(self.model)), states.of_generators()
         sample_rate = sample_rate_of(self.trainer)
         in_force = None if sample_rate is None else sample_rate.get_state()

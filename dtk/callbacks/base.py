@@ -51,7 +51,7 @@ class StrategyCallback(keras.callbacks.Callback):
 
     @property
     def strategy(self) -> DtkStrategy:
-        """The strategy the model was compiled under."""
+        """Strategy the model was compiled under."""
         return self.trainer.strategy
 
     def check_sole(self) -> None:

@@ -122,7 +122,7 @@ class BatchNormStatistics(StrategyCallback):
         return rows.batch(size).take(self._batches)
 
     def _sums(self, data: Any) -> tuple:
-        """One replica's step: every layer's n, sum x and sum x^2 over the world, in float64."""
+        """Take one replica's step: each layer's n, sum x and sum x^2 over the world, in float64."""
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         self.model(x, training=True)
         rows = tf.cast(slicing.count_rows(x), tf.float64)

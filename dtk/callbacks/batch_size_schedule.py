@@ -1,4 +1,4 @@
-"""A global batch that changes between the epochs of one `fit`."""
+"""Global batch that changes between the epochs of one `fit`."""
 
 from __future__ import annotations
 

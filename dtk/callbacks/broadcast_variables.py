@@ -1,4 +1,4 @@
-"""Every rank starts from one rank's weights."""
+"""Start of all ranks from one rank's weights."""
 
 from __future__ import annotations
 

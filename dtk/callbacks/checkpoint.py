@@ -114,12 +114,12 @@ class Checkpoint(StrategyCallback):
 
     @property
     def larger_is_better(self) -> bool:
-        """Whether a larger value of `monitor` is a better one."""
+        """True if a larger value of `monitor` is a better one."""
         return self._best.larger_is_better
 
     @property
     def best(self) -> float | None:
-        """The best value of `monitor` so far; None before the first."""
+        """Best value of `monitor` so far; None before the first."""
         return self._best.value
 
     # Resuming.
@@ -147,8 +147,8 @@ class Checkpoint(StrategyCallback):
             self._best.value, self._trained = state["best"], state["trained"]
             self.say(resume_message(state, epochs, self.files.directory / name))
 
-    # Saving. Between steps means at the begin of a batch: the step before it is complete on every
-    # rank, and Keras need not wait for a step's logs.
+    # Saving. Between steps means at the beginning of a batch: the step before it is complete on
+    # every rank, and Keras need not wait for a step's logs.
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Put back the metrics of an epoch that is resumed in its middle."""
@@ -219,7 +219,7 @@ class Checkpoint(StrategyCallback):
 
     @property
     def directory(self) -> Path:
-        """Where the checkpoints lie."""
+        """Directory of the checkpoints."""
         return self.files.directory
 
     def appeared(self, seen: Collection[str]) -> list[str]:

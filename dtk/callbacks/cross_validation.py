@@ -128,8 +128,8 @@ class CrossValidation(StrategyCallback):
     def _validate(self, index: int) -> None:
         done = self._evaluation.run(self.trainer)
         go_on = self.callback(index, self._error(done.numbers), done.samples, done.minibatches)
-        wishes = self.strategy.communicator.allgather_object(go_on is False)
-        if any(wishes):
+        stops = self.strategy.communicator.allgather_object(go_on is False)
+        if any(stops):
             self.model.stop_training = True
 
     def _error(self, numbers: dict[str, float]) -> float:

@@ -1,4 +1,4 @@
-"""A larger batch where a schedule would have a smaller rate (Smith et al. 2018)."""
+"""Larger batch where a schedule would have a smaller rate (Smith et al. 2018)."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class GrowBatchInsteadOfDecay(StrategyCallback):
     """Multiply the global batch by a where a schedule would multiply the rate by 1/a.
 
     The schedule is the one that the script would use at `fit`'s batch size. This callback sets the
-    rate as well, at the begin of every epoch, so the optimizer's own does not count. Sizes and
+    rate as well, at the beginning of every epoch, so the optimizer's own does not count. Sizes and
     rates belong to epochs, as in `BatchSizeSchedule`, which also says what data may be.
 
     With `SampleRate` the schedule counts relative to its first rate: by as much as it falls, the

@@ -39,8 +39,8 @@ class HalveRate(CrossValidation):
         validation_data: `(x, y)`, `(x, y, sample_weight)` or a dataset, the same on every rank.
         gain: By which part of itself the error must have fallen since the evaluation before.
         cuts: How many times the rate is halved; where it should be once more, training ends.
-        first: The error before the first evaluation, such as 1.0, the error rate of who knows
-            nothing (CNTK's example). None: the first evaluation is only noted.
+        first: The error before the first evaluation, such as 1.0, the error rate of an
+            untrained model (CNTK's example). None: the first evaluation is only noted.
         batch_size: Global batch of the evaluation for arrays; None for that of `fit`.
         monitor: As for `CrossValidation`.
         momentum_correction: Whether to rescale momentum buffers at cuts.

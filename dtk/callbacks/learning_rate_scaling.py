@@ -1,4 +1,4 @@
-"""The linear scaling rule with gradual warm-up (Goyal et al. 2017, arXiv:1706.02677)."""
+"""Linear scaling rule with gradual warm-up (Goyal et al. 2017, arXiv:1706.02677)."""
 
 from __future__ import annotations
 

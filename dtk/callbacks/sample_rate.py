@@ -1,4 +1,4 @@
-"""A learning rate per sample, at whatever batch size: CNTK's SGD."""
+"""Learning rate per sample, at whatever batch size: CNTK's SGD."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def is_rate(value: object) -> bool:
 
 
 class _InForce(NamedTuple):
-    """What the optimizer has been given.
+    """Values that the optimizer has been given.
 
     Attributes:
         planned: The rate per sample, without what others have made of it.
@@ -110,7 +110,7 @@ class SampleRate(MomentumSchedule):
 
     @property
     def rate(self) -> float:
-        """The rate per sample that is in force."""
+        """Rate per sample that is in force."""
         return self._planned() * self._changed * self._change()
 
     def get_state(self) -> dict:
@@ -177,7 +177,7 @@ class SampleRate(MomentumSchedule):
         return self._at_present(self.rates) * self._plan
 
     def _change(self) -> float:
-        """What the optimizer's rate has been multiplied with since it was set."""
+        """Return what the optimizer's rate has been multiplied with since it was set."""
         if self._in_force is None or not self._in_force.learning_rate:
             return 1.0
         return rate_now(self._optimizer) / self._in_force.learning_rate

@@ -230,7 +230,7 @@ def _count(dataset: tf.data.Dataset) -> float | None:
 
 
 def _parts(batch: Any, strategy: DtkStrategy, own: bool) -> list[tuple[Part, tuple[str, ...]]]:
-    """For each replica of this process: its part of a batch, and the types of its rows."""
+    """Return, for each replica of this process, its part of a batch, and the types of its rows."""
     batch = tf.nest.map_structure(
         lambda leaf: leaf if leaf is None or tf.is_tensor(leaf) else tf.convert_to_tensor(leaf),
         batch,
@@ -250,7 +250,7 @@ def _parts(batch: Any, strategy: DtkStrategy, own: bool) -> list[tuple[Part, tup
 
 
 def _with_global_rows(shares: Sequence[Share]) -> list[Share]:
-    """The rows of each global batch: what all ranks read of it together."""
+    """Set the rows of each global batch: what all ranks read of it together."""
     steps = itertools.zip_longest(*(share.parts for share in shares))
     rows = [sum(part.taken for part in parts if part is not None) for parts in steps]
     return [
@@ -264,7 +264,7 @@ def _with_global_rows(shares: Sequence[Share]) -> list[Share]:
 
 
 def _notes(shares: Sequence[Share]) -> Iterable[str]:
-    """What a reader should not overlook; at most one of a kind."""
+    """Yield what a reader should not overlook; at most one of a kind."""
     first = shares[0]
     for share in shares[1:]:
         if share.batches != first.batches:

@@ -56,7 +56,7 @@ def _broadcast(iterable: Any, communicator: Communicator, root: int) -> Iterator
 
 
 def _items(iterable: Any) -> Iterator[Any]:
-    """Its items; what cannot be iterated over says so at the first, where all ranks can hear it."""
+    """Yield its items; what cannot be iterated over raises at the first, for all ranks to hear."""
     yield from iterable
 
 

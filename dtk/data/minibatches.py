@@ -179,7 +179,7 @@ class PartitionedMinibatches:
         return self._sweeps is not None and position >= self._sweeps * self._rows
 
     def _minibatch(self, position: int, size: int) -> tuple[Sequence | np.ndarray, bool]:
-        """The rows of a global minibatch, and whether it ends its sweep."""
+        """Return the rows of a global minibatch, and whether it ends its sweep."""
         sweep, begin, end = minibatch_at(position, size, self._rows)
         return self._order(sweep)[begin:end], end == self._rows
 

@@ -137,7 +137,7 @@ def _take_array(array: np.ndarray | tf.Tensor, indices: Sequence | np.ndarray) -
 
 
 def _read(dataset: tf.data.Dataset, indices: Iterable[int]) -> dict[int, Any]:
-    """The elements wanted by their position, in one pass."""
+    """Read the elements wanted by their position, in one pass."""
     specs = tf.nest.flatten(dataset.element_spec)
     if odd := [spec for spec in specs if not isinstance(spec, tf.TensorSpec)]:
         raise ValueError(
@@ -170,7 +170,7 @@ def pack(dataset: Any, blocks: Sequence[Sequence | np.ndarray]) -> list:
 
 
 def unpack(packed: Any) -> Any:
-    """Return the rows that one value of `pack` stands for.
+    """Undo `pack` for one of its values.
 
     Args:
         packed: The value.

@@ -154,7 +154,7 @@ def scatter_dataset(
 
 
 def _agreed_rows(dataset: Any, communicator: Communicator, root: int) -> tuple[int, bool]:
-    """The rows of `root`'s dataset, and whether every rank has one; errors are raised on all."""
+    """Return the rows of `root`'s dataset, and whether every rank has one; errors rise on all."""
     held = communicator.allgather_object(_counted(dataset))
     wrong = next((told for told in held if isinstance(told, str)), None)
     if wrong is None and held[root] is None:
@@ -169,7 +169,7 @@ def _agreed_rows(dataset: Any, communicator: Communicator, root: int) -> tuple[i
 
 
 def _counted(dataset: Any) -> int | str | None:
-    """Its rows; what is wrong with it; or None for no dataset."""
+    """Return its rows; what is wrong with it; or None for no dataset."""
     try:
         return None if dataset is None else rows.count_rows(dataset)
     except (TypeError, ValueError) as error:
@@ -179,7 +179,7 @@ def _counted(dataset: Any) -> int | str | None:
 def _deal(
     dataset: Any, blocks: Sequence[Sequence | np.ndarray], communicator: Communicator, root: int
 ) -> Any:
-    """Rank i gets the i-th block of rows that `root` reads."""
+    """Give rank i the i-th block of rows that `root` reads."""
     letters = [b""] * communicator.size
 
     def write() -> int:

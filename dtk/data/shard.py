@@ -108,7 +108,7 @@ def _elements(source: Any, read: Callable | None, rank: int, size: int) -> tf.da
 def _agreed_steps(
     asked: int | None, elements: tf.data.Dataset, mine: int, communicator: Communicator
 ) -> int:
-    """The steps every rank takes, in batches of `mine` rows here; errors are raised on all."""
+    """Return the steps every rank takes, in batches of `mine` rows here; errors rise on all."""
     rows = int(elements.cardinality())
     if asked is None and rows == tf.data.UNKNOWN_CARDINALITY:
         rows = int(elements.reduce(tf.constant(0, tf.int64), lambda count, *_: count + 1))
@@ -132,7 +132,7 @@ def _agreed_steps(
 
 
 def _wrong_steps(asked: int | None, everyone: list, held: list[tuple[int, int]]) -> str | None:
-    """What is wrong with the steps asked for, given (rows, rows of a batch) by rank; else None."""
+    """Return what is wrong with the steps asked for, given (rows, rows of a batch) by rank."""
     if len(set(everyone)) > 1:
         return f"steps={asked}, but it must be the same on all ranks (by rank: {everyone})"
     if asked is not None and asked < 1:

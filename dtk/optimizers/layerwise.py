@@ -1,4 +1,4 @@
-"""What LARS and LAMB share: a step length for each variable, from the ratio of two norms.
+"""Base of LARS and LAMB: a step length for each variable, from the ratio of two norms.
 
 Of what Keras gives to subclasses without promising it, this uses `_get_variable_index`,
 `_use_weight_decay` and `_apply_weight_decay`; a test says when one is gone.

@@ -1,4 +1,4 @@
-"""How Keras's `fit`, `evaluate` and `predict` drive workers behind parameter servers.
+"""Trainer on the chief: lets workers do what Keras's `fit`, `evaluate` and `predict` ask for.
 
 Keras's own loop runs on the chief. Where it would call the train function, dtk reads the next
 global batch, hands its slices to workers, applies what came back, and returns the logs so far; see
@@ -36,6 +36,8 @@ class ParameterServerTrainer(DistributedTrainer):
         strategy: The strategy it was compiled under.
     """
 
+    strategy: ServerStrategy
+
     def __init__(self, model: keras.Model, strategy: ServerStrategy):
         super().__init__(model, strategy)
         self._parts: dict[int, list] = {}
@@ -61,7 +63,7 @@ class ParameterServerTrainer(DistributedTrainer):
 
     @property
     def schedule(self) -> Schedule | None:
-        """The schedule of training; None before the first step."""
+        """Schedule of training; None before the first step."""
         loop = self._loops.get("train")
         return None if loop is None else loop.schedule
 

@@ -108,7 +108,7 @@ class Sync:
 
     @property
     def spare(self) -> int:
-        """Workers that may be busy with results nobody needs any more."""
+        """Workers that may be busy with results that are not needed any more."""
         return self.backup_workers
 
     def slices(self, workers: int) -> int:

@@ -1,4 +1,4 @@
-"""What the chief's trainer and loops see of the strategy, and loops of the trainer.
+"""Protocols of what loops see of the strategy and of the trainer, and the trainer of the strategy.
 
 Strategies are a room above this one and construct what is here, so that they are known by these
 protocols only: nothing is in them that is not used here.
@@ -19,8 +19,18 @@ from dtk.parameter_server.run_server import Chief
 from dtk.parameter_server.worker_pool import WorkerPool
 
 
-class ServerStrategy(Protocol):
-    """A `ParameterServerStrategy` on the chief.
+class MaybeEvaluated(Protocol):
+    """Strategy of a job that may have an evaluator.
+
+    Attributes:
+        has_evaluator: Whether a process of the job evaluates checkpoints beside the training.
+    """
+
+    has_evaluator: bool
+
+
+class ServerStrategy(MaybeEvaluated, Protocol):
+    """Strategy on the chief, a `ParameterServerStrategy`.
 
     Attributes:
         consistency: When a step may start.
@@ -66,7 +76,7 @@ class ServerStrategy(Protocol):
 
 
 class EvaluatorStrategy(Protocol):
-    """A `ParameterServerStrategy` in the evaluator's process.
+    """Strategy in the evaluator's process, a `ParameterServerStrategy`.
 
     Attributes:
         chief: The chief, as this process sees it.
@@ -75,18 +85,8 @@ class EvaluatorStrategy(Protocol):
     chief: Chief
 
 
-class MaybeEvaluated(Protocol):
-    """A strategy of a job that may have an evaluator.
-
-    Attributes:
-        has_evaluator: Whether a process of the job evaluates checkpoints beside the training.
-    """
-
-    has_evaluator: bool
-
-
 class LoopTrainer(Protocol):
-    """The trainer of a model, as its loops see it.
+    """Trainer of a model, as its loops see it.
 
     Attributes:
         model: The model that is trained, tested or predicted with.
@@ -96,7 +96,7 @@ class LoopTrainer(Protocol):
 
     @property
     def strategy(self) -> ServerStrategy:
-        """The strategy on the chief."""
+        """Strategy on the chief."""
 
     def rng_state_variables(self) -> list[keras.Variable]:
         """Return the state variables of the model's random number generators.

@@ -152,10 +152,10 @@ class Steps:
         return None
 
     def _is_turn_of(self, worker: int) -> bool:
-        """Whether the next slice may be this worker's.
+        """Return whether the next slice may be this worker's.
 
         Workers that read pipelines of their own take turns, so that each is read as far as any
-        other. Another stands in while one is lost.
+        other. Another takes its turn while one is lost.
         """
         step, part = self.schedule.next_slice
         batch = self._batches.get(step)
@@ -327,7 +327,7 @@ class Loop:
         return tf.TensorSpec(self._rng_state.shape, tf.uint32)
 
     def _rng_states(self, rng_state: tf.Tensor) -> list[tuple[keras.Variable, tf.Tensor]]:
-        """The states of random layers in a traced step."""
+        """Return the states of random layers in a traced step."""
         states = self.trainer.rng_state_variables()
         return list(zip(states, tf.unstack(rng_state, num=len(states)), strict=True))
 
@@ -338,7 +338,7 @@ class Loop:
         self._draws |= any(now(variable) is not state for variable, state in given)
 
     def _rng_state_of(self, piece: Piece) -> np.ndarray:
-        """Random states of a slice: the same whoever computes it, and whenever."""
+        """Return the random states of a slice: the same on every worker, and at any time."""
         assert self._rng_state is not None
         states = self._rng_state.copy()
         if self.schedule.tau:

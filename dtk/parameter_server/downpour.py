@@ -287,7 +287,7 @@ def _called(
 
 
 def _merge_reports(reports: list[dict]) -> dict:
-    """What several batches reported, as one; of what does not add up, the last."""
+    """Merge what several batches reported; of what does not add up, take the last."""
     totals = {
         name: [sum(column) for column in zip(*(r[name] for r in reports), strict=True)]
         for name in ("metrics", "moved")

@@ -1,4 +1,4 @@
-"""The evaluator of a parameter-server job: evaluates checkpoints as they appear.
+"""Evaluator of a parameter-server job: evaluates checkpoints as they appear.
 
 It runs the same script as the others. Its `fit` trains nothing: it waits for what the chief's
 `dtk.callbacks.Checkpoint` saves, loads each into the model, evaluates it on `fit`'s validation data
@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from dtk.errors import ClusterError
 from dtk.parameter_server import run_server
-from dtk.parameter_server.contract import MaybeEvaluated
+from dtk.parameter_server.contract import EvaluatorStrategy, MaybeEvaluated
 from dtk.trainer.distributed_trainer import DistributedTrainer
 
 _LOOK_SECONDS = 1.0
@@ -33,7 +33,7 @@ _FILE = "evaluation.csv"
 
 
 class Saved(NamedTuple):
-    """How far training was when a checkpoint was written.
+    """Progress of training that one checkpoint says about itself.
 
     Attributes:
         epoch: Epochs that are complete.
@@ -110,6 +110,8 @@ def leaves_validation(asked: dict, strategy: MaybeEvaluated) -> bool:
 
 class EvaluatorTrainer(DistributedTrainer):
     """Trainer of a model in the evaluator's process, whose `fit` evaluates."""
+
+    strategy: EvaluatorStrategy
 
     def fit(self, method: Callable, args: tuple, kwargs: dict) -> Any:
         """Evaluate what the chief saves until it is gone, then end the process.

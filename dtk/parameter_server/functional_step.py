@@ -1,4 +1,4 @@
-"""Steps that change nothing: for workers of parameter servers.
+"""Functional steps, which change nothing: for workers of parameter servers.
 
 A worker's step is traced as a pure function of data and state. It returns what it would have
 changed; tables are not part of its state but looked up where they are, a few rows at a time.
@@ -94,7 +94,7 @@ def trace_functional_step(
 
 @contextlib.contextmanager
 def _tapes_watching(state: Sequence, tables: Sequence, recorded: RecordedUpdates) -> Iterator[None]:
-    """Let gradient tapes see the values that stand for variables."""
+    """Let gradient tapes see the values in the place of variables."""
     given = {id(variable): value for variable, value in state if variable.trainable}
     places = {id(variable): keras_variables.stored(variable) for variable in tables}
     enter, gradient = tf.GradientTape.__enter__, tf.GradientTape.gradient
@@ -130,7 +130,7 @@ def _tapes_watching(state: Sequence, tables: Sequence, recorded: RecordedUpdates
 
 
 def _whole_gradient(parts: Sequence, variable: keras.Variable) -> tf.IndexedSlices | None:
-    """The gradient of a partitioned table from those of its parts."""
+    """Join the gradients of a partitioned table's parts to that of the table."""
     rows, indices, first = [], [], 0
     shards = tf_variables.shards_of(keras_variables.stored(variable)) or ()
     for part, shard in zip(parts, shards, strict=True):

@@ -1,4 +1,4 @@
-"""How gradients get from workers to parameter servers.
+"""Gradient buffers: how gradients get from workers to parameter servers.
 
 A worker does not touch weights. It puts its gradients into a *gradient buffer*, a few variables on
 the servers, and when the chief decides that a step is complete, the servers apply what lies in the
@@ -26,7 +26,7 @@ from dtk.parameter_server import functional_step
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """One variable of a gradient buffer.
+    """Variable of a gradient buffer.
 
     Attributes:
         device: The server it is on.
@@ -216,7 +216,7 @@ class GradientBuffer:
 
 
 def _of_any_length(handle: tf.Tensor) -> tf.Tensor:
-    """A gradient buffer's handle without what it says about length, which is that of an empty one.
+    """Return a gradient buffer's handle without its declared length, which is that of an empty one.
 
     Graph optimization would believe it at every call, and compute sizes from it.
     """

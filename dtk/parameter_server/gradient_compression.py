@@ -133,7 +133,7 @@ class QuantizedLayout(Layout):
         ]
 
     def _joined(self, slot: Slot, whole: tf.Tensor, code: tf.Tensor) -> tf.Tensor:
-        """What a worker sent of one slot, decoded, in the order of its weights."""
+        """Decode what a worker sent of one slot, in the order of its weights."""
         coded = [index for index in slot.holds if self._is_coded(index)]
         shapes = {index: tuple(self.weights[index].shape) for index in slot.holds}
         matrices = [codec.matrix_shape(shapes[index]) for index in coded]

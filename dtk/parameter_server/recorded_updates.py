@@ -6,7 +6,8 @@ expects the updated weight, which does not exist yet:
     d_optimizer.apply(gradients of the discriminator)      noted
     loss = loss_of(discriminator(generator(noise)))        reads the discriminator: refused
 
-From there on a tensor of its own stands for the weight. If something consumes it, it was read.
+From there on a placeholder, a tensor of its own, is in the place of the weight. If something
+consumes it, it was read.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class RecordedUpdates:
         self._scope, self._model = scope, model
         self._tables = {id(variable) for variable in tables}
         self._graph = tf.compat.v1.get_default_graph()
-        # Every weight that stands for an updated one, and whose update it waits for. A weight that
+        # Every weight with a placeholder, and whose update it waits for. A weight that
         # is noted twice has two.
         self._waiting: list[tuple[keras.Variable, keras.Optimizer, tf.Tensor]] = []
         self._looked_up: set[int] = set()
@@ -72,7 +73,7 @@ class RecordedUpdates:
 
     def _put_placeholder(self, variable: keras.Variable, optimizer: keras.Optimizer) -> None:
         if id(variable) in self._tables:
-            # To read a table would be to fetch all of it. Whoever reads this one is told off.
+            # To read a table would be to fetch all of it. A step that reads this one is refused.
             value = tf.zeros(variable.shape, keras_variables.stored(variable).dtype)
         else:
             now = self._scope.get_current_value(variable)

@@ -16,7 +16,7 @@ from dtk.errors import ClusterError
 # A worker computes one step at a time, but a server answers every worker.
 _FEWEST_THREADS = 8
 
-# The chief is gone when this many looks in a row, so many seconds apart, find nobody.
+# The chief is gone when this many looks in a row, with so many seconds between, do not find it.
 _LOOKS = 3
 _LOOK_SECONDS = 0.9
 
@@ -44,7 +44,7 @@ def threads_to_wait_with() -> int:
 
 
 class Chief:
-    """The chief, as the tasks that serve it see it: there, or gone.
+    """Chief of the job, as the tasks that serve it see it: there, or gone.
 
     Args:
         config: The job, and the task that asks.

@@ -1,8 +1,8 @@
-"""When a step may start: synchronous, bounded delay and asynchronous are one rule.
+"""Scheduler: when a step may start. Synchronous, bounded delay and asynchronous are one rule.
 
 Step t may start once every step before t - tau is finished (Li et al., OSDI'14), that is, once its
 gradients are in the weights. tau=0 is one step at a time, tau=inf never waits, and between the two
-nobody runs more than tau steps ahead of the slowest. Two workers, the second three times slower:
+no worker runs more than tau steps ahead of the slowest. Two workers, the second three times slower:
 
     tau=0      0   1   2   3   4   5   6   7   8
     worker 0   |-0-|           |-2-|           |-4-|
@@ -31,7 +31,7 @@ from dtk.parameter_server.consistency_models import Consistency
 
 @dataclass(frozen=True)
 class Piece:
-    """One slice of one step, handed to one worker; no two are equal.
+    """Slice of a step, handed to one worker; no two are equal.
 
     Attributes:
         step: 0, 1, 2, ... in the order offered.
@@ -46,7 +46,7 @@ class Piece:
 
 @dataclass
 class Staleness:
-    """How old the weights were that finished steps computed with.
+    """Age of the weights that finished steps computed with.
 
     A step's staleness is how many steps before it were not applied when it was handed out (the
     weights are read a little later, and may hold some of them); its lag is how far back the oldest
@@ -94,7 +94,7 @@ class Staleness:
 
 
 class _Running(NamedTuple):
-    """Who has a piece, and how old the weights were that it was given."""
+    """Worker that has a piece, and the age of the weights that it was given."""
 
     worker: int
     staleness: int
@@ -103,7 +103,7 @@ class _Running(NamedTuple):
 
 @dataclass
 class _Started:
-    """A step of which something was handed out and that is not applied."""
+    """Step of which something was handed out and that is not applied."""
 
     missing: set[int]  # slices without a result
     copies: list[int]  # per slice, how often it was handed out
@@ -325,12 +325,12 @@ class Schedule:
         return step < self.offered and step - oldest <= self._tau
 
     def _backup(self, worker: int) -> tuple[int, int] | None:
-        """A slice of the oldest unfinished step that this worker may repeat.
+        """Choose a slice of the oldest unfinished step that this worker may repeat.
 
         When that step completes, whoever still has a piece of it, or of an earlier one, is busy for
         nothing. With one piece a worker that is never more than `spare` of them, so of N + spare
         workers N are free for the next step. Up to `spare` silent ones, with any number of pieces,
-        stop nobody. The slice with the fewest copies comes first, of these the longest-running.
+        stop none. The slice with the fewest copies comes first, of these the longest-running.
         """
         if not self._spare or not self._started:
             return None

@@ -40,7 +40,7 @@ class Counting(Loop):
         self._add_metrics: Callable | None = None
 
     def _state(self, tables: Sequence) -> tuple[list, int]:
-        """The values variables have in a worker's step, and the bytes read for that."""
+        """Return the values variables have in a worker's step, and the bytes read for that."""
         model = self.model
         metrics = replica_step.metric_variables(model)
         elsewhere = {id(v) for v in [*metrics, *tables, *self.trainer.rng_state_variables()]}
@@ -49,7 +49,7 @@ class Counting(Loop):
         return [*pulled, *counted], read
 
     def _count(self, traced: FunctionalStep, data: Any) -> dict:
-        """What a step adds to the metrics, the numbers it returned besides, and its rows."""
+        """Collect what a step adds to the metrics, other numbers it returned, and its rows."""
         self._logged = replica_step.results_in(traced.step, traced.logs)
         return {
             "metrics": [

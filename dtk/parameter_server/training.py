@@ -138,7 +138,7 @@ class Training(Counting):
             )
 
     def _results(self, traced: FunctionalStep, data: Any, state: list) -> dict:
-        """What is reported of a traced step, besides its gradients."""
+        """Collect what is reported of a traced step, besides its gradients."""
         states = self.trainer.rng_state_variables()
         before = {id(v): value for v, value in state}
         moving = (traced.assigned & set(before)) - {id(v) for v in states}
@@ -151,7 +151,7 @@ class Training(Counting):
         }
 
     def _plan_for(self, applied: Sequence) -> list:
-        """Gradients in the layout's order; notes who is to apply them."""
+        """Put gradients into the layout's order, and note which optimizer is to apply them."""
         assert self._layout is not None
         if not applied and self.model.trainable_variables:
             raise NotDistributedError(
@@ -239,7 +239,7 @@ class Training(Counting):
     def _count_rows(self, results: list[Result]) -> None:
         rows = sum(int(r.outputs["rows"]) for r in results)
         if not self._rows:
-            # A batch of a run that is resumed stands for each of those before it.
+            # A batch of a run that is resumed counts as each of those before it.
             batches = sum(r.outputs.get("batches", 1) for r in results)
             optimizer = shared_optimizer.optimizers_of(self.model)[0]
             self._rows = (int(optimizer.iterations.numpy()) - 1) * rows // batches
@@ -273,5 +273,5 @@ class Training(Counting):
 
 
 def _as(dtype: tf.DType, change: np.ndarray | float) -> tf.Tensor:
-    """A change in a variable's type; a count that sixths add up to is a whole number."""
+    """Cast a change to a variable's type; a count that sixths add up to is a whole number."""
     return tf.cast(np.rint(change) if dtype.is_integer else change, dtype)

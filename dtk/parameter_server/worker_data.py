@@ -1,4 +1,4 @@
-"""Data that workers of parameter servers read themselves: no row passes the chief.
+"""Datasets that workers of parameter servers read themselves: no row passes the chief.
 
     dataset = strategy.distribute_datasets_from_function(dataset_fn)
     model.fit(dataset, steps_per_epoch=100)
@@ -156,7 +156,7 @@ def _made_there(worker: int) -> Iterator[None]:
 
 
 def _opened(dataset: tf.data.Dataset, worker: int) -> tf.data.Iterator:
-    """An endless iterator over a worker's dataset.
+    """Open an endless iterator over a worker's dataset.
 
     Raises:
         ValueError: The dataset is not on the worker.

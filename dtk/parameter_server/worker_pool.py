@@ -1,4 +1,4 @@
-"""The workers of a parameter-server job, as the chief sees them: threads that ask for work.
+"""Pool of the workers of a parameter-server job on the chief: threads that ask for work.
 
 Each worker has a thread on the chief, TensorFlow's own, in which it takes the next piece of work,
 computes it remotely, and hands in the result. All that decides something, such as applying
@@ -24,7 +24,7 @@ from dtk.communicators import startup
 from dtk.compat import tf_coordinator
 from dtk.errors import ClusterError
 
-# How often a waiting main thread makes sure that somebody is still there.
+# How often a waiting main thread makes sure that a worker and all servers are still there.
 _LOOK_SECONDS = 5.0
 # A worker that could not reach a server which is there tries again after so long.
 _RETRY_SECONDS = 1.0
@@ -183,7 +183,7 @@ class WorkerPool:
             raise
 
     def _check_alive(self, last_seen: float) -> float:
-        """When somebody was last there; raises when that is too long ago, or a server is gone."""
+        """Return when a worker was last there; raise if too long ago, or if a server is gone."""
         self._check_servers()
         now = time.monotonic()
         if any(startup.answers(address) for address in self._workers):
@@ -207,7 +207,7 @@ class WorkerPool:
                 )
 
     def _serve(self, session: int) -> None:
-        """What a worker's thread does until the session is over."""
+        """Run a worker's thread until the session is over."""
         worker = tf_coordinator.current_worker()
         while (found := self._next(worker, session)) is not None:
             piece, work, compute = found
@@ -229,7 +229,7 @@ class WorkerPool:
                 self._changed.notify_all()
 
     def _next(self, worker: int, session: int) -> tuple[Any, Work, Callable] | None:
-        """What a worker is to do next; None when its session is over."""
+        """Wait for what a worker is to do next; None when its session is over."""
         with self._changed:
             while self._session == session and self._error is None:
                 work, compute = self._entries[-1]
@@ -241,7 +241,7 @@ class WorkerPool:
             return None
 
     def _survives(self, error: Exception, worker: int, session: int) -> bool:
-        """Whether the others go on. Otherwise the main thread is told why not."""
+        """Return whether the others go on. Otherwise the main thread is told why not."""
         fatal: BaseException | None = error
         if isinstance(error, tf.errors.OpError) and tf_coordinator.worker_is_lost(error):
             fatal = None

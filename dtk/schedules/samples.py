@@ -66,7 +66,7 @@ def by_samples(
 
 
 def _steps_at(starts: list[int], sizes: Runs, epoch_size: int | None) -> list[int]:
-    """The first step at or after each position, between which the batch size does not change."""
+    """Return the first step at or after each position; between two the batch size is one."""
     if epoch_size is None:
         return [math.ceil(start / sizes[0][1]) for start in starts]
     lengths = (

@@ -1,4 +1,4 @@
-"""A smaller learning rate for the first steps (Goyal et al. 2017, arXiv:1706.02677)."""
+"""Smaller learning rate for the first steps (Goyal et al. 2017, arXiv:1706.02677)."""
 
 from __future__ import annotations
 

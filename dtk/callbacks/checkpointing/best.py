@@ -1,4 +1,4 @@
-"""The best value of a monitored number, by which the best weights are kept."""
+"""Best value of a monitored number, by which the best weights are kept."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def better_when_larger(monitor: str, mode: str) -> bool:
 
 
 class BestValue:
-    """The best value that a number in the epochs' logs has had so far.
+    """Best value that a number in the epochs' logs has had so far.
 
     Args:
         monitor: Name of the number, such as "val_loss"; None watches nothing.

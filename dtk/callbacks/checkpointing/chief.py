@@ -35,6 +35,6 @@ def on_chief(strategy: DtkStrategy, work: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def _local_reads(strategy: DtkStrategy) -> Iterator[None]:
-    """For code of one rank: reading summed state must not wait for the others."""
+    """Let one rank read summed state without waiting for the others."""
     with getattr(strategy.extended, "local_reads", contextlib.nullcontext)():
         yield

@@ -32,7 +32,7 @@ _WRITING = ".writing-"
 
 
 class CorruptCheckpointError(Exception):
-    """A checkpoint that cannot be read; the message says why."""
+    """Error of a checkpoint that cannot be read; the message says why."""
 
 
 class CheckpointFiles:

@@ -28,7 +28,7 @@ class Termination:
     ask each other at steps they have agreed on, about once a second, by rank 0's clock. Steps of
     training and of validation count alike; between the two the pace is found anew.
 
-    A rank that waits in a collective for one that has died would be deaf: Python's handlers run
+    A rank that waits in a collective for one that has died would not notice: Python's handlers run
     between Python instructions only. A thread, woken by the signal itself, ends the process when
     the ranks have not agreed in time.
 
@@ -44,7 +44,7 @@ class Termination:
         self._before: Callable | int | signal.Handlers | None = None
         self._pipe: tuple[int, int] | None = None
         self._woken_before = -1
-        self._granted = threading.Event()
+        self._agreed = threading.Event()
         self._steps = 0
         self.find_pace()
 
@@ -60,7 +60,7 @@ class Termination:
 
     def remove(self) -> None:
         """Restore the handler of SIGTERM that was there before."""
-        self._granted.set()
+        self._agreed.set()
         if self._pipe is None:
             return
         with contextlib.suppress(ValueError):
@@ -72,7 +72,7 @@ class Termination:
     def _watch(self, signals: int) -> None:
         with os.fdopen(signals, "rb", buffering=0) as stream:
             while number := stream.read(1):
-                if number[0] == signal.SIGTERM and not self._granted.wait(self._patience):
+                if number[0] == signal.SIGTERM and not self._agreed.wait(self._patience):
                     os._exit(EXIT_CODE)
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
@@ -109,6 +109,6 @@ class Termination:
         self._interval = min(max(1, 2 * self._interval), wished)
         self._next = self._steps + self._interval
         if any(caught for caught, _ in answers):
-            self._granted.set()
+            self._agreed.set()
             return True
         return False

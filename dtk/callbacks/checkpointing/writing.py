@@ -25,7 +25,7 @@ _FORMAT = 1
 
 
 class Progress(NamedTuple):
-    """How far training is when a checkpoint is written.
+    """Progress of training when a checkpoint is written.
 
     Attributes:
         epoch: The epoch to resume at, from 0.
@@ -88,7 +88,7 @@ class CheckpointWriter:
         return on_chief(trainer.strategy, write)
 
     def _state(self, trainer: DistributedTrainer, in_epoch: bool) -> dict[str, Any]:
-        """What rank 0 knows by itself."""
+        """Collect what rank 0 knows by itself."""
         model, strategy = trainer.model, trainer.strategy
         return {
             "format": _FORMAT,

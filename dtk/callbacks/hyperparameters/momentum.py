@@ -78,7 +78,7 @@ class Momentum:
 
 
 class _Held:
-    """What Keras's SGD asks of its momentum: whether there is any, and its value."""
+    """Variable as Keras's SGD asks of its momentum: whether there is any, and its value."""
 
     def __init__(self, variable: tf.Variable):
         self._variable = variable

@@ -149,7 +149,7 @@ class Descent:
 
     @property
     def weights(self) -> np.ndarray:
-        """The weights as they are."""
+        """Current weights, read from the servers."""
         return self._blocks.whole()
 
     @property
@@ -239,7 +239,7 @@ class Descent:
             raise
 
     def _values(self, weights: list, rows: list) -> tf.Tensor:
-        """Sum of the loss over some rows, how many numbers it gave, and |w|_1; traced."""
+        """Sum the loss over some rows, with the count of its numbers, and |w|_1; traced."""
         whole = tf.concat(weights, 0)
         values = self._loss_of(whole, rows)
         numbers = [tf.reduce_sum(values), tf.size(values), tf.reduce_sum(tf.abs(whole))]
