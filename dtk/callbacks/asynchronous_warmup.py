@@ -91,7 +91,11 @@ class AsynchronousWarmup(StrategyCallback):
         )
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Refuse what cannot work before the first epoch."""
+        """Refuse what cannot work before the first epoch.
+
+        Raises:
+            ValueError: No step is asynchronous, or another callback scales the rate.
+        """
         strategy = self.strategy
         if not isinstance(strategy, ParameterServerStrategy) or not strategy.consistency.tau:
             how = getattr(strategy, "consistency", type(strategy).__name__)

@@ -127,7 +127,11 @@ class AutoBatchSize(StrategyCallback):
         self._first_rate, self._searched = state["first_rate"], state["searched"]
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Refuse what cannot work before the first epoch."""
+        """Refuse what cannot work before the first epoch.
+
+        Raises:
+            ValueError: As the class says.
+        """
         if isinstance(self.strategy, ParameterServerStrategy):
             raise ValueError(
                 f"{type(self).__name__} puts all state back after a trial, which it cannot behind "

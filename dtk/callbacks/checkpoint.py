@@ -134,7 +134,12 @@ class Checkpoint(StrategyCallback):
             self._termination.install()
 
     def on_train_agreed(self, logs: dict | None = None) -> None:
-        """Resume, now that the other callbacks have begun: that resets what they learned."""
+        """Resume, now that the other callbacks have begun: that resets what they learned.
+
+        Raises:
+            ValueError: The checkpoint belongs to another model, or none in the directory can be
+                read.
+        """
         if self._begun:
             return
         self._begun = True

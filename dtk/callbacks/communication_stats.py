@@ -37,7 +37,11 @@ class CommunicationStats(StrategyCallback):
         self._end: tuple | None = None
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Refuse where nothing goes through the communicator."""
+        """Refuse strategies where nothing goes through the communicator.
+
+        Raises:
+            ValueError: Steps run behind parameter servers.
+        """
         if isinstance(self.strategy, ParameterServerStrategy):
             raise ValueError(
                 "CommunicationStats: workers of parameter servers speak with the servers, not with "

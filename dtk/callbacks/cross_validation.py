@@ -99,7 +99,12 @@ class CrossValidation(StrategyCallback):
         self._evaluated_at, self._epoch = state["evaluated_at"], state["epoch"]
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Compare the data over all ranks, and begin to count."""
+        """Compare the data over all ranks, and begin to count.
+
+        Raises:
+            ValueError: Steps run behind parameter servers, and `fit`'s data is not arrays.
+            DisagreementError: Ranks have different data.
+        """
         served = isinstance(self.strategy, ParameterServerStrategy)
         if served and self.trainer.feed.rows_counted(1) is None:
             raise ValueError(

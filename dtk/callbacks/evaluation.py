@@ -34,6 +34,9 @@ class Evaluation:
         name: What the data is called in messages.
         data: Arrays `x`, `(x, y)` or `(x, y, sample_weight)`, or a dataset of these in batches.
         batch_size: Global batch for arrays; None for that of `fit`.
+
+    Raises:
+        ValueError: The data is missing, or `batch_size` is less than 1.
     """
 
     def __init__(self, name: str, data: Any, batch_size: int | None):

@@ -135,7 +135,11 @@ class GrowBatchInsteadOfDecay(StrategyCallback):
         return self.sets if sample_rate_of(self.trainer) is None else self.sets[:1]
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Make the plan of all epochs, and refuse what cannot work before the first."""
+        """Make the plan of all epochs, and refuse what cannot work before the first.
+
+        Raises:
+            ValueError: As the class says.
+        """
         self.check_sole()
         check_settable(self.model.optimizer, type(self).__name__)
         rates = self._rates = rates_of(self.schedule, self.params["epochs"])

@@ -98,7 +98,11 @@ class HalveRate(CrossValidation):
         self._before, self._made = state["before"], state["made"]
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Refuse what cannot work before the first epoch."""
+        """Refuse what cannot work before the first epoch.
+
+        Raises:
+            ValueError: The optimizer has a schedule of its own, or another callback sets its rate.
+        """
         super().on_train_begin(logs)
         check_settable(self.model.optimizer, type(self).__name__)
         for other in self.trainer.callbacks.callbacks:

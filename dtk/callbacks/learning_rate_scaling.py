@@ -123,7 +123,12 @@ class LearningRateScaling(StrategyCallback):
         setattr(self.model.optimizer, _MARK, Scaling(**state) if state else None)
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Refuse what cannot work before the first epoch."""
+        """Refuse what cannot work before the first epoch.
+
+        Raises:
+            ValueError: The rate is a plain function, or a warm-up needs the length of an epoch,
+                which is unknown.
+        """
         trainer = self.trainer
         schedule = shared_optimizer.schedule_of(self.model.optimizer)
         if schedule is not None and not isinstance(

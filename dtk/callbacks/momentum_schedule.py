@@ -117,7 +117,11 @@ class MomentumSchedule(StrategyCallback):
         self._epoch = state["epoch"]
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Refuse what cannot work, and let steps read the momentum, before the first epoch."""
+        """Refuse what cannot work, and let steps read the momentum, before the first epoch.
+
+        Raises:
+            ValueError: As the class says.
+        """
         self.check_sole()
         self._check_exchange()
         self._momentum = self._find_momentum()

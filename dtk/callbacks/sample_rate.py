@@ -131,7 +131,11 @@ class SampleRate(MomentumSchedule):
             self._momentum.set(self._in_force.momentum)
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Refuse what cannot work before the first epoch."""
+        """Refuse what cannot work before the first epoch.
+
+        Raises:
+            ValueError: As the class says.
+        """
         super().on_train_begin(logs)
         check_settable(self.model.optimizer, type(self).__name__)
         self._plan = 1.0

@@ -15,11 +15,11 @@ with its share of them, so uneven local batches are weighed exactly.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
+from dtk.compat import tf_datasets
 from dtk.errors import at_rank
 from dtk.input.pipelines import read_ahead
 from dtk.strategies.base import DtkStrategy
@@ -30,9 +30,9 @@ def shard(
     strategy: DtkStrategy,
     batch_size: int,
     *,
-    read: Callable[[Any], tf.data.Dataset] | None = None,
+    read: Callable[[tf.Tensor], tf.data.Dataset] | None = None,
     steps: int | None = None,
-) -> Any:
+) -> tf.data.Dataset | tf_datasets.PerRankDataset:
     """Give every rank its own part of the data, with the same number of steps on all of them.
 
     Args:
@@ -89,7 +89,12 @@ def shard(
     return strategy.distribute_datasets_from_function(lambda context: ahead)
 
 
-def _elements(source: Any, read: Callable | None, rank: int, size: int) -> tf.data.Dataset:
+def _elements(
+    source: Sequence[str] | tf.data.Dataset,
+    read: Callable[[tf.Tensor], tf.data.Dataset] | None,
+    rank: int,
+    size: int,
+) -> tf.data.Dataset:
     if isinstance(source, tf.data.Dataset):
         return source.shard(size, rank)
     if read is None:

@@ -23,17 +23,16 @@ LearningRate: TypeAlias = (
 def norm(x: tf.Tensor) -> tf.Tensor:
     """Return the L2 norm of all entries; half precision is cast first, so squares cannot overflow.
 
-        Example:
-            >>> import tensorflow as tf
-    from keras import ops
-            >>> float(norm(ops.convert_to_tensor([300.0, -400.0], "float16")))
-            500.0
-
     Args:
         x: A floating tensor of any shape.
 
     Returns:
         A scalar, at least float32.
+
+    Example:
+        >>> from keras import ops
+        >>> float(norm(ops.convert_to_tensor([300.0, -400.0], "float16")))
+        500.0
     """
     x = ops.cast(x, keras.backend.result_type(x.dtype, "float32"))
     return ops.sqrt(ops.sum(ops.square(x)))

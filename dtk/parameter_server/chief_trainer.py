@@ -249,7 +249,8 @@ class ParameterServerTrainer(DistributedTrainer):
             force: Whether to make it anew.
 
         Returns:
-            A function from a list of batches to the outputs of all their rows, in order.
+            A function from a list of batches to the outputs of all their rows, in order. It raises
+            ValueError for pipelines of the workers' own, which have no order.
         """
         if self.model.predict_function is not None and not force:
             return self.model.predict_function

@@ -223,7 +223,7 @@ class Loop:
         self.trainer = trainer
         self._new_schedule = schedule
         self._steps = self._new_steps()
-        self._functions: dict[str, Callable] = {}
+        self._functions: dict[str, tf.types.experimental.ConcreteFunction] = {}
         self._reports: dict[str, gradient_buffers.Report] = {}
         self._open = contextlib.ExitStack()
         self._is_open = False

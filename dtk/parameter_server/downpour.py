@@ -12,7 +12,6 @@ See `dtk.exchange.Downpour` for what it does, and `training.py` for what it has 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
@@ -69,7 +68,7 @@ class DownpourTraining(Training):
         self._kept: dict[int, list[tf.Tensor]] = {}
         # And the weights it goes on with, if it fetches less often than it pushes.
         self._held: dict[int, Held] = {}
-        self._begin: Callable | None = None
+        self._begin: tf.types.experimental.ConcreteFunction | None = None
 
     def _check_optimizers(self) -> None:
         """Gradients of several steps are summed on the worker, as they are.
@@ -138,7 +137,9 @@ class DownpourTraining(Training):
             return gradient_compression.QuantizedLayout(weights, sparse, self._exchange.bits)
         return super()._lay_out(weights, sparse)
 
-    def _trace(self, spec: Any, layout: gradient_buffers.Layout) -> Callable:
+    def _trace(
+        self, spec: Any, layout: gradient_buffers.Layout
+    ) -> tf.types.experimental.ConcreteFunction:
         assert self._rng_state is not None
         if self._begin is None:
             begin = tf.function(self._fetch, autograph=False).get_concrete_function()
@@ -281,7 +282,12 @@ class DownpourTraining(Training):
 
 
 def _called(
-    step: Callable, rng_state: tf.Tensor, values: list, rate: tf.Tensor, accrued: list, data: Any
+    step: tf.types.experimental.ConcreteFunction,
+    rng_state: tf.Tensor,
+    values: list,
+    rate: tf.Tensor,
+    accrued: list,
+    data: Any,
 ) -> Any:
     return step(data, rng_state, values, rate, accrued)
 

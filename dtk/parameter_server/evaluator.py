@@ -121,6 +121,9 @@ class EvaluatorTrainer(DistributedTrainer):
             args: Positional arguments of `fit`.
             kwargs: Its keyword arguments.
 
+        Returns:
+            Never: see Raises.
+
         Raises:
             SystemExit: Always, at the end, with code 0.
             ClusterError: There is nothing to evaluate, or nothing to evaluate on.

@@ -49,7 +49,7 @@ def trace_functional_step(
     *,
     share: tf.Tensor,
     size: tf.Tensor,
-    world_sum: Callable,
+    world_sum: Callable[[tf.Tensor], tf.Tensor],
     state: Sequence[tuple[keras.Variable, tf.Tensor]],
     tables: Sequence = (),
     kinds: Mapping[str, str] | None = None,

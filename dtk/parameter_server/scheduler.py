@@ -131,6 +131,9 @@ class Schedule:
         retried: Lost pieces that were handed out again.
         statistics: Staleness of the steps applied since `take_statistics`.
 
+    Raises:
+        ValueError: `tau`, `slices` or `spare` is out of range.
+
     Example:
         Step 2 waits for step 0 when tau=1:
 

@@ -37,7 +37,7 @@ class Counting(Loop):
         super().__init__(trainer, schedule)
         self.logs: dict[str, Any] = {}
         self._logged: list = []
-        self._add_metrics: Callable | None = None
+        self._add_metrics: tf.types.experimental.PolymorphicFunction | None = None
 
     def _state(self, tables: Sequence) -> tuple[list, int]:
         """Return the values variables have in a worker's step, and the bytes read for that."""
@@ -104,7 +104,7 @@ class Counting(Loop):
         for name in results[0].outputs["logs"]:
             self.logs[name] = sum(r.outputs["logs"][name] for r in results)
 
-    def _metric_adder(self) -> Callable:
+    def _metric_adder(self) -> Callable[[list], dict]:
         model = self.model
 
         def add(deltas: list) -> dict:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -47,7 +47,7 @@ class Training(Counting):
         self._plan: list = []
         self._without_gradient: set[int] = set()
         self._moving: list = []
-        self._commits: dict[int, Callable] = {}
+        self._commits: dict[int, tf.types.experimental.ConcreteFunction] = {}
 
     @property
     def ahead(self) -> int:
@@ -100,7 +100,9 @@ class Training(Counting):
     def _lay_out(self, weights: list, sparse: set[int]) -> gradient_buffers.Layout:
         return gradient_buffers.Layout(weights, sparse)
 
-    def _trace(self, spec: Any, layout: gradient_buffers.Layout) -> Callable:
+    def _trace(
+        self, spec: Any, layout: gradient_buffers.Layout
+    ) -> tf.types.experimental.ConcreteFunction:
         assert self._rng_state is not None
         handles = [tf.TensorSpec([], tf.resource) for _ in layout.slots]
         scalar = tf.TensorSpec([], tf.float32)
@@ -245,7 +247,7 @@ class Training(Counting):
             self._rows = (int(optimizer.iterations.numpy()) - 1) * rows // batches
         self._rows += rows
 
-    def _commit_function(self, count: int) -> Callable:
+    def _commit_function(self, count: int) -> tf.types.experimental.ConcreteFunction:
         assert self._layout is not None
         # A handle's own specification would tell the buffer's declared length, which is no length.
         handle = tf.TensorSpec([], tf.resource)

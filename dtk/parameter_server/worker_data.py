@@ -50,6 +50,9 @@ class WorkerDataset(tf_datasets.PerRankDataset):
 
         Args:
             function: As of `tf.data.Dataset.map`.
+
+        Returns:
+            A dataset of what the function returns.
         """
         make = self.make
         return WorkerDataset(lambda worker: make(worker).map(function), self.local.map(function))
@@ -59,6 +62,9 @@ class WorkerDataset(tf_datasets.PerRankDataset):
 
         Args:
             count: How many batches.
+
+        Returns:
+            A dataset of the same batches.
         """
         make = self.make
         return WorkerDataset(lambda worker: make(worker).prefetch(count), self.local)
@@ -166,7 +172,9 @@ def _opened(dataset: tf.data.Dataset, worker: int) -> tf.data.Iterator:
     return iter(dataset.repeat())
 
 
-def worker_dataset(dataset_fn: Callable, workers: int, slices: int) -> WorkerDataset:
+def worker_dataset(
+    dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset], workers: int, slices: int
+) -> WorkerDataset:
     """Make what `distribute_datasets_from_function` returns on the chief.
 
     Args:

@@ -109,7 +109,10 @@ def momentum_of(optimizer: keras.Optimizer, who: str) -> Momentum:
 
     Args:
         optimizer: The model's optimizer.
-        who: The callback that wants to set it.
+        who: Name of the callback that wants to set it.
+
+    Returns:
+        The momentum of the innermost optimizer.
 
     Raises:
         ValueError: It is no SGD, or one without momentum.

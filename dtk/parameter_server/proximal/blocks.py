@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -85,7 +85,7 @@ class Blocks:
         self.updates[block] += 1
         self._free[block].extend(buffers)
 
-    def _commit_on(self, device: str, parts: int) -> Callable:
+    def _commit_on(self, device: str, parts: int) -> tf.types.experimental.ConcreteFunction:
         def read(handle: tf.Tensor) -> tf.Tensor:
             return tf.raw_ops.ReadVariableOp(resource=handle, dtype=self.dtype)
 

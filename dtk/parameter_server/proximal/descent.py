@@ -120,12 +120,15 @@ class Descent:
         weights: Their first values, of shape (entries, ...).
         data: Arrays with the same number of rows.
         blocks: How many blocks the weights are cut into.
+
+    Raises:
+        ValueError: `loss` returns something else than one number per row, or has no gradient.
     """
 
     def __init__(
         self,
         strategy: ServerStrategy,
-        loss: Callable,
+        loss: Callable[..., tf.Tensor],
         weights: np.ndarray,
         data: tuple,
         blocks: int,
@@ -158,7 +161,12 @@ class Descent:
         return [copy.copied for copy in self._copies]
 
     def run(
-        self, order: Sequence[int], tau: int, rate: np.ndarray, l1: float, record: Callable
+        self,
+        order: Sequence[int],
+        tau: int,
+        rate: np.ndarray,
+        l1: float,
+        record: Callable[[int], None],
     ) -> Schedule:
         """Take steps, and apply them.
 
