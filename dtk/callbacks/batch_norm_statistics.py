@@ -68,7 +68,7 @@ class BatchNormStatistics(StrategyCallback):
             if not isinstance(count, int) or count < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {count!r}")
         self._data, self._batches, self._batch_size = data, batches, batch_size
-        self._layers: list = []
+        self._layers: list[keras.layers.BatchNormalization] = []
         self._done = False
 
     def on_train_begin(self, logs: dict | None = None) -> None:
@@ -152,7 +152,7 @@ def _is_trained(layer: keras.Layer) -> bool:
 
 
 @contextlib.contextmanager
-def _without_memory(layers: list) -> Iterator[None]:
+def _without_memory(layers: list[keras.layers.BatchNormalization]) -> Iterator[None]:
     """While inside, the moving averages of layers become those of one batch, when traced."""
     momenta = [layer.momentum for layer in layers]
     for layer in layers:

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 import keras
+import numpy as np
 
 from dtk.callbacks.base import StrategyCallback
 from dtk.callbacks.checkpointing.best import BestValue
@@ -103,7 +104,7 @@ class Checkpoint(StrategyCallback):
         self._writer = CheckpointWriter(self.files, max_to_keep, self._best)
         self._begun = self._fitting = False
         self._termination: Termination | None = None
-        self._metrics: list | None = None
+        self._metrics: list[np.ndarray] | None = None
         self._trained: dict | None = None
         self._initial_epoch: int | None = None
 

@@ -40,7 +40,7 @@ class ParameterServerTrainer(DistributedTrainer):
 
     def __init__(self, model: keras.Model, strategy: ServerStrategy):
         super().__init__(model, strategy)
-        self._parts: dict[int, list] = {}
+        self._parts: dict[int, list[gradient_buffers.Weight]] = {}
         self._loops: dict[str, Loop] = {}
 
     @property
@@ -53,7 +53,7 @@ class ParameterServerTrainer(DistributedTrainer):
         for optimizer in shared_optimizer.optimizers_of(self.model):
             shared_optimizer.note_applies(optimizer, self.strategy, self.parts_of)
 
-    def parts_of(self, variable: keras.Variable) -> list:
+    def parts_of(self, variable: keras.Variable) -> list[gradient_buffers.Weight]:
         """Return a Keras variable in a list, or its parts where it is partitioned.
 
         Args:
@@ -67,7 +67,7 @@ class ParameterServerTrainer(DistributedTrainer):
         loop = self._loops.get("train")
         return None if loop is None else loop.schedule
 
-    def rng_state_variables(self) -> list:
+    def rng_state_variables(self) -> list[keras.Variable]:
         """Return the state variables of the model's random number generators.
 
         Returns:

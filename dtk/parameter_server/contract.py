@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from dtk.exchange import Downpour
 from dtk.parameter_server.consistency_models import Consistency
+from dtk.parameter_server.gradient_buffers import Weight
 from dtk.parameter_server.run_server import Chief
 from dtk.parameter_server.worker_pool import WorkerPool
 
@@ -105,7 +106,7 @@ class LoopTrainer(Protocol):
             Keras variables of shape `[2]`, uint32, in the order of the layers.
         """
 
-    def parts_of(self, variable: keras.Variable) -> list:
+    def parts_of(self, variable: keras.Variable) -> list[Weight]:
         """Return a variable in a list, or its parts where servers hold it in parts.
 
         Args:

@@ -44,7 +44,7 @@ class Result:
         outputs: Any,
         share: float,
         buffer: gradient_buffers.GradientBuffer | None = None,
-        release: Callable[[gradient_buffers.GradientBuffer | None], None] = lambda buffer: None,
+        release: Callable[[gradient_buffers.GradientBuffer], None] = lambda buffer: None,
         older: int = 0,
     ):
         self.outputs, self.share, self.buffer, self._release = outputs, share, buffer, release
@@ -52,7 +52,8 @@ class Result:
 
     def drop(self) -> None:
         """Give the gradient buffer back: the result is not needed any more."""
-        self._release(self.buffer)
+        if self.buffer is not None:
+            self._release(self.buffer)
 
 
 class Batch(NamedTuple):
@@ -68,7 +69,7 @@ class Batch(NamedTuple):
     """
 
     parts: tuple
-    counts: tuple
+    counts: tuple[int, ...]
     rows: int
     spec: Any
     pipelines: worker_data.Pipelines | None = None

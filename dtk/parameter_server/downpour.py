@@ -130,7 +130,9 @@ class DownpourTraining(Training):
 
     # On the workers.
 
-    def _lay_out(self, weights: list, sparse: set[int]) -> gradient_buffers.Layout:
+    def _lay_out(
+        self, weights: list[gradient_buffers.Weight], sparse: set[int]
+    ) -> gradient_buffers.Layout:
         if self._exchange.significant:
             return gradient_compression.FilteredLayout(weights, sparse, self._exchange.significant)
         if self._exchange.bits:
@@ -162,12 +164,12 @@ class DownpourTraining(Training):
         step = tf.function(self._local_step, autograph=False)
         return step.get_concrete_function(spec, rng_state, *self._state_spec)
 
-    def _pulled_variables(self) -> list:
+    def _pulled_variables(self) -> list[keras.Variable]:
         elsewhere = [*metric_variables(self.model), *self._tables]
         without = {id(v) for v in [*elsewhere, *self.trainer.rng_state_variables()]}
         return [v for v in self.model.variables if id(v) not in without]
 
-    def _fetch(self) -> tuple[list, tf.Tensor, list]:
+    def _fetch(self) -> tuple[list[tf.Tensor], tf.Tensor, list[tf.Tensor]]:
         """Weights, the optimizer's rate, and a gradient of nothing; traced."""
         assert self._layout is not None
         with tf_replicas.in_replica(self.strategy):
@@ -177,8 +179,13 @@ class DownpourTraining(Training):
             return [value for _, value in pulled], tf.identity(rate), self._layout.zeros()
 
     def _local_step(
-        self, data: Any, rng_state: tf.Tensor, values: list, rate: tf.Tensor, accrued: list
-    ) -> tuple[tf.Tensor, tf.Tensor, list, list]:
+        self,
+        data: Any,
+        rng_state: tf.Tensor,
+        values: list[tf.Tensor],
+        rate: tf.Tensor,
+        accrued: list[tf.Tensor],
+    ) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor], list[tf.Tensor]]:
         """Keras's step on one batch, and plain SGD on this worker's copy of the weights; traced."""
         assert self._layout is not None
         model = self.model
@@ -221,8 +228,12 @@ class DownpourTraining(Training):
             return report, drawn, values, accrued
 
     def _push(
-        self, accrued: list, kept: list, rate: tf.Tensor, handles: list
-    ) -> tuple[tf.Tensor, list]:
+        self,
+        accrued: list[tf.Tensor],
+        kept: list[tf.Tensor],
+        rate: tf.Tensor,
+        handles: list[tf.Tensor],
+    ) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Write what is to be sent into a buffer; the bytes of it, and what is kept; traced."""
         layout = self._layout
         assert layout is not None
@@ -284,9 +295,9 @@ class DownpourTraining(Training):
 def _called(
     step: tf.types.experimental.ConcreteFunction,
     rng_state: tf.Tensor,
-    values: list,
+    values: list[tf.Tensor],
     rate: tf.Tensor,
-    accrued: list,
+    accrued: list[tf.Tensor],
     data: Any,
 ) -> Any:
     return step(data, rng_state, values, rate, accrued)

@@ -51,7 +51,7 @@ def trace_functional_step(
     size: tf.Tensor,
     world_sum: Callable[[tf.Tensor], tf.Tensor],
     state: Sequence[tuple[keras.Variable, tf.Tensor]],
-    tables: Sequence = (),
+    tables: Sequence[keras.Variable] = (),
     kinds: Mapping[str, str] | None = None,
 ) -> FunctionalStep:
     """Trace one of Keras's steps as a pure function of data and state.
@@ -168,7 +168,9 @@ def as_slices(gradient: tf.Tensor | tf.IndexedSlices) -> tf.IndexedSlices:
     return tf.IndexedSlices(gradient, tf.range(tf.shape(gradient, tf.int64)[0]))
 
 
-def _looked_up_in_place(tables: Sequence, model: keras.Model, recorded: RecordedUpdates) -> Any:
+def _looked_up_in_place(
+    tables: Sequence[keras.Variable], model: keras.Model, recorded: RecordedUpdates
+) -> Any:
     """Let `keras.ops.take` fetch from tables only the rows it takes, each once.
 
     Their gradients then have each row once, too. But Keras squares and clips a sparse gradient

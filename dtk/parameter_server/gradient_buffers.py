@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -22,6 +22,11 @@ import tensorflow as tf
 
 from dtk.compat import keras_variables, tf_variables
 from dtk.parameter_server import functional_step
+
+# What gradients are of: a Keras variable, or a part of one that servers hold in parts.
+Weight: TypeAlias = keras.Variable | keras_variables.Part
+# None where a weight has none.
+Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +54,7 @@ class Layout:
         sparse: Ids of those whose gradients are rows.
     """
 
-    def __init__(self, weights: Sequence, sparse: set[int]):
+    def __init__(self, weights: Sequence[Weight], sparse: set[int]):
         self.weights = list(weights)
         self.devices = [keras_variables.stored(weight).device for weight in self.weights]
         dense: dict[tuple, list[int]] = {}
@@ -65,7 +70,7 @@ class Layout:
         self.rows = rows
         self.slots = [*self.dense, *rows]
 
-    def contents(self, gradients: Sequence) -> list[tf.Tensor]:
+    def contents(self, gradients: Sequence[Gradient]) -> list[tf.Tensor]:
         """Arrange gradients as what lies in the slots of a gradient buffer; called while tracing.
 
         Args:
@@ -132,7 +137,7 @@ class Layout:
     def _size(self, index: int) -> int:
         return int(np.prod(tuple(self.weights[index].shape)))
 
-    def _content(self, slot: Slot, gradients: Sequence) -> tf.Tensor:
+    def _content(self, slot: Slot, gradients: Sequence[Gradient]) -> tf.Tensor:
         if slot in self.rows:
             first = gradients[slot.holds[0]]
             if first is None:
@@ -150,7 +155,7 @@ class Layout:
                 parts.append(tf.reshape(tf.cast(tf.convert_to_tensor(gradient), slot.dtype), [-1]))
         return tf.concat(parts, 0)
 
-    def take(self, buffers: Sequence[Sequence[tf.Tensor]]) -> list:
+    def take(self, buffers: Sequence[Sequence[tf.Tensor]]) -> list[Gradient]:
         """Sum the gradients in several gradient buffers; traced once, runs on the servers.
 
         Args:
@@ -159,7 +164,7 @@ class Layout:
         Returns:
             One gradient per weight, a tensor or `IndexedSlices`, each on its weight's server.
         """
-        gradients: list = [None] * len(self.weights)
+        gradients: list[Gradient] = [None] * len(self.weights)
         row_numbers: tf.Tensor | None = None
         for slot in self.dense:
             with tf.device(slot.device):
@@ -176,7 +181,7 @@ class Layout:
                     gradients[index] = functional_step.rows_of(rows, row_numbers, shape)
         return gradients
 
-    def _read(self, slot: Slot, buffers: Sequence) -> list[tf.Tensor]:
+    def _read(self, slot: Slot, buffers: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
         number = next(n for n, other in enumerate(self.slots) if other is slot)
         found = [
             tf.raw_ops.ReadVariableOp(resource=_of_any_length(handles[number]), dtype=slot.dtype)
@@ -186,10 +191,10 @@ class Layout:
         # optimizers ask what row numbers gather for its rank.
         return [tf.ensure_shape(flat, [None]) for flat in found]
 
-    def _read_dense(self, slot: Slot, buffers: Sequence) -> list[tf.Tensor]:
+    def _read_dense(self, slot: Slot, buffers: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
         return self._read(slot, buffers)
 
-    def _split(self, slot: Slot, flat: tf.Tensor, gradients: list) -> None:
+    def _split(self, slot: Slot, flat: tf.Tensor, gradients: list[Gradient]) -> None:
         shapes = [tuple(self.weights[index].shape) for index in slot.holds]
         sizes = [tf.TensorShape(shape).num_elements() for shape in shapes]
         for index, shape, part in zip(slot.holds, shapes, tf.split(flat, sizes), strict=True):
@@ -223,7 +228,7 @@ def _of_any_length(handle: tf.Tensor) -> tf.Tensor:
     return tf.raw_ops.PlaceholderWithDefault(input=handle, shape=[])
 
 
-def parts_of(variable: keras.Variable, known: dict[int, list]) -> list:
+def parts_of(variable: keras.Variable, known: dict[int, list[Weight]]) -> list[Weight]:
     """Return a Keras variable in a list, or its parts where it is partitioned.
 
     Args:
@@ -240,7 +245,7 @@ def parts_of(variable: keras.Variable, known: dict[int, list]) -> list:
     return known[id(variable)]
 
 
-def split_gradient(gradient: tf.Tensor | tf.IndexedSlices, variable: keras.Variable) -> list:
+def split_gradient(gradient: Gradient, variable: keras.Variable) -> list[Gradient]:
     """Split a variable's gradient into one per part.
 
     Args:
@@ -288,7 +293,7 @@ def near_inputs(op: tf.Operation) -> str:
     return ""
 
 
-def pull(variables: Iterable) -> tuple[list[tuple[keras.Variable, tf.Tensor]], int]:
+def pull(variables: Iterable[keras.Variable]) -> tuple[list[tuple[keras.Variable, tf.Tensor]], int]:
     """Read variables from their servers, once; called while tracing, runs on a worker.
 
     Args:

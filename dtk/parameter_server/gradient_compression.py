@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from dtk.exchange import codec, quantized
-from dtk.parameter_server.gradient_buffers import Layout, Slot
+from dtk.parameter_server.gradient_buffers import Layout, Slot, Weight
 
 
 class FilteredLayout(Layout):
@@ -19,7 +19,7 @@ class FilteredLayout(Layout):
         significant: Smallest change of a weight worth sending.
     """
 
-    def __init__(self, weights: Sequence, sparse: set[int], significant: float):
+    def __init__(self, weights: Sequence[Weight], sparse: set[int], significant: float):
         super().__init__(weights, sparse)
         self._significant = significant
         self._positions = [Slot(slot.device, tf.int32, slot.holds, True) for slot in self.dense]
@@ -51,7 +51,7 @@ class FilteredLayout(Layout):
         rows = list(contents[len(self.dense) :])
         return [*sent, *positions, *rows], [*kept, *(row[:0] for row in rows)]
 
-    def _read_dense(self, slot: Slot, buffers: Sequence) -> list[tf.Tensor]:
+    def _read_dense(self, slot: Slot, buffers: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
         positions = self._positions[self.dense.index(slot)]
         size = sum(self._size(index) for index in slot.holds)
         return [
@@ -77,7 +77,7 @@ class QuantizedLayout(Layout):
         bits: Bits of a code.
     """
 
-    def __init__(self, weights: Sequence, sparse: set[int], bits: int):
+    def __init__(self, weights: Sequence[Weight], sparse: set[int], bits: int):
         super().__init__(weights, sparse)
         self._bits = bits
         self._codes = [Slot(slot.device, tf.uint8, slot.holds) for slot in self.dense]
@@ -123,7 +123,7 @@ class QuantizedLayout(Layout):
     def _cut(self, slot: Slot, flat: tf.Tensor) -> list[tf.Tensor]:
         return tf.split(flat, [self._size(index) for index in slot.holds])
 
-    def _read_dense(self, slot: Slot, buffers: Sequence) -> list[tf.Tensor]:
+    def _read_dense(self, slot: Slot, buffers: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
         codes = self._codes[self.dense.index(slot)]
         return [
             self._joined(slot, whole, code)

@@ -8,6 +8,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -39,7 +40,9 @@ class Counting(Loop):
         self._logged: list = []
         self._add_metrics: tf.types.experimental.PolymorphicFunction | None = None
 
-    def _state(self, tables: Sequence) -> tuple[list, int]:
+    def _state(
+        self, tables: Sequence[keras.Variable]
+    ) -> tuple[list[tuple[keras.Variable, tf.Tensor]], int]:
         """Return the values variables have in a worker's step, and the bytes read for that."""
         model = self.model
         metrics = replica_step.metric_variables(model)
@@ -104,10 +107,10 @@ class Counting(Loop):
         for name in results[0].outputs["logs"]:
             self.logs[name] = sum(r.outputs["logs"][name] for r in results)
 
-    def _metric_adder(self) -> Callable[[list], dict]:
+    def _metric_adder(self) -> Callable[[list[tf.Tensor]], dict]:
         model = self.model
 
-        def add(deltas: list) -> dict:
+        def add(deltas: list[tf.Tensor]) -> dict:
             for variable, delta in zip(replica_step.metric_variables(model), deltas, strict=True):
                 keras_variables.stored(variable).assign_add(delta)
             logs: dict = {}

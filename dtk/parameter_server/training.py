@@ -27,6 +27,7 @@ from dtk.parameter_server.functional_step import FunctionalStep, trace_functiona
 from dtk.parameter_server.scheduler import Schedule
 from dtk.parameter_server.testing import Counting
 from dtk.trainer import partitioned_variables, shared_optimizer
+from dtk.trainer.traced_step import Applied
 
 
 class Training(Counting):
@@ -42,11 +43,11 @@ class Training(Counting):
         schedule = functools.partial(Schedule.of, self._consistency, strategy.workers)
         super().__init__(trainer, schedule)
         self._epoch = self._rows = 0
-        self._buffers: collections.deque = collections.deque()
+        self._buffers: collections.deque[gradient_buffers.GradientBuffer] = collections.deque()
         self._layout: gradient_buffers.Layout | None = None
-        self._plan: list = []
+        self._plan: list[tuple[keras.Optimizer, list[gradient_buffers.Weight]]] = []
         self._without_gradient: set[int] = set()
-        self._moving: list = []
+        self._moving: list[keras.Variable] = []
         self._commits: dict[int, tf.types.experimental.ConcreteFunction] = {}
 
     @property
@@ -97,7 +98,9 @@ class Training(Counting):
             self._functions[key] = self._trace(spec, self._layout)
             self._reports[key] = self._report
 
-    def _lay_out(self, weights: list, sparse: set[int]) -> gradient_buffers.Layout:
+    def _lay_out(
+        self, weights: list[gradient_buffers.Weight], sparse: set[int]
+    ) -> gradient_buffers.Layout:
         return gradient_buffers.Layout(weights, sparse)
 
     def _trace(
@@ -111,7 +114,12 @@ class Training(Counting):
         return function.get_concrete_function(spec, scalar, scalar, rng_state, handles)
 
     def _step(
-        self, data: Any, share: tf.Tensor, size: tf.Tensor, rng_state: tf.Tensor, handles: list
+        self,
+        data: Any,
+        share: tf.Tensor,
+        size: tf.Tensor,
+        rng_state: tf.Tensor,
+        handles: list[tf.Tensor],
     ) -> tf.Tensor:
         """Keras's step on one slice; traced on the chief, runs on a worker, fills a buffer."""
         model, strategy, layout = self.model, self.strategy, self._layout
@@ -152,7 +160,7 @@ class Training(Counting):
             "rng_state": [now(v) for v in states],
         }
 
-    def _plan_for(self, applied: Sequence) -> list:
+    def _plan_for(self, applied: Sequence[Applied]) -> list[gradient_buffers.Gradient]:
         """Put gradients into the layout's order, and note which optimizer is to apply them."""
         assert self._layout is not None
         if not applied and self.model.trainable_variables:
@@ -161,7 +169,7 @@ class Training(Counting):
                 "that is an attribute of the model, so nothing would be trained; it must call "
                 "self.optimizer.apply(gradients, self.trainable_variables)"
             )
-        found: dict[int, tf.Tensor | tf.IndexedSlices | None] = {}
+        found: dict[int, gradient_buffers.Gradient] = {}
         self._plan = []
         for optimizer, gradients, variables in applied:
             parts = [p for v in variables for p in self._checked_parts(optimizer, v)]
@@ -183,7 +191,9 @@ class Training(Counting):
         }
         return gradients
 
-    def _checked_parts(self, optimizer: keras.Optimizer, variable: keras.Variable) -> list:
+    def _checked_parts(
+        self, optimizer: keras.Optimizer, variable: keras.Variable
+    ) -> list[gradient_buffers.Weight]:
         assert self._layout is not None
         parts = self.trainer.parts_of(variable)
         if not {id(part) for part in parts} <= {id(weight) for weight in self._layout.weights}:
@@ -257,7 +267,7 @@ class Training(Counting):
             [tf.TensorSpec(v.shape, keras_variables.stored(v).dtype) for v in self._moving],
         )
 
-    def _commit(self, buffers: list, moved: list) -> None:
+    def _commit(self, buffers: list[list[tf.Tensor]], moved: list[tf.Tensor]) -> None:
         """Apply the gradients in some buffers; traced on the chief, runs on the servers."""
         assert self._layout is not None
         with (

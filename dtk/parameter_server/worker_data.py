@@ -85,7 +85,7 @@ class Pipelines:
     def __init__(self, dataset: WorkerDataset):
         self._dataset = dataset
         self._at: dict[int, tf.data.Iterator] = {}
-        self._lost: list = []
+        self._lost: list[tf.data.Iterator] = []
         self._lock = threading.Lock()
         self.element_spec = dataset.element_spec
 

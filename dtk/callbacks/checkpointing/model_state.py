@@ -86,7 +86,7 @@ def last_word(path: str) -> str:
     return path.rsplit("/", 1)[-1].rsplit("_", 1)[-1]
 
 
-def accumulators_of(trainer: DistributedTrainer) -> list:
+def accumulators_of(trainer: DistributedTrainer) -> list[keras.Variable]:
     """Return the variables that hold unfinished windows of gradient accumulation.
 
     Args:
@@ -128,7 +128,7 @@ def give_to_first(variable: keras.Variable, value: tf.Tensor, strategy: DtkStrat
     strategy.set_per_replica(variable, [zeros if rank else value for rank in ranks])
 
 
-def copies_of(variable: keras.Variable, strategy: DtkStrategy) -> list:
+def copies_of(variable: keras.Variable, strategy: DtkStrategy) -> list[tf.Tensor]:
     """Return what this process's replicas hold of a variable.
 
     Args:

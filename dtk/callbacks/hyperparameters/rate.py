@@ -190,7 +190,7 @@ def rate_of(optimizer: keras.Optimizer, scaling: Scaling, momentum_correction: b
     return kind(optimizer, scaling, momentum_correction)
 
 
-def momentum_buffers(optimizer: keras.Optimizer) -> list:
+def momentum_buffers(optimizer: keras.Optimizer) -> list[keras.Variable]:
     """Return the variables that hold a sum of past gradients times the learning rate.
 
     Args:

@@ -32,7 +32,9 @@ class Blocks:
                 self.variables.append(tf.Variable(weights[begin:end], trainable=False))
         # How often each was updated; only the main thread changes it.
         self.updates = [0] * count
-        self._free: list[collections.deque] = [collections.deque() for _ in range(count)]
+        self._free: list[collections.deque[tf.Variable]] = [
+            collections.deque() for _ in range(count)
+        ]
         # Traced here, for every task is told of a function, also one that is slow by then.
         self._commits = {
             device: self._commit_on(device, parts)
@@ -111,19 +113,19 @@ class Copy:
         parts: Rows of each part, as arrays on the chief.
     """
 
-    def __init__(self, blocks: Blocks, parts: Sequence[tuple]):
+    def __init__(self, blocks: Blocks, parts: Sequence[tuple[np.ndarray, ...]]):
         self._blocks, self._parts = blocks, parts
         self.copied = 0
         self.forget()
 
     def forget(self) -> None:
         """Forget everything: the worker is lost."""
-        self._weights: list = [None] * len(self._blocks)
+        self._weights: list[tf.Tensor] = [None] * len(self._blocks)
         self._updates = [-1] * len(self._blocks)
-        self._rows: dict[int, list] = {}
+        self._rows: dict[int, list[tf.Tensor]] = {}
         self._pulled = 0
 
-    def weights(self) -> list:
+    def weights(self) -> list[tf.Tensor]:
         """Return every block, pulled again if it was updated since; call on the worker."""
         for block, updates in enumerate(self._blocks.updates):
             # The count is older than the value: at worst a block is pulled once too often.
@@ -133,7 +135,7 @@ class Copy:
                 self._pulled += self._blocks.bytes_of(block)
         return list(self._weights)
 
-    def rows(self, part: int) -> list:
+    def rows(self, part: int) -> list[tf.Tensor]:
         """Return the rows of a part, sent when they are wanted first; call on the worker.
 
         Args:

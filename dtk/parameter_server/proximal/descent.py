@@ -130,7 +130,7 @@ class Descent:
         strategy: ServerStrategy,
         loss: Callable[..., tf.Tensor],
         weights: np.ndarray,
-        data: tuple,
+        data: tuple[np.ndarray, ...],
         blocks: int,
     ):
         self._pool, self._note_traffic = strategy.pool, strategy.note_traffic
@@ -246,7 +246,7 @@ class Descent:
             copy.forget()
             raise
 
-    def _values(self, weights: list, rows: list) -> tf.Tensor:
+    def _values(self, weights: list[tf.Tensor], rows: list[tf.Tensor]) -> tf.Tensor:
         """Sum the loss over some rows, with the count of its numbers, and |w|_1; traced."""
         whole = tf.concat(weights, 0)
         values = self._loss_of(whole, rows)
@@ -254,7 +254,12 @@ class Descent:
         return tf.stack([tf.cast(number, tf.float64) for number in numbers])
 
     def _gradient(
-        self, weights: list, rows: list, begin: tf.Tensor, end: tf.Tensor, buffer: tf.Tensor
+        self,
+        weights: list[tf.Tensor],
+        rows: list[tf.Tensor],
+        begin: tf.Tensor,
+        end: tf.Tensor,
+        buffer: tf.Tensor,
     ) -> tf.Tensor:
         """Put the gradient of one block into a gradient buffer; traced. Returns the bytes sent."""
         whole = tf.concat(weights, 0)
