@@ -8,7 +8,6 @@ import keras
 
 from dtk.trainer import rank_checks
 from dtk.trainer.distributed_trainer import DistributedTrainer
-from dtk.trainer.epoch_data import Feed
 from dtk.trainer.replica_step import metric_variables
 from dtk.trainer.snapshot import Snapshot
 
@@ -80,7 +79,7 @@ class Evaluation:
                 x,
                 y,
                 sample_weight=sample_weight,
-                batch_size=self._batch_size_for(x, trainer.feed),
+                batch_size=self._batch_size_for(x, trainer),
                 callbacks=[counter],
                 verbose=0,
                 return_dict=True,
@@ -92,8 +91,8 @@ class Evaluation:
         numbers = {key: float(value) for key, value in numbers.items()}
         return Evaluated(numbers, samples, counter.minibatches)
 
-    def _batch_size_for(self, x: Any, feed: Feed) -> int | None:
-        return None if _rows_of(x) is None else self._batch_size or feed.batch_size()
+    def _batch_size_for(self, x: Any, trainer: DistributedTrainer) -> int | None:
+        return None if _rows_of(x) is None else self._batch_size or trainer.feed.batch_size()
 
 
 class _Counter(keras.callbacks.Callback):
