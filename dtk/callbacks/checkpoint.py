@@ -185,7 +185,7 @@ class Checkpoint(StrategyCallback):
     def on_test_batch_begin(self, batch: int, logs: dict | None = None) -> None:
         """Save during validation, which changes nothing of what is saved."""
         if self._termination is not None and self._termination.wanted_after_step():
-            # Whoever put other weights into the model to validate them takes them out again.
+            # A callback that validates other weights takes them out of the model again.
             self.trainer.callbacks.on_test_end(self.model.get_metrics_result())
             steps = self.trainer.feed.iterator.num_batches or 0
             self._save(Progress(self._epoch, steps, in_epoch=False, trained=self._trained))

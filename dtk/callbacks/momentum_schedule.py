@@ -180,7 +180,7 @@ class MomentumSchedule(StrategyCallback):
         return innermost(self.model.optimizer).gradient_accumulation_steps or 1
 
     def _size(self) -> int:
-        # Whoever chooses batch sizes has done so, in `on_epoch_begin`: what was given is fit's.
+        # Callbacks that choose batch sizes did so in `on_epoch_begin`: what was given is fit's.
         return self.trainer.feed.batch_size() or self.batch_size_or_fits(self.batch_size)
 
     def _rows_before(self, batch: int) -> int:

@@ -56,7 +56,7 @@ class SampleRate(MomentumSchedule):
     then, so that they count as much as they would have; CNTK leaves it, so that the last
     tau samples before a change count for more or less.
 
-    Whoever multiplies the optimizer's rate meanwhile, such as `HalveRate` or Keras's
+    A callback that multiplies the optimizer's rate, such as `HalveRate` or Keras's
     ReduceLROnPlateau, multiplies the rate per sample. `GrowBatchInsteadOfDecay` grows the batch and
     lowers the rate per sample by what its schedule lowers the rate, relative to its first.
     `AutoBatchSize` leaves the rate to this callback. The rate given to `SGD` does not count.

@@ -202,7 +202,7 @@ class Steps:
             return None
         step = self._complete.popleft()
         results = self._results.pop(step)
-        # A copy of one of its slices may still be computing, and has the batch in its hands.
+        # A copy of one of its slices may still be computing, and holds the batch.
         del self._batches[step]
         return step, [r for _, r in sorted(results.items()) if r is not None]
 
@@ -235,7 +235,7 @@ class Loop:
 
     @property
     def schedule(self) -> Schedule:
-        """Decides which slice may start."""
+        """Schedule that decides which slice may start."""
         return self._steps.schedule
 
     @property

@@ -1,6 +1,6 @@
 """Records what a worker's step hands to optimizers, which apply it when the step is over.
 
-So the step must not need it earlier. Whoever reads a weight whose gradient has been handed over
+So the step must not need it earlier. A step that reads a weight whose gradient has been handed over
 expects the updated weight, which does not exist yet:
 
     d_optimizer.apply(gradients of the discriminator)      noted

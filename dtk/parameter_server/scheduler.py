@@ -330,7 +330,7 @@ class Schedule:
     def _backup(self, worker: int) -> tuple[int, int] | None:
         """Choose a slice of the oldest unfinished step that this worker may repeat.
 
-        When that step completes, whoever still has a piece of it, or of an earlier one, is busy for
+        When that step completes, a worker with a piece of it, or of an earlier one, is busy for
         nothing. With one piece a worker that is never more than `spare` of them, so of N + spare
         workers N are free for the next step. Up to `spare` silent ones, with any number of pieces,
         stop none. The slice with the fewest copies comes first, of these the longest-running.

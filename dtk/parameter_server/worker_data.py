@@ -3,7 +3,7 @@
     dataset = strategy.distribute_datasets_from_function(dataset_fn)
     model.fit(dataset, steps_per_epoch=100)
 
-The chief hands out steps; whoever computes one takes the next batch of a pipeline of its own, which
+The chief hands out steps; the worker of a step takes the next batch of a pipeline of its own, which
 begins anew when it ends. So no order of rows is kept between workers, and a worker that was lost
 begins its pipeline from the start. A backup worker that repeats a slice reads other rows for it:
 the gradients that come first count, the rows of late ones are dropped (Chen et al. 2016).

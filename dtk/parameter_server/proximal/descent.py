@@ -10,7 +10,7 @@ some worker, at the weights this worker then has, and the servers apply the sum:
 
 A worker keeps what it was sent: the rows of the parts it has computed, and every block, of which it
 pulls again those that were updated since. When it dies, all of that is gone with it, and sent again
-to whoever goes on. Which step may start is decided in `dtk.parameter_server.scheduler`.
+to the worker that goes on. Which step may start is decided in `dtk.parameter_server.scheduler`.
 """
 
 from __future__ import annotations
