@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from dtk.callbacks.checkpoint import Checkpoint
     from dtk.callbacks.communication_stats import CommunicationStats
     from dtk.callbacks.cross_validation import CrossValidation
-    from dtk.callbacks.epochs import epochs_per_worker
     from dtk.callbacks.final_test import FinalTest
     from dtk.callbacks.grow_batch_instead_of_decay import GrowBatchInsteadOfDecay
     from dtk.callbacks.halve_rate import HalveRate
+    from dtk.callbacks.hyperparameters.epochs import epochs_per_worker
     from dtk.callbacks.learning_rate_scaling import LearningRateScaling
     from dtk.callbacks.momentum_schedule import MomentumSchedule
     from dtk.callbacks.progress_printer import ProgressPrinter
@@ -41,7 +41,7 @@ _HOMES = {
     "ProgressPrinter": "progress_printer",
     "SampleRate": "sample_rate",
     "ServerReport": "server_report",
-    "epochs_per_worker": "epochs",
+    "epochs_per_worker": "hyperparameters.epochs",
     "parse_schedule": "batch_size_schedule",
 }
 

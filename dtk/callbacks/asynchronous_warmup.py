@@ -1,4 +1,4 @@
-"""A smaller rate for the first asynchronous steps, as Multiverso's asynchronous SGD has it."""
+"""Smaller rate for the first asynchronous steps, as Multiverso's asynchronous SGD has it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import dataclasses
 import math
 
 from dtk.callbacks.base import StrategyCallback
+from dtk.callbacks.hyperparameters.rate import Rate, Scaling, rate_now, rate_of
 from dtk.callbacks.learning_rate_scaling import LearningRateScaling
-from dtk.callbacks.rate import Rate, Scaling, rate_now, rate_of
 from dtk.strategies import ParameterServerStrategy
 
 SHAPES = ("staircase", "linear")
@@ -16,7 +16,7 @@ _MARK = "_dtk_asynchronous_warmup"
 
 
 def warmup_factor(step: int, start: float, steps: int, shape: str) -> float:
-    """What the rate is multiplied with at an asynchronous step.
+    """Return what the rate is multiplied with at an asynchronous step.
 
     Args:
         step: 0 for the first.
@@ -74,20 +74,28 @@ class AsynchronousWarmup(StrategyCallback):
         self._rate: Rate | None = None
 
     def get_state(self) -> dict:
-        """For `Checkpoint`: steps taken, and what the rate has been multiplied with."""
+        """Return, for `Checkpoint`, the steps taken, and what the rate has been multiplied with."""
         scaling = getattr(self.model.optimizer, _MARK, None)
         told = None if scaling is None else dataclasses.asdict(scaling)
         return {"taken": self._taken, "scaling": told}
 
     def set_state(self, state: dict) -> None:
-        """From `Checkpoint`; the optimizer's own rate has been restored before."""
+        """Go on from a checkpoint's state; the optimizer's own rate has been restored before.
+
+        Args:
+            state: What `get_state` returned.
+        """
         self._taken = state["taken"]
         setattr(
             self.model.optimizer, _MARK, Scaling(**state["scaling"]) if state["scaling"] else None
         )
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Refuse what cannot work before the first epoch."""
+        """Refuse what cannot work before the first epoch.
+
+        Raises:
+            ValueError: No step is asynchronous, or another callback scales the rate.
+        """
         strategy = self.strategy
         if not isinstance(strategy, ParameterServerStrategy) or not strategy.consistency.tau:
             how = getattr(strategy, "consistency", type(strategy).__name__)
@@ -108,7 +116,7 @@ class AsynchronousWarmup(StrategyCallback):
         optimizer = self.model.optimizer
         scaling = getattr(optimizer, _MARK, None)
         if scaling is None or scaling.applied == 1.0:
-            # Whole again: somebody may have changed it since.
+            # Whole again: the script may have changed it since.
             scaling = Scaling(rate_now(optimizer), 1.0)
         setattr(optimizer, _MARK, scaling)
         self._rate = rate_of(optimizer, scaling, momentum_correction=False)

@@ -1,4 +1,4 @@
-"""The largest global batch that trains as well, found by trial: CNTK's automatic scaling."""
+"""Largest global batch that trains as well, found by trial: CNTK's automatic scaling."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import math
 
 import tensorflow as tf
 
-from dtk.callbacks import state as states
 from dtk.callbacks.base import StrategyCallback
 from dtk.callbacks.batch_size_schedule import check_sizes
-from dtk.callbacks.batch_size_search import bounds, last_good, trial_sizes
-from dtk.callbacks.rate import check_settable, multiply_rate, rate_now
+from dtk.callbacks.checkpointing import state as states
+from dtk.callbacks.hyperparameters.batch_size_search import bounds, last_good, trial_sizes
+from dtk.callbacks.hyperparameters.rate import check_settable, multiply_rate, rate_now
 from dtk.callbacks.sample_rate import sample_rate_of
 from dtk.strategies import ParameterServerStrategy
 from dtk.trainer.snapshot import Snapshot, changed_by_training
@@ -21,10 +21,10 @@ class AutoBatchSize(StrategyCallback):
     """Look every few epochs how large the global batch may be, by training a little with each size.
 
     Before an epoch, sizes from half the last one to twice it are tried, each a factor of sqrt 2
-    larger (see `dtk.callbacks.batch_size_search`). A trial trains on the first rows of that epoch,
-    on all ranks; then weights, optimizer, metrics and random states are put back bit for bit. The
-    largest size before the loss is `margin` above that of the smallest wins. Where even the
-    smallest gives no finite loss, the size stays. The first epoch has `fit`'s size.
+    larger (see `dtk.callbacks.hyperparameters.batch_size_search`). A trial trains on the first rows
+    of that epoch, on all ranks; then weights, optimizer, metrics and random states are put back bit
+    for bit. The largest size before the loss is `margin` above that of the smallest wins. Where
+    even the smallest gives no finite loss, the size stays. The first epoch has `fit`'s size.
 
     CNTK's rates are per sample: a step of twice the rows goes twice as far. Keras's are per step,
     so the rate is multiplied along with the batch (linear scaling, with momentum correction as in
@@ -105,11 +105,11 @@ class AutoBatchSize(StrategyCallback):
         self._searched: int | None = None
 
     def sets_here(self) -> tuple[str, ...]:
-        """See `StrategyCallback`."""
+        """Return what it sets beside the other callbacks; with `SampleRate` the batch size only."""
         return self.sets if sample_rate_of(self.trainer) is None else self.sets[:1]
 
     def get_state(self) -> dict:
-        """For `Checkpoint`: sizes then and now, the rate at the beginning, the last search."""
+        """Return, for `Checkpoint`, sizes then and now, the first rate, and the last search."""
         return {
             "size": self._size,
             "initial": self._initial,
@@ -118,12 +118,20 @@ class AutoBatchSize(StrategyCallback):
         }
 
     def set_state(self, state: dict) -> None:
-        """From `Checkpoint`; the optimizer's own rate has been restored before."""
+        """Go on from a checkpoint's state; the optimizer's own rate has been restored before.
+
+        Args:
+            state: What `get_state` returned.
+        """
         self._size, self._initial = state["size"], state["initial"]
         self._first_rate, self._searched = state["first_rate"], state["searched"]
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Refuse what cannot work before the first epoch."""
+        """Refuse what cannot work before the first epoch.
+
+        Raises:
+            ValueError: As the class says.
+        """
         if isinstance(self.strategy, ParameterServerStrategy):
             raise ValueError(
                 f"{type(self).__name__} puts all state back after a trial, which it cannot behind "
@@ -162,14 +170,14 @@ class AutoBatchSize(StrategyCallback):
         self._size = size
 
     def _rate_ratio(self) -> float:
-        """The rate for one sample, by what it was at the beginning."""
+        """Return the rate for one sample, by what it was at the beginning."""
         now = self._rate_at(self._size)
         if not now or not self._first_rate:
             return 1.0
         return now / self._first_rate
 
     def _rate_at(self, size: int) -> float:
-        """The rate of a step of the initial size, if this one has so many rows."""
+        """Return the rate of a step of the initial size, if this one has so many rows."""
         sample_rate = sample_rate_of(self.trainer)
         if sample_rate is not None:
             return sample_rate.rate
@@ -184,7 +192,7 @@ class AutoBatchSize(StrategyCallback):
             multiply_rate(self.model.optimizer, size / self._size)
 
     def _trial(self, size: int) -> float:
-        """The loss of training a little with a size, on all ranks; nothing of it remains."""
+        """Return the loss of training a little with a size, on all ranks; nothing of it remains."""
         kept, drawn = Snapshot(changed_by_training(self.model)), states.of_generators()
         sample_rate = sample_rate_of(self.trainer)
         in_force = None if sample_rate is None else sample_rate.get_state()

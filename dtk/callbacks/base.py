@@ -1,18 +1,22 @@
-"""What dtk's callbacks share: they belong to a model that a dtk strategy compiled."""
+"""Base of dtk's callbacks: they belong to a model that a dtk strategy compiled."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import keras
 
 from dtk.errors import NotDistributedError
+from dtk.strategies.base import DtkStrategy
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.model_scope import trainer_of
 
 
 class StrategyCallback(keras.callbacks.Callback):
-    """A callback that needs the strategy of the model it runs with.
+    """Callback that needs the strategy of the model it runs with.
+
+    Methods take what `keras.callbacks.Callback` says: `epoch` and `batch` are numbers from 0,
+    `logs` are loss and metrics by name. Of its own dtk calls `on_train_agreed` and
+    `on_epoch_agreed`, when all callbacks have seen the beginning of training or the end of an epoch
+    and ranks were compared, `on_end_agreed` after training, and `on_fit_left` however `fit` ends.
 
     Attributes:
         sets: What it sets while training, such as "batch size"; no two may set the same.
@@ -21,12 +25,16 @@ class StrategyCallback(keras.callbacks.Callback):
     sets: tuple[str, ...] = ()
 
     def sets_here(self) -> tuple[str, ...]:
-        """What it sets beside the other callbacks of the running `fit`."""
+        """Return what it sets beside the other callbacks of the running `fit`.
+
+        Returns:
+            Names as in `sets`.
+        """
         return self.sets
 
     @property
     def trainer(self) -> DistributedTrainer:
-        """What the strategy keeps about the model.
+        """Trainer of the model: what the strategy keeps about it.
 
         Raises:
             NotDistributedError: The model was not compiled under a dtk strategy, so that this `fit`
@@ -42,8 +50,8 @@ class StrategyCallback(keras.callbacks.Callback):
         return found
 
     @property
-    def strategy(self) -> Any:
-        """The strategy the model was compiled under."""
+    def strategy(self) -> DtkStrategy:
+        """Strategy the model was compiled under."""
         return self.trainer.strategy
 
     def check_sole(self) -> None:
@@ -63,7 +71,13 @@ class StrategyCallback(keras.callbacks.Callback):
                 )
 
     def batch_size_or_fits(self, given: int | None) -> int:
-        """A global batch size that was given, or else that of the running `fit`.
+        """Return a global batch size that was given, or else that of the running `fit`.
+
+        Args:
+            given: The size that was given, in rows; None if none was.
+
+        Returns:
+            The global batch size, in rows.
 
         Raises:
             ValueError: Neither is known.
@@ -76,6 +90,10 @@ class StrategyCallback(keras.callbacks.Callback):
         return size
 
     def say(self, text: str) -> None:
-        """Print one line, on rank 0 only."""
+        """Print one line, on rank 0 only.
+
+        Args:
+            text: The line, to follow the callback's name.
+        """
         if self.strategy.is_chief:
             print(f"{type(self).__name__}: {text}", flush=True)

@@ -19,7 +19,7 @@ from dtk.trainer.snapshot import Snapshot
 
 
 class BatchNormStatistics(StrategyCallback):
-    """Before validation, give batch normalization the exact statistics of some training batches.
+    """Give batch normalization exact statistics of some training batches before validation.
 
     Moving averages lag behind: they still hold batches that were computed with older weights, which
     matters where epochs have few steps (Akiba et al. trained at batch 32,768 without any). And
@@ -68,11 +68,16 @@ class BatchNormStatistics(StrategyCallback):
             if not isinstance(count, int) or count < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {count!r}")
         self._data, self._batches, self._batch_size = data, batches, batch_size
-        self._layers: list = []
+        self._layers: list[keras.layers.BatchNormalization] = []
         self._done = False
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Find the layers."""
+        """Find the layers.
+
+        Raises:
+            ValueError: As the class says.
+            DisagreementError: Ranks have different data.
+        """
         if isinstance(self.strategy, ParameterServerStrategy):
             raise ValueError(
                 f"{type(self).__name__} sums over all ranks, and workers behind parameter servers "
@@ -88,16 +93,16 @@ class BatchNormStatistics(StrategyCallback):
         self._run = self.trainer.make_step_function(self._sums, "batch_norm_statistics")
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        """Moving averages move again."""
+        """Note that moving averages move again."""
         self._done = False
 
     def on_test_begin(self, logs: dict | None = None) -> None:
-        """Before `fit`'s validation."""
+        """Replace the moving averages before `fit`'s validation."""
         self._replace()
         self._done = True
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        """In an epoch without validation."""
+        """Replace the moving averages in an epoch without validation."""
         if not self._done:
             self._replace()
 
@@ -122,7 +127,7 @@ class BatchNormStatistics(StrategyCallback):
         return rows.batch(size).take(self._batches)
 
     def _sums(self, data: Any) -> tuple:
-        """One replica's step: every layer's n, sum x and sum x^2 over the world, in float64."""
+        """Take one replica's step: each layer's n, sum x and sum x^2 over the world, in float64."""
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         self.model(x, training=True)
         rows = tf.cast(slicing.count_rows(x), tf.float64)
@@ -135,7 +140,7 @@ class BatchNormStatistics(StrategyCallback):
         return tuple(replica.all_reduce(tf.distribute.ReduceOp.SUM, sums))
 
 
-def _is_trained(layer: Any) -> bool:
+def _is_trained(layer: keras.Layer) -> bool:
     if not isinstance(layer, keras.layers.BatchNormalization) or not layer.trainable:
         return False
     if layer.renorm:
@@ -147,7 +152,7 @@ def _is_trained(layer: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _without_memory(layers: list) -> Iterator[None]:
+def _without_memory(layers: list[keras.layers.BatchNormalization]) -> Iterator[None]:
     """While inside, the moving averages of layers become those of one batch, when traced."""
     momenta = [layer.momentum for layer in layers]
     for layer in layers:

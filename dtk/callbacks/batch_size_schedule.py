@@ -1,21 +1,24 @@
-"""A global batch that changes between the epochs of one `fit`."""
+"""Global batch that changes between the epochs of one `fit`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from dtk.callbacks.base import StrategyCallback
 from dtk.schedules.runs import is_count, parse_runs
+from dtk.trainer.distributed_trainer import DistributedTrainer
 
 Schedule = Sequence[int | tuple[int, int]]
 
 
 def parse_schedule(schedule: Schedule) -> list[int]:
-    """One global batch size per epoch, from sizes and `(count, size)` pairs; the last persists.
+    """Turn sizes and `(count, size)` pairs into one global batch size per epoch; the last persists.
 
     Args:
         schedule: Each item is the size of one epoch, or `(count, size)` for `count` epochs.
+
+    Returns:
+        One size for each epoch of the schedule, in rows.
 
     Raises:
         ValueError: It is empty, or an item is not positive integers.
@@ -25,11 +28,15 @@ def parse_schedule(schedule: Schedule) -> list[int]:
         [64, 128, 128, 256]
     """
     runs = parse_runs(schedule, "batch size", is_count, "an integer of at least 1")
-    return [size for count, size in runs for _ in range(count)]
+    return [int(size) for count, size in runs for _ in range(count)]
 
 
 def size_at(sizes: Sequence[int], epoch: int) -> int:
-    """Batch size of an epoch; the last one persists.
+    """Return the batch size of an epoch; the last one persists.
+
+    Args:
+        sizes: One size per epoch, at least one, in rows.
+        epoch: Number of the epoch, from 0.
 
     Example:
         >>> [size_at([64, 128], epoch) for epoch in range(4)]
@@ -38,8 +45,12 @@ def size_at(sizes: Sequence[int], epoch: int) -> int:
     return sizes[min(epoch, len(sizes) - 1)]
 
 
-def check_sizes(sizes: Iterable[int], trainer: Any) -> None:
-    """Whether `fit` can read its data in batches of all these sizes.
+def check_sizes(sizes: Iterable[int], trainer: DistributedTrainer) -> None:
+    """Refuse data that `fit` cannot read in batches of other sizes.
+
+    Args:
+        sizes: The sizes, in rows.
+        trainer: The model's trainer.
 
     Raises:
         ValueError: A size is smaller than the number of workers, or the data cannot be cut anew.
@@ -87,7 +98,7 @@ class BatchSizeSchedule(StrategyCallback):
         self.sizes = parse_schedule(schedule)
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Check every size, and that the data can be cut anew, before the first epoch."""
+        """Check that the data can be cut anew, before the first epoch."""
         check_sizes(self.sizes, self.trainer)
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:

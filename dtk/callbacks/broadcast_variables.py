@@ -1,4 +1,4 @@
-"""Every rank starts from one rank's weights."""
+"""Start of all ranks from one rank's weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,11 @@ class BroadcastVariables(StrategyCallback):
         self.root_rank = root_rank
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Compare what the ranks built, then broadcast."""
+        """Compare what the ranks built, then broadcast.
+
+        Raises:
+            ValueError: There is no rank `root_rank`.
+        """
         trainer, size = self.trainer, self.strategy.size
         if not 0 <= self.root_rank < size:
             raise ValueError(

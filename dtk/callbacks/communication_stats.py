@@ -1,9 +1,8 @@
-"""What training sends, and how long it waits for it."""
+"""Bytes that training sends, and how long it waits for them."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from dtk.callbacks.base import StrategyCallback
 from dtk.strategies import ParameterServerStrategy
@@ -38,7 +37,11 @@ class CommunicationStats(StrategyCallback):
         self._end: tuple | None = None
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Refuse where nothing goes through the communicator."""
+        """Refuse strategies where nothing goes through the communicator.
+
+        Raises:
+            ValueError: Steps run behind parameter servers.
+        """
         if isinstance(self.strategy, ParameterServerStrategy):
             raise ValueError(
                 "CommunicationStats: workers of parameter servers speak with the servers, not with "
@@ -60,7 +63,7 @@ class CommunicationStats(StrategyCallback):
         self._steps = batch + 1 - (self._first or 0)
 
     def on_test_begin(self, logs: dict | None = None) -> None:
-        """Training is over for this epoch when its validation begins."""
+        """Stop counting for this epoch: its validation begins."""
         if self._end is None:
             self._end = self._counts()
 
@@ -73,6 +76,6 @@ class CommunicationStats(StrategyCallback):
             logs["comm_bytes"] = sent / max(1, self._steps)
             logs["comm_share"] = seconds / wall if wall else 0.0
 
-    def _counts(self) -> tuple[Any, ...]:
+    def _counts(self) -> tuple[float, ...]:
         communicator = self.strategy.communicator
         return communicator.bytes_sent, communicator.seconds_communicating, time.perf_counter()

@@ -81,7 +81,7 @@ class CrossValidation(StrategyCallback):
         self._epoch: int | None = None
 
     def get_state(self) -> dict:
-        """For `Checkpoint`: samples now, when the epoch began, and at the last evaluation."""
+        """Return, for `Checkpoint`, samples now, at the epoch's start, at the last evaluation."""
         return {
             "samples": self._samples,
             "before_epoch": self._before_epoch,
@@ -90,12 +90,21 @@ class CrossValidation(StrategyCallback):
         }
 
     def set_state(self, state: dict) -> None:
-        """From `Checkpoint`."""
+        """Go on from a checkpoint's state.
+
+        Args:
+            state: What `get_state` returned.
+        """
         self._samples, self._before_epoch = state["samples"], state["before_epoch"]
         self._evaluated_at, self._epoch = state["evaluated_at"], state["epoch"]
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Compare the data over all ranks, and begin to count."""
+        """Compare the data over all ranks, and begin to count.
+
+        Raises:
+            ValueError: Steps run behind parameter servers, and `fit`'s data is not arrays.
+            DisagreementError: Ranks have different data.
+        """
         served = isinstance(self.strategy, ParameterServerStrategy)
         if served and self.trainer.feed.rows_counted(1) is None:
             raise ValueError(
@@ -124,8 +133,8 @@ class CrossValidation(StrategyCallback):
     def _validate(self, index: int) -> None:
         done = self._evaluation.run(self.trainer)
         go_on = self.callback(index, self._error(done.numbers), done.samples, done.minibatches)
-        wishes = self.strategy.communicator.allgather_object(go_on is False)
-        if any(wishes):
+        stops = self.strategy.communicator.allgather_object(go_on is False)
+        if any(stops):
             self.model.stop_training = True
 
     def _error(self, numbers: dict[str, float]) -> float:

@@ -1,4 +1,4 @@
-"""An evaluation of the model in the midst of `fit`, which leaves no trace there."""
+"""Evaluations of the model in the midst of `fit`, which leave no trace there."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 import keras
 
 from dtk.trainer import rank_checks
+from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.replica_step import metric_variables
 from dtk.trainer.snapshot import Snapshot
 
 
 class Evaluated(NamedTuple):
-    """What an evaluation told.
+    """Result of an evaluation.
 
     Attributes:
         numbers: Loss and metrics by name, of the whole data, equal on every rank.
@@ -26,12 +27,15 @@ class Evaluated(NamedTuple):
 
 
 class Evaluation:
-    """`model.evaluate` on the same data again and again.
+    """Evaluation of the model on the same data again and again, by `model.evaluate`.
 
     Args:
         name: What the data is called in messages.
         data: Arrays `x`, `(x, y)` or `(x, y, sample_weight)`, or a dataset of these in batches.
         batch_size: Global batch for arrays; None for that of `fit`.
+
+    Raises:
+        ValueError: The data is missing, or `batch_size` is less than 1.
     """
 
     def __init__(self, name: str, data: Any, batch_size: int | None):
@@ -43,16 +47,29 @@ class Evaluation:
         self._data = keras.utils.unpack_x_y_sample_weight(data)
         self._batch_size = batch_size
 
-    def check(self, trainer: Any) -> None:
-        """Compare the data over all ranks.
+    def check(self, trainer: DistributedTrainer) -> None:
+        """Compare the data over all ranks. All ranks call it together.
+
+        Args:
+            trainer: The model's trainer.
 
         Raises:
             DisagreementError: With both ranks' values.
         """
         rank_checks.check_same_call(trainer.strategy, {self._name: self._data[0]})
 
-    def run(self, trainer: Any) -> Evaluated:
-        """Evaluate now; every rank calls it. The metrics of the running epoch are put back."""
+    def run(self, trainer: DistributedTrainer) -> Evaluated:
+        """Evaluate now. All ranks call it together; the metrics of the running epoch are put back.
+
+        Args:
+            trainer: The model's trainer.
+
+        Returns:
+            Loss and metrics, and how much data they are of.
+
+        Raises:
+            ValueError: The rows of a dataset cannot be counted, see `count_rows`.
+        """
         trainer.flush()
         model = trainer.model
         kept, counter = Snapshot(metric_variables(model)), _Counter()
@@ -62,7 +79,7 @@ class Evaluation:
                 x,
                 y,
                 sample_weight=sample_weight,
-                batch_size=self._batch_size_for(x, trainer.feed),
+                batch_size=self._batch_size_for(x, trainer),
                 callbacks=[counter],
                 verbose=0,
                 return_dict=True,
@@ -74,8 +91,8 @@ class Evaluation:
         numbers = {key: float(value) for key, value in numbers.items()}
         return Evaluated(numbers, samples, counter.minibatches)
 
-    def _batch_size_for(self, x: Any, feed: Any) -> int | None:
-        return None if _rows_of(x) is None else self._batch_size or feed.batch_size()
+    def _batch_size_for(self, x: Any, trainer: DistributedTrainer) -> int | None:
+        return None if _rows_of(x) is None else self._batch_size or trainer.feed.batch_size()
 
 
 class _Counter(keras.callbacks.Callback):
@@ -93,11 +110,14 @@ def _rows_of(x: Any) -> int | None:
     return int(first.shape[0]) if getattr(first, "shape", None) else None
 
 
-def count_rows(model: Any) -> int:
-    """Rows that the metrics of a model have seen since they were reset, on all ranks together.
+def count_rows(model: keras.Model) -> int:
+    """Return the rows that a model's metrics have seen since they were reset, over all ranks.
 
     Keras weighs the mean of its losses by rows, and so counts them: in float32, which is exact up
     to 2^24.
+
+    Args:
+        model: The model.
 
     Raises:
         ValueError: It does not in this model, which has steps of its own.

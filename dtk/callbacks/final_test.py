@@ -1,4 +1,4 @@
-"""A test when training has succeeded."""
+"""Test when training has succeeded."""
 
 from __future__ import annotations
 

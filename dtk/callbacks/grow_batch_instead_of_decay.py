@@ -1,4 +1,4 @@
-"""A larger batch where a schedule would have a smaller rate (Smith et al. 2018)."""
+"""Larger batch where a schedule would have a smaller rate (Smith et al. 2018)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from dtk.callbacks.base import StrategyCallback
 from dtk.callbacks.batch_size_schedule import check_sizes
-from dtk.callbacks.rate import check_settable
+from dtk.callbacks.hyperparameters.rate import check_settable
 from dtk.callbacks.sample_rate import is_rate, sample_rate_of
 from dtk.schedules.runs import parse_runs
 
@@ -14,7 +14,7 @@ RateSchedule = Callable[[int], float] | Sequence[float | tuple[int, float]]
 
 
 def rates_of(schedule: RateSchedule, epochs: int) -> list[float]:
-    """The rate of each of the first epochs; the last of a list persists.
+    """Return the rate of each of the first epochs; the last of a list persists.
 
     Args:
         schedule: A function epoch -> rate, or a list of rates and `(count, rate)` pairs.
@@ -41,7 +41,7 @@ def rates_of(schedule: RateSchedule, epochs: int) -> list[float]:
 def grow(
     rates: Iterable[float], batch_size: int, max_batch_size: int | None = None
 ) -> list[tuple[int, float]]:
-    """Batch size and rate of each epoch, from the rates it would have had at `batch_size`.
+    """Return batch size and rate of each epoch, from the rates it would have had at `batch_size`.
 
     A rate below the highest so far is a decay: the batch grows by as much as the rate would have
     fallen. The noise of SGD, proportional to rate / batch size, is then that of the schedule; what
@@ -51,6 +51,9 @@ def grow(
         rates: The schedule.
         batch_size: The batch it was made for.
         max_batch_size: The largest batch; None for no limit.
+
+    Returns:
+        Pairs of batch size, in rows, and rate.
 
     Example:
         >>> grow([0.5, 0.25, 0.0625], 64)
@@ -70,10 +73,10 @@ def grow(
 
 
 class GrowBatchInsteadOfDecay(StrategyCallback):
-    """Where a schedule would multiply the rate by 1/a, multiply the global batch by a instead.
+    """Multiply the global batch by a where a schedule would multiply the rate by 1/a.
 
     The schedule is the one that the script would use at `fit`'s batch size. This callback sets the
-    rate as well, at the begin of every epoch, so the optimizer's own does not count. Sizes and
+    rate as well, at the beginning of every epoch, so the optimizer's own does not count. Sizes and
     rates belong to epochs, as in `BatchSizeSchedule`, which also says what data may be.
 
     With `SampleRate` the schedule counts relative to its first rate: by as much as it falls, the
@@ -128,11 +131,15 @@ class GrowBatchInsteadOfDecay(StrategyCallback):
         self._rates: list[float] = []
 
     def sets_here(self) -> tuple[str, ...]:
-        """See `StrategyCallback`."""
+        """Return what it sets beside the other callbacks; with `SampleRate` the batch size only."""
         return self.sets if sample_rate_of(self.trainer) is None else self.sets[:1]
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Make the plan of all epochs, and refuse what cannot work before the first."""
+        """Make the plan of all epochs, and refuse what cannot work before the first.
+
+        Raises:
+            ValueError: As the class says.
+        """
         self.check_sole()
         check_settable(self.model.optimizer, type(self).__name__)
         rates = self._rates = rates_of(self.schedule, self.params["epochs"])

@@ -7,12 +7,17 @@ from typing import Any
 
 from dtk.callbacks.cross_validation import CrossValidation
 from dtk.callbacks.grow_batch_instead_of_decay import GrowBatchInsteadOfDecay
-from dtk.callbacks.rate import check_settable, multiply_rate, rate_now
+from dtk.callbacks.hyperparameters.rate import check_settable, multiply_rate, rate_now
 from dtk.callbacks.sample_rate import sample_rate_of
 
 
 def gains_enough(before: float, error: float, gain: float) -> bool:
-    """Whether an error has fallen by at least `gain` of what it was. What is no number has not.
+    """Return whether an error has fallen by at least a part of what it was; NaN never has.
+
+    Args:
+        before: The error before.
+        error: The error now.
+        gain: The part, from 0 and below 1.
 
     Example:
         >>> gains_enough(0.5, 0.475, 0.05), gains_enough(0.5, 0.48, 0.05)
@@ -34,8 +39,8 @@ class HalveRate(CrossValidation):
         validation_data: `(x, y)`, `(x, y, sample_weight)` or a dataset, the same on every rank.
         gain: By which part of itself the error must have fallen since the evaluation before.
         cuts: How many times the rate is halved; where it should be once more, training ends.
-        first: The error before the first evaluation, such as 1.0, the error rate of who knows
-            nothing (CNTK's example). None: the first evaluation is only noted.
+        first: The error before the first evaluation, such as 1.0, the error rate of an
+            untrained model (CNTK's example). None: the first evaluation is only noted.
         batch_size: Global batch of the evaluation for arrays; None for that of `fit`.
         monitor: As for `CrossValidation`.
         momentum_correction: Whether to rescale momentum buffers at cuts.
@@ -80,16 +85,24 @@ class HalveRate(CrossValidation):
         self._before, self._made = first, 0
 
     def get_state(self) -> dict:
-        """For `Checkpoint`: the last error and the cuts made besides."""
+        """Return, for `Checkpoint`, what `CrossValidation` does, the last error and the cuts."""
         return {**super().get_state(), "before": self._before, "made": self._made}
 
     def set_state(self, state: dict) -> None:
-        """From `Checkpoint`; the optimizer's own rate has been restored before."""
+        """Go on from a checkpoint's state; the optimizer's own rate has been restored before.
+
+        Args:
+            state: What `get_state` returned.
+        """
         super().set_state(state)
         self._before, self._made = state["before"], state["made"]
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Refuse what cannot work before the first epoch."""
+        """Refuse what cannot work before the first epoch.
+
+        Raises:
+            ValueError: The optimizer has a schedule of its own, or another callback sets its rate.
+        """
         super().on_train_begin(logs)
         check_settable(self.model.optimizer, type(self).__name__)
         for other in self.trainer.callbacks.callbacks:

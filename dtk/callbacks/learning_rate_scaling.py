@@ -1,4 +1,4 @@
-"""The linear scaling rule with gradual warm-up (Goyal et al. 2017, arXiv:1706.02677)."""
+"""Linear scaling rule with gradual warm-up (Goyal et al. 2017, arXiv:1706.02677)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import math
 import keras
 
 from dtk.callbacks.base import StrategyCallback
-from dtk.callbacks.rate import Rate, Scaling, rate_now, rate_of
+from dtk.callbacks.hyperparameters.rate import Rate, Scaling, rate_now, rate_of
 from dtk.trainer import shared_optimizer
 
 
 def factor_for(rule: str | float, workers: int) -> float:
-    """How much larger the learning rate becomes with this many workers.
+    """Return how much larger the learning rate becomes with a number of workers.
+
+    Args:
+        rule: "linear", "sqrt", or the factor itself.
+        workers: Number of workers.
 
     Raises:
         ValueError: The rule is neither "linear" nor "sqrt" nor a positive number.
@@ -32,7 +36,11 @@ def factor_for(rule: str | float, workers: int) -> float:
 
 
 def warm_up(factor: float, progress: float) -> float:
-    """The factor on the way from 1 to `factor`; `progress` runs from 0 to 1 and stays there.
+    """Return the factor of the rate on its way from 1 to `factor`, in a straight line.
+
+    Args:
+        factor: The factor after the warm-up.
+        progress: Part of the warm-up that is over, from 0; from 1 on it is over.
 
     Example:
         >>> [warm_up(4.0, progress) for progress in (0.0, 0.5, 1.0, 2.0)]
@@ -102,16 +110,25 @@ class LearningRateScaling(StrategyCallback):
     # callback nor a second fit scales it again.
 
     def get_state(self) -> dict:
-        """For `Checkpoint`: base rate, factor, and how far the warm-up is."""
+        """Return, for `Checkpoint`, base rate, factor, and how far the warm-up is."""
         scaling = getattr(self.model.optimizer, _MARK, None)
         return {} if scaling is None else dataclasses.asdict(scaling)
 
     def set_state(self, state: dict) -> None:
-        """From `Checkpoint`; the optimizer's own rate has been restored before."""
+        """Go on from a checkpoint's state; the optimizer's own rate has been restored before.
+
+        Args:
+            state: What `get_state` returned.
+        """
         setattr(self.model.optimizer, _MARK, Scaling(**state) if state else None)
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Refuse what cannot work before the first epoch."""
+        """Refuse what cannot work before the first epoch.
+
+        Raises:
+            ValueError: The rate is a plain function, or a warm-up needs the length of an epoch,
+                which is unknown.
+        """
         trainer = self.trainer
         schedule = shared_optimizer.schedule_of(self.model.optimizer)
         if schedule is not None and not isinstance(
@@ -150,7 +167,7 @@ class LearningRateScaling(StrategyCallback):
             scaling.warm = True
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
-        """One step of the warm-up."""
+        """Take one step of the warm-up."""
         if self._rate is None or self._rate.scaling.warm:
             return
         steps = self.trainer.feed.iterator.num_batches

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from dtk.callbacks.base import StrategyCallback
-from dtk.callbacks.momentum import Momentum, innermost, momentum_of
+from dtk.callbacks.hyperparameters.momentum import Momentum, innermost, momentum_of
 from dtk.exchange import Delayed, WarmStart
 from dtk.schedules import momentum_from_time_constant
 from dtk.schedules.runs import Runs, is_count, parse_runs, value_at
@@ -22,7 +21,13 @@ def _is_time_constant(value: object) -> bool:
 
 
 def parse_time_constants(values: Values) -> Runs:
-    """The runs of time constants in samples; a number alone lasts for ever.
+    """Turn time constants in samples into runs; a number alone lasts for ever.
+
+    Args:
+        values: A number, or a list of values and `(count, value)` pairs; the last persists.
+
+    Returns:
+        Pairs of count and value.
 
     Raises:
         ValueError: One is negative or not finite, or there is none.
@@ -99,16 +104,24 @@ class MomentumSchedule(StrategyCallback):
         return 0.0 if self._momentum is None else self._momentum.value
 
     def get_state(self) -> dict:
-        """For `Checkpoint`: samples seen, and those before the epoch."""
+        """Return, for `Checkpoint`, the samples seen, and those before the epoch."""
         return {"seen": self._seen, "before_epoch": self._before_epoch, "epoch": self._epoch}
 
     def set_state(self, state: dict) -> None:
-        """From `Checkpoint`."""
+        """Go on from a checkpoint's state.
+
+        Args:
+            state: What `get_state` returned.
+        """
         self._seen, self._before_epoch = state["seen"], state["before_epoch"]
         self._epoch = state["epoch"]
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Refuse what cannot work, and let steps read the momentum, before the first epoch."""
+        """Refuse what cannot work, and let steps read the momentum, before the first epoch.
+
+        Raises:
+            ValueError: As the class says.
+        """
         self.check_sole()
         self._check_exchange()
         self._momentum = self._find_momentum()
@@ -132,19 +145,30 @@ class MomentumSchedule(StrategyCallback):
         self.use(self._rows_of(batch))
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        """Count."""
+        """Count the rows of the batch."""
         self._seen = self._before_epoch + self._rows_before(batch + 1)
 
     def use(self, rows: int) -> None:
-        """Set what a step of so many rows has."""
+        """Set the momentum of a step.
+
+        Args:
+            rows: Rows of the step's global batch.
+        """
         assert self._momentum is not None
         self._momentum.set(self.momentum_of(rows))
 
     def momentum_of(self, rows: int) -> float:
-        """mu of a step of so many rows, now."""
+        """Return mu of a step, now.
+
+        Args:
+            rows: Rows of the step's global batch.
+
+        Returns:
+            exp(-rows / tau), or 0.0 where tau is 0.
+        """
         return momentum_from_time_constant(self._at_present(self.time_constants), rows)
 
-    def _at_present(self, runs: Runs) -> Any:
+    def _at_present(self, runs: Runs) -> float:
         if self.every_samples is None:
             return value_at(runs, self._epoch or 0)
         return value_at(runs, self._seen // self.every_samples)
@@ -156,7 +180,7 @@ class MomentumSchedule(StrategyCallback):
         return innermost(self.model.optimizer).gradient_accumulation_steps or 1
 
     def _size(self) -> int:
-        # Whoever chooses batch sizes has done so, in `on_epoch_begin`: what was given is fit's.
+        # Callbacks that choose batch sizes did so in `on_epoch_begin`: what was given is fit's.
         return self.trainer.feed.batch_size() or self.batch_size_or_fits(self.batch_size)
 
     def _rows_before(self, batch: int) -> int:

@@ -9,7 +9,7 @@ from dtk.callbacks.base import StrategyCallback
 
 
 def is_due(freq: int, before: int, now: int) -> bool:
-    """Whether a line is due among minibatches `before + 1 .. now` of an epoch.
+    """Return whether a line is due among minibatches `before + 1 .. now` of an epoch.
 
     Args:
         freq: n for every n-th minibatch; 0 for the first, second, fourth, eighth, ...
@@ -75,7 +75,7 @@ class ProgressPrinter(StrategyCallback):
         self._epoch_began = self._since = time.perf_counter()
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
-        """A resumed epoch starts in its middle."""
+        """Note where a resumed epoch starts."""
         if self._seen == 0 and batch:
             self._seen = self._printed = self._began_at = batch
 

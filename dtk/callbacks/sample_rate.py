@@ -1,26 +1,31 @@
-"""A learning rate per sample, at whatever batch size: CNTK's SGD."""
+"""Learning rate per sample, at whatever batch size: CNTK's SGD."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 
-from dtk.callbacks.momentum import Momentum, carried_over, innermost, momentum_of
+from dtk.callbacks.hyperparameters.momentum import Momentum, carried_over, innermost, momentum_of
+from dtk.callbacks.hyperparameters.rate import check_settable, rate_now
 from dtk.callbacks.momentum_schedule import MomentumSchedule, Values
-from dtk.callbacks.rate import check_settable, rate_now
 from dtk.schedules import learning_rate_from_sample_rate, time_constant_from_momentum
 from dtk.schedules.runs import parse_runs
+from dtk.trainer.distributed_trainer import DistributedTrainer
 
 
 def is_rate(value: object) -> bool:
-    """Whether something is a finite number above 0."""
+    """Return whether a value is a finite number above 0.
+
+    Args:
+        value: Any value; a bool is no number here.
+    """
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 class _InForce(NamedTuple):
-    """What the optimizer has been given.
+    """Values that the optimizer has been given.
 
     Attributes:
         planned: The rate per sample, without what others have made of it.
@@ -51,7 +56,7 @@ class SampleRate(MomentumSchedule):
     then, so that they count as much as they would have; CNTK leaves it, so that the last
     tau samples before a change count for more or less.
 
-    Whoever multiplies the optimizer's rate meanwhile, such as `HalveRate` or Keras's
+    A callback that multiplies the optimizer's rate, such as `HalveRate` or Keras's
     ReduceLROnPlateau, multiplies the rate per sample. `GrowBatchInsteadOfDecay` grows the batch and
     lowers the rate per sample by what its schedule lowers the rate, relative to its first.
     `AutoBatchSize` leaves the rate to this callback. The rate given to `SGD` does not count.
@@ -94,27 +99,31 @@ class SampleRate(MomentumSchedule):
         batch_size: int | None = None,
     ):
         super().__init__(0 if time_constant is None else time_constant, every_samples, batch_size)
-        given: Any = [rate] if isinstance(rate, int | float) else rate
+        given = [rate] if isinstance(rate, int | float) else rate
         self.rates = parse_runs(given, "rate per sample", is_rate, "a finite number above 0")
         self.momentum_correction = momentum_correction
         self._told = time_constant is not None
-        self._optimizer: Any = None
+        self._optimizer: keras.Optimizer | None = None
         self._in_force: _InForce | None = None
         # What others have made of the rate: by setting the optimizer's, or by a plan of theirs.
         self._changed = self._plan = 1.0
 
     @property
     def rate(self) -> float:
-        """The rate per sample that is in force."""
+        """Rate per sample that is in force."""
         return self._planned() * self._changed * self._change()
 
     def get_state(self) -> dict:
-        """For `Checkpoint`: what is in force, besides."""
+        """Return, for `Checkpoint`, what `MomentumSchedule` does, and what is in force."""
         in_force = None if self._in_force is None else self._in_force._asdict()
         return {**super().get_state(), "in_force": in_force, "changed": self._changed}
 
     def set_state(self, state: dict) -> None:
-        """From `Checkpoint`; the optimizer's own rate has been restored before."""
+        """Go on from a checkpoint's state; the optimizer's own rate has been restored before.
+
+        Args:
+            state: What `get_state` returned.
+        """
         super().set_state(state)
         self._changed = state["changed"]
         self._in_force = None if state["in_force"] is None else _InForce(**state["in_force"])
@@ -122,7 +131,11 @@ class SampleRate(MomentumSchedule):
             self._momentum.set(self._in_force.momentum)
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Refuse what cannot work before the first epoch."""
+        """Refuse what cannot work before the first epoch.
+
+        Raises:
+            ValueError: As the class says.
+        """
         super().on_train_begin(logs)
         check_settable(self.model.optimizer, type(self).__name__)
         self._plan = 1.0
@@ -130,11 +143,19 @@ class SampleRate(MomentumSchedule):
             self._optimizer, self._in_force, self._changed = self.model.optimizer, None, 1.0
 
     def plan(self, factor: float) -> None:
-        """Multiply the rates given, from now on; not one more factor, but in place of the last."""
+        """Multiply the rates given, from now on.
+
+        Args:
+            factor: What to multiply with, in place of the last such factor.
+        """
         self._plan = factor
 
     def use(self, rows: int) -> None:
-        """See `MomentumSchedule.use`; nothing is touched where nothing changes."""
+        """Set rate and momentum of a step; nothing is touched where nothing changes.
+
+        Args:
+            rows: Rows of the step's global batch.
+        """
         before, planned, momentum = self._in_force, self._planned(), self.momentum_of(rows)
         if before is not None and (planned, momentum, rows) == (
             before.planned,
@@ -160,7 +181,7 @@ class SampleRate(MomentumSchedule):
         return self._at_present(self.rates) * self._plan
 
     def _change(self) -> float:
-        """What the optimizer's rate has been multiplied with since it was set."""
+        """Return what the optimizer's rate has been multiplied with since it was set."""
         if self._in_force is None or not self._in_force.learning_rate:
             return 1.0
         return rate_now(self._optimizer) / self._in_force.learning_rate
@@ -184,7 +205,14 @@ class SampleRate(MomentumSchedule):
         return momentum_of(inner, who)
 
 
-def sample_rate_of(trainer: Any) -> SampleRate | None:
-    """The one among the callbacks of the running `fit`, if there is one."""
+def sample_rate_of(trainer: DistributedTrainer) -> SampleRate | None:
+    """Return the `SampleRate` among the callbacks of the running `fit`.
+
+    Args:
+        trainer: The model's trainer.
+
+    Returns:
+        The callback; None if there is none.
+    """
     found = (c for c in trainer.callbacks.callbacks if isinstance(c, SampleRate))
     return next(found, None)

@@ -1,8 +1,6 @@
-"""What parameter servers held, workers moved, and how stale the weights were."""
+"""Report of what parameter servers held, workers moved, and how stale the weights were."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from dtk.callbacks.base import StrategyCallback
 from dtk.strategies import ParameterServerStrategy
@@ -38,7 +36,11 @@ class ServerReport(StrategyCallback):
         self._before: list[dict[str, int]] = []
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Note what had been moved before."""
+        """Note what had been moved before.
+
+        Raises:
+            ValueError: The strategy has no parameter servers.
+        """
         if not isinstance(self.strategy, ParameterServerStrategy):
             raise ValueError(
                 f"ServerReport: {type(self.strategy).__name__} has no parameter servers; leave "
@@ -104,5 +106,5 @@ def _moved(before: list[dict[str, int]], after: list[dict[str, int]]) -> list[di
     ]
 
 
-def _listed(words: list[Any]) -> str:
+def _listed(words: list[str]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))

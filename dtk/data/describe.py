@@ -1,4 +1,4 @@
-"""What each rank reads of the data, shown before anything is trained on it."""
+"""Description of what each rank reads of the data, before anything is trained on it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _VALUES = 4
 
 
 class Part(NamedTuple):
-    """What one rank takes of one batch.
+    """Part of one batch that one rank takes.
 
     Attributes:
         first: Index of its first row within the global batch; None where every rank reads a
@@ -46,7 +46,7 @@ class Part(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What one rank reads.
+    """Share of the data that one rank reads.
 
     Attributes:
         rank: The rank.
@@ -64,12 +64,12 @@ class Share(NamedTuple):
 
 
 class Description(NamedTuple):
-    """What all ranks read; `print` makes a table of it.
+    """Description of what all ranks read; `print` makes a table of it.
 
     Attributes:
-        what: What the data is.
-        shares: By rank.
-        notes: What does not look right.
+        what: Kind of data, in words.
+        shares: Share of each rank, by rank.
+        notes: Remarks on what does not look right.
     """
 
     what: str
@@ -110,7 +110,7 @@ class _Source(NamedTuple):
 
 
 def describe(
-    dataset: Any, strategy: Any, batch_size: int | None = None, batches: int = 3
+    dataset: Any, strategy: DtkStrategy, batch_size: int | None = None, batches: int = 3
 ) -> Description:
     """Show what each rank reads: how many batches, and which rows of the first ones.
 
@@ -127,7 +127,7 @@ def describe(
         batches: How many batches to read and show.
 
     Returns:
-        The same on every rank.
+        The description, the same on every rank.
 
     Raises:
         TypeError: This kind of data cannot be read without using it up.
@@ -178,7 +178,7 @@ def describe(
     return description
 
 
-def _source(dataset: Any, strategy: Any, batch_size: int | None) -> _Source:
+def _source(dataset: Any, strategy: DtkStrategy, batch_size: int | None) -> _Source:
     if are_arrays(dataset):
         return _arrays(dataset, strategy, batch_size)
     if batch_size is not None:
@@ -209,7 +209,7 @@ def _source(dataset: Any, strategy: Any, batch_size: int | None) -> _Source:
     )
 
 
-def _arrays(arrays: Any, strategy: Any, batch_size: int | None) -> _Source:
+def _arrays(arrays: Any, strategy: DtkStrategy, batch_size: int | None) -> _Source:
     batch_size = batch_size or _BATCH_SIZE
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(arrays)
     adapter = keras_data.ArrayDataAdapter(x, y, sample_weight, batch_size=batch_size, shuffle=False)
@@ -229,8 +229,8 @@ def _count(dataset: tf.data.Dataset) -> float | None:
     return count if count >= 0 else None
 
 
-def _parts(batch: Any, strategy: Any, own: bool) -> list[tuple[Part, tuple[str, ...]]]:
-    """For each replica of this process: its part of a batch, and the types of its rows."""
+def _parts(batch: Any, strategy: DtkStrategy, own: bool) -> list[tuple[Part, tuple[str, ...]]]:
+    """Return, for each replica of this process, its part of a batch, and the types of its rows."""
     batch = tf.nest.map_structure(
         lambda leaf: leaf if leaf is None or tf.is_tensor(leaf) else tf.convert_to_tensor(leaf),
         batch,
@@ -250,7 +250,7 @@ def _parts(batch: Any, strategy: Any, own: bool) -> list[tuple[Part, tuple[str, 
 
 
 def _with_global_rows(shares: Sequence[Share]) -> list[Share]:
-    """The rows of each global batch: what all ranks read of it together."""
+    """Set the rows of each global batch: what all ranks read of it together."""
     steps = itertools.zip_longest(*(share.parts for share in shares))
     rows = [sum(part.taken for part in parts if part is not None) for parts in steps]
     return [
@@ -264,7 +264,7 @@ def _with_global_rows(shares: Sequence[Share]) -> list[Share]:
 
 
 def _notes(shares: Sequence[Share]) -> Iterable[str]:
-    """What a reader should not overlook; at most one of a kind."""
+    """Yield what a reader should not overlook; at most one of a kind."""
     first = shares[0]
     for share in shares[1:]:
         if share.batches != first.batches:

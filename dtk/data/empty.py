@@ -1,4 +1,4 @@
-"""The dataset of a rank that gets its input from another rank."""
+"""Datasets of ranks that get their input from another rank."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from dtk.data.rows import count_rows
 
 
 def empty_dataset(dataset: Any) -> list[tuple]:
-    """As many elements as `dataset` has, with nothing in them (ChainerMN's `create_empty_dataset`).
+    """Return as many elements as a dataset has, with nothing in them.
 
-    In a chain of stages only the first rank reads inputs. The others loop over this, and so take as
-    many steps without reading or holding a row.
+    This is ChainerMN's `create_empty_dataset`: in a chain of stages only the first rank reads
+    inputs. The others loop over this, and so take as many steps without reading or holding a row.
 
     Args:
         dataset: An array, a tuple or dict of arrays, a sequence, or a `tf.data.Dataset`.
+
+    Returns:
+        A list of empty tuples, one for each row.
 
     Raises:
         ValueError: Its rows cannot be counted.

@@ -1,8 +1,6 @@
-"""The ranks that share data: a strategy's, or a communicator's own."""
+"""Ranks that share data: a strategy's, or a communicator's own."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import tensorflow as tf
 
@@ -10,11 +8,15 @@ from dtk.communicators.base import Communicator
 from dtk.strategies.base import DtkStrategy
 
 
-def group_of(strategy_or_communicator: Any = None) -> Communicator:
-    """The communicator of a strategy; a communicator as it is.
+def group_of(strategy_or_communicator: DtkStrategy | Communicator | None = None) -> Communicator:
+    """Return the communicator of a strategy; a communicator as it is.
 
     Args:
-        strategy_or_communicator: None takes the strategy whose scope this is called in.
+        strategy_or_communicator: One of both; None takes the strategy whose scope this is called
+            in.
+
+    Returns:
+        The communicator.
 
     Raises:
         ValueError: It is neither, or None outside every scope.

@@ -13,12 +13,15 @@ from dtk.communicators.base import Communicator
 from dtk.communicators.root import on_root
 from dtk.data.group import group_of
 from dtk.data.seed import agree_on_seed
+from dtk.strategies.base import DtkStrategy
 
 
 def broadcast_iterator(
-    iterable: Iterable | None, strategy_or_communicator: Any = None, root: int = 0
+    iterable: Iterable | None,
+    strategy_or_communicator: DtkStrategy | Communicator | None = None,
+    root: int = 0,
 ) -> Iterator[Any]:
-    """Every rank gets the batches that `root` reads.
+    """Iterate on every rank over the batches that `root` reads.
 
     Every rank takes the same number of batches; what ends or breaks the iterator on `root` ends or
     breaks it on all.
@@ -53,17 +56,17 @@ def _broadcast(iterable: Any, communicator: Communicator, root: int) -> Iterator
 
 
 def _items(iterable: Any) -> Iterator[Any]:
-    """Its items; what cannot be iterated over says so at the first, where all ranks can hear it."""
+    """Yield its items; what cannot be iterated over raises at the first, for all ranks to hear."""
     yield from iterable
 
 
 def synchronized_iterator(
     make: Callable[[int], Iterable],
-    strategy_or_communicator: Any = None,
+    strategy_or_communicator: DtkStrategy | Communicator | None = None,
     seed: int | None = None,
     root: int = 0,
 ) -> Iterator[Any]:
-    """Every rank reads for itself, in the same random order.
+    """Iterate on every rank over what it reads for itself, in the same random order.
 
     Args:
         make: Makes the batches from a seed, of which alone their order may depend; such as

@@ -11,22 +11,25 @@ also one that changes, with any number of workers, and however often the job was
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
+from dtk.communicators.base import Communicator
 from dtk.data import rows
 from dtk.data.group import group_of
 from dtk.data.order import minibatch_at, sweep_order
 from dtk.data.seed import agree_on_seed
 from dtk.errors import at_rank
 from dtk.input import slicing
+from dtk.strategies.base import DtkStrategy
 from dtk.trainer import rank_checks
 
 
 class Minibatch(NamedTuple):
-    """What one rank gets of a global minibatch.
+    """Slice that one rank gets of a global minibatch.
 
     Attributes:
         data: This rank's rows, in the structure of the data; none for the last ranks of a minibatch
@@ -41,18 +44,18 @@ class Minibatch(NamedTuple):
 
 
 class PartitionedMinibatches:
-    """Reads arrays by minibatches: every rank calls `next_minibatch` and gets its slice.
+    """Reader of arrays by minibatches: every rank calls `next_minibatch` and gets its slice.
 
     Nothing is sent between ranks after the constructor: where a rank is follows from how many rows
     all have taken, which `get_state` and `set_state` save and restore, with another number of
     workers too.
 
     Args:
-        data: An array, or a tuple or dict of arrays with the same rows; the same on every rank.
-            A `numpy.memmap` is read minibatch by minibatch.
+        data: An array, or a tuple or dict of arrays with the same rows; the same on every rank. A
+            `numpy.memmap` is read minibatch by minibatch.
         strategy_or_communicator: Whose ranks share each minibatch; None inside a strategy's scope.
         shuffle: Whether each sweep over the rows has a random order of its own.
-        seed: Of these orders; None draws one, the same for all ranks.
+        seed: Seed of these orders; None draws one, the same for all ranks.
         sweeps: After how many sweeps the data ends; None never ends it.
 
     Raises:
@@ -73,7 +76,7 @@ class PartitionedMinibatches:
     def __init__(
         self,
         data: Any,
-        strategy_or_communicator: Any = None,
+        strategy_or_communicator: DtkStrategy | Communicator | None = None,
         *,
         shuffle: bool = True,
         seed: int | None = 0,
@@ -90,7 +93,8 @@ class PartitionedMinibatches:
             seed = agree_on_seed(None, communicator)
         self._seed = seed if shuffle else None
         self._position = 0
-        self._kept: tuple[Any, Any] = (None, None)  # the last order, and whose it is
+        # The last order, and of which seed and sweep it is.
+        self._kept: tuple[tuple[int, int] | None, Sequence | np.ndarray] = (None, ())
 
     @property
     def position(self) -> int:
@@ -98,18 +102,22 @@ class PartitionedMinibatches:
         return self._position
 
     def steps(self, batch_size: int) -> int:
-        """Minibatches in a whole sweep at this size."""
+        """Return the number of minibatches in a whole sweep.
+
+        Args:
+            batch_size: Rows of a global minibatch.
+        """
         return -(-self._rows // self._checked_size(batch_size))
 
     def next_minibatch(self, size: int) -> Minibatch | None:
-        """This rank's slice of the next `size` rows, or of those left of the sweep.
+        """Return this rank's slice of the next `size` rows, or of those left of the sweep.
 
         Args:
             size: Rows of the global minibatch, the same on every rank; it may change from one to
                 the next.
 
         Returns:
-            None after the last sweep, on all ranks alike.
+            The slice; None after the last sweep, on all ranks alike.
 
         Raises:
             ValueError: The size is not at least 1.
@@ -122,7 +130,7 @@ class PartitionedMinibatches:
         return Minibatch(rows.take(self._data, taken[begin:end]), len(taken), ends_sweep)
 
     def dataset(self, batch_size: int) -> tf.data.Dataset:
-        """Global minibatches from here on, for `fit`, which slices them itself.
+        """Return a dataset of the global minibatches from here on, which `fit` slices itself.
 
         `fit` reads ahead, so this does not move `position`: `dtk.callbacks.Checkpoint` keeps the
         place instead. Without `sweeps` it never ends: give `fit` steps_per_epoch as well.
@@ -145,11 +153,14 @@ class PartitionedMinibatches:
         )
 
     def get_state(self) -> dict:
-        """Where this is and in which order it goes on, as plain numbers."""
+        """Return where this is and in which order it goes on, as plain numbers."""
         return {"position": self._position, "rows": self._rows, "seed": self._seed}
 
     def set_state(self, state: dict) -> None:
         """Go on from where `get_state` was called, in that reader's order.
+
+        Args:
+            state: What `get_state` returned.
 
         Raises:
             ValueError: The state is that of data with another number of rows.
@@ -167,12 +178,12 @@ class PartitionedMinibatches:
     def _is_over(self, position: int) -> bool:
         return self._sweeps is not None and position >= self._sweeps * self._rows
 
-    def _minibatch(self, position: int, size: int) -> tuple[Any, bool]:
-        """The rows of a global minibatch, and whether it ends its sweep."""
+    def _minibatch(self, position: int, size: int) -> tuple[Sequence | np.ndarray, bool]:
+        """Return the rows of a global minibatch, and whether it ends its sweep."""
         sweep, begin, end = minibatch_at(position, size, self._rows)
         return self._order(sweep)[begin:end], end == self._rows
 
-    def _order(self, sweep: int) -> Any:
+    def _order(self, sweep: int) -> Sequence | np.ndarray:
         if self._seed is None:
             return range(self._rows)
         kept, order = self._kept

@@ -1,4 +1,4 @@
-"""The order of rows: a function of a seed and a sweep, of nothing else."""
+"""Order of rows: a function of a seed and a sweep, of nothing else."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ import numpy as np
 
 
 def permutation(rows: int, seed: int) -> np.ndarray:
-    """The rows `0 .. rows - 1` in random order, int64 of shape `[rows]`.
+    """Return the rows `0 .. rows - 1` in random order.
 
     Drawn from numpy's `RandomState`, whose numbers never change between versions of numpy, as
     ChainerMN does: the same seed gives the same order there.
+
+    Args:
+        rows: Number of rows.
+        seed: Seed of the order, within 32 bits.
+
+    Returns:
+        int64 of shape `[rows]`.
 
     Raises:
         ValueError: The seed is not within 32 bits.
@@ -22,7 +29,15 @@ def permutation(rows: int, seed: int) -> np.ndarray:
 
 
 def sweep_order(rows: int, seed: int, sweep: int) -> np.ndarray:
-    """The order of one sweep over the rows, another one for each sweep.
+    """Return the order of one sweep over the rows, another one for each sweep.
+
+    Args:
+        rows: Number of rows.
+        seed: Seed of the orders, within 32 bits.
+        sweep: Number of the sweep, from 0.
+
+    Returns:
+        int64 of shape `[rows]`.
 
     Example:
         >>> sorted(sweep_order(5, seed=0, sweep=3).tolist())
@@ -32,7 +47,7 @@ def sweep_order(rows: int, seed: int, sweep: int) -> np.ndarray:
 
 
 def minibatch_at(position: int, size: int, rows: int) -> tuple[int, int, int]:
-    """Where the minibatch that begins at `position` lies; it ends with its sweep, as CNTK's do.
+    """Return where the minibatch at a position lies; it ends with its sweep, as CNTK's do.
 
     Args:
         position: Rows taken before it, over all sweeps.

@@ -27,7 +27,7 @@ class Subset(Sequence):
         ['e', 'a']
     """
 
-    def __init__(self, items: Any, indices: Any):
+    def __init__(self, items: Any, indices: Sequence | np.ndarray):
         self._items = items
         self._indices = indices
 
@@ -52,19 +52,26 @@ class Elements(NamedTuple):
     held: list
 
     def dataset(self) -> tf.data.Dataset:
-        """A dataset of them, in this order."""
+        """Return a dataset of the elements, in this order."""
         made = tf.data.Dataset.from_generator(lambda: iter(self.held), output_signature=self.spec)
         return made.apply(tf.data.experimental.assert_cardinality(len(self.held)))
 
 
 def are_arrays(dataset: Any) -> bool:
-    """Whether rows lie along the first axis of one array, or of each of a tuple or dict of them."""
+    """Return whether rows lie along the first axis of one array, or of each of a tuple or dict.
+
+    Args:
+        dataset: Any data.
+    """
     leaves = tf.nest.flatten(dataset) if isinstance(dataset, tuple | dict) else [dataset]
     return bool(leaves) and all(isinstance(leaf, np.ndarray | tf.Tensor) for leaf in leaves)
 
 
 def count_rows(dataset: Any) -> int:
-    """How many rows, elements or samples there are.
+    """Return how many rows, elements or samples there are.
+
+    Args:
+        dataset: Arrays, a sequence of samples, or a `tf.data.Dataset` of single elements.
 
     Raises:
         ValueError: Arrays differ in rows or are scalars; the dataset is endless, or only reading
@@ -99,8 +106,8 @@ def _cardinality(dataset: tf.data.Dataset) -> int:
     return count
 
 
-def take(dataset: Any, indices: Any) -> Any:
-    """Some rows.
+def take(dataset: Any, indices: Sequence | np.ndarray) -> Any:
+    """Return some rows.
 
     Args:
         dataset: Arrays, a sequence or a `tf.data.Dataset`.
@@ -123,14 +130,14 @@ def take(dataset: Any, indices: Any) -> Any:
     return Subset(dataset, indices)
 
 
-def _take_array(array: Any, indices: Any) -> Any:
+def _take_array(array: np.ndarray | tf.Tensor, indices: Sequence | np.ndarray) -> Any:
     if isinstance(indices, range):
         return array[indices.start : indices.stop]
     return tf.gather(array, indices) if isinstance(array, tf.Tensor) else array[indices]
 
 
 def _read(dataset: tf.data.Dataset, indices: Iterable[int]) -> dict[int, Any]:
-    """The elements wanted by their position, in one pass."""
+    """Read the elements wanted by their position, in one pass."""
     specs = tf.nest.flatten(dataset.element_spec)
     if odd := [spec for spec in specs if not isinstance(spec, tf.TensorSpec)]:
         raise ValueError(
@@ -141,8 +148,15 @@ def _read(dataset: tf.data.Dataset, indices: Iterable[int]) -> dict[int, Any]:
     return {index: element for index, element in enumerate(dataset) if index in wanted}
 
 
-def pack(dataset: Any, blocks: Sequence[Any]) -> list[Any]:
-    """Several blocks of rows, each as a value that can be pickled; `unpack` is the way back.
+def pack(dataset: Any, blocks: Sequence[Sequence | np.ndarray]) -> list:
+    """Return several blocks of rows, each as a value that can be pickled; `unpack` is the way back.
+
+    Args:
+        dataset: Arrays, a sequence of samples, or a `tf.data.Dataset` of single elements.
+        blocks: Numbers of the rows of each block.
+
+    Returns:
+        One value for each block.
 
     Raises:
         ValueError: Elements of a `tf.data.Dataset` are ragged or sparse.
@@ -156,5 +170,12 @@ def pack(dataset: Any, blocks: Sequence[Any]) -> list[Any]:
 
 
 def unpack(packed: Any) -> Any:
-    """What one value of `pack` stands for."""
+    """Undo `pack` for one of its values.
+
+    Args:
+        packed: The value.
+
+    Returns:
+        Arrays, a list of samples, or a `tf.data.Dataset`.
+    """
     return packed.dataset() if isinstance(packed, Elements) else packed

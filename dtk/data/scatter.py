@@ -1,4 +1,4 @@
-"""Datasets in parts: every rank a block of rows, as ChainerMN scatters them.
+"""Scattered datasets: every rank a block of rows, as ChainerMN scatters them.
 
     N = 10 rows over P = 3 ranks, begin of block i = floor(N i / P), ceil(N / P) rows each:
 
@@ -27,6 +27,7 @@ from dtk.data.order import permutation
 from dtk.data.seed import drawn
 from dtk.errors import at_rank
 from dtk.input import slicing
+from dtk.strategies.base import DtkStrategy
 
 # Bytes a rank is sent at once: what is scattered may be larger than one message.
 _MESSAGE = 1 << 24
@@ -35,13 +36,16 @@ _MESSAGE = 1 << 24
 def block(
     n_total: int, rank: int, size: int, *, force_equal_length: bool = True
 ) -> tuple[int, int]:
-    """First row of `rank`'s block and the one after its last.
+    """Return the first row of a rank's block and the one after its last.
 
     Args:
         n_total: Rows in all.
         rank: Whose block, `0 <= rank < size`.
         size: How many blocks.
         force_equal_length: Whether all blocks have `ceil(n_total / size)` rows.
+
+    Returns:
+        First row, and the one after the last.
 
     Example:
         >>> [block(10, rank, 3) for rank in range(3)]
@@ -57,12 +61,12 @@ def block(
 
 def scatter_index(
     n_total: int | None,
-    strategy_or_communicator: Any = None,
+    strategy_or_communicator: DtkStrategy | Communicator | None = None,
     root: int = 0,
     *,
     force_equal_length: bool = True,
 ) -> tuple[int, int]:
-    """Which rows this rank reads, for data that every rank can reach. Every rank calls it.
+    """Return which rows this rank reads, for data that every rank can reach. Every rank calls it.
 
     Args:
         n_total: Rows in all; only `root`'s counts.
@@ -94,7 +98,7 @@ def scatter_index(
 
 def scatter_dataset(
     dataset: Any,
-    strategy_or_communicator: Any = None,
+    strategy_or_communicator: DtkStrategy | Communicator | None = None,
     root: int = 0,
     shuffle: bool = False,
     seed: int | None = None,
@@ -150,7 +154,7 @@ def scatter_dataset(
 
 
 def _agreed_rows(dataset: Any, communicator: Communicator, root: int) -> tuple[int, bool]:
-    """The rows of `root`'s dataset, and whether every rank has one; errors are raised on all."""
+    """Return the rows of `root`'s dataset, and whether every rank has one; errors rise on all."""
     held = communicator.allgather_object(_counted(dataset))
     wrong = next((told for told in held if isinstance(told, str)), None)
     if wrong is None and held[root] is None:
@@ -165,15 +169,17 @@ def _agreed_rows(dataset: Any, communicator: Communicator, root: int) -> tuple[i
 
 
 def _counted(dataset: Any) -> int | str | None:
-    """Its rows; what is wrong with it; or None for no dataset."""
+    """Return its rows; what is wrong with it; or None for no dataset."""
     try:
         return None if dataset is None else rows.count_rows(dataset)
     except (TypeError, ValueError) as error:
         return str(error)
 
 
-def _deal(dataset: Any, blocks: Sequence[Any], communicator: Communicator, root: int) -> Any:
-    """Rank i gets the i-th block of rows that `root` reads."""
+def _deal(
+    dataset: Any, blocks: Sequence[Sequence | np.ndarray], communicator: Communicator, root: int
+) -> Any:
+    """Give rank i the i-th block of rows that `root` reads."""
     letters = [b""] * communicator.size
 
     def write() -> int:

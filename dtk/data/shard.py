@@ -1,4 +1,4 @@
-"""Pipelines too heavy to read everywhere: each rank reads its own part.
+"""Sharded pipelines, too heavy to read everywhere: each rank reads its own part.
 
 `fit` normally reads every global batch on every rank and keeps a slice, which is exact and needs no
 thought. Where decoding is the bottleneck, `shard` gives each rank its own files or elements:
@@ -15,10 +15,11 @@ with its share of them, so uneven local batches are weighed exactly.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
+from dtk.communicators.base import Communicator
+from dtk.compat import tf_datasets
 from dtk.errors import at_rank
 from dtk.input.pipelines import read_ahead
 from dtk.strategies.base import DtkStrategy
@@ -29,9 +30,9 @@ def shard(
     strategy: DtkStrategy,
     batch_size: int,
     *,
-    read: Callable[[Any], tf.data.Dataset] | None = None,
+    read: Callable[[tf.Tensor], tf.data.Dataset] | None = None,
     steps: int | None = None,
-) -> Any:
+) -> tf.data.Dataset | tf_datasets.PerRankDataset:
     """Give every rank its own part of the data, with the same number of steps on all of them.
 
     Args:
@@ -88,7 +89,12 @@ def shard(
     return strategy.distribute_datasets_from_function(lambda context: ahead)
 
 
-def _elements(source: Any, read: Callable | None, rank: int, size: int) -> tf.data.Dataset:
+def _elements(
+    source: Sequence[str] | tf.data.Dataset,
+    read: Callable[[tf.Tensor], tf.data.Dataset] | None,
+    rank: int,
+    size: int,
+) -> tf.data.Dataset:
     if isinstance(source, tf.data.Dataset):
         return source.shard(size, rank)
     if read is None:
@@ -105,9 +111,9 @@ def _elements(source: Any, read: Callable | None, rank: int, size: int) -> tf.da
 
 
 def _agreed_steps(
-    asked: int | None, elements: tf.data.Dataset, mine: int, communicator: Any
+    asked: int | None, elements: tf.data.Dataset, mine: int, communicator: Communicator
 ) -> int:
-    """The steps every rank takes, in batches of `mine` rows here; errors are raised on all."""
+    """Return the steps every rank takes, in batches of `mine` rows here; errors rise on all."""
     rows = int(elements.cardinality())
     if asked is None and rows == tf.data.UNKNOWN_CARDINALITY:
         rows = int(elements.reduce(tf.constant(0, tf.int64), lambda count, *_: count + 1))
@@ -131,7 +137,7 @@ def _agreed_steps(
 
 
 def _wrong_steps(asked: int | None, everyone: list, held: list[tuple[int, int]]) -> str | None:
-    """What is wrong with the steps asked for, given (rows, rows of a batch) by rank; else None."""
+    """Return what is wrong with the steps asked for, given (rows, rows of a batch) by rank."""
     if len(set(everyone)) > 1:
         return f"steps={asked}, but it must be the same on all ranks (by rank: {everyone})"
     if asked is not None and asked < 1:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 import tensorflow as tf
 
 
-def dense(gradient: Any, variable: Any) -> tf.Tensor:
-    """A gradient in the shape and type of its variable; rows named twice are summed first.
+def dense(gradient: tf.Tensor | tf.IndexedSlices, variable: keras.Variable) -> tf.Tensor:
+    """Return a gradient in the shape and type of its variable; rows named twice are summed first.
 
     Norms, decay and decaying moments concern every row of a table, also those that a batch does not
     read, so a sparse gradient saves nothing here. Squares of its slices would not be the square of
@@ -18,6 +16,9 @@ def dense(gradient: Any, variable: Any) -> tf.Tensor:
     Args:
         gradient: A tensor, or the `tf.IndexedSlices` of an embedding.
         variable: What it is the gradient of; its shape is known.
+
+    Returns:
+        A dense tensor.
 
     Example:
         >>> import tensorflow as tf

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras import ops
 
 from dtk.optimizers.dense import dense
-from dtk.optimizers.layerwise import LayerwiseOptimizer, both_positive, norm
+from dtk.optimizers.layerwise import LayerwiseOptimizer, LearningRate, both_positive, norm
 
 
 @keras.saving.register_keras_serializable(package="dtk")
@@ -53,7 +54,7 @@ class LAMB(LayerwiseOptimizer):
 
     def __init__(
         self,
-        learning_rate: Any = 0.001,
+        learning_rate: LearningRate = 0.001,
         beta_1: float = 0.9,
         beta_2: float = 0.999,
         epsilon: float = 1e-6,
@@ -71,8 +72,12 @@ class LAMB(LayerwiseOptimizer):
         self.beta_2 = beta_2
         self.epsilon = epsilon
 
-    def build(self, variables: Any) -> None:
-        """Make both moments for each variable."""
+    def build(self, variables: Sequence[keras.Variable]) -> None:
+        """Make both moments for each variable.
+
+        Args:
+            variables: Keras variables the optimizer is to update.
+        """
         if self.built:
             return
         super().build(variables)
@@ -80,8 +85,19 @@ class LAMB(LayerwiseOptimizer):
             variables, ["momentum", "velocity"]
         )
 
-    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """One step of one variable."""
+    def update_step(
+        self,
+        gradient: tf.Tensor | tf.IndexedSlices,
+        variable: keras.Variable,
+        learning_rate: tf.Tensor,
+    ) -> None:
+        """Take one step of one variable.
+
+        Args:
+            gradient: Gradient of the variable, a tensor or `IndexedSlices`.
+            variable: The variable.
+            learning_rate: The step's rate, a scalar.
+        """
         update = self._adam(dense(gradient, variable), variable)
         update += self.decay_of(variable) * variable
         step = ops.cast(learning_rate, variable.dtype) * update
@@ -90,7 +106,7 @@ class LAMB(LayerwiseOptimizer):
             step *= ops.cast(both_positive(weights, length, weights / length), variable.dtype)
         self.assign_sub(variable, step)
 
-    def _adam(self, gradient: Any, variable: Any) -> Any:
+    def _adam(self, gradient: tf.Tensor, variable: keras.Variable) -> tf.Tensor:
         index = self._get_variable_index(variable)
         m, v = self._momentums[index], self._velocities[index]
         self.assign_add(m, (1.0 - self.beta_1) * (gradient - m))
@@ -101,7 +117,7 @@ class LAMB(LayerwiseOptimizer):
         return mhat / (ops.sqrt(vhat) + self.epsilon)
 
     def get_config(self) -> dict:
-        """What the constructor takes, as Keras saves it."""
+        """Return what the constructor takes, as Keras saves it."""
         return {
             **super().get_config(),
             "beta_1": self.beta_1,

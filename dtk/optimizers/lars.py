@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras import ops
 
 from dtk.optimizers.dense import dense
-from dtk.optimizers.layerwise import LayerwiseOptimizer, both_positive, norm
+from dtk.optimizers.layerwise import LayerwiseOptimizer, LearningRate, both_positive, norm
 
 
 @keras.saving.register_keras_serializable(package="dtk")
@@ -53,7 +54,7 @@ class LARS(LayerwiseOptimizer):
 
     def __init__(
         self,
-        learning_rate: Any,
+        learning_rate: LearningRate,
         momentum: float = 0.9,
         trust_coefficient: float = 0.001,
         weight_decay: float | None = None,
@@ -68,15 +69,30 @@ class LARS(LayerwiseOptimizer):
         self.momentum = momentum
         self.trust_coefficient = trust_coefficient
 
-    def build(self, variables: Any) -> None:
-        """Make a momentum buffer for each variable."""
+    def build(self, variables: Sequence[keras.Variable]) -> None:
+        """Make a momentum buffer for each variable.
+
+        Args:
+            variables: Keras variables the optimizer is to update.
+        """
         if self.built:
             return
         super().build(variables)
         self._momentums = self.add_optimizer_variables(variables, "momentum")
 
-    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """One step of one variable."""
+    def update_step(
+        self,
+        gradient: tf.Tensor | tf.IndexedSlices,
+        variable: keras.Variable,
+        learning_rate: tf.Tensor,
+    ) -> None:
+        """Take one step of one variable.
+
+        Args:
+            gradient: Gradient of the variable, a tensor or `IndexedSlices`.
+            variable: The variable.
+            learning_rate: The step's rate, a scalar.
+        """
         momentum = self._momentums[self._get_variable_index(variable)]
         rate = ops.cast(learning_rate, variable.dtype)
         gradient, decay = dense(gradient, variable), self.decay_of(variable)
@@ -86,13 +102,13 @@ class LARS(LayerwiseOptimizer):
         self.assign(momentum, self.momentum * momentum + step)
         self.assign_sub(variable, momentum)
 
-    def _ratio(self, gradient: Any, variable: Any, decay: float) -> Any:
+    def _ratio(self, gradient: tf.Tensor, variable: keras.Variable, decay: float) -> tf.Tensor:
         slope, weights = norm(gradient), norm(variable)
         ratio = self.trust_coefficient * weights / (slope + decay * weights)
         return both_positive(weights, slope, ratio)
 
     def get_config(self) -> dict:
-        """What the constructor takes, as Keras saves it."""
+        """Return what the constructor takes, as Keras saves it."""
         return {
             **super().get_config(),
             "momentum": self.momentum,

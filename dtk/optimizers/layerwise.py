@@ -1,4 +1,4 @@
-"""What LARS and LAMB share: a step length for each variable, from the ratio of two norms.
+"""Base of LARS and LAMB: a step length for each variable, from the ratio of two norms.
 
 Of what Keras gives to subclasses without promising it, this uses `_get_variable_index`,
 `_use_weight_decay` and `_apply_weight_decay`; a test says when one is gone.
@@ -7,15 +7,27 @@ Of what Keras gives to subclasses without promising it, this uses `_get_variable
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import keras
+import tensorflow as tf
 from keras import ops
 
+# What Keras takes for a learning rate.
+LearningRate: TypeAlias = (
+    float | keras.optimizers.schedules.LearningRateSchedule | Callable[[], float]
+)
 
-def norm(x: Any) -> Any:
-    """L2 norm of all entries; for half precision in float32, where their squares do not overflow.
+
+def norm(x: tf.Tensor) -> tf.Tensor:
+    """Return the L2 norm of all entries; half precision is cast first, so squares cannot overflow.
+
+    Args:
+        x: A floating tensor of any shape.
+
+    Returns:
+        A scalar, at least float32.
 
     Example:
         >>> from keras import ops
@@ -26,13 +38,19 @@ def norm(x: Any) -> Any:
     return ops.sqrt(ops.sum(ops.square(x)))
 
 
-def both_positive(first: Any, second: Any, ratio: Any) -> Any:
-    """The ratio where both norms are above 0, else 1."""
+def both_positive(first: tf.Tensor, second: tf.Tensor, ratio: tf.Tensor) -> tf.Tensor:
+    """Return the ratio where both norms are above 0, else 1.
+
+    Args:
+        first: A norm, a scalar.
+        second: Another norm, a scalar.
+        ratio: What is returned where both are above 0, a scalar.
+    """
     return ops.where(ops.logical_and(first > 0, second > 0), ratio, 1.0)
 
 
 class LayerwiseOptimizer(keras.optimizers.Optimizer):
-    """An optimizer that adapts its rate to each variable, which the papers call a layer.
+    """Optimizer that adapts its rate to each variable, which the papers call a layer.
 
     Variables of rank 0 and 1 are skipped: biases, and the scales and offsets of normalizations.
     They take the plain step of the algorithm, with a ratio of 1 and no weight decay. `exclude`
@@ -56,7 +74,7 @@ class LayerwiseOptimizer(keras.optimizers.Optimizer):
 
     def __init__(
         self,
-        learning_rate: Any,
+        learning_rate: LearningRate,
         exclude: Sequence[str] = (),
         weight_decay: float | None = None,
         **kwargs: Any,
@@ -69,28 +87,44 @@ class LayerwiseOptimizer(keras.optimizers.Optimizer):
             )
         self.exclude = tuple(exclude)
 
-    def build(self, variables: Any) -> None:
-        """Decide which variables are skipped; here, because steps see variables without a path."""
+    def build(self, variables: Sequence[keras.Variable]) -> None:
+        """Decide which variables are skipped; here, because steps see variables without a path.
+
+        Args:
+            variables: Keras variables the optimizer is to update.
+        """
         super().build(variables)
         self._skipped = tuple(self.skips(variable) for variable in variables)
 
-    def skips(self, variable: Any) -> bool:
-        """Whether a variable is neither adapted nor decayed."""
+    def skips(self, variable: keras.Variable) -> bool:
+        """Return whether a variable is neither adapted nor decayed.
+
+        Args:
+            variable: The variable.
+        """
         path = getattr(variable, "path", variable.name)
         return len(variable.shape) <= 1 or any(re.search(text, path) for text in self.exclude)
 
-    def adapts(self, variable: Any) -> bool:
-        """Whether a variable that was there at build time has a ratio of its own."""
+    def adapts(self, variable: keras.Variable) -> bool:
+        """Return whether a variable that was there at build time has a ratio of its own.
+
+        Args:
+            variable: The variable.
+        """
         return not self._skipped[self._get_variable_index(variable)]
 
-    def decay_of(self, variable: Any) -> float:
-        """The weight decay of a variable; 0.0 for one that is skipped or excluded from it."""
+    def decay_of(self, variable: keras.Variable) -> float:
+        """Return the weight decay of a variable; 0.0 for one that is skipped or excluded from it.
+
+        Args:
+            variable: The variable.
+        """
         decays = self.weight_decay and self.adapts(variable) and self._use_weight_decay(variable)
         return self.weight_decay if decays else 0.0
 
-    def _apply_weight_decay(self, variables: Any) -> None:
+    def _apply_weight_decay(self, variables: Sequence[keras.Variable]) -> None:
         """Keras would decay before the step; here decay is in the step."""
 
     def get_config(self) -> dict:
-        """What the constructor takes, as Keras saves it."""
+        """Return what the constructor takes, as Keras saves it."""
         return {**super().get_config(), "exclude": list(self.exclude)}

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras import ops
 
 from dtk.optimizers.dense import dense
+from dtk.optimizers.layerwise import LearningRate
 
 
-def sgd_share(epoch: Any, center: float = 10.0, period: float = 5.0) -> Any:
-    """How much of a step is SGD's, a_s: exponential below one half, linear above, smooth between.
+def sgd_share(epoch: tf.Tensor, center: float = 10.0, period: float = 5.0) -> tf.Tensor:
+    """Return how much of a step is SGD's, a_s: first exponential, then linear, smooth between.
 
         a_s = exp(2 (e - center) / period) / 2      for e < center
         a_s = 1/2 + (e - center) / period           until it is 1, half a period later
 
     The slope of the line is the one the exponential arrives with. Published ports of the recipe
     double it, and so jump over half of the line.
+
+    Args:
+        epoch: Epochs taken so far, with a fraction.
+        center: Epoch at which half of a step is SGD's.
+        period: Epochs; half of it after `center` all is SGD's.
+
+    Returns:
+        a_s, from above 0 to 1, a scalar.
 
     Example:
         >>> [round(float(sgd_share(epoch)), 4) for epoch in (0.0, 5.0, 10.0, 11.0, 12.5, 90.0)]
@@ -30,7 +41,7 @@ def sgd_share(epoch: Any, center: float = 10.0, period: float = 5.0) -> Any:
 
 @keras.saving.register_keras_serializable(package="dtk")
 class RMSpropWarmup(keras.optimizers.Optimizer):
-    """Begin with RMSprop, end with momentum SGD: the warm-up for batches of 32k.
+    """Optimizer that begins with RMSprop, ends with momentum SGD: the warm-up for batches of 32k.
 
         m = rho m + (1 - rho) g^2
         D = momentum D - (a_s + a_r / (sqrt(m) + epsilon)) g
@@ -69,7 +80,7 @@ class RMSpropWarmup(keras.optimizers.Optimizer):
 
     def __init__(
         self,
-        learning_rate: Any,
+        learning_rate: LearningRate,
         steps_per_epoch: int,
         center: float = 10.0,
         period: float = 5.0,
@@ -99,8 +110,12 @@ class RMSpropWarmup(keras.optimizers.Optimizer):
         self.rho = rho
         self.epsilon = epsilon
 
-    def build(self, variables: Any) -> None:
-        """Make m and D for each variable."""
+    def build(self, variables: Sequence[keras.Variable]) -> None:
+        """Make m and D for each variable.
+
+        Args:
+            variables: Keras variables the optimizer is to update.
+        """
         if self.built:
             return
         super().build(variables)
@@ -109,13 +124,24 @@ class RMSpropWarmup(keras.optimizers.Optimizer):
         )
 
     @property
-    def epoch(self) -> Any:
+    def epoch(self) -> tf.Tensor:
         """Epochs taken so far, with a fraction; an accumulation window counts all its batches."""
         taken = self.iterations * (self.gradient_accumulation_steps or 1)
         return ops.cast(taken, "float32") / self.steps_per_epoch
 
-    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """One step of one variable."""
+    def update_step(
+        self,
+        gradient: tf.Tensor | tf.IndexedSlices,
+        variable: keras.Variable,
+        learning_rate: tf.Tensor,
+    ) -> None:
+        """Take one step of one variable.
+
+        Args:
+            gradient: Gradient of the variable, a tensor or `IndexedSlices`.
+            variable: The variable.
+            learning_rate: The step's rate, a scalar.
+        """
         index = self._get_variable_index(variable)
         velocity, step = self._velocities[index], self._steps[index]
         gradient = dense(gradient, variable)
@@ -128,7 +154,7 @@ class RMSpropWarmup(keras.optimizers.Optimizer):
         self.assign_add(variable, rate * step)
 
     def get_config(self) -> dict:
-        """What the constructor takes, as Keras saves it."""
+        """Return what the constructor takes, as Keras saves it."""
         names = ("center", "period", "rmsprop_rate", "momentum", "rho", "epsilon")
         own = {name: getattr(self, name) for name in ("steps_per_epoch", *names)}
         return {**super().get_config(), **own}

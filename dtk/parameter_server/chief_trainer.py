@@ -1,4 +1,4 @@
-"""How Keras's `fit`, `evaluate` and `predict` drive workers behind parameter servers.
+"""Trainer on the chief: lets workers do what Keras's `fit`, `evaluate` and `predict` ask for.
 
 Keras's own loop runs on the chief. Where it would call the train function, dtk reads the next
 global batch, hands its slices to workers, applies what came back, and returns the logs so far; see
@@ -18,6 +18,8 @@ from dtk.input import slicing
 from dtk.input.pipelines import read_ahead
 from dtk.parameter_server import evaluator, gradient_buffers, worker_data
 from dtk.parameter_server.chief_trial import ChiefTrial
+from dtk.parameter_server.contract import ServerStrategy
+from dtk.parameter_server.dispatch import Loop
 from dtk.parameter_server.downpour import DownpourTraining
 from dtk.parameter_server.scheduler import Schedule
 from dtk.parameter_server.testing import Counting, Predicting, Testing
@@ -27,52 +29,87 @@ from dtk.trainer.distributed_trainer import DistributedTrainer
 
 
 class ParameterServerTrainer(DistributedTrainer):
-    """What dtk keeps about a model whose weights are on parameter servers."""
+    """Trainer on the chief of a model whose weights are on parameter servers.
 
-    def __init__(self, model: Any, strategy: Any):
+    Args:
+        model: The model.
+        strategy: The strategy it was compiled under.
+    """
+
+    strategy: ServerStrategy
+
+    def __init__(self, model: keras.Model, strategy: ServerStrategy):
         super().__init__(model, strategy)
-        self._parts: dict[int, list] = {}
-        self._loops: dict[str, Any] = {}
+        self._parts: dict[int, list[gradient_buffers.Weight]] = {}
+        self._loops: dict[str, Loop] = {}
 
     @property
     def takes_over(self) -> bool:
-        """Always: even one worker is another process."""
+        """Always true: even one worker is another process."""
         return True
 
     def bind_optimizers(self) -> None:
-        """Let steps note their gradients."""
+        """Let traced steps record their gradients instead of applying them."""
         for optimizer in shared_optimizer.optimizers_of(self.model):
             shared_optimizer.note_applies(optimizer, self.strategy, self.parts_of)
 
-    def parts_of(self, variable: Any) -> list:
-        """A Keras variable in a list, or its parts where it is partitioned."""
+    def parts_of(self, variable: keras.Variable) -> list[gradient_buffers.Weight]:
+        """Return a Keras variable in a list, or its parts where it is partitioned.
+
+        Args:
+            variable: The variable.
+        """
         return gradient_buffers.parts_of(variable, self._parts)
 
     @property
     def schedule(self) -> Schedule | None:
-        """The schedule of training; None before the first step."""
+        """Schedule of training; None before the first step."""
         loop = self._loops.get("train")
         return None if loop is None else loop.schedule
 
-    def rng_state_variables(self) -> list:
-        """State of the model's random number generators."""
+    def rng_state_variables(self) -> list[keras.Variable]:
+        """Return the state variables of the model's random number generators.
+
+        Returns:
+            Keras variables of shape `[2]`, uint32.
+        """
         return self.seed_states()
 
     def leaves_validation(self, asked: dict) -> bool:
-        """Whether the evaluator validates in place of the chief."""
+        """Return whether the evaluator validates in place of the chief.
+
+        Args:
+            asked: The arguments of `fit`, by name.
+        """
         return evaluator.leaves_validation(asked, self.strategy)
 
     # Data.
 
-    def cut(self, dataset: Any) -> Any:
-        """Every global batch in as many slices as a step has; pipelines of workers as they are."""
+    def cut(self, dataset: tf.data.Dataset | worker_data.WorkerDataset) -> Any:
+        """Cut every global batch into the slices of a step; leave workers' pipelines as they are.
+
+        Args:
+            dataset: Global batches, or what workers read themselves.
+
+        Returns:
+            A dataset of `Slices`, or the `WorkerDataset` itself.
+        """
         if isinstance(dataset, worker_data.WorkerDataset):
             return dataset
         slices = self.strategy.slices
         return read_ahead(slicing.cut_dataset(dataset, range(slices), slices))
 
     def take_epoch_iterator(self, iterator: Any = None, data_batch: Any = None) -> None:
-        """As in the base, and wait for the workers when the data of an epoch ends."""
+        """Do as the base class, and wait for the workers when the data of an epoch ends.
+
+        Args:
+            iterator: Keras's epoch iterator; None when single batches are given.
+            data_batch: A batch, to build the model from its shapes; None to take the iterator's.
+
+        Raises:
+            ValueError: Workers read pipelines of their own, and the length of an epoch is not
+                given.
+        """
         if iterator is not None:
             self._check_steps(iterator)
         super().take_epoch_iterator(iterator, data_batch)
@@ -89,7 +126,11 @@ class ParameterServerTrainer(DistributedTrainer):
             )
 
     def new_epoch(self, epoch: int) -> None:
-        """Begin what is observed anew."""
+        """Begin what is observed anew.
+
+        Args:
+            epoch: Number of the epoch that begins, from 0.
+        """
         loop = self._loops.get("train")
         if loop is not None:
             loop.new_epoch(epoch)
@@ -103,13 +144,13 @@ class ParameterServerTrainer(DistributedTrainer):
                 loop.close()
 
     def resume(self) -> None:
-        """A call inside `fit` is over, well or not: the workers go back to training."""
+        """Let workers go back to training: a call inside `fit` is over, well or not."""
         for name, loop in self._loops.items():
             if name != "train":
                 loop.close()
 
     def release(self) -> None:
-        """The outermost call is over: send the workers home."""
+        """Stop the workers: the outermost call is over."""
         for loop in self._loops.values():
             loop.close()
 
@@ -130,13 +171,28 @@ class ParameterServerTrainer(DistributedTrainer):
             yield slicing.cut(whole, range(slices), slices), gradient_buffers.spec_of(whole)
 
     def make_trial(self, step_function: Callable, batch: slicing.Slices) -> ChiefTrial:
-        """See `DistributedTrainer.make_trial`."""
+        """Make the trial of a step that is cut over workers; see `DistributedTrainer.make_trial`.
+
+        Args:
+            step_function: `model.train_step` or `model.test_step`.
+            batch: The first batch, in slices.
+        """
         return ChiefTrial(self, step_function, batch)
 
     # Functions that Keras calls.
 
     def make_train_function(self, force: bool = False) -> Callable:
-        """Replaces `Model.make_train_function` on the model."""
+        """Make what Keras calls for each batch of `fit`; see `Model.make_train_function`.
+
+        Args:
+            force: Whether to make it anew.
+
+        Returns:
+            A function from an iterator to the logs so far.
+
+        Raises:
+            ValueError: The model was compiled with run_eagerly=True.
+        """
         if self.model.train_function is None or force:
             self.bind_optimizers()
             loop = Training if self.strategy.exchange is None else DownpourTraining
@@ -144,7 +200,17 @@ class ParameterServerTrainer(DistributedTrainer):
         return self.model.train_function
 
     def make_test_function(self, force: bool = False) -> Callable:
-        """Replaces `Model.make_test_function` on the model."""
+        """Make what Keras calls for each batch of `evaluate`; see `Model.make_test_function`.
+
+        Args:
+            force: Whether to make it anew.
+
+        Returns:
+            A function from an iterator to the logs so far.
+
+        Raises:
+            ValueError: The model was compiled with run_eagerly=True.
+        """
         if self.model.test_function is None or force:
             self.model.test_function = self._make_function("test", Testing(self))
         return self.model.test_function
@@ -177,7 +243,15 @@ class ParameterServerTrainer(DistributedTrainer):
         return run
 
     def make_predict_function(self, force: bool = False) -> Callable:
-        """Replaces `Model.make_predict_function` on the model."""
+        """Make what Keras calls for batches of `predict`; see `Model.make_predict_function`.
+
+        Args:
+            force: Whether to make it anew.
+
+        Returns:
+            A function from a list of batches to the outputs of all their rows, in order. It raises
+            ValueError for pipelines of the workers' own, which have no order.
+        """
         if self.model.predict_function is not None and not force:
             return self.model.predict_function
         loop = self._loops["predict"] = Predicting(self)
@@ -202,7 +276,14 @@ class ParameterServerTrainer(DistributedTrainer):
         return run
 
     def predict_on_batch(self, x: Any) -> Any:
-        """Replaces `Model.predict_on_batch`."""
+        """Predict for one batch, in place of `Model.predict_on_batch`.
+
+        Args:
+            x: A structure of arrays or tensors.
+
+        Returns:
+            The outputs, as arrays; ragged ones stay tensors.
+        """
         batch = tf.nest.map_structure(tf.convert_to_tensor, (x,))
         outputs = self.make_predict_function()([batch])
         return keras.tree.map_structure(

@@ -1,4 +1,4 @@
-"""The self-test of steps that workers behind parameter servers take; on the chief.
+"""Self-test of steps that workers behind parameter servers take; on the chief.
 
 The chief traces what workers compute anyway. So it computes a few rows as a whole and in as many
 parts as a step has slices, one after the other; only rows of tables come from the servers.
@@ -21,7 +21,7 @@ from dtk.trainer import replica_step, trial
 
 
 class ChiefTrial(trial.Trial):
-    """See `trial.Trial`; the parts are the slices of a synchronous step."""
+    """Trial on the chief; the parts are the slices of a synchronous step. See `trial.Trial`."""
 
     def _ranks(self, batch: slicing.Slices) -> Sequence[int]:
         return range(len(batch.parts))
@@ -32,7 +32,10 @@ class ChiefTrial(trial.Trial):
     def _moments(
         self, x: tf.Tensor, axes: Any, keepdims: bool = False, *, original: Callable
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Those of no rows: workers cannot have all rows', and each slice's own are no mistake."""
+        """Return the moments of no rows.
+
+        Workers cannot have those of all rows, and that each slice has its own is no mistake.
+        """
         mean, variance = original(x[:1], axes, keepdims)
         return tf.zeros_like(mean), tf.ones_like(variance)
 
@@ -53,7 +56,7 @@ class ChiefTrial(trial.Trial):
     def _traced(
         self, data: Any, rows: int, first: int, size: int, kinds: Mapping
     ) -> FunctionalStep:
-        """One slice's step, as a worker would take it."""
+        """Trace one slice's step, as a worker would take it."""
         model, strategy = self.model, self.strategy
         random_draws.restart(rows, first)
         with tf_replicas.in_replica(strategy), tf.device(tf_servers.CHIEF):
@@ -78,7 +81,7 @@ class ChiefTrial(trial.Trial):
             )
 
     def _added_up(self, traced: list[FunctionalStep], names: list) -> dict:
-        """What slices computed, as the chief and the servers add it up."""
+        """Add up what slices computed, as the chief and the servers do."""
         model = self.model
         metrics = replica_step.metric_variables(model)
         totals = [tf.add_n([t.scope.get_current_value(v) for t in traced]) for v in metrics]

@@ -17,7 +17,7 @@ def _check_count(name: str, value: object, hint: str) -> None:
 
 @dataclass(frozen=True)
 class SerialStart:
-    """Take the first steps one after the other, as one process would, and let workers loose then.
+    """Start of a training whose first steps are serial, as one process would take them.
 
     Stale gradients do most harm while weights still move far: Downpour (Dean et al. 2012) warms up
     with one replica. The serial steps go to whichever worker is free.
@@ -47,7 +47,12 @@ class SerialStart:
             )
 
     def is_over(self, epoch: int, samples: int) -> bool:
-        """Whether steps may be asynchronous, in this epoch, after so many rows."""
+        """Return whether steps may be asynchronous.
+
+        Args:
+            epoch: Number of the running epoch, from 0.
+            samples: Rows trained with so far.
+        """
         return epoch >= self.epochs if self.epochs else samples >= self.samples
 
 
@@ -63,8 +68,11 @@ def _check_warm_start(value: object) -> None:
 def check_no_exchange(value: object) -> None:
     """Refuse a start of asynchronous steps where an exchange was expected.
 
+    Args:
+        value: What was given as an exchange.
+
     Raises:
-        TypeError: Saying what was meant.
+        TypeError: It is a `SerialStart`; the message says what was meant.
     """
     if isinstance(value, SerialStart):
         raise TypeError(
@@ -77,7 +85,7 @@ def check_no_exchange(value: object) -> None:
 
 @dataclass(frozen=True)
 class Sync:
-    """Every step applies the sum of exactly N gradients, N = workers - backup_workers.
+    """Synchronous steps: each applies the sum of exactly N gradients, N = workers - backup_workers.
 
     A global batch is cut into N slices. A worker that would stand idle repeats a slice still being
     computed, and the first result for a slice counts: backup workers (Chen et al. 2016), but for
@@ -100,18 +108,27 @@ class Sync:
 
     @property
     def spare(self) -> int:
-        """Workers that may be busy with results nobody needs any more."""
+        """Workers that may be busy with results that are not needed any more."""
         return self.backup_workers
 
     def slices(self, workers: int) -> int:
-        """Gradients in one step."""
+        """Return the number of gradients in one step.
+
+        Args:
+            workers: Number of workers, backup workers included.
+
+        Raises:
+            ValueError: As `check`.
+        """
         check(self, workers)
         return workers - self.backup_workers
 
 
 @dataclass(frozen=True)
 class BoundedDelay:
-    """Step t starts once every step before t - tau is finished; a step is one worker's batch.
+    """Bounded delay: step t starts once every step before t - tau is finished.
+
+    A step is one worker's batch (Li et al., OSDI'14).
 
     Args:
         tau: How many steps a worker may be ahead of the oldest unfinished one; 0 is serial.
@@ -131,14 +148,21 @@ class BoundedDelay:
         _check_warm_start(self.warm_start)
 
     def slices(self, workers: int) -> int:
-        """Gradients in one step."""
+        """Return the number of gradients in one step, which is 1.
+
+        Args:
+            workers: Number of workers.
+
+        Raises:
+            ValueError: As `check`.
+        """
         check(self, workers)
         return 1
 
 
 @dataclass(frozen=True)
 class Async:
-    """No step ever waits for another; a step is one worker's batch.
+    """Asynchronous steps: none ever waits for another; a step is one worker's batch.
 
     Args:
         warm_start: When to begin; until then steps are serial. See `SerialStart`.
@@ -155,7 +179,14 @@ class Async:
         _check_warm_start(self.warm_start)
 
     def slices(self, workers: int) -> int:
-        """Gradients in one step."""
+        """Return the number of gradients in one step, which is 1.
+
+        Args:
+            workers: Number of workers.
+
+        Raises:
+            ValueError: As `check`.
+        """
         check(self, workers)
         return 1
 
@@ -164,10 +195,13 @@ Consistency = Sync | BoundedDelay | Async
 
 
 def parse(consistency: object) -> Consistency:
-    """What a user wrote, as a value.
+    """Turn what a user wrote into a consistency.
 
     Args:
         consistency: "sync", "async", or a value of this module.
+
+    Returns:
+        The consistency.
 
     Raises:
         ValueError: Anything else.
@@ -191,6 +225,10 @@ def parse(consistency: object) -> Consistency:
 def check(consistency: Consistency, workers: int) -> None:
     """Refuse a number of workers that cannot train.
 
+    Args:
+        consistency: The consistency.
+        workers: Number of workers, backup workers included.
+
     Raises:
         ValueError: No worker, or none left beside the backup workers.
     """
@@ -204,9 +242,13 @@ def check(consistency: Consistency, workers: int) -> None:
 
 
 def ahead(tau: float, workers: int) -> int:
-    """Steps that may be offered and not applied when `fit` goes on with the next batch.
+    """Return how many steps may be offered and not applied when `fit` goes on with the next batch.
 
     Asynchronous workers shall find work waiting, whatever the main thread is busy with. It bounds
     how stale their steps can be, see `Staleness`.
+
+    Args:
+        tau: As of `Schedule`.
+        workers: Number of workers.
     """
     return 2 * workers if tau else 0

@@ -12,7 +12,6 @@ See `dtk.exchange.Downpour` for what it does, and `training.py` for what it has 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
@@ -22,7 +21,8 @@ import tensorflow as tf
 from dtk.compat import keras_variables, tf_replicas, tf_servers
 from dtk.input import slicing
 from dtk.parameter_server import gradient_buffers, gradient_compression, worker_data
-from dtk.parameter_server.dispatch import Batch, Result, whole_batch
+from dtk.parameter_server.contract import LoopTrainer
+from dtk.parameter_server.dispatch import Batch, Result, SliceTask, whole_batch
 from dtk.parameter_server.functional_step import trace_functional_step
 from dtk.parameter_server.training import Training
 from dtk.trainer import shared_optimizer
@@ -34,10 +34,10 @@ class Held(NamedTuple):
 
     Attributes:
         values: The weights.
-        rate: The optimizer's rate.
-        nothing: A gradient of nothing.
-        finished: Steps that were applied when it fetched them.
-        pushes: How often it has pushed since.
+        rate: The optimizer's learning rate, a scalar.
+        nothing: Gradient of nothing, as `Layout.contents`.
+        finished: Steps that were applied when the worker fetched them.
+        pushes: How often the worker has pushed since.
     """
 
     values: list[tf.Tensor]
@@ -48,18 +48,27 @@ class Held(NamedTuple):
 
 
 class DownpourTraining(Training):
-    """`fit`'s steps, several to a push."""
+    """Loop of `fit`'s steps, several to a push (Downpour SGD, Dean et al. 2012).
 
-    def __init__(self, trainer: Any):
+    Args:
+        trainer: The model's trainer; its strategy has an exchange.
+
+    Raises:
+        ValueError: An optimizer scales gradients, accumulates them itself, or has several rates.
+    """
+
+    def __init__(self, trainer: LoopTrainer):
         super().__init__(trainer)
-        self._exchange = self.strategy.exchange
+        exchange = self.strategy.exchange
+        assert exchange is not None
+        self._exchange = exchange
         self._check_optimizers()
         self._waiting: list[Batch] = []
         # Per worker, what it has not pushed yet.
         self._kept: dict[int, list[tf.Tensor]] = {}
         # And the weights it goes on with, if it fetches less often than it pushes.
         self._held: dict[int, Held] = {}
-        self._begin: Callable | None = None
+        self._begin: tf.types.experimental.ConcreteFunction | None = None
 
     def _check_optimizers(self) -> None:
         """Gradients of several steps are summed on the worker, as they are.
@@ -82,7 +91,12 @@ class DownpourTraining(Training):
                 )
 
     def step(self, batch: slicing.Slices | worker_data.Pipelines, spec: Any) -> None:
-        """As in the base; batches wait until there are enough of them for a push."""
+        """Collect batches, and hand them out when there are enough of them for a push.
+
+        Args:
+            batch: The batch in slices, or the pipelines that workers read themselves.
+            spec: Specification of its slices, of any number of rows.
+        """
         self._loosen_when_warm()
         self._prepare(spec)
         added = self._batch(batch, spec)
@@ -103,12 +117,12 @@ class DownpourTraining(Training):
             self._hand_out(Batch((parts,), (rows,), rows, first.spec, first.pipelines))
 
     def drain(self) -> None:
-        """As in the base; nothing waits any more."""
+        """Hand out the batches that wait for more, then do as the base class."""
         self._push_out()
         super().drain()
 
     def close(self) -> None:
-        """As in the base; what workers kept belongs to the weights of this `fit`."""
+        """Forget what workers kept, which belongs to this `fit`; then do as the base class."""
         self._waiting = []
         self._kept.clear()
         self._held.clear()
@@ -116,15 +130,19 @@ class DownpourTraining(Training):
 
     # On the workers.
 
-    def _lay_out(self, weights: list, sparse: set[int]) -> gradient_buffers.Layout:
+    def _lay_out(
+        self, weights: list[gradient_buffers.Weight], sparse: set[int]
+    ) -> gradient_buffers.Layout:
         if self._exchange.significant:
             return gradient_compression.FilteredLayout(weights, sparse, self._exchange.significant)
         if self._exchange.bits:
             return gradient_compression.QuantizedLayout(weights, sparse, self._exchange.bits)
         return super()._lay_out(weights, sparse)
 
-    def _trace(self, spec: Any, layout: gradient_buffers.Layout) -> Callable:
-        assert self._chance is not None
+    def _trace(
+        self, spec: Any, layout: gradient_buffers.Layout
+    ) -> tf.types.experimental.ConcreteFunction:
+        assert self._rng_state is not None
         if self._begin is None:
             begin = tf.function(self._fetch, autograph=False).get_concrete_function()
             values, rate, nothing = begin.structured_outputs
@@ -142,16 +160,16 @@ class DownpourTraining(Training):
                 self._state_spec[2], self._state_spec[2], self._state_spec[1], handles
             )
             self._begin = begin
-        rng_state = tf.TensorSpec(self._chance.shape, tf.uint32)
+        rng_state = tf.TensorSpec(self._rng_state.shape, tf.uint32)
         step = tf.function(self._local_step, autograph=False)
         return step.get_concrete_function(spec, rng_state, *self._state_spec)
 
-    def _pulled_variables(self) -> list:
+    def _pulled_variables(self) -> list[keras.Variable]:
         elsewhere = [*metric_variables(self.model), *self._tables]
         without = {id(v) for v in [*elsewhere, *self.trainer.rng_state_variables()]}
         return [v for v in self.model.variables if id(v) not in without]
 
-    def _fetch(self) -> tuple[list, tf.Tensor, list]:
+    def _fetch(self) -> tuple[list[tf.Tensor], tf.Tensor, list[tf.Tensor]]:
         """Weights, the optimizer's rate, and a gradient of nothing; traced."""
         assert self._layout is not None
         with tf_replicas.in_replica(self.strategy):
@@ -161,8 +179,13 @@ class DownpourTraining(Training):
             return [value for _, value in pulled], tf.identity(rate), self._layout.zeros()
 
     def _local_step(
-        self, data: Any, rng_state: tf.Tensor, values: list, rate: tf.Tensor, accrued: list
-    ) -> tuple[tf.Tensor, tf.Tensor, list, list]:
+        self,
+        data: Any,
+        rng_state: tf.Tensor,
+        values: list[tf.Tensor],
+        rate: tf.Tensor,
+        accrued: list[tf.Tensor],
+    ) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor], list[tf.Tensor]]:
         """Keras's step on one batch, and plain SGD on this worker's copy of the weights; traced."""
         assert self._layout is not None
         model = self.model
@@ -173,7 +196,7 @@ class DownpourTraining(Training):
             state = list(zip(variables, values, strict=True))
             state += [(v, tf.zeros(v.shape, keras_variables.stored(v).dtype)) for v in metrics]
             state += self._rng_states(rng_state)
-            apart = trace_functional_step(
+            traced = trace_functional_step(
                 model.train_step,
                 data,
                 model,
@@ -184,36 +207,40 @@ class DownpourTraining(Training):
                 tables=self._tables,
             )
             accrued = self._layout.add(
-                accrued, self._layout.contents(self._plan_for(apart.applied))
+                accrued, self._layout.contents(self._plan_for(traced.applied))
             )
             steps = {
                 id(variable): tf.convert_to_tensor(gradient) * tf.cast(rate, gradient.dtype)
-                for _, gradients, applied_to in apart.applied
+                for _, gradients, applied_to in traced.applied
                 for gradient, variable in zip(gradients, applied_to, strict=True)
                 if gradient is not None
             }
-            now = apart.scope.get_current_value
+            now = traced.scope.get_current_value
             values = [
                 value - tf.cast(steps[id(v)], value.dtype) if id(v) in steps else now(v)
                 for v, value in zip(variables, values, strict=True)
             ]
             values = [tf.convert_to_tensor(value) for value in values]
-            results = self._results(apart, data, state)
-            states = results["chance"]
+            results = self._results(traced, data, state)
+            states = results["rng_state"]
             drawn = tf.cast(tf.stack(states), rng_state.dtype) if states else rng_state
-            report = self._report_of({**results, "read": apart.rows_read})
+            report = self._report_of({**results, "read": traced.rows_read})
             return report, drawn, values, accrued
 
     def _push(
-        self, accrued: list, kept: list, rate: tf.Tensor, handles: list
-    ) -> tuple[tf.Tensor, list]:
+        self,
+        accrued: list[tf.Tensor],
+        kept: list[tf.Tensor],
+        rate: tf.Tensor,
+        handles: list[tf.Tensor],
+    ) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Write what is to be sent into a buffer; the bytes of it, and what is kept; traced."""
         layout = self._layout
         assert layout is not None
-        sent, kept = layout.sift(layout.add(accrued, kept), rate)
+        sent, kept = layout.compress(layout.add(accrued, kept), rate)
         return layout.put(sent, handles), kept
 
-    def _compute(self, work: Any, worker: int) -> Result:
+    def _compute(self, work: SliceTask, worker: int) -> Result:
         piece, batch = work
         buffer = self._free_buffer()
         begin, key = self._begin, gradient_buffers.key_of(batch.spec)
@@ -232,7 +259,7 @@ class DownpourTraining(Training):
             older = max(0, self.schedule.finished - held.finished - held.pushes)
             accrued = nothing
             for number, data in enumerate(batch.parts[0]):
-                if number and number % self._exchange.fetch_every == 0:
+                if number and number % self._exchange.fetch == 0:
                     values, rate, _ = begin()
                     pulled += self._read
                 call = functools.partial(_called, step, rng_state, values, rate, accrued)
@@ -247,12 +274,12 @@ class DownpourTraining(Training):
             self._kept.pop(worker, None)
             raise
         # Serial steps read what the one before has written.
-        pushes = held.pushes + 1 if self.schedule.tau else self._exchange.fetch_every
-        if pushes * self._exchange.push_every < self._exchange.fetch_every:
+        pushes = held.pushes + 1 if self.schedule.tau else self._exchange.fetch
+        if pushes * self._exchange.push_every < self._exchange.fetch:
             self._held[worker] = held._replace(values=values, pushes=pushes)
         if self._exchange.keeps:
             self._kept[worker] = kept
-        outputs = _together(reports)
+        outputs = _merge_reports(reports)
         traffic = np.array([pulled + sum(int(r["read"]) for r in reports), sent], np.int64)
         self.strategy.note_traffic(worker, traffic, len(reports))
         return Result(outputs, 1.0, buffer, self._buffers.append, older)
@@ -266,13 +293,18 @@ class DownpourTraining(Training):
 
 
 def _called(
-    step: Callable, rng_state: tf.Tensor, values: list, rate: tf.Tensor, accrued: list, data: Any
+    step: tf.types.experimental.ConcreteFunction,
+    rng_state: tf.Tensor,
+    values: list[tf.Tensor],
+    rate: tf.Tensor,
+    accrued: list[tf.Tensor],
+    data: Any,
 ) -> Any:
     return step(data, rng_state, values, rate, accrued)
 
 
-def _together(reports: list[dict]) -> dict:
-    """What several batches reported, as one; of what does not add up, the last."""
+def _merge_reports(reports: list[dict]) -> dict:
+    """Merge what several batches reported; of what does not add up, take the last."""
     totals = {
         name: [sum(column) for column in zip(*(r[name] for r in reports), strict=True)]
         for name in ("metrics", "moved")

@@ -1,4 +1,4 @@
-"""The evaluator of a parameter-server job: evaluates checkpoints as they appear.
+"""Evaluator of a parameter-server job: evaluates checkpoints as they appear.
 
 It runs the same script as the others. Its `fit` trains nothing: it waits for what the chief's
 `dtk.callbacks.Checkpoint` saves, loads each into the model, evaluates it on `fit`'s validation data
@@ -25,6 +25,7 @@ import tensorflow as tf
 
 from dtk.errors import ClusterError
 from dtk.parameter_server import run_server
+from dtk.parameter_server.contract import EvaluatorStrategy, MaybeEvaluated
 from dtk.trainer.distributed_trainer import DistributedTrainer
 
 _LOOK_SECONDS = 1.0
@@ -32,7 +33,7 @@ _FILE = "evaluation.csv"
 
 
 class Saved(NamedTuple):
-    """What one checkpoint says about itself.
+    """Progress of training that one checkpoint says about itself.
 
     Attributes:
         epoch: Epochs that are complete.
@@ -46,27 +47,60 @@ class Saved(NamedTuple):
 
 
 class Source(Protocol):
-    """A callback that saves what can be evaluated beside the training."""
+    """Callback that saves what can be evaluated beside the training.
+
+    Attributes:
+        directory: Where the checkpoints lie.
+    """
 
     directory: Path
 
     def appeared(self, seen: Collection[str]) -> list[str]:
-        """Checkpoints that are not in `seen`, oldest first."""
+        """Return the checkpoints that are not in `seen`.
 
-    def load_weights(self, model: Any, name: str) -> Saved | None:
-        """Give a model the weights of a checkpoint; None when it is not there any more."""
+        Args:
+            seen: Names of checkpoints.
+
+        Returns:
+            Names, oldest first.
+        """
+
+    def load_weights(self, model: keras.Model, name: str) -> Saved | None:
+        """Load the weights of a checkpoint into a model.
+
+        Args:
+            model: The model, which will not be trained.
+            name: The checkpoint's name.
+
+        Returns:
+            How far training was; None when the checkpoint has been removed.
+        """
 
 
-def source_of(callbacks: Any) -> Source | None:
-    """The callback among those given to `fit` whose checkpoints an evaluator reads."""
+def source_of(
+    callbacks: keras.callbacks.CallbackList | list | None,
+) -> Source | None:
+    """Return the callback among those given to `fit` whose checkpoints an evaluator reads.
+
+    Args:
+        callbacks: What `fit` was given: a `keras.callbacks.CallbackList`, a nest of callbacks, or
+            None.
+
+    Returns:
+        The first such callback; None if there is none.
+    """
     listed = getattr(callbacks, "callbacks", callbacks) or []
     return next((c for c in keras.tree.flatten(listed) if hasattr(c, "appeared")), None)
 
 
-def leaves_validation(asked: dict, strategy: Any) -> bool:
-    """Whether the chief need not validate, as the evaluator does.
+def leaves_validation(asked: dict, strategy: MaybeEvaluated) -> bool:
+    """Return whether the chief need not validate, because the evaluator does.
 
     It validates all the same where a callback waits for the result.
+
+    Args:
+        asked: The arguments of `fit`, by name.
+        strategy: The chief's strategy.
     """
     callbacks = asked["callbacks"]
     listed = keras.tree.flatten(getattr(callbacks, "callbacks", callbacks) or [])
@@ -75,21 +109,38 @@ def leaves_validation(asked: dict, strategy: Any) -> bool:
 
 
 class EvaluatorTrainer(DistributedTrainer):
-    """A model in the evaluator's process, whose `fit` evaluates."""
+    """Trainer of a model in the evaluator's process, whose `fit` evaluates."""
+
+    strategy: EvaluatorStrategy
 
     def fit(self, method: Callable, args: tuple, kwargs: dict) -> Any:
-        """Evaluate what the chief saves until it is gone, then end the process."""
+        """Evaluate what the chief saves until it is gone, then end the process.
+
+        Args:
+            method: Keras's own `fit`, bound to the model.
+            args: Positional arguments of `fit`.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            Never: see Raises.
+
+        Raises:
+            SystemExit: Always, at the end, with code 0.
+            ClusterError: There is nothing to evaluate, or nothing to evaluate on.
+        """
         evaluate_checkpoints(method, self, args, kwargs)
 
 
-def evaluate_checkpoints(method: Callable, trainer: Any, args: tuple, kwargs: dict) -> NoReturn:
+def evaluate_checkpoints(
+    method: Callable, trainer: EvaluatorTrainer, args: tuple, kwargs: dict
+) -> NoReturn:
     """Evaluate checkpoints until the chief is gone, then exit with 0.
 
     Args:
         method: Keras's own `fit`, bound to the model.
-        trainer: The model's.
-        args: What `fit` was called with.
-        kwargs: The same.
+        trainer: The model's trainer.
+        args: Positional arguments of `fit`.
+        kwargs: Its keyword arguments.
 
     Raises:
         ClusterError: There is nothing to evaluate, or nothing to evaluate on.
@@ -121,27 +172,36 @@ def evaluate_checkpoints(method: Callable, trainer: Any, args: tuple, kwargs: di
         verbose=0,
         return_dict=True,
     )
-    logs = [c.log_dir for c in keras.tree.flatten(asked["callbacks"]) if _is_tensorboard(c)]
-    book = EvaluationLog(source.directory / _FILE, Path(logs[0]) / "evaluation" if logs else None)
+    directories = [c.log_dir for c in keras.tree.flatten(asked["callbacks"]) if _is_tensorboard(c)]
+    log = EvaluationLog(
+        source.directory / _FILE, Path(directories[0]) / "evaluation" if directories else None
+    )
     if not model.built:
         model.evaluate(x, y, batch_size=1, steps=1, verbose=0)
-    watch_until_end(model, source, evaluate, book, trainer.strategy.chief)
+    watch_until_end(model, source, evaluate, log, trainer.strategy.chief)
     raise SystemExit(0)
 
 
 def watch_until_end(
-    model: Any,
+    model: keras.Model,
     source: Source,
     evaluate: Callable[[], dict],
-    book: EvaluationLog,
+    log: EvaluationLog,
     chief: run_server.Chief,
 ) -> None:
     """Evaluate every checkpoint that appears, until the chief is gone.
 
+    Args:
+        model: The model, built.
+        source: Where checkpoints come from.
+        evaluate: Evaluates the model as it is; returns loss and metrics by name.
+        log: Where the numbers go.
+        chief: The chief, as this process sees it.
+
     Raises:
-        ClusterError: There was none, ever.
+        ClusterError: No checkpoint ever appeared, or those there belong to another run.
     """
-    seen = book.names()
+    seen = log.names()
     _check_same_run(seen, source)
     while True:
         # Asked first: what the chief saved before it went is still found below.
@@ -152,7 +212,7 @@ def watch_until_end(
             if saved is None:
                 print(f"evaluator: {name} was removed before its turn; going on", flush=True)
             else:
-                book.write(name, saved, evaluate())
+                log.write(name, saved, evaluate())
         if gone:
             break
         time.sleep(_LOOK_SECONDS)
@@ -174,7 +234,7 @@ def _check_same_run(seen: Collection[str], source: Source) -> None:
 
 
 class EvaluationLog:
-    """Where the numbers go: a CSV file beside the checkpoints, TensorBoard, and one line each.
+    """Log of evaluations: a CSV file beside the checkpoints, TensorBoard, and one line each.
 
     Args:
         path: The CSV file; a job that is started again goes on with it.
@@ -189,14 +249,23 @@ class EvaluationLog:
         self._writer = None if events is None else tf.summary.create_file_writer(str(events))
 
     def names(self) -> set[str]:
-        """Checkpoints evaluated so far."""
+        """Return the names of the checkpoints evaluated so far."""
         if not self._path.is_file():
             return set()
         with open(self._path, newline="") as file:
             return {row["checkpoint"] for row in csv.DictReader(file)}
 
     def write(self, name: str, saved: Saved, numbers: dict[str, float]) -> None:
-        """Note what the evaluation of one checkpoint said."""
+        """Write down the evaluation of one checkpoint.
+
+        Args:
+            name: The checkpoint's name.
+            saved: How far training was.
+            numbers: Loss and metrics by name.
+
+        Raises:
+            ClusterError: The file there has other columns.
+        """
         numbers = {key: float(value) for key, value in numbers.items()}
         row = {"checkpoint": name, **saved._asdict(), **numbers}
         self._append(row)
@@ -228,12 +297,17 @@ class EvaluationLog:
             writer.writerow(row)
 
 
-def _is_tensorboard(callback: Any) -> bool:
+def _is_tensorboard(callback: keras.callbacks.Callback) -> bool:
     return isinstance(callback, keras.callbacks.TensorBoard)
 
 
-def quietly_load(model: Any, path: Path) -> None:
-    """`model.load_weights` for a model that will not be trained: its optimizer has no state."""
+def quietly_load(model: keras.Model, path: Path) -> None:
+    """Load weights into a model that will not be trained: its optimizer has no state.
+
+    Args:
+        model: The model.
+        path: File of the weights, in Keras's format.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Skipping variable loading for optimizer")
         model.load_weights(path)

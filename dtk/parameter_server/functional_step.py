@@ -1,4 +1,4 @@
-"""Steps that change nothing: for workers of parameter servers.
+"""Functional steps, which change nothing: for workers of parameter servers.
 
 A worker's step is traced as a pure function of data and state. It returns what it would have
 changed; tables are not part of its state but looked up where they are, a few rows at a time.
@@ -15,12 +15,12 @@ import keras
 import tensorflow as tf
 
 from dtk.compat import keras_models, keras_steps, keras_variables, tf_variables
-from dtk.parameter_server.recorded_updates import Noted
+from dtk.parameter_server.recorded_updates import RecordedUpdates
 from dtk.trainer import replica_step, shared_optimizer, traced_step
 
 
 class FunctionalStep(NamedTuple):
-    """What a step would have changed.
+    """Results of a traced step that has changed nothing.
 
     Attributes:
         logs: What Keras's step returned.
@@ -32,7 +32,7 @@ class FunctionalStep(NamedTuple):
 
     logs: Any
     applied: list[traced_step.Applied]
-    scope: Any
+    scope: keras.StatelessScope
     step: traced_step.Step
     rows_read: tf.Tensor
 
@@ -45,13 +45,13 @@ class FunctionalStep(NamedTuple):
 def trace_functional_step(
     step_function: Callable,
     data: Any,
-    model: Any,
+    model: keras.Model,
     *,
     share: tf.Tensor,
     size: tf.Tensor,
-    world_sum: Callable,
-    state: Sequence[tuple[Any, tf.Tensor]],
-    tables: Sequence = (),
+    world_sum: Callable[[tf.Tensor], tf.Tensor],
+    state: Sequence[tuple[keras.Variable, tf.Tensor]],
+    tables: Sequence[keras.Variable] = (),
     kinds: Mapping[str, str] | None = None,
 ) -> FunctionalStep:
     """Trace one of Keras's steps as a pure function of data and state.
@@ -68,42 +68,45 @@ def trace_functional_step(
         tables: Keras variables that are looked up where they are instead.
         kinds: Of the step's terms, see `loss_terms`.
 
+    Returns:
+        What the step would have changed.
+
     Raises:
         NotDistributedError: The step needs what it has updated, which is not updated yet.
     """
     own = step_function.__name__ == "train_step" and keras_models.takes_own_step(model)
     step = traced_step.Step(share, size, model, world_sum, kinds=kinds, own=own)
     scope = keras.StatelessScope(state_mapping=state, collect_losses=True)
-    step.noted = noted = Noted(scope, model, tables)
+    step.noted = recorded = RecordedUpdates(scope, model, tables)
     with (
         traced_step.tracing(step),
         # Terms are looked for in what the script differentiates by, which this replaces.
-        _tapes_over(state, tables, noted),
+        _tapes_watching(state, tables, recorded),
         traced_step.in_shares(),
         keras_steps.results_through(keras_models.metrics_of(model), replica_step.result_of),
-        _looked_up_in_place(tables, model, noted),
+        _looked_up_in_place(tables, model, recorded),
         scope,
     ):
         logs = step_function(data)
-    noted.check(set(step.assigned))
-    return FunctionalStep(logs, noted.applied, scope, step, tf.add_n(step.rows_read))
+    recorded.check(set(step.assigned))
+    return FunctionalStep(logs, recorded.applied, scope, step, tf.add_n(step.rows_read))
 
 
 @contextlib.contextmanager
-def _tapes_over(state: Sequence, tables: Sequence, noted: Noted) -> Iterator[None]:
-    """Let gradient tapes see the values that stand for variables."""
+def _tapes_watching(state: Sequence, tables: Sequence, recorded: RecordedUpdates) -> Iterator[None]:
+    """Let gradient tapes see the values in the place of variables."""
     given = {id(variable): value for variable, value in state if variable.trainable}
     places = {id(variable): keras_variables.stored(variable) for variable in tables}
     enter, gradient = tf.GradientTape.__enter__, tf.GradientTape.gradient
 
-    def watching(self: Any) -> Any:
+    def watching(self: tf.GradientTape) -> tf.GradientTape:
         tape = enter(self)
-        tape._dtk_watched = {**given, **noted.standing_in}
+        tape._dtk_watched = {**given, **recorded.placeholders}
         tape.watch(list(tape._dtk_watched.values()))
         return tape
 
     @functools.wraps(gradient)
-    def through(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+    def through(self: tf.GradientTape, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         flat = keras.tree.flatten(sources)
         values = getattr(self, "_dtk_watched", given)
         asked = [
@@ -126,8 +129,8 @@ def _tapes_over(state: Sequence, tables: Sequence, noted: Noted) -> Iterator[Non
         tf.GradientTape.__enter__, tf.GradientTape.gradient = enter, gradient
 
 
-def _whole_gradient(parts: Sequence, variable: Any) -> tf.IndexedSlices | None:
-    """The gradient of a partitioned table from those of its parts."""
+def _whole_gradient(parts: Sequence, variable: keras.Variable) -> tf.IndexedSlices | None:
+    """Join the gradients of a partitioned table's parts to that of the table."""
     rows, indices, first = [], [], 0
     shards = tf_variables.shards_of(keras_variables.stored(variable)) or ()
     for part, shard in zip(parts, shards, strict=True):
@@ -142,26 +145,32 @@ def _whole_gradient(parts: Sequence, variable: Any) -> tf.IndexedSlices | None:
 
 
 def rows_of(values: tf.Tensor, indices: tf.Tensor, shape: Sequence[int]) -> tf.IndexedSlices:
-    """A gradient of some rows, as TensorFlow makes them: the shape is a tensor, too.
+    """Return a gradient of some rows, as TensorFlow makes them: the shape is a tensor, too.
 
     Keras computes with that shape, together with the row numbers: their types must be the same.
 
     Args:
-        values: The rows.
-        indices: Their numbers.
-        shape: Of the whole.
+        values: The rows, of shape `[rows, ...]`.
+        indices: Their numbers, integers of shape `[rows]`.
+        shape: Shape of the whole table.
     """
     return tf.IndexedSlices(values, indices, tf.constant(tuple(shape), indices.dtype))
 
 
-def as_slices(gradient: Any) -> tf.IndexedSlices:
-    """A gradient as rows of a table, all of them if it is dense."""
+def as_slices(gradient: tf.Tensor | tf.IndexedSlices) -> tf.IndexedSlices:
+    """Return a gradient as rows of a table, all of them if it is dense.
+
+    Args:
+        gradient: A tensor or `IndexedSlices`.
+    """
     if isinstance(gradient, tf.IndexedSlices):
         return gradient
     return tf.IndexedSlices(gradient, tf.range(tf.shape(gradient, tf.int64)[0]))
 
 
-def _looked_up_in_place(tables: Sequence, model: Any, noted: Noted) -> Any:
+def _looked_up_in_place(
+    tables: Sequence[keras.Variable], model: keras.Model, recorded: RecordedUpdates
+) -> Any:
     """Let `keras.ops.take` fetch from tables only the rows it takes, each once.
 
     Their gradients then have each row once, too. But Keras squares and clips a sparse gradient
@@ -175,7 +184,7 @@ def _looked_up_in_place(tables: Sequence, model: Any, noted: Noted) -> Any:
         dense = not isinstance(indices, tf.SparseTensor | tf.RaggedTensor)
         if id(x) not in places or axis != 0 or not dense:
             return take(x, indices, axis)
-        noted.note_lookup(x)
+        recorded.note_lookup(x)
         indices = tf.convert_to_tensor(indices)
         flat = tf.reshape(indices, [-1])
         flat = tf.where(flat < 0, flat + x.shape[0], flat)

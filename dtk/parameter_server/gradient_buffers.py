@@ -1,4 +1,4 @@
-"""How gradients get from workers to parameter servers.
+"""Gradient buffers: how gradients get from workers to parameter servers.
 
 A worker does not touch weights. It puts its gradients into a *gradient buffer*, a few variables on
 the servers, and when the chief decides that a step is complete, the servers apply what lies in the
@@ -14,18 +14,24 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from dtk.compat import keras_variables, tf_variables
 from dtk.parameter_server import functional_step
 
+# What gradients are of: a Keras variable, or a part of one that servers hold in parts.
+Weight: TypeAlias = keras.Variable | keras_variables.Part
+# None where a weight has none.
+Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
+
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """One variable of a gradient buffer.
+    """Variable of a gradient buffer.
 
     Attributes:
         device: The server it is on.
@@ -41,14 +47,14 @@ class Slot:
 
 
 class Layout:
-    """Which gradient lies where in a gradient buffer.
+    """Layout of a gradient buffer: which gradient lies where.
 
     Args:
         weights: Keras variables, none partitioned (see `keras_variables.Part`).
         sparse: Ids of those whose gradients are rows.
     """
 
-    def __init__(self, weights: Sequence, sparse: set[int]):
+    def __init__(self, weights: Sequence[Weight], sparse: set[int]):
         self.weights = list(weights)
         self.devices = [keras_variables.stored(weight).device for weight in self.weights]
         dense: dict[tuple, list[int]] = {}
@@ -64,25 +70,25 @@ class Layout:
         self.rows = rows
         self.slots = [*self.dense, *rows]
 
-    def contents(self, gradients: Sequence) -> list[tf.Tensor]:
-        """Gradients as what lies in the slots of a gradient buffer.
+    def contents(self, gradients: Sequence[Gradient]) -> list[tf.Tensor]:
+        """Arrange gradients as what lies in the slots of a gradient buffer; called while tracing.
 
         Args:
-            gradients: One per weight; None where there is none.
+            gradients: One per weight, a tensor or `IndexedSlices`; None where there is none.
 
         Returns:
             One flat tensor per dense slot, then those of the slots of rows.
         """
         return [self._content(slot, gradients) for slot in [*self.dense, *self.rows]]
 
-    def sift(
+    def compress(
         self, contents: Sequence[tf.Tensor], rate: tf.Tensor
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Choose what is sent.
+        """Choose what is sent; called while tracing.
 
         Args:
             contents: Accrued gradients; see `contents`.
-            rate: What a weight changes by, for a gradient of 1.
+            rate: By how much a weight changes for a gradient of 1, a scalar.
 
         Returns:
             What to `put`, and the `contents` that stay on the worker.
@@ -91,7 +97,7 @@ class Layout:
         return list(contents), self.zeros()
 
     def put(self, contents: Sequence[tf.Tensor], handles: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Write into a gradient buffer; traced on a worker.
+        """Write into a gradient buffer; called while tracing, runs on a worker.
 
         Args:
             contents: One flat tensor per slot.
@@ -107,14 +113,22 @@ class Layout:
         return sent
 
     def add(self, contents: Sequence[tf.Tensor], more: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The sum of two gradients, as `contents`."""
+        """Add two gradients up; called while tracing.
+
+        Args:
+            contents: One of them, as `contents` returns it.
+            more: The other, likewise.
+
+        Returns:
+            The sum, as `contents`; rows of tables are put one after the other.
+        """
         dense = len(self.dense)
         return [a + b for a, b in zip(contents[:dense], more[:dense], strict=True)] + [
             tf.concat([a, b], 0) for a, b in zip(contents[dense:], more[dense:], strict=True)
         ]
 
     def zeros(self) -> list[tf.Tensor]:
-        """No gradient, as `contents`."""
+        """Return a gradient of nothing, as `contents`; called while tracing."""
         sizes = [sum(self._size(index) for index in slot.holds) for slot in self.dense]
         return [tf.zeros([n], slot.dtype) for n, slot in zip(sizes, self.dense, strict=True)] + [
             tf.zeros([0], slot.dtype) for slot in self.rows
@@ -123,7 +137,7 @@ class Layout:
     def _size(self, index: int) -> int:
         return int(np.prod(tuple(self.weights[index].shape)))
 
-    def _content(self, slot: Slot, gradients: Sequence) -> tf.Tensor:
+    def _content(self, slot: Slot, gradients: Sequence[Gradient]) -> tf.Tensor:
         if slot in self.rows:
             first = gradients[slot.holds[0]]
             if first is None:
@@ -141,8 +155,8 @@ class Layout:
                 parts.append(tf.reshape(tf.cast(tf.convert_to_tensor(gradient), slot.dtype), [-1]))
         return tf.concat(parts, 0)
 
-    def take(self, buffers: Sequence[Sequence[tf.Tensor]]) -> list:
-        """The sum of the gradients in several gradient buffers; traced once, runs on the servers.
+    def take(self, buffers: Sequence[Sequence[tf.Tensor]]) -> list[Gradient]:
+        """Sum the gradients in several gradient buffers; traced once, runs on the servers.
 
         Args:
             buffers: Resource handles of each gradient buffer's slots.
@@ -150,7 +164,7 @@ class Layout:
         Returns:
             One gradient per weight, a tensor or `IndexedSlices`, each on its weight's server.
         """
-        gradients: list = [None] * len(self.weights)
+        gradients: list[Gradient] = [None] * len(self.weights)
         row_numbers: tf.Tensor | None = None
         for slot in self.dense:
             with tf.device(slot.device):
@@ -167,7 +181,7 @@ class Layout:
                     gradients[index] = functional_step.rows_of(rows, row_numbers, shape)
         return gradients
 
-    def _read(self, slot: Slot, buffers: Sequence) -> list[tf.Tensor]:
+    def _read(self, slot: Slot, buffers: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
         number = next(n for n, other in enumerate(self.slots) if other is slot)
         found = [
             tf.raw_ops.ReadVariableOp(resource=_of_any_length(handles[number]), dtype=slot.dtype)
@@ -177,10 +191,10 @@ class Layout:
         # optimizers ask what row numbers gather for its rank.
         return [tf.ensure_shape(flat, [None]) for flat in found]
 
-    def _read_dense(self, slot: Slot, buffers: Sequence) -> list[tf.Tensor]:
+    def _read_dense(self, slot: Slot, buffers: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
         return self._read(slot, buffers)
 
-    def _split(self, slot: Slot, flat: tf.Tensor, gradients: list) -> None:
+    def _split(self, slot: Slot, flat: tf.Tensor, gradients: list[Gradient]) -> None:
         shapes = [tuple(self.weights[index].shape) for index in slot.holds]
         sizes = [tf.TensorShape(shape).num_elements() for shape in shapes]
         for index, shape, part in zip(slot.holds, shapes, tf.split(flat, sizes), strict=True):
@@ -188,10 +202,13 @@ class Layout:
 
 
 class GradientBuffer:
-    """Where one piece of work leaves its gradients.
+    """Buffer on the servers in which one piece of work leaves its gradients.
 
     Args:
-        layout: What it holds.
+        layout: What the buffer holds.
+
+    Attributes:
+        handles: Resource handles of its slots, in the layout's order.
     """
 
     def __init__(self, layout: Layout):
@@ -204,19 +221,19 @@ class GradientBuffer:
 
 
 def _of_any_length(handle: tf.Tensor) -> tf.Tensor:
-    """A gradient buffer's handle without what it says about length, which is that of an empty one.
+    """Return a gradient buffer's handle without its declared length, which is that of an empty one.
 
     Graph optimization would believe it at every call, and compute sizes from it.
     """
     return tf.raw_ops.PlaceholderWithDefault(input=handle, shape=[])
 
 
-def parts_of(variable: Any, known: dict[int, list]) -> list:
-    """A Keras variable in a list, or its parts where it is partitioned.
+def parts_of(variable: keras.Variable, known: dict[int, list[Weight]]) -> list[Weight]:
+    """Return a Keras variable in a list, or its parts where it is partitioned.
 
     Args:
         variable: The variable.
-        known: Remembers the parts made so far, by id.
+        known: Remembers the parts made so far, by id of the variable.
     """
     shards = tf_variables.shards_of(keras_variables.stored(variable))
     if shards is None:
@@ -228,8 +245,16 @@ def parts_of(variable: Any, known: dict[int, list]) -> list:
     return known[id(variable)]
 
 
-def split_gradient(gradient: Any, variable: Any) -> list:
-    """A variable's gradient, as one per part."""
+def split_gradient(gradient: Gradient, variable: keras.Variable) -> list[Gradient]:
+    """Split a variable's gradient into one per part.
+
+    Args:
+        gradient: The gradient, a tensor or `IndexedSlices`; None where there is none.
+        variable: The variable; it need not be partitioned.
+
+    Returns:
+        One gradient per part, of the parts' shapes.
+    """
     shards = tf_variables.shards_of(keras_variables.stored(variable))
     if shards is None or gradient is None:
         return [gradient] * (len(shards) if shards else 1)
@@ -248,10 +273,17 @@ def split_gradient(gradient: Any, variable: Any) -> list:
     return split
 
 
-def near_inputs(op: Any) -> str:
-    """Device function: compute where the first input from a server is.
+def near_inputs(op: tf.Operation) -> str:
+    """Return the device of the first input that is on a server, for an operation without a device.
 
     Clipping, loss scaling and the like name no device. They shall not pull gradients to the chief.
+    This is a device function of `tf.compat.v1.device`.
+
+    Args:
+        op: The operation that is being made.
+
+    Returns:
+        The device's name; "" leaves the choice to TensorFlow.
     """
     if op.device:
         return op.device
@@ -261,8 +293,11 @@ def near_inputs(op: Any) -> str:
     return ""
 
 
-def pull(variables: Iterable) -> tuple[list[tuple[Any, tf.Tensor]], int]:
-    """Read variables from their servers, once; traced on a worker.
+def pull(variables: Iterable[keras.Variable]) -> tuple[list[tuple[keras.Variable, tf.Tensor]], int]:
+    """Read variables from their servers, once; called while tracing, runs on a worker.
+
+    Args:
+        variables: Keras variables.
 
     Returns:
         (Keras variable, its value) pairs, and the bytes read.
@@ -279,6 +314,9 @@ class Report:
 
     Args:
         results: A structure of numbers, traced; all fit into float64 exactly or are float64.
+
+    Attributes:
+        tensor: The numbers, float64 of shape `[n]`.
     """
 
     def __init__(self, results: Any):
@@ -289,7 +327,14 @@ class Report:
         self.tensor = tf.concat([*parts, tf.zeros([0], tf.float64)], 0)
 
     def read(self, numbers: np.ndarray) -> Any:
-        """The structure again, of arrays."""
+        """Return the results of a step that has run.
+
+        Args:
+            numbers: The value of `tensor`.
+
+        Returns:
+            The structure again, of arrays of the results' shapes and types.
+        """
         results, first = [], 0
         for shape, dtype in self._kinds:
             last = first + math.prod(shape)
@@ -299,10 +344,13 @@ class Report:
 
 
 def spec_of(data: Any) -> Any:
-    """Specification of batches like this one, with any number of rows.
+    """Return the specification of batches like this one, with any number of rows.
 
     Args:
         data: A structure of tensors, or of their specifications.
+
+    Returns:
+        The same structure of specifications.
     """
     return tf.nest.map_structure(_without_rows, data)
 
@@ -319,6 +367,10 @@ def _without_rows(leaf: Any) -> Any:
     return leaf
 
 
-def key_of(spec: Any) -> Any:
-    """A specification as a dictionary key."""
+def key_of(spec: Any) -> str:
+    """Return a specification as a dictionary key.
+
+    Args:
+        spec: A structure of specifications.
+    """
     return str(spec)

@@ -7,28 +7,36 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from dtk.exchange import codec, quantized
-from dtk.parameter_server.gradient_buffers import Layout, Slot
+from dtk.parameter_server.gradient_buffers import Layout, Slot, Weight
 
 
 class FilteredLayout(Layout):
-    """A layout whose dense slots hold a few entries and their positions, or all entries.
+    """Layout whose dense slots hold a few entries and their positions, or all entries.
 
     Args:
-        weights: As in `Layout`.
-        sparse: As in `Layout`.
+        weights: As of `Layout`.
+        sparse: As of `Layout`.
         significant: Smallest change of a weight worth sending.
     """
 
-    def __init__(self, weights: Sequence, sparse: set[int], significant: float):
+    def __init__(self, weights: Sequence[Weight], sparse: set[int], significant: float):
         super().__init__(weights, sparse)
         self._significant = significant
         self._positions = [Slot(slot.device, tf.int32, slot.holds, True) for slot in self.dense]
         self.slots = [*self.dense, *self._positions, *self.rows]
 
-    def sift(
+    def compress(
         self, contents: Sequence[tf.Tensor], rate: tf.Tensor
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Choose what is worth sending; rows of tables are sent whole."""
+        """Choose the entries worth sending; rows of tables are sent whole. Called while tracing.
+
+        Args:
+            contents: Accrued gradients; see `Layout.contents`.
+            rate: By how much a weight changes for a gradient of 1, a scalar.
+
+        Returns:
+            What to `put` - entries, their positions (int32), rows - and the `contents` that stay.
+        """
         sent, positions, kept = [], [], []
         for dense in contents[: len(self.dense)]:
             changes = tf.abs(dense) * tf.cast(rate, dense.dtype)
@@ -43,7 +51,7 @@ class FilteredLayout(Layout):
         rows = list(contents[len(self.dense) :])
         return [*sent, *positions, *rows], [*kept, *(row[:0] for row in rows)]
 
-    def _read_dense(self, slot: Slot, buffers: Sequence) -> list[tf.Tensor]:
+    def _read_dense(self, slot: Slot, buffers: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
         positions = self._positions[self.dense.index(slot)]
         size = sum(self._size(index) for index in slot.holds)
         return [
@@ -59,26 +67,34 @@ class FilteredLayout(Layout):
 
 
 class QuantizedLayout(Layout):
-    """A layout of a few bits for each entry of a kernel; vectors and rows of tables are whole.
+    """Layout of a few bits for each entry of a kernel; vectors and rows of tables are whole.
 
     Beside each dense slot, of which only what is not coded is left, lies one of codes.
 
     Args:
-        weights: As in `Layout`.
-        sparse: As in `Layout`.
-        bits: Of an entry.
+        weights: As of `Layout`.
+        sparse: As of `Layout`.
+        bits: Bits of a code.
     """
 
-    def __init__(self, weights: Sequence, sparse: set[int], bits: int):
+    def __init__(self, weights: Sequence[Weight], sparse: set[int], bits: int):
         super().__init__(weights, sparse)
         self._bits = bits
         self._codes = [Slot(slot.device, tf.uint8, slot.holds) for slot in self.dense]
         self.slots = [*self.dense, *self._codes, *self.rows]
 
-    def sift(
+    def compress(
         self, contents: Sequence[tf.Tensor], rate: tf.Tensor
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Encode kernels; what that loses stays."""
+        """Encode kernels, and keep what that loses on the worker. Called while tracing.
+
+        Args:
+            contents: Accrued gradients; see `Layout.contents`.
+            rate: Not used: codes do not depend on it.
+
+        Returns:
+            What to `put` - what is not coded, codes (uint8), rows - and the `contents` that stay.
+        """
         del rate
         sent, sent_codes, kept = [], [], []
         for slot, flat in zip(self.dense, contents, strict=False):
@@ -107,7 +123,7 @@ class QuantizedLayout(Layout):
     def _cut(self, slot: Slot, flat: tf.Tensor) -> list[tf.Tensor]:
         return tf.split(flat, [self._size(index) for index in slot.holds])
 
-    def _read_dense(self, slot: Slot, buffers: Sequence) -> list[tf.Tensor]:
+    def _read_dense(self, slot: Slot, buffers: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
         codes = self._codes[self.dense.index(slot)]
         return [
             self._joined(slot, whole, code)
@@ -117,7 +133,7 @@ class QuantizedLayout(Layout):
         ]
 
     def _joined(self, slot: Slot, whole: tf.Tensor, code: tf.Tensor) -> tf.Tensor:
-        """What a worker sent of one slot, decoded, in the order of its weights."""
+        """Decode what a worker sent of one slot, in the order of its weights."""
         coded = [index for index in slot.holds if self._is_coded(index)]
         shapes = {index: tuple(self.weights[index].shape) for index in slot.holds}
         matrices = [codec.matrix_shape(shapes[index]) for index in coded]

@@ -1,18 +1,18 @@
-"""What a worker's step hands to optimizers, which apply it when the step is over.
+"""Records what a worker's step hands to optimizers, which apply it when the step is over.
 
-So the step must not need it earlier. Whoever reads a weight whose gradient has been handed over
+So the step must not need it earlier. A step that reads a weight whose gradient has been handed over
 expects the updated weight, which does not exist yet:
 
     d_optimizer.apply(gradients of the discriminator)      noted
     loss = loss_of(discriminator(generator(noise)))        reads the discriminator: refused
 
-From there on a tensor of its own stands for the weight. If something consumes it, it was read.
+From there on a placeholder, a tensor of its own, is in the place of the weight. If something
+consumes it, it was read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -22,35 +22,41 @@ from dtk.errors import NotDistributedError
 from dtk.trainer.traced_step import Applied
 
 
-class Noted:
+class RecordedUpdates:
     """Gradients handed to optimizers by a step that is being traced.
 
     Args:
         scope: Holds the values that weights have in the step.
-        model: Whose step it is.
+        model: The model whose step it is.
         tables: Keras variables without a value in the scope: they are looked up in place.
 
     Attributes:
         applied: The gradients by optimizer, in the order they were handed over.
-        standing_in: By id of a Keras variable, what stands for it since its gradient was noted.
+        placeholders: By id of a Keras variable, the tensor in its place since its gradient was
+            recorded.
     """
 
-    def __init__(self, scope: keras.StatelessScope, model: Any, tables: Collection):
+    def __init__(self, scope: keras.StatelessScope, model: keras.Model, tables: Collection):
         self._scope, self._model = scope, model
         self._tables = {id(variable) for variable in tables}
         self._graph = tf.compat.v1.get_default_graph()
-        # Every weight that stands for an updated one, and whose update it waits for. A weight that
+        # Every weight with a placeholder, and whose update it waits for. A weight that
         # is noted twice has two.
-        self._waiting: list[tuple[Any, Any, tf.Tensor]] = []
+        self._waiting: list[tuple[keras.Variable, keras.Optimizer, tf.Tensor]] = []
         self._looked_up: set[int] = set()
         self.applied: list[Applied] = []
-        self.standing_in: dict[int, tf.Tensor] = {}
+        self.placeholders: dict[int, tf.Tensor] = {}
 
-    def note(self, optimizer: Any, gradients: Sequence, variables: Sequence) -> None:
-        """An optimizer is to apply these gradients when the step is over.
+    def note(self, optimizer: keras.Optimizer, gradients: Sequence, variables: Sequence) -> None:
+        """Record the gradients that an optimizer is to apply when the step is over.
+
+        Args:
+            optimizer: The optimizer.
+            gradients: One per variable; None where there is none.
+            variables: Keras variables.
 
         Raises:
-            NotDistributedError: The step decides at run time whether it does.
+            NotDistributedError: The step decides at run time whether it applies them.
         """
         if tf.compat.v1.get_default_graph() is not self._graph:
             raise NotDistributedError(
@@ -63,26 +69,30 @@ class Noted:
         self.applied.append(Applied(optimizer, list(gradients), list(variables)))
         for gradient, variable in zip(gradients, variables, strict=True):
             if gradient is not None:
-                self._stand_in_for(variable, optimizer)
+                self._put_placeholder(variable, optimizer)
 
-    def _stand_in_for(self, variable: Any, optimizer: Any) -> None:
+    def _put_placeholder(self, variable: keras.Variable, optimizer: keras.Optimizer) -> None:
         if id(variable) in self._tables:
-            # To read a table would be to fetch all of it. Whoever reads this one is told off.
+            # To read a table would be to fetch all of it. A step that reads this one is refused.
             value = tf.zeros(variable.shape, keras_variables.stored(variable).dtype)
         else:
             now = self._scope.get_current_value(variable)
             value = tf.identity(keras_variables.stored(variable) if now is None else now)
-        self.standing_in[id(variable)] = value
+        self.placeholders[id(variable)] = value
         self._waiting.append((variable, optimizer, value))
         self._scope.add_update((variable, value))
 
-    def note_lookup(self, variable: Any) -> None:
-        """Rows of a table are looked up."""
-        if id(variable) in self.standing_in:
+    def note_lookup(self, variable: keras.Variable) -> None:
+        """Record that rows of a table are looked up.
+
+        Args:
+            variable: The table.
+        """
+        if id(variable) in self.placeholders:
             self._looked_up.add(id(variable))
 
     def check(self, assigned: Collection[int]) -> None:
-        """The step is traced: it must not have read what it had updated, nor updated it by itself.
+        """Refuse a traced step that has read what it had updated, or updated weights by itself.
 
         Args:
             assigned: Ids of the Keras variables it assigned.

@@ -1,4 +1,4 @@
-"""What workers and parameter servers do: serve until the chief is gone. Public TensorFlow only."""
+"""Tasks of workers and parameter servers: serve until the chief is gone. Public TensorFlow only."""
 
 from __future__ import annotations
 
@@ -16,20 +16,24 @@ from dtk.errors import ClusterError
 # A worker computes one step at a time, but a server answers every worker.
 _FEWEST_THREADS = 8
 
-# The chief is gone when this many looks in a row, so many seconds apart, find nobody.
+# The chief is gone when this many looks in a row, with so many seconds between, do not find it.
 _LOOKS = 3
 _LOOK_SECONDS = 0.9
 
 
 def cluster_of(config: TFConfig) -> tf.train.ClusterSpec:
-    """The tasks that TensorFlow connects: all but the evaluator, who works beside them."""
+    """Return the tasks that TensorFlow connects: all but the evaluator, which works beside them.
+
+    Args:
+        config: The job.
+    """
     return tf.train.ClusterSpec(
         {role: list(addresses) for role, addresses in config.cluster.items() if role != "evaluator"}
     )
 
 
 def threads_to_wait_with() -> int:
-    """Inter-op threads of a task: as the user or launcher says, but not too few to wait with.
+    """Return the inter-op threads of a task: as user or launcher say, but not too few to wait with.
 
     A step that waits for another task holds one. With a single one, as a launcher may set it where
     processes share cores, a worker that waits for weights cannot receive them. 0: TensorFlow's
@@ -40,10 +44,10 @@ def threads_to_wait_with() -> int:
 
 
 class Chief:
-    """The chief, as the tasks that serve it see it: there, or gone.
+    """Chief of the job, as the tasks that serve it see it: there, or gone.
 
     Args:
-        config: The job, and who asks.
+        config: The job, and the task that asks.
     """
 
     def __init__(self, config: TFConfig):
@@ -56,7 +60,7 @@ class Chief:
         """Wait until the chief is there.
 
         Raises:
-            ClusterError: It does not come.
+            ClusterError: It does not come within DTK_START_TIMEOUT seconds.
         """
         limit = startup.limit()
         deadline = time.monotonic() + limit
@@ -69,7 +73,7 @@ class Chief:
             time.sleep(0.5)
 
     def is_gone(self) -> bool:
-        """Whether several looks in a row, a second apart, have found nobody."""
+        """Return whether several looks in a row, a second apart, have found no chief."""
         if self._missed < _LOOKS and time.monotonic() - self._looked >= _LOOK_SECONDS:
             self._looked = time.monotonic()
             self._missed = 0 if startup.answers(self._address) else self._missed + 1
@@ -78,6 +82,9 @@ class Chief:
 
 def serve(config: TFConfig) -> NoReturn:
     """Serve as this task, and end the process with the job: with 0 once the chief is gone.
+
+    Args:
+        config: The job, and this task.
 
     Raises:
         ClusterError: Its address cannot be listened on, or no chief comes.

@@ -1,8 +1,8 @@
-"""When a step may start: synchronous, bounded delay and asynchronous are one rule.
+"""Scheduler: when a step may start. Synchronous, bounded delay and asynchronous are one rule.
 
 Step t may start once every step before t - tau is finished (Li et al., OSDI'14), that is, once its
 gradients are in the weights. tau=0 is one step at a time, tau=inf never waits, and between the two
-nobody runs more than tau steps ahead of the slowest. Two workers, the second three times slower:
+no worker runs more than tau steps ahead of the slowest. Two workers, the second three times slower:
 
     tau=0      0   1   2   3   4   5   6   7   8
     worker 0   |-0-|           |-2-|           |-4-|
@@ -31,7 +31,7 @@ from dtk.parameter_server.consistency_models import Consistency
 
 @dataclass(frozen=True)
 class Piece:
-    """One slice of one step, handed to one worker; no two are equal.
+    """Slice of a step, handed to one worker; no two are equal.
 
     Attributes:
         step: 0, 1, 2, ... in the order offered.
@@ -46,7 +46,7 @@ class Piece:
 
 @dataclass
 class Staleness:
-    """How old the weights were that finished steps computed with.
+    """Age of the weights that finished steps computed with.
 
     A step's staleness is how many steps before it were not applied when it was handed out (the
     weights are read a little later, and may hold some of them); its lag is how far back the oldest
@@ -68,7 +68,12 @@ class Staleness:
     lag: int = 0
 
     def add(self, staleness: int, lag: int) -> None:
-        """Count one finished step."""
+        """Count one finished step.
+
+        Args:
+            staleness: How many steps before it were not applied when it was handed out.
+            lag: How many steps back the oldest of them was.
+        """
         self.histogram[staleness] = self.histogram.get(staleness, 0) + 1
         self.lag = max(self.lag, lag)
 
@@ -89,7 +94,7 @@ class Staleness:
 
 
 class _Running(NamedTuple):
-    """Who has a piece, and how old the weights were that it was given."""
+    """Worker that has a piece, and the age of the weights that it was given."""
 
     worker: int
     staleness: int
@@ -98,7 +103,7 @@ class _Running(NamedTuple):
 
 @dataclass
 class _Started:
-    """A step of which something was handed out and that is not applied."""
+    """Step of which something was handed out and that is not applied."""
 
     missing: set[int]  # slices without a result
     copies: list[int]  # per slice, how often it was handed out
@@ -107,7 +112,7 @@ class _Started:
 
 
 class Schedule:
-    """Hands out steps, piece by piece, under one knob: tau.
+    """Queue that hands out steps, piece by piece, under one parameter: tau.
 
     Every slice that has no result is in exactly one place: not yet handed out, lost, or running on
     one worker or more. Only started steps and running pieces are stored, so memory is bounded by
@@ -125,6 +130,9 @@ class Schedule:
         dropped: Results that did not count.
         retried: Lost pieces that were handed out again.
         statistics: Staleness of the steps applied since `take_statistics`.
+
+    Raises:
+        ValueError: `tau`, `slices` or `spare` is out of range.
 
     Example:
         Step 2 waits for step 0 when tau=1:
@@ -155,10 +163,17 @@ class Schedule:
 
     @classmethod
     def of(cls, consistency: Consistency, workers: int) -> Schedule:
-        """The schedule of a consistency for a number of workers; serial at first if it warms up.
+        """Make the schedule of a consistency; serial at first if it has a warm start.
+
+        Args:
+            consistency: The consistency.
+            workers: Number of workers, backup workers included.
+
+        Returns:
+            The schedule, with nothing offered.
 
         Raises:
-            ValueError: As `check`.
+            ValueError: As `consistency_models.check`.
         """
         tau = 0 if consistency.warm_start else consistency.tau
         return cls(tau, consistency.slices(workers), consistency.spare)
@@ -170,6 +185,9 @@ class Schedule:
 
     def loosen(self, tau: float) -> None:
         """Let steps from now on start earlier than before.
+
+        Args:
+            tau: The new bound, at least the old one.
 
         Raises:
             ValueError: Steps may already be further ahead than `tau` allows.
@@ -200,14 +218,24 @@ class Schedule:
         return self.offered - self.finished
 
     def offer(self) -> int:
-        """Add the next step and return its number."""
+        """Add the next step.
+
+        Returns:
+            Its number, from 0.
+        """
         self.offered += 1
         return self.offered - 1
 
     def take(self, worker: int) -> Piece | None:
-        """What this worker is to compute now; None if there is nothing for it yet.
+        """Hand out the next piece for a worker.
 
         Lost pieces come first, then new ones in order of step and slice, then backups.
+
+        Args:
+            worker: Index of the worker.
+
+        Returns:
+            The piece; None if there is nothing for it yet.
         """
         if self._lost:
             self.retried += 1
@@ -223,8 +251,8 @@ class Schedule:
         """Note that a worker has computed its piece.
 
         Args:
-            piece: What it had.
-            worker: The worker.
+            piece: The piece it had.
+            worker: Index of the worker.
             older: Steps that were applied when it was handed out, and not in the weights it used.
 
         Returns:
@@ -244,7 +272,11 @@ class Schedule:
         return True
 
     def lost(self, piece: Piece, worker: int) -> None:
-        """Note that a worker died with this piece: another gets it, if its result is still needed.
+        """Note that a worker died with a piece: another gets it, if its result is still needed.
+
+        Args:
+            piece: The piece it had.
+            worker: Index of the worker.
 
         Raises:
             RuntimeError: This worker does not have this piece.
@@ -257,14 +289,21 @@ class Schedule:
             heapq.heappush(self._lost, needed)
 
     def complete(self, step: int) -> bool:
-        """Whether every slice of a step has a result and it is still to be applied.
+        """Return whether every slice of a step has a result and it is still to be applied.
 
-        Asked right after `returned` said True, under the same lock, it is True once per step.
+        Args:
+            step: The step's number.
+
+        Returns:
+            Right after `returned` said True, under the same lock, True once per step.
         """
         return step in self._started and not self._started[step].missing
 
     def applied(self, step: int) -> None:
         """Note that a step's gradients are in the weights: it is finished.
+
+        Args:
+            step: The step's number.
 
         Raises:
             RuntimeError: The step is not complete, or was applied before.
@@ -279,7 +318,7 @@ class Schedule:
         self.statistics.add(done.staleness, done.lag)
 
     def take_statistics(self) -> Staleness:
-        """The statistics since the last call, or the start; they begin anew."""
+        """Return the staleness counted since the last call, or the start; counting begins anew."""
         taken, self.statistics = self.statistics, Staleness()
         return taken
 
@@ -289,12 +328,12 @@ class Schedule:
         return step < self.offered and step - oldest <= self._tau
 
     def _backup(self, worker: int) -> tuple[int, int] | None:
-        """A slice of the oldest unfinished step that this worker may repeat.
+        """Choose a slice of the oldest unfinished step that this worker may repeat.
 
-        When that step completes, whoever still has a piece of it, or of an earlier one, is busy for
+        When that step completes, a worker with a piece of it, or of an earlier one, is busy for
         nothing. With one piece a worker that is never more than `spare` of them, so of N + spare
         workers N are free for the next step. Up to `spare` silent ones, with any number of pieces,
-        stop nobody. The slice with the fewest copies comes first, of these the longest-running.
+        stop none. The slice with the fewest copies comes first, of these the longest-running.
         """
         if not self._spare or not self._started:
             return None

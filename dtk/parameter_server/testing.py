@@ -1,4 +1,4 @@
-"""What `evaluate` and `predict` do with workers behind parameter servers."""
+"""Test and predict with workers behind parameter servers: the loops of `evaluate` and `predict`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -15,23 +16,34 @@ from dtk.compat import keras_models, keras_variables, tf_replicas, tf_servers
 from dtk.input import slicing
 from dtk.parameter_server import gradient_buffers, worker_data
 from dtk.parameter_server.consistency_models import Async
-from dtk.parameter_server.dispatch import Batch, Loop, Result, whole_batch
+from dtk.parameter_server.contract import LoopTrainer
+from dtk.parameter_server.dispatch import Batch, Loop, Result, SliceTask, whole_batch
 from dtk.parameter_server.functional_step import FunctionalStep, trace_functional_step
-from dtk.parameter_server.scheduler import Schedule
+from dtk.parameter_server.scheduler import Piece, Schedule
 from dtk.trainer import replica_step
 
 
 class Counting(Loop):
-    """A loop whose workers count metrics, which the chief adds up."""
+    """Loop whose workers count metrics, which the chief adds up.
 
-    def __init__(self, trainer: Any, schedule: Callable[[], Schedule]):
+    Args:
+        trainer: The model's trainer.
+        schedule: Makes what decides which slice may start.
+
+    Attributes:
+        logs: Loss and metrics of the batches so far, by name.
+    """
+
+    def __init__(self, trainer: LoopTrainer, schedule: Callable[[], Schedule]):
         super().__init__(trainer, schedule)
         self.logs: dict[str, Any] = {}
         self._logged: list = []
-        self._absorb: Callable | None = None
+        self._add_metrics: tf.types.experimental.PolymorphicFunction | None = None
 
-    def _state(self, tables: Sequence) -> tuple[list, int]:
-        """The values variables have in a worker's step, and the bytes read for that."""
+    def _state(
+        self, tables: Sequence[keras.Variable]
+    ) -> tuple[list[tuple[keras.Variable, tf.Tensor]], int]:
+        """Return the values variables have in a worker's step, and the bytes read for that."""
         model = self.model
         metrics = replica_step.metric_variables(model)
         elsewhere = {id(v) for v in [*metrics, *tables, *self.trainer.rng_state_variables()]}
@@ -39,16 +51,16 @@ class Counting(Loop):
         counted = [(v, tf.zeros(v.shape, keras_variables.stored(v).dtype)) for v in metrics]
         return [*pulled, *counted], read
 
-    def _count(self, apart: FunctionalStep, data: Any) -> dict:
-        """What a step adds to the metrics, the numbers it returned besides, and its rows."""
-        self._logged = replica_step.results_in(apart.step, apart.logs)
+    def _count(self, traced: FunctionalStep, data: Any) -> dict:
+        """Collect what a step adds to the metrics, other numbers it returned, and its rows."""
+        self._logged = replica_step.results_in(traced.step, traced.logs)
         return {
             "metrics": [
-                apart.scope.get_current_value(v) for v in replica_step.metric_variables(self.model)
+                traced.scope.get_current_value(v) for v in replica_step.metric_variables(self.model)
             ],
             "logs": {
-                name: apart.step.weighed(value)
-                for name, value in replica_step.numbers_of(apart.step, apart.logs)
+                name: traced.step.weighed(value)
+                for name, value in replica_step.numbers_of(traced.step, traced.logs)
             },
             "rows": slicing.count_rows(data),
         }
@@ -57,7 +69,7 @@ class Counting(Loop):
         self._report = gradient_buffers.Report(results)
         return self._report.tensor
 
-    def _call(self, batch: Batch, piece: Any, worker: int, *more: Any) -> tuple[dict, float]:
+    def _call(self, batch: Batch, piece: Piece, worker: int, *more: Any) -> tuple[dict, float]:
         """Run the traced step on a slice, on the worker whose thread this is.
 
         Returns:
@@ -89,16 +101,16 @@ class Counting(Loop):
             strict=True,
         ):
             deltas.append(tf.cast(np.sum(column, axis=0), keras_variables.stored(variable).dtype))
-        if self._absorb is None:
-            self._absorb = tf.function(self._absorbing(), autograph=False)
-        self.logs.update(self._absorb(deltas))
+        if self._add_metrics is None:
+            self._add_metrics = tf.function(self._metric_adder(), autograph=False)
+        self.logs.update(self._add_metrics(deltas))
         for name in results[0].outputs["logs"]:
             self.logs[name] = sum(r.outputs["logs"][name] for r in results)
 
-    def _absorbing(self) -> Callable:
+    def _metric_adder(self) -> Callable[[list[tf.Tensor]], dict]:
         model = self.model
 
-        def absorb(deltas: list) -> dict:
+        def add(deltas: list[tf.Tensor]) -> dict:
             for variable, delta in zip(replica_step.metric_variables(model), deltas, strict=True):
                 keras_variables.stored(variable).assign_add(delta)
             logs: dict = {}
@@ -106,27 +118,37 @@ class Counting(Loop):
                 put(logs, path, functools.reduce(operator.getitem, part, metric.result()))
             return logs
 
-        return absorb
+        return add
 
 
 def put(logs: dict, path: tuple, value: Any) -> None:
-    """Give a dictionary of dictionaries a value."""
+    """Put a value into a dictionary of dictionaries.
+
+    Args:
+        logs: The outermost dictionary.
+        path: Keys, from the outermost to the innermost.
+        value: The value; it becomes a tensor.
+    """
     for name in path[:-1]:
         logs = logs.setdefault(name, {})
     logs[path[-1]] = tf.convert_to_tensor(value)
 
 
 class Testing(Counting):
-    """`evaluate`'s batches: any order, nothing applied."""
+    """Loop of `evaluate`'s batches: any order, nothing applied.
 
-    def __init__(self, trainer: Any):
+    Args:
+        trainer: The model's trainer.
+    """
+
+    def __init__(self, trainer: LoopTrainer):
         strategy = trainer.strategy
         schedule = functools.partial(Schedule, Async().tau, strategy.slices)
         super().__init__(trainer, schedule)
 
     @property
     def ahead(self) -> int:
-        """Workers shall find work waiting."""
+        """Batches that may be under way when `step` returns: workers shall find work waiting."""
         return 2 * self.strategy.workers
 
     def _batch(self, batch: slicing.Slices | worker_data.Pipelines, spec: Any) -> Batch:
@@ -143,12 +165,14 @@ class Testing(Counting):
             self._functions[key] = function.get_concrete_function(spec, scalar, scalar, rng_state)
             self._reports[key] = self._report
 
-    def _step(self, data: Any, share: Any, size: Any, rng_state: Any) -> tf.Tensor:
+    def _step(
+        self, data: Any, share: tf.Tensor, size: tf.Tensor, rng_state: tf.Tensor
+    ) -> tf.Tensor:
         with tf_replicas.in_replica(self.strategy):
             state, _ = self._state(self._tables)
             data = whole_batch(data)
             rng_states = self._rng_states(rng_state)
-            apart = trace_functional_step(
+            traced = trace_functional_step(
                 self.model.test_step,
                 data,
                 self.model,
@@ -159,10 +183,10 @@ class Testing(Counting):
                 tables=self._tables,
                 kinds=self.trainer.kinds_of("test"),
             )
-            self._note_draws(apart, rng_states)
-            return self._report_of(self._count(apart, data))
+            self._note_draws(traced, rng_states)
+            return self._report_of(self._count(traced, data))
 
-    def _compute(self, work: Any, worker: int) -> Result:
+    def _compute(self, work: SliceTask, worker: int) -> Result:
         piece, batch = work
         return Result(*self._call(batch, piece, worker, self._rng_state_of(piece)))
 
@@ -171,9 +195,16 @@ class Testing(Counting):
 
 
 class Predicting(Loop):
-    """`predict`'s batches: each cut into a slice per worker, rows put together in order."""
+    """Loop of `predict`'s batches: each cut into a slice per worker, rows put together in order.
 
-    def __init__(self, trainer: Any):
+    Args:
+        trainer: The model's trainer.
+
+    Attributes:
+        outputs: The outputs of each batch so far.
+    """
+
+    def __init__(self, trainer: LoopTrainer):
         strategy = trainer.strategy
         schedule = functools.partial(Schedule, math.inf, strategy.workers)
         super().__init__(trainer, schedule)
@@ -187,7 +218,7 @@ class Predicting(Loop):
             function = tf.function(self._step, autograph=False)
             self._functions[key] = function.get_concrete_function(spec, rng_state)
 
-    def _step(self, data: Any, rng_state: Any) -> Any:
+    def _step(self, data: Any, rng_state: tf.Tensor) -> Any:
         model = self.model
         with tf_replicas.in_replica(self.strategy):
             elsewhere = {id(v) for v in [*self._tables, *self.trainer.rng_state_variables()]}
@@ -207,7 +238,7 @@ class Predicting(Loop):
             self._note_draws(traced, rng_states)
             return traced.logs
 
-    def _compute(self, work: Any, worker: int) -> Result:
+    def _compute(self, work: SliceTask, worker: int) -> Result:
         piece, batch = work
         function = self._functions[gradient_buffers.key_of(batch.spec)]
         with tf.device(tf_servers.CHIEF):

@@ -1,4 +1,4 @@
-"""What `fit` does with workers behind parameter servers.
+"""Train with workers behind parameter servers: the loop of `fit`.
 
 A step is traced once, on the chief. A worker computes it as a function of a slice and of weights it
 reads, and puts gradients into a gradient buffer on the servers; when all slices of a step are
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -20,36 +21,47 @@ from dtk.errors import NotDistributedError
 from dtk.input import slicing
 from dtk.parameter_server import gradient_buffers, worker_data
 from dtk.parameter_server.consistency_models import ahead
-from dtk.parameter_server.dispatch import Result, whole_batch
+from dtk.parameter_server.contract import LoopTrainer
+from dtk.parameter_server.dispatch import Result, SliceTask, whole_batch
 from dtk.parameter_server.functional_step import FunctionalStep, trace_functional_step
 from dtk.parameter_server.scheduler import Schedule
 from dtk.parameter_server.testing import Counting
 from dtk.trainer import partitioned_variables, shared_optimizer
+from dtk.trainer.traced_step import Applied
 
 
 class Training(Counting):
-    """`fit`'s steps."""
+    """Loop of `fit`'s steps.
 
-    def __init__(self, trainer: Any):
+    Args:
+        trainer: The model's trainer.
+    """
+
+    def __init__(self, trainer: LoopTrainer):
         strategy = trainer.strategy
         self._consistency = strategy.consistency
         schedule = functools.partial(Schedule.of, self._consistency, strategy.workers)
         super().__init__(trainer, schedule)
         self._epoch = self._rows = 0
-        self._buffers: collections.deque = collections.deque()
+        self._buffers: collections.deque[gradient_buffers.GradientBuffer] = collections.deque()
         self._layout: gradient_buffers.Layout | None = None
-        self._plan: list = []
+        self._plan: list[tuple[keras.Optimizer, list[gradient_buffers.Weight]]] = []
         self._without_gradient: set[int] = set()
-        self._moving: list = []
-        self._commits: dict[int, Callable] = {}
+        self._moving: list[keras.Variable] = []
+        self._commits: dict[int, tf.types.experimental.ConcreteFunction] = {}
 
     @property
     def ahead(self) -> int:
-        """See `consistency_models.ahead`."""
+        """Batches that may be under way when `step` returns; see `consistency_models.ahead`."""
         return ahead(self.schedule.tau, self.strategy.workers)
 
     def step(self, batch: slicing.Slices | worker_data.Pipelines, spec: Any) -> None:
-        """As in the base, and let workers loose when the warm start is over."""
+        """Hand out one batch as the base class does; end the warm start when it is over.
+
+        Args:
+            batch: The batch in slices, or the pipelines that workers read themselves.
+            spec: Specification of its slices, of any number of rows.
+        """
         self._loosen_when_warm()
         super().step(batch, spec)
 
@@ -62,7 +74,11 @@ class Training(Counting):
                 self.strategy.pool.offer(lambda: self.schedule.loosen(self._consistency.tau))
 
     def new_epoch(self, epoch: int) -> None:
-        """Begin what is observed anew."""
+        """Begin the statistics of staleness anew.
+
+        Args:
+            epoch: Number of the epoch that begins, from 0.
+        """
         self._epoch = epoch
         self.schedule.take_statistics()
 
@@ -82,18 +98,29 @@ class Training(Counting):
             self._functions[key] = self._trace(spec, self._layout)
             self._reports[key] = self._report
 
-    def _lay_out(self, weights: list, sparse: set[int]) -> gradient_buffers.Layout:
+    def _lay_out(
+        self, weights: list[gradient_buffers.Weight], sparse: set[int]
+    ) -> gradient_buffers.Layout:
         return gradient_buffers.Layout(weights, sparse)
 
-    def _trace(self, spec: Any, layout: gradient_buffers.Layout) -> Callable:
-        assert self._chance is not None
+    def _trace(
+        self, spec: Any, layout: gradient_buffers.Layout
+    ) -> tf.types.experimental.ConcreteFunction:
+        assert self._rng_state is not None
         handles = [tf.TensorSpec([], tf.resource) for _ in layout.slots]
         scalar = tf.TensorSpec([], tf.float32)
-        rng_state = tf.TensorSpec(self._chance.shape, tf.uint32)
+        rng_state = tf.TensorSpec(self._rng_state.shape, tf.uint32)
         function = tf.function(self._step, autograph=False)
         return function.get_concrete_function(spec, scalar, scalar, rng_state, handles)
 
-    def _step(self, data: Any, share: Any, size: Any, rng_state: Any, handles: Any) -> tf.Tensor:
+    def _step(
+        self,
+        data: Any,
+        share: tf.Tensor,
+        size: tf.Tensor,
+        rng_state: tf.Tensor,
+        handles: list[tf.Tensor],
+    ) -> tf.Tensor:
         """Keras's step on one slice; traced on the chief, runs on a worker, fills a buffer."""
         model, strategy, layout = self.model, self.strategy, self._layout
         assert layout is not None
@@ -101,7 +128,7 @@ class Training(Counting):
             state, read = self._state(self._tables)
             data = whole_batch(data)
             state += self._rng_states(rng_state)
-            apart = trace_functional_step(
+            traced = trace_functional_step(
                 model.train_step,
                 data,
                 model,
@@ -112,29 +139,29 @@ class Training(Counting):
                 tables=self._tables,
                 kinds=self.trainer.kinds_of("train"),
             )
-            sent = layout.put(layout.contents(self._plan_for(apart.applied)), handles)
+            sent = layout.put(layout.contents(self._plan_for(traced.applied)), handles)
             return self._report_of(
                 {
-                    **self._results(apart, data, state),
-                    "traffic": tf.stack([read + apart.rows_read, sent]),
+                    **self._results(traced, data, state),
+                    "traffic": tf.stack([read + traced.rows_read, sent]),
                 }
             )
 
-    def _results(self, apart: FunctionalStep, data: Any, state: list) -> dict:
-        """What is reported of a traced step, besides its gradients."""
+    def _results(self, traced: FunctionalStep, data: Any, state: list) -> dict:
+        """Collect what is reported of a traced step, besides its gradients."""
         states = self.trainer.rng_state_variables()
         before = {id(v): value for v, value in state}
-        moving = (apart.assigned & set(before)) - {id(v) for v in states}
+        moving = (traced.assigned & set(before)) - {id(v) for v in states}
         self._moving = [v for v in self.model.non_trainable_variables if id(v) in moving]
-        now = apart.scope.get_current_value
+        now = traced.scope.get_current_value
         return {
-            **self._count(apart, data),
+            **self._count(traced, data),
             "moved": [now(v) - before[id(v)] for v in self._moving],
-            "chance": [now(v) for v in states],
+            "rng_state": [now(v) for v in states],
         }
 
-    def _plan_for(self, applied: Sequence) -> list:
-        """Gradients in the layout's order; notes who is to apply them."""
+    def _plan_for(self, applied: Sequence[Applied]) -> list[gradient_buffers.Gradient]:
+        """Put gradients into the layout's order, and note which optimizer is to apply them."""
         assert self._layout is not None
         if not applied and self.model.trainable_variables:
             raise NotDistributedError(
@@ -142,7 +169,7 @@ class Training(Counting):
                 "that is an attribute of the model, so nothing would be trained; it must call "
                 "self.optimizer.apply(gradients, self.trainable_variables)"
             )
-        found: dict[int, Any] = {}
+        found: dict[int, gradient_buffers.Gradient] = {}
         self._plan = []
         for optimizer, gradients, variables in applied:
             parts = [p for v in variables for p in self._checked_parts(optimizer, v)]
@@ -164,7 +191,9 @@ class Training(Counting):
         }
         return gradients
 
-    def _checked_parts(self, optimizer: Any, variable: Any) -> list:
+    def _checked_parts(
+        self, optimizer: keras.Optimizer, variable: keras.Variable
+    ) -> list[gradient_buffers.Weight]:
         assert self._layout is not None
         parts = self.trainer.parts_of(variable)
         if not {id(part) for part in parts} <= {id(weight) for weight in self._layout.weights}:
@@ -177,7 +206,7 @@ class Training(Counting):
         partitioned_variables.check_parts(optimizer, variable, parts)
         return parts
 
-    def _compute(self, work: Any, worker: int) -> Result:
+    def _compute(self, work: SliceTask, worker: int) -> Result:
         piece, batch = work
         buffer = self._free_buffer()
         outputs, share = self._call(batch, piece, worker, self._rng_state_of(piece), buffer.handles)
@@ -208,9 +237,9 @@ class Training(Counting):
         ]
         buffers = [r.buffer.handles for r in results if r.buffer is not None]
         self._commits[count](buffers, moved)
-        if not self.schedule.tau and results[0].outputs["chance"]:
+        if not self.schedule.tau and results[0].outputs["rng_state"]:
             # One after the other, steps go on from where the last one stopped.
-            self._chance = np.array(results[0].outputs["chance"], "uint32")
+            self._rng_state = np.array(results[0].outputs["rng_state"], "uint32")
         self._add_up(results)
         if self.schedule.tau != self._consistency.tau:
             self._count_rows(results)
@@ -222,13 +251,13 @@ class Training(Counting):
     def _count_rows(self, results: list[Result]) -> None:
         rows = sum(int(r.outputs["rows"]) for r in results)
         if not self._rows:
-            # A batch of a run that is resumed stands for each of those before it.
+            # A batch of a run that is resumed counts as each of those before it.
             batches = sum(r.outputs.get("batches", 1) for r in results)
             optimizer = shared_optimizer.optimizers_of(self.model)[0]
             self._rows = (int(optimizer.iterations.numpy()) - 1) * rows // batches
         self._rows += rows
 
-    def _commit_function(self, count: int) -> Callable:
+    def _commit_function(self, count: int) -> tf.types.experimental.ConcreteFunction:
         assert self._layout is not None
         # A handle's own specification would tell the buffer's declared length, which is no length.
         handle = tf.TensorSpec([], tf.resource)
@@ -238,7 +267,7 @@ class Training(Counting):
             [tf.TensorSpec(v.shape, keras_variables.stored(v).dtype) for v in self._moving],
         )
 
-    def _commit(self, buffers: list, moved: list) -> None:
+    def _commit(self, buffers: list[list[tf.Tensor]], moved: list[tf.Tensor]) -> None:
         """Apply the gradients in some buffers; traced on the chief, runs on the servers."""
         assert self._layout is not None
         with (
@@ -255,6 +284,6 @@ class Training(Counting):
                 keras_variables.stored(variable).assign_add(change)
 
 
-def _as(dtype: tf.DType, change: Any) -> tf.Tensor:
-    """A change in a variable's type; a count that sixths add up to is a whole number."""
+def _as(dtype: tf.DType, change: np.ndarray | float) -> tf.Tensor:
+    """Cast a change to a variable's type; a count that sixths add up to is a whole number."""
     return tf.cast(np.rint(change) if dtype.is_integer else change, dtype)

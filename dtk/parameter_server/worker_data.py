@@ -1,9 +1,9 @@
-"""Data that workers of parameter servers read themselves: no row passes the chief.
+"""Datasets that workers of parameter servers read themselves: no row passes the chief.
 
     dataset = strategy.distribute_datasets_from_function(dataset_fn)
     model.fit(dataset, steps_per_epoch=100)
 
-The chief hands out steps; whoever computes one takes the next batch of a pipeline of its own, which
+The chief hands out steps; the worker of a step takes the next batch of a pipeline of its own, which
 begins anew when it ends. So no order of rows is kept between workers, and a worker that was lost
 begins its pipeline from the start. A backup worker that repeats a slice reads other rows for it:
 the gradients that come first count, the rows of late ones are dropped (Chen et al. 2016).
@@ -14,11 +14,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TypeVar
 
 import tensorflow as tf
 
 from dtk.compat import tf_datasets, tf_servers
+
+T = TypeVar("T")
 
 _ELSEWHERE = (
     "dataset_fn gave worker {worker} a dataset that was made on the chief, which cannot be sent "
@@ -27,7 +29,7 @@ _ELSEWHERE = (
 
 
 class WorkerDataset(tf_datasets.PerRankDataset):
-    """One pipeline per worker, made there.
+    """Dataset of one pipeline per worker, made there.
 
     Args:
         make: Worker's index -> its dataset; called where the dataset is to live.
@@ -40,16 +42,30 @@ class WorkerDataset(tf_datasets.PerRankDataset):
 
     @property
     def cardinality(self) -> tf.Tensor:
-        """Every pipeline begins anew when it ends."""
+        """Infinite: every pipeline begins anew when it ends."""
         return tf.constant(tf.data.INFINITE_CARDINALITY, tf.int64)
 
     def map(self, function: Callable) -> WorkerDataset:
-        """Apply a function to every batch, on the workers."""
+        """Apply a function to every batch, on the workers.
+
+        Args:
+            function: As of `tf.data.Dataset.map`.
+
+        Returns:
+            A dataset of what the function returns.
+        """
         make = self.make
         return WorkerDataset(lambda worker: make(worker).map(function), self.local.map(function))
 
     def prefetch(self, count: int) -> WorkerDataset:
-        """Keep batches ready, on the workers."""
+        """Keep batches ready, on the workers.
+
+        Args:
+            count: How many batches.
+
+        Returns:
+            A dataset of the same batches.
+        """
         make = self.make
         return WorkerDataset(lambda worker: make(worker).prefetch(count), self.local)
 
@@ -58,7 +74,7 @@ class WorkerDataset(tf_datasets.PerRankDataset):
 
 
 class Pipelines:
-    """The workers' iterators over a `WorkerDataset`: made on first use, and after a loss again.
+    """Iterators of the workers over a `WorkerDataset`: made on first use, and again after a loss.
 
     As an iterator, it gives itself once for every step.
 
@@ -68,8 +84,8 @@ class Pipelines:
 
     def __init__(self, dataset: WorkerDataset):
         self._dataset = dataset
-        self._at: dict[int, Any] = {}
-        self._lost: list = []
+        self._at: dict[int, tf.data.Iterator] = {}
+        self._lost: list[tf.data.Iterator] = []
         self._lock = threading.Lock()
         self.element_spec = dataset.element_spec
 
@@ -79,8 +95,15 @@ class Pipelines:
     def __next__(self) -> Pipelines:
         return self
 
-    def of(self, worker: int) -> Any:
-        """The iterator of the worker whose thread this is."""
+    def of(self, worker: int) -> tf.data.Iterator:
+        """Return the iterator of the worker whose thread this is.
+
+        Args:
+            worker: Index of the worker.
+
+        Raises:
+            ValueError: Its dataset is not like that of worker 0, or was made on the chief.
+        """
         if worker not in self._at:
             with self._lock, _made_there(worker):  # it may call the script's own function
                 made = self._dataset.make(worker)
@@ -93,12 +116,23 @@ class Pipelines:
         return self._at[worker]
 
     def lose(self, worker: int) -> None:
-        """Forget a lost worker's iterator, but keep it: its end would be a message to the dead."""
+        """Forget a lost worker's iterator, but keep it alive: its end would be a message.
+
+        Args:
+            worker: Index of the worker.
+        """
         if worker in self._at:
             self._lost.append(self._at.pop(worker))
 
-    def call(self, function: Callable[[Any], Any], worker: int) -> Any:
+    def call(self, function: Callable[[tf.data.Iterator], T], worker: int) -> T:
         """Call a function with the worker's iterator.
+
+        Args:
+            function: Called with the iterator.
+            worker: Index of the worker whose thread this is.
+
+        Returns:
+            What the function returned.
 
         Raises:
             ValueError: The pipeline has no batch at all.
@@ -127,8 +161,8 @@ def _made_there(worker: int) -> Iterator[None]:
         raise ValueError(_ELSEWHERE.format(worker=worker)) from None
 
 
-def _opened(dataset: tf.data.Dataset, worker: int) -> Any:
-    """An endless iterator over a worker's dataset.
+def _opened(dataset: tf.data.Dataset, worker: int) -> tf.data.Iterator:
+    """Open an endless iterator over a worker's dataset.
 
     Raises:
         ValueError: The dataset is not on the worker.
@@ -138,16 +172,21 @@ def _opened(dataset: tf.data.Dataset, worker: int) -> Any:
     return iter(dataset.repeat())
 
 
-def worker_dataset(dataset_fn: Callable, workers: int, slices: int) -> WorkerDataset:
-    """What `distribute_datasets_from_function` gives on the chief.
+def worker_dataset(
+    dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset], workers: int, slices: int
+) -> WorkerDataset:
+    """Make what `distribute_datasets_from_function` returns on the chief.
 
     Args:
         dataset_fn: `tf.distribute.InputContext` -> batched `tf.data.Dataset`.
         workers: Number of workers, one pipeline each.
         slices: Gradients in one step.
 
+    Returns:
+        The pipelines, one for each worker.
+
     Raises:
-        TypeError: It returned something else.
+        TypeError: `dataset_fn` returned something else.
         ValueError: It returned rows instead of batches, or a synchronous step would have slices of
             different sizes.
     """

@@ -1,4 +1,4 @@
-"""The workers of a parameter-server job, as the chief sees them: threads that ask for work.
+"""Pool of the workers of a parameter-server job on the chief: threads that ask for work.
 
 Each worker has a thread on the chief, TensorFlow's own, in which it takes the next piece of work,
 computes it remotely, and hands in the result. All that decides something, such as applying
@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import tensorflow as tf
 
@@ -24,54 +24,87 @@ from dtk.communicators import startup
 from dtk.compat import tf_coordinator
 from dtk.errors import ClusterError
 
-# How often a waiting main thread makes sure that somebody is still there.
+# How often a waiting main thread makes sure that a worker and all servers are still there.
 _LOOK_SECONDS = 5.0
 # A worker that could not reach a server which is there tries again after so long.
 _RETRY_SECONDS = 1.0
 
 
-class Work(Protocol):
-    """Where pieces of work come from. Called under the pool's lock."""
+T = TypeVar("T")
+PieceT = TypeVar("PieceT")
+ResultT = TypeVar("ResultT", contravariant=True)
+ComputedT = TypeVar("ComputedT")
 
-    def take(self, worker: int) -> Any:
-        """The next piece for a worker; None if there is none yet."""
 
-    def finished(self, piece: Any, worker: int, result: Any) -> None:
-        """A worker has computed a piece."""
+class Work(Protocol[PieceT, ResultT]):
+    """Source of pieces of work; called under the pool's lock."""
 
-    def lost(self, piece: Any, worker: int) -> None:
-        """A worker died with a piece."""
+    def take(self, worker: int) -> PieceT | None:
+        """Hand out the next piece for a worker.
+
+        Args:
+            worker: Index of the worker.
+
+        Returns:
+            The piece; None if there is none yet.
+        """
+
+    def finished(self, piece: PieceT, worker: int, result: ResultT) -> None:
+        """Take the result of a piece.
+
+        Args:
+            piece: The piece.
+            worker: Index of the worker that has computed it.
+            result: What the worker's function returned.
+        """
+
+    def lost(self, piece: PieceT, worker: int) -> None:
+        """Take back a piece whose worker was lost.
+
+        Args:
+            piece: The piece.
+            worker: Index of the lost worker.
+        """
 
 
 class WorkerPool:
-    """Workers that compute pieces of work.
+    """Workers that compute pieces of work, as threads on the chief.
 
     Args:
-        strategy: The strategy.
-        workers: Their addresses.
-        servers: Addresses of the parameter servers.
+        strategy: The strategy, whose coordinator keeps the threads.
+        workers: Addresses of the workers, "host:port".
+        servers: Addresses of the parameter servers, "host:port".
         patience: Seconds to go on without any worker before giving up.
     """
 
     def __init__(
-        self, strategy: Any, workers: Sequence[str], servers: Sequence[str], patience: float
+        self,
+        strategy: tf.distribute.Strategy,
+        workers: Sequence[str],
+        servers: Sequence[str],
+        patience: float,
     ):
         self._strategy = strategy
         self._workers, self._servers, self._patience = workers, servers, patience
         self._changed = threading.Condition()
         # What there is to do, the innermost last.
-        self._entries: list[tuple[Work, Callable[[Any, int], Any]]] = []
+        self._entries: list[tuple[Work, Callable]] = []
         self._error: BaseException | None = None
-        self._shift = 0
+        self._session = 0
         self.lost_workers: set[int] = set()
 
     @contextlib.contextmanager
-    def working(self, work: Work, compute: Callable[[Any, int], Any]) -> Iterator[WorkerPool]:
-        """While inside, workers compute what `work` gives them; inside another, instead of its.
+    def working(
+        self, work: Work[PieceT, ComputedT], compute: Callable[[PieceT, int], ComputedT]
+    ) -> Iterator[WorkerPool]:
+        """Let workers compute what `work` gives them while inside; inside another, instead of its.
 
         Args:
             work: Where pieces come from.
             compute: Computes a piece; called as `compute(piece, worker)` on a worker's thread.
+
+        Yields:
+            The pool.
         """
         entry = (work, compute)
         with self._changed:
@@ -79,13 +112,13 @@ class WorkerPool:
             self._entries.append(entry)
             if is_first:
                 self._error = None
-                self._shift += 1
-            shift = self._shift
+                self._session += 1
+            session = self._session
             self._changed.notify_all()
         try:
             if is_first:
                 tf_coordinator.employ(
-                    self._strategy, lambda: self._serve(shift), len(self._workers)
+                    self._strategy, lambda: self._serve(session), len(self._workers)
                 )
             yield self
         finally:
@@ -94,18 +127,31 @@ class WorkerPool:
                 # exception left do.
                 self._entries = [other for other in self._entries if other is not entry]
                 if not self._entries:
-                    self._shift += 1
+                    self._session += 1
                 self._changed.notify_all()
 
-    def offer(self, change: Callable[[], Any]) -> Any:
-        """Change the work, as by adding to it, and let workers look again."""
+    def offer(self, change: Callable[[], T]) -> T:
+        """Change the work, as by adding to it, and let workers look again.
+
+        Args:
+            change: Called once, under the lock.
+
+        Returns:
+            What `change` returned.
+        """
         with self._changed:
             result = change()
             self._changed.notify_all()
             return result
 
-    def wait(self, until: Callable[[], Any]) -> Any:
-        """Wait until `until()`, called under the lock, is true; returns its result.
+    def wait(self, until: Callable[[], T | None]) -> T:
+        """Wait until a condition is true.
+
+        Args:
+            until: Called under the lock, whenever something has changed.
+
+        Returns:
+            What `until` returned, once that is true.
 
         Raises:
             ClusterError: A parameter server is gone, or there has been no worker for too long.
@@ -118,11 +164,11 @@ class WorkerPool:
                 if result := until():
                     return result
                 if not self._changed.wait(_LOOK_SECONDS):
-                    last_seen = self._look_around(last_seen)
+                    last_seen = self._check_alive(last_seen)
 
     @contextlib.contextmanager
     def asking_servers(self) -> Iterator[None]:
-        """While inside, an error that comes from a lost parameter server says so.
+        """While inside, let an error that comes from a lost parameter server say so.
 
         Raises:
             ClusterError: Instead of TensorFlow's error.
@@ -136,8 +182,8 @@ class WorkerPool:
                 raise gone from None
             raise
 
-    def _look_around(self, last_seen: float) -> float:
-        """When somebody was last there; raises when that is too long ago, or a server is gone."""
+    def _check_alive(self, last_seen: float) -> float:
+        """Return when a worker was last there; raise if too long ago, or if a server is gone."""
         self._check_servers()
         now = time.monotonic()
         if any(startup.answers(address) for address in self._workers):
@@ -160,10 +206,10 @@ class WorkerPool:
                     "resume=True) it continues where it last saved"
                 )
 
-    def _serve(self, shift: int) -> None:
-        """What a worker's thread does until the shift is over."""
+    def _serve(self, session: int) -> None:
+        """Run a worker's thread until the session is over."""
         worker = tf_coordinator.current_worker()
-        while (found := self._next(worker, shift)) is not None:
+        while (found := self._next(worker, session)) is not None:
             piece, work, compute = found
             try:
                 result = compute(piece, worker)
@@ -171,7 +217,7 @@ class WorkerPool:
                 with self._changed:
                     work.lost(piece, worker)
                     self._changed.notify_all()
-                if not self._survives(error, worker, shift):
+                if not self._survives(error, worker, session):
                     return
                 if tf_coordinator.worker_is_lost(error):
                     raise  # TensorFlow waits until it is back
@@ -182,10 +228,10 @@ class WorkerPool:
                 work.finished(piece, worker, result)
                 self._changed.notify_all()
 
-    def _next(self, worker: int, shift: int) -> tuple[Any, Work, Callable] | None:
-        """What a worker is to do next; None when its shift is over."""
+    def _next(self, worker: int, session: int) -> tuple[Any, Work, Callable] | None:
+        """Wait for what a worker is to do next; None when its session is over."""
         with self._changed:
-            while self._shift == shift and self._error is None:
+            while self._session == session and self._error is None:
                 work, compute = self._entries[-1]
                 piece = work.take(worker)
                 # Taking may have finished slices without rows.
@@ -194,8 +240,8 @@ class WorkerPool:
                     return piece, work, compute
             return None
 
-    def _survives(self, error: Exception, worker: int, shift: int) -> bool:
-        """Whether the others go on. Otherwise the main thread is told why not."""
+    def _survives(self, error: Exception, worker: int, session: int) -> bool:
+        """Return whether the others go on. Otherwise the main thread is told why not."""
         fatal: BaseException | None = error
         if isinstance(error, tf.errors.OpError) and tf_coordinator.worker_is_lost(error):
             fatal = None
@@ -211,14 +257,14 @@ class WorkerPool:
         with self._changed:
             if fatal is None:
                 if worker not in self.lost_workers:
-                    self._tell(worker)
+                    self._print_loss(worker)
                 self.lost_workers.add(worker)
-            elif self._error is None and self._shift == shift:
+            elif self._error is None and self._session == session:
                 self._error = fatal
             self._changed.notify_all()
         return fatal is None
 
-    def _tell(self, worker: int) -> None:
+    def _print_loss(self, worker: int) -> None:
         print(
             f"dtk: worker {worker} ({self._workers[worker]}) is lost; another takes its step, and "
             "it takes part again when it is back",

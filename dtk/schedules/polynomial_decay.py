@@ -1,4 +1,4 @@
-"""The rate that goes with LARS (You, Gitman & Ginsburg 2017, arXiv:1708.03888)."""
+"""Rate that goes with LARS (You, Gitman & Ginsburg 2017, arXiv:1708.03888)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def polynomial_decay(
     start: float = 0.0,
     power: float = 2.0,
 ) -> LearningRateWarmup:
-    """Keras's `PolynomialDecay` to zero, rate (1 - t/T)^2, after a linear warm-up.
+    """Return Keras's `PolynomialDecay` to zero, rate (1 - t/T)^2, after a linear warm-up.
 
     t counts from the first step of all, so the rate reaches zero after `steps`, warm-up included.
 
@@ -24,6 +24,9 @@ def polynomial_decay(
         warmup_steps: Length of the warm-up.
         start: The factor of its first step.
         power: Exponent.
+
+    Returns:
+        The schedule, to give to an optimizer.
 
     Raises:
         ValueError: A number of steps or `start` is out of range.

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
 
-Runs = list[tuple[int, Any]]
+Runs = list[tuple[int, float]]
 
 
-def parse_runs(schedule: Any, noun: str, valid: Callable[[object], bool], expected: str) -> Runs:
-    """The runs of a list of values and `(count, value)` pairs; a value alone has a count of 1.
+def parse_runs(schedule: object, noun: str, valid: Callable[[object], bool], expected: str) -> Runs:
+    """Parse a list of values and `(count, value)` pairs; a value alone has a count of 1.
 
     Args:
         schedule: What the user wrote.
@@ -47,7 +46,10 @@ def parse_runs(schedule: Any, noun: str, valid: Callable[[object], bool], expect
 
 
 def is_count(value: object) -> bool:
-    """Whether something is an integer of at least 1.
+    """Return whether a value is an integer of at least 1.
+
+    Args:
+        value: Any value; a bool is no number here.
 
     Example:
         >>> is_count(3), is_count(0), is_count(True), is_count(3.0)
@@ -57,7 +59,13 @@ def is_count(value: object) -> bool:
 
 
 def ends_of(runs: Runs) -> list[int]:
-    """Where each run ends.
+    """Return where each run ends.
+
+    Args:
+        runs: Pairs of count and value.
+
+    Returns:
+        For each run the position after its last.
 
     Example:
         >>> ends_of([(1, 64), (2, 128)])
@@ -66,8 +74,12 @@ def ends_of(runs: Runs) -> list[int]:
     return list(itertools.accumulate(count for count, _ in runs))
 
 
-def value_at(runs: Runs, position: int) -> Any:
-    """The value at a position, counted from 0; the last persists.
+def value_at(runs: Runs, position: int) -> float:
+    """Return the value at a position; the last persists.
+
+    Args:
+        runs: Pairs of count and value, at least one.
+        position: The position, from 0.
 
     Example:
         >>> [value_at([(1, 64), (2, 128), (1, 256)], position) for position in range(6)]

@@ -23,13 +23,16 @@ from dtk.schedules.time_constant import check_batch_size, check_momentum
 def learning_rate_from_sample_rate(
     sample_rate: float, batch_size: int, momentum: float = 0.0, unit_gain: bool = True
 ) -> float:
-    """Keras's rate for a rate per sample.
+    """Return Keras's rate for a rate per sample.
 
     Args:
         sample_rate: What one sample's gradient is multiplied with.
         batch_size: Global batch, in samples.
         momentum: mu, as given to `keras.optimizers.SGD`.
         unit_gain: Whether the rate was made for v = mu v + (1 - mu) sum g; else mu v + sum g.
+
+    Returns:
+        The rate to give to `keras.optimizers.SGD`.
 
     Raises:
         ValueError: The momentum is not in [0, 1), or the batch is empty.
@@ -44,7 +47,7 @@ def learning_rate_from_sample_rate(
 def sample_rate_from_learning_rate(
     learning_rate: float, batch_size: int, momentum: float = 0.0, unit_gain: bool = True
 ) -> float:
-    """The rate per sample of a Keras rate, rate / batch / (1 - mu).
+    """Return the rate per sample of a Keras rate, rate / batch / (1 - mu).
 
     Args:
         learning_rate: As given to `keras.optimizers.SGD`.

@@ -17,7 +17,7 @@ def by_samples(
     epoch_size: int | None = None,
     per_sample: bool = False,
 ) -> keras.optimizers.schedules.PiecewiseConstantDecay:
-    """A Keras schedule from a list of rates and `(count, rate)` pairs; the last persists.
+    """Return a Keras schedule from a list of rates and `(count, rate)` pairs; the last persists.
 
     A count is in samples, or with `epoch_size` in epochs. The rate of a step is the one due at the
     samples seen before it. The optimizer counts its steps and saves the count, so a restart changes
@@ -32,6 +32,9 @@ def by_samples(
         per_sample: Whether the rates are for one sample; they are multiplied with the batch size
             then. For those with momentum, see `learning_rate_from_sample_rate`, and where the batch
             size or the rate changes while training `dtk.callbacks.SampleRate`.
+
+    Returns:
+        The schedule, to give to an optimizer.
 
     Raises:
         ValueError: A list is malformed, or the batch size changes and `epoch_size` is missing.
@@ -63,7 +66,7 @@ def by_samples(
 
 
 def _steps_at(starts: list[int], sizes: Runs, epoch_size: int | None) -> list[int]:
-    """The first step at or after each position, between which the batch size does not change."""
+    """Return the first step at or after each position; between two the batch size is one."""
     if epoch_size is None:
         return [math.ceil(start / sizes[0][1]) for start in starts]
     lengths = (

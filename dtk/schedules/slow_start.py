@@ -1,4 +1,4 @@
-"""The rates of PFN's ImageNet in 15 minutes (Akiba, Suzuki & Fukuda 2017, arXiv:1711.04325)."""
+"""Rates of PFN's ImageNet in 15 minutes (Akiba, Suzuki & Fukuda 2017, arXiv:1711.04325)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ SLOW_START = [(40, 0.5), (30, 0.075), (15, 0.01), (5, 0.001)]
 def slow_start(
     batch_size: int, epoch_size: int, base: float = 0.1
 ) -> keras.optimizers.schedules.PiecewiseConstantDecay:
-    """0.1 * batch / 256, times 0.5 for 40 epochs, 0.075 for 30, 0.01 for 15 and 0.001 for 5.
+    """Return the rates of the recipe, relative to 0.1 * batch / 256.
 
-    It goes with `dtk.optimizers.RMSpropWarmup`.
+    They are multiplied with 0.5 for 40 epochs, 0.075 for 30, 0.01 for 15 and 0.001 for 5. It goes
+    with `dtk.optimizers.RMSpropWarmup`.
 
     Args:
         batch_size: Global batch, in samples.
         epoch_size: Samples in an epoch of `fit`.
         base: The rate for a batch of 256.
+
+    Returns:
+        The schedule, to give to an optimizer.
 
     Raises:
         ValueError: A size is not a positive integer.

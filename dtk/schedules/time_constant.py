@@ -6,7 +6,7 @@ import math
 
 
 def momentum_from_time_constant(time_constant: float, batch_size: int) -> float:
-    """The momentum of a step, mu = exp(-batch / tau).
+    """Return the momentum of a step, mu = exp(-batch / tau).
 
     After tau samples a gradient counts 1/e of what it did, however many steps they were.
 
@@ -32,7 +32,7 @@ def momentum_from_time_constant(time_constant: float, batch_size: int) -> float:
 
 
 def time_constant_from_momentum(momentum: float, batch_size: int) -> float:
-    """The time constant of a momentum, tau = -batch / ln(mu), in samples.
+    """Return the time constant of a momentum, tau = -batch / ln(mu), in samples.
 
     Args:
         momentum: mu, 0.0 up to but below 1.0.
@@ -53,6 +53,9 @@ def time_constant_from_momentum(momentum: float, batch_size: int) -> float:
 def check_momentum(momentum: float) -> None:
     """Refuse what is no momentum.
 
+    Args:
+        momentum: mu.
+
     Raises:
         ValueError: It is not in [0, 1).
     """
@@ -62,6 +65,9 @@ def check_momentum(momentum: float) -> None:
 
 def check_batch_size(batch_size: float) -> None:
     """Refuse an empty batch.
+
+    Args:
+        batch_size: Global batch, in samples.
 
     Raises:
         ValueError: It is below 1.

@@ -1,16 +1,16 @@
-"""A smaller learning rate for the first steps (Goyal et al. 2017, arXiv:1706.02677)."""
+"""Smaller learning rate for the first steps (Goyal et al. 2017, arXiv:1706.02677)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import keras
+import tensorflow as tf
 from keras import ops
 
 # What a rate is multiplied with, from the first factor and how much of the warm-up is over, 0 to 1.
-SHAPES: dict[str, Callable[[float, Any], Any]] = {
+SHAPES: dict[str, Callable[[float, tf.Tensor], tf.Tensor | float]] = {
     "linear": lambda start, progress: start + (1.0 - start) * progress,
     "exponential": lambda start, progress: start ** (1.0 - progress),
     "constant": lambda start, progress: start,
@@ -19,7 +19,7 @@ SHAPES: dict[str, Callable[[float, Any], Any]] = {
 
 @keras.saving.register_keras_serializable(package="dtk")
 class LearningRateWarmup(keras.optimizers.schedules.LearningRateSchedule):
-    """Another schedule's rate, or a number, times a factor that reaches 1 after some steps.
+    """Schedule of another's rate, or a number, times a factor that reaches 1 after some steps.
 
     The factor changes with every iteration. The other schedule's own clock runs from the first
     step, as if there were no warm-up, so nothing jumps when it ends. For training with k times the
@@ -50,7 +50,13 @@ class LearningRateWarmup(keras.optimizers.schedules.LearningRateSchedule):
         [0.2, 0.35, 0.5, 0.65, 0.8, 0.8]
     """
 
-    def __init__(self, learning_rate: Any, steps: int, start: float = 0.0, shape: str = "linear"):
+    def __init__(
+        self,
+        learning_rate: float | keras.optimizers.schedules.LearningRateSchedule,
+        steps: int,
+        start: float = 0.0,
+        shape: str = "linear",
+    ):
         super().__init__()
         if not _is_rate(learning_rate):
             raise ValueError(
@@ -71,8 +77,12 @@ class LearningRateWarmup(keras.optimizers.schedules.LearningRateSchedule):
         self.start = start
         self.shape = shape
 
-    def __call__(self, step: Any) -> Any:
-        """The rate of a step, counted from 0."""
+    def __call__(self, step: int | tf.Tensor) -> tf.Tensor:
+        """Return the rate of a step.
+
+        Args:
+            step: The step, counted from 0.
+        """
         after = self.learning_rate
         rate = after(step) if callable(after) else ops.convert_to_tensor(after, "float32")
         progress = ops.cast(step, "float32") / max(self.steps, 1)
@@ -80,7 +90,7 @@ class LearningRateWarmup(keras.optimizers.schedules.LearningRateSchedule):
         return rate * ops.where(ops.cast(step, "float32") < self.steps, factor, 1.0)
 
     def get_config(self) -> dict:
-        """What the constructor takes, as Keras saves it."""
+        """Return what the constructor takes, as Keras saves it."""
         rate = self.learning_rate
         if callable(rate):
             rate = keras.optimizers.schedules.serialize(rate)
@@ -93,7 +103,11 @@ class LearningRateWarmup(keras.optimizers.schedules.LearningRateSchedule):
 
     @classmethod
     def from_config(cls, config: dict) -> LearningRateWarmup:
-        """From what `get_config` returned."""
+        """Make the schedule again.
+
+        Args:
+            config: What `get_config` returned.
+        """
         rate = config["learning_rate"]
         if isinstance(rate, dict):
             rate = keras.optimizers.schedules.deserialize(rate)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtk.callbacks.batch_size_search import bounds, last_good, round_to, trial_sizes
+from dtk.callbacks.hyperparameters.batch_size_search import bounds, last_good, round_to, trial_sizes
 
 NAN = math.nan
 sizes = st.integers(1, 2**20)

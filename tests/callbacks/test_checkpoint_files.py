@@ -10,7 +10,7 @@ import textwrap
 import numpy as np
 import pytest
 
-from dtk.callbacks.checkpoint_files import CheckpointFiles, CorruptCheckpointError
+from dtk.callbacks.checkpointing.files import CheckpointFiles, CorruptCheckpointError
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -34,7 +34,7 @@ def test_a_process_killed_while_it_writes_harms_nothing(tmp_path, moment):
     program = f"""
         import json, os, pathlib, signal
         import numpy as np
-        from dtk.callbacks.checkpoint_files import CheckpointFiles
+        from dtk.callbacks.checkpointing.files import CheckpointFiles
 
         def die(*args, **kwargs):
             os.kill(os.getpid(), signal.SIGKILL)

@@ -58,7 +58,7 @@ def test_optimizer_learning_rate():
 
 @pytest.mark.parametrize("kind", [keras.optimizers.SGD, keras.optimizers.RMSprop])
 def test_momentum_buffers_are_found(kind):
-    from dtk.callbacks.rate import momentum_buffers
+    from dtk.callbacks.hyperparameters.rate import momentum_buffers
 
     optimizer = kind(0.1, momentum=0.9)
     optimizer.build([keras.Variable(np.zeros(3)), keras.Variable(np.zeros(2))])

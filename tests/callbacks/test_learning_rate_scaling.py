@@ -78,7 +78,7 @@ def test_arguments(arguments):
 def test_the_scaled_schedule_survives_saving():
     import keras
 
-    from dtk.callbacks.rate import ScaledSchedule
+    from dtk.callbacks.hyperparameters.rate import ScaledSchedule
 
     inner = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
     schedule = ScaledSchedule(inner, 3.0)
@@ -91,7 +91,7 @@ def test_which_of_dtks_optimizers_have_the_rate_in_their_momentum(name, buffers)
     import keras
 
     import dtk
-    from dtk.callbacks.rate import momentum_buffers
+    from dtk.callbacks.hyperparameters.rate import momentum_buffers
 
     more = {"steps_per_epoch": 10} if name == "RMSpropWarmup" else {}
     optimizer = getattr(dtk.optimizers, name)(learning_rate=0.1, **more)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtk.callbacks import MomentumSchedule, SampleRate
-from dtk.callbacks.momentum import carried_over
+from dtk.callbacks.hyperparameters.momentum import carried_over
 from dtk.exchange import BlockMomentum, Delayed, WarmStart
 from dtk.schedules import learning_rate_from_sample_rate, momentum_from_time_constant
 

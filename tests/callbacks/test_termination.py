@@ -12,7 +12,7 @@ import types
 
 import pytest
 
-from dtk.callbacks.termination import EXIT_CODE, Termination
+from dtk.callbacks.checkpointing.termination import EXIT_CODE, Termination
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 def run(body):
     program = f"""
         import os, signal, sys, threading, time, types
-        from dtk.callbacks.termination import Termination
+        from dtk.callbacks.checkpointing.termination import Termination
         alone = types.SimpleNamespace(size=1, allgather_object=lambda value: [value])
         asked = Termination(alone, patience=0.5)
         {body}
@@ -75,7 +75,7 @@ def test_installing_and_removing_leaves_nothing_behind():
 def test_questions_become_rarer_step_by_step(monkeypatch, pace, longest):
     """A slow step after fast ones must not find everyone deaf for long."""
     clock, steps = [0.0], [0]
-    monkeypatch.setattr("dtk.callbacks.termination.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("dtk.callbacks.checkpointing.termination.time.monotonic", lambda: clock[0])
     asked_at = []
 
     def gather(value):
@@ -96,7 +96,7 @@ def test_questions_become_rarer_step_by_step(monkeypatch, pace, longest):
 def test_validation_finds_a_pace_of_its_own(monkeypatch):
     """Breaks as a death by impatience: fast training left 512 slow steps of validation unasked."""
     clock, step = [0.0], [0]
-    monkeypatch.setattr("dtk.callbacks.termination.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("dtk.callbacks.checkpointing.termination.time.monotonic", lambda: clock[0])
     asked_at = []
 
     def gather(value):

@@ -77,7 +77,7 @@ def test_a_server_may_hold_vectors_only_or_kernels_only(shapes):
 
     @tf.autograph.experimental.do_not_convert
     def there_and_back(flat):
-        (sent, codes), (kept,) = layout.sift([flat], tf.constant(1.0))
+        (sent, codes), (kept,) = layout.compress([flat], tf.constant(1.0))
         return layout._joined(layout.dense[0], sent, codes), kept
 
     flat = tf.concat([tf.reshape(g, [-1]) for g in gradients], 0)

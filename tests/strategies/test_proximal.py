@@ -162,7 +162,7 @@ class Late:
 
     def __init__(self, tau, steps):
         self.schedule = scheduler.Schedule(tau, slices=2)
-        self.steps = descent.Steps(self.schedule, 2)
+        self.steps = descent.BlockSteps(self.schedule, 2)
         for _ in range(steps):
             self.schedule.offer()
         # One worker for every piece that may be under way.
@@ -250,7 +250,7 @@ def test_every_part_of_a_step_is_computed_once(data):
     """A part that two slices share, or that a lost slice leaves, would be missing or double."""
     tau, parts = data.draw(draw.integers(0, 3)), data.draw(draw.integers(1, 4))
     schedule = scheduler.Schedule(tau, slices=parts)
-    steps = descent.Steps(schedule, parts)
+    steps = descent.BlockSteps(schedule, parts)
     for _ in range(5):
         schedule.offer()
     running, losses = {}, 3
@@ -278,7 +278,7 @@ def test_every_part_of_a_step_is_computed_once(data):
 def test_a_worker_computes_its_own_part():
     """Handed out in turn, every part's rows would end on every worker."""
     schedule = scheduler.Schedule(0, slices=2)
-    steps = descent.Steps(schedule, 2)
+    steps = descent.BlockSteps(schedule, 2)
     for _ in range(4):
         schedule.offer()
     for first in (1, 0, 1, 1):

@@ -1,10 +1,9 @@
-"""Weights in blocks on parameter servers, and the copies that workers keep of them."""
+"""Blocks of weights on parameter servers, and the copies that workers keep of them."""
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -15,10 +14,10 @@ from dtk.parameter_server.proximal.methods import soft_threshold
 
 
 class Blocks:
-    """The weights on the servers, cut along their first axis.
+    """Weights on the servers, cut along their first axis.
 
     Args:
-        weights: Their first values, of shape (entries, ...).
+        weights: Their first values, of shape `(entries, ...)`.
         count: How many blocks.
         servers: How many servers; blocks are dealt to them in turn.
         parts: How many gradients make one step.
@@ -33,7 +32,9 @@ class Blocks:
                 self.variables.append(tf.Variable(weights[begin:end], trainable=False))
         # How often each was updated; only the main thread changes it.
         self.updates = [0] * count
-        self._free: list[collections.deque] = [collections.deque() for _ in range(count)]
+        self._free: list[collections.deque[tf.Variable]] = [
+            collections.deque() for _ in range(count)
+        ]
         # Traced here, for every task is told of a function, also one that is slow by then.
         self._commits = {
             device: self._commit_on(device, parts)
@@ -44,17 +45,24 @@ class Blocks:
         return len(self.spans)
 
     def bytes_of(self, block: int) -> int:
-        """Size of a block."""
+        """Return the size of a block, in bytes.
+
+        Args:
+            block: Index of the block.
+        """
         return self.variables[block].shape.num_elements() * self.dtype.size
 
     def whole(self) -> np.ndarray:
-        """All of the weights."""
+        """Return all of the weights, read from the servers."""
         return np.concatenate([variable.numpy() for variable in self.variables])
 
     def buffer(self, block: int) -> tf.Variable:
-        """Somewhere to put a gradient of a block, beside it.
+        """Return a variable to put a gradient of a block into, on the block's server.
 
         One whose worker was lost is never used again: the lost may come back and write to it.
+
+        Args:
+            block: Index of the block.
         """
         try:
             return self._free[block].pop()
@@ -64,7 +72,14 @@ class Blocks:
                 return tf.Variable(tf.zeros(variable.shape, self.dtype), trainable=False)
 
     def apply(self, block: int, buffers: Sequence[tf.Variable], rate: float, l1: float) -> None:
-        """w <- soft_threshold(w - rate * sum g, rate * l1), where the block is."""
+        """Set w to soft_threshold(w - rate * sum g, rate * l1), on the block's server.
+
+        Args:
+            block: Index of the block.
+            buffers: The gradients g, one for each part of the rows; they may be used again then.
+            rate: The step's rate.
+            l1: Weight of |w|_1.
+        """
         variable = self.variables[block]
         numbers = [tf.constant(number, self.dtype) for number in (rate, rate * l1)]
         handles = [buffer.handle for buffer in buffers]
@@ -72,11 +87,13 @@ class Blocks:
         self.updates[block] += 1
         self._free[block].extend(buffers)
 
-    def _commit_on(self, device: str, parts: int) -> Callable:
+    def _commit_on(self, device: str, parts: int) -> tf.types.experimental.ConcreteFunction:
         def read(handle: tf.Tensor) -> tf.Tensor:
             return tf.raw_ops.ReadVariableOp(resource=handle, dtype=self.dtype)
 
-        def commit(weights: Any, buffers: Any, rate: Any, threshold: Any) -> None:
+        def commit(
+            weights: tf.Tensor, buffers: list[tf.Tensor], rate: tf.Tensor, threshold: tf.Tensor
+        ) -> None:
             with tf.device(device):
                 old = read(weights)
                 gradient = tf.add_n([read(buffer) for buffer in buffers])
@@ -89,27 +106,27 @@ class Blocks:
 
 
 class Copy:
-    """What a worker keeps, as tensors on it. Used by its thread alone.
+    """Copy of weights and rows that a worker keeps, as tensors on it. Used by its thread alone.
 
     Args:
         blocks: The weights.
         parts: Rows of each part, as arrays on the chief.
     """
 
-    def __init__(self, blocks: Blocks, parts: Sequence[tuple]):
+    def __init__(self, blocks: Blocks, parts: Sequence[tuple[np.ndarray, ...]]):
         self._blocks, self._parts = blocks, parts
         self.copied = 0
         self.forget()
 
     def forget(self) -> None:
-        """The worker is lost."""
-        self._weights: list = [None] * len(self._blocks)
+        """Forget everything: the worker is lost."""
+        self._weights: list[tf.Tensor] = [None] * len(self._blocks)
         self._updates = [-1] * len(self._blocks)
-        self._rows: dict[int, list] = {}
+        self._rows: dict[int, list[tf.Tensor]] = {}
         self._pulled = 0
 
-    def weights(self) -> list:
-        """Every block, pulled again if it was updated since; call on the worker."""
+    def weights(self) -> list[tf.Tensor]:
+        """Return every block, pulled again if it was updated since; call on the worker."""
         for block, updates in enumerate(self._blocks.updates):
             # The count is older than the value: at worst a block is pulled once too often.
             if self._updates[block] < updates:
@@ -118,8 +135,12 @@ class Copy:
                 self._pulled += self._blocks.bytes_of(block)
         return list(self._weights)
 
-    def rows(self, part: int) -> list:
-        """The rows of a part, sent when they are wanted first; call on the worker."""
+    def rows(self, part: int) -> list[tf.Tensor]:
+        """Return the rows of a part, sent when they are wanted first; call on the worker.
+
+        Args:
+            part: Index of the part.
+        """
         if part not in self._rows:
             arrays = self._parts[part]
             self._rows[part] = [tf.constant(array) for array in arrays]
@@ -127,6 +148,6 @@ class Copy:
         return self._rows[part]
 
     def take_pulled(self) -> int:
-        """Bytes pulled since the last call."""
+        """Return the bytes pulled since the last call."""
         pulled, self._pulled = self._pulled, 0
         return pulled

@@ -10,7 +10,7 @@ some worker, at the weights this worker then has, and the servers apply the sum:
 
 A worker keeps what it was sent: the rows of the parts it has computed, and every block, of which it
 pulls again those that were updated since. When it dies, all of that is gone with it, and sent again
-to whoever goes on. Which step may start is decided in `dtk.parameter_server.scheduler`.
+to the worker that goes on. Which step may start is decided in `dtk.parameter_server.scheduler`.
 """
 
 from __future__ import annotations
@@ -19,29 +19,31 @@ import collections
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from dtk.compat import tf_servers
 from dtk.input import slicing
+from dtk.parameter_server.contract import ServerStrategy
 from dtk.parameter_server.proximal.blocks import Blocks, Copy
 from dtk.parameter_server.scheduler import Piece, Schedule
 
 
 class Task(NamedTuple):
-    """A piece of a step, and the part of the rows that was made its own."""
+    """Piece of a step, and the part of the rows it is computed on."""
 
     piece: Piece
     part: int
 
 
-class Steps:
-    """Steps in the order the schedule allows, each over all parts of the rows; see `pool.Work`.
+class BlockSteps:
+    """Queue of steps over all parts of the rows; see `worker_pool.Work`.
 
     The schedule says that a worker may compute one more piece of a step. Which part of the rows
-    that is, is said here: the worker's own if nobody has it, for it has these rows already.
+    that is, is said here: the worker's own if no other worker has it, for it has these rows
+    already.
 
     Args:
         schedule: Whose steps have as many slices as there are parts.
@@ -52,11 +54,18 @@ class Steps:
         self.schedule = schedule
         self._parts = parts
         self._given: dict[int, dict[int, int]] = {}  # step -> slice -> part
-        self._results: dict[int, dict[int, Any]] = {}  # step -> part -> result
+        self._results: dict[int, dict[int, tf.Variable | np.ndarray]] = {}  # step -> part -> result
         self._complete: collections.deque[int] = collections.deque()
 
     def take(self, worker: int) -> Task | None:
-        """The next piece for a worker. A lost one keeps its part."""
+        """Hand out the next piece for a worker. A piece that was lost keeps its part.
+
+        Args:
+            worker: Index of the worker.
+
+        Returns:
+            The piece and its part of the rows; None if nothing may start yet.
+        """
         piece = self.schedule.take(worker)
         if piece is None:
             return None
@@ -66,8 +75,14 @@ class Steps:
             given[piece.slice] = worker if worker in free else min(free)
         return Task(piece, given[piece.slice])
 
-    def finished(self, task: Task, worker: int, result: Any) -> None:
-        """A worker has computed a piece."""
+    def finished(self, task: Task, worker: int, result: tf.Variable | np.ndarray) -> None:
+        """Take the result of a piece.
+
+        Args:
+            task: The piece, as `take` returned it.
+            worker: Index of the worker that has computed it.
+            result: What the worker's function returned.
+        """
         step = task.piece.step
         if self.schedule.returned(task.piece, worker):
             self._results.setdefault(step, {})[task.part] = result
@@ -75,11 +90,20 @@ class Steps:
                 self._complete.append(step)
 
     def lost(self, task: Task, worker: int) -> None:
-        """A worker died with a piece."""
+        """Hand a piece out again, whose worker was lost with it.
+
+        Args:
+            task: The piece, as `take` returned it.
+            worker: Index of the lost worker.
+        """
         self.schedule.lost(task.piece, worker)
 
     def next_complete(self) -> tuple[int, list] | None:
-        """A step whose parts are all computed, and their results in order; or None."""
+        """Remove and return a step whose parts are all computed.
+
+        Returns:
+            The step's number and the results in the order of parts; None if no step is complete.
+        """
         if not self._complete:
             return None
         step = self._complete.popleft()
@@ -88,7 +112,7 @@ class Steps:
 
 
 class Descent:
-    """Computes steps with the workers of a strategy, and applies them.
+    """Block coordinate descent with the workers of a strategy.
 
     Args:
         strategy: A `ParameterServerStrategy`, on the chief.
@@ -96,12 +120,20 @@ class Descent:
         weights: Their first values, of shape (entries, ...).
         data: Arrays with the same number of rows.
         blocks: How many blocks the weights are cut into.
+
+    Raises:
+        ValueError: `loss` returns something else than one number per row, or has no gradient.
     """
 
     def __init__(
-        self, strategy: Any, loss: Callable, weights: np.ndarray, data: tuple, blocks: int
+        self,
+        strategy: ServerStrategy,
+        loss: Callable[..., tf.Tensor],
+        weights: np.ndarray,
+        data: tuple[np.ndarray, ...],
+        blocks: int,
     ):
-        self._crew, self._note = strategy.pool, strategy.note_traffic
+        self._pool, self._note_traffic = strategy.pool, strategy.note_traffic
         self._loss = loss
         self._count = min(strategy.workers, len(data[0]))
         self._blocks = Blocks(weights, blocks, len(strategy.placement), self._count)
@@ -120,7 +152,7 @@ class Descent:
 
     @property
     def weights(self) -> np.ndarray:
-        """The weights as they are."""
+        """Current weights, read from the servers."""
         return self._blocks.whole()
 
     @property
@@ -129,9 +161,14 @@ class Descent:
         return [copy.copied for copy in self._copies]
 
     def run(
-        self, order: Sequence[int], tau: int, rate: np.ndarray, l1: float, record: Callable
+        self,
+        order: Sequence[int],
+        tau: int,
+        rate: np.ndarray,
+        l1: float,
+        record: Callable[[int], None],
     ) -> Schedule:
-        """Take steps.
+        """Take steps, and apply them.
 
         Args:
             order: The block of each step.
@@ -141,36 +178,39 @@ class Descent:
             record: Called on the main thread between steps, as `record(steps applied)`.
 
         Returns:
-            What decided, with the staleness seen.
+            The schedule that decided, with the staleness seen.
         """
         schedule = Schedule(tau, slices=self._count)
-        steps = Steps(schedule, self._count)
+        steps = BlockSteps(schedule, self._count)
         for _ in order:
             schedule.offer()
         record(0)
-        with self._crew.working(steps, functools.partial(self._compute, order)):
+        with self._pool.working(steps, functools.partial(self._compute, order)):
             while schedule.unfinished:
-                step, buffers = self._crew.wait(steps.next_complete)
+                step, buffers = self._pool.wait(steps.next_complete)
                 block = order[step]
-                with self._crew.asking_servers():
+                with self._pool.asking_servers():
                     self._blocks.apply(block, buffers, float(rate[block]), l1)
-                self._crew.offer(functools.partial(schedule.applied, step))
+                self._pool.offer(functools.partial(schedule.applied, step))
                 record(schedule.finished)
         return schedule
 
     def measure(self) -> tuple[float, float]:
-        """Sum of the loss over all rows, and |w|_1, at the weights as they are.
+        """Compute the sum of the loss over all rows, and |w|_1, at the weights as they are.
 
         Workers finish what they compute, and compute this next; nothing is applied meanwhile.
+
+        Returns:
+            The sum of the loss, and |w|_1.
 
         Raises:
             ValueError: The loss gives another number of values than there are rows.
         """
         schedule = Schedule(tau=0, slices=self._count)
-        steps = Steps(schedule, self._count)
+        steps = BlockSteps(schedule, self._count)
         schedule.offer()
-        with self._crew.working(steps, self._measure_part):
-            _, results = self._crew.wait(steps.next_complete)
+        with self._pool.working(steps, self._measure_part):
+            _, results = self._pool.wait(steps.next_complete)
         for rows, (_, values, _) in zip(self._part_rows, results, strict=True):
             if values != rows:
                 raise ValueError(
@@ -194,7 +234,7 @@ class Descent:
                 span = [tf.constant(bound) for bound in self._blocks.spans[block]]
             weights, rows = copy.weights(), copy.rows(task.part)
             pushed = self._push(weights, rows, *span, buffer.handle).numpy()
-            self._note(worker, np.array([copy.take_pulled(), pushed]))
+            self._note_traffic(worker, np.array([copy.take_pulled(), pushed]))
         return buffer
 
     @contextlib.contextmanager
@@ -206,14 +246,21 @@ class Descent:
             copy.forget()
             raise
 
-    def _values(self, weights: list, rows: list) -> tf.Tensor:
-        """Sum of the loss over some rows, how many numbers it gave, and |w|_1; traced."""
+    def _values(self, weights: list[tf.Tensor], rows: list[tf.Tensor]) -> tf.Tensor:
+        """Sum the loss over some rows, with the count of its numbers, and |w|_1; traced."""
         whole = tf.concat(weights, 0)
         values = self._loss_of(whole, rows)
         numbers = [tf.reduce_sum(values), tf.size(values), tf.reduce_sum(tf.abs(whole))]
         return tf.stack([tf.cast(number, tf.float64) for number in numbers])
 
-    def _gradient(self, weights: list, rows: list, begin: Any, end: Any, buffer: Any) -> tf.Tensor:
+    def _gradient(
+        self,
+        weights: list[tf.Tensor],
+        rows: list[tf.Tensor],
+        begin: tf.Tensor,
+        end: tf.Tensor,
+        buffer: tf.Tensor,
+    ) -> tf.Tensor:
         """Put the gradient of one block into a gradient buffer; traced. Returns the bytes sent."""
         whole = tf.concat(weights, 0)
         with tf.GradientTape(watch_accessed_variables=False) as tape:

@@ -27,16 +27,17 @@ Algorithm 3, without its diagonal second-order term and its filter.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from dtk.input import slicing
 
 
-def soft_threshold(values: Any, threshold: Any) -> tf.Tensor:
-    """The proximal operator of `threshold * |x|_1`: argmin over x of |x - v|^2 / 2 + t |x|_1.
+def soft_threshold(
+    values: npt.ArrayLike | tf.Tensor, threshold: npt.ArrayLike | tf.Tensor
+) -> tf.Tensor:
+    """Apply the proximal operator of `threshold * |x|_1`: argmin over x of |x - v|^2 / 2 + t |x|_1.
 
     Args:
         values: A floating tensor or array v of any shape.
@@ -54,8 +55,8 @@ def soft_threshold(values: Any, threshold: Any) -> tf.Tensor:
     return values - tf.clip_by_value(values, -threshold, threshold)
 
 
-def least_squares_smoothness(features: Any, blocks: int = 1) -> np.ndarray:
-    """L_b of the loss (x . w - y)^2 / 2: the largest eigenvalue of X_b^T X_b, for each block b.
+def least_squares_smoothness(features: npt.ArrayLike, blocks: int = 1) -> np.ndarray:
+    """Return L_b of the loss (x . w - y)^2 / 2: the largest eigenvalue of X_b^T X_b.
 
     Without the factor 1/2 in the loss it is twice that.
 
@@ -81,8 +82,8 @@ def least_squares_smoothness(features: Any, blocks: int = 1) -> np.ndarray:
     return np.array([np.linalg.norm(features[:, begin:end], 2) ** 2 for begin, end in spans])
 
 
-def rate_bound(smoothness: Any, tau: int, epsilon: float = 1e-6) -> np.ndarray:
-    """The largest rate with which delayed block steps are known to converge.
+def rate_bound(smoothness: npt.ArrayLike, tau: int, epsilon: float = 1e-6) -> np.ndarray:
+    """Return the largest rate with which delayed block steps are known to converge.
 
     Args:
         smoothness: L_b, which bounds the curvature of the sum of losses in block b; a number, or
@@ -108,8 +109,16 @@ def rate_bound(smoothness: Any, tau: int, epsilon: float = 1e-6) -> np.ndarray:
     return 1 / ((1 + tau) * smoothness + epsilon * np.max(smoothness))
 
 
-def check_blocks(blocks: Any, entries: int) -> None:
-    """Refuse what weights cannot be cut into."""
+def check_blocks(blocks: int, entries: int) -> None:
+    """Refuse what weights cannot be cut into.
+
+    Args:
+        blocks: Number of blocks.
+        entries: Entries of the weights along the first axis.
+
+    Raises:
+        ValueError: `blocks` is not an integer from 1 to `entries`.
+    """
     if not is_whole(blocks) or not 1 <= blocks <= entries:
         raise ValueError(
             f"blocks={blocks!r} for weights of {entries} entries along the first axis; expected "
@@ -117,12 +126,23 @@ def check_blocks(blocks: Any, entries: int) -> None:
         )
 
 
-def check_tau(tau: Any) -> None:
-    """Refuse what is no delay."""
+def check_tau(tau: int) -> None:
+    """Refuse what is no delay.
+
+    Args:
+        tau: Steps a gradient may be late.
+
+    Raises:
+        ValueError: It is not an integer of 0 or more.
+    """
     if not is_whole(tau) or tau < 0:
         raise ValueError(f"tau={tau!r}; expected 0 or more: the steps a gradient may be late")
 
 
-def is_whole(number: Any) -> bool:
-    """Whether it counts something."""
+def is_whole(number: object) -> bool:
+    """Return whether a value is an integer that counts something; a bool is none.
+
+    Args:
+        number: Any value.
+    """
     return isinstance(number, int | np.integer) and not isinstance(number, bool)

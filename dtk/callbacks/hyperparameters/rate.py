@@ -1,9 +1,8 @@
-"""An optimizer's learning rate as something that can be multiplied while training."""
+"""Learning rate of an optimizer, as something that can be multiplied while training."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -14,7 +13,7 @@ from dtk.trainer import shared_optimizer
 
 @keras.saving.register_keras_serializable(package="dtk")
 class ScaledSchedule(keras.optimizers.schedules.LearningRateSchedule):
-    """Another schedule's rate times a factor that can be changed while training.
+    """Schedule whose rate is another's times a factor that can be changed while training.
 
     Args:
         schedule: The schedule to scale.
@@ -27,16 +26,18 @@ class ScaledSchedule(keras.optimizers.schedules.LearningRateSchedule):
         0.4
     """
 
-    def __init__(self, schedule: Any, factor: float = 1.0):
+    def __init__(
+        self, schedule: keras.optimizers.schedules.LearningRateSchedule, factor: float = 1.0
+    ):
         self.schedule = schedule
         self.factor = tf.Variable(factor, trainable=False, dtype=tf.float32, name="rate_factor")
 
-    def __call__(self, step: Any) -> Any:
-        """The scaled rate at a step."""
+    def __call__(self, step: int | tf.Tensor) -> tf.Tensor:
+        """Return the scaled rate at a step."""
         return self.schedule(step) * self.factor
 
     def get_config(self) -> dict:
-        """Both, as Keras saves them."""
+        """Return schedule and factor, as Keras saves them."""
         return {
             "schedule": keras.optimizers.schedules.serialize(self.schedule),
             "factor": float(self.factor.numpy()),
@@ -44,14 +45,18 @@ class ScaledSchedule(keras.optimizers.schedules.LearningRateSchedule):
 
     @classmethod
     def from_config(cls, config: dict) -> ScaledSchedule:
-        """From what `get_config` returned."""
+        """Make the schedule again.
+
+        Args:
+            config: What `get_config` returned.
+        """
         schedule = keras.optimizers.schedules.deserialize(config["schedule"])
         return cls(schedule, config["factor"])
 
 
 @dataclasses.dataclass
 class Scaling:
-    """How one optimizer's learning rate has been scaled.
+    """State of the scaling of one optimizer's learning rate.
 
     Attributes:
         base: The script's rate.
@@ -66,17 +71,21 @@ class Scaling:
     warm: bool = False
 
 
-def rate_now(optimizer: Any) -> float:
-    """The rate the next step would have."""
-    return float(keras.ops.convert_to_tensor(optimizer.learning_rate).numpy())
-
-
-def check_settable(optimizer: Any, who: str) -> None:
-    """Whether callbacks can set an optimizer's rate.
+def rate_now(optimizer: keras.Optimizer) -> float:
+    """Return the rate the next step would have.
 
     Args:
         optimizer: The optimizer.
-        who: The callback that wants to.
+    """
+    return float(keras.ops.convert_to_tensor(optimizer.learning_rate).numpy())
+
+
+def check_settable(optimizer: keras.Optimizer, who: str) -> None:
+    """Refuse an optimizer whose rate callbacks cannot set.
+
+    Args:
+        optimizer: The optimizer.
+        who: Name of the callback that wants to.
 
     Raises:
         ValueError: It computes its rate itself.
@@ -90,7 +99,9 @@ def check_settable(optimizer: Any, who: str) -> None:
         )
 
 
-def multiply_rate(optimizer: Any, factor: float, momentum_correction: bool = True) -> None:
+def multiply_rate(
+    optimizer: keras.Optimizer, factor: float, momentum_correction: bool = True
+) -> None:
     """Multiply an optimizer's rate, which is a number, and have its momentum buffers agree.
 
     Args:
@@ -103,22 +114,32 @@ def multiply_rate(optimizer: Any, factor: float, momentum_correction: bool = Tru
 
 
 class Rate:
-    """An optimizer's learning rate as something that can be multiplied.
+    """Learning rate of an optimizer that is a number, and can be multiplied.
+
+    Args:
+        optimizer: The optimizer.
+        scaling: How its rate has been scaled so far; kept up to date.
+        momentum_correction: Whether to rescale momentum buffers at changes.
 
     Attributes:
-        scaling: How far it has been.
+        optimizer: The optimizer.
+        scaling: How far its rate has been scaled.
         retrace: Whether steps traced before do not know about the scaling.
     """
 
     retrace = False
 
-    def __init__(self, optimizer: Any, scaling: Scaling, momentum_correction: bool):
+    def __init__(self, optimizer: keras.Optimizer, scaling: Scaling, momentum_correction: bool):
         self.optimizer = optimizer
         self.scaling = scaling
         self._buffers = momentum_buffers(optimizer) if momentum_correction else []
 
     def apply(self, factor: float) -> None:
-        """Make the rate `base * factor`, and the momentum buffers agree with it."""
+        """Make the rate `base * factor`, and the momentum buffers agree with it.
+
+        Args:
+            factor: The factor of the rate the script gave.
+        """
         before = self.scaling.applied
         if factor == before:
             return
@@ -132,9 +153,15 @@ class Rate:
 
 
 class ScheduledRate(Rate):
-    """The rate of an optimizer with a schedule, which stays in force."""
+    """Learning rate of an optimizer with a schedule, which stays in force.
 
-    def __init__(self, optimizer: Any, scaling: Scaling, momentum_correction: bool):
+    Args:
+        optimizer: The optimizer; its schedule becomes a `ScaledSchedule`.
+        scaling: How its rate has been scaled so far; kept up to date.
+        momentum_correction: Whether to rescale momentum buffers at changes.
+    """
+
+    def __init__(self, optimizer: keras.Optimizer, scaling: Scaling, momentum_correction: bool):
         super().__init__(optimizer, scaling, momentum_correction)
         schedule = shared_optimizer.schedule_of(optimizer)
         if not isinstance(schedule, ScaledSchedule):
@@ -148,20 +175,30 @@ class ScheduledRate(Rate):
         self._schedule.factor.assign(factor)
 
 
-def rate_of(optimizer: Any, scaling: Scaling, momentum_correction: bool) -> Rate:
-    """An optimizer's rate.
+def rate_of(optimizer: keras.Optimizer, scaling: Scaling, momentum_correction: bool) -> Rate:
+    """Return an optimizer's rate.
 
     Args:
         optimizer: The optimizer.
         scaling: How its rate has been scaled so far; kept up to date.
         momentum_correction: Whether to rescale momentum buffers at changes.
+
+    Returns:
+        A `ScheduledRate` where it has a schedule, else a `Rate`.
     """
     kind = Rate if shared_optimizer.schedule_of(optimizer) is None else ScheduledRate
     return kind(optimizer, scaling, momentum_correction)
 
 
-def momentum_buffers(optimizer: Any) -> list:
-    """Variables that hold a sum of past gradients times the learning rate."""
+def momentum_buffers(optimizer: keras.Optimizer) -> list[keras.Variable]:
+    """Return the variables that hold a sum of past gradients times the learning rate.
+
+    Args:
+        optimizer: The optimizer, or one that wraps it.
+
+    Returns:
+        Keras variables; none for optimizers whose buffers do not contain the rate.
+    """
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
     if not isinstance(optimizer, keras.optimizers.SGD | keras.optimizers.RMSprop | LARS):

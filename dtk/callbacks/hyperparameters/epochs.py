@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Protocol
 
 
-def epochs_per_worker(epochs: int, strategy: Any, minimum: int = 1) -> int:
-    """How many epochs each worker runs when `epochs` are shared among all: `ceil(epochs / size)`.
+class Sized(Protocol):
+    """Anything with a number of workers.
+
+    Attributes:
+        size: Number of workers.
+    """
+
+    @property
+    def size(self) -> int:
+        """Number of workers."""
+
+
+def epochs_per_worker(epochs: int, strategy: Sized, minimum: int = 1) -> int:
+    """Return how many epochs each worker runs when all share them: `ceil(epochs / size)`.
 
     Under a dtk strategy an epoch is one pass of all workers together over the data, so the number
     of epochs does *not* depend on the number of workers, and most scripts need no division. It is
@@ -20,6 +32,9 @@ def epochs_per_worker(epochs: int, strategy: Any, minimum: int = 1) -> int:
         epochs: Epochs of one worker.
         strategy: A dtk strategy, or anything with a `size`.
         minimum: Never fewer than this.
+
+    Returns:
+        The number of epochs, at least `minimum`.
 
     Raises:
         ValueError: `epochs` is negative or `minimum` below 1.

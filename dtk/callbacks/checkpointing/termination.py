@@ -1,4 +1,4 @@
-"""SIGTERM as a wish that all ranks grant together, at the same step."""
+"""SIGTERM as a request that all ranks follow together, at the same step."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dtk.communicators.base import Communicator
@@ -27,7 +28,7 @@ class Termination:
     ask each other at steps they have agreed on, about once a second, by rank 0's clock. Steps of
     training and of validation count alike; between the two the pace is found anew.
 
-    A rank that waits in a collective for one that has died would be deaf: Python's handlers run
+    A rank that waits in a collective for one that has died would not notice: Python's handlers run
     between Python instructions only. A thread, woken by the signal itself, ends the process when
     the ranks have not agreed in time.
 
@@ -40,10 +41,10 @@ class Termination:
         self._communicator = communicator
         self._patience = patience
         self._caught = False
-        self._before: Any = None
+        self._before: Callable | int | signal.Handlers | None = None
         self._pipe: tuple[int, int] | None = None
         self._woken_before = -1
-        self._granted = threading.Event()
+        self._agreed = threading.Event()
         self._steps = 0
         self.find_pace()
 
@@ -58,8 +59,8 @@ class Termination:
         threading.Thread(target=self._watch, args=(self._pipe[0],), daemon=True).start()
 
     def remove(self) -> None:
-        """Leave SIGTERM to whoever had it before."""
-        self._granted.set()
+        """Restore the handler of SIGTERM that was there before."""
+        self._agreed.set()
         if self._pipe is None:
             return
         with contextlib.suppress(ValueError):
@@ -71,7 +72,7 @@ class Termination:
     def _watch(self, signals: int) -> None:
         with os.fdopen(signals, "rb", buffering=0) as stream:
             while number := stream.read(1):
-                if number[0] == signal.SIGTERM and not self._granted.wait(self._patience):
+                if number[0] == signal.SIGTERM and not self._agreed.wait(self._patience):
                     os._exit(EXIT_CODE)
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
@@ -82,7 +83,7 @@ class Termination:
         self._caught = True
 
     def wanted_after_step(self) -> bool:
-        """Whether any rank was asked to end; the answer is the same on all. Once per step."""
+        """Return whether any rank was asked to end, alike on all ranks; call it once per step."""
         if self._communicator.size == 1:
             return self._caught and self.wanted()
         self._steps += 1
@@ -97,7 +98,7 @@ class Termination:
         self._asked = (self._steps, time.monotonic())
 
     def wanted(self) -> bool:
-        """As `wanted_after_step`, asking now."""
+        """Ask all ranks now whether any was asked to end; see `wanted_after_step`."""
         steps, since = self._asked
         now = time.monotonic()
         pace = (now - since) / max(1, self._steps - steps)
@@ -108,6 +109,6 @@ class Termination:
         self._interval = min(max(1, 2 * self._interval), wished)
         self._next = self._steps + self._interval
         if any(caught for caught, _ in answers):
-            self._granted.set()
+            self._agreed.set()
             return True
         return False

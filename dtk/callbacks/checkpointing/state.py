@@ -30,6 +30,9 @@ def pack(value: Any, arrays: dict[str, np.ndarray]) -> Any:
         value: Numbers, strings, None, arrays, tensors, and lists, tuples and dicts of these.
         arrays: Receives the arrays.
 
+    Returns:
+        What `json.dumps` takes; an array is `{"array": name}`.
+
     Raises:
         TypeError: It holds something else.
 
@@ -58,7 +61,15 @@ def pack(value: Any, arrays: dict[str, np.ndarray]) -> Any:
 
 
 def unpack(value: Any, arrays: dict[str, np.ndarray]) -> Any:
-    """The inverse of `pack`; tuples come back as lists."""
+    """Undo `pack`; tuples come back as lists.
+
+    Args:
+        value: What `pack` returned.
+        arrays: The arrays by name.
+
+    Returns:
+        The value that was packed.
+    """
     if isinstance(value, list):
         return [unpack(item, arrays) for item in value]
     if isinstance(value, dict):
@@ -69,7 +80,14 @@ def unpack(value: Any, arrays: dict[str, np.ndarray]) -> Any:
 
 
 def of_callbacks(callbacks: Iterable) -> dict[str, dict]:
-    """What every callback has learned, by class and position: its `get_state()`, or `KNOWN`."""
+    """Return what every callback has learned: its `get_state()`, or the attributes in `KNOWN`.
+
+    Args:
+        callbacks: The callbacks of `fit`.
+
+    Returns:
+        State by class and position, such as "EarlyStopping.0".
+    """
     states = {}
     for name, callback in _named(callbacks):
         if hasattr(callback, "get_state"):
@@ -80,7 +98,12 @@ def of_callbacks(callbacks: Iterable) -> dict[str, dict]:
 
 
 def to_callbacks(states: dict[str, dict], callbacks: Iterable) -> None:
-    """Give callbacks what `of_callbacks` returned; those that are not here any more are skipped."""
+    """Give callbacks what `of_callbacks` returned; those that are not here any more are skipped.
+
+    Args:
+        states: What it returned.
+        callbacks: The callbacks of `fit`.
+    """
     for name, callback in _named(callbacks):
         if name not in states:
             continue
@@ -91,11 +114,11 @@ def to_callbacks(states: dict[str, dict], callbacks: Iterable) -> None:
                 setattr(callback, attribute, value)
 
 
-def _known(callback: Any) -> tuple[str, ...]:
+def _known(callback: keras.callbacks.Callback) -> tuple[str, ...]:
     return next((names for kind, names in KNOWN if isinstance(callback, kind)), ())
 
 
-def _named(callbacks: Iterable) -> Iterable[tuple[str, Any]]:
+def _named(callbacks: Iterable) -> Iterable[tuple[str, keras.callbacks.Callback]]:
     seen: dict[str, int] = {}
     for callback in callbacks:
         kind = type(callback).__name__
@@ -104,12 +127,16 @@ def _named(callbacks: Iterable) -> Iterable[tuple[str, Any]]:
 
 
 def of_generators() -> dict:
-    """State of Python's and numpy's global random number generators."""
+    """Return the state of Python's and numpy's global random number generators."""
     return {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
 
 
 def to_generators(state: dict) -> None:
-    """Restore what `of_generators` returned."""
+    """Restore what `of_generators` returned.
+
+    Args:
+        state: What it returned; lists may stand for tuples.
+    """
     version, inner, gauss = state["python"]
     random.setstate((version, tuple(inner), gauss))
     np.random.set_state(state["numpy"])

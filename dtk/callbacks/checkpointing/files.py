@@ -1,4 +1,4 @@
-"""How checkpoints lie on disk, so that no crash can harm one that is complete.
+"""Files of checkpoints on disk, so that no crash can harm one that is complete.
 
     directory/
         checkpoint-00000007/    weights.weights.h5   Keras's own format: weights and optimizer
@@ -32,11 +32,11 @@ _WRITING = ".writing-"
 
 
 class CorruptCheckpointError(Exception):
-    """A checkpoint that cannot be read; the message says why."""
+    """Error of a checkpoint that cannot be read; the message says why."""
 
 
 class CheckpointFiles:
-    """The checkpoints of one directory.
+    """Checkpoints of one directory.
 
     Args:
         directory: Where they lie; made when the first one is written.
@@ -46,14 +46,18 @@ class CheckpointFiles:
         self.directory = Path(directory)
 
     def names(self) -> list[str]:
-        """Complete checkpoints, newest first."""
+        """Return the names of the complete checkpoints, newest first."""
         if not self.directory.is_dir():
             return []
         found = [entry.name for entry in self.directory.iterdir() if _NAME.fullmatch(entry.name)]
         return sorted(found, key=_serial, reverse=True)
 
     def weights(self, name: str) -> Path:
-        """Path of one checkpoint's weights."""
+        """Return the path of one checkpoint's weights.
+
+        Args:
+            name: The checkpoint's name.
+        """
         return self.directory / name / WEIGHTS
 
     def write(self, save_weights: Callable[[str], Any], state: dict, arrays: dict) -> str:
@@ -65,7 +69,7 @@ class CheckpointFiles:
             arrays: Arrays by name.
 
         Returns:
-            Its name.
+            The checkpoint's name.
         """
         newest = next(iter(self.names()), None)
         name = f"checkpoint-{_serial(newest) + 1 if newest else 1:08d}"
@@ -85,7 +89,13 @@ class CheckpointFiles:
         return name
 
     def read(self, name: str) -> tuple[dict, dict[str, np.ndarray]]:
-        """State and arrays of one checkpoint, once its files have been checked.
+        """Read state and arrays of one checkpoint, once its files have been checked.
+
+        Args:
+            name: The checkpoint's name.
+
+        Returns:
+            The state, and the arrays by name, as given to `write`.
 
         Raises:
             CorruptCheckpointError: A file is missing or is not what was written.
@@ -104,7 +114,11 @@ class CheckpointFiles:
             raise CorruptCheckpointError(f"{STATE} cannot be read ({error})") from error
 
     def prune(self, keep: int | None) -> None:
-        """Remove all but the newest `keep`."""
+        """Remove all but the newest checkpoints.
+
+        Args:
+            keep: How many to keep; None or 0 keeps all.
+        """
         for name in self.names()[keep:] if keep else []:
             # Renamed first: a removal that is cut short leaves no half checkpoint.
             doomed = self.directory / f"{_WRITING}{name}"
@@ -120,7 +134,12 @@ class CheckpointFiles:
                 draft.unlink()
 
     def keep_best(self, name: str, note: dict) -> None:
-        """Copy one checkpoint's weights to `best.weights.h5`, and a note to `best.json`."""
+        """Copy one checkpoint's weights to `best.weights.h5`, and a note to `best.json`.
+
+        Args:
+            name: The checkpoint's name.
+            note: What goes to JSON.
+        """
         draft = self.directory / f"{_WRITING}best"
         shutil.copyfile(self.weights(name), draft)
         self._put(draft, "best.weights.h5")
@@ -133,7 +152,14 @@ class CheckpointFiles:
 
 
 def digest(file: Path) -> str:
-    """Hash of a file's bytes."""
+    """Return the hash of a file's bytes.
+
+    Args:
+        file: The file.
+
+    Returns:
+        The first 32 hexadecimal digits of its BLAKE2b.
+    """
     with open(file, "rb") as stream:
         return hashlib.file_digest(stream, "blake2b").hexdigest()[:32]
 

@@ -1,4 +1,4 @@
-"""Which global batch to train with next, by trial: pure logic of CNTK's automatic scaling.
+"""Search for the next global batch size, by trial: pure logic of CNTK's automatic scaling.
 
     lower bound                                        upper bound
     previous / 2, and initial / sqrt(lr_now / lr_0)    2 x previous, and a maximum
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 
 
 def bounds(initial: int, previous: int, rate_ratio: float, maximum: int) -> tuple[int, int]:
-    """The smallest and the largest size to try.
+    """Return the smallest and the largest size to try.
 
     A rate that fell lets the lower bound rise: by its square root, as the whole is found to be too
     aggressive. It may rise above the upper bound.
@@ -25,6 +25,9 @@ def bounds(initial: int, previous: int, rate_ratio: float, maximum: int) -> tupl
         previous: The size of the last epoch.
         rate_ratio: The rate now by the rate at the beginning, both for one sample.
         maximum: Never more than this.
+
+    Returns:
+        The lower and the upper bound, in rows.
 
     Example:
         >>> bounds(256, 256, rate_ratio=1.0, maximum=2**20)
@@ -37,7 +40,7 @@ def bounds(initial: int, previous: int, rate_ratio: float, maximum: int) -> tupl
 
 
 def trial_sizes(lower: int, upper: int, multiple: int = 64) -> list[int]:
-    """Sizes to try, each the square root of two larger, rounded to multiples.
+    """Return sizes to try, each the square root of two larger, rounded to multiples.
 
     Args:
         lower: The smallest.
@@ -57,7 +60,11 @@ def trial_sizes(lower: int, upper: int, multiple: int = 64) -> list[int]:
 
 
 def round_to(size: float, multiple: int) -> int:
-    """The nearest multiple, at least one; halves go up.
+    """Return the nearest multiple, at least one; halves go up.
+
+    Args:
+        size: The size, in rows.
+        multiple: What it is rounded to a multiple of.
 
     Example:
         >>> round_to(95, 64), round_to(96, 64), round_to(3, 64)

@@ -1,55 +1,41 @@
-"""What a checkpoint holds of a model, and whether it fits the model it is loaded into."""
+"""Model state that a checkpoint holds, and whether it fits the model it is loaded into."""
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from dtk.strategies.base import DtkStrategy
 from dtk.trainer import shared_optimizer
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.replica_step import metric_variables
 
-_BETTER_WHEN_LARGER = ("acc", "auc", "precision", "recall", "f1", "fbeta", "iou", "r2", "cosine")
-
-
-_BETTER_WHEN_SMALLER = ("loss", "error", "mae", "mse", "mape", "msle", "crossentropy", "poisson")
-
-
-def better_when_larger(monitor: str, mode: str) -> bool:
-    """Whether larger values of a monitored number are better.
-
-    Raises:
-        ValueError: The mode is unknown, or the name does not tell.
-
-    Example:
-        >>> better_when_larger("val_accuracy", "auto"), better_when_larger("val_loss", "auto")
-        (True, False)
-    """
-    if mode not in ("auto", "min", "max"):
-        raise ValueError(f"mode must be 'auto', 'min' or 'max', got {mode!r}")
-    if mode != "auto":
-        return mode == "max"
-    name = monitor.lower()
-    if any(word in name for word in _BETTER_WHEN_SMALLER):
-        return False
-    if any(word in name for word in _BETTER_WHEN_LARGER):
-        return True
-    raise ValueError(f"the name {monitor!r} does not tell whether more is better; give mode")
-
 
 def describe(trainer: DistributedTrainer) -> list[list]:
-    """Path, shape and dtype of every variable a checkpoint holds, in order."""
+    """Return path, shape and dtype of every variable a checkpoint holds, in order.
+
+    Args:
+        trainer: The model's trainer.
+
+    Returns:
+        One list `[path, shape, dtype]` per variable, ready for JSON.
+    """
     variables = trainer.shared_variables()
     return [[v.path, [int(n) for n in v.shape], str(v.dtype)] for v in variables]
 
 
-def check_same_model(saved: list, mine: list, path: Any) -> None:
+def check_same_model(saved: list, mine: list, path: Path) -> None:
     """Compare what `describe` returned then and now.
 
     Layers are named anew in every process, so of a path only its last word counts.
+
+    Args:
+        saved: What it returned when the checkpoint was written.
+        mine: What it returns of this model.
+        path: The checkpoint.
 
     Raises:
         ValueError: Naming the first variable that differs.
@@ -68,7 +54,7 @@ def check_same_model(saved: list, mine: list, path: Any) -> None:
         )
 
 
-def check_same_counts(saved: dict, trainer: DistributedTrainer, path: Any) -> None:
+def check_same_counts(saved: dict, trainer: DistributedTrainer, path: Path) -> None:
     """Compare what has no weights: random layers, and metrics in the middle of an epoch.
 
     Args:
@@ -92,12 +78,23 @@ def check_same_counts(saved: dict, trainer: DistributedTrainer, path: Any) -> No
 
 
 def last_word(path: str) -> str:
-    """Return the name of a variable without its folder and what stands before its last _."""
+    """Return the name of a variable without its folder and what stands before its last _.
+
+    Args:
+        path: The variable's path, such as "dense_1/kernel".
+    """
     return path.rsplit("/", 1)[-1].rsplit("_", 1)[-1]
 
 
-def accumulators_of(trainer: DistributedTrainer) -> list:
-    """Return the variables that hold unfinished windows of gradient accumulation."""
+def accumulators_of(trainer: DistributedTrainer) -> list[keras.Variable]:
+    """Return the variables that hold unfinished windows of gradient accumulation.
+
+    Args:
+        trainer: The model's trainer.
+
+    Returns:
+        Keras variables; none where the optimizer does not accumulate.
+    """
     optimizers = shared_optimizer.optimizers_of(trainer.model)
     return [v for optimizer in optimizers for v in shared_optimizer.accumulators_of(optimizer)]
 
@@ -107,6 +104,9 @@ def fold_accumulators(trainer: DistributedTrainer) -> None:
 
     The window ends with a sum over ranks, so nothing changes, and what rank 0 saves is what a
     single process would have.
+
+    Args:
+        trainer: The model's trainer. All ranks call it together.
     """
     variables, strategy = accumulators_of(trainer), trainer.strategy
     if not variables:
@@ -116,23 +116,45 @@ def fold_accumulators(trainer: DistributedTrainer) -> None:
         give_to_first(variable, total, strategy)
 
 
-def give_to_first(variable: Any, value: Any, strategy: Any) -> None:
-    """Set a per-replica variable: `value` on replica 0, zeros on the others."""
+def give_to_first(variable: keras.Variable, value: tf.Tensor, strategy: DtkStrategy) -> None:
+    """Set a per-replica variable: `value` on replica 0, zeros on the others.
+
+    Args:
+        variable: The variable.
+        value: Its value on replica 0, of the variable's shape.
+        strategy: The strategy of the replicas.
+    """
     zeros, ranks = tf.zeros_like(value), strategy.local_ranks()
     strategy.set_per_replica(variable, [zeros if rank else value for rank in ranks])
 
 
-def copies_of(variable: Any, strategy: Any) -> list:
-    """What this process's replicas hold of a variable."""
+def copies_of(variable: keras.Variable, strategy: DtkStrategy) -> list[tf.Tensor]:
+    """Return what this process's replicas hold of a variable.
+
+    Args:
+        variable: The variable.
+        strategy: The strategy of the replicas.
+
+    Returns:
+        One tensor per local replica.
+    """
     return [tf.convert_to_tensor(v) for v in strategy.experimental_local_results(variable.value)]
 
 
-def iterations_of(model: Any) -> int | None:
-    """Return how many steps the optimizer has taken; None for a model without one."""
+def iterations_of(model: keras.Model) -> int | None:
+    """Return how many steps the optimizer has taken; None for a model without one.
+
+    Args:
+        model: The model.
+    """
     optimizer = getattr(model, "optimizer", None)
     return None if optimizer is None else int(value_of(optimizer.iterations))
 
 
-def value_of(variable: Any) -> np.ndarray:
-    """Return the value of a Keras variable as an array."""
+def value_of(variable: keras.Variable) -> np.ndarray:
+    """Return the value of a Keras variable as an array.
+
+    Args:
+        variable: A Keras variable, or what Keras can make a tensor of.
+    """
     return keras.ops.convert_to_tensor(variable).numpy()

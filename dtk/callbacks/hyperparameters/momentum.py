@@ -1,20 +1,18 @@
-"""An optimizer's momentum as something that can be set while training."""
+"""Momentum of an optimizer, as something that can be set while training."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import keras
 import tensorflow as tf
 
-from dtk.callbacks.rate import momentum_buffers
+from dtk.callbacks.hyperparameters.rate import momentum_buffers
 
 # The attribute of an optimizer that holds its `Momentum`.
 _MARK = "_dtk_momentum"
 
 
 class Momentum:
-    """The momentum of a `keras.optimizers.SGD`, which may change from step to step.
+    """Momentum of a `keras.optimizers.SGD`, which may change from step to step.
 
     Keras keeps it as a float, which a step holds for good once it is traced. While the optimizer
     updates a weight, it finds a variable in its place, so that a new value needs no new trace and
@@ -30,7 +28,7 @@ class Momentum:
 
     retrace = True
 
-    def __init__(self, optimizer: Any):
+    def __init__(self, optimizer: keras.Optimizer):
         self._optimizer = optimizer
         self._variable = tf.Variable(
             optimizer.momentum, trainable=False, dtype=tf.float32, name="momentum"
@@ -38,11 +36,13 @@ class Momentum:
         self._value = float(optimizer.momentum)
         self._put_into(optimizer)
 
-    def _put_into(self, optimizer: Any) -> None:
+    def _put_into(self, optimizer: keras.Optimizer) -> None:
         update, given, held = optimizer.update_step, optimizer.momentum, _Held(self._variable)
 
         @tf.autograph.experimental.do_not_convert
-        def update_step(gradient: Any, variable: Any, learning_rate: Any) -> None:
+        def update_step(
+            gradient: tf.Tensor, variable: keras.Variable, learning_rate: tf.Tensor
+        ) -> None:
             optimizer.momentum = held
             try:
                 update(gradient, variable, learning_rate)
@@ -53,24 +53,32 @@ class Momentum:
 
     @property
     def value(self) -> float:
-        """What the next step has."""
+        """Momentum of the next step."""
         return self._value
 
     def set(self, value: float) -> None:
-        """Let the next steps have it."""
+        """Set the momentum of the steps from now on.
+
+        Args:
+            value: mu, 0.0 up to but below 1.0.
+        """
         if value != self._value:
             self._variable.assign(value)
             self._value = value
 
     def carry_over(self, factor: float) -> None:
-        """Multiply what the buffers hold of past gradients."""
+        """Multiply what the buffers hold of past gradients.
+
+        Args:
+            factor: What to multiply with; see `carried_over`.
+        """
         if factor != 1.0:
             for buffer in momentum_buffers(self._optimizer):
                 buffer.assign(buffer.value * factor)
 
 
 class _Held:
-    """What Keras's SGD asks of its momentum: whether there is any, and its value."""
+    """Variable as Keras's SGD asks of its momentum: whether there is any, and its value."""
 
     def __init__(self, variable: tf.Variable):
         self._variable = variable
@@ -81,23 +89,30 @@ class _Held:
     def __hash__(self) -> int:
         return id(self)
 
-    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+    def __tf_tensor__(self, dtype: tf.DType | None = None, name: str | None = None) -> tf.Tensor:
         return tf.convert_to_tensor(self._variable, dtype, name=name)
 
 
-def innermost(optimizer: Any) -> Any:
-    """The optimizer that others, such as those that scale losses, wrap."""
+def innermost(optimizer: keras.Optimizer) -> keras.Optimizer:
+    """Return the optimizer that others, such as those that scale losses, wrap.
+
+    Args:
+        optimizer: The model's optimizer.
+    """
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
     return optimizer
 
 
-def momentum_of(optimizer: Any, who: str) -> Momentum:
-    """An optimizer's momentum; the same object each time.
+def momentum_of(optimizer: keras.Optimizer, who: str) -> Momentum:
+    """Return an optimizer's momentum; the same object each time.
 
     Args:
         optimizer: The model's optimizer.
-        who: The callback that wants to set it.
+        who: Name of the callback that wants to set it.
+
+    Returns:
+        The momentum of the innermost optimizer.
 
     Raises:
         ValueError: It is no SGD, or one without momentum.
@@ -119,11 +134,12 @@ def momentum_of(optimizer: Any, who: str) -> Momentum:
 
 
 def carried_over(before: float, after: float, nesterov: bool = False) -> float:
-    """What buffers are multiplied with when the momentum changes, so that no gradient counts more.
+    """Return what buffers are multiplied with when the momentum changes.
 
-    A gradient counts (1 - mu) (1 + mu + mu^2 + ...) = 1 in all (unit gain). When mu changes, the
-    rest that is to come of it is what its buffer will be worth, mu^p / (1 - mu) of what it holds: p
-    is 1, or 2 with Nesterov's momentum, which has gone a step ahead.
+    Afterwards no gradient counts more than before. A gradient counts (1 - mu) (1 + mu + mu^2 + ...)
+    = 1 in all (unit gain). When mu changes, the rest that is to come of it is what its buffer will
+    be worth, mu^p / (1 - mu) of what it holds: p is 1, or 2 with Nesterov's momentum, which has
+    gone a step ahead.
 
     Args:
         before: mu of the steps so far.

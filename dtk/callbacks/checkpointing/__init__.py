@@ -1,0 +1,1 @@
+"""Parts of `dtk.callbacks.Checkpoint`: files, what they hold, reading, writing, SIGTERM."""

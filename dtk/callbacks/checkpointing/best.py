@@ -1,0 +1,94 @@
+"""Best value of a monitored number, by which the best weights are kept."""
+
+from __future__ import annotations
+
+import math
+
+_BETTER_WHEN_LARGER = ("acc", "auc", "precision", "recall", "f1", "fbeta", "iou", "r2", "cosine")
+
+
+_BETTER_WHEN_SMALLER = ("loss", "error", "mae", "mse", "mape", "msle", "crossentropy", "poisson")
+
+
+def better_when_larger(monitor: str, mode: str) -> bool:
+    """Return whether larger values of a monitored number are better.
+
+    Args:
+        monitor: Name of the number in an epoch's logs.
+        mode: "min", "max", or "auto" to decide by the name.
+
+    Returns:
+        True if larger is better, False if smaller is.
+
+    Raises:
+        ValueError: The mode is unknown, or the name does not tell.
+
+    Example:
+        >>> better_when_larger("val_accuracy", "auto"), better_when_larger("val_loss", "auto")
+        (True, False)
+    """
+    if mode not in ("auto", "min", "max"):
+        raise ValueError(f"mode must be 'auto', 'min' or 'max', got {mode!r}")
+    if mode != "auto":
+        return mode == "max"
+    name = monitor.lower()
+    if any(word in name for word in _BETTER_WHEN_SMALLER):
+        return False
+    if any(word in name for word in _BETTER_WHEN_LARGER):
+        return True
+    raise ValueError(f"the name {monitor!r} does not tell whether more is better; give mode")
+
+
+class BestValue:
+    """Best value that a number in the epochs' logs has had so far.
+
+    Args:
+        monitor: Name of the number, such as "val_loss"; None watches nothing.
+        mode: As of `better_when_larger`.
+
+    Attributes:
+        monitor: As given.
+        larger_is_better: Whether a larger value is a better one.
+        value: The best value; None before the first.
+
+    Raises:
+        ValueError: As `better_when_larger`.
+
+    Example:
+        >>> best = BestValue("val_loss", "auto")
+        >>> [best.improves({"val_loss": loss}) for loss in (0.5, 0.6, 0.4)], best.value
+        ([True, False, True], 0.4)
+    """
+
+    def __init__(self, monitor: str | None, mode: str):
+        self.monitor = monitor
+        self.larger_is_better = monitor is not None and better_when_larger(monitor, mode)
+        self.value: float | None = None
+
+    def improves(self, logs: dict[str, float] | None) -> bool:
+        """Take an epoch's logs, and return whether they hold a better value than all before.
+
+        Args:
+            logs: Numbers of the epoch by name; None for an epoch that is not over.
+
+        Returns:
+            True if `value` has become that of these logs; NaN never improves.
+
+        Raises:
+            ValueError: The logs do not hold the monitored number.
+        """
+        if self.monitor is None or logs is None:
+            return False
+        if self.monitor not in logs:
+            raise ValueError(
+                f"Checkpoint: monitor={self.monitor!r} is not among this epoch's logs "
+                f"({', '.join(sorted(logs))})"
+            )
+        value = float(logs[self.monitor])
+        if math.isnan(value) or (
+            self.value is not None
+            and (value <= self.value if self.larger_is_better else value >= self.value)
+        ):
+            return False
+        self.value = value
+        return True

@@ -1,0 +1,40 @@
+"""Work of a checkpoint that rank 0 does for all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from dtk.communicators.root import on_root
+from dtk.strategies.base import DtkStrategy
+
+T = TypeVar("T")
+
+
+def on_chief(strategy: DtkStrategy, work: Callable[[], T]) -> T:
+    """Do work on rank 0, and return its result on every rank. All ranks call it together.
+
+    Args:
+        strategy: The strategy whose rank 0 works.
+        work: What rank 0 calls; its result must be one that can be pickled.
+
+    Returns:
+        What `work` returned on rank 0.
+
+    Raises:
+        Exception: What `work` raised on rank 0, on every rank.
+    """
+
+    def alone() -> T:
+        with _local_reads(strategy):
+            return work()
+
+    return on_root(strategy.communicator, alone)
+
+
+@contextlib.contextmanager
+def _local_reads(strategy: DtkStrategy) -> Iterator[None]:
+    """Let one rank read summed state without waiting for the others."""
+    with getattr(strategy.extended, "local_reads", contextlib.nullcontext)():
+        yield

@@ -1,0 +1,171 @@
+"""Choosing a checkpoint to resume from, and giving a model what it holds."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from dtk.callbacks.checkpointing import state as states
+from dtk.callbacks.checkpointing.files import CheckpointFiles, CorruptCheckpointError
+from dtk.callbacks.checkpointing.model_state import (
+    accumulators_of,
+    check_same_counts,
+    check_same_model,
+    copies_of,
+    describe,
+    give_to_first,
+)
+from dtk.compat import tf_replicas
+from dtk.parameter_server import evaluator
+from dtk.trainer import seeds, shared_weights
+from dtk.trainer.distributed_trainer import DistributedTrainer
+from dtk.trainer.model_scope import trainer_of
+
+
+class CheckpointReader:
+    """Reads the checkpoints of one directory.
+
+    Args:
+        files: The directory's checkpoints.
+    """
+
+    def __init__(self, files: CheckpointFiles):
+        self._files = files
+
+    def load_newest(
+        self, trainer: DistributedTrainer, resume: bool = True
+    ) -> tuple[str, dict[str, Any]] | None:
+        """Load the newest readable checkpoint's weights into the model; on rank 0 alone.
+
+        What an earlier process left half written is removed first.
+
+        Args:
+            trainer: The model that is to go on from it.
+            resume: Whether to load one at all.
+
+        Returns:
+            The checkpoint's name, and its state, which `restore` takes; None if there is none.
+
+        Raises:
+            ValueError: The checkpoint belongs to another model, or none can be read.
+        """
+        self._files.clear_unfinished()
+        names = self._files.names() if resume else []
+        if not names:
+            return None
+        name, (packed, arrays) = self._newest_readable(names)
+        path = self._files.directory / name
+        check_same_model(packed["variables"], describe(trainer), path)
+        check_same_counts(packed, trainer, path)
+        trainer.model.load_weights(self._files.weights(name))
+        return name, states.unpack(packed, arrays)
+
+    def _newest_readable(self, names: list[str]) -> tuple[str, tuple[dict, dict]]:
+        corrupt: list[str] = []
+        for name in names:
+            try:
+                found = self._files.read(name)
+            except CorruptCheckpointError as error:
+                corrupt.append(f"{self._files.directory / name}: {error}")
+                continue
+            if corrupt:
+                warnings.warn(
+                    f"corrupt checkpoint ({'; '.join(corrupt)}); going back to "
+                    f"{self._files.directory / name}",
+                    stacklevel=2,
+                )
+            return name, found
+        raise ValueError(
+            f"no checkpoint can be read ({'; '.join(corrupt)}); remove {self._files.directory} or "
+            "give resume=False to start afresh"
+        )
+
+    def load_weights(self, model: keras.Model, name: str) -> evaluator.Saved | None:
+        """Load the weights of a checkpoint into a model that will not be trained.
+
+        Args:
+            model: The model, compiled under a dtk strategy.
+            name: The checkpoint's name.
+
+        Returns:
+            How far training was; None when the checkpoint has been removed.
+
+        Raises:
+            CorruptCheckpointError: It is not what was written.
+            ValueError: It belongs to another model.
+        """
+        trainer = trainer_of(model)
+        assert trainer is not None
+        try:
+            packed, _ = self._files.read(name)
+            count, path = len(model.weights), self._files.directory / name
+            check_same_model(packed["variables"][:count], describe(trainer)[:count], path)
+            evaluator.quietly_load(model, self._files.weights(name))
+        except (CorruptCheckpointError, FileNotFoundError):
+            if name in self._files.names():
+                raise
+            return None
+        return evaluator.Saved(packed["epoch"], packed["step"], packed.get("iterations"))
+
+
+def restore(state: dict[str, Any], trainer: DistributedTrainer, epochs: int) -> None:
+    """Restore everything but the weights, which rank 0 has loaded. All ranks call it together.
+
+    Args:
+        state: What `CheckpointReader.load_newest` returned on rank 0.
+        trainer: The model that goes on.
+        epochs: Epochs `fit` was asked for.
+    """
+    strategy = trainer.strategy
+    shared_weights.start_from(0, trainer)
+    for variable in accumulators_of(trainer):
+        give_to_first(variable, copies_of(variable, strategy)[0], strategy)
+    trainer.restore_exchange(state.get("exchange", {}))
+    for variable, value in zip(trainer.seed_states(), state["seeds"], strict=True):
+        variable.assign(value)
+    seeds.spread_seeds(trainer)
+    states.to_callbacks(state["callbacks"], trainer.callbacks.callbacks)
+    states.to_generators(state["random"])
+    _restore_seeds(state, trainer)
+    if state["stopped"]:
+        trainer.set_initial_epoch(max(state["epoch"], epochs))
+        return
+    trainer.set_initial_epoch(state["epoch"])
+    if state["trained"] is None:
+        trainer.feed.resume_at(state["step"], state["data"])
+    else:
+        trainer.feed.resume_after_steps(state["trained"], state["data"])
+
+
+def _restore_seeds(state: dict[str, Any], trainer: DistributedTrainer) -> None:
+    strategy = trainer.strategy
+    if strategy.shuffle_seed is not None and state["shuffle_seed"] is not None:
+        strategy.shuffle_seed = state["shuffle_seed"]
+        strategy.seed_in_force = state["tensorflow_seed"]
+    if state["tensorflow_seed"] not in (None, tf_replicas.global_seed()):
+        tf.random.set_seed(state["tensorflow_seed"])
+        trainer.feed.set_batches(trainer.feed.iterator.data_adapter)
+
+
+def resume_message(state: dict[str, Any], epochs: int, path: Path) -> str:
+    """Return the line that says where training goes on.
+
+    Args:
+        state: What `CheckpointReader.load_newest` returned.
+        epochs: Epochs `fit` was asked for.
+        path: The checkpoint.
+
+    Returns:
+        The line, such as "resuming at epoch 3/5, step 8, from checkpoints/checkpoint-00000002".
+    """
+    if state["stopped"]:
+        return f"a callback had stopped training after epoch {state['epoch']} ({path})"
+    if state["epoch"] >= epochs:
+        return f"training had finished, epoch {state['epoch']} of {epochs} ({path})"
+    step = f", step {state['step'] + 1}," if state["step"] else ""
+    step = step if state["trained"] is None else ", validation,"
+    return f"resuming at epoch {state['epoch'] + 1}/{epochs}{step} from {path}"

@@ -1,0 +1,119 @@
+"""Collecting what a checkpoint holds, and writing it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dtk.callbacks.checkpointing import state as states
+from dtk.callbacks.checkpointing.best import BestValue
+from dtk.callbacks.checkpointing.chief import on_chief
+from dtk.callbacks.checkpointing.files import CheckpointFiles
+from dtk.callbacks.checkpointing.model_state import (
+    copies_of,
+    describe,
+    fold_accumulators,
+    iterations_of,
+    value_of,
+)
+from dtk.compat import tf_replicas
+from dtk.trainer.distributed_trainer import DistributedTrainer
+from dtk.trainer.replica_step import metric_variables
+
+_FORMAT = 1
+
+
+class Progress(NamedTuple):
+    """Progress of training when a checkpoint is written.
+
+    Attributes:
+        epoch: The epoch to resume at, from 0.
+        step: Steps of that epoch that are done.
+        in_epoch: Whether Keras is between two of its steps.
+        logs: The numbers of an epoch that is over; None before.
+        trained: The numbers of an epoch of which only the validation is left; else None.
+    """
+
+    epoch: int
+    step: int
+    in_epoch: bool
+    logs: dict[str, Any] | None = None
+    trained: dict[str, Any] | None = None
+
+
+class CheckpointWriter:
+    """Writes checkpoints to one directory.
+
+    Args:
+        files: The directory's checkpoints.
+        max_to_keep: How many to keep; None keeps all.
+        best: Which epoch's weights are copied to `best.weights.h5`.
+    """
+
+    def __init__(self, files: CheckpointFiles, max_to_keep: int | None, best: BestValue):
+        self._files, self._max_to_keep, self._best = files, max_to_keep, best
+
+    def save(self, trainer: DistributedTrainer, progress: Progress) -> str:
+        """Write one checkpoint. All ranks call it together: some state is spread over them.
+
+        Args:
+            trainer: The model, and what its strategy keeps about it.
+            progress: How far training is.
+
+        Returns:
+            The checkpoint's name.
+
+        Raises:
+            ValueError: The logs do not hold the number that decides which epoch is the best.
+            OSError: Rank 0 cannot write; on every rank.
+        """
+        trainer.flush()
+        fold_accumulators(trainer)
+        metrics = None
+        if progress.in_epoch and progress.step:
+            metrics = [value_of(v) for v in metric_variables(trainer.model)]
+        exchange, best = trainer.exchange_state(), self._best
+        note = None
+        if best.improves(progress.logs):
+            note = {"epoch": progress.epoch, "monitor": best.monitor, "value": best.value}
+
+        def write() -> str:
+            arrays: dict[str, np.ndarray] = {}
+            state = self._state(trainer, progress.in_epoch)
+            state |= {"epoch": progress.epoch, "step": progress.step}
+            state |= {"metrics": metrics, "trained": progress.trained, "exchange": exchange}
+            return self._write(trainer, states.pack(state, arrays), arrays, note)
+
+        return on_chief(trainer.strategy, write)
+
+    def _state(self, trainer: DistributedTrainer, in_epoch: bool) -> dict[str, Any]:
+        """Collect what rank 0 knows by itself."""
+        model, strategy = trainer.model, trainer.strategy
+        return {
+            "format": _FORMAT,
+            "workers": strategy.size,
+            "iterations": iterations_of(model),
+            "variables": describe(trainer),
+            "best": self._best.value,
+            "stopped": bool(model.stop_training),
+            "seeds": [copies_of(v, strategy)[0] for v in trainer.seed_states()],
+            "callbacks": states.of_callbacks(trainer.callbacks.callbacks),
+            "random": states.of_generators(),
+            "tensorflow_seed": tf_replicas.global_seed(),
+            "shuffle_seed": strategy.shuffle_seed,
+            "data": trainer.feed.position(in_epoch),
+        }
+
+    def _write(
+        self,
+        trainer: DistributedTrainer,
+        state: dict[str, Any],
+        arrays: dict[str, np.ndarray],
+        note: dict[str, Any] | None,
+    ) -> str:
+        name = self._files.write(trainer.model.save_weights, state, arrays)
+        if note is not None:
+            self._files.keep_best(name, note)
+        self._files.prune(self._max_to_keep)
+        return name

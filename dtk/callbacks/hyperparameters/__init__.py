@@ -1,0 +1,1 @@
+"""Learning rate, momentum, batch size and epochs, as callbacks read and change them."""
