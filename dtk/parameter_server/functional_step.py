@@ -6,15 +6,14 @@ changed; tables are not part of its state but looked up where they are, a few ro
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from dtk.compat import keras_models, keras_steps, keras_variables, tf_variables
+from dtk.compat import keras_models, keras_steps, keras_variables, tf_tapes, tf_variables
 from dtk.parameter_server.recorded_updates import RecordedUpdates
 from dtk.trainer import replica_step, shared_optimizer, traced_step
 
@@ -92,41 +91,32 @@ def trace_functional_step(
     return FunctionalStep(logs, recorded.applied, scope, step, tf.add_n(step.rows_read))
 
 
-@contextlib.contextmanager
-def _tapes_watching(state: Sequence, tables: Sequence, recorded: RecordedUpdates) -> Iterator[None]:
+def _tapes_watching(
+    state: Sequence[tuple[keras.Variable, tf.Tensor]],
+    tables: Sequence[keras.Variable],
+    recorded: RecordedUpdates,
+) -> AbstractContextManager[None]:
     """Let gradient tapes see the values in the place of variables."""
     given = {id(variable): value for variable, value in state if variable.trainable}
     places = {id(variable): keras_variables.stored(variable) for variable in tables}
-    enter, gradient = tf.GradientTape.__enter__, tf.GradientTape.gradient
 
-    def watching(self: tf.GradientTape) -> tf.GradientTape:
-        tape = enter(self)
-        tape._dtk_watched = {**given, **recorded.placeholders}
-        tape.watch(list(tape._dtk_watched.values()))
-        return tape
-
-    @functools.wraps(gradient)
-    def through(self: tf.GradientTape, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+    def differentiate(
+        gradient: Callable[[Any, list], list], values: tf_tapes.Values, target: Any, sources: Any
+    ) -> Any:
         flat = keras.tree.flatten(sources)
-        values = getattr(self, "_dtk_watched", given)
         asked = [
             tf_variables.shards_of(places[id(s)]) or places[id(s)]
             if id(s) in places
-            else values.get(id(s), s)
+            else (values or given).get(id(s), s)
             for s in flat
         ]
-        found = gradient(self, target, asked, *args, **kwargs)
         found = [
             _whole_gradient(f, s) if isinstance(f, list | tuple) else f
-            for f, s in zip(found, flat, strict=True)
+            for f, s in zip(gradient(target, asked), flat, strict=True)
         ]
         return keras.tree.pack_sequence_as(sources, found)
 
-    tf.GradientTape.__enter__, tf.GradientTape.gradient = watching, through
-    try:
-        yield
-    finally:
-        tf.GradientTape.__enter__, tf.GradientTape.gradient = enter, gradient
+    return tf_tapes.tapes_over(lambda: {**given, **recorded.placeholders}, differentiate)
 
 
 def _whole_gradient(parts: Sequence, variable: keras.Variable) -> tf.IndexedSlices | None:

@@ -1,0 +1,50 @@
+"""Gradient tapes that differentiate by values which stand for variables.
+
+tf.GradientTape     __enter__, gradient (replaced while a worker's step is traced)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import tensorflow as tf
+
+from dtk.compat.replacing import replaced
+
+# The values by which a tape differentiates, kept on it: variable's id -> tensor.
+_WATCHED = "_dtk_watched"
+Values = Mapping[int, tf.Tensor]
+
+
+def tapes_over(
+    watched: Callable[[], Values], differentiate: Callable[..., Any]
+) -> AbstractContextManager[None]:
+    """Return a context in which tapes watch other tensors, and are asked for gradients in its way.
+
+    Args:
+        watched: Called when a tape is entered; returns what it is to watch, by the id of the
+            variable that each tensor stands for.
+        differentiate: Called in place of `tape.gradient` as `differentiate(gradient, values,
+            target, sources)`: `gradient(target, sources)` is the tape's own, `values` what it
+            watches, empty for a tape that was entered outside.
+    """
+    enter, gradient = tf.GradientTape.__enter__, tf.GradientTape.gradient
+
+    def watching(tape: tf.GradientTape) -> tf.GradientTape:
+        entered = enter(tape)
+        values = watched()
+        setattr(entered, _WATCHED, values)
+        entered.watch(list(values.values()))
+        return entered
+
+    @functools.wraps(gradient)
+    def through(tape: tf.GradientTape, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        def own(target: Any, sources: Any) -> Any:
+            return gradient(tape, target, sources, *args, **kwargs)
+
+        return differentiate(own, getattr(tape, _WATCHED, {}), target, sources)
+
+    return replaced(tf.GradientTape, __enter__=watching, gradient=through)
