@@ -243,7 +243,7 @@ class CollectiveCommunicator(PackedCommunicator):
         )
         return [rows[slot, : sizes[rank, self.rank]] for rank, slot in enumerate(self._slots)]
 
-    def _spread(self, flat: list[tf.Tensor], root: int, label: str) -> list[tf.Tensor]:
+    def _broadcast(self, flat: list[tf.Tensor], root: int, label: str) -> list[tf.Tensor]:
         outputs = []
         for i, tensor in enumerate(flat):
             label_of = f"{label}/{root}/{i}/{tensor.dtype.name}"
@@ -269,11 +269,11 @@ class CollectiveCommunicator(PackedCommunicator):
         instance = _graph_key(key, label, size)  # nobody else counts along, so never numbered
         return {"group_size": 2, "group_key": key, "instance_key": instance}
 
-    def _push(self, flat: tf.Tensor, dest: int, tag: int) -> tf.Tensor:
+    def _send(self, flat: tf.Tensor, dest: int, tag: int) -> tf.Tensor:
         group = self._pair(self.rank, dest, f"{tag}/{flat.dtype.name}", _elements(flat))
         return self._cast(flat, True, group)
 
-    def _pull(self, room: tf.Tensor, source: int, tag: int) -> tf.Tensor:
+    def _receive(self, room: tf.Tensor, source: int, tag: int) -> tf.Tensor:
         group = self._pair(source, self.rank, f"{tag}/{room.dtype.name}", _elements(room))
         return self._cast(room, False, group)
 

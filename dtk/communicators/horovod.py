@@ -158,7 +158,7 @@ class HorovodCommunicator(PackedCommunicator):
         by_slot = tf.split(rows, received, num=self.size)
         return [by_slot[slot] for slot in self._slots]
 
-    def _spread(self, flat: list[tf.Tensor], root: int, label: str) -> list[tf.Tensor]:
+    def _broadcast(self, flat: list[tf.Tensor], root: int, label: str) -> list[tf.Tensor]:
         return [
             hvd.broadcast(t, self._members[root], **self._options(f"{label}/{root}/{i}"))
             for i, t in enumerate(flat)
@@ -177,10 +177,10 @@ class HorovodCommunicator(PackedCommunicator):
             )
         return {**self._options(f"pair/{pair[0]}/{pair[1]}/{tag}"), "process_set": process_set}
 
-    def _push(self, flat: tf.Tensor, dest: int, tag: int) -> tf.Tensor:
+    def _send(self, flat: tf.Tensor, dest: int, tag: int) -> tf.Tensor:
         return hvd.broadcast(flat, self._members[self.rank], **self._pair(self.rank, dest, tag))
 
-    def _pull(self, room: tf.Tensor, source: int, tag: int) -> tf.Tensor:
+    def _receive(self, room: tf.Tensor, source: int, tag: int) -> tf.Tensor:
         return hvd.broadcast(room, self._members[source], **self._pair(source, self.rank, tag))
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
