@@ -1,4 +1,4 @@
-"""How the seats of a world of `dtk bench` are started, by what joins its ranks."""
+"""How the agents of a world of `dtk bench` are started, by what joins its ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 
-from dtk.bench import seat
+from dtk.bench import agent
 from dtk.cluster import Host
 from dtk.errors import ClusterError, CommunicatorError
 from dtk.launch import COMMUNICATORS, Process, job_options, plan, ssh
@@ -18,8 +18,8 @@ MPI = "horovod-mpi"
 LAUNCHERS = (*COMMUNICATORS, MPI)
 # Their threads exchange messages all the time, also when nothing is reduced.
 BUSY = ("horovod", MPI)
-_SEAT = (sys.executable, "-m", "dtk.bench.seat")
-# A process that was stopped for as long as others had their turns is not lost.
+_AGENT = (sys.executable, "-m", "dtk.bench.agent")
+# A process that was stopped for as long as others were measured is not lost.
 _PATIENT = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "86400"}
 
 Survey = Callable[[str, int], ssh.Facts]
@@ -57,12 +57,12 @@ def place(
 
     Args:
         launcher: One of LAUNCHERS.
-        command: What sits in every seat.
-        workers: How many seats.
+        command: What every agent runs.
+        workers: How many.
         hosts: Where; this machine when empty.
         survey: See `dtk.launch.plan`.
     """
-    sits = [*_SEAT, *command]
+    argv = [*_AGENT, *command]
     kind = "horovod" if launcher in BUSY else launcher
     facts: dict[str, ssh.Facts] = {}
 
@@ -70,7 +70,7 @@ def place(
         facts[host] = survey(host, ports)
         return facts[host]
 
-    planned = plan(sits, workers, hosts=hosts, communicator=kind, survey=noted)
+    planned = plan(argv, workers, hosts=hosts, communicator=kind, survey=noted)
     if launcher == MPI:
         return [_mpirun(planned)]
     return [
@@ -100,8 +100,8 @@ def _mpirun(planned: Sequence[Process]) -> Process:
         for name, value in planned[0].env.items()
         if not name.startswith(("HOROVOD_", "DTK_"))
     }
-    # Seats bind themselves, to the parts that `dtk run` would give them.
-    shares[seat.CORES] = json.dumps([one.cores for one in planned])
+    # Agents bind themselves, to the parts that `dtk run` would give them.
+    shares[agent.CORES] = json.dumps([one.cores for one in planned])
     argv = ["mpirun", "--oversubscribe", "--bind-to", "none"]
     if os.geteuid() == 0:
         argv.append("--allow-run-as-root")

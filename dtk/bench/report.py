@@ -10,9 +10,9 @@ from typing import Any
 from dtk.bench.results import Reading, Results, apart, in_step
 from dtk.bench.setting import block_of, bytes_of
 
-Contenders = Mapping[str, Sequence[list[Reading]]]
+Variants = Mapping[str, Sequence[list[Reading]]]
 
-LIMIT = "limit"
+BOUND = "limit"
 IN_STEP = "limit in step"
 HEADER = ("", "steps/s", "ms per step (quartiles)", "of the limit")
 OWN = "of its own"
@@ -37,7 +37,7 @@ _COMPARED = "saved / this"
 
 
 def table(results: Results, task: str, saved: Results | None = None) -> list[tuple[str, ...]]:
-    """The table of one task: a header, then a row for each contender.
+    """The table of one task: a header, then a row for each variant.
 
     Args:
         results: What was measured.
@@ -49,24 +49,24 @@ def table(results: Results, task: str, saved: Results | None = None) -> list[tup
         >>> table(Results(turns={"mlp": {"limit": turns}}), "mlp")[1]
         ('limit', '40.0', '25.0 (22.5 - 27.5)', '1.00', '0 B', '0 %')
     """
-    contenders = _with_waiting(results, task)
+    variants = _with_waiting(results, task)
     size = bytes_of(task)
-    columns = _sizes(contenders, size) if size else _trained(contenders)
+    columns = _sizes(variants, size) if size else _trained(variants)
     if saved is not None:
-        columns[_COMPARED] = _compared(contenders, _with_waiting(saved, task))
-    rows = zip(contenders, *columns.values(), strict=True)
+        columns[_COMPARED] = _compared(variants, _with_waiting(saved, task))
+    rows = zip(variants, *columns.values(), strict=True)
     return [("", *columns), *rows]
 
 
-def _with_waiting(results: Results, task: str) -> Contenders:
+def _with_waiting(results: Results, task: str) -> Variants:
     """What was measured, and behind the limit what it takes when its steps wait for each other."""
-    contenders = results.turns.get(task, {})
-    limit = contenders.get(LIMIT)
+    variants = results.turns.get(task, {})
+    limit = variants.get(BOUND)
     ranks = results.setting.get("ranks", ())
     if not limit or len(ranks) < 2 or not apart(ranks):
-        return contenders
-    others = {name: turns for name, turns in contenders.items() if name != LIMIT}
-    return {LIMIT: limit, IN_STEP: [_waiting(turn) for turn in limit], **others}
+        return variants
+    others = {name: turns for name, turns in variants.items() if name != BOUND}
+    return {BOUND: limit, IN_STEP: [_waiting(turn) for turn in limit], **others}
 
 
 def _waiting(turn: list[Reading]) -> list[Reading]:
@@ -75,44 +75,44 @@ def _waiting(turn: list[Reading]) -> list[Reading]:
     return [Reading(seconds, 0.0, part, turn[0].fit)]
 
 
-def _trained(contenders: Contenders) -> dict[str, list[str]]:
+def _trained(variants: Variants) -> dict[str, list[str]]:
     """Columns of a model's table, without the names."""
-    times = {name: _milliseconds(turns) for name, turns in contenders.items()}
+    times = {name: _milliseconds(turns) for name, turns in variants.items()}
     columns = {
         HEADER[1]: [
             f"{1000 / middle:.{digits(1000 / middle)}f}" for _, middle, _ in times.values()
         ],
         HEADER[2]: [_with_quartiles(found) for found in times.values()],
-        HEADER[3]: [_ratio(turns, contenders.get(LIMIT)) for turns in contenders.values()],
+        HEADER[3]: [_ratio(turns, variants.get(BOUND)) for turns in variants.values()],
     }
-    own = [_ratio(turns, contenders.get(own_limit(name))) for name, turns in contenders.items()]
+    own = [_ratio(turns, variants.get(own_bound(name))) for name, turns in variants.items()]
     if any(own):
         columns[OWN] = own
-    columns[COUNTS[0]] = [_known(turns, "sent", size) for turns in contenders.values()]
+    columns[COUNTS[0]] = [_known(turns, "sent", size) for turns in variants.values()]
     columns[COUNTS[1]] = [
         _known(turns, "communicating", lambda part: f"{100 * part:.0f} %")
-        for turns in contenders.values()
+        for turns in variants.values()
     ]
     return columns
 
 
-def _sizes(contenders: Contenders, count: int) -> dict[str, list[str]]:
+def _sizes(variants: Variants, count: int) -> dict[str, list[str]]:
     """Columns of an all-reduce's table, without the names."""
-    times = [_milliseconds(turns) for turns in contenders.values()]
+    times = [_milliseconds(turns) for turns in variants.values()]
     return {
         HEADER_ALLREDUCE[1]: [_with_quartiles(found) for found in times],
         HEADER_ALLREDUCE[2]: [f"{count / middle / 1e6:.3g}" for _, middle, _ in times],
     }
 
 
-def own_limit(name: str) -> str:
-    """The contender that is a peer's own limit; one of dtk's has none.
+def own_bound(name: str) -> str:
+    """The variant that is a baseline's own limit; one of dtk's has none.
 
     Example:
-        >>> own_limit("torch ddp fp16")
+        >>> own_bound("torch ddp fp16")
         'torch limit'
     """
-    return f"{name.split()[0]} {LIMIT}"
+    return f"{name.split()[0]} {BOUND}"
 
 
 def _milliseconds(turns: Sequence[list[Reading]]) -> tuple[float, ...]:
@@ -135,7 +135,7 @@ def digits(value: float) -> int:
 
 
 def _ratio(turns: Sequence[list[Reading]], limit: Sequence[list[Reading]] | None) -> str:
-    return "" if limit is None else f"{statistics.median(of_the_limit(turns, limit)):.2f}"
+    return "" if limit is None else f"{statistics.median(of_the_bound(turns, limit)):.2f}"
 
 
 def _known(turns: Sequence[list[Reading]], what: str, write: Callable[[float], str]) -> str:
@@ -145,31 +145,31 @@ def _known(turns: Sequence[list[Reading]], what: str, write: Callable[[float], s
     return write(statistics.median(means(turns, what)))
 
 
-def _compared(contenders: Contenders, earlier: Contenders) -> list[str]:
+def _compared(variants: Variants, earlier: Variants) -> list[str]:
     return [
         f"{ratio(earlier[name], turns):.2f}" if name in earlier else ""
-        for name, turns in contenders.items()
+        for name, turns in variants.items()
     ]
 
 
 def bars(results: Results, task: str) -> dict[str, tuple[float, ...]]:
     """For a plot: quartiles of the ratio to the limit; of milliseconds where there is none."""
-    contenders = _with_waiting(results, task)
-    if not has_limit(results, task):
-        return {name: _milliseconds(turns) for name, turns in contenders.items()}
-    limit = contenders[LIMIT]
-    return {name: quartiles(of_the_limit(turns, limit)) for name, turns in contenders.items()}
+    variants = _with_waiting(results, task)
+    if not has_bound(results, task):
+        return {name: _milliseconds(turns) for name, turns in variants.items()}
+    limit = variants[BOUND]
+    return {name: quartiles(of_the_bound(turns, limit)) for name, turns in variants.items()}
 
 
-def has_limit(results: Results, task: str) -> bool:
+def has_bound(results: Results, task: str) -> bool:
     """Whether there is a ratio to it."""
-    return LIMIT in results.turns[task]
+    return BOUND in results.turns[task]
 
 
 def unit(results: Results, task: str) -> str:
     """Of `bars`."""
     return (
-        "speed, of the limit (bar: median, line: quartiles)" if has_limit(results, task) else "ms"
+        "speed, of the limit (bar: median, line: quartiles)" if has_bound(results, task) else "ms"
     )
 
 
@@ -178,7 +178,7 @@ def means(turns: Sequence[list[Reading]], what: str) -> list[float]:
     return [statistics.mean(getattr(reading, what) for reading in turn) for turn in turns]
 
 
-def of_the_limit(turns: Sequence[list[Reading]], limit: Sequence[list[Reading]]) -> list[float]:
+def of_the_bound(turns: Sequence[list[Reading]], limit: Sequence[list[Reading]]) -> list[float]:
     """Of each round, the limit's time / this time.
 
     Within a round, because whatever else the machine did then fell on both alike.
@@ -239,9 +239,9 @@ def progress(results: Results) -> str:
         >>> progress(Results({"rounds": 5}, turns=turns))
         'mlp: 1 of 10 turns'
     """
-    task, contenders = list(results.turns.items())[-1]
-    taken = sum(len(turns) for turns in contenders.values())
-    return f"{task}: {taken} of {results.setting['rounds'] * len(contenders)} turns"
+    task, variants = list(results.turns.items())[-1]
+    taken = sum(len(turns) for turns in variants.values())
+    return f"{task}: {taken} of {results.setting['rounds'] * len(variants)} turns"
 
 
 def setting(results: Results) -> str:
@@ -281,11 +281,11 @@ def notes(results: Results, saved: Results | None = None) -> list[str]:
     """What stands below the tables: what is missing, how to read them, and the setting."""
     lines = [f"Not measured: {name}: {why}." for name, why in results.absent.items()]
     legend = [LEGEND]
-    if any(LIMIT in names for names in results.turns.values()):
+    if any(BOUND in names for names in results.turns.values()):
         legend.append(_LIMIT_LEGEND)
     if any(IN_STEP in _with_waiting(results, task) for task in results.turns):
         legend.append(_IN_STEP_LEGEND)
-    if any(own_limit(name) in names for names in results.turns.values() for name in names):
+    if any(own_bound(name) in names for names in results.turns.values() for name in names):
         legend.append(_OWN_LEGEND)
     if any(map(block_of, results.setting.get("exchanges", ()))):
         legend.append(_BLOCK_LEGEND)

@@ -43,8 +43,8 @@ class Results:
     Attributes:
         setting: What was measured, by whom, on what, with which versions.
         parameters: By task, of its model; 0 without one.
-        turns: By task and contender, in the order measured: turns, of a reading per rank each.
-        absent: By world or contender, why it was not measured.
+        turns: By task and variant, in the order measured: turns, of a reading per rank each.
+        absent: By world or variant, why it was not measured.
 
     Example:
         >>> Results(parameters={"mlp": 10512394}).absent
@@ -81,8 +81,8 @@ def read(path: str | os.PathLike[str]) -> Results:
         raise BenchError(
             f"{path} is not a saved benchmark; expected what `dtk bench --json FILE` writes"
         )
-    for contenders in found["turns"].values():
-        for turns in contenders.values():
+    for variants in found["turns"].values():
+        for turns in variants.values():
             turns[:] = [[reading_of(known) for known in turn] for turn in turns]
     return Results(**found)
 

@@ -33,7 +33,7 @@ class Setting:
         exchanges: Some of EXCHANGES, or BLOCK with a number.
         batch_size: Rows of a step, per worker.
         steps: Steps of a turn that are measured, see also `steps_with`; one more goes before them.
-        rounds: Turns that each contender takes; one more, in which it is traced, goes before them.
+        rounds: Turns that each variant takes; one more, in which it is traced, goes before them.
         allreduce: Sizes of tensors, in bytes, to be summed.
 
     Raises:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from dtk.planning.inputs import Cluster, Job
 from dtk.planning.prediction import Prediction, predict
-from dtk.planning.setting import Cluster, Job
 
 TARGET = 0.7
 # How much faster something further from one process's training must be to be preferred.
@@ -113,7 +113,7 @@ def bound(one: Prediction, job: Job, cluster: Cluster) -> str:
 
     Example:
         >>> from dtk.planning.methods import METHODS
-        >>> from dtk.planning.setting import Link
+        >>> from dtk.planning.inputs import Link
         >>> job, slow = Job(0.1, 10_000_000), Cluster(Link(0.0, 1e6))
         >>> bound(predict(METHODS[0], job, slow, 4), job, slow)
         'bytes wait for the link'

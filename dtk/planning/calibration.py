@@ -20,12 +20,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dtk.bench.report import LIMIT, means
+from dtk.bench.report import BOUND, means
 from dtk.bench.results import Reading, Results, apart, in_step
 from dtk.bench.setting import TELLING, block_of, task_of
+from dtk.planning.inputs import Cluster, Factors, Job, Link, Software
 from dtk.planning.methods import METHODS
 from dtk.planning.quantity import PlanError
-from dtk.planning.setting import Cluster, Factors, Job, Link, Software
 from dtk.planning.traffic import ring_allreduce
 
 Turns = Sequence[list[Reading]]
@@ -66,13 +66,13 @@ def calibrated(
     Raises:
         PlanError: It lacks what a plan needs, or there is no such model or communicator.
     """
-    models = [name for name, turns in results.turns.items() if LIMIT in turns]
+    models = [name for name, turns in results.turns.items() if BOUND in turns]
     model = _chosen("--model", model, models)
     communicator = _chosen("--communicator", communicator, results.setting["communicators"])
     turns = results.turns[model]
     ranks = results.setting["ranks"]
     slowest = in_step if apart(ranks) else _slowest
-    limit = statistics.median(map(slowest, turns[LIMIT]))
+    limit = statistics.median(map(slowest, turns[BOUND]))
     own = _of(turns, communicator)
     seconds, sent = _medians(own, "seconds"), _medians(own, "sent")
     if _DENSE not in sent:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dtk.planning import traffic
-from dtk.planning.setting import Cluster, Factors, Job
+from dtk.planning.inputs import Cluster, Factors, Job
 from dtk.planning.traffic import Traffic
 
 # Bytes of a bucket, at least and at most: `dtk.communicators.costs` and `buckets`.
@@ -126,7 +126,7 @@ def dense(job: Job, cluster: Cluster, workers: int, exchange: str = "dense") -> 
     takes cores, too.
 
     Example:
-        >>> from dtk.planning.setting import PAYLOAD, Link, Software
+        >>> from dtk.planning.inputs import PAYLOAD, Link, Software
         >>> cluster = Cluster(Link(0.0, 1e6 / PAYLOAD), software=Software(0.0, 0.0, 0.0))
         >>> cost = dense(Job(step=1.0, parameters=1_000_000), cluster, 4)
         >>> cost.computing, cost.coding, round(cost.sending, 4), cost.bytes

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dtk.planning.inputs import Cluster, Job
 from dtk.planning.methods import METHODS, Cost, Method
-from dtk.planning.setting import Cluster, Job
 
 _HOUR = 3600.0
 MILLION = 1_000_000
@@ -48,7 +48,7 @@ def predict(method: Method, job: Job, cluster: Cluster, workers: int) -> Predict
         workers: How many.
 
     Example:
-        >>> from dtk.planning.setting import Link
+        >>> from dtk.planning.inputs import Link
         >>> job, cluster = Job(0.1, 1000, rows=20), Cluster(Link(0.0, 1e9), price=9.0)
         >>> alone = predict(METHODS[0], job, cluster, 1)
         >>> alone.seconds, alone.rows, alone.efficiency, alone.price

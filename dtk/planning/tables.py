@@ -10,8 +10,8 @@ from typing import Any
 
 from dtk.bench.report import size
 from dtk.planning.advice import LOSSY, Advice
+from dtk.planning.inputs import Cluster, Job
 from dtk.planning.prediction import Prediction
-from dtk.planning.setting import Cluster, Job
 
 Predictions = Sequence[Sequence[Prediction]]
 
@@ -19,7 +19,7 @@ _FORMAT = 1
 _NOT_OURS = "hierarchical: not something dtk's communicators do; for comparison."
 
 
-def tables(predictions: Predictions) -> dict[str, list[tuple[str, ...]]]:
+def by_title(predictions: Predictions) -> dict[str, list[tuple[str, ...]]]:
     """By title, tables of a header and a row for each method; prices if there are some."""
     found = {
         "ms per step": _table(predictions, lambda one: _short(1000 * one.seconds)),
@@ -64,7 +64,7 @@ def assumptions(job: Job, cluster: Cluster) -> str:
     """What the predictions are made from, in a sentence.
 
     Example:
-        >>> from dtk.planning.setting import Link
+        >>> from dtk.planning.inputs import Link
         >>> print(assumptions(Job(0.085, 270_000), Cluster(Link(5e-5, 1.25e8), per_host=4)))
         a step of 85 ms for 32 rows on a worker, 1.08 MB of gradients (1bit: 38.0 kB); workers on \
 a host: 4; between hosts 50 us and 1 Gbit/s; software adds 770 us to a message and 3 ns to a \
@@ -87,7 +87,7 @@ def _factors(job: Job) -> str:
     """Which of them need not be sent whole.
 
     Example:
-        >>> from dtk.planning.setting import Factors
+        >>> from dtk.planning.inputs import Factors
         >>> _factors(Job(0.1, 2048 * 2048, factors=Factors(2048 * 2048, 4096)))
         'as factors with a batch of up to 334 rows: 524.3 kB; '
         >>> _factors(Job(0.1, 1000))
@@ -115,7 +115,7 @@ def _speed(bandwidth: float) -> str:
 def markdown(predictions: Predictions, job: Job, cluster: Cluster, advice: Advice) -> str:
     """Everything, as a page."""
     lines: list[str] = []
-    for title, (header, *rows) in tables(predictions).items():
+    for title, (header, *rows) in by_title(predictions).items():
         lines += [f"### {title}", "", _line(header), "|---" * len(header) + "|"]
         lines += [*map(_line, rows), ""]
     return "\n".join([*lines, *notes(job, cluster, advice), ""])

@@ -10,16 +10,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dtk.bench.baselines.worker import Tick
 from dtk.bench.models import Problem
-from dtk.bench.peers.turns import Tick
-from dtk.bench.report import LIMIT
+from dtk.bench.report import BOUND
 from dtk.bench.setting import Setting, block_of
 from dtk.communicators import Communicator
 from dtk.exchange import BlockMomentum, Exchange, parse
 from dtk.strategies import AllReduceStrategy
 
 
-class Contender(abc.ABC):
+class Variant(abc.ABC):
     """Trains on every rank at once; all ranks take the same turns in the same order.
 
     Attributes:
@@ -29,7 +29,7 @@ class Contender(abc.ABC):
     name: str
 
     @abc.abstractmethod
-    def turn(self, tick: Tick) -> dict[str, Any]:
+    def measure(self, tick: Tick) -> dict[str, Any]:
         """Train for one turn, and say what is known of the `Reading` on this rank.
 
         Args:
@@ -37,7 +37,7 @@ class Contender(abc.ABC):
         """
 
 
-class Fit(Contender):
+class Fit(Variant):
     """Keras's `fit`, for an epoch a turn.
 
     Args:
@@ -60,8 +60,8 @@ class Fit(Contender):
         self.model = model
         self._data, self._steps, self._communicator = data, steps, communicator
 
-    def turn(self, tick: Tick) -> dict[str, Any]:
-        """See `Contender.turn`."""
+    def measure(self, tick: Tick) -> dict[str, Any]:
+        """See `Variant.measure`."""
         watch = Stopwatch(self._communicator, self._steps, tick)
         self.model.fit(
             *self._data,
@@ -110,7 +110,7 @@ class Stopwatch(keras.callbacks.Callback):
         return time.perf_counter(), *counts
 
 
-class Alone(Fit):
+class LocalFit(Fit):
     """The limit: plain Keras on this rank's own rows, without a strategy; nothing is sent.
 
     Args:
@@ -127,15 +127,15 @@ class Alone(Fit):
         self._device = device
         with tf.device(device):
             model = problem.compiled(keras)
-        super().__init__(LIMIT, model, (x[own], y[own]), setting.steps, communicator)
+        super().__init__(BOUND, model, (x[own], y[own]), setting.steps, communicator)
 
-    def turn(self, tick: Tick) -> dict[str, Any]:
-        """See `Contender.turn`."""
+    def measure(self, tick: Tick) -> dict[str, Any]:
+        """See `Variant.measure`."""
         with tf.device(self._device):
-            return super().turn(tick)
+            return super().measure(tick)
 
 
-class Together(Fit):
+class DistributedFit(Fit):
     """dtk: `fit` under a strategy, with one exchange.
 
     Args:
@@ -167,7 +167,7 @@ def exchange_of(name: str) -> Exchange:
     return BlockMomentum(rows) if rows else parse(None if name == "none" else name)
 
 
-class AllReduce(Contender):
+class AllReduce(Variant):
     """dtk: the sum of one tensor over all ranks, and nothing else.
 
     Args:
@@ -189,8 +189,8 @@ class AllReduce(Contender):
         # One element: to read all of them would copy them.
         return self._communicator.allreduce(self._values)[0]
 
-    def turn(self, tick: Tick) -> dict[str, Any]:
-        """See `Contender.turn`."""
+    def measure(self, tick: Tick) -> dict[str, Any]:
+        """See `Variant.measure`."""
         before = self._communicator.bytes_sent
         for _ in range(self._steps + 1):
             self._step().numpy()
