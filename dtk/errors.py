@@ -31,6 +31,13 @@ class DisagreementError(DtkError, RuntimeError):
 def at_rank(rank: int, message: str) -> str:
     """Put the rank in front of a message.
 
+    Args:
+        rank: The rank that raises it.
+        message: What was given, what was expected and what to do next.
+
+    Returns:
+        The message for the error.
+
     >>> at_rank(3, "batch_size=6 is smaller than 8 workers; use 8 or more")
     'rank 3: batch_size=6 is smaller than 8 workers; use 8 or more'
     """

@@ -43,12 +43,16 @@ _filtering = threading.Lock()
 
 
 def level_in(environ: Any) -> str:
-    """TF_CPP_MIN_LOG_LEVEL of an environment, or dtk's default."""
+    """Return TF_CPP_MIN_LOG_LEVEL of an environment, or dtk's default.
+
+    Args:
+        environ: Variables by name.
+    """
     return str(environ.get("TF_CPP_MIN_LOG_LEVEL", DEFAULT_LEVEL))
 
 
 def is_noise(line: str, level: str | None, gpu: bool | None = None) -> bool:
-    """Tell whether a line of standard error is TensorFlow's start-up noise.
+    """Return whether a line of standard error is TensorFlow's start-up noise.
 
     Errors stay, but for CUDA's complaint that there is no GPU where there is none.
 

@@ -105,7 +105,15 @@ def obtain_wheel(
 
 
 def install(wheel: pathlib.Path, verbose: bool) -> None:
-    """Install the wheel and what it imports into the running environment."""
+    """Install the wheel and what it imports into the running environment.
+
+    Args:
+        wheel: The file.
+        verbose: Whether to show pip's output.
+
+    Raises:
+        HorovodBuildError: pip failed.
+    """
     log = wheel.with_name("install.log")
     log.write_text("")
     pip = [*builder.PIP, "install"]
@@ -119,7 +127,14 @@ def install(wheel: pathlib.Path, verbose: bool) -> None:
 
 
 def check_installed(without_mpi: bool) -> None:
-    """Let two processes reduce over everything the installed Horovod was built with."""
+    """Let two processes reduce over everything the installed Horovod was built with.
+
+    Args:
+        without_mpi: Whether to leave MPI out.
+
+    Raises:
+        HorovodBuildError: They do not add up.
+    """
     with step("importing Horovod"):
         found = reduction_check.installed()
     click.echo(
@@ -145,7 +160,12 @@ def check_installed(without_mpi: bool) -> None:
 
 @contextlib.contextmanager
 def step(what: str, verbose: bool = False) -> Iterator[None]:
-    """Show what runs now: a spinner on a terminal, one line elsewhere and when output is shown."""
+    """Show what runs now: a spinner on a terminal, one line elsewhere and when output is shown.
+
+    Args:
+        what: What runs.
+        verbose: Whether the output of what runs is shown.
+    """
     console = rich.console.Console(stderr=True)
     started = time.monotonic()
     if console.is_terminal and not verbose:

@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """This process's place in the job.
+    """The place of this process in the job.
 
     Attributes:
         kind: "single", "mpi", "horovod", "slurm" or "tf_config".

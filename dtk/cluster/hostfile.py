@@ -27,6 +27,10 @@ _IGNORED = ("max_slots", "max-slots", "port")
 class Host:
     """One host and how many processes it takes.
 
+    Attributes:
+        name: Host name or address.
+        slots: Number of processes.
+
     >>> Host("node1", 4)
     Host(name='node1', slots=4)
     """

@@ -70,7 +70,7 @@ class BucketReduction:
 
 
 def mean(total: tf.Tensor, size: int) -> tf.Tensor:
-    """Divide a sum over all ranks by their number, in the sum's dtype.
+    """Return a sum over all ranks divided by their number, in the sum's dtype.
 
     Args:
         total: The sum, of a floating point dtype.

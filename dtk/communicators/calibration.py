@@ -38,11 +38,11 @@ _PLACES = ("RANK", "SIZE", "ADDR", "PORT", "HOSTNAME", "SECRET_KEY")
 
 
 def calibrate(communicator: Communicator, device: str, processors: list[str]) -> Costs | None:
-    """The costs of a world; all ranks call it together.
+    """Return the costs of a world; all ranks call it together.
 
     Args:
         communicator: Of the world.
-        device: Where this rank computes.
+        device: Where this rank computes, such as "CPU:0".
         processors: What every rank computes with, in rank order.
 
     Returns:

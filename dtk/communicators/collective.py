@@ -62,6 +62,9 @@ def start(environment: Environment, timeout: float | None = None) -> Communicato
         environment: Must hold one "host:port" per rank in `addresses`.
         timeout: Seconds to wait for the last rank; `DTK_START_TIMEOUT` or 120 when None.
 
+    Returns:
+        The communicator over all ranks.
+
     Raises:
         CommunicatorError: If addresses are missing, this rank's is in use, ranks are missing, or
             TensorFlow has already run an operation.
@@ -327,11 +330,14 @@ def _graph_key(group_key: int, label: str, size: Any) -> Any:
 
 
 def replicas(devices: Sequence[str], group: int) -> list[CollectiveCommunicator]:
-    """Communicators between devices of this process, one per replica; for graphs only.
+    """Make communicators between devices of this process, for use in graphs only.
 
     Args:
         devices: One per replica.
         group: Any number that tells this group from others in the process.
+
+    Returns:
+        One communicator per replica, in the order of `devices`.
     """
     count = len(devices)
     key = _hash(f"replicas/{group}/{count}")

@@ -43,6 +43,12 @@ _CYCLE = "0.2"
 def start(environment: Environment) -> Communicator:
     """Initialise Horovod and check that it sees the world the launcher described.
 
+    Args:
+        environment: What the launcher told.
+
+    Returns:
+        The communicator over all ranks.
+
     Raises:
         CommunicatorError: If the two disagree, which means the ranks did not find each other.
     """

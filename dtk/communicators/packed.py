@@ -70,7 +70,11 @@ class PackedCommunicator(Communicator):
         self._traced = 0
 
     def set_hosts(self, hosts: Sequence[str]) -> None:
-        """Tell which host each rank is on, once that is known."""
+        """Tell which host each rank is on, once that is known.
+
+        Args:
+            hosts: Host name of every rank of the group, in rank order.
+        """
         self.hosts = tuple(hosts)
         self.local_rank = self.hosts[: self.rank].count(self.hosts[self.rank])
         self.local_size = self.hosts.count(self.hosts[self.rank])
@@ -122,7 +126,10 @@ class PackedCommunicator(Communicator):
 
     @contextlib.contextmanager
     def sequence(self, name: str) -> Iterator[None]:
-        """Name the collectives traced inside by (name, position); nested names are joined."""
+        """Name the collectives traced inside by (name, position).
+
+        Nested names are joined; see `Communicator.sequence`.
+        """
         outer = self._sequence
         self._sequence = [f"{outer[0]}/{name}" if outer else name, 0]
         try:

@@ -11,12 +11,14 @@ from dtk.errors import at_rank
 
 
 def on_root(communicator: Communicator, work: Callable[[], Any], root: int = 0) -> Any:
-    """Let `root` do it; every rank gets the result, or the error. Every rank calls this.
+    """Run `work` on `root` only; every rank gets the result, or the error.
+
+    Every rank calls this.
 
     Args:
         communicator: The ranks.
         work: Called on `root` only. Its result is pickled, which is part of what may fail.
-        root: Who works.
+        root: The rank that works.
 
     Returns:
         What `work` returned, on every rank.

@@ -47,7 +47,14 @@ class RowBlocks:
         return tf.concat([block for block, _ in encoded], axis=0), encoded[0][1]
 
     def words(self, rows: tf.Tensor) -> tf.Tensor:
-        """Return how many elements on the wire numbers of rows take, in the shape of `rows`."""
+        """Return how many elements on the wire numbers of rows take.
+
+        Args:
+            rows: Numbers of rows, int64, of any shape.
+
+        Returns:
+            int64, in the shape of `rows`.
+        """
         return -(-rows * self._width // self._per_word)
 
     def decode(

@@ -31,8 +31,8 @@ class CollectiveSequencer:
 
     Args:
         device: Where the variable is.
-        timed: Whether to read the clock. TensorFlow reads it in trace order, whatever the ledger:
-            one that others do not wait for must not do so.
+        timed: Whether to read the clock. TensorFlow reads it in trace order, whatever the
+            sequencer: one that others do not wait for must not do so.
     """
 
     def __init__(self, device: str = "CPU:0", timed: bool = True) -> None:
@@ -56,7 +56,13 @@ class CollectiveSequencer:
         return self._eager_seconds + self._counted(1) / 1e6
 
     def lane(self, number: int) -> tf.Tensor:
-        """A resource that orders some of a collective's parts, and lets others run beside them."""
+        """Return a resource that orders some of a collective's parts only.
+
+        Parts in other lanes run beside them.
+
+        Args:
+            number: Of the lane.
+        """
         if number not in self._lanes:
             self._lanes[number] = lane(self._device)
         return self._lanes[number]
@@ -116,10 +122,16 @@ class CollectiveSequencer:
 
 
 def lane(device: str = "CPU:0") -> tf.Tensor:
-    """A resource of its own, for the graph to order ops by.
+    """Make a resource of its own, for the graph to order ops by.
 
     A bare resource, not a tf.Variable: whatever strategy or scope is active when it is made must
     neither mirror nor track it. An op that touches it runs on its device.
+
+    Args:
+        device: Where it is, and where ops that touch it run.
+
+    Returns:
+        The resource's handle.
     """
     with tf.init_scope(), tf.device(device):
         return tf.raw_ops.VarHandleOp(

@@ -118,12 +118,15 @@ class Choice(NamedTuple):
 
 
 def choose(observed: Observed, overheads: Mapping[Exchange, Overhead], costs: Costs) -> Choice:
-    """The mildest exchange that makes a step nearly as fast as any does.
+    """Return the mildest exchange that makes a step nearly as fast as any does.
 
     Args:
         observed: What steps took.
-        overheads: See `overheads_of`.
+        overheads: Of each candidate; see `overheads_of`.
         costs: Of the world.
+
+    Returns:
+        The exchange, and what led to it.
     """
     exact, *others = CANDIDATES
     now = _sending(exact, observed, overheads, costs)
@@ -171,12 +174,15 @@ def _bytes_as_factors(observed: Observed) -> float:
 def overheads_of(
     observed: Observed, communicator: Communicator, device: str
 ) -> dict[Exchange, Overhead]:
-    """What each candidate computes and hands over; nothing is sent.
+    """Measure what each candidate computes and hands over; nothing is sent.
 
     Args:
         observed: Whose gradients.
         communicator: Says how many ranks there are.
-        device: Where gradients are.
+        device: Where gradients are, such as "CPU:0".
+
+    Returns:
+        By candidate.
     """
     nobody = NullCommunicator(communicator.rank, communicator.size)
     with tf.device(device):

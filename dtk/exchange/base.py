@@ -65,10 +65,16 @@ class Exchange(abc.ABC):
             communicator: Between the workers.
             state: Where it remembers.
             trained: What the gradients are for.
+
+        Returns:
+            An exchanger, the same kind on all ranks.
         """
 
     def check(self, communicator: Communicator) -> None:  # noqa: B027
         """Refuse workers it cannot work with: too many, or joined by what cannot add its sums up.
+
+        Args:
+            communicator: Between the workers.
 
         Raises:
             ValueError: With the cure.
@@ -102,28 +108,53 @@ class Exchanger(abc.ABC):
             gradients: This rank's part of each, tensors or `tf.IndexedSlices`; or `Factored`, see
                 `factors`.
             portion: This rank's part of the batch; None in a loop of the script's own.
+
+        Returns:
+            The sums, one for each gradient, in its shape and dtype.
         """
 
     def apply(
         self, gradients: list, apply: Callable[[list], Any], portion: Portion | None = None
     ) -> Any:
-        """Reduce, then apply: an order that an exchange may change."""
+        """Reduce, then apply: an order that an exchange may change.
+
+        Args:
+            gradients: As in `reduce`.
+            apply: Called with the sums; takes a step of the optimizer.
+            portion: As in `reduce`.
+
+        Returns:
+            What `apply` returned.
+        """
         return apply(self.reduce(gradients, portion))
 
     def count(self, portion: Portion | None) -> None:  # noqa: B027
-        """Told after every step of which batch it was."""
+        """Note, after every step, of which batch it was.
+
+        Args:
+            portion: This rank's part of the batch; None in a loop of the script's own.
+        """
 
     def count_exact(self, portion: Portion) -> None:  # noqa: B027
-        """Told instead of `count` after a step whose gradients another exchanger has summed."""
+        """Note a step whose gradients another exchanger has summed, in place of `count`.
+
+        Args:
+            portion: This rank's part of the batch.
+        """
 
     def together(self) -> tf.Tensor | None:
-        """Whether all ranks hold the same weights now; None where they always do."""
+        """Return whether all ranks hold the same weights now; None where they always do.
+
+        Returns:
+            bool scalar, evaluated when it runs, or None.
+        """
         return None
 
     def share(self) -> tf.Tensor | None:
-        """What this rank counts in a mean over ranks that have just become equal; they add up to 1.
+        """Return what this rank counts in a mean over ranks that have just become equal.
 
-        None where ranks are equal always.
+        Returns:
+            float32 scalar, adding up to 1 over all ranks; None where ranks are equal always.
         """
         return None
 

@@ -90,7 +90,15 @@ class BlockMomentum(LocalExchange):
         return self.block_size // size * size
 
     def momentum_of(self, rows: Any, workers: int) -> Any:
-        """eta of a block of so many rows: a float, or a tensor for a tensor."""
+        """Return eta of a block of so many rows.
+
+        Args:
+            rows: Rows of all workers in the block, a number or a floating point tensor.
+            workers: How many there are, K.
+
+        Returns:
+            eta ^ (rows / block_size): a float, or a tensor for a tensor.
+        """
         full = 1.0 - 1.0 / workers if self.momentum is None else self.momentum
         return full ** (rows / self.block_size)
 

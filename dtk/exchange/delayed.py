@@ -70,7 +70,11 @@ class DelayedExchanger(Exchanger):
         self._inner = inner
 
     def reduce(self, gradients: list, portion: Portion | None = None) -> list:
-        """Not without `apply`: the first step must apply nothing."""
+        """Refuse: without `apply` the first step could not apply nothing.
+
+        Raises:
+            ValueError: Always.
+        """
         del gradients, portion
         raise ValueError(
             "Delayed does not go with gradient accumulation, whose windows sum several steps "
@@ -80,7 +84,19 @@ class DelayedExchanger(Exchanger):
     def apply(
         self, gradients: list, apply: Callable[[list], Any], portion: Portion | None = None
     ) -> Any:
-        """Sum and apply the gradients of the last step, and keep these."""
+        """Sum and apply the gradients of the last step, and keep these.
+
+        Args:
+            gradients: As in `Exchanger.reduce`, of static shapes.
+            apply: Called with the sums.
+            portion: Not used.
+
+        Returns:
+            bool scalar: whether anything was applied.
+
+        Raises:
+            ValueError: One of the gradients is `tf.IndexedSlices`.
+        """
         if any(isinstance(g, tf.IndexedSlices) for g in gradients):
             raise ValueError(
                 "Delayed keeps whole gradients, and one of this model's is rows of a table "

@@ -63,14 +63,20 @@ class Factored(NamedTuple):
         return self.left.dtype
 
     def product(self) -> tf.Tensor:
-        """The gradient, of shape (m, n)."""
+        """Return the gradient, of shape (m, n)."""
         return tf.matmul(self.left, self.right, transpose_a=True)
 
 
 def factored(gradient: Any) -> Any:
-    """A gradient as its factors, where it is in a graph as their product; else as it is.
+    """Return a gradient as its factors, where it is their product in a graph; else as it is.
 
     What only computed the product is not run then.
+
+    Args:
+        gradient: A tensor, `tf.IndexedSlices` or None.
+
+    Returns:
+        A `Factored`, or `gradient`.
 
     Example:
         >>> @tf.function
@@ -106,12 +112,15 @@ def _is_row_per_example(factor: tf.Tensor) -> bool:
 
 
 def reduce_products(gradients: list[Factored], communicator: Communicator, whole: Callable) -> list:
-    """Sum gradients over all ranks, as factors if that is faster at this step's number of rows.
+    """Sum gradients over all ranks, as factors if that is faster with this many rows.
 
     Args:
         gradients: This rank's part of each.
         communicator: Between the workers.
         whole: Reduces a list of tensors.
+
+    Returns:
+        The sums, in the shapes of the products.
     """
     results: dict[int, tf.Tensor] = {}
     for dtype in dict.fromkeys(g.left.dtype for g in gradients):  # a message is of one

@@ -32,11 +32,20 @@ class LocalExchange(Exchange):
 
     @abc.abstractmethod
     def rows_in_block(self, size: int) -> int:
-        """Rows of all `size` workers after which a block is closed."""
+        """Return the rows of all workers after which a block is closed.
+
+        Args:
+            size: Number of workers.
+        """
 
     @abc.abstractmethod
     def combine(self, block: LocalExchanger, start: Sequence[Any]) -> None:
-        """Give all workers new weights, the same; `start` are those the block began with."""
+        """Give all workers new weights, the same on all of them.
+
+        Args:
+            block: The block that is closed, with this worker's weights and counts.
+            start: The weights it began with.
+        """
 
     def exchanger(
         self, communicator: Communicator, state: ExchangeState, trained: Trained
@@ -81,7 +90,18 @@ class LocalExchanger(Exchanger):
         return self.state.variable("own_rows", "sum", (), tf.float32)
 
     def reduce(self, gradients: list, portion: Portion | None = None) -> list:
-        """This worker's own estimate of the whole batch's gradients."""
+        """Return this worker's own estimate of the whole batch's gradients.
+
+        Args:
+            gradients: As in `Exchanger.reduce`.
+            portion: This rank's part of the batch.
+
+        Returns:
+            Means over this worker's rows; zeros without any.
+
+        Raises:
+            ValueError: `portion` is None.
+        """
         if portion is None:
             raise ValueError(
                 "this exchange counts the rows of global batches, which only fit and "
@@ -133,7 +153,7 @@ class LocalExchanger(Exchanger):
         return tf.equal(self.rows, 0)
 
     def share(self) -> tf.Tensor | None:
-        """This worker's part of the rows of the block that was closed last."""
+        """Return this worker's part of the rows of the block that was closed last."""
         return self._share().read_value()
 
     def _share(self) -> tf.Variable:

@@ -21,7 +21,10 @@ _NAMES = f"'auto', 'fp16', 'bf16', '{BITS[0]}bit' to '{BITS[-1]}bit' or '{WHOLE}
 
 
 def parse(exchange: Any) -> Exchange:
-    """An exchange from what a user gave: a value, a short name, or None for whole gradients.
+    """Return the exchange that a user gave: a value, a short name, or None for whole gradients.
+
+    Args:
+        exchange: What the user gave.
 
     Raises:
         ValueError: Nothing of this name.

@@ -93,7 +93,11 @@ class Quantized(Exchange):
 
 
 def stripes(columns: int, size: int) -> list[tuple[int, int]]:
-    """First and last (excluded) of the columns each rank owns: the first few get one more.
+    """Return first and last (excluded) of the columns each rank owns.
+
+    Args:
+        columns: To be divided, as even as can be; the first ranks get one more.
+        size: Number of ranks.
 
     Example:
         >>> stripes(10, 3)
@@ -104,8 +108,15 @@ def stripes(columns: int, size: int) -> list[tuple[int, int]]:
 
 
 def is_coded(shape: Sequence[int], dtype: tf.DType, bits: int) -> bool:
-    """Whether such a gradient is quantised: a matrix, or more, whose code is at most two thirds as
-    long: with 16 bits for float32, the scales of a column come on top of half.
+    """Return whether such a gradient is quantised.
+
+    That is a matrix, or more, whose code is at most two thirds as long: with 16 bits for float32,
+    the scales of a column come on top of half.
+
+    Args:
+        shape: Of the gradient, static.
+        dtype: Of the gradient.
+        bits: Of an entry's code.
 
     Example:
         >>> [is_coded(shape, tf.float32, 1) for shape in [(100, 10), (3, 10), (100,)]]

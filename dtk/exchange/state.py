@@ -25,7 +25,13 @@ KINDS = ("same", "sum", "mean", "stripe")
 
 
 class StateVariable(NamedTuple):
-    """A variable, its kind, and for a stripe the rows of the whole it has."""
+    """A variable, and what a checkpoint makes of it.
+
+    Attributes:
+        variable: The variable.
+        kind: One of KINDS.
+        rows: First and last (excluded) of the rows of a stripe; None of other kinds.
+    """
 
     variable: Any
     kind: str
@@ -62,7 +68,11 @@ class ExchangeState:
         return [*(kept.variable for kept in self._kept.values()), *self._scratch.values()]
 
     def part(self, prefix: str) -> ExchangeState:
-        """This state, with something put before every name."""
+        """Return this state, with something put before every name.
+
+        Args:
+            prefix: What is put before.
+        """
         part = copy.copy(self)
         part.prefix = self.prefix + prefix
         return part
@@ -75,7 +85,7 @@ class ExchangeState:
         dtype: Any = tf.float32,
         rows: tuple[int, int] | None = None,
     ) -> tf.Variable:
-        """The variable of this name; new ones hold zeros, or what a checkpoint held.
+        """Return the variable of this name; a new one holds zeros, or what a checkpoint held.
 
         Args:
             name: Its name, the same on all ranks.
@@ -89,11 +99,23 @@ class ExchangeState:
         return self._kept[self.prefix + name].variable
 
     def keep(self, name: str, kind: str, variable: Any) -> None:
-        """Have a variable that somebody else made saved and restored as well."""
+        """Save and restore a variable that was made elsewhere as well.
+
+        Args:
+            name: Its name, the same on all ranks.
+            kind: One of KINDS.
+            variable: The variable.
+        """
         self._keep(StateVariable(variable, kind, None), name)
 
     def scratch(self, name: str, shape: Sequence[int], dtype: Any) -> tf.Variable:
-        """A variable that no checkpoint needs."""
+        """Return the variable of this name, which no checkpoint needs.
+
+        Args:
+            name: Its name.
+            shape: Of this rank's part.
+            dtype: Its dtype.
+        """
         if self.prefix + name not in self._scratch:
             self._scratch[self.prefix + name] = self._make(name, shape, dtype)
         return self._scratch[self.prefix + name]
@@ -112,10 +134,14 @@ class ExchangeState:
         return _outside(make)
 
     def collect(self, root: int | None = None) -> dict[str, dict]:
-        """Everything remembered, of all ranks. All ranks call it together.
+        """Return everything remembered, of all ranks; all ranks call it together.
 
         Args:
             root: The rank that is to keep it, of all ranks; None: each keeps it.
+
+        Returns:
+            By name, kind and value; empty on ranks other than `root`, but for what was restored and
+            not asked for yet.
         """
         saved = dict(self._restored)  # what no step has asked for yet
         for name, kept in self._kept.items():
@@ -134,6 +160,12 @@ class ExchangeState:
         """Go on from what `collect` returned, in a world of any size.
 
         Variables that no step has asked for yet take their values when one does.
+
+        Args:
+            saved: What `collect` returned.
+
+        Raises:
+            ValueError: A value has another shape than the variable here.
         """
         self._restored.clear()
         for name, item in saved.items():

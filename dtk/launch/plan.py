@@ -56,7 +56,7 @@ class Process:
 
     @property
     def label(self) -> str:
-        """What stands in front of its output: the bare number for a rank."""
+        """Prefix of its output: the bare number for a rank."""
         return self.name.removeprefix("rank ")
 
 
