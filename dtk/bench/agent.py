@@ -24,7 +24,7 @@ CORES = "DTK_BENCH_CORES"
 
 
 def run(command: list[str], line: Connection) -> int:
-    """Start a process and pass on what it is asked, until nobody asks.
+    """Start a process and pass on what it is asked, until nothing more is asked.
 
     Args:
         command: What to start.

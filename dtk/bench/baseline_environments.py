@@ -26,11 +26,11 @@ _PIP = ("-m", "pip", "--disable-pip-version-check", "--no-input", "install")
 
 @dataclasses.dataclass(frozen=True)
 class Baseline:
-    """Something else that trains on several processes.
+    """Another library that trains on several processes.
 
     Attributes:
         module: In `dtk.bench.baselines`.
-        launcher: "collective", "horovod" or "horovod-mpi", see `bench_places`.
+        launcher: "collective", "horovod" or "horovod-mpi", see `dtk.bench.places`.
         about: What it is, for the help.
         packages: Pinned; none runs in this Python's own environment.
         size: What they take, for whoever must wait for them.
@@ -80,7 +80,14 @@ BASELINES = {
 
 
 def check(names: Sequence[str]) -> None:
-    """Raise BenchError for a name that is none of BASELINES."""
+    """Refuse a name that is none of BASELINES.
+
+    Args:
+        names: As given with --peer.
+
+    Raises:
+        BenchError: There is no such baseline.
+    """
     for name in names:
         if name not in BASELINES:
             *others, last = BASELINES
@@ -88,11 +95,14 @@ def check(names: Sequence[str]) -> None:
 
 
 def python_of(name: str, say: Callable[[str], None]) -> str:
-    """The interpreter of a baseline's environment, which is made where there is none.
+    """Return the interpreter of a baseline's environment, which is made where there is none.
 
     Args:
         name: One of BASELINES.
         say: Told what will be done, before it is.
+
+    Returns:
+        Its path.
 
     Raises:
         WorldLost: It cannot be made; says why, and what to do.

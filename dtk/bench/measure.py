@@ -45,6 +45,9 @@ class World(Protocol):
     def ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
         """Ask all processes the same (see `baselines.worker`), and wait for their answers.
 
+        Args:
+            request: What is sent to each.
+
         Returns:
             One for each rank.
 
@@ -53,12 +56,12 @@ class World(Protocol):
         """
 
     def rest(self) -> None:
-        """Let the cores to others until it is asked again."""
+        """Leave the cores to other worlds until it is asked again."""
 
 
 @dataclasses.dataclass
 class Benchmark:
-    """All tasks, by all worlds.
+    """Measures all tasks in all worlds.
 
     Args:
         setting: What to measure.
@@ -135,7 +138,11 @@ class Benchmark:
 
 
 def order(variants: Sequence[Any], number: int) -> Iterator[Any]:
-    """Who takes turns in one round: every other time they begin at the other end.
+    """Return the order of one round: every other round begins at the other end.
+
+    Args:
+        variants: In any order.
+        number: Of the round.
 
     Example:
         >>> list(order("abc", 1)), list(order("abc", 2))
@@ -145,8 +152,12 @@ def order(variants: Sequence[Any], number: int) -> Iterator[Any]:
 
 
 def label(world: World, name: str) -> str:
-    """A variant's name in tables: that of its world, and its own.
+    """Return a variant's name in tables: that of its world, and its own.
 
     A world that measures one thing by its own name needs no second word.
+
+    Args:
+        world: Which measures it.
+        name: The variant's.
     """
     return world.name if name == world.name else f"{world.name} {name}"

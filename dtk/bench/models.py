@@ -34,10 +34,16 @@ class Problem(NamedTuple):
     rows: Callable[[np.random.Generator, int], np.ndarray]
 
     def compiled(self, keras: Any) -> Any:
-        """The model with equal weights every time, ready to train with `keras`.
+        """Build the model with equal weights every time, ready to train with `keras`.
 
         Plain SGD is the least an optimizer can do, and keeps an embedding's gradient sparse: what
         is measured is everything else.
+
+        Args:
+            keras: The Keras it is built of, a module.
+
+        Returns:
+            A compiled model of that Keras.
         """
         keras.utils.set_random_seed(1)
         model = self.build(keras)
@@ -46,13 +52,26 @@ class Problem(NamedTuple):
         return model
 
     def data(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """So many rows and their labels, the same every time."""
+        """Return rows and their labels, the same every time.
+
+        Args:
+            count: How many.
+
+        Returns:
+            Rows, shape `[count, ...]`, and integer labels, shape `[count]`.
+        """
         random = np.random.default_rng(0)
         return self.rows(random, count), random.integers(0, _CLASSES, count)
 
 
 def resnet20(keras: Any) -> Any:
-    """20 layers; where the image shrinks, shortcuts pad channels with zeros (option A)."""
+    """Return a ResNet of 20 layers for CIFAR-10 (He et al. 2016).
+
+    Where the image shrinks, shortcuts pad channels with zeros (option A).
+
+    Args:
+        keras: The Keras it is built of, a module.
+    """
     inputs = keras.Input((32, 32, 3))
     x = _conv(keras, inputs, 16)
     for filters in (16, 32, 64):
@@ -77,13 +96,21 @@ def _conv(
 
 
 def mlp(keras: Any) -> Any:
-    """Three hidden layers of 2048 units."""
+    """Return a model of three hidden layers of 2048 units.
+
+    Args:
+        keras: The Keras it is built of, a module.
+    """
     hidden = [keras.layers.Dense(2048, activation="relu") for _ in range(3)]
     return keras.Sequential([keras.Input((1024,)), *hidden, keras.layers.Dense(_CLASSES)])
 
 
 def embedding(keras: Any) -> Any:
-    """The mean of eight rows of a table."""
+    """Return a model of the mean of eight rows of a table.
+
+    Args:
+        keras: The Keras it is built of, a module.
+    """
     return keras.Sequential(
         [
             keras.Input((8,), dtype="int32"),
@@ -95,7 +122,11 @@ def embedding(keras: Any) -> Any:
 
 
 def transformer(keras: Any) -> Any:
-    """One encoder block of width 256 and eight heads, over 32 positions."""
+    """Return one encoder block of width 256 and eight heads, over 32 positions.
+
+    Args:
+        keras: The Keras it is built of, a module.
+    """
     x = inputs = keras.Input((32, 256))
     attended = keras.layers.MultiHeadAttention(num_heads=8, key_dim=32)(x, x)
     x = keras.layers.LayerNormalization()(keras.layers.Add()([x, attended]))

@@ -20,7 +20,7 @@ from dtk.trainer import undistributed_jobs
 
 
 class Worker:
-    """See `baselines.worker.Worker`.
+    """Measures the no-communication bound; see `baselines.worker.Worker`.
 
     Args:
         setting: Fields of `Setting`.

@@ -26,7 +26,16 @@ Survey = Callable[[str, int], ssh.Facts]
 
 
 def check(launcher: str, hosts: Sequence[Host]) -> None:
-    """Raise ClusterError or CommunicatorError unless ranks can be started so."""
+    """Refuse a launcher that cannot start ranks on these hosts.
+
+    Args:
+        launcher: As given with --communicator.
+        hosts: Where; this machine when empty.
+
+    Raises:
+        ClusterError: It is unknown, or starts processes on this machine only.
+        CommunicatorError: It is not installed.
+    """
     if launcher not in LAUNCHERS:
         expected = f"{', '.join(LAUNCHERS[:-1])} or {LAUNCHERS[-1]}"
         raise ClusterError(f"--communicator {launcher}: unknown, expected {expected}")
@@ -38,7 +47,15 @@ def check(launcher: str, hosts: Sequence[Host]) -> None:
 
 
 def check_mpirun(hosts: Sequence[Host]) -> None:
-    """Raise ClusterError or CommunicatorError unless `mpirun` can start processes here."""
+    """Refuse `mpirun` where it cannot start processes.
+
+    Args:
+        hosts: Where; this machine when empty.
+
+    Raises:
+        ClusterError: There are other hosts.
+        CommunicatorError: It is not installed.
+    """
     if hosts:
         raise ClusterError(
             f"what mpirun starts ({MPI}, mpi4py) is measured on this machine only; leave --hosts "
@@ -53,7 +70,7 @@ def check_mpirun(hosts: Sequence[Host]) -> None:
 def place(
     launcher: str, command: Sequence[str], workers: int, hosts: Sequence[Host], survey: Survey
 ) -> list[Process]:
-    """What to start for a world, so that every rank gets its share of the cores.
+    """Plan the processes of a world, so that every rank gets its share of the cores.
 
     Args:
         launcher: One of LAUNCHERS.
@@ -61,6 +78,9 @@ def place(
         workers: How many.
         hosts: Where; this machine when empty.
         survey: See `dtk.launch.plan`.
+
+    Returns:
+        What to start: an agent for each rank, or one `mpirun` for all.
     """
     argv = [*_AGENT, *command]
     kind = "horovod" if launcher in BUSY else launcher

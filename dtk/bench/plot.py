@@ -15,7 +15,13 @@ _ROW = 0.34  # inches
 
 
 def check(file: str) -> None:
-    """Raise BenchError, before anything is measured, for what could not be drawn.
+    """Refuse, before anything is measured, a plot that could not be drawn.
+
+    Args:
+        file: As given with --plot.
+
+    Raises:
+        BenchError: The format is unknown, or matplotlib is not installed.
 
     Example:
         >>> check("bench.pdf")
@@ -29,9 +35,13 @@ def check(file: str) -> None:
 
 
 def save(results: Results, file: str) -> None:
-    """Draw a panel for each task: a bar for each variant, as long as its median, with quartiles.
+    """Draw a panel for each task, with a bar for each variant: its median, with quartiles.
 
-    What trains is drawn as its ratio to the limit, an all-reduce as its time.
+    What trains is drawn as its ratio to the no-communication bound, an all-reduce as its time.
+
+    Args:
+        results: What was measured.
+        file: Path, which ends in .svg or .png.
     """
     from matplotlib.figure import Figure
 

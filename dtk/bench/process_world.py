@@ -45,7 +45,7 @@ def command(module: str, setting: Mapping[str, Any], python: str = sys.executabl
 
 
 class World:
-    """See `dtk.bench.measure.World`.
+    """A world of processes; see `dtk.bench.measure.World`.
 
     Args:
         name: As in tables.
@@ -127,7 +127,17 @@ class World:
         raise WorldLost(f"did not start within {_START:g} seconds")
 
     def ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
-        """See `measure.World`."""
+        """Ask all processes the same; see `dtk.bench.measure.World.ask`.
+
+        Args:
+            request: What is sent to each.
+
+        Returns:
+            Their answers, in rank order.
+
+        Raises:
+            WorldLost: One of them has ended.
+        """
         try:
             for line in self._lines:
                 line.send(request)
@@ -136,7 +146,10 @@ class World:
         return [self._hear(line, _TURN) for line in self._lines]
 
     def rest(self) -> None:
-        """See `measure.World`. All must have answered: what one still sends, another waits for."""
+        """Stop the processes until they are asked again, if they are busy meanwhile.
+
+        All must have answered: what one still sends, another waits for.
+        """
         if self._busy:
             self.ask(agent.REST)
 
@@ -182,7 +195,10 @@ class World:
 
 
 def last_words(output: str) -> str:
-    """The line that says most: the last exception, or else the last line.
+    """Return the line that says most: the last exception, or else the last line.
+
+    Args:
+        output: What a process wrote.
 
     Example:
         >>> last_words("RuntimeError: no peer\\nmpirun has exited\\n")

@@ -37,7 +37,7 @@ _COMPARED = "saved / this"
 
 
 def table(results: Results, task: str, saved: Results | None = None) -> list[tuple[str, ...]]:
-    """The table of one task: a header, then a row for each variant.
+    """Return the table of one task: a header, then a row for each variant.
 
     Args:
         results: What was measured.
@@ -106,7 +106,10 @@ def _sizes(variants: Variants, count: int) -> dict[str, list[str]]:
 
 
 def own_bound(name: str) -> str:
-    """The variant that is a baseline's own limit; one of dtk's has none.
+    """Return the name of a baseline's own bound; a variant of dtk's has none.
+
+    Args:
+        name: Of a variant, as in tables.
 
     Example:
         >>> own_bound("torch ddp fp16")
@@ -125,7 +128,10 @@ def _with_quartiles(found: Sequence[float]) -> str:
 
 
 def digits(value: float) -> int:
-    """Behind the point, so that three or four count.
+    """Return how many digits behind the point make three or four in all.
+
+    Args:
+        value: To be written.
 
     Example:
         >>> digits(25.0), digits(1.5), digits(0.0123)
@@ -153,7 +159,15 @@ def _compared(variants: Variants, earlier: Variants) -> list[str]:
 
 
 def bars(results: Results, task: str) -> dict[str, tuple[float, ...]]:
-    """For a plot: quartiles of the ratio to the limit; of milliseconds where there is none."""
+    """Return what a plot shows of each variant.
+
+    Args:
+        results: What was measured.
+        task: A model, or an all-reduce.
+
+    Returns:
+        By name, quartiles of the ratio to the bound; of milliseconds where there is none.
+    """
     variants = _with_waiting(results, task)
     if not has_bound(results, task):
         return {name: _milliseconds(turns) for name, turns in variants.items()}
@@ -162,39 +176,68 @@ def bars(results: Results, task: str) -> dict[str, tuple[float, ...]]:
 
 
 def has_bound(results: Results, task: str) -> bool:
-    """Whether there is a ratio to it."""
+    """Return whether a task was measured without communication too.
+
+    Args:
+        results: What was measured.
+        task: A model, or an all-reduce.
+    """
     return BOUND in results.turns[task]
 
 
 def unit(results: Results, task: str) -> str:
-    """Of `bars`."""
+    """Return what the numbers of `bars` are.
+
+    Args:
+        results: What was measured.
+        task: A model, or an all-reduce.
+    """
     return (
         "speed, of the limit (bar: median, line: quartiles)" if has_bound(results, task) else "ms"
     )
 
 
 def means(turns: Sequence[list[Reading]], what: str) -> list[float]:
-    """Of each turn, the mean over its ranks of one number."""
+    """Return, of each measurement, the mean over its ranks of one number.
+
+    Args:
+        turns: Measurements, of a reading per rank each.
+        what: Name of a field of `Reading`.
+    """
     return [statistics.mean(getattr(reading, what) for reading in turn) for turn in turns]
 
 
 def of_the_bound(turns: Sequence[list[Reading]], limit: Sequence[list[Reading]]) -> list[float]:
-    """Of each round, the limit's time / this time.
+    """Return, of each round, the bound's time / this time.
 
     Within a round, because whatever else the machine did then fell on both alike.
+
+    Args:
+        turns: Measurements of a variant, one per round.
+        limit: Those of the bound, of the same rounds.
     """
     pairs = zip(means(limit, "seconds"), means(turns, "seconds"), strict=True)
     return [least / this for least, this in pairs]
 
 
 def ratio(earlier: Sequence[list[Reading]], turns: Sequence[list[Reading]]) -> float:
-    """The median time of a step in an earlier run / in this one: above 1, this is faster."""
+    """Return the median time of a step in an earlier run / in this one.
+
+    Above 1, this run is faster.
+
+    Args:
+        earlier: Measurements of the earlier run.
+        turns: Measurements of this run.
+    """
     before, now = (statistics.median(means(many, "seconds")) for many in (earlier, turns))
     return before / now
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, ...]:
-    """Lower quartile, median, upper quartile, never beyond what was measured.
+    """Return lower quartile, median and upper quartile, never beyond what was measured.
+
+    Args:
+        values: One or more.
 
     Example:
         >>> quartiles([3.0, 1.0, 2.0]), quartiles([4.0])
@@ -206,7 +249,10 @@ def quartiles(values: Sequence[float]) -> tuple[float, ...]:
 
 
 def size(count: float) -> str:
-    """Bytes, to three digits or more.
+    """Write a number of bytes, to three digits or more.
+
+    Args:
+        count: Bytes.
 
     Example:
         >>> size(0), size(999), size(42_049_576), size(1_320_000)
@@ -219,7 +265,11 @@ def size(count: float) -> str:
 
 
 def title(results: Results, task: str) -> str:
-    """The model and how large it is, or what is reduced.
+    """Return the model and how large it is, or what is reduced.
+
+    Args:
+        results: What was measured.
+        task: A model, or an all-reduce.
 
     Example:
         >>> title(Results(parameters={"mlp": 10512394}), "mlp"), title(Results(), "allreduce 4000")
@@ -232,7 +282,10 @@ def title(results: Results, task: str) -> str:
 
 
 def progress(results: Results) -> str:
-    """How far a measurement is.
+    """Return how far a measurement is, for the screen.
+
+    Args:
+        results: What was measured so far.
 
     Example:
         >>> turns = {"mlp": {"limit": [[]], "collective none": []}}
@@ -245,7 +298,11 @@ def progress(results: Results) -> str:
 
 
 def setting(results: Results) -> str:
-    """Where and how it was measured, in a sentence."""
+    """Return where and how it was measured, in a sentence.
+
+    Args:
+        results: What was measured.
+    """
     found = results.setting
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     return (
@@ -264,7 +321,12 @@ def _hosts(ranks: Sequence[dict[str, Any]]) -> str:
 
 
 def markdown(results: Results, saved: Results | None = None) -> str:
-    """Everything, as a page of Markdown tables."""
+    """Return everything as a page of Markdown tables.
+
+    Args:
+        results: What was measured.
+        saved: Another run, to compare with.
+    """
     lines = []
     for model in results.turns:
         header, *rows = table(results, model, saved)
@@ -278,7 +340,15 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def notes(results: Results, saved: Results | None = None) -> list[str]:
-    """What stands below the tables: what is missing, how to read them, and the setting."""
+    """Return what stands below the tables: what is missing, how to read them, and the setting.
+
+    Args:
+        results: What was measured.
+        saved: Another run, to compare with.
+
+    Returns:
+        Lines.
+    """
     lines = [f"Not measured: {name}: {why}." for name, why in results.absent.items()]
     legend = [LEGEND]
     if any(BOUND in names for names in results.turns.values()):

@@ -16,7 +16,7 @@ from dtk.version import __version__
 
 
 class Worker:
-    """See `baselines.worker.Worker`.
+    """Measures dtk over one communicator; see `baselines.worker.Worker`.
 
     Args:
         setting: Fields of `Setting`.

@@ -1,4 +1,4 @@
-"""What is measured: something that trains a model, a turn at a time."""
+"""What is measured: something that trains a model, some steps at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dtk.strategies import AllReduceStrategy
 
 
 class Variant(abc.ABC):
-    """Trains on every rank at once; all ranks take the same turns in the same order.
+    """Trains on every rank at once; all ranks take the same measurements in the same order.
 
     Attributes:
         name: As in the table.
@@ -30,20 +30,23 @@ class Variant(abc.ABC):
 
     @abc.abstractmethod
     def measure(self, tick: Tick) -> dict[str, Any]:
-        """Train for one turn, and say what is known of the `Reading` on this rank.
+        """Train for one measurement.
 
         Args:
             tick: Called after every step.
+
+        Returns:
+            Fields of `Reading` that are known better than by the clock, on this rank.
         """
 
 
 class Fit(Variant):
-    """Keras's `fit`, for an epoch a turn.
+    """Keras's `fit`, for an epoch a measurement.
 
     Args:
         name: As in the table.
         model: Compiled, with a strategy or without.
-        data: Rows and labels of all steps of a turn, as this `fit` takes them.
+        data: Rows and labels of all steps of a measurement, as this `fit` takes them.
         steps: How many are measured; `data` holds one more.
         communicator: Counts what is sent.
     """
@@ -77,6 +80,11 @@ class Stopwatch(keras.callbacks.Callback):
 
     The first follows on what `fit` does once: ranks agree on what they were given, and compare all
     weights after it. That is a cost of an epoch, of any length, and not of a step.
+
+    Args:
+        communicator: Counts what is sent.
+        steps: How many are measured.
+        tick: Called after every step.
     """
 
     def __init__(self, communicator: Communicator, steps: int, tick: Tick):
@@ -84,18 +92,30 @@ class Stopwatch(keras.callbacks.Callback):
         self._communicator, self._steps, self._tick = communicator, steps, tick
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
-        """Start before the second step."""
+        """Start before the second step.
+
+        Args:
+            batch: Number of the step, from 0.
+            logs: Not used.
+        """
         if batch == 1:
             self._begin = self._read()
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        """A step is over: Keras has read its loss. Stop after the last."""
+        """Stop after the last step.
+
+        Each is over when this is called: Keras has read its loss.
+
+        Args:
+            batch: Number of the step, from 0.
+            logs: Not used.
+        """
         self._tick()
         if batch == self._steps:
             self._end = self._read()
 
     def counts(self) -> dict[str, float]:
-        """Of a step: `seconds`, bytes `sent`, and the part of it spent `communicating`."""
+        """Return, of a step, `seconds`, bytes `sent` and the part spent `communicating`."""
         seconds, sent, communicating = (
             end - begin for begin, end in zip(self._begin, self._end, strict=True)
         )
@@ -111,7 +131,7 @@ class Stopwatch(keras.callbacks.Callback):
 
 
 class LocalFit(Fit):
-    """The limit: plain Keras on this rank's own rows, without a strategy; nothing is sent.
+    """The no-communication bound: plain Keras on this rank's own rows, without a strategy.
 
     Args:
         problem: What to train.
@@ -136,7 +156,7 @@ class LocalFit(Fit):
 
 
 class DistributedFit(Fit):
-    """dtk: `fit` under a strategy, with one exchange.
+    """Keras's `fit` under a strategy of dtk's, with one exchange.
 
     Args:
         problem: What to train.
@@ -157,7 +177,10 @@ class DistributedFit(Fit):
 
 
 def exchange_of(name: str) -> Exchange:
-    """The exchange that `Setting` gives this name.
+    """Return the exchange that `Setting` gives this name.
+
+    Args:
+        name: One of EXCHANGES, or BLOCK with a number.
 
     Example:
         >>> exchange_of("1bit"), exchange_of("block:512").block_size
@@ -168,7 +191,7 @@ def exchange_of(name: str) -> Exchange:
 
 
 class AllReduce(Variant):
-    """dtk: the sum of one tensor over all ranks, and nothing else.
+    """The sum of one tensor over all ranks by dtk, and nothing else.
 
     Args:
         size: Of the tensor, in bytes.

@@ -20,7 +20,7 @@ LOSSY = (
 
 @dataclass(frozen=True)
 class Advice:
-    """What to use.
+    """The method to use, and why.
 
     Attributes:
         chosen: The prediction for it.
@@ -34,7 +34,7 @@ class Advice:
 def advise(
     predictions: Sequence[Sequence[Prediction]], job: Job, cluster: Cluster, target: float = TARGET
 ) -> Advice:
-    """Choose, of what dtk does, the most workers that keep to a target, then the least change.
+    """Choose the most workers that keep to a target, and of methods the one that changes least.
 
     A method further from one process's training is chosen only if it trains on a tenth more rows
     per second.
@@ -44,6 +44,9 @@ def advise(
         job: What is trained.
         cluster: Where.
         target: Efficiency that more workers must not fall below.
+
+    Returns:
+        The prediction for it, and reasons.
     """
     best = [_furthest(of, target) for of in predictions if of[0].method.use]
     kept = [one for one in best if one.efficiency >= target]
@@ -104,7 +107,7 @@ def _why_not_dense(
 
 
 def bound(one: Prediction, job: Job, cluster: Cluster) -> str:
-    """What takes most of what a step takes beyond computing.
+    """Return what takes most of what a step takes beyond computing.
 
     Args:
         one: A prediction.

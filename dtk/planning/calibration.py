@@ -38,7 +38,7 @@ _WHOLE = 0.9
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a benchmark says.
+    """Inputs of a plan that a benchmark tells.
 
     Attributes:
         job: What was trained.
@@ -62,6 +62,9 @@ def calibrated(
         results: What `dtk bench` measured.
         model: Its name; None if there is one.
         communicator: Its name; None if there is one.
+
+    Returns:
+        What a plan needs of it.
 
     Raises:
         PlanError: It lacks what a plan needs, or there is no such model or communicator.
@@ -134,11 +137,14 @@ def _factors(sent: Mapping[str, float], parameters: int, rows: int) -> Factors |
 
 
 def line(allreduces: Mapping[int, float], workers: int) -> tuple[float, float]:
-    """Seconds of a message and of a byte, from those of two all-reduces round a ring.
+    """Return the seconds of a message and of a byte, from two all-reduces round a ring.
 
     Args:
         allreduces: Seconds, by bytes.
         workers: Round the ring.
+
+    Returns:
+        Seconds of a message, and of a byte.
 
     Example:
         >>> line({0: 0.5, 100: 3.5}, workers=2)

@@ -14,7 +14,7 @@ MILLION = 1_000_000
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one method, with one number of workers.
+    """Time, efficiency and price of one method, with one number of workers.
 
     Attributes:
         method: What is done.
@@ -34,12 +34,12 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return self.cost.seconds
 
 
 def predict(method: Method, job: Job, cluster: Cluster, workers: int) -> Prediction:
-    """What the method takes.
+    """Predict what a method takes.
 
     Args:
         method: What is done.
@@ -64,5 +64,15 @@ def predict(method: Method, job: Job, cluster: Cluster, workers: int) -> Predict
 def sweep(
     job: Job, cluster: Cluster, workers: Sequence[int], methods: Sequence[Method] = METHODS
 ) -> list[list[Prediction]]:
-    """For each method, a prediction for each number of workers."""
+    """Predict each method with each number of workers.
+
+    Args:
+        job: What is trained.
+        cluster: Where.
+        workers: Numbers of workers.
+        methods: What is done.
+
+    Returns:
+        By method, then by number of workers, in the orders given.
+    """
     return [[predict(method, job, cluster, count) for count in workers] for method in methods]

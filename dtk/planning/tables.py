@@ -20,7 +20,14 @@ _NOT_OURS = "hierarchical: not something dtk's communicators do; for comparison.
 
 
 def by_title(predictions: Predictions) -> dict[str, list[tuple[str, ...]]]:
-    """By title, tables of a header and a row for each method; prices if there are some."""
+    """Return tables of a header and a row for each method.
+
+    Args:
+        predictions: By method and number of workers.
+
+    Returns:
+        By title; that of prices only if there are some.
+    """
     found = {
         "ms per step": _table(predictions, lambda one: _short(1000 * one.seconds)),
         "efficiency": _table(predictions, lambda one: f"{one.efficiency:.2f}"),
@@ -48,7 +55,16 @@ def _short(value: float) -> str:
 
 
 def notes(job: Job, cluster: Cluster, advice: Advice) -> list[str]:
-    """The recommendation, then what is assumed."""
+    """Return the recommendation, then what is assumed.
+
+    Args:
+        job: What is trained.
+        cluster: Where.
+        advice: What is recommended.
+
+    Returns:
+        Lines.
+    """
     return [
         *advice.reasons,
         "",
@@ -61,7 +77,11 @@ def notes(job: Job, cluster: Cluster, advice: Advice) -> list[str]:
 
 
 def assumptions(job: Job, cluster: Cluster) -> str:
-    """What the predictions are made from, in a sentence.
+    """Return what the predictions are made from, in a sentence.
+
+    Args:
+        job: What is trained.
+        cluster: Where.
 
     Example:
         >>> from dtk.planning.inputs import Link
@@ -113,7 +133,14 @@ def _speed(bandwidth: float) -> str:
 
 
 def markdown(predictions: Predictions, job: Job, cluster: Cluster, advice: Advice) -> str:
-    """Everything, as a page."""
+    """Return everything, as a page of Markdown.
+
+    Args:
+        predictions: By method and number of workers.
+        job: What is trained.
+        cluster: Where.
+        advice: What is recommended.
+    """
     lines: list[str] = []
     for title, (header, *rows) in by_title(predictions).items():
         lines += [f"### {title}", "", _line(header), "|---" * len(header) + "|"]
@@ -126,7 +153,14 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def dumps(predictions: Predictions, job: Job, cluster: Cluster, advice: Advice) -> str:
-    """Everything, as JSON: seconds, bytes, rows per second."""
+    """Return everything, as JSON: seconds, bytes, rows per second.
+
+    Args:
+        predictions: By method and number of workers.
+        job: What is trained.
+        cluster: Where.
+        advice: What is recommended.
+    """
     found = {
         "dtk plan": _FORMAT,
         "job": asdict(job),

@@ -51,7 +51,13 @@ class Worker(Protocol):
 
 
 def serve(worker: Worker, requests: Iterable[str], answers: TextIO) -> None:
-    """Answer every line until there are no more."""
+    """Answer every line until there are no more.
+
+    Args:
+        worker: What measures.
+        requests: Lines of JSON, as above.
+        answers: Gets one line of JSON for each, and one before the first.
+    """
     variants: dict[str, Measure] = {}
     _say(answers, _hello(worker))
     for line in requests:
@@ -68,13 +74,16 @@ def serve(worker: Worker, requests: Iterable[str], answers: TextIO) -> None:
 
 
 def clock(measure: Measure) -> dict[str, Any]:
-    """Let a turn be taken, and say what it took.
+    """Take one measurement and return its numbers.
 
     The first step is left out: what it waits for is not a step's.
 
+    Args:
+        measure: Trains for one more step than is measured; may tell more of the reading.
+
     Returns:
         `seconds` of a step, mean of the others, which `steps` holds; `fit`, of everything; `sent`
-        and `communicating`, None unless the turn says.
+        and `communicating`, None unless `measure` tells.
 
     Example:
         >>> def measure(tick):
