@@ -23,8 +23,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 DEFAULT_LEVEL = "2"
 
@@ -42,7 +42,7 @@ _REAP_SECONDS = 0.5
 _filtering = threading.Lock()
 
 
-def level_in(environ: Any) -> str:
+def level_in(environ: Mapping[str, str]) -> str:
     """Return TF_CPP_MIN_LOG_LEVEL of an environment, or dtk's default.
 
     Args:

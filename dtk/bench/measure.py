@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from dtk.bench.results import Results, reading_of
 from dtk.bench.setting import Setting
 from dtk.errors import DtkError
+
+_T = TypeVar("_T")
 
 
 class WorldLost(DtkError, RuntimeError):
@@ -137,7 +139,7 @@ class Benchmark:
         return answers
 
 
-def order(variants: Sequence[Any], number: int) -> Iterator[Any]:
+def order(variants: Sequence[_T], number: int) -> Iterator[_T]:
     """Return the order of one round: every other round begins at the other end.
 
     Args:

@@ -14,6 +14,7 @@ builds the same ones.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,10 +31,10 @@ class Problem(NamedTuple):
         rows: From a random generator and a number, so many rows of input.
     """
 
-    build: Callable[[Any], Any]
+    build: Callable[[ModuleType], Any]
     rows: Callable[[np.random.Generator, int], np.ndarray]
 
-    def compiled(self, keras: Any) -> Any:
+    def compiled(self, keras: ModuleType) -> Any:
         """Build the model with equal weights every time, ready to train with `keras`.
 
         Plain SGD is the least an optimizer can do, and keeps an embedding's gradient sparse: what
@@ -64,7 +65,7 @@ class Problem(NamedTuple):
         return self.rows(random, count), random.integers(0, _CLASSES, count)
 
 
-def resnet20(keras: Any) -> Any:
+def resnet20(keras: ModuleType) -> Any:
     """Return a ResNet of 20 layers for CIFAR-10 (He et al. 2016).
 
     Where the image shrinks, shortcuts pad channels with zeros (option A).
@@ -88,14 +89,14 @@ def resnet20(keras: Any) -> Any:
 
 
 def _conv(
-    keras: Any, x: Any, filters: int, strides: int = 1, activation: str | None = "relu"
+    keras: ModuleType, x: Any, filters: int, strides: int = 1, activation: str | None = "relu"
 ) -> Any:
     x = keras.layers.Conv2D(filters, 3, strides, padding="same", use_bias=False)(x)
     x = keras.layers.BatchNormalization()(x)
     return keras.layers.Activation(activation)(x)
 
 
-def mlp(keras: Any) -> Any:
+def mlp(keras: ModuleType) -> Any:
     """Return a model of three hidden layers of 2048 units.
 
     Args:
@@ -105,7 +106,7 @@ def mlp(keras: Any) -> Any:
     return keras.Sequential([keras.Input((1024,)), *hidden, keras.layers.Dense(_CLASSES)])
 
 
-def embedding(keras: Any) -> Any:
+def embedding(keras: ModuleType) -> Any:
     """Return a model of the mean of eight rows of a table.
 
     Args:
@@ -121,7 +122,7 @@ def embedding(keras: Any) -> Any:
     )
 
 
-def transformer(keras: Any) -> Any:
+def transformer(keras: ModuleType) -> Any:
     """Return one encoder block of width 256 and eight heads, over 32 positions.
 
     Args:

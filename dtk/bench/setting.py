@@ -68,7 +68,7 @@ class Setting:
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """What is measured, one after the other: models, then sizes of all-reduces.
+        """Names of the tasks, one after the other: models, then sizes of all-reduces.
 
         Example:
             >>> Setting(models=("mlp",), allreduce=(4000,)).tasks

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import time
-from typing import Any
 
 import keras
 import numpy as np
@@ -29,7 +28,7 @@ class Variant(abc.ABC):
     name: str
 
     @abc.abstractmethod
-    def measure(self, tick: Tick) -> dict[str, Any]:
+    def measure(self, tick: Tick) -> dict[str, float]:
         """Train for one measurement.
 
         Args:
@@ -63,7 +62,7 @@ class Fit(Variant):
         self.model = model
         self._data, self._steps, self._communicator = data, steps, communicator
 
-    def measure(self, tick: Tick) -> dict[str, Any]:
+    def measure(self, tick: Tick) -> dict[str, float]:
         """See `Variant.measure`."""
         watch = Stopwatch(self._communicator, self._steps, tick)
         self.model.fit(
@@ -149,7 +148,7 @@ class LocalFit(Fit):
             model = problem.compiled(keras)
         super().__init__(BOUND, model, (x[own], y[own]), setting.steps, communicator)
 
-    def measure(self, tick: Tick) -> dict[str, Any]:
+    def measure(self, tick: Tick) -> dict[str, float]:
         """See `Variant.measure`."""
         with tf.device(self._device):
             return super().measure(tick)
@@ -212,7 +211,7 @@ class AllReduce(Variant):
         # One element: to read all of them would copy them.
         return self._communicator.allreduce(self._values)[0]
 
-    def measure(self, tick: Tick) -> dict[str, Any]:
+    def measure(self, tick: Tick) -> dict[str, float]:
         """See `Variant.measure`."""
         before = self._communicator.bytes_sent
         for _ in range(self._steps + 1):

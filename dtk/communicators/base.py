@@ -194,7 +194,9 @@ class Communicator(abc.ABC):
         """
 
     @abc.abstractmethod
-    def recv(self, shape: Sequence[int], dtype: Any, source: int, tag: int = 0) -> tf.Tensor:
+    def recv(
+        self, shape: Sequence[int], dtype: tf.DType | str, source: int, tag: int = 0
+    ) -> tf.Tensor:
         """Receive one tensor of known shape and dtype from `source`.
 
         Args:

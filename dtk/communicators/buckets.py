@@ -76,7 +76,7 @@ def plan(dtypes: Sequence[tf.DType], sizes: Sequence[int | None], limit: int) ->
 def limit_for(
     tensors: Sequence[tf.Tensor], most: int = DEFAULT_LIMIT, costs: Costs | None = None
 ) -> int:
-    """Bytes of a bucket, so that a list travels in a few of them.
+    """Return the bytes of a bucket, so that a list travels in a few of them.
 
     Args:
         tensors: The list.

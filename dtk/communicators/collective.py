@@ -155,7 +155,7 @@ class CollectiveCommunicator(PackedCommunicator):
         names = sorted(self._members, key=lambda member: f"task:{member}/")
         self._slots = [names.index(member) for member in self._members]
 
-    def _group(self, label: str, size: Any) -> dict[str, Any]:
+    def _group(self, label: str, size: int | tf.Tensor) -> dict[str, Any]:
         """The keys of one collective; `size` is whatever varies in its shape."""
         if tf.executing_eagerly():
             key = self._eager_keys.setdefault(
@@ -266,7 +266,7 @@ class CollectiveCommunicator(PackedCommunicator):
             )
         return tf.ensure_shape(output[: tf.size(tensor)], tensor.shape)
 
-    def _pair(self, source: int, dest: int, label: str, size: Any) -> dict[str, Any]:
+    def _pair(self, source: int, dest: int, label: str, size: int | tf.Tensor) -> dict[str, Any]:
         """A group of two for each direction, so that both ways can be under way at once."""
         key = _hash(f"{self._group_key}/pair/{source}/{dest}")
         instance = _graph_key(key, label, size)  # nobody else counts along, so never numbered
@@ -297,7 +297,7 @@ class CollectiveCommunicator(PackedCommunicator):
         )
 
 
-def _elements(flat: tf.Tensor) -> Any:
+def _elements(flat: tf.Tensor) -> int | tf.Tensor:
     """Length of a flat tensor: an int when the static shape tells, else an int64 tensor."""
     count = flat.shape.num_elements()
     return tf.size(flat, tf.int64) if count is None else count
@@ -320,7 +320,7 @@ def _hash(text: str) -> int:
     return _FIRST_HASH + int.from_bytes(digest, "big") % _SPAN
 
 
-def _graph_key(group_key: int, label: str, size: Any) -> Any:
+def _graph_key(group_key: int, label: str, size: int | tf.Tensor) -> int | tf.Tensor:
     """Key of a (label, size): an int for an int, a tensor (same value) for a tensor."""
     base = _hash(f"{group_key}/{label}") - _FIRST_HASH
     if not tf.is_tensor(size):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -36,6 +37,14 @@ LOCAL_REDUCE = {
     "max": tf.reduce_max,
     "prod": tf.reduce_prod,
 }
+
+
+@dataclasses.dataclass
+class _Sequence:
+    """A name, and the position of the next collective under it."""
+
+    name: str
+    position: int = 0
 
 
 class PackedCommunicator(Communicator):
@@ -66,7 +75,7 @@ class PackedCommunicator(Communicator):
         self._sequencer = CollectiveSequencer(device)
         self._device = device
         self._concurrent: dict[str, CollectiveSequencer] = {}
-        self._sequence: list[Any] | None = None  # [name, position of the next collective]
+        self._sequence: _Sequence | None = None
         self._traced = 0
 
     def set_hosts(self, hosts: Sequence[str]) -> None:
@@ -131,7 +140,7 @@ class PackedCommunicator(Communicator):
         Nested names are joined; see `Communicator.sequence`.
         """
         outer = self._sequence
-        self._sequence = [f"{outer[0]}/{name}" if outer else name, 0]
+        self._sequence = _Sequence(f"{outer.name}/{name}" if outer else name)
         try:
             yield
         finally:
@@ -158,9 +167,9 @@ class PackedCommunicator(Communicator):
         if tf.executing_eagerly():
             return f"eager/{kind}"
         if self._sequence is not None:
-            name, position = self._sequence
-            self._sequence[1] += 1
-            return f"in/{name}/{position}"
+            position = self._sequence.position
+            self._sequence.position += 1
+            return f"in/{self._sequence.name}/{position}"
         self._traced += 1
         return f"traced/{self._traced}"
 
@@ -323,7 +332,9 @@ class PackedCommunicator(Communicator):
         encoded, _ = wire.for_moving(tf.reshape(value, [-1]), self.moves)
         self._sequencer.run([encoded], lambda flat: [self._send(flat[0], dest, tag)])
 
-    def recv(self, shape: Sequence[int], dtype: Any, source: int, tag: int = 0) -> tf.Tensor:
+    def recv(
+        self, shape: Sequence[int], dtype: tf.DType | str, source: int, tag: int = 0
+    ) -> tf.Tensor:
         """See `Communicator.recv`."""
         self._check_peer(source, "source")
         like = tf.zeros(shape, dtype)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 from dtk.communicators.base import Communicator
 from dtk.errors import at_rank
 
+_T = TypeVar("_T")
 
-def on_root(communicator: Communicator, work: Callable[[], Any], root: int = 0) -> Any:
+
+def on_root(communicator: Communicator, work: Callable[[], _T], root: int = 0) -> _T:
     """Run `work` on `root` only; every rank gets the result, or the error.
 
     Every rank calls this.
@@ -44,7 +46,7 @@ def on_root(communicator: Communicator, work: Callable[[], Any], root: int = 0) 
     return result
 
 
-def _outcome(work: Callable[[], Any]) -> tuple[bytes, Exception | None]:
+def _outcome(work: Callable[[], object]) -> tuple[bytes, Exception | None]:
     """The pickled pair (result, error), and the error itself."""
     try:
         return pickle.dumps((work(), None)), None

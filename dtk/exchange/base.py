@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
+from dtk.exchange.factors import Factored
 from dtk.exchange.state import ExchangeState
+
+Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | Factored
 
 
 class Trained(NamedTuple):
@@ -27,8 +30,8 @@ class Trained(NamedTuple):
         momenta: The optimizer's own averages of gradients, if it has any.
     """
 
-    variables: Sequence[Any] = ()
-    momenta: Sequence[Any] = ()
+    variables: Sequence[tf.Variable] = ()
+    momenta: Sequence[tf.Variable] = ()
 
 
 class Portion(NamedTuple):
@@ -101,7 +104,7 @@ class Exchanger(abc.ABC):
         self.state = state
 
     @abc.abstractmethod
-    def reduce(self, gradients: list, portion: Portion | None = None) -> list:
+    def reduce(self, gradients: list[Gradient], portion: Portion | None = None) -> list[Gradient]:
         """Sum gradients over all ranks.
 
         Args:
@@ -114,8 +117,11 @@ class Exchanger(abc.ABC):
         """
 
     def apply(
-        self, gradients: list, apply: Callable[[list], Any], portion: Portion | None = None
-    ) -> Any:
+        self,
+        gradients: list[Gradient],
+        apply: Callable[[list[Gradient]], object],
+        portion: Portion | None = None,
+    ) -> object:
         """Reduce, then apply: an order that an exchange may change.
 
         Args:
@@ -124,7 +130,7 @@ class Exchanger(abc.ABC):
             portion: As in `reduce`.
 
         Returns:
-            What `apply` returned.
+            What `apply` returned, or a tensor that is there once it has run.
         """
         return apply(self.reduce(gradients, portion))
 

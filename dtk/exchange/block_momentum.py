@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import tensorflow as tf
 
@@ -89,7 +88,7 @@ class BlockMomentum(LocalExchange):
         """See `LocalExchange.rows_in_block`."""
         return self.block_size // size * size
 
-    def momentum_of(self, rows: Any, workers: int) -> Any:
+    def momentum_of(self, rows: float | tf.Tensor, workers: int) -> float | tf.Tensor:
         """Return eta of a block of so many rows.
 
         Args:
@@ -102,7 +101,7 @@ class BlockMomentum(LocalExchange):
         full = 1.0 - 1.0 / workers if self.momentum is None else self.momentum
         return full ** (rows / self.block_size)
 
-    def combine(self, block: LocalExchanger, start: Sequence[Any]) -> None:
+    def combine(self, block: LocalExchanger, start: Sequence[tf.Variable]) -> None:
         """Close a block: see the equations above."""
         communicator = block.communicator
         weights = block.trained.variables
@@ -153,7 +152,7 @@ class ModelAveraging(LocalExchange):
         """See `LocalExchange.rows_in_block`."""
         return self.period * size
 
-    def combine(self, block: LocalExchanger, start: Sequence[Any]) -> None:
+    def combine(self, block: LocalExchanger, start: Sequence[tf.Variable]) -> None:
         """Close a block: see the equation above."""
         del start
         weights = block.trained.variables
@@ -163,6 +162,6 @@ class ModelAveraging(LocalExchange):
             weight.assign(mean)
 
 
-def _check_rows(what: str, rows: Any) -> None:
+def _check_rows(what: str, rows: object) -> None:
     if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
         raise ValueError(f"{what}={rows!r}); expected a number of rows, 1 or more")

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -67,7 +67,7 @@ def to_columns(gradient: tf.Tensor) -> tf.Tensor:
     return tf.transpose(tf.reshape(tf.cast(gradient, tf.float32), (entries, columns)))
 
 
-def from_columns(matrix: tf.Tensor, shape: Sequence[int], dtype: Any) -> tf.Tensor:
+def from_columns(matrix: tf.Tensor, shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
     """Turn a matrix back into the gradient that `to_columns` made it of.
 
     Args:

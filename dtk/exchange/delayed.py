@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
-from dtk.exchange.base import Exchange, Exchanger, Portion, Trained
+from dtk.exchange.base import Exchange, Exchanger, Gradient, Portion, Trained
 from dtk.exchange.dense import Dense
 from dtk.exchange.quantized import Quantized
 from dtk.exchange.state import ExchangeState
@@ -69,7 +68,7 @@ class DelayedExchanger(Exchanger):
         super().__init__(inner.communicator, inner.state)
         self._inner = inner
 
-    def reduce(self, gradients: list, portion: Portion | None = None) -> list:
+    def reduce(self, gradients: list[Gradient], portion: Portion | None = None) -> list[Gradient]:
         """Refuse: without `apply` the first step could not apply nothing.
 
         Raises:
@@ -82,8 +81,11 @@ class DelayedExchanger(Exchanger):
         )
 
     def apply(
-        self, gradients: list, apply: Callable[[list], Any], portion: Portion | None = None
-    ) -> Any:
+        self,
+        gradients: list[Gradient],
+        apply: Callable[[list[Gradient]], object],
+        portion: Portion | None = None,
+    ) -> tf.Tensor:
         """Sum and apply the gradients of the last step, and keep these.
 
         Args:

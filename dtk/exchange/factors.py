@@ -17,7 +17,7 @@ Broadcasting", UAI 2016; layer by layer, where it pays: Zhang et al., "Poseidon"
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -29,6 +29,10 @@ FLOPS_PER_BYTE = 100
 
 # A kernel with fewer entries is sent with the rest.
 _FEW = 1 << 14
+
+
+# Reduces a list of tensors.
+_Whole = Callable[[list[tf.Tensor]], list[tf.Tensor]]
 
 
 class Factored(NamedTuple):
@@ -67,7 +71,9 @@ class Factored(NamedTuple):
         return tf.matmul(self.left, self.right, transpose_a=True)
 
 
-def factored(gradient: Any) -> Any:
+def factored(
+    gradient: tf.Tensor | tf.IndexedSlices | None,
+) -> tf.Tensor | tf.IndexedSlices | Factored | None:
     """Return a gradient as its factors, where it is their product in a graph; else as it is.
 
     What only computed the product is not run then.
@@ -111,7 +117,9 @@ def _is_row_per_example(factor: tf.Tensor) -> bool:
     return bool(before.rank) and before[1:].num_elements() == factor.shape[1]
 
 
-def reduce_products(gradients: list[Factored], communicator: Communicator, whole: Callable) -> list:
+def reduce_products(
+    gradients: list[Factored], communicator: Communicator, whole: _Whole
+) -> list[tf.Tensor]:
     """Sum gradients over all ranks, as factors if that is faster with this many rows.
 
     Args:
@@ -130,7 +138,9 @@ def reduce_products(gradients: list[Factored], communicator: Communicator, whole
     return [results[i] for i in range(len(gradients))]
 
 
-def _reduce_alike(gradients: list[Factored], communicator: Communicator, whole: Callable) -> list:
+def _reduce_alike(
+    gradients: list[Factored], communicator: Communicator, whole: _Whole
+) -> list[tf.Tensor]:
     counts = _row_counts(gradients, communicator)
     costs = communicator.costs
     return tf.cond(

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
-from dtk.exchange.base import Exchange, Exchanger, Portion, Trained
+from dtk.exchange.base import Exchange, Exchanger, Gradient, Portion, Trained
 from dtk.exchange.state import ExchangeState
 
 
@@ -39,7 +38,7 @@ class LocalExchange(Exchange):
         """
 
     @abc.abstractmethod
-    def combine(self, block: LocalExchanger, start: Sequence[Any]) -> None:
+    def combine(self, block: LocalExchanger, start: Sequence[tf.Variable]) -> None:
         """Give all workers new weights, the same on all of them.
 
         Args:
@@ -72,7 +71,7 @@ class LocalExchanger(Exchanger):
         state: ExchangeState,
         trained: Trained,
         rows: int,
-        combine: Callable[[LocalExchanger, Sequence[Any]], None],
+        combine: Callable[[LocalExchanger, Sequence[tf.Variable]], None],
     ):
         super().__init__(communicator, state)
         self.trained = trained
@@ -89,7 +88,7 @@ class LocalExchanger(Exchanger):
         """Rows of this worker in the open block."""
         return self.state.variable("own_rows", "sum", (), tf.float32)
 
-    def reduce(self, gradients: list, portion: Portion | None = None) -> list:
+    def reduce(self, gradients: list[Gradient], portion: Portion | None = None) -> list[Gradient]:
         """Return this worker's own estimate of the whole batch's gradients.
 
         Args:
@@ -110,8 +109,11 @@ class LocalExchanger(Exchanger):
         return [_divided(g, portion.share) for g in gradients]
 
     def apply(
-        self, gradients: list, apply: Callable[[list], Any], portion: Portion | None = None
-    ) -> Any:
+        self,
+        gradients: list[Gradient],
+        apply: Callable[[list[Gradient]], object],
+        portion: Portion | None = None,
+    ) -> object:
         """See `Exchanger.apply`."""
         own = self.reduce(gradients, portion)
         self._open(self._start())
@@ -179,7 +181,7 @@ class LocalExchanger(Exchanger):
             variable.assign(tf.zeros_like(variable))
 
 
-def _divided(gradient: Any, share: tf.Tensor) -> Any:
+def _divided(gradient: Gradient, share: tf.Tensor) -> Gradient:
     """A gradient over the whole batch's number of rows -> over this worker's; zeros for none."""
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(

@@ -26,7 +26,7 @@ import tensorflow as tf
 from dtk.communicators.base import Communicator
 from dtk.communicators.blocks import block_sizes
 from dtk.exchange import codec
-from dtk.exchange.base import Exchange, Exchanger, Portion, Trained
+from dtk.exchange.base import Exchange, Exchanger, Gradient, Portion, Trained
 from dtk.exchange.dense import Dense
 from dtk.exchange.state import ExchangeState
 
@@ -142,7 +142,7 @@ class QuantizedExchanger(Exchanger):
         super().__init__(communicator, state)
         self.bits = bits
 
-    def reduce(self, gradients: list, portion: Portion | None = None) -> list:
+    def reduce(self, gradients: list[Gradient], portion: Portion | None = None) -> list[Gradient]:
         """See `Exchanger.reduce`."""
         results = list(gradients)
         coded = [i for i, g in enumerate(gradients) if self._codes(g)]

@@ -14,13 +14,14 @@ from __future__ import annotations
 import concurrent.futures
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
 
+_T = TypeVar("_T")
 KINDS = ("same", "sum", "mean", "stripe")
 
 
@@ -33,7 +34,7 @@ class StateVariable(NamedTuple):
         rows: First and last (excluded) of the rows of a stripe; None of other kinds.
     """
 
-    variable: Any
+    variable: tf.Variable
     kind: str
     rows: tuple[int, int] | None
 
@@ -63,7 +64,7 @@ class ExchangeState:
         self._restored: dict[str, dict] = {}
 
     @property
-    def variables(self) -> list:
+    def variables(self) -> list[tf.Variable]:
         """Every variable made or kept so far."""
         return [*(kept.variable for kept in self._kept.values()), *self._scratch.values()]
 
@@ -82,7 +83,7 @@ class ExchangeState:
         name: str,
         kind: str,
         shape: Sequence[int],
-        dtype: Any = tf.float32,
+        dtype: tf.DType = tf.float32,
         rows: tuple[int, int] | None = None,
     ) -> tf.Variable:
         """Return the variable of this name; a new one holds zeros, or what a checkpoint held.
@@ -98,7 +99,7 @@ class ExchangeState:
             self._keep(StateVariable(self._make(name, shape, dtype), kind, rows), name)
         return self._kept[self.prefix + name].variable
 
-    def keep(self, name: str, kind: str, variable: Any) -> None:
+    def keep(self, name: str, kind: str, variable: tf.Variable) -> None:
         """Save and restore a variable that was made elsewhere as well.
 
         Args:
@@ -108,7 +109,7 @@ class ExchangeState:
         """
         self._keep(StateVariable(variable, kind, None), name)
 
-    def scratch(self, name: str, shape: Sequence[int], dtype: Any) -> tf.Variable:
+    def scratch(self, name: str, shape: Sequence[int], dtype: tf.DType) -> tf.Variable:
         """Return the variable of this name, which no checkpoint needs.
 
         Args:
@@ -126,7 +127,7 @@ class ExchangeState:
         if saved is not None:
             _outside(lambda: self._assign(self.prefix + name, kept, saved))
 
-    def _make(self, name: str, shape: Sequence[int], dtype: Any) -> tf.Variable:
+    def _make(self, name: str, shape: Sequence[int], dtype: tf.DType) -> tf.Variable:
         def make() -> tf.Variable:
             with tf.device(self._device):
                 return tf.Variable(tf.zeros(shape, dtype), trainable=False, name=name)
@@ -197,7 +198,7 @@ def _shared_out(values: np.ndarray, kind: str, size: int) -> np.ndarray:
     return mean.astype(values.dtype)
 
 
-def _outside(work: Callable[[], Any]) -> Any:
+def _outside(work: Callable[[], _T]) -> _T:
     """Run in a new thread: outside the graph being traced, its device and its replica."""
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         return thread.submit(work).result()

@@ -24,7 +24,7 @@ from typing import Any, Protocol, TextIO
 Tick = Callable[[], None]
 # Trains for one more step than is measured, calls its argument after each, and may say more of the
 # reading.
-Measure = Callable[[Tick], "dict[str, Any] | None"]
+Measure = Callable[[Tick], "dict[str, float] | None"]
 
 
 class Worker(Protocol):
