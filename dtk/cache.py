@@ -1,4 +1,4 @@
-"""Where dtk keeps what is dear to make again."""
+"""The folder that keeps what is expensive to make again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What dtk raises. Every message says what was given, what was expected and what to do next.
+"""Errors that dtk raises: each says what was given, what was expected and what to do next.
 
 The classes double as the built-in error a caller would reach for, so `except ValueError`
 keeps working:

@@ -1,4 +1,4 @@
-"""Has TensorFlow and Keras imported in contexts of dtk's, whoever imports them, and when."""
+"""Importing TensorFlow and Keras in contexts of dtk's, whoever imports them, and when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `dtk bench` measures, how, and what it says about it.
+"""Measurements of `dtk bench`: how they are taken, and how they are shown.
 
     command line    setting ──> measure ──> results ──> report, plot
                                    │ what to measure next, asked of `process_world`

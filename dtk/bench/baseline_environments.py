@@ -1,4 +1,4 @@
-"""Who dtk is measured against, and the environments they run in.
+"""Libraries that dtk is measured against, and the environments they run in.
 
 ~/.cache/dtk/bench/<baseline>/      python -m venv, with pinned packages
 <baseline>/dtk-bench.json           what is in it; written last, so that half an environment is none
@@ -128,7 +128,7 @@ def _is_complete(folder: Path, baseline: Baseline) -> bool:
 
 
 def _contents(baseline: Baseline) -> dict[str, object]:
-    """What must be the same for an environment to be used again."""
+    """Return what must be the same for an environment to be used again."""
     borrowed = sysconfig.get_path("purelib") if baseline.borrows else ""
     return {"packages": list(baseline.packages), "python": sys.version, "borrowed": borrowed}
 

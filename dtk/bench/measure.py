@@ -126,7 +126,7 @@ class Benchmark:
         self.say()
 
     def _ask(self, world: World, request: dict[str, Any]) -> list[dict[str, Any]]:
-        """No answers from a world that is lost, and can be done without."""
+        """Ask a world; return no answers where it is lost, and can be done without."""
         try:
             answers = world.ask(request)
             world.rest()

@@ -1,4 +1,4 @@
-"""How the agents of a world of `dtk bench` are started, by what joins its ranks."""
+"""Starting the agents of a world of `dtk bench`, by what joins its ranks."""
 
 from __future__ import annotations
 
@@ -102,7 +102,10 @@ def place(
 
 
 def _for_torch(process: Process, planned: Sequence[Process], interface: str) -> dict[str, str]:
-    """By which PyTorch's processes find each other: what its own launcher sets, and Gloo reads."""
+    """Return the variables by which PyTorch's processes find each other.
+
+    Its own launcher sets them, and Gloo reads them.
+    """
     env = {"RANK": str(process.rank), "WORLD_SIZE": str(len(planned))}
     host, _, port = planned[0].address.rpartition(":")
     if port:
@@ -114,7 +117,7 @@ def _for_torch(process: Process, planned: Sequence[Process], interface: str) -> 
 
 
 def _mpirun(planned: Sequence[Process]) -> Process:
-    """One process that starts them all, with what every rank has of the cores."""
+    """Return one process that starts them all, with every rank's share of the cores."""
     shares = {
         name: value
         for name, value in planned[0].env.items()

@@ -163,7 +163,7 @@ class World:
         raise WorldLost(f"did not answer within {patience:g} seconds")
 
     def _lost(self) -> WorldLost:
-        """Why it ended, by the last line of whoever failed first."""
+        """Return the error that says why it ended, by the last line of the first that failed."""
         if not self._ended(30.0) or self.job.failure is None:
             return WorldLost("ended too early")
         process, code, words = self.job.failure

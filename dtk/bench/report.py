@@ -59,7 +59,7 @@ def table(results: Results, task: str, saved: Results | None = None) -> list[tup
 
 
 def _with_waiting(results: Results, task: str) -> Variants:
-    """What was measured, and behind the limit what it takes when its steps wait for each other."""
+    """Return what was measured, and behind the bound what it takes if steps wait for each other."""
     variants = results.turns.get(task, {})
     limit = variants.get(BOUND)
     ranks = results.setting.get("ranks", ())
@@ -76,7 +76,7 @@ def _waiting(turn: list[Reading]) -> list[Reading]:
 
 
 def _trained(variants: Variants) -> dict[str, list[str]]:
-    """Columns of a model's table, without the names."""
+    """Return the columns of a model's table, without the names."""
     times = {name: _milliseconds(turns) for name, turns in variants.items()}
     columns = {
         HEADER[1]: [
@@ -97,7 +97,7 @@ def _trained(variants: Variants) -> dict[str, list[str]]:
 
 
 def _sizes(variants: Variants, count: int) -> dict[str, list[str]]:
-    """Columns of an all-reduce's table, without the names."""
+    """Return the columns of an all-reduce's table, without the names."""
     times = [_milliseconds(turns) for turns in variants.values()]
     return {
         HEADER_ALLREDUCE[1]: [_with_quartiles(found) for found in times],
@@ -145,7 +145,7 @@ def _ratio(turns: Sequence[list[Reading]], limit: Sequence[list[Reading]] | None
 
 
 def _known(turns: Sequence[list[Reading]], what: str, write: Callable[[float], str]) -> str:
-    """The median of what may not be known."""
+    """Return the median of what may not be known."""
     if any(getattr(reading, what) is None for turn in turns for reading in turn):
         return ""
     return write(statistics.median(means(turns, what)))

@@ -1,4 +1,4 @@
-"""What was measured, and a file of it. No TensorFlow here."""
+"""Results of a benchmark, and a file of them. No TensorFlow here."""
 
 from __future__ import annotations
 

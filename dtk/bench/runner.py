@@ -1,4 +1,4 @@
-"""From what `dtk bench` is asked to results: starts worlds, lets them be measured, ends them."""
+"""A run of `dtk bench`: starts worlds, lets them be measured, ends them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a benchmark is asked to measure. No TensorFlow here."""
+"""The setting of a benchmark. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class BenchError(DtkError, ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What to measure.
+    """Models, exchanges and sizes to measure, and how often.
 
     Attributes:
         models: Some of MODELS, to be trained.

@@ -1,4 +1,4 @@
-"""What is measured: something that trains a model, some steps at a time."""
+"""Variants to measure: each trains a model, or reduces, some steps at a time."""
 
 from __future__ import annotations
 

@@ -247,7 +247,10 @@ def show(findings: list[Finding]) -> None:
 
 
 def _in_a_job() -> bool:
-    """Whether a launcher has started this, such as an mpirun that gives every rank a terminal."""
+    """Return whether a launcher has started this.
+
+    Such as an mpirun that gives every rank a terminal.
+    """
     try:
         return cluster.detect().size > 1
     except ClusterError:

@@ -71,7 +71,20 @@ def install_horovod(
 def obtain_wheel(
     without_mpi: bool, sdist: pathlib.Path | None, rebuild: bool, verbose: bool
 ) -> pathlib.Path:
-    """Return the cached wheel that fits this machine, building it first when there is none."""
+    """Return the cached wheel that fits this machine, building it first when there is none.
+
+    Args:
+        without_mpi: Whether to leave MPI out.
+        sdist: Source archive to build, or None to download it.
+        rebuild: Whether to build although a wheel is cached.
+        verbose: Whether to show the output of what runs.
+
+    Returns:
+        The wheel's file.
+
+    Raises:
+        HorovodBuildError: Something it needs is missing, or the build failed.
+    """
     if sdist is not None:
         builder.check_sdist(sdist)
     requirements.check_python()

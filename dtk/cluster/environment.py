@@ -1,4 +1,4 @@
-"""What one process knows about the job it belongs to. No TensorFlow here."""
+"""Facts that one process knows about the job it belongs to. No TensorFlow here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which hosts there are, and how many processes each takes.
+"""Hosts, and how many processes each takes.
 
 # one host per line, in the order ranks are placed
 node1 slots=4

@@ -1,4 +1,4 @@
-"""How bytes move between ranks: one contract, several transports.
+"""Moving bytes between ranks: one contract, several transports.
 
 >>> from dtk.communicators import create
 >>> comm = create("local")

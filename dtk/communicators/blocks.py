@@ -1,4 +1,4 @@
-"""How many rows each rank gets when a number of rows is divided among all."""
+"""Rows that each rank gets when a number of rows is divided among all."""
 
 from __future__ import annotations
 

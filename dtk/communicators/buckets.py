@@ -30,7 +30,7 @@ _LEAST = 2**18
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Which tensor lies in which bucket.
+    """Places of tensors in buckets.
 
     Attributes:
         members: For each bucket the indices of its tensors, in order.

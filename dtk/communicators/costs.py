@@ -1,9 +1,9 @@
-"""What a message, a byte and an operation take in a world, and what dtk does because of it.
+"""Costs of a message, a byte and an operation in a world, and what dtk does because of them.
 
     bucket       n bytes in k buckets cost k messages, and 1/k of the bytes are left to send when
                  the last gradient is there: least at n / k = sqrt(n message / byte)
     one hop      whether all tell all, or go round a ring: fewer messages, or fewer bytes
-    factors      whether to send a product, or its factors and let everyone multiply
+    factors      whether to send a product, or its factors and let each rank multiply
 
 What is chosen decides in which order numbers are added up, so ranks must choose alike, and so
 should the job that goes on tomorrow: see `calibration`.
@@ -24,7 +24,7 @@ _BUCKET_LEAST = 1 << 16
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What a world's communicator and processors take.
+    """Seconds that a world's communicator and processors take.
 
     Attributes:
         size: Ranks, 2 or more.

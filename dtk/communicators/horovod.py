@@ -80,7 +80,7 @@ class _Sets:
         }
 
     def get(self, members: Iterable[int]) -> hvd.ProcessSet | None:
-        """The set of these world ranks if it was made, whatever their order."""
+        """Return the set of these world ranks if it was made, whatever their order."""
         return self._known.get(tuple(sorted(members)))
 
     def make(self, members: Iterable[int]) -> None:

@@ -75,7 +75,7 @@ def _product(device: str) -> Callable[[], object]:
 
 
 def _time(work: Callable[[], object], turns: int) -> float:
-    """Median seconds of a few turns, after one that traces."""
+    """Return the median seconds of a few calls, after one that traces."""
     work()
     took = []
     for _ in range(turns):
@@ -86,5 +86,5 @@ def _time(work: Callable[[], object], turns: int) -> float:
 
 
 def _slowest(communicator: Communicator, seconds: float) -> float:
-    """Of all ranks, the number that all wait for."""
+    """Return the largest number of all ranks, which all wait for."""
     return float(communicator.allreduce(tf.constant(seconds, tf.float64), "max"))

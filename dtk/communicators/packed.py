@@ -1,4 +1,4 @@
-"""What all backends share: structures in, a handful of flat primitives out.
+"""A base of backends: structures in, a handful of flat primitives out.
 
 A backend moves one-dimensional tensors of dtypes it likes. This class turns what users pass (lists,
 `IndexedSlices`, scalars, any shape, any dtype, unequal rows) into those and back:
@@ -79,7 +79,7 @@ class PackedCommunicator(Communicator):
         self._traced = 0
 
     def set_hosts(self, hosts: Sequence[str]) -> None:
-        """Tell which host each rank is on, once that is known.
+        """Set which host each rank is on, once that is known.
 
         Args:
             hosts: Host name of every rank of the group, in rank order.
@@ -106,9 +106,10 @@ class PackedCommunicator(Communicator):
 
     @abc.abstractmethod
     def _gather(self, flat: tf.Tensor, sizes: tf.Tensor, label: str, lane: int) -> list[tf.Tensor]:
-        """One flat tensor per rank, of `sizes` (known to all ranks, int64, shape [size]).
+        """Return one flat tensor per rank.
 
-        Gathers of other lanes may be under way.
+        Of `sizes`, known to all ranks: int64, shape [size]. Gathers of other lanes may be under
+        way.
         """
 
     @abc.abstractmethod
@@ -138,6 +139,9 @@ class PackedCommunicator(Communicator):
         """Name the collectives traced inside by (name, position).
 
         Nested names are joined; see `Communicator.sequence`.
+
+        Args:
+            name: The same on every rank.
         """
         outer = self._sequence
         self._sequence = _Sequence(f"{outer.name}/{name}" if outer else name)
@@ -159,7 +163,7 @@ class PackedCommunicator(Communicator):
             self._sequencer = outer
 
     def _label(self, kind: str) -> str:
-        """A name for the next collective, the same one on every rank.
+        """Return a name for the next collective, the same one on every rank.
 
         Eager collectives run one after the other, so all of a kind share one name: reuse is safe
         once the first use is over, and what transports remember per name does not grow.

@@ -1,4 +1,4 @@
-"""What one rank does for all: the others get what it returned, or raise what it raised."""
+"""Work that one rank does for all: the others get what it returned, or raise what it raised."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def on_root(communicator: Communicator, work: Callable[[], _T], root: int = 0) -
 
 
 def _outcome(work: Callable[[], object]) -> tuple[bytes, Exception | None]:
-    """The pickled pair (result, error), and the error itself."""
+    """Return the pickled pair (result, error), and the error itself."""
     try:
         return pickle.dumps((work(), None)), None
     except Exception as caught:
@@ -55,7 +55,7 @@ def _outcome(work: Callable[[], object]) -> tuple[bytes, Exception | None]:
 
 
 def _sendable(error: Exception) -> Exception:
-    """The error, or one that says the same where it cannot be pickled."""
+    """Return the error, or one that says the same where it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -107,7 +107,7 @@ def _resolve(address: str) -> tuple[int, tuple]:
 
 
 def _holder(address: str) -> str:
-    """Who listens there, as far as this user may see."""
+    """Return which process listens there, as far as this user may see."""
     import psutil
 
     port = parse_address(address)[1]

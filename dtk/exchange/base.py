@@ -23,7 +23,7 @@ Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | Factored
 
 
 class Trained(NamedTuple):
-    """What an optimizer trains.
+    """Variables that an optimizer trains, and its own of them.
 
     Attributes:
         variables: TensorFlow variables, in the order of their gradients.
@@ -47,7 +47,9 @@ class Portion(NamedTuple):
 
 
 class Exchange(abc.ABC):
-    """What is sent between workers, and when. With one worker every exchange is the identity.
+    """A way to send gradients or weights between workers.
+
+    With one worker every exchange is the identity.
 
     Attributes:
         local: Whether workers also take steps of their own, so that weights are equal on all ranks

@@ -43,7 +43,7 @@ class BlockMomentum(LocalExchange):
         rate: The block learning rate.
         nesterov: Whether to look ahead, as in CNTK, which moves 1 + eta times as far.
         reset_local_momentum: Whether to forget the optimizer's momentum after each block: it was
-            gathered on the way to weights that nobody has any more. Second moments and step counts
+            gathered on the way to weights that no worker has any more. Second moments and step counts
             stay, so Adam, who divides by what its momentum must have gathered, takes smaller steps
             at first; with it, leave this out.
 
@@ -102,7 +102,12 @@ class BlockMomentum(LocalExchange):
         return full ** (rows / self.block_size)
 
     def combine(self, block: LocalExchanger, start: Sequence[tf.Variable]) -> None:
-        """Close a block: see the equations above."""
+        """Close a block: see the equations above.
+
+        Args:
+            block: With this worker's weights and counts.
+            start: The weights it began with.
+        """
         communicator = block.communicator
         weights = block.trained.variables
         changes = [before - now for before, now in zip(start, weights, strict=True)]
@@ -153,7 +158,12 @@ class ModelAveraging(LocalExchange):
         return self.period * size
 
     def combine(self, block: LocalExchanger, start: Sequence[tf.Variable]) -> None:
-        """Close a block: see the equation above."""
+        """Close a block: see the equation above.
+
+        Args:
+            block: With this worker's weights and counts.
+            start: Not used.
+        """
         del start
         weights = block.trained.variables
         share = block.share()

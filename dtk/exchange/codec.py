@@ -180,7 +180,7 @@ def _as_bytes(code: Code) -> tf.Tensor:
 
 
 def _top(bits: int) -> float:
-    """The highest index."""
+    """Return the highest index."""
     return float(2**bits - 1)
 
 

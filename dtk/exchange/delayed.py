@@ -71,6 +71,10 @@ class DelayedExchanger(Exchanger):
     def reduce(self, gradients: list[Gradient], portion: Portion | None = None) -> list[Gradient]:
         """Refuse: without `apply` the first step could not apply nothing.
 
+        Args:
+            gradients: Not used.
+            portion: Not used.
+
         Raises:
             ValueError: Always.
         """

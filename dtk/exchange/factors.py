@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from dtk.communicators.base import Communicator
 
-# Floating point operations a worker does in the time one byte takes, where nobody has measured:
+# Floating point operations a worker does in the time one byte takes, where that was not measured:
 # less than most machines do. One core with AVX-512 on loopback does 450, eight on 10 Gbit/s 600.
 FLOPS_PER_BYTE = 100
 
@@ -110,7 +110,10 @@ def factored(
 
 
 def _is_row_per_example(factor: tf.Tensor) -> bool:
-    """Whether there are as many rows as the batch has, and not one for each place of a sequence."""
+    """Return whether there are as many rows as the batch has.
+
+    And not one for each place of a sequence.
+    """
     if factor.op.type != "Reshape":
         return True
     before = factor.op.inputs[0].shape
@@ -151,14 +154,14 @@ def _reduce_alike(
 
 
 def _row_counts(gradients: list[Factored], communicator: Communicator) -> tf.Tensor:
-    """Rows that each rank holds of each gradient: shape (size, gradients), int64."""
+    """Return the rows each rank holds of each gradient: shape (size, gradients), int64."""
     mine = tf.stack([tf.shape(g.left, tf.int64)[0] for g in gradients])
     with communicator.concurrent("rows"):  # known long before the gradients are
         return communicator.allgather(mine[None], [1] * communicator.size)
 
 
 def _pays(gradients: list[Factored], counts: tf.Tensor, flops_per_byte: float) -> tf.Tensor:
-    """Whether sending factors is faster than an all-reduce; the same on all ranks."""
+    """Return whether sending factors is faster than an all-reduce; the same on all ranks."""
     rows = tf.unstack(tf.cast(tf.reduce_sum(counts, 0), tf.float32))
     factors = [
         n * (g.width * g.left.dtype.size + 2.0 * g.entries / flops_per_byte)
@@ -172,7 +175,10 @@ def _pays(gradients: list[Factored], counts: tf.Tensor, flops_per_byte: float) -
 def _gathered(
     gradients: list[Factored], counts: tf.Tensor, communicator: Communicator
 ) -> list[Factored]:
-    """All ranks' rows, those of a gradient below each other in rank order. One message."""
+    """Gather all ranks' rows in one message.
+
+    Those of a gradient stand below each other in rank order.
+    """
     joined = tf.concat([tf.reshape(f, [-1]) for g in gradients for f in g], 0)
     widths = tf.constant([g.width for g in gradients], tf.int64)
     everything = communicator.allgather(joined, tf.linalg.matvec(counts, widths))

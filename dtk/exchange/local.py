@@ -135,7 +135,11 @@ class LocalExchanger(Exchanger):
         tf.cond(tf.equal(self.rows, 0), keep, lambda: False)
 
     def count(self, portion: Portion | None) -> None:
-        """Count a step, and close the block when it is full."""
+        """Count a step, and close the block when it is full.
+
+        Args:
+            portion: This rank's part of the batch; never None.
+        """
         assert portion is not None
         self.own_rows.assign_add(tf.cast(portion.rows, tf.float32) * portion.share)
         rows = self.rows.assign_add(portion.rows, read_value=True)
@@ -182,7 +186,7 @@ class LocalExchanger(Exchanger):
 
 
 def _divided(gradient: Gradient, share: tf.Tensor) -> Gradient:
-    """A gradient over the whole batch's number of rows -> over this worker's; zeros for none."""
+    """Turn a mean over the whole batch into one over this worker's rows; zeros for none."""
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(
             _divided(gradient.values, share), gradient.indices, gradient.dense_shape

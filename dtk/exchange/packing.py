@@ -126,7 +126,7 @@ def unpack(packed: tf.Tensor, entries: int, bits: int) -> tf.Tensor:
 
 
 def _rounds(bits: int) -> Iterator[tuple[int, int, int]]:
-    """How far the upper of two neighbours moves down, and masks of where both are then."""
+    """Return how far the upper of two neighbours moves down, and masks of where both are then."""
     for doubled in range(3):
         place, field = 8 << doubled, bits << doubled
         lower = sum((1 << field) - 1 << start for start in range(0, 64, 2 * place))

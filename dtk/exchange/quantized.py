@@ -4,9 +4,9 @@ With K workers a gradient of some columns (see `codec`) is summed in two stages.
 over the workers, each of which owns some:
 
     worker k    v = gradient + residual;  code = encode(v);  residual = v - decode(code)
-                    | each owner gets its columns of everyone's code         (all-to-all)
+                    | each owner gets its columns of all ranks' codes        (all-to-all)
     owner       s = sum of K decoded + own residual; code = encode(s); residual = s - decode(code)
-                    | everyone gets everyone's columns                       (all-gather)
+                    | every rank gets every owner's columns                  (all-gather)
     worker k    sum = decode(code), bit for bit the same everywhere
 
 Each worker sends 2 (K-1)/K of a code, as a ring all-reduce does of a gradient, so one bit per entry
@@ -246,7 +246,7 @@ class QuantizedExchanger(Exchanger):
         ]
 
     def _sum(self, parts: codec.Code, columns: int, entries: int) -> tf.Tensor:
-        """Codes of several senders, one below the other -> the sum of what they decode to."""
+        """Sum what the codes of several senders, one below the other, decode to."""
         decoded = codec.decode(parts, entries, self.bits)
         return tf.reduce_sum(tf.reshape(decoded, (-1, columns, entries)), 0)
 
@@ -270,7 +270,7 @@ class QuantizedExchanger(Exchanger):
     def _lengths(
         self, shapes: list[tuple[int, int]], owned: list[list[tuple[int, int]]]
     ) -> list[int]:
-        """Bytes of all codes of each rank's columns."""
+        """Return the bytes of all codes of each rank's columns."""
         return [
             sum(
                 codec.bytes_of(_count(rows[j]), entries, self.bits)

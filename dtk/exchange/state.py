@@ -1,4 +1,4 @@
-"""What an exchange remembers from step to step: variables that checkpoints keep.
+"""State that an exchange keeps from step to step: variables that checkpoints keep.
 
 Each is of one of these kinds, which say what a checkpoint holds, and what another number of ranks
 makes of it:
@@ -192,7 +192,7 @@ class ExchangeState:
 
 
 def _shared_out(values: np.ndarray, kind: str, size: int) -> np.ndarray:
-    """What each rank of another world gets of what every rank had."""
+    """Return what each rank of another world gets of what every rank had."""
     mean = values.mean(0, dtype=np.float64)
     mean = mean if kind == "mean" else mean * (len(values) / size)
     return mean.astype(values.dtype)

@@ -29,7 +29,7 @@ class WarmStart(Exchange):
 
     Raises:
         ValueError: An argument is out of range; at the first step of a loop of the script's own,
-            where nobody counts rows.
+            where rows are not counted.
 
     Example:
         >>> from dtk.exchange import Quantized

@@ -1,4 +1,4 @@
-"""What runs beside the ranks: one rank on another host, and the guard on this one.
+"""The agent beside the ranks: runs one rank on another host, or is the guard on this one.
 
 This file is sent through the remote shell, so it uses the standard library alone and dtk need not
 be importable before the rank itself starts. Its first line of standard input is a JSON object; the

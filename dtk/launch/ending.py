@@ -1,4 +1,4 @@
-"""What ends a job, told from how its processes ended. Starts and ends nothing.
+"""The end of a job, told from how its processes ended. Starts and ends nothing.
 
     all-reduce           every rank has ended with 0 ───────> over
                          one fails ─────────────────────────> over: each needs all the others
@@ -8,7 +8,7 @@
                          a worker fails by itself ──────────> over: so would its successor
                          a ps fails ────────────────────────> over: its variables are gone
 
-Workers and servers are expected to end by themselves soon after the chief; how they do is nobody's
+Workers and servers are expected to end by themselves soon after the chief; how they do is no
 failure any more.
 """
 
@@ -101,7 +101,7 @@ class ServedEnding(Ending):
     def lost(self) -> list[Rank]:
         """Return the workers that a signal ended and about which nothing was done yet."""
         if self.chief.code is not None:
-            return []  # nobody would give them work
+            return []  # no chief would give them work
         return [rank for rank in self._of("worker") if rank.signal and not rank.given_up]
 
     def workers_left(self) -> list[Rank]:
@@ -128,7 +128,7 @@ class ServedEnding(Ending):
         return [rank for rank in self._ranks if rank.process.role in roles]
 
     def _is_borne(self, rank: Rank) -> bool:
-        """Tell whether the job goes on, or ended well, although this rank failed."""
+        """Return whether the job goes on, or ended well, although this rank failed."""
         if rank.process.role in self.essential_roles:
             return False
         if self.chief.code == 0 and rank.exited > self.chief.exited - TIE:

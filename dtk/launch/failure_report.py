@@ -1,4 +1,4 @@
-"""What the launcher prints of the process that failed first."""
+"""The launcher's report of the process that failed first."""
 
 from __future__ import annotations
 

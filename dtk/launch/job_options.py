@@ -1,4 +1,4 @@
-"""What the commands that start a job share: where to start it, and seeing it to its end."""
+"""Options of the commands that start a job, and seeing it to its end."""
 
 from __future__ import annotations
 

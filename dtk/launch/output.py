@@ -1,4 +1,4 @@
-"""What the processes of a job write: passed on line by line, and kept in files."""
+"""Output of a job's processes: passed on line by line, and kept in files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class JobOutput:
         directory: Gets one file per process with its whole output, or None.
         stdout: Where standard output goes; `sys.stdout` when None.
         stderr: Where standard error goes; `sys.stderr` when None.
-        on_closed: Called when nobody reads on.
+        on_closed: Called when the reader of the output is gone.
     """
 
     def __init__(
@@ -134,5 +134,5 @@ class JobOutput:
                 stream.write(text)
                 stream.flush()
             except (OSError, ValueError):
-                # Nobody reads on (`dtk run ... | head`): end the job as the shell would.
+                # The reader is gone (`dtk run ... | head`): end the job as the shell would.
                 self._on_closed()

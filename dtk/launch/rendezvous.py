@@ -1,5 +1,7 @@
-"""Where the ranks of a Horovod job over Gloo find each other: Horovod's own HTTP server, run by "
-"the launcher."""
+"""The HTTP server of Horovod's by which ranks of a job over Gloo find each other.
+
+The launcher runs it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the threads of a running job tell each other."""
+"""State that the threads of a running job share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 
 
 class JobState:
-    """Whether a job is being ended, and the condition that its threads wait on.
+    """State of a job that its threads share, and the condition they wait on.
 
     Attributes:
         changed: Notified when a process has ended, or anything below has changed; held while a

@@ -1,4 +1,4 @@
-"""What `dtk plan` knows: the time, efficiency and cost of a step on any number of workers.
+"""Predictions of `dtk plan`: time, efficiency and cost of a step on any number of workers.
 
     quantity -> inputs      what a user says:        "85ms", "1Gbit/s", links, hosts, prices
     calibration             what `dtk bench` found:  the same, from its file

@@ -1,4 +1,4 @@
-"""Which method, on how many workers, and why."""
+"""Advice on which method to use, on how many workers, and why."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def advise(
 
 
 def _furthest(of: Sequence[Prediction], target: float) -> Prediction:
-    """Of one method: the fastest that keeps to the target, or what comes closest to it."""
+    """Return, of one method, the fastest that keeps to the target, or what comes closest to it."""
     kept = [one for one in of if one.efficiency >= target]
     if kept:
         return max(kept, key=lambda one: one.rows)
@@ -130,7 +130,7 @@ def bound(one: Prediction, job: Job, cluster: Cluster) -> str:
 
 
 def _without_limit(cluster: Cluster) -> Cluster:
-    """The same, but bytes take no time."""
+    """Return the same cluster, but bytes take no time."""
     return replace(
         cluster,
         network=replace(cluster.network, bandwidth=math.inf),

@@ -1,4 +1,4 @@
-"""From what `dtk bench` measured to what a plan needs: every number has a physical meaning.
+"""Inputs of a plan from what `dtk bench` measured: every number has a physical meaning.
 
     limit, in step                 step     computing, with nothing sent: all wait for the slowest
     all-reduces of few, many bytes message  seconds of a message;  byte  seconds a byte costs
@@ -96,7 +96,10 @@ def _slowest(turn: Sequence[Reading]) -> float:
 
 
 def _of(turns: Mapping[str, Turns], communicator: str) -> dict[str, Turns]:
-    """Those of a communicator, by what comes behind its name; blocks apart, which a plan makes."""
+    """Return the measurements of a communicator, by what comes behind its name.
+
+    Without blocks, which a plan makes itself.
+    """
     found = {
         name.partition(" ")[2]: of for name, of in turns.items() if name.split()[0] == communicator
     }
@@ -111,17 +114,17 @@ def _medians(turns: Mapping[str, Turns], what: str) -> dict[str, float]:
 
 
 def _factors(sent: Mapping[str, float], parameters: int, rows: int) -> Factors | None:
-    """Kernels whose gradients went as factors; None if none did.
+    """Return the kernels whose gradients went as factors; None if none did.
 
     Without fp16 all are taken to be such kernels.
+
+    Raises:
+        PlanError: They were neither whole nor factors.
 
     Example:
         >>> found = _factors({"dense": 9000.0, "fp16": 8500.0}, parameters=10250, rows=8)
         >>> found.entries, found.width
         (10000.0, 250.0)
-
-    Raises:
-        PlanError: They were neither whole nor factors.
     """
     if sent[_DENSE] >= _WHOLE * _FLOAT * parameters:
         return None
@@ -173,7 +176,10 @@ def _software(results: Results, communicator: str, workers: int) -> Software:
 def _residuals(
     job: Job, software: Software, seconds: Mapping[str, float], workers: int
 ) -> Software:
-    """What a strategy and each exchange took beyond computing and sending."""
+    """Return the software with what a strategy and each exchange took besides.
+
+    That is beyond computing and sending.
+    """
     # Between hosts, what all-reduces took holds the network: no link comes on top of it.
     cluster = Cluster(Link(), Link(), workers, software=software)
     costs = {method.name: method.cost for method in METHODS if method.name in seconds}

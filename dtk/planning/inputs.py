@@ -1,4 +1,4 @@
-"""What a plan is made from: what is trained, on which hosts and links, with which software."""
+"""Inputs of a plan: what is trained, on which hosts and links, with which software."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What dtk does with a step, by strategy and exchange: how long each part of it takes.
+"""Methods of a step, by strategy and exchange: how long each part of it takes.
 
     plain        compute ...................... | code | send ..........
     overlap      compute .......[ backward .... ]                         a bucket goes when full
@@ -156,9 +156,9 @@ def dense(job: Job, cluster: Cluster, workers: int, exchange: str = "dense") -> 
 
 
 def _factors(job: Job, cluster: Cluster, workers: int, exchange: str, kernels: Factors) -> Cost:
-    """Everyone's rows to all, whole floats, and then their product. The rest goes as it would.
+    """Predict rows of all workers going to all, whole, and then their product.
 
-    Messages of both wait at the same time; bytes share a link.
+    The rest goes as it would. Messages of both wait at the same time; bytes share a link.
     """
     computing, mine, hidden = job.computing(workers), job.rows_of(workers), cluster.software.hidden
     own, rest = kernels.size(mine), job.size(exchange) * (1 - kernels.entries / job.parameters)
@@ -225,7 +225,10 @@ def coded(bits: int) -> Callable[[Job, Cluster, int], Cost]:
 
 
 def _codes(size: float, workers: int, per_host: int) -> Traffic:
-    """The vectors that are not coded, few and in one hop; stripes to owners; theirs to all."""
+    """Return the traffic of codes.
+
+    The vectors that are not coded, few and in one hop; stripes to owners; theirs to all.
+    """
     striped = traffic.padded(size / workers) * workers
     vectors = traffic.alltoall(workers, 0)
     to_owners = traffic.alltoall(workers, striped, min(per_host, workers))
@@ -296,7 +299,7 @@ def servers_async(job: Job, cluster: Cluster, workers: int) -> Cost:
 
 
 def _coding(job: Job, cluster: Cluster, workers: int, exchange: str) -> float:
-    """With nobody to send to, nothing is coded."""
+    """Return the seconds of coding; with one worker nothing is coded."""
     if workers == 1:
         return 0.0
     return cluster.software.step + job.parameters * cluster.software.coding_of(exchange)

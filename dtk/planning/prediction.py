@@ -1,4 +1,4 @@
-"""What a method takes with so many workers, against as many that need send nothing."""
+"""Predictions of a method with so many workers, against as many that need send nothing."""
 
 from __future__ import annotations
 

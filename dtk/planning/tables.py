@@ -43,7 +43,7 @@ def _table(predictions: Predictions, cell: Callable[[Prediction], str]) -> list[
 
 
 def _short(value: float) -> str:
-    """Three digits, or all before the point.
+    """Write three digits, or all before the point.
 
     Example:
         >>> _short(0.01234), _short(85.04), _short(12345.6), _short(0.0)
@@ -104,7 +104,7 @@ byte; blocks of 16 steps; 1 parameter server
 
 
 def _factors(job: Job) -> str:
-    """Which of them need not be sent whole.
+    """Write which of the gradients need not be sent whole.
 
     Example:
         >>> from dtk.planning.inputs import Factors
@@ -120,7 +120,7 @@ def _factors(job: Job) -> str:
 
 
 def _speed(bandwidth: float) -> str:
-    """Bytes per second as networks are sold.
+    """Write bytes per second as networks are sold.
 
     Example:
         >>> _speed(1.25e8), _speed(6.25e6), _speed(math.inf)

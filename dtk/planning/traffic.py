@@ -1,4 +1,4 @@
-"""What a collective is to a link: messages that wait for each other, and bytes.
+"""Traffic of a collective on a link: messages that wait for each other, and bytes.
 
 With P workers and n bytes on each, in Hockney's model, where a message of m bytes takes
 latency + m / bandwidth:

@@ -1,4 +1,4 @@
-"""What dtk is measured against: each a `Worker` in a file of its own, served by `worker`.
+"""Libraries dtk is measured against: each a `Worker` in a file of its own, served by `worker`.
 
 A baseline runs in its own environment, where dtk need not be, started as
 `python baselines/worker.py torch_ddp SETTING`. It trains the models of `dtk.bench.models`, with

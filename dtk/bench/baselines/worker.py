@@ -1,4 +1,4 @@
-"""What every process of a world does: it measures when it is asked. The standard library alone.
+"""The loop of every process of a world: it measures when it is asked. Standard library alone.
 
     asked                            answered, a line of JSON each
                                      {"rank": 0, "host": ..., "versions": {"PyTorch": ...}}
