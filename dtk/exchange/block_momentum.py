@@ -43,9 +43,9 @@ class BlockMomentum(LocalExchange):
         rate: The block learning rate.
         nesterov: Whether to look ahead, as in CNTK, which moves 1 + eta times as far.
         reset_local_momentum: Whether to forget the optimizer's momentum after each block: it was
-            gathered on the way to weights that no worker has any more. Second moments and step counts
-            stay, so Adam, who divides by what its momentum must have gathered, takes smaller steps
-            at first; with it, leave this out.
+            gathered on the way to weights that no worker has any more. Second moments and step
+            counts stay, so Adam, which divides by what its momentum must have gathered, takes
+            smaller steps at first; with it, leave this out.
 
     Raises:
         ValueError: An argument is out of range, or a block has less than a row for each worker.
