@@ -45,10 +45,10 @@ def measure():
     """On every rank: train with each exchange; rank 0 prints what a step took."""
     import dtk
     import keras
-    from dtk.bench.contender import Fit
+    from dtk.bench.baselines.worker import clock
     from dtk.bench.measure import order
     from dtk.bench.models import PROBLEMS
-    from dtk.bench.peers.turns import clock
+    from dtk.bench.variant import Fit
     from dtk.exchange import BlockMomentum, parse
 
     strategy = dtk.strategies.AllReduceStrategy()
@@ -56,7 +56,7 @@ def measure():
     rows = args.batch_size * strategy.size
     known = {"dense": None, "block momentum": BlockMomentum(args.block_steps * rows)}
 
-    def contender(name):
+    def variant(name):
         strategy.exchange = parse(known.get(name, name))
         with strategy.scope():
             model = problem.compiled(keras)
@@ -64,10 +64,10 @@ def measure():
         return Fit(name, model, data, args.steps, strategy.communicator)
 
     found = {name: [] for name in EXCHANGES}
-    contenders = [contender(name) for name in EXCHANGES]
+    variants = [variant(name) for name in EXCHANGES]
     for number in range(args.rounds + 1):
-        for one in order(contenders, number):
-            seconds = strategy.communicator.allgather_object(clock(one.turn)["seconds"])
+        for one in order(variants, number):
+            seconds = strategy.communicator.allgather_object(clock(one.measure)["seconds"])
             if number:  # in the first one it is traced
                 found[one.name].append(statistics.mean(seconds))
     if strategy.is_chief:
@@ -103,8 +103,8 @@ def predicted(workers, mbit):
 
     from dtk.bench.results import read
     from dtk.planning.calibration import calibrated
+    from dtk.planning.inputs import Cluster, Link
     from dtk.planning.methods import METHODS
-    from dtk.planning.setting import Cluster, Link
 
     known = calibrated(read(path("bench", workers)), args.model)
     job = dataclasses.replace(known.job, block_steps=args.block_steps)

@@ -1,4 +1,4 @@
-"""Where dtk keeps what is dear to make again."""
+"""The folder that keeps what is expensive to make again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from pathlib import Path
 
 
 def folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """`$XDG_CACHE_HOME/dtk`, or `~/.cache/dtk` when that is unset or relative.
+    """Return the folder: `$XDG_CACHE_HOME/dtk`, or `~/.cache/dtk`.
+
+    The second where that variable is unset or relative.
+
+    Args:
+        environ: Variables to read.
 
     Example:
         >>> folder({"XDG_CACHE_HOME": "/tmp/cache"})

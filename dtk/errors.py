@@ -1,4 +1,4 @@
-"""What dtk raises. Every message says what was given, what was expected and what to do next.
+"""Errors that dtk raises: each says what was given, what was expected and what to do next.
 
 The classes double as the built-in error a caller would reach for, so `except ValueError`
 keeps working:
@@ -30,6 +30,13 @@ class DisagreementError(DtkError, RuntimeError):
 
 def at_rank(rank: int, message: str) -> str:
     """Put the rank in front of a message.
+
+    Args:
+        rank: The rank that raises it.
+        message: What was given, what was expected and what to do next.
+
+    Returns:
+        The message for the error.
 
     >>> at_rank(3, "batch_size=6 is smaller than 8 workers; use 8 or more")
     'rank 3: batch_size=6 is smaller than 8 workers; use 8 or more'

@@ -1,4 +1,4 @@
-"""Has TensorFlow and Keras imported in contexts of dtk's, whoever imports them, and when."""
+"""Importing TensorFlow and Keras in contexts of dtk's, whoever imports them, and when."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
 
 
 def inside(name: str, *contexts: Callable[[], AbstractContextManager]) -> None:
@@ -36,7 +36,7 @@ class _Hook:
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> Any:
+    ) -> ModuleSpec | None:
         """Called by Python for every import; only one is of interest."""
         if name != self.name:
             return None

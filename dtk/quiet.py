@@ -23,8 +23,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 DEFAULT_LEVEL = "2"
 
@@ -42,13 +42,17 @@ _REAP_SECONDS = 0.5
 _filtering = threading.Lock()
 
 
-def level_in(environ: Any) -> str:
-    """TF_CPP_MIN_LOG_LEVEL of an environment, or dtk's default."""
+def level_in(environ: Mapping[str, str]) -> str:
+    """Return TF_CPP_MIN_LOG_LEVEL of an environment, or dtk's default.
+
+    Args:
+        environ: Variables by name.
+    """
     return str(environ.get("TF_CPP_MIN_LOG_LEVEL", DEFAULT_LEVEL))
 
 
 def is_noise(line: str, level: str | None, gpu: bool | None = None) -> bool:
-    """Tell whether a line of standard error is TensorFlow's start-up noise.
+    """Return whether a line of standard error is TensorFlow's start-up noise.
 
     Errors stay, but for CUDA's complaint that there is no GPU where there is none.
 

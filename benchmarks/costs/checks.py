@@ -25,8 +25,8 @@ PART = report.at_most(1.0)  # percent
 
 def measure(setting, strategy):
     with watched(replica_step, "check_reduced") as traced:
-        contenders = metered(setting, strategy)
-        warm(contenders)
+        variants = metered(setting, strategy)
+        warm(variants)
     with (
         watched(rank_checks, "check_same_call") as calls,
         watched(rank_checks, "check_same_batch") as firsts,
@@ -34,7 +34,7 @@ def measure(setting, strategy):
         watched(rank_callbacks.RankChecks, "on_train_batch_end") as batches,
         watched(rank_callbacks.RankChecks, "on_epoch_end") as ends,
     ):
-        seconds = take(contenders, setting.rounds, strategy.communicator)
+        seconds = take(variants, setting.rounds, strategy.communicator)
     spent = mean_of_ranks(
         {
             "given": [call.seconds for call in calls],
@@ -59,7 +59,7 @@ def metered(setting, strategy):
     whole = {"x": x, "y": y, "batch_size": setting.batch_size * strategy.size}
     own = slice(strategy.rank * count, (strategy.rank + 1) * count)
     part = {"x": x[own], "y": y[own], "batch_size": setting.batch_size}
-    contenders = []
+    variants = []
     for name, scope, data in (
         ("dtk", strategy.scope, whole),
         ("plain", contextlib.nullcontext, part),
@@ -69,8 +69,8 @@ def metered(setting, strategy):
                 model = problem.compiled(keras)
                 model.compile(keras.optimizers.SGD(0.01), model.loss, metrics=metrics)
             named = " ".join([name, *metrics])
-            contenders.append(Fitting(named, model, data, setting.steps, communicator))
-    return contenders
+            variants.append(Fitting(named, model, data, setting.steps, communicator))
+    return variants
 
 
 def digest_seconds(setting, strategy):

@@ -1,4 +1,4 @@
-"""Contenders: `fit` on any data; and the turns they take."""
+"""Variants: `fit` on any data; and the turns they take."""
 
 import contextlib
 import functools
@@ -6,12 +6,12 @@ import statistics
 import time
 from typing import Any, NamedTuple
 
-from dtk.bench.contender import Contender, Stopwatch
+from dtk.bench.baselines.worker import clock
 from dtk.bench.measure import order
-from dtk.bench.peers.turns import clock
+from dtk.bench.variant import Stopwatch, Variant
 
 
-class Fitting(Contender):
+class Fitting(Variant):
     """An epoch of `fit`.
 
     Args:
@@ -26,39 +26,39 @@ class Fitting(Contender):
         self.name, self._model, self._data = name, model, data
         self._steps, self._communicator = steps, communicator
 
-    def turn(self, tick):
+    def measure(self, tick):
         watch = Stopwatch(self._communicator, self._steps, tick)
         self._model.fit(**self._data, verbose=0, callbacks=[watch])
         return watch.counts()
 
 
-def warm(contenders):
+def warm(variants):
     """Let each take one turn, in which it is traced; what they say of it, by name."""
-    return {one.name: one.turn(lambda: None) for one in contenders}
+    return {one.name: one.measure(lambda: None) for one in variants}
 
 
-def turns(contenders, rounds, communicator):
-    """Let contenders take turns.
+def turns(variants, rounds, communicator):
+    """Let variants take turns.
 
     Args:
-        contenders: Alike on all ranks.
+        variants: Alike on all ranks.
         rounds: Turns of each.
         communicator: Of all ranks.
 
     Returns:
         Name -> what `clock` says of each turn on this rank.
     """
-    said = {one.name: [] for one in contenders}
+    said = {one.name: [] for one in variants}
     for number in range(rounds):
-        for one in order(contenders, number):
+        for one in order(variants, number):
             communicator.barrier()  # where each trained by itself, one rank was faster
-            said[one.name].append(clock(one.turn))
+            said[one.name].append(clock(one.measure))
     return said
 
 
-def take(contenders, rounds, communicator):
-    """Let contenders take `turns`; name -> seconds of a step for each round, means over ranks."""
-    said = turns(contenders, rounds, communicator)
+def take(variants, rounds, communicator):
+    """Let variants take `turns`; name -> seconds of a step for each round, means over ranks."""
+    said = turns(variants, rounds, communicator)
     mine = {name: [turn["seconds"] for turn in of_one] for name, of_one in said.items()}
     return mean_of_ranks(mine, communicator)
 

@@ -12,8 +12,8 @@ import dtk
 import keras
 import numpy as np
 import tensorflow as tf
+from dtk.bench.baselines.worker import clock
 from dtk.bench.measure import order
-from dtk.bench.peers.turns import clock
 from dtk.input import slicing
 from dtk.trainer import epoch_data
 
@@ -132,16 +132,16 @@ def speeds_table(setting, strategy):
     sources = pipelines(setting, strategy, batch)
     with strategy.scope():
         model = PROBLEMS[setting.model].compiled(keras)
-    contenders = [
+    variants = [
         Fitting(name, model, {"shuffle": "y" in data, **data}, setting.steps, communicator)
         for name, data in sources.items()
     ]
     read = {}
-    for one in contenders:
+    for one in variants:
         with watched(epoch_data, "cut") as cuts:
             warm([one])
         read[one.name] = cuts[-1].result
-    training = take(contenders, setting.rounds, communicator)
+    training = take(variants, setting.rounds, communicator)
     alone = reading(read, setting, communicator)
     rows = []
     for name, seconds in training.items():

@@ -8,7 +8,7 @@ import sys
 
 import keras
 import tensorflow as tf
-from dtk.bench.contender import Contender
+from dtk.bench.variant import Variant
 
 import report
 from fits import Fitting, take, warm
@@ -18,7 +18,7 @@ SPEED = report.at_least(0.98)
 SUM = tf.distribute.ReduceOp.SUM
 
 
-class Loop(Contender):
+class Loop(Variant):
     """An epoch of a loop over a distributed dataset, which reads the loss of every step.
 
     Args:
@@ -54,7 +54,7 @@ class Loop(Contender):
             variable.assign(mean)
         return total / count
 
-    def turn(self, tick):
+    def measure(self, tick):
         communicator, steps = self._strategy.communicator, 0
         before = communicator.bytes_sent
         for batch in self._batches:
@@ -72,12 +72,12 @@ def measure(setting, strategy):
     with strategy.scope():
         models = [problem.compiled(keras) for _ in range(2)]
     fit = Fitting("fit", models[0], {"x": dataset, "shuffle": False}, setting.steps, communicator)
-    contenders = [fit, Loop(models[1], dataset, strategy)]
-    sent = {name: said["sent"] for name, said in warm(contenders).items()}
+    variants = [fit, Loop(models[1], dataset, strategy)]
+    sent = {name: said["sent"] for name, said in warm(variants).items()}
     # After 2, 4, 8, ... steps `fit` also compares what ranks have read: 8 bytes each time.
     if not 0 <= sent["fit"] - sent["loop"] <= 8:
         sys.exit(f"bytes sent per step: {sent}; the loop must reduce what fit reduces")
-    seconds = take(contenders, setting.rounds, communicator)
+    seconds = take(variants, setting.rounds, communicator)
     cells = report.compared(seconds["fit"], seconds["loop"], SPEED, speed=True)
     header = "model|`fit`, ms per step|loop by hand, ms per step|loop / `fit`|target||sent per step"
     return report.markdown(header, [[setting.model, *cells, f"{sent['fit'] / 1e6:.3f} MB"]])

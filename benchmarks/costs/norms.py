@@ -17,16 +17,16 @@ def measure(setting, strategy):
     batch = setting.batch_size * strategy.size
     x, y = problem.data((setting.steps + 1) * batch)
     data = {"x": x, "y": y, "batch_size": batch}
-    contenders = []
+    variants = []
     for name, one in {"own": problem, "synchronized": synchronized(problem)}.items():
         with strategy.scope():
             model = one.compiled(keras)
-        contenders.append(Fitting(name, model, data, setting.steps, communicator))
+        variants.append(Fitting(name, model, data, setting.steps, communicator))
     norms = sum(map(is_norm, model.layers))
     if not norms:
         sys.exit(f"--model {setting.model} has no BatchNormalization; take resnet20")
-    warm(contenders)
-    seconds = take(contenders, setting.rounds, communicator)
+    warm(variants)
+    seconds = take(variants, setting.rounds, communicator)
     header = "model|synchronized, ms per step|not synchronized, ms per step|"
     header += "synchronized / not|target|"
     cells = report.compared(seconds["synchronized"], seconds["own"], TIME)

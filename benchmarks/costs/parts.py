@@ -13,8 +13,8 @@ Four steps, of which each has one part more than the one before:
 import statistics
 
 import keras
-from dtk.bench.contender import Alone
-from dtk.bench.report import LIMIT
+from dtk.bench.report import BOUND
+from dtk.bench.variant import LocalFit
 from dtk.communicators.null import NullCommunicator
 from dtk.strategies import AllReduceStrategy
 
@@ -26,18 +26,18 @@ from models import PROBLEMS
 def measure(setting, strategy):
     communicator = strategy.communicator
     (device,) = strategy.extended.worker_devices
-    contenders = [
-        Alone(PROBLEMS[setting.model], setting, communicator, device),
+    variants = [
+        LocalFit(PROBLEMS[setting.model], setting, communicator, device),
         together(setting, silent(strategy), "ops"),
         together(setting, strategy, "sending"),
     ]
-    warm(contenders)
-    said = turns(contenders, setting.rounds, communicator)
+    warm(variants)
+    said = turns(variants, setting.rounds, communicator)
     mine = {name: [turn["steps"] for turn in of_one] for name, of_one in said.items()}
     ranks = communicator.allgather_object(mine)
     own = {name: means([rank[name] for rank in ranks], statistics.mean) for name in mine}
     waiting = means([rank["ops"] for rank in ranks], max)
-    steps = [own[LIMIT], own["ops"], waiting, own["sending"]]
+    steps = [own[BOUND], own["ops"], waiting, own["sending"]]
     added = (
         report.spread(
             [100 * (b - a) / all_ for a, b, all_ in zip(*pair, own["sending"], strict=True)]

@@ -1,9 +1,11 @@
-"""What `dtk bench` measures, how, and what it says about it.
+"""Measurements of `dtk bench`: how they are taken, and how they are shown.
 
     command line    setting ──> measure ──> results ──> report, plot
-                                   │ turns, given to the worlds in `dtk.bench.process_world`
-    every rank      seat ──> peers.turns ──> a Member: of dtk (member, limit: contender, models)
-                                             or of a peer (peers.torch_ddp ...)
+                                   │ what to measure next, asked of `process_world`
+    every rank      agent ──> baselines.worker ──> a Worker: strategy_worker or
+                                                   no_communication_worker (variant, models),
+                                                   or a baseline's (baselines.torch_ddp ...)
 
-`setting`, `measure`, `results`, `report`, `plot`, `seat` and `peers.turns` import no TensorFlow.
+`setting`, `measure`, `results`, `report`, `plot`, `agent` and `baselines.worker` import no
+TensorFlow.
 """

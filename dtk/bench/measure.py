@@ -1,7 +1,7 @@
-"""Measuring: contenders take turns, so that whatever else the machine does falls on all alike.
+"""Measuring: variants take turns, so that whatever else the machine does falls on all alike.
 
-    round 1   limit  none  1bit  ddp        a contender belongs to a world, and every process of
-    round 2   ddp  1bit  none  limit        that world takes the turn at the same time
+    round 1   limit  none  1bit  ddp        a variant belongs to a world, and every process of
+    round 2   ddp  1bit  none  limit        that world measures at the same time
     ...
 
 No TensorFlow here.
@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from dtk.bench.results import Results, reading_of
 from dtk.bench.setting import Setting
 from dtk.errors import DtkError
+
+_T = TypeVar("_T")
 
 
 class WorldLost(DtkError, RuntimeError):
@@ -32,7 +34,7 @@ class WorldLost(DtkError, RuntimeError):
 
 
 class World(Protocol):
-    """Processes that take turns together, seen from the command line.
+    """Processes that measure together, seen from the command line.
 
     Attributes:
         name: Unique.
@@ -43,7 +45,10 @@ class World(Protocol):
     essential: bool
 
     def ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
-        """Ask all processes the same (see `peers.turns`), and wait for their answers.
+        """Ask all processes the same (see `baselines.worker`), and wait for their answers.
+
+        Args:
+            request: What is sent to each.
 
         Returns:
             One for each rank.
@@ -53,12 +58,12 @@ class World(Protocol):
         """
 
     def rest(self) -> None:
-        """Let the cores to others until it is asked again."""
+        """Leave the cores to other worlds until it is asked again."""
 
 
 @dataclasses.dataclass
-class Measurement:
-    """All tasks, by all worlds.
+class Benchmark:
+    """Measures all tasks in all worlds.
 
     Args:
         setting: What to measure.
@@ -79,26 +84,26 @@ class Measurement:
             WorldLost: One that is essential.
         """
         for task in self.setting.tasks:
-            contenders = self._build(task)
+            variants = self._build(task)
             for number in range(self.setting.rounds + 1):
-                for world, name in order(contenders, number):
+                for world, name in order(variants, number):
                     if world in self.worlds:
-                        self._turn(task, world, name, keep=number > 0)
+                        self._measure(task, world, name, keep=number > 0)
 
     def _build(self, task: str) -> list[tuple[World, str]]:
         self.results.parameters[task], self.results.turns[task] = 0, {}
-        contenders = []
+        variants = []
         for world in list(self.worlds):
             for built in self._ask(world, {"build": task})[:1]:
-                contenders += [(world, name) for name in self._built(task, world, built)]
-        self.results.turns[task] = {label(*contender): [] for contender in contenders}
-        return contenders
+                variants += [(world, name) for name in self._built(task, world, built)]
+        self.results.turns[task] = {label(*variant): [] for variant in variants}
+        return variants
 
     def _built(self, task: str, world: World, built: dict[str, Any]) -> list[str]:
         """Take note of what a world can measure, and of what it cannot."""
         for name, why in built["absent"].items():
             self.results.absent[f"{label(world, name)}, {task}"] = why
-        if not built["contenders"]:
+        if not built["variants"]:
             return []
         # The first is the limit, which all others are compared with.
         expected = self.results.parameters[task] or built["parameters"]
@@ -107,10 +112,10 @@ class Measurement:
             why = f"its model has {built['parameters']} parameters, expected {expected}"
             self.results.absent[f"{world.name}, {task}"] = why
             return []
-        return list(built["contenders"])
+        return list(built["variants"])
 
-    def _turn(self, task: str, world: World, name: str, keep: bool) -> None:
-        answers = self._ask(world, {"turn": name})
+    def _measure(self, task: str, world: World, name: str, keep: bool) -> None:
+        answers = self._ask(world, {"measure": name})
         if not answers:
             # What is left of a round that has no end compares with nothing.
             for key in [key for key in self.results.turns[task] if key.split()[0] == world.name]:
@@ -121,7 +126,7 @@ class Measurement:
         self.say()
 
     def _ask(self, world: World, request: dict[str, Any]) -> list[dict[str, Any]]:
-        """No answers from a world that is lost, and can be done without."""
+        """Ask a world; return no answers where it is lost, and can be done without."""
         try:
             answers = world.ask(request)
             world.rest()
@@ -134,19 +139,27 @@ class Measurement:
         return answers
 
 
-def order(contenders: Sequence[Any], number: int) -> Iterator[Any]:
-    """Who takes turns in one round: every other time they begin at the other end.
+def order(variants: Sequence[_T], number: int) -> Iterator[_T]:
+    """Return the order of one round: every other round begins at the other end.
+
+    Args:
+        variants: In any order.
+        number: Of the round.
 
     Example:
         >>> list(order("abc", 1)), list(order("abc", 2))
         (['a', 'b', 'c'], ['c', 'b', 'a'])
     """
-    return iter(contenders) if number % 2 else reversed(contenders)
+    return iter(variants) if number % 2 else reversed(variants)
 
 
 def label(world: World, name: str) -> str:
-    """A contender's name in tables: that of its world, and its own.
+    """Return a variant's name in tables: that of its world, and its own.
 
     A world that measures one thing by its own name needs no second word.
+
+    Args:
+        world: Which measures it.
+        name: The variant's.
     """
     return world.name if name == world.name else f"{world.name} {name}"

@@ -14,6 +14,7 @@ builds the same ones.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,14 +31,20 @@ class Problem(NamedTuple):
         rows: From a random generator and a number, so many rows of input.
     """
 
-    build: Callable[[Any], Any]
+    build: Callable[[ModuleType], Any]
     rows: Callable[[np.random.Generator, int], np.ndarray]
 
-    def compiled(self, keras: Any) -> Any:
-        """The model with equal weights every time, ready to train with `keras`.
+    def compiled(self, keras: ModuleType) -> Any:
+        """Build the model with equal weights every time, ready to train with `keras`.
 
         Plain SGD is the least an optimizer can do, and keeps an embedding's gradient sparse: what
         is measured is everything else.
+
+        Args:
+            keras: The Keras it is built of, a module.
+
+        Returns:
+            A compiled model of that Keras.
         """
         keras.utils.set_random_seed(1)
         model = self.build(keras)
@@ -46,13 +53,26 @@ class Problem(NamedTuple):
         return model
 
     def data(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """So many rows and their labels, the same every time."""
+        """Return rows and their labels, the same every time.
+
+        Args:
+            count: How many.
+
+        Returns:
+            Rows, shape `[count, ...]`, and integer labels, shape `[count]`.
+        """
         random = np.random.default_rng(0)
         return self.rows(random, count), random.integers(0, _CLASSES, count)
 
 
-def resnet20(keras: Any) -> Any:
-    """20 layers; where the image shrinks, shortcuts pad channels with zeros (option A)."""
+def resnet20(keras: ModuleType) -> Any:
+    """Return a ResNet of 20 layers for CIFAR-10 (He et al. 2016).
+
+    Where the image shrinks, shortcuts pad channels with zeros (option A).
+
+    Args:
+        keras: The Keras it is built of, a module.
+    """
     inputs = keras.Input((32, 32, 3))
     x = _conv(keras, inputs, 16)
     for filters in (16, 32, 64):
@@ -69,21 +89,29 @@ def resnet20(keras: Any) -> Any:
 
 
 def _conv(
-    keras: Any, x: Any, filters: int, strides: int = 1, activation: str | None = "relu"
+    keras: ModuleType, x: Any, filters: int, strides: int = 1, activation: str | None = "relu"
 ) -> Any:
     x = keras.layers.Conv2D(filters, 3, strides, padding="same", use_bias=False)(x)
     x = keras.layers.BatchNormalization()(x)
     return keras.layers.Activation(activation)(x)
 
 
-def mlp(keras: Any) -> Any:
-    """Three hidden layers of 2048 units."""
+def mlp(keras: ModuleType) -> Any:
+    """Return a model of three hidden layers of 2048 units.
+
+    Args:
+        keras: The Keras it is built of, a module.
+    """
     hidden = [keras.layers.Dense(2048, activation="relu") for _ in range(3)]
     return keras.Sequential([keras.Input((1024,)), *hidden, keras.layers.Dense(_CLASSES)])
 
 
-def embedding(keras: Any) -> Any:
-    """The mean of eight rows of a table."""
+def embedding(keras: ModuleType) -> Any:
+    """Return a model of the mean of eight rows of a table.
+
+    Args:
+        keras: The Keras it is built of, a module.
+    """
     return keras.Sequential(
         [
             keras.Input((8,), dtype="int32"),
@@ -94,8 +122,12 @@ def embedding(keras: Any) -> Any:
     )
 
 
-def transformer(keras: Any) -> Any:
-    """One encoder block of width 256 and eight heads, over 32 positions."""
+def transformer(keras: ModuleType) -> Any:
+    """Return one encoder block of width 256 and eight heads, over 32 positions.
+
+    Args:
+        keras: The Keras it is built of, a module.
+    """
     x = inputs = keras.Input((32, 256))
     attended = keras.layers.MultiHeadAttention(num_heads=8, key_dim=32)(x, x)
     x = keras.layers.LayerNormalization()(keras.layers.Add()([x, attended]))

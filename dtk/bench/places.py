@@ -1,4 +1,4 @@
-"""How the seats of a world of `dtk bench` are started, by what joins its ranks."""
+"""Starting the agents of a world of `dtk bench`, by what joins its ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 
-from dtk.bench import seat
+from dtk.bench import agent
 from dtk.cluster import Host
 from dtk.errors import ClusterError, CommunicatorError
 from dtk.launch import COMMUNICATORS, Process, job_options, plan, ssh
@@ -18,15 +18,24 @@ MPI = "horovod-mpi"
 LAUNCHERS = (*COMMUNICATORS, MPI)
 # Their threads exchange messages all the time, also when nothing is reduced.
 BUSY = ("horovod", MPI)
-_SEAT = (sys.executable, "-m", "dtk.bench.seat")
-# A process that was stopped for as long as others had their turns is not lost.
+_AGENT = (sys.executable, "-m", "dtk.bench.agent")
+# A process that was stopped for as long as others were measured is not lost.
 _PATIENT = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "86400"}
 
 Survey = Callable[[str, int], ssh.Facts]
 
 
 def check(launcher: str, hosts: Sequence[Host]) -> None:
-    """Raise ClusterError or CommunicatorError unless ranks can be started so."""
+    """Refuse a launcher that cannot start ranks on these hosts.
+
+    Args:
+        launcher: As given with --communicator.
+        hosts: Where; this machine when empty.
+
+    Raises:
+        ClusterError: It is unknown, or starts processes on this machine only.
+        CommunicatorError: It is not installed.
+    """
     if launcher not in LAUNCHERS:
         expected = f"{', '.join(LAUNCHERS[:-1])} or {LAUNCHERS[-1]}"
         raise ClusterError(f"--communicator {launcher}: unknown, expected {expected}")
@@ -38,7 +47,15 @@ def check(launcher: str, hosts: Sequence[Host]) -> None:
 
 
 def check_mpirun(hosts: Sequence[Host]) -> None:
-    """Raise ClusterError or CommunicatorError unless `mpirun` can start processes here."""
+    """Refuse `mpirun` where it cannot start processes.
+
+    Args:
+        hosts: Where; this machine when empty.
+
+    Raises:
+        ClusterError: There are other hosts.
+        CommunicatorError: It is not installed.
+    """
     if hosts:
         raise ClusterError(
             f"what mpirun starts ({MPI}, mpi4py) is measured on this machine only; leave --hosts "
@@ -53,16 +70,19 @@ def check_mpirun(hosts: Sequence[Host]) -> None:
 def place(
     launcher: str, command: Sequence[str], workers: int, hosts: Sequence[Host], survey: Survey
 ) -> list[Process]:
-    """What to start for a world, so that every rank gets its share of the cores.
+    """Plan the processes of a world, so that every rank gets its share of the cores.
 
     Args:
         launcher: One of LAUNCHERS.
-        command: What sits in every seat.
-        workers: How many seats.
+        command: What every agent runs.
+        workers: How many.
         hosts: Where; this machine when empty.
         survey: See `dtk.launch.plan`.
+
+    Returns:
+        What to start: an agent for each rank, or one `mpirun` for all.
     """
-    sits = [*_SEAT, *command]
+    argv = [*_AGENT, *command]
     kind = "horovod" if launcher in BUSY else launcher
     facts: dict[str, ssh.Facts] = {}
 
@@ -70,7 +90,7 @@ def place(
         facts[host] = survey(host, ports)
         return facts[host]
 
-    planned = plan(sits, workers, hosts=hosts, communicator=kind, survey=noted)
+    planned = plan(argv, workers, hosts=hosts, communicator=kind, survey=noted)
     if launcher == MPI:
         return [_mpirun(planned)]
     return [
@@ -82,7 +102,10 @@ def place(
 
 
 def _for_torch(process: Process, planned: Sequence[Process], interface: str) -> dict[str, str]:
-    """By which PyTorch's processes find each other: what its own launcher sets, and Gloo reads."""
+    """Return the variables by which PyTorch's processes find each other.
+
+    Its own launcher sets them, and Gloo reads them.
+    """
     env = {"RANK": str(process.rank), "WORLD_SIZE": str(len(planned))}
     host, _, port = planned[0].address.rpartition(":")
     if port:
@@ -94,14 +117,14 @@ def _for_torch(process: Process, planned: Sequence[Process], interface: str) -> 
 
 
 def _mpirun(planned: Sequence[Process]) -> Process:
-    """One process that starts them all, with what every rank has of the cores."""
+    """Return one process that starts them all, with every rank's share of the cores."""
     shares = {
         name: value
         for name, value in planned[0].env.items()
         if not name.startswith(("HOROVOD_", "DTK_"))
     }
-    # Seats bind themselves, to the parts that `dtk run` would give them.
-    shares[seat.CORES] = json.dumps([one.cores for one in planned])
+    # Agents bind themselves, to the parts that `dtk run` would give them.
+    shares[agent.CORES] = json.dumps([one.cores for one in planned])
     argv = ["mpirun", "--oversubscribe", "--bind-to", "none"]
     if os.geteuid() == 0:
         argv.append("--allow-run-as-root")

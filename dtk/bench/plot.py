@@ -15,7 +15,13 @@ _ROW = 0.34  # inches
 
 
 def check(file: str) -> None:
-    """Raise BenchError, before anything is measured, for what could not be drawn.
+    """Refuse, before anything is measured, a plot that could not be drawn.
+
+    Args:
+        file: As given with --plot.
+
+    Raises:
+        BenchError: The format is unknown, or matplotlib is not installed.
 
     Example:
         >>> check("bench.pdf")
@@ -29,9 +35,13 @@ def check(file: str) -> None:
 
 
 def save(results: Results, file: str) -> None:
-    """Draw a panel for each task: a bar for each contender, as long as its median, with quartiles.
+    """Draw a panel for each task, with a bar for each variant: its median, with quartiles.
 
-    What trains is drawn as its ratio to the limit, an all-reduce as its time.
+    What trains is drawn as its ratio to the no-communication bound, an all-reduce as its time.
+
+    Args:
+        results: What was measured.
+        file: Path, which ends in .svg or .png.
     """
     from matplotlib.figure import Figure
 
@@ -51,7 +61,7 @@ def _draw(panel: Any, results: Results, task: str) -> None:
         color = _BAR if name.split()[0] in own else _PEER
         panel.barh(row, middle, color=color, height=0.7)
         panel.plot([low, high], [row, row], color=_INK, linewidth=1.2)
-        places = 2 if report.has_limit(results, task) else report.digits(middle)
+        places = 2 if report.has_bound(results, task) else report.digits(middle)
         panel.text(high, row, f"  {middle:.{places}f}", va="center", fontsize=8)
     panel.set_yticks(range(len(bars)), list(bars), fontsize=8)
     panel.invert_yaxis()
@@ -61,5 +71,5 @@ def _draw(panel: Any, results: Results, task: str) -> None:
     panel.spines[["top", "right"]].set_visible(False)
     panel.margins(x=0.1)
     panel.set_xlim(left=0)
-    if report.has_limit(results, task):
+    if report.has_bound(results, task):
         panel.axvline(1.0, color=_INK, linewidth=0.8, linestyle=":")

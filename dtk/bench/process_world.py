@@ -1,8 +1,8 @@
-"""Worlds of `dtk bench`: processes that are started together and take turns together.
+"""Worlds of `dtk bench`: processes that are started together and measure together.
 
 Libraries that cannot share a process, such as two communicators, or PyTorch beside TensorFlow, are
-worlds beside each other. Every rank has a seat (see `dtk.bench.seat`) that connects to this
-process, which gives the turns.
+worlds beside each other. Every rank has an agent (see `dtk.bench.agent`) that connects to this
+process, which says what is measured next.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from multiprocessing import AuthenticationError, connection
 from pathlib import Path
 from typing import Any
 
-from dtk.bench import seat
+from dtk.bench import agent
+from dtk.bench.baselines import worker
 from dtk.bench.measure import WorldLost
-from dtk.bench.peers import turns
 from dtk.launch import Job, Process
 from dtk.launch.rendezvous import own_address
 
@@ -34,22 +34,22 @@ _POLL = 1.0
 
 
 def command(module: str, setting: Mapping[str, Any], python: str = sys.executable) -> list[str]:
-    """What runs in the seats of a world: `peers.turns`, by its path, for it needs no dtk.
+    """Return what the agents of a world run: `baselines.worker`, by its path: it needs no dtk.
 
     Args:
-        module: Holds the `Member`.
+        module: Holds the `Worker`.
         setting: For it.
         python: Of its environment.
     """
-    return [python, str(Path(turns.__file__)), module, json.dumps(setting)]
+    return [python, str(Path(worker.__file__)), module, json.dumps(setting)]
 
 
 class World:
-    """See `dtk.bench.measure.World`.
+    """A world of processes; see `dtk.bench.measure.World`.
 
     Args:
         name: As in tables.
-        processes: What to start; each seats one rank, or starts the seats of all.
+        processes: What to start; each is the agent of one rank, or starts those of all.
         size: How many ranks there are.
         essential: Whether there is nothing to measure without it; what it prints is then shown.
         busy: Whether it computes while nothing is asked of it, and must be stopped.
@@ -78,16 +78,16 @@ class World:
         address = own_address([process.host for process in processes])
         self._door = socket.create_server((address, 0), backlog=size)
         self.job = Job(
-            [self._seated(process) for process in processes],
+            [self._with_agent(process) for process in processes],
             remote_shell=remote_shell,
             stdout=sys.stderr if essential else self._log,
             stderr=sys.stderr if essential else self._log,
         )
         self.hello: list[dict[str, Any]] = []
 
-    def _seated(self, process: Process) -> Process:
+    def _with_agent(self, process: Process) -> Process:
         host, port = self._door.getsockname()
-        env = {seat.ADDRESS: f"{host}:{port}", seat.KEY: self._key.hex()}
+        env = {agent.ADDRESS: f"{host}:{port}", agent.KEY: self._key.hex()}
         # Worlds share a GPU: none may take all of its memory.
         env["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"
         return dataclasses.replace(process, env={**process.env, **env})
@@ -109,7 +109,7 @@ class World:
         self.rest()
 
     def _accept(self, deadline: float) -> connection.Connection:
-        """Wait for a seat that knows the key, as long as none has failed."""
+        """Wait for an agent that knows the key, as long as none has failed."""
         self._door.settimeout(_POLL)
         while time.monotonic() < deadline:
             try:
@@ -127,7 +127,17 @@ class World:
         raise WorldLost(f"did not start within {_START:g} seconds")
 
     def ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
-        """See `measure.World`."""
+        """Ask all processes the same; see `dtk.bench.measure.World.ask`.
+
+        Args:
+            request: What is sent to each.
+
+        Returns:
+            Their answers, in rank order.
+
+        Raises:
+            WorldLost: One of them has ended.
+        """
         try:
             for line in self._lines:
                 line.send(request)
@@ -136,9 +146,12 @@ class World:
         return [self._hear(line, _TURN) for line in self._lines]
 
     def rest(self) -> None:
-        """See `measure.World`. All must have answered: what one still sends, another waits for."""
+        """Stop the processes until they are asked again, if they are busy meanwhile.
+
+        All must have answered: what one still sends, another waits for.
+        """
         if self._busy:
-            self.ask(seat.REST)
+            self.ask(agent.REST)
 
     def _hear(self, line: connection.Connection, patience: float) -> dict[str, Any]:
         try:
@@ -150,7 +163,7 @@ class World:
         raise WorldLost(f"did not answer within {patience:g} seconds")
 
     def _lost(self) -> WorldLost:
-        """Why it ended, by the last line of whoever failed first."""
+        """Return the error that says why it ended, by the last line of the first that failed."""
         if not self._ended(30.0) or self.job.failure is None:
             return WorldLost("ended too early")
         process, code, words = self.job.failure
@@ -182,7 +195,10 @@ class World:
 
 
 def last_words(output: str) -> str:
-    """The line that says most: the last exception, or else the last line.
+    """Return the line that says most: the last exception, or else the last line.
+
+    Args:
+        output: What a process wrote.
 
     Example:
         >>> last_words("RuntimeError: no peer\\nmpirun has exited\\n")

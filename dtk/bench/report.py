@@ -10,9 +10,9 @@ from typing import Any
 from dtk.bench.results import Reading, Results, apart, in_step
 from dtk.bench.setting import block_of, bytes_of
 
-Contenders = Mapping[str, Sequence[list[Reading]]]
+Variants = Mapping[str, Sequence[list[Reading]]]
 
-LIMIT = "limit"
+BOUND = "limit"
 IN_STEP = "limit in step"
 HEADER = ("", "steps/s", "ms per step (quartiles)", "of the limit")
 OWN = "of its own"
@@ -37,7 +37,7 @@ _COMPARED = "saved / this"
 
 
 def table(results: Results, task: str, saved: Results | None = None) -> list[tuple[str, ...]]:
-    """The table of one task: a header, then a row for each contender.
+    """Return the table of one task: a header, then a row for each variant.
 
     Args:
         results: What was measured.
@@ -49,24 +49,24 @@ def table(results: Results, task: str, saved: Results | None = None) -> list[tup
         >>> table(Results(turns={"mlp": {"limit": turns}}), "mlp")[1]
         ('limit', '40.0', '25.0 (22.5 - 27.5)', '1.00', '0 B', '0 %')
     """
-    contenders = _with_waiting(results, task)
+    variants = _with_waiting(results, task)
     size = bytes_of(task)
-    columns = _sizes(contenders, size) if size else _trained(contenders)
+    columns = _sizes(variants, size) if size else _trained(variants)
     if saved is not None:
-        columns[_COMPARED] = _compared(contenders, _with_waiting(saved, task))
-    rows = zip(contenders, *columns.values(), strict=True)
+        columns[_COMPARED] = _compared(variants, _with_waiting(saved, task))
+    rows = zip(variants, *columns.values(), strict=True)
     return [("", *columns), *rows]
 
 
-def _with_waiting(results: Results, task: str) -> Contenders:
-    """What was measured, and behind the limit what it takes when its steps wait for each other."""
-    contenders = results.turns.get(task, {})
-    limit = contenders.get(LIMIT)
+def _with_waiting(results: Results, task: str) -> Variants:
+    """Return what was measured, and behind the bound what it takes if steps wait for each other."""
+    variants = results.turns.get(task, {})
+    limit = variants.get(BOUND)
     ranks = results.setting.get("ranks", ())
     if not limit or len(ranks) < 2 or not apart(ranks):
-        return contenders
-    others = {name: turns for name, turns in contenders.items() if name != LIMIT}
-    return {LIMIT: limit, IN_STEP: [_waiting(turn) for turn in limit], **others}
+        return variants
+    others = {name: turns for name, turns in variants.items() if name != BOUND}
+    return {BOUND: limit, IN_STEP: [_waiting(turn) for turn in limit], **others}
 
 
 def _waiting(turn: list[Reading]) -> list[Reading]:
@@ -75,44 +75,47 @@ def _waiting(turn: list[Reading]) -> list[Reading]:
     return [Reading(seconds, 0.0, part, turn[0].fit)]
 
 
-def _trained(contenders: Contenders) -> dict[str, list[str]]:
-    """Columns of a model's table, without the names."""
-    times = {name: _milliseconds(turns) for name, turns in contenders.items()}
+def _trained(variants: Variants) -> dict[str, list[str]]:
+    """Return the columns of a model's table, without the names."""
+    times = {name: _milliseconds(turns) for name, turns in variants.items()}
     columns = {
         HEADER[1]: [
             f"{1000 / middle:.{digits(1000 / middle)}f}" for _, middle, _ in times.values()
         ],
         HEADER[2]: [_with_quartiles(found) for found in times.values()],
-        HEADER[3]: [_ratio(turns, contenders.get(LIMIT)) for turns in contenders.values()],
+        HEADER[3]: [_ratio(turns, variants.get(BOUND)) for turns in variants.values()],
     }
-    own = [_ratio(turns, contenders.get(own_limit(name))) for name, turns in contenders.items()]
+    own = [_ratio(turns, variants.get(own_bound(name))) for name, turns in variants.items()]
     if any(own):
         columns[OWN] = own
-    columns[COUNTS[0]] = [_known(turns, "sent", size) for turns in contenders.values()]
+    columns[COUNTS[0]] = [_known(turns, "sent", size) for turns in variants.values()]
     columns[COUNTS[1]] = [
         _known(turns, "communicating", lambda part: f"{100 * part:.0f} %")
-        for turns in contenders.values()
+        for turns in variants.values()
     ]
     return columns
 
 
-def _sizes(contenders: Contenders, count: int) -> dict[str, list[str]]:
-    """Columns of an all-reduce's table, without the names."""
-    times = [_milliseconds(turns) for turns in contenders.values()]
+def _sizes(variants: Variants, count: int) -> dict[str, list[str]]:
+    """Return the columns of an all-reduce's table, without the names."""
+    times = [_milliseconds(turns) for turns in variants.values()]
     return {
         HEADER_ALLREDUCE[1]: [_with_quartiles(found) for found in times],
         HEADER_ALLREDUCE[2]: [f"{count / middle / 1e6:.3g}" for _, middle, _ in times],
     }
 
 
-def own_limit(name: str) -> str:
-    """The contender that is a peer's own limit; one of dtk's has none.
+def own_bound(name: str) -> str:
+    """Return the name of a baseline's own bound; a variant of dtk's has none.
+
+    Args:
+        name: Of a variant, as in tables.
 
     Example:
-        >>> own_limit("torch ddp fp16")
+        >>> own_bound("torch ddp fp16")
         'torch limit'
     """
-    return f"{name.split()[0]} {LIMIT}"
+    return f"{name.split()[0]} {BOUND}"
 
 
 def _milliseconds(turns: Sequence[list[Reading]]) -> tuple[float, ...]:
@@ -125,7 +128,10 @@ def _with_quartiles(found: Sequence[float]) -> str:
 
 
 def digits(value: float) -> int:
-    """Behind the point, so that three or four count.
+    """Return how many digits behind the point make three or four in all.
+
+    Args:
+        value: To be written.
 
     Example:
         >>> digits(25.0), digits(1.5), digits(0.0123)
@@ -135,66 +141,103 @@ def digits(value: float) -> int:
 
 
 def _ratio(turns: Sequence[list[Reading]], limit: Sequence[list[Reading]] | None) -> str:
-    return "" if limit is None else f"{statistics.median(of_the_limit(turns, limit)):.2f}"
+    return "" if limit is None else f"{statistics.median(of_the_bound(turns, limit)):.2f}"
 
 
 def _known(turns: Sequence[list[Reading]], what: str, write: Callable[[float], str]) -> str:
-    """The median of what may not be known."""
+    """Return the median of what may not be known."""
     if any(getattr(reading, what) is None for turn in turns for reading in turn):
         return ""
     return write(statistics.median(means(turns, what)))
 
 
-def _compared(contenders: Contenders, earlier: Contenders) -> list[str]:
+def _compared(variants: Variants, earlier: Variants) -> list[str]:
     return [
         f"{ratio(earlier[name], turns):.2f}" if name in earlier else ""
-        for name, turns in contenders.items()
+        for name, turns in variants.items()
     ]
 
 
 def bars(results: Results, task: str) -> dict[str, tuple[float, ...]]:
-    """For a plot: quartiles of the ratio to the limit; of milliseconds where there is none."""
-    contenders = _with_waiting(results, task)
-    if not has_limit(results, task):
-        return {name: _milliseconds(turns) for name, turns in contenders.items()}
-    limit = contenders[LIMIT]
-    return {name: quartiles(of_the_limit(turns, limit)) for name, turns in contenders.items()}
+    """Return what a plot shows of each variant.
+
+    Args:
+        results: What was measured.
+        task: A model, or an all-reduce.
+
+    Returns:
+        By name, quartiles of the ratio to the bound; of milliseconds where there is none.
+    """
+    variants = _with_waiting(results, task)
+    if not has_bound(results, task):
+        return {name: _milliseconds(turns) for name, turns in variants.items()}
+    limit = variants[BOUND]
+    return {name: quartiles(of_the_bound(turns, limit)) for name, turns in variants.items()}
 
 
-def has_limit(results: Results, task: str) -> bool:
-    """Whether there is a ratio to it."""
-    return LIMIT in results.turns[task]
+def has_bound(results: Results, task: str) -> bool:
+    """Return whether a task was measured without communication too.
+
+    Args:
+        results: What was measured.
+        task: A model, or an all-reduce.
+    """
+    return BOUND in results.turns[task]
 
 
 def unit(results: Results, task: str) -> str:
-    """Of `bars`."""
+    """Return what the numbers of `bars` are.
+
+    Args:
+        results: What was measured.
+        task: A model, or an all-reduce.
+    """
     return (
-        "speed, of the limit (bar: median, line: quartiles)" if has_limit(results, task) else "ms"
+        "speed, of the limit (bar: median, line: quartiles)" if has_bound(results, task) else "ms"
     )
 
 
 def means(turns: Sequence[list[Reading]], what: str) -> list[float]:
-    """Of each turn, the mean over its ranks of one number."""
+    """Return, of each measurement, the mean over its ranks of one number.
+
+    Args:
+        turns: Measurements, of a reading per rank each.
+        what: Name of a field of `Reading`.
+    """
     return [statistics.mean(getattr(reading, what) for reading in turn) for turn in turns]
 
 
-def of_the_limit(turns: Sequence[list[Reading]], limit: Sequence[list[Reading]]) -> list[float]:
-    """Of each round, the limit's time / this time.
+def of_the_bound(turns: Sequence[list[Reading]], limit: Sequence[list[Reading]]) -> list[float]:
+    """Return, of each round, the bound's time / this time.
 
     Within a round, because whatever else the machine did then fell on both alike.
+
+    Args:
+        turns: Measurements of a variant, one per round.
+        limit: Those of the bound, of the same rounds.
     """
     pairs = zip(means(limit, "seconds"), means(turns, "seconds"), strict=True)
     return [least / this for least, this in pairs]
 
 
 def ratio(earlier: Sequence[list[Reading]], turns: Sequence[list[Reading]]) -> float:
-    """The median time of a step in an earlier run / in this one: above 1, this is faster."""
+    """Return the median time of a step in an earlier run / in this one.
+
+    Above 1, this run is faster.
+
+    Args:
+        earlier: Measurements of the earlier run.
+        turns: Measurements of this run.
+    """
     before, now = (statistics.median(means(many, "seconds")) for many in (earlier, turns))
     return before / now
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, ...]:
-    """Lower quartile, median, upper quartile, never beyond what was measured.
+    """Return lower quartile, median and upper quartile, never beyond what was measured.
+
+    Args:
+        values: One or more.
 
     Example:
         >>> quartiles([3.0, 1.0, 2.0]), quartiles([4.0])
@@ -206,7 +249,10 @@ def quartiles(values: Sequence[float]) -> tuple[float, ...]:
 
 
 def size(count: float) -> str:
-    """Bytes, to three digits or more.
+    """Write a number of bytes, to three digits or more.
+
+    Args:
+        count: Bytes.
 
     Example:
         >>> size(0), size(999), size(42_049_576), size(1_320_000)
@@ -219,7 +265,11 @@ def size(count: float) -> str:
 
 
 def title(results: Results, task: str) -> str:
-    """The model and how large it is, or what is reduced.
+    """Return the model and how large it is, or what is reduced.
+
+    Args:
+        results: What was measured.
+        task: A model, or an all-reduce.
 
     Example:
         >>> title(Results(parameters={"mlp": 10512394}), "mlp"), title(Results(), "allreduce 4000")
@@ -232,20 +282,27 @@ def title(results: Results, task: str) -> str:
 
 
 def progress(results: Results) -> str:
-    """How far a measurement is.
+    """Return how far a measurement is, for the screen.
+
+    Args:
+        results: What was measured so far.
 
     Example:
         >>> turns = {"mlp": {"limit": [[]], "collective none": []}}
         >>> progress(Results({"rounds": 5}, turns=turns))
         'mlp: 1 of 10 turns'
     """
-    task, contenders = list(results.turns.items())[-1]
-    taken = sum(len(turns) for turns in contenders.values())
-    return f"{task}: {taken} of {results.setting['rounds'] * len(contenders)} turns"
+    task, variants = list(results.turns.items())[-1]
+    taken = sum(len(turns) for turns in variants.values())
+    return f"{task}: {taken} of {results.setting['rounds'] * len(variants)} turns"
 
 
 def setting(results: Results) -> str:
-    """Where and how it was measured, in a sentence."""
+    """Return where and how it was measured, in a sentence.
+
+    Args:
+        results: What was measured.
+    """
     found = results.setting
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     return (
@@ -264,7 +321,12 @@ def _hosts(ranks: Sequence[dict[str, Any]]) -> str:
 
 
 def markdown(results: Results, saved: Results | None = None) -> str:
-    """Everything, as a page of Markdown tables."""
+    """Return everything as a page of Markdown tables.
+
+    Args:
+        results: What was measured.
+        saved: Another run, to compare with.
+    """
     lines = []
     for model in results.turns:
         header, *rows = table(results, model, saved)
@@ -278,14 +340,22 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def notes(results: Results, saved: Results | None = None) -> list[str]:
-    """What stands below the tables: what is missing, how to read them, and the setting."""
+    """Return what stands below the tables: what is missing, how to read them, and the setting.
+
+    Args:
+        results: What was measured.
+        saved: Another run, to compare with.
+
+    Returns:
+        Lines.
+    """
     lines = [f"Not measured: {name}: {why}." for name, why in results.absent.items()]
     legend = [LEGEND]
-    if any(LIMIT in names for names in results.turns.values()):
+    if any(BOUND in names for names in results.turns.values()):
         legend.append(_LIMIT_LEGEND)
     if any(IN_STEP in _with_waiting(results, task) for task in results.turns):
         legend.append(_IN_STEP_LEGEND)
-    if any(own_limit(name) in names for names in results.turns.values() for name in names):
+    if any(own_bound(name) in names for names in results.turns.values() for name in names):
         legend.append(_OWN_LEGEND)
     if any(map(block_of, results.setting.get("exchanges", ()))):
         legend.append(_BLOCK_LEGEND)

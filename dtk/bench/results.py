@@ -1,4 +1,4 @@
-"""What was measured, and a file of it. No TensorFlow here."""
+"""Results of a benchmark, and a file of them. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _FORMAT = 3
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """What one rank read in one turn.
+    """Numbers that one rank read in one measurement.
 
     Attributes:
-        seconds: Of a step; mean of the turn's.
-        sent: Bytes handed to the transport per step, see `Communicator.bytes_sent`; None where
-            nobody counts them.
+        seconds: Of a step; mean of the measurement's.
+        sent: Bytes handed to the transport per step, see `Communicator.bytes_sent`; None where they
+            are not counted.
         communicating: Part of these steps' time in which a collective was under way, waiting for
-            slower ranks included; None where nobody knows.
-        fit: Seconds of the whole turn: also its first step, and what goes before and after.
+            slower ranks included; None where it is not known.
+        fit: Seconds of the whole measurement: also its first step, and what goes before and after.
         steps: Seconds of each step, from the end of the one before.
     """
 
@@ -38,13 +38,15 @@ class Reading:
 
 @dataclasses.dataclass
 class Results:
-    """All samples of a benchmark, and where they were taken.
+    """All measurements of a benchmark, and where they were taken.
+
+    Field names are the keys of the saved file.
 
     Attributes:
         setting: What was measured, by whom, on what, with which versions.
         parameters: By task, of its model; 0 without one.
-        turns: By task and contender, in the order measured: turns, of a reading per rank each.
-        absent: By world or contender, why it was not measured.
+        turns: By task and variant, in the order measured: measurements, of a reading per rank each.
+        absent: By world or variant, why it was not measured.
 
     Example:
         >>> Results(parameters={"mlp": 10512394}).absent
@@ -57,13 +59,26 @@ class Results:
     absent: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write everything to a file, as JSON."""
+        """Write everything to a file, as JSON.
+
+        Args:
+            path: The file.
+
+        Raises:
+            OSError: It cannot be written.
+        """
         found = {"dtk bench": _FORMAT, **dataclasses.asdict(self)}
         Path(path).write_text(json.dumps(found, indent=1) + "\n")
 
 
 def read(path: str | os.PathLike[str]) -> Results:
     """Read what `Results.save` wrote.
+
+    Args:
+        path: The file.
+
+    Returns:
+        What was measured.
 
     Raises:
         BenchError: It cannot be read, or is something else.
@@ -81,21 +96,28 @@ def read(path: str | os.PathLike[str]) -> Results:
         raise BenchError(
             f"{path} is not a saved benchmark; expected what `dtk bench --json FILE` writes"
         )
-    for contenders in found["turns"].values():
-        for turns in contenders.values():
+    for variants in found["turns"].values():
+        for turns in variants.values():
             turns[:] = [[reading_of(known) for known in turn] for turn in turns]
     return Results(**found)
 
 
 def reading_of(known: dict[str, Any]) -> Reading:
-    """A reading, of what JSON made of it."""
+    """Return a reading of what JSON made of it.
+
+    Args:
+        known: Its fields.
+    """
     return Reading(**{**known, "steps": tuple(known["steps"])})
 
 
 def in_step(turn: Sequence[Reading]) -> float:
-    """Seconds of a step if each began when the slowest rank had ended the one before.
+    """Return the seconds of a step if each began when the slowest rank had ended the last.
 
     An estimate: what slows both down at the same moment did not fall on the same step of both.
+
+    Args:
+        turn: One measurement, a reading per rank.
 
     Example:
         >>> in_step([Reading(2.0, 0, 0, 9.0, (1.0, 3.0)), Reading(2.0, 0, 0, 9.0, (3.0, 1.0))])
@@ -109,9 +131,12 @@ def in_step(turn: Sequence[Reading]) -> float:
 
 
 def apart(ranks: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether each has cores of its own.
+    """Return whether each rank has cores of its own.
 
     Where they share them, one that waits lets the slowest go on faster.
+
+    Args:
+        ranks: `host` and `cores` of each.
 
     Example:
         >>> apart([{"host": "a", "cores": [0]}, {"host": "a", "cores": [0]}])

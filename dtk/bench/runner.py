@@ -1,4 +1,4 @@
-"""From what `dtk bench` is asked to results: starts worlds, lets them be measured, ends them."""
+"""A run of `dtk bench`: starts worlds, lets them be measured, ends them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable
 import click
 import rich.console
 
-from dtk.bench import baselines, places, report
-from dtk.bench.measure import Measurement, WorldLost
+from dtk.bench import baseline_environments, places, report
+from dtk.bench.measure import Benchmark, WorldLost
 from dtk.bench.process_world import World, command
 from dtk.bench.results import Results
 from dtk.bench.setting import Setting
@@ -81,12 +81,12 @@ class Run:
 
     def _start_own(self, communicators: tuple[str, ...]) -> None:
         if self.setting.models:
-            self._start(report.LIMIT, "collective", self._command("limit"))
+            self._start(report.BOUND, "collective", self._command("no_communication_worker"))
         for name in communicators:
-            self._start(name, name, self._command("member"), busy=name in places.BUSY)
+            self._start(name, name, self._command("strategy_worker"), busy=name in places.BUSY)
 
     def _take_turns(self) -> None:
-        Measurement(
+        Benchmark(
             self.setting,
             list(self.worlds),
             self.results,
@@ -97,42 +97,42 @@ class Run:
         return command(f"{_PACKAGE}.{module}", dataclasses.asdict(self.setting))
 
     def _try_peer(self, name: str) -> None:
-        """Start a peer, or note why not."""
-        peer = baselines.PEERS[name]
+        """Start a baseline, or note why not."""
+        baseline = baseline_environments.BASELINES[name]
         try:
             self._check(name)
             self.say(f"{name}: its environment ...")
-            python = baselines.python_of(
+            python = baseline_environments.python_of(
                 name, lambda text: click.echo(f"dtk bench: {text}", err=True)
             )
-            sits = command(peer.module, dataclasses.asdict(self.setting), python)
-            self._start(name, peer.launcher, sits, essential=False, busy=peer.busy)
+            argv = command(baseline.module, dataclasses.asdict(self.setting), python)
+            self._start(name, baseline.launcher, argv, essential=False, busy=baseline.busy)
         except DtkError as error:
             self.results.absent[name] = str(error)
 
     def _check(self, name: str) -> None:
-        """Raise the reason why a peer cannot be measured, before anything is installed for it."""
-        peer = baselines.PEERS[name]
-        if not peer.trains and not self.setting.allreduce:
+        """Raise the reason why a baseline cannot be measured, before anything is installed."""
+        baseline = baseline_environments.BASELINES[name]
+        if not baseline.trains and not self.setting.allreduce:
             raise WorldLost("trains nothing; add for example --allreduce 100MB")
-        if not peer.packages:
+        if not baseline.packages:
             job_options.check_communicator("horovod")
-        if peer.launcher == places.MPI:
+        if baseline.launcher == places.MPI:
             places.check_mpirun(self.hosts)
 
     def _start(
         self,
         name: str,
         launcher: str,
-        sits: list[str],
+        argv: list[str],
         *,
         essential: bool = True,
         busy: bool = False,
     ) -> None:
-        # Each host is surveyed by the interpreter that will sit there: one that has none is named.
-        survey = functools.partial(ssh.survey, remote_shell=self.remote_shell, python=sits[0])
+        # Each host is surveyed by the interpreter that will run there: one that has none is named.
+        survey = functools.partial(ssh.survey, remote_shell=self.remote_shell, python=argv[0])
         self.say(f"{name}: starting ...")
-        processes = places.place(launcher, sits, self.workers, self.hosts, survey)
+        processes = places.place(launcher, argv, self.workers, self.hosts, survey)
         world = World(
             name,
             processes,

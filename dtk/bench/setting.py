@@ -1,4 +1,4 @@
-"""What a benchmark is asked to measure. No TensorFlow here."""
+"""The setting of a benchmark. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class BenchError(DtkError, ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What to measure.
+    """Models, exchanges and sizes to measure, and how often.
 
     Attributes:
         models: Some of MODELS, to be trained.
         exchanges: Some of EXCHANGES, or BLOCK with a number.
         batch_size: Rows of a step, per worker.
-        steps: Steps of a turn that are measured, see also `steps_with`; one more goes before them.
-        rounds: Turns that each contender takes; one more, in which it is traced, goes before them.
+        steps: Steps of a measurement that count, see also `steps_with`; one more goes before them.
+        rounds: How often each variant is measured; once more, in which it is traced, goes before.
         allreduce: Sizes of tensors, in bytes, to be summed.
 
     Raises:
@@ -68,7 +68,7 @@ class Setting:
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """What is measured, one after the other: models, then sizes.
+        """Names of the tasks, one after the other: models, then sizes of all-reduces.
 
         Example:
             >>> Setting(models=("mlp",), allreduce=(4000,)).tasks
@@ -77,10 +77,14 @@ class Setting:
         return (*self.models, *map(task_of, self.allreduce))
 
     def steps_with(self, exchange: str, workers: int) -> int:
-        """Steps of a turn that are measured with an exchange.
+        """Return the steps of a measurement with an exchange.
 
-        A block communicates in its last step alone, so that a turn is of whole blocks: of as few as
-        have `steps` steps.
+        A block communicates in its last step alone, so that a measurement is of whole blocks: of as
+        few as have `steps` steps.
+
+        Args:
+            exchange: One of EXCHANGES, or BLOCK with a number.
+            workers: How many there are.
 
         Raises:
             BenchError: A block has less than a row for each worker.
@@ -104,7 +108,10 @@ class Setting:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Setting:
-        """From what `dataclasses.asdict` made, also after JSON.
+        """Make a setting of what `dataclasses.asdict` made, also after JSON.
+
+        Args:
+            fields: By name; what is left out has its default.
 
         Example:
             >>> Setting.of({"models": ["mlp"]}).models
@@ -117,7 +124,13 @@ class Setting:
 
 
 def parse_size(text: str) -> int:
-    """Bytes, from a number with a unit or without.
+    """Read bytes, from a number with a unit or without.
+
+    Args:
+        text: As given with --allreduce.
+
+    Returns:
+        Bytes.
 
     Raises:
         BenchError: It is something else.
@@ -133,7 +146,10 @@ def parse_size(text: str) -> int:
 
 
 def task_of(size: int) -> str:
-    """The task of summing a tensor of so many bytes.
+    """Return the name of the task of summing a tensor.
+
+    Args:
+        size: Of the tensor, in bytes.
 
     Example:
         >>> task_of(4000)
@@ -143,7 +159,10 @@ def task_of(size: int) -> str:
 
 
 def bytes_of(task: str) -> int:
-    """The size a task sums; 0 where it trains a model.
+    """Return the bytes of the tensor that a task sums; 0 where it trains a model.
+
+    Args:
+        task: Its name.
 
     Example:
         >>> bytes_of("allreduce 4000"), bytes_of("mlp")
@@ -154,7 +173,10 @@ def bytes_of(task: str) -> int:
 
 
 def block_of(exchange: str) -> int:
-    """Rows of a block of block momentum; 0 of what sends gradients.
+    """Return the rows of a block of block momentum; 0 of what sends gradients.
+
+    Args:
+        exchange: One of EXCHANGES, or BLOCK with a number.
 
     Example:
         >>> block_of("block:512"), block_of("1bit")

@@ -10,7 +10,8 @@ import click
 import rich.console
 import rich.table
 
-from dtk.bench import baselines, places, plot, report
+from dtk.bench import baseline_environments, places, plot, report
+from dtk.bench.baseline_environments import BASELINES
 from dtk.bench.results import Results, read
 from dtk.bench.runner import Run
 from dtk.bench.setting import BLOCK, EXCHANGES, MODELS, TELLING, BenchError, Setting, parse_size
@@ -79,7 +80,7 @@ _WIDTH = 140  # of a table that goes to no terminal
     metavar="NAME",
     multiple=True,
     help="Something else to measure: "
-    + "; ".join(f"{name}, {peer.about}" for name, peer in baselines.PEERS.items())
+    + "; ".join(f"{name}, {baseline.about}" for name, baseline in BASELINES.items())
     + ". May be repeated; what is not here is installed in an environment of its own, which other "
     "hosts must have at the same path.",
 )
@@ -135,7 +136,7 @@ def bench(
         setting.steps_with(name, count)
     for name in communicators:
         places.check(name, where)
-    baselines.check(peers)
+    baseline_environments.check(peers)
     saved = None if compare is None else read(compare)
     files = {"--json": json_file, "--markdown": markdown_file, "--plot": plot_file}
     for option, file in files.items():
@@ -186,7 +187,12 @@ def _check_writable(option: str, file: str | None) -> None:
 
 
 def show(results: Results, saved: Results | None = None) -> None:
-    """Print a table for each model, and the setting."""
+    """Print a table for each model, and the setting.
+
+    Args:
+        results: What was measured.
+        saved: Another run, to compare with.
+    """
     console = rich.console.Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = _WIDTH

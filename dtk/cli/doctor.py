@@ -79,7 +79,11 @@ def doctor(hosts: str, port: int) -> None:
 
 
 def examine() -> list[Finding]:
-    """Look at everything on this machine."""
+    """Look at everything on this machine.
+
+    Returns:
+        What was found, in the order it is shown.
+    """
     with concurrent.futures.ThreadPoolExecutor() as pool:
         asked_libraries = pool.submit(libraries)
         asked_horovod = pool.submit(horovod)
@@ -129,7 +133,7 @@ def libraries() -> list[Finding]:
 
 
 def horovod() -> Finding:
-    """Import Horovod in a subprocess and tell what it was built with. It is optional."""
+    """Import Horovod, which is optional, in a subprocess and say what it was built with."""
     try:
         found = reduction_check.installed()
     except reduction_check.HorovodBuildError as error:
@@ -141,7 +145,11 @@ def horovod() -> Finding:
 
 
 def environment() -> tuple[str, Finding]:
-    """Say where dtk believes this process is, and why; the kind comes first."""
+    """Say where dtk believes this process is, and why.
+
+    Returns:
+        The kind of launcher, and the finding.
+    """
     try:
         here = cluster.detect()
     except ClusterError as error:
@@ -151,7 +159,15 @@ def environment() -> tuple[str, Finding]:
 
 
 def with_need(found: Finding, here: tuple[str, Finding]) -> Finding:
-    """Horovod is optional, except in a job that mpirun or horovodrun started."""
+    """Make Horovod a need where mpirun or horovodrun started the job; it is optional elsewhere.
+
+    Args:
+        found: What was found of Horovod.
+        here: What `environment` returned.
+
+    Returns:
+        The finding, which may now be a failure.
+    """
     if found.state == NOTE and here[0] in ("mpi", "horovod"):
         return dataclasses.replace(found, state=BROKEN)
     return found
@@ -176,13 +192,29 @@ def cores() -> Finding:
 
 
 def reach(hosts: list[str], port: int) -> list[Finding]:
-    """Try a TCP connection to every host at once, three seconds each."""
+    """Try a TCP connection to every host at once, three seconds each.
+
+    Args:
+        hosts: Given as `name` or as `name:slots`.
+        port: To connect to.
+
+    Returns:
+        One finding per host, in their order.
+    """
     with concurrent.futures.ThreadPoolExecutor(max_workers=32) as pool:
         return list(pool.map(lambda host: reach_one(host, port), hosts))
 
 
 def reach_one(entry: str, port: int) -> Finding:
-    """Try one host, given as `name` or as `name:slots`."""
+    """Try one host.
+
+    Args:
+        entry: Given as `name` or as `name:slots`.
+        port: To connect to.
+
+    Returns:
+        What was found.
+    """
     name = entry.strip().partition(":")[0]
     what = f"Host {name}"
     if port == 22 and name in ("localhost", "127.0.0.1", socket.gethostname()):
@@ -196,7 +228,11 @@ def reach_one(entry: str, port: int) -> Finding:
 
 
 def show(findings: list[Finding]) -> None:
-    """Print a table on a terminal, aligned plain lines elsewhere."""
+    """Print a table on a terminal, aligned plain lines elsewhere.
+
+    Args:
+        findings: The rows.
+    """
     console = rich.console.Console()
     if not console.is_terminal or _in_a_job():
         width = max(len(finding.what) for finding in findings)
@@ -211,7 +247,10 @@ def show(findings: list[Finding]) -> None:
 
 
 def _in_a_job() -> bool:
-    """Whether a launcher has started this, such as an mpirun that gives every rank a terminal."""
+    """Return whether a launcher has started this.
+
+    Such as an mpirun that gives every rank a terminal.
+    """
     try:
         return cluster.detect().size > 1
     except ClusterError:

@@ -25,11 +25,23 @@ class LazyGroup(click.Group):
     """A group whose subcommands are imported when they are called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Name the commands that are part of this installation."""
+        """Return the names of the commands that are part of this installation.
+
+        Args:
+            ctx: Not used.
+        """
         return [name for name, (module, _) in COMMANDS.items() if importlib.util.find_spec(module)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import one command."""
+        """Import one command.
+
+        Args:
+            ctx: Not used.
+            cmd_name: Its name.
+
+        Returns:
+            The command; None when there is none of this name.
+        """
         if cmd_name not in self.list_commands(ctx):
             return None
         module, _ = COMMANDS[cmd_name]
@@ -38,7 +50,12 @@ class LazyGroup(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands without importing them."""
+        """List the commands without importing them.
+
+        Args:
+            ctx: Not used.
+            formatter: Gets a row for each.
+        """
         with formatter.section("Commands"):
             formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
 

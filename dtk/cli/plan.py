@@ -12,12 +12,12 @@ import rich.table
 
 from dtk.bench.results import read
 from dtk.launch import job_options as jobs
-from dtk.planning import curve, quantity, report
+from dtk.planning import curve, quantity, tables
 from dtk.planning.advice import TARGET, advise
 from dtk.planning.calibration import Calibration, calibrated
+from dtk.planning.inputs import Cluster, Job, Link, Software
 from dtk.planning.prediction import sweep
 from dtk.planning.quantity import PlanError
-from dtk.planning.setting import Cluster, Job, Link, Software
 
 _WIDTH = 120  # of a table that goes to no terminal
 _WORKERS = "1,...,4096"
@@ -118,12 +118,12 @@ def plan(
     if plot is not None:
         curve.draw(predictions, plot)
     for option, file, write in (
-        ("--json", json_file, report.dumps),
-        ("--markdown", markdown_file, report.markdown),
+        ("--json", json_file, tables.dumps),
+        ("--markdown", markdown_file, tables.markdown),
     ):
         if file is not None:
             _write(option, file, write(predictions, job, cluster, advice))
-    _show(report.tables(predictions), report.notes(job, cluster, advice))
+    _show(tables.by_title(predictions), tables.notes(job, cluster, advice))
 
 
 def _check_target(efficiency: float) -> None:
@@ -199,11 +199,11 @@ def _write(option: str, file: str, text: str) -> None:
         raise PlanError(f"{option} {file}: cannot be written: {error.strerror}") from None
 
 
-def _show(tables: dict[str, list[tuple[str, ...]]], notes: list[str]) -> None:
+def _show(found: dict[str, list[tuple[str, ...]]], notes: list[str]) -> None:
     console = rich.console.Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = _WIDTH
-    for title, (header, *rows) in tables.items():
+    for title, (header, *rows) in found.items():
         table = rich.table.Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         for number, column in enumerate(header):
             table.add_column(column, justify="right" if number else "left")

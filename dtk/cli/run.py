@@ -125,7 +125,12 @@ def run(
 
 
 def command_of(script: str | None, module: bool, args: tuple[str, ...]) -> list[str]:
-    """The command that starts a script or module.
+    """Return the command that starts a script or module.
+
+    Args:
+        script: Path of the script, or name of the module.
+        module: Whether it is a module.
+        args: Its arguments.
 
     Raises:
         ClusterError: There is none, with what was meant.

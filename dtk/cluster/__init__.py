@@ -1,4 +1,4 @@
-"""Where am I? Rank, size, hosts and role of this process. No TensorFlow here."""
+"""Rank, size, hosts and role of this process. No TensorFlow here."""
 
 from dtk.cluster.detect import detect
 from dtk.cluster.environment import Environment

@@ -1,4 +1,4 @@
-"""Where am I? One answer, in a stated order, with its reason.
+"""Detecting the place of this process in a job: one answer, in a stated order, with its reason.
 
 1. `dtk run` (DTK_RUN=1): the variables it set itself, HOROVOD_RANK or TF_CONFIG; anything else is
    inherited noise.

@@ -1,4 +1,4 @@
-"""What one process knows about the job it belongs to. No TensorFlow here."""
+"""Facts that one process knows about the job it belongs to. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """This process's place in the job.
+    """The place of this process in the job.
 
     Attributes:
         kind: "single", "mpi", "horovod", "slurm" or "tf_config".

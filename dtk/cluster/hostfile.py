@@ -1,4 +1,4 @@
-"""Which hosts there are, and how many processes each takes.
+"""Hosts, and how many processes each takes.
 
 # one host per line, in the order ranks are placed
 node1 slots=4
@@ -26,6 +26,10 @@ _IGNORED = ("max_slots", "max-slots", "port")
 @dataclasses.dataclass(frozen=True)
 class Host:
     """One host and how many processes it takes.
+
+    Attributes:
+        name: Host name or address.
+        slots: Number of processes.
 
     >>> Host("node1", 4)
     Host(name='node1', slots=4)

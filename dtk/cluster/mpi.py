@@ -81,6 +81,15 @@ def _read(launcher: _Launcher, environ: Mapping[str, str]) -> Environment | None
 def read_horovod(environ: Mapping[str, str]) -> Environment | None:
     """Read what Horovod's own launcher (Gloo) sets.
 
+    Args:
+        environ: The environment, usually `os.environ`.
+
+    Returns:
+        The place in the job, or None without such a launcher.
+
+    Raises:
+        ClusterError: The variables contradict each other.
+
     >>> read_horovod({"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}).kind
     'horovod'
     """
@@ -96,6 +105,15 @@ def read_horovod(environ: Mapping[str, str]) -> Environment | None:
 def read_open_mpi(environ: Mapping[str, str]) -> Environment | None:
     """Read what Open MPI's `mpirun` sets.
 
+    Args:
+        environ: The environment, usually `os.environ`.
+
+    Returns:
+        The place in the job, or None without such a launcher.
+
+    Raises:
+        ClusterError: The variables contradict each other.
+
     >>> read_open_mpi({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}).rank
     1
     """
@@ -104,6 +122,15 @@ def read_open_mpi(environ: Mapping[str, str]) -> Environment | None:
 
 def read_pmi(environ: Mapping[str, str]) -> Environment | None:
     """Read what MPICH's and Intel MPI's `mpiexec` set.
+
+    Args:
+        environ: The environment, usually `os.environ`.
+
+    Returns:
+        The place in the job, or None without such a launcher.
+
+    Raises:
+        ClusterError: The variables contradict each other.
 
     >>> read_pmi({"PMI_RANK": "0", "PMI_SIZE": "2"}).size
     2

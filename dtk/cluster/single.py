@@ -6,7 +6,7 @@ from dtk.cluster.environment import Environment
 
 
 def read() -> Environment:
-    """Describe a world of one.
+    """Return the place of a process on its own: a world of one.
 
     >>> read().size
     1

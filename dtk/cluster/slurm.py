@@ -113,7 +113,13 @@ def read(environ: Mapping[str, str]) -> Environment | None:
 
 
 def in_step(environ: Mapping[str, str]) -> bool:
-    """Tell whether this is a task of `srun`, not the shell of `sbatch` or `salloc`.
+    """Return whether this is a task of `srun`, not the shell of `sbatch` or `salloc`.
+
+    Args:
+        environ: The environment, usually `os.environ`.
+
+    Raises:
+        ClusterError: SLURM_STEP_ID is not a whole number.
 
     >>> in_step({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"})
     False
@@ -127,6 +133,15 @@ def port_base(environ: Mapping[str, str]) -> int:
     """Derive the first port of this step from job and step id, the same on every rank.
 
     Jobs 1 to 156 ids apart do not meet. `DTK_PORT_BASE` overrides it where a port is taken.
+
+    Args:
+        environ: The environment, usually `os.environ`.
+
+    Returns:
+        The port of the first rank of a host.
+
+    Raises:
+        ClusterError: DTK_PORT_BASE is no port.
 
     >>> port_base({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"})
     12896

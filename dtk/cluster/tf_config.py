@@ -102,7 +102,7 @@ class TFConfig:
         return self.index + chiefs if self.role == "worker" else self.index
 
     def dumps(self) -> str:
-        """Write the value of TF_CONFIG.
+        """Return the value of TF_CONFIG.
 
         >>> TFConfig({"worker": ("a:1",)}, "worker", 0).dumps()
         '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'
@@ -177,6 +177,12 @@ def read(environ: Mapping[str, str]) -> Environment | None:
 def to_environment(config: TFConfig) -> Environment:
     """Turn a TF_CONFIG into a place in the job.
 
+    Args:
+        config: The cluster and this process's task.
+
+    Returns:
+        The place, with the hosts and addresses of all training processes.
+
     >>> to_environment(TFConfig({"worker": ("a:1", "b:1")}, "worker", 1)).hosts
     ('a', 'b')
     """
@@ -202,7 +208,7 @@ def to_environment(config: TFConfig) -> Environment:
 
 
 def write(cluster: Mapping[str, Sequence[str]], role: str, index: int) -> str:
-    """Write the value of TF_CONFIG for one task.
+    """Return the value of TF_CONFIG for one task.
 
     Args:
         cluster: Role to "host:port" addresses.
@@ -224,7 +230,10 @@ def write(cluster: Mapping[str, Sequence[str]], role: str, index: int) -> str:
 
 
 def host_of(address: str) -> str:
-    """Give the host of "host:port".
+    """Return the host of "host:port".
+
+    Args:
+        address: The text.
 
     >>> host_of("node1:2222")
     'node1'

@@ -1,4 +1,4 @@
-"""How bytes move between ranks: one contract, several transports.
+"""Moving bytes between ranks: one contract, several transports.
 
 >>> from dtk.communicators import create
 >>> comm = create("local")
@@ -27,7 +27,7 @@ __all__ = ["NAMES", "REDUCE_OPS", "Communicator", "LocalCommunicator", "create"]
 
 
 def create(name: str = "auto", environment: Environment | None = None) -> Communicator:
-    """Make the world communicator of this process.
+    """Return the world communicator of this process.
 
     Args:
         name: "auto", or one transport: "collective" (TensorFlow's), "horovod", "local" (a world of
@@ -89,7 +89,7 @@ def _world(name: str, environment: Environment) -> Communicator:
 
 
 def horovod_installed() -> bool:
-    """Whether Horovod can be imported, found without importing it."""
+    """Return whether Horovod can be imported, found without importing it."""
     return importlib.util.find_spec("horovod") is not None
 
 

@@ -99,6 +99,9 @@ class Communicator(abc.ABC):
         Returns:
             The same structure, shapes and dtypes; an `IndexedSlices` stays one, holding the rows of
             every rank.
+
+        Raises:
+            ValueError: The op is unknown, or makes no sense for a dtype or for `tf.IndexedSlices`.
         """
 
     @abc.abstractmethod
@@ -108,10 +111,16 @@ class Communicator(abc.ABC):
         """Concatenate every rank's rows along axis 0, in rank order.
 
         Args:
-            value: Ragged: row counts may differ. A scalar counts as one row: the result has shape
-                `[size]`.
+            value: Shape `[rows, ...]`. Ragged: row counts may differ. A scalar counts as one row:
+                the result has shape `[size]`.
             rows: How many come from each rank, of shape `[size]`, where every rank knows; that
                 saves a message.
+
+        Returns:
+            All rows, of the dtype of `value`.
+
+        Raises:
+            ValueError: `rows` does not fit this rank's rows.
         """
 
     @abc.abstractmethod
@@ -119,6 +128,16 @@ class Communicator(abc.ABC):
         """Reduce, then keep this rank's block of rows.
 
         Blocks are `rows // size` rows; the first `rows % size` ranks get one more.
+
+        Args:
+            value: Shape `[rows, ...]`, the same on all ranks.
+            op: As in `allreduce`.
+
+        Returns:
+            This rank's rows: those of `dtk.communicators.blocks.block_sizes`, in rank order.
+
+        Raises:
+            ValueError: `value` is a scalar, or the op does not fit its dtype.
         """
 
     @abc.abstractmethod
@@ -136,13 +155,26 @@ class Communicator(abc.ABC):
         Returns:
             The received rows in rank order, and how many came from each rank (int32, shape
             `[size]`).
+
+        Raises:
+            ValueError: `splits` has another shape or, eagerly, another sum than there are rows.
         """
 
     @abc.abstractmethod
     def broadcast(self, value: Any, root: int = 0) -> Any:
-        """Every rank gets `root`'s value, a tensor or a list of them.
+        """Give every rank `root`'s value.
 
         Shapes and dtypes must agree on all ranks.
+
+        Args:
+            value: A tensor or a list of them.
+            root: The rank whose value counts.
+
+        Returns:
+            The same structure as `value`, with `root`'s numbers.
+
+        Raises:
+            ValueError: `root` is no rank.
         """
 
     @abc.abstractmethod
@@ -151,16 +183,44 @@ class Communicator(abc.ABC):
 
         May wait until `dest` receives, as MPI's does: two ranks that both send first wait for each
         other. Exchanges in both directions are what `alltoall` is for.
+
+        Args:
+            value: Any shape; `dest` must know it, and the dtype.
+            dest: The rank that receives.
+            tag: Tells messages between the same two ranks apart.
+
+        Raises:
+            ValueError: `dest` is no other rank.
         """
 
     @abc.abstractmethod
-    def recv(self, shape: Sequence[int], dtype: Any, source: int, tag: int = 0) -> tf.Tensor:
-        """Receive one tensor of known shape and dtype from `source`."""
+    def recv(
+        self, shape: Sequence[int], dtype: tf.DType | str, source: int, tag: int = 0
+    ) -> tf.Tensor:
+        """Receive one tensor of known shape and dtype from `source`.
+
+        Args:
+            shape: Of what is sent.
+            dtype: Of what is sent, a `tf.DType` or its name.
+            source: The rank that sends.
+            tag: As the sender gives it.
+
+        Returns:
+            The tensor.
+
+        Raises:
+            ValueError: `source` is no other rank.
+        """
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Open the links `send` and `recv` will use. Every rank calls it, with the same pairs.
+        """Open the links that `send` and `recv` will use.
+
+        Every rank calls it, with the same pairs.
 
         Only Horovod beyond two ranks needs it; elsewhere links open by themselves.
+
+        Args:
+            pairs: Pairs of ranks; both directions.
         """
         del pairs
 
@@ -170,15 +230,26 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def split(self, color: int, key: int | None = None) -> Communicator:
-        """Make one new communicator per `color`; ranks in it are ordered by `(key, rank)`."""
+        """Make one new communicator per `color`; ranks in it are ordered by `(key, rank)`.
+
+        Args:
+            color: Ranks that give the same one are in a group.
+            key: Orders ranks within the group; this rank's number when None.
+
+        Returns:
+            The communicator of this rank's group.
+        """
 
     @contextlib.contextmanager
     def sequence(self, name: str) -> Iterator[None]:
-        """Name the collectives traced inside by their position, so a retrace finds the same ones.
+        """Name the collectives traced inside by their position, so a retrace finds them again.
 
         A `tf.function` may be traced again on some ranks only, when only their slice of a batch
         changed shape. Collectives traced inside `sequence("train_step")` are matched by
         (name, position) instead of by how many were traced before them in this process.
+
+        Args:
+            name: The same on every rank; nested names are joined.
         """
         del name
         yield
@@ -190,14 +261,18 @@ class Communicator(abc.ABC):
         Collectives in a graph run in the order they were traced; those beside are only ordered
         among those of the same name, so they start when their values are ready. They are left out
         of `seconds_communicating`: it is others that a step waits for meanwhile.
+
+        Args:
+            name: The same on every rank.
         """
         del name
         yield
 
     def next_number(self) -> int:
-        """A number for the name of a sequence, never given before: the same on every rank.
+        """Return a number for the name of a sequence, never given before.
 
-        It belongs to the communicator, since two strategies of a process may share one.
+        It is the same on every rank. It belongs to the communicator, since two strategies of a
+        process may share one.
         """
         self._last_number = getattr(self, "_last_number", -1) + 1
         return self._last_number
@@ -205,7 +280,17 @@ class Communicator(abc.ABC):
     # Small Python values ride on the tensor collectives.
 
     def broadcast_object(self, value: Any = None, root: int = 0) -> Any:
-        """Every rank gets `root`'s Python value (pickled: only between ranks you started)."""
+        """Give every rank `root`'s Python value.
+
+        It is pickled: use it only between ranks you started.
+
+        Args:
+            value: Counts on `root` only.
+            root: The rank whose value counts.
+
+        Returns:
+            The value of `root`.
+        """
         payload = _to_bytes(value) if self.rank == root else np.zeros(0, np.uint8)
         length = self.broadcast(tf.constant(payload.size, tf.int64), root)
         if self.rank != root:
@@ -213,7 +298,11 @@ class Communicator(abc.ABC):
         return _from_bytes(self.broadcast(tf.constant(payload), root))
 
     def allgather_object(self, value: Any) -> list[Any]:
-        """One Python value per rank, in rank order, on every rank."""
+        """Return one Python value per rank, in rank order, on every rank.
+
+        Args:
+            value: This rank's; it is pickled.
+        """
         payload = _to_bytes(value)
         lengths = self.allgather(tf.constant([payload.size], tf.int64), [1] * self.size).numpy()
         rows = self.allgather(tf.constant(payload), lengths.tolist()).numpy()

@@ -30,7 +30,7 @@ _LEAST = 2**18
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Which tensor lies in which bucket.
+    """Places of tensors in buckets.
 
     Attributes:
         members: For each bucket the indices of its tensors, in order.
@@ -76,7 +76,7 @@ def plan(dtypes: Sequence[tf.DType], sizes: Sequence[int | None], limit: int) ->
 def limit_for(
     tensors: Sequence[tf.Tensor], most: int = DEFAULT_LIMIT, costs: Costs | None = None
 ) -> int:
-    """Bytes of a bucket, so that a list travels in a few of them.
+    """Return the bytes of a bucket, so that a list travels in a few of them.
 
     Args:
         tensors: The list.
@@ -100,6 +100,10 @@ def pack(
 ) -> tuple[list[tf.Tensor], Layout]:
     """Flatten `tensors` into one-dimensional buckets of one dtype each.
 
+    Args:
+        tensors: Any shapes and dtypes.
+        limit: Bytes after which a bucket is closed; at least 1.
+
     Returns:
         The buckets, and the layout `unpack` needs.
     """
@@ -113,6 +117,14 @@ def unpack(
     """Cut buckets into tensors shaped `like` those that were packed; static shapes are kept.
 
     The buckets may have changed dtype on the way.
+
+    Args:
+        buckets: One-dimensional tensors, as long as those that `pack` returned.
+        like: The tensors that were packed.
+        layout: What `pack` returned beside the buckets.
+
+    Returns:
+        One tensor for each of `like`, in its shape.
     """
     tensors: list[tf.Tensor | None] = [None] * layout.count
     for bucket, members in zip(buckets, layout.members, strict=True):
@@ -126,12 +138,21 @@ def unpack(
 
 
 def static_size(tensor: tf.Tensor) -> int | None:
-    """Number of elements when the static shape tells, else None."""
+    """Return the number of elements when the static shape tells, else None.
+
+    Args:
+        tensor: Any tensor.
+    """
     return math.prod(tensor.shape) if tensor.shape.is_fully_defined() else None
 
 
 def shaped_like(flat: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
-    """Give `flat` the shape of `like`, statically where it is known."""
+    """Give `flat` the shape of `like`, statically where it is known.
+
+    Args:
+        flat: One-dimensional, with as many elements.
+        like: Any tensor.
+    """
     if like.shape.is_fully_defined():
         return tf.reshape(flat, like.shape)
     return tf.ensure_shape(tf.reshape(flat, tf.shape(like)), like.shape)

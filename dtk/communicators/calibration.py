@@ -2,7 +2,7 @@
 
 Rank 0 looks them up in its user's cache and tells the others. What is kept belongs to hosts,
 processors, communicator, versions and settings; another of any is another world. A link that has
-become faster is none that can be seen: then measure again. As long as nobody does, the same world
+become faster is none that can be seen: then measure again. Until then, the same world
 decides alike, which a sum's last bit may depend on.
 
     DTK_CALIBRATE=again     measure, and keep that
@@ -38,11 +38,11 @@ _PLACES = ("RANK", "SIZE", "ADDR", "PORT", "HOSTNAME", "SECRET_KEY")
 
 
 def calibrate(communicator: Communicator, device: str, processors: list[str]) -> Costs | None:
-    """The costs of a world; all ranks call it together.
+    """Return the costs of a world; all ranks call it together.
 
     Args:
         communicator: Of the world.
-        device: Where this rank computes.
+        device: Where this rank computes, such as "CPU:0".
         processors: What every rank computes with, in rank order.
 
     Returns:
@@ -70,7 +70,7 @@ def calibrate(communicator: Communicator, device: str, processors: list[str]) ->
 
 
 def _file(communicator: Communicator, processors: list[str]) -> Path | None:
-    """Where the costs of this world are kept; None for a user without a home."""
+    """Return where the costs of this world are kept; None for a user without a home."""
     settings = {
         name: value
         for name, value in os.environ.items()
@@ -85,7 +85,7 @@ def _file(communicator: Communicator, processors: list[str]) -> Path | None:
 
 
 def _read(file: Path | None) -> Costs | None:
-    """What is kept; None where there is no file, or one that is none of ours."""
+    """Return what is kept; None where there is no file, or one that is none of ours."""
     if file is None:
         return None
     with contextlib.suppress(OSError, ValueError, TypeError):

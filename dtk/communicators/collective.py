@@ -8,7 +8,7 @@ for them into an error. The ops are called with group and instance keys of our o
     instance key  which collective of the group this is; ranks that name the same one are matched
 
 An instance key may be used again once its first use is over on this rank: a rank leaves a
-collective only after its peers have taken every buffer it offered, and the ledger sees to the
+collective only after its peers have taken every buffer it offered, and the sequencer sees to the
 order. But TensorFlow remembers the *shape* a key was first used with, for ever, and aborts on
 another. So a key belongs to a label ("in/train_step/3") and a size, and sizes that vary (ragged
 gathers) are rounded up to three significant bits, which bounds what is remembered. Inside graphs
@@ -61,6 +61,9 @@ def start(environment: Environment, timeout: float | None = None) -> Communicato
     Args:
         environment: Must hold one "host:port" per rank in `addresses`.
         timeout: Seconds to wait for the last rank; `DTK_START_TIMEOUT` or 120 when None.
+
+    Returns:
+        The communicator over all ranks.
 
     Raises:
         CommunicatorError: If addresses are missing, this rank's is in use, ranks are missing, or
@@ -152,8 +155,8 @@ class CollectiveCommunicator(PackedCommunicator):
         names = sorted(self._members, key=lambda member: f"task:{member}/")
         self._slots = [names.index(member) for member in self._members]
 
-    def _group(self, label: str, size: Any) -> dict[str, Any]:
-        """The keys of one collective; `size` is whatever varies in its shape."""
+    def _group(self, label: str, size: int | tf.Tensor) -> dict[str, Any]:
+        """Return the keys of one collective; `size` is whatever varies in its shape."""
         if tf.executing_eagerly():
             key = self._eager_keys.setdefault(
                 (label, int(size)), _FIRST_KEY + len(self._eager_keys)
@@ -188,8 +191,10 @@ class CollectiveCommunicator(PackedCommunicator):
         return tf.concat(parts, axis=0)
 
     def _token(self, lane: int = 0) -> list[tf.Tensor]:
-        """What the graph orders an op by. Without one it would order all collectives it holds:
-        the pieces of a bucket, and the replicas of a mirrored strategy, who wait for each other.
+        """Return what the graph orders an op by.
+
+        Without one it would order all collectives it holds: the pieces of a bucket, and the
+        replicas of a mirrored strategy, who wait for each other.
         """
         return [] if tf.executing_eagerly() else [self._sequencer.lane(lane % _PIECES)]
 
@@ -208,7 +213,7 @@ class CollectiveCommunicator(PackedCommunicator):
         )
 
     def _reduce_small(self, flat: tf.Tensor, op: str, label: str, lane: int) -> tf.Tensor:
-        """Everyone tells everyone, and adds up in rank order: one hop, where a ring has 2(n-1)."""
+        """Send to every rank, and add up in rank order: one hop, where a ring has 2(n-1)."""
         rows = tf.raw_ops.CollectiveAllToAllV2(
             input=tf.tile(flat[None], [self.size, 1]),
             **self._group(f"{label}/small/{flat.dtype.name}", _elements(flat)),
@@ -243,7 +248,7 @@ class CollectiveCommunicator(PackedCommunicator):
         )
         return [rows[slot, : sizes[rank, self.rank]] for rank, slot in enumerate(self._slots)]
 
-    def _spread(self, flat: list[tf.Tensor], root: int, label: str) -> list[tf.Tensor]:
+    def _broadcast(self, flat: list[tf.Tensor], root: int, label: str) -> list[tf.Tensor]:
         outputs = []
         for i, tensor in enumerate(flat):
             label_of = f"{label}/{root}/{i}/{tensor.dtype.name}"
@@ -263,17 +268,20 @@ class CollectiveCommunicator(PackedCommunicator):
             )
         return tf.ensure_shape(output[: tf.size(tensor)], tensor.shape)
 
-    def _pair(self, source: int, dest: int, label: str, size: Any) -> dict[str, Any]:
-        """A group of two for each direction, so that both ways can be under way at once."""
+    def _pair(self, source: int, dest: int, label: str, size: int | tf.Tensor) -> dict[str, Any]:
+        """Return the keys of a group of two.
+
+        There is one for each direction, so that both ways can be under way at once.
+        """
         key = _hash(f"{self._group_key}/pair/{source}/{dest}")
-        instance = _graph_key(key, label, size)  # nobody else counts along, so never numbered
+        instance = _graph_key(key, label, size)  # other ranks do not count along, so never numbered
         return {"group_size": 2, "group_key": key, "instance_key": instance}
 
-    def _push(self, flat: tf.Tensor, dest: int, tag: int) -> tf.Tensor:
+    def _send(self, flat: tf.Tensor, dest: int, tag: int) -> tf.Tensor:
         group = self._pair(self.rank, dest, f"{tag}/{flat.dtype.name}", _elements(flat))
         return self._cast(flat, True, group)
 
-    def _pull(self, room: tf.Tensor, source: int, tag: int) -> tf.Tensor:
+    def _receive(self, room: tf.Tensor, source: int, tag: int) -> tf.Tensor:
         group = self._pair(source, self.rank, f"{tag}/{room.dtype.name}", _elements(room))
         return self._cast(room, False, group)
 
@@ -294,8 +302,8 @@ class CollectiveCommunicator(PackedCommunicator):
         )
 
 
-def _elements(flat: tf.Tensor) -> Any:
-    """Length of a flat tensor: an int when the static shape tells, else an int64 tensor."""
+def _elements(flat: tf.Tensor) -> int | tf.Tensor:
+    """Return the length of a flat tensor: an int when the shape is static, else int64."""
     count = flat.shape.num_elements()
     return tf.size(flat, tf.int64) if count is None else count
 
@@ -312,13 +320,16 @@ def _round_up(size: tf.Tensor) -> tf.Tensor:
 
 
 def _hash(text: str) -> int:
-    """A number below the span of keys that every rank derives alike."""
+    """Return a number below the span of keys that every rank derives alike."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return _FIRST_HASH + int.from_bytes(digest, "big") % _SPAN
 
 
-def _graph_key(group_key: int, label: str, size: Any) -> Any:
-    """Key of a (label, size): an int for an int, a tensor (same value) for a tensor."""
+def _graph_key(group_key: int, label: str, size: int | tf.Tensor) -> int | tf.Tensor:
+    """Return the key of a (label, size).
+
+    An int for an int, a tensor of the same value for a tensor.
+    """
     base = _hash(f"{group_key}/{label}") - _FIRST_HASH
     if not tf.is_tensor(size):
         return _FIRST_HASH + (base + size % _SPAN * _MIX) % _SPAN
@@ -327,11 +338,14 @@ def _graph_key(group_key: int, label: str, size: Any) -> Any:
 
 
 def replicas(devices: Sequence[str], group: int) -> list[CollectiveCommunicator]:
-    """Communicators between devices of this process, one per replica; for graphs only.
+    """Make communicators between devices of this process, for use in graphs only.
 
     Args:
         devices: One per replica.
         group: Any number that tells this group from others in the process.
+
+    Returns:
+        One communicator per replica, in the order of `devices`.
     """
     count = len(devices)
     key = _hash(f"replicas/{group}/{count}")

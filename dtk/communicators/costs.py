@@ -1,9 +1,9 @@
-"""What a message, a byte and an operation take in a world, and what dtk does because of it.
+"""Costs of a message, a byte and an operation in a world, and what dtk does because of them.
 
     bucket       n bytes in k buckets cost k messages, and 1/k of the bytes are left to send when
                  the last gradient is there: least at n / k = sqrt(n message / byte)
     one hop      whether all tell all, or go round a ring: fewer messages, or fewer bytes
-    factors      whether to send a product, or its factors and let everyone multiply
+    factors      whether to send a product, or its factors and let each rank multiply
 
 What is chosen decides in which order numbers are added up, so ranks must choose alike, and so
 should the job that goes on tomorrow: see `calibration`.
@@ -24,7 +24,7 @@ _BUCKET_LEAST = 1 << 16
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What a world's communicator and processors take.
+    """Seconds that a world's communicator and processors take.
 
     Attributes:
         size: Ranks, 2 or more.
@@ -66,7 +66,7 @@ class Costs:
         return _power_of_two(self.byte / self.operation)
 
     def bucket(self, total: int) -> int:
-        """Bytes of a bucket of a list of tensors that become ready one by one.
+        """Return the bytes of a bucket of a list of tensors that become ready one by one.
 
         Args:
             total: Bytes of the list.
@@ -74,7 +74,10 @@ class Costs:
         return max(_BUCKET_LEAST, math.isqrt(total * self.half_length))
 
     def allreduce(self, length: float) -> float:
-        """Seconds of an all-reduce of so many bytes round a ring: 2 (P-1) messages of a P-th.
+        """Return the seconds of an all-reduce round a ring: 2 (P-1) messages of a P-th.
+
+        Args:
+            length: Bytes that each rank contributes.
 
         Example:
             >>> round(Costs(4, 0.5e-3, 1e-8, 1e-11).allreduce(4e6), 6)
@@ -83,7 +86,10 @@ class Costs:
         return 2 * (self.size - 1) * (self.message + self.byte * length / self.size)
 
     def allgather(self, length: float) -> float:
-        """Seconds of an all-gather, with so many bytes from each rank: P-1 messages.
+        """Return the seconds of an all-gather: P-1 messages.
+
+        Args:
+            length: Bytes from each rank.
 
         Example:
             >>> round(Costs(4, 0.5e-3, 1e-8, 1e-11).allgather(1e6), 6)
@@ -121,13 +127,16 @@ class Costs:
 
 
 def line(size: int, seconds: dict[int, float]) -> tuple[float, float]:
-    """Seconds of a message and of a byte, from those of two all-reduces round a ring.
+    """Return the seconds of a message and of a byte, from two all-reduces round a ring.
 
     A ring sends 2 (P-1) messages of n/P bytes.
 
     Args:
-        size: P.
-        seconds: By n; more of more.
+        size: Number of ranks, P.
+        seconds: Of each all-reduce, by its bytes n; more bytes take longer.
+
+    Returns:
+        Seconds of a message of no length, and of a byte more.
 
     Example:
         >>> line(2, {100: 1.0, 300: 2.0})

@@ -43,6 +43,12 @@ _CYCLE = "0.2"
 def start(environment: Environment) -> Communicator:
     """Initialise Horovod and check that it sees the world the launcher described.
 
+    Args:
+        environment: What the launcher told.
+
+    Returns:
+        The communicator over all ranks.
+
     Raises:
         CommunicatorError: If the two disagree, which means the ranks did not find each other.
     """
@@ -74,7 +80,7 @@ class _Sets:
         }
 
     def get(self, members: Iterable[int]) -> hvd.ProcessSet | None:
-        """The set of these world ranks if it was made, whatever their order."""
+        """Return the set of these world ranks if it was made, whatever their order."""
         return self._known.get(tuple(sorted(members)))
 
     def make(self, members: Iterable[int]) -> None:
@@ -158,7 +164,7 @@ class HorovodCommunicator(PackedCommunicator):
         by_slot = tf.split(rows, received, num=self.size)
         return [by_slot[slot] for slot in self._slots]
 
-    def _spread(self, flat: list[tf.Tensor], root: int, label: str) -> list[tf.Tensor]:
+    def _broadcast(self, flat: list[tf.Tensor], root: int, label: str) -> list[tf.Tensor]:
         return [
             hvd.broadcast(t, self._members[root], **self._options(f"{label}/{root}/{i}"))
             for i, t in enumerate(flat)
@@ -177,10 +183,10 @@ class HorovodCommunicator(PackedCommunicator):
             )
         return {**self._options(f"pair/{pair[0]}/{pair[1]}/{tag}"), "process_set": process_set}
 
-    def _push(self, flat: tf.Tensor, dest: int, tag: int) -> tf.Tensor:
+    def _send(self, flat: tf.Tensor, dest: int, tag: int) -> tf.Tensor:
         return hvd.broadcast(flat, self._members[self.rank], **self._pair(self.rank, dest, tag))
 
-    def _pull(self, room: tf.Tensor, source: int, tag: int) -> tf.Tensor:
+    def _receive(self, room: tf.Tensor, source: int, tag: int) -> tf.Tensor:
         return hvd.broadcast(room, self._members[source], **self._pair(source, self.rank, tag))
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:

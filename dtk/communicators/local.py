@@ -94,7 +94,9 @@ class LocalCommunicator(Communicator):
         del value, tag
         raise ValueError(f"dest={dest}: a world of one has nobody to send to")
 
-    def recv(self, shape: Sequence[int], dtype: Any, source: int, tag: int = 0) -> tf.Tensor:
+    def recv(
+        self, shape: Sequence[int], dtype: tf.DType | str, source: int, tag: int = 0
+    ) -> tf.Tensor:
         """See `Communicator.recv`; there is nobody to receive from."""
         del shape, dtype, tag
         raise ValueError(f"source={source}: a world of one has nobody to receive from")

@@ -35,7 +35,10 @@ def measure(communicator: Communicator, device: str) -> Costs:
 
     Args:
         communicator: Of the world.
-        device: Where this rank computes.
+        device: Where this rank computes, such as "CPU:0".
+
+    Returns:
+        What a message, a byte and an operation take, of the slowest rank.
     """
     operation = _slowest(communicator, _time(_product(device), _TURNS)) / (2 * _ROWS * _SIDE**2)
     few = _allreduce_seconds(communicator, _FEW, _TURNS)
@@ -72,7 +75,7 @@ def _product(device: str) -> Callable[[], object]:
 
 
 def _time(work: Callable[[], object], turns: int) -> float:
-    """Median seconds of a few turns, after one that traces."""
+    """Return the median seconds of a few calls, after one that traces."""
     work()
     took = []
     for _ in range(turns):
@@ -83,5 +86,5 @@ def _time(work: Callable[[], object], turns: int) -> float:
 
 
 def _slowest(communicator: Communicator, seconds: float) -> float:
-    """Of all ranks, the number that all wait for."""
+    """Return the largest number of all ranks, which all wait for."""
     return float(communicator.allreduce(tf.constant(seconds, tf.float64), "max"))

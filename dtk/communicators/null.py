@@ -58,15 +58,15 @@ class NullCommunicator(PackedCommunicator):
         mine = tf.split(flat, sizes[self.rank], num=self.size)[self.rank]
         return [_of_length(mine, sizes[source, self.rank]) for source in range(self.size)]
 
-    def _spread(self, flat: list[tf.Tensor], root: int, label: str) -> list[tf.Tensor]:
+    def _broadcast(self, flat: list[tf.Tensor], root: int, label: str) -> list[tf.Tensor]:
         del root, label
         return [tf.identity(t) for t in flat]
 
-    def _push(self, flat: tf.Tensor, dest: int, tag: int) -> tf.Tensor:
+    def _send(self, flat: tf.Tensor, dest: int, tag: int) -> tf.Tensor:
         del dest, tag
         return tf.identity(flat)
 
-    def _pull(self, room: tf.Tensor, source: int, tag: int) -> tf.Tensor:
+    def _receive(self, room: tf.Tensor, source: int, tag: int) -> tf.Tensor:
         del source, tag
         return tf.identity(room)
 

@@ -1,4 +1,4 @@
-"""What all backends share: structures in, a handful of flat primitives out.
+"""A base of backends: structures in, a handful of flat primitives out.
 
 A backend moves one-dimensional tensors of dtypes it likes. This class turns what users pass (lists,
 `IndexedSlices`, scalars, any shape, any dtype, unequal rows) into those and back:
@@ -7,22 +7,26 @@ A backend moves one-dimensional tensors of dtypes it likes. This class turns wha
     allgather          -> _gather(flat, sizes)         ragged: sizes differ by rank
     alltoall           -> _exchange(flat, sizes)       ragged: a size for each peer
     reduce_scatter     -> _exchange, then a local sum in rank order
-    broadcast          -> _spread(buckets, root)
-    send, recv         -> _push, _pull
+    broadcast          -> _broadcast(buckets, root)
+    send, recv         -> _send, _receive
 """
 
 from __future__ import annotations
 
 import abc
 import contextlib
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from dtk.communicators import buckets, wire
 from dtk.communicators.base import Communicator
+from dtk.communicators.blocks import block_sizes
+from dtk.communicators.bucket_reduction import BucketReduction, mean
+from dtk.communicators.messages import Message, run_together
+from dtk.communicators.row_blocks import RowBlocks, checked_counts, checked_splits
 from dtk.communicators.sequencer import CollectiveSequencer
 from dtk.errors import at_rank
 
@@ -35,18 +39,12 @@ LOCAL_REDUCE = {
 }
 
 
-class _Message(NamedTuple):
-    """A collective about to run.
+@dataclasses.dataclass
+class _Sequence:
+    """A name, and the position of the next collective under it."""
 
-    Attributes:
-        inputs: Flat tensors, in dtypes the backend takes.
-        send: Called with them, and how many inputs of others go before: its first lane.
-        finish: Makes the result of what `send` returned.
-    """
-
-    inputs: list[tf.Tensor]
-    send: Callable[[list[tf.Tensor], int], list[tf.Tensor]]
-    finish: Callable[[list[tf.Tensor]], Any]
+    name: str
+    position: int = 0
 
 
 class PackedCommunicator(Communicator):
@@ -77,11 +75,15 @@ class PackedCommunicator(Communicator):
         self._sequencer = CollectiveSequencer(device)
         self._device = device
         self._concurrent: dict[str, CollectiveSequencer] = {}
-        self._sequence: list[Any] | None = None  # [name, position of the next collective]
+        self._sequence: _Sequence | None = None
         self._traced = 0
 
     def set_hosts(self, hosts: Sequence[str]) -> None:
-        """Tell which host each rank is on, once that is known."""
+        """Set which host each rank is on, once that is known.
+
+        Args:
+            hosts: Host name of every rank of the group, in rank order.
+        """
         self.hosts = tuple(hosts)
         self.local_rank = self.hosts[: self.rank].count(self.hosts[self.rank])
         self.local_size = self.hosts.count(self.hosts[self.rank])
@@ -104,9 +106,10 @@ class PackedCommunicator(Communicator):
 
     @abc.abstractmethod
     def _gather(self, flat: tf.Tensor, sizes: tf.Tensor, label: str, lane: int) -> list[tf.Tensor]:
-        """One flat tensor per rank, of `sizes` (known to all ranks, int64, shape [size]).
+        """Return one flat tensor per rank.
 
-        Gathers of other lanes may be under way.
+        Of `sizes`, known to all ranks: int64, shape [size]. Gathers of other lanes may be under
+        way.
         """
 
     @abc.abstractmethod
@@ -118,24 +121,30 @@ class PackedCommunicator(Communicator):
         """Send `sizes[rank, j]` elements to rank j; returns what came from each rank."""
 
     @abc.abstractmethod
-    def _spread(self, flat: list[tf.Tensor], root: int, label: str) -> list[tf.Tensor]:
+    def _broadcast(self, flat: list[tf.Tensor], root: int, label: str) -> list[tf.Tensor]:
         """Broadcast flat tensors of dtypes in `moves`."""
 
     @abc.abstractmethod
-    def _push(self, flat: tf.Tensor, dest: int, tag: int) -> tf.Tensor:
+    def _send(self, flat: tf.Tensor, dest: int, tag: int) -> tf.Tensor:
         """Send; returns any tensor that is ready when the send is over."""
 
     @abc.abstractmethod
-    def _pull(self, room: tf.Tensor, source: int, tag: int) -> tf.Tensor:
+    def _receive(self, room: tf.Tensor, source: int, tag: int) -> tf.Tensor:
         """Receive a flat tensor like `room`, whose values mean nothing."""
 
     # -- naming
 
     @contextlib.contextmanager
     def sequence(self, name: str) -> Iterator[None]:
-        """Name the collectives traced inside by (name, position); nested names are joined."""
+        """Name the collectives traced inside by (name, position).
+
+        Nested names are joined; see `Communicator.sequence`.
+
+        Args:
+            name: The same on every rank.
+        """
         outer = self._sequence
-        self._sequence = [f"{outer[0]}/{name}" if outer else name, 0]
+        self._sequence = _Sequence(f"{outer.name}/{name}" if outer else name)
         try:
             yield
         finally:
@@ -154,7 +163,7 @@ class PackedCommunicator(Communicator):
             self._sequencer = outer
 
     def _label(self, kind: str) -> str:
-        """A name for the next collective, the same one on every rank.
+        """Return a name for the next collective, the same one on every rank.
 
         Eager collectives run one after the other, so all of a kind share one name: reuse is safe
         once the first use is over, and what transports remember per name does not grow.
@@ -162,9 +171,9 @@ class PackedCommunicator(Communicator):
         if tf.executing_eagerly():
             return f"eager/{kind}"
         if self._sequence is not None:
-            name, position = self._sequence
-            self._sequence[1] += 1
-            return f"in/{name}/{position}"
+            position = self._sequence.position
+            self._sequence.position += 1
+            return f"in/{self._sequence.name}/{position}"
         self._traced += 1
         return f"traced/{self._traced}"
 
@@ -181,7 +190,7 @@ class PackedCommunicator(Communicator):
         dense = [i for i in range(len(results)) if i not in tables]
         summed = [self._row_sum(results[i], op) for i in tables]
         messages = [self._reduction([results[i] for i in dense], op)] if dense else []
-        reduced = self._run_together([*messages, *summed])
+        reduced = run_together([*messages, *summed], self._sequencer)
         if dense:
             for i, tensor in zip(dense, reduced.pop(0), strict=True):
                 results[i] = tensor
@@ -189,65 +198,12 @@ class PackedCommunicator(Communicator):
             results[i] = slices
         return results
 
-    def _run_together(self, messages: list[_Message]) -> list[Any]:
-        """Send side by side, each once its own values are there; what becomes of each.
-
-        A backend may have few lanes, and let those that share one wait for each other.
-        """
-        if not messages:
-            return []
-        lengths = []
-
-        def send(flat: list[tf.Tensor]) -> list[tf.Tensor]:
-            outputs: list[tf.Tensor] = []
-            begin = 0
-            for message in messages:
-                end = begin + len(message.inputs)
-                received = message.send(flat[begin:end], begin)
-                lengths.append(len(received))
-                outputs += received
-                begin = end
-            return outputs
-
-        received = iter(self._sequencer.run([t for m in messages for t in m.inputs], send))
-        return [
-            message.finish(list(itertools.islice(received, length)))
-            for message, length in zip(messages, lengths, strict=True)
-        ]
-
-    def _reduction(self, tensors: list[tf.Tensor], op: str) -> _Message:
+    def _reduction(self, tensors: list[tf.Tensor], op: str) -> Message:
         limit = buckets.limit_for(tensors, self.bucket_bytes, self.costs)
-        packed, layout = buckets.pack(tensors, limit)
-        encoded = [wire.for_reducing(bucket, op, self.reduces) for bucket in packed]
-        # Only bool changes its op, so this groups buckets into one or two calls.
-        places = {
-            wire_op: [i for i, item in enumerate(encoded) if item[1] == wire_op]
-            for wire_op in dict.fromkeys(item[1] for item in encoded)
-        }
-        labels = {wire_op: self._label(f"reduce/{wire_op}") for wire_op in places}
+        reduction = BucketReduction(tensors, op, limit, self.reduces)
+        return reduction.message(self._reduce, self.size, self._label)
 
-        def send(flat: list[tf.Tensor], lane: int) -> list[tf.Tensor]:
-            del lane
-            for wire_op, chosen in places.items():
-                base_op = "sum" if wire_op == "mean" else wire_op
-                outputs = self._reduce([flat[i] for i in chosen], base_op, labels[wire_op])
-                for i, output in zip(chosen, outputs, strict=True):
-                    flat[i] = output
-            return flat
-
-        def finish(outputs: list[tf.Tensor]) -> list[tf.Tensor]:
-            decoded = [
-                decode(self._mean(output) if wire_op == "mean" else output)
-                for (_, wire_op, decode), output in zip(encoded, outputs, strict=True)
-            ]
-            return buckets.unpack(decoded, tensors, layout)
-
-        return _Message([item[0] for item in encoded], send, finish)
-
-    def _mean(self, total: tf.Tensor) -> tf.Tensor:
-        return total / tf.cast(self.size, total.dtype)
-
-    def _row_sum(self, slices: tf.IndexedSlices, op: str) -> _Message:
+    def _row_sum(self, slices: tf.IndexedSlices, op: str) -> Message:
         if op not in ("sum", "mean"):
             raise ValueError(
                 at_rank(self.rank, f"op {op!r} on IndexedSlices; only 'sum' and 'mean' make sense")
@@ -261,7 +217,7 @@ class PackedCommunicator(Communicator):
         def finish(parts: list[tf.Tensor]) -> tf.IndexedSlices:
             values = gathering.finish(parts)
             if op == "mean":
-                values = self._mean(values)
+                values = mean(values, self.size)
             return tf.IndexedSlices(values, indices, slices.dense_shape)
 
         return gathering._replace(finish=finish)
@@ -276,54 +232,26 @@ class PackedCommunicator(Communicator):
         elif tf.is_tensor(rows):
             counts = tf.ensure_shape(tf.cast(rows, tf.int64), [self.size])
         else:
-            counts = self._check_rows(tensor, rows)
-        return self._run_together([self._gathering(tensor, counts)])[0]
+            counts = checked_counts(tensor, rows, self.rank, self.size)
+        return run_together([self._gathering(tensor, counts)], self._sequencer)[0]
 
     def _count_rows(self, tensor: tf.Tensor) -> tf.Tensor:
         return self._sizes(tf.shape(tensor, tf.int64)[:1], "gather")[:, 0]
 
-    def _gathering(self, tensor: tf.Tensor, counts: tf.Tensor) -> _Message:
-        """Of the rows of all ranks, of which each has so many."""
-        encoded, decode, words = self._encode_rows(tensor)
+    def _gathering(self, tensor: tf.Tensor, counts: tf.Tensor) -> Message:
+        """Return the collective that gathers the rows of all ranks, of which each has `counts`."""
+        rows = RowBlocks(tensor, self.moves)
+        encoded, decode = rows.encode()
         label = self._label(f"gather/{encoded.dtype.name}")
-        return _Message(
+        return Message(
             [encoded],
-            lambda flat, lane: self._gather(flat[0], words(counts), label, lane),
-            lambda parts: self._decode_rows(parts, decode, counts, tensor),
+            lambda flat, lane: self._gather(flat[0], rows.words(counts), label, lane),
+            lambda parts: rows.decode(parts, decode, counts),
         )
-
-    def _check_rows(self, value: tf.Tensor, known: Sequence[int]) -> tf.Tensor:
-        counts = list(known)
-        if len(counts) != self.size or value.shape[0] not in (None, counts[self.rank]):
-            raise ValueError(
-                at_rank(
-                    self.rank,
-                    f"allgather got rows={counts} for {value.shape[0]} rows of this rank, expected "
-                    f"one number for each of {self.size} ranks",
-                )
-            )
-        return tf.constant(counts, tf.int64)
 
     def _sizes(self, mine: tf.Tensor, kind: str) -> tf.Tensor:
         label = self._label(f"{kind}/sizes")
         return self._sequencer.run([mine], lambda flat: [self._gather_sizes(flat[0], label)])[0]
-
-    def _encode_rows(self, tensor: tf.Tensor) -> tuple[tf.Tensor, wire.Decode, Any]:
-        """Flatten for moving; also returns how many wire elements a number of rows takes."""
-        encoded, decode = wire.for_moving(tf.reshape(tensor, [-1]), self.moves)
-        width = _width(tensor)
-        # Bytes packed four to a word: the last word of a block may be part padding.
-        per_word = 4 if (tensor.dtype.size == 1 and tensor.dtype not in self.moves) else 1
-        return encoded, decode, lambda rows: -(-rows * width // per_word)
-
-    def _decode_rows(
-        self, parts: list[tf.Tensor], decode: wire.Decode, counts: tf.Tensor, like: tf.Tensor
-    ) -> tf.Tensor:
-        width = _width(like)
-        flat = [decode(part)[: counts[j] * width] for j, part in enumerate(parts)]
-        shape = tf.concat([tf.reduce_sum(counts)[None], tf.shape(like, tf.int64)[1:]], axis=0)
-        rows = tf.reshape(tf.concat(flat, axis=0), shape)
-        return tf.ensure_shape(rows, [None, *like.shape[1:]])
 
     def alltoall(
         self, value: Any, splits: Sequence[int] | tf.Tensor | None = None
@@ -331,66 +259,26 @@ class PackedCommunicator(Communicator):
         """See `Communicator.alltoall`."""
         value = tf.convert_to_tensor(value)
         wire.check(value.dtype)
-        matrix = self._check_splits(value, splits)
+        matrix = checked_splits(value, splits, self.rank, self.size)
         if matrix.shape.rank == 1:
             matrix = self._sizes(matrix, "alltoall")
-        parts = self._exchange_blocks(value, matrix)
+        rows = RowBlocks(value, self.moves)
+        parts, decode = self._exchange_blocks(rows, matrix)
         received = matrix[:, self.rank]
-        return self._join_blocks(parts, received, value), tf.cast(received, tf.int32)
+        return rows.decode(parts, decode, received), tf.cast(received, tf.int32)
 
-    def _check_splits(self, value: tf.Tensor, splits: Any) -> tf.Tensor:
-        if value.shape.rank == 0:
-            raise ValueError(at_rank(self.rank, "alltoall needs rows to send, got a scalar"))
-        rows = tf.shape(value, tf.int64)[0]
-        if splits is None:
-            if value.shape[0] is not None and value.shape[0] % self.size:
-                raise ValueError(
-                    at_rank(
-                        self.rank,
-                        f"alltoall of {value.shape[0]} rows over {self.size} ranks is uneven: "
-                        "pass splits, the rows for each rank",
-                    )
-                )
-            return tf.repeat(rows // self.size, self.size)
-        splits = tf.cast(tf.convert_to_tensor(splits), tf.int64)
-        if splits.shape not in ([self.size], [self.size, self.size]):
-            raise ValueError(
-                at_rank(
-                    self.rank,
-                    f"alltoall got splits of shape {tuple(splits.shape)}, expected ({self.size},), "
-                    f"or ({self.size}, {self.size}) for what every rank sends",
-                )
-            )
-        mine = splits if splits.shape.rank == 1 else splits[self.rank]
-        if tf.executing_eagerly() and int(tf.reduce_sum(mine)) != int(rows):
-            raise ValueError(
-                at_rank(
-                    self.rank,
-                    f"alltoall got splits {mine.numpy().tolist()} for {int(rows)} rows: "
-                    "they must add up to the rows",
-                )
-            )
-        return splits
+    def _exchange_blocks(
+        self, rows: RowBlocks, matrix: tf.Tensor
+    ) -> tuple[list[tf.Tensor], wire.Decode]:
+        """Send `matrix[rank, j]` rows to rank j; return what came from each rank, and the way back.
 
-    def _exchange_blocks(self, value: tf.Tensor, matrix: tf.Tensor) -> list[tuple[Any, Any]]:
-        """Send `matrix[rank, j]` rows to rank j. Returns (wire elements, decode) per source."""
-        width = _width(value)
-        flat = tf.reshape(value, [-1])
-        # Each block is encoded by itself: a word must not hold bytes for two ranks.
-        blocks = tf.split(flat, matrix[self.rank] * width, num=self.size)
-        encoded = [wire.for_moving(block, self.moves) for block in blocks]
-        per_word = 4 if (value.dtype.size == 1 and value.dtype not in self.moves) else 1
-        words = -(-matrix * width // per_word)
-        label = self._label(f"alltoall/{encoded[0][0].dtype.name}")
-        joined = tf.concat([block for block, _ in encoded], axis=0)
+        The way back takes the part of any one rank.
+        """
+        joined, decode = rows.encode_blocks(matrix[self.rank], self.size)
+        words = rows.words(matrix)
+        label = self._label(f"alltoall/{joined.dtype.name}")
         parts = self._sequencer.run([joined], lambda flat: self._exchange(flat[0], words, label))
-        return [(part, decode) for part, (_, decode) in zip(parts, encoded, strict=True)]
-
-    def _join_blocks(
-        self, parts: list[tuple[Any, Any]], counts: tf.Tensor, like: tf.Tensor
-    ) -> tf.Tensor:
-        decode = parts[0][1]
-        return self._decode_rows([part for part, _ in parts], decode, counts, like)
+        return parts, decode
 
     def reduce_scatter(self, value: Any, op: str = "sum") -> tf.Tensor:
         """See `Communicator.reduce_scatter`.
@@ -405,15 +293,17 @@ class PackedCommunicator(Communicator):
         encoded, wire_op, decode = wire.for_reducing(value, op, self.reduces)
         rows = tf.shape(encoded, tf.int64)[0]
         ranks = tf.range(self.size, dtype=tf.int64)
+        # As `block_sizes` does, for a number known only when the graph runs.
         blocks = rows // self.size + tf.cast(ranks < rows % self.size, tf.int64)
-        parts = self._exchange_blocks(encoded, tf.tile(blocks[None], [self.size, 1]))
+        matrix = tf.tile(blocks[None], [self.size, 1])
+        parts, back = self._exchange_blocks(RowBlocks(encoded, self.moves), matrix)
         shape = tf.concat([blocks[self.rank][None], tf.shape(encoded, tf.int64)[1:]], axis=0)
-        stacked = tf.stack([tf.reshape(back(part), shape) for part, back in parts])
+        stacked = tf.stack([tf.reshape(back(part), shape) for part in parts])
         reduced = LOCAL_REDUCE[wire_op](stacked, axis=0)
         if wire_op == "mean":
-            reduced = reduced / tf.cast(self.size, reduced.dtype)
+            reduced = mean(reduced, self.size)
         count = value.shape[0]
-        mine = None if count is None else count // self.size + (self.rank < count % self.size)
+        mine = None if count is None else block_sizes(count, self.size)[self.rank]
         return tf.ensure_shape(decode(reduced), [mine, *value.shape[1:]])
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
@@ -430,7 +320,7 @@ class PackedCommunicator(Communicator):
         encoded = [wire.for_moving(bucket, self.moves) for bucket in packed]
         label = self._label("broadcast")
         outputs = self._sequencer.run(
-            [item for item, _ in encoded], lambda flat: self._spread(flat, root, label)
+            [item for item, _ in encoded], lambda flat: self._broadcast(flat, root, label)
         )
         decoded = [
             back(output)[: tf.size(bucket)]
@@ -444,16 +334,18 @@ class PackedCommunicator(Communicator):
         value = tf.convert_to_tensor(value)
         wire.check(value.dtype)
         encoded, _ = wire.for_moving(tf.reshape(value, [-1]), self.moves)
-        self._sequencer.run([encoded], lambda flat: [self._push(flat[0], dest, tag)])
+        self._sequencer.run([encoded], lambda flat: [self._send(flat[0], dest, tag)])
 
-    def recv(self, shape: Sequence[int], dtype: Any, source: int, tag: int = 0) -> tf.Tensor:
+    def recv(
+        self, shape: Sequence[int], dtype: tf.DType | str, source: int, tag: int = 0
+    ) -> tf.Tensor:
         """See `Communicator.recv`."""
         self._check_peer(source, "source")
         like = tf.zeros(shape, dtype)
         wire.check(like.dtype)
         encoded, decode = wire.for_moving(tf.reshape(like, [-1]), self.moves)
         received = self._sequencer.run(
-            [encoded], lambda flat: [self._pull(flat[0], source, tag)], sends=False
+            [encoded], lambda flat: [self._receive(flat[0], source, tag)], sends=False
         )[0]
         return tf.reshape(decode(received)[: tf.size(like)], shape)
 
@@ -473,8 +365,3 @@ class PackedCommunicator(Communicator):
             )
         if what != "root" and rank == self.rank:
             raise ValueError(at_rank(self.rank, f"{what}={rank} is this rank itself"))
-
-
-def _width(tensor: tf.Tensor) -> tf.Tensor:
-    """Elements in one row."""
-    return tf.reduce_prod(tf.shape(tensor, tf.int64)[1:])

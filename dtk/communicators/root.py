@@ -1,22 +1,26 @@
-"""What one rank does for all: the others get what it returned, or raise what it raised."""
+"""Work that one rank does for all: the others get what it returned, or raise what it raised."""
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 from dtk.communicators.base import Communicator
 from dtk.errors import at_rank
 
+_T = TypeVar("_T")
 
-def on_root(communicator: Communicator, work: Callable[[], Any], root: int = 0) -> Any:
-    """Let `root` do it; every rank gets the result, or the error. Every rank calls this.
+
+def on_root(communicator: Communicator, work: Callable[[], _T], root: int = 0) -> _T:
+    """Run `work` on `root` only; every rank gets the result, or the error.
+
+    Every rank calls this.
 
     Args:
         communicator: The ranks.
         work: Called on `root` only. Its result is pickled, which is part of what may fail.
-        root: Who works.
+        root: The rank that works.
 
     Returns:
         What `work` returned, on every rank.
@@ -42,8 +46,8 @@ def on_root(communicator: Communicator, work: Callable[[], Any], root: int = 0) 
     return result
 
 
-def _outcome(work: Callable[[], Any]) -> tuple[bytes, Exception | None]:
-    """The pickled pair (result, error), and the error itself."""
+def _outcome(work: Callable[[], object]) -> tuple[bytes, Exception | None]:
+    """Return the pickled pair (result, error), and the error itself."""
     try:
         return pickle.dumps((work(), None)), None
     except Exception as caught:
@@ -51,7 +55,7 @@ def _outcome(work: Callable[[], Any]) -> tuple[bytes, Exception | None]:
 
 
 def _sendable(error: Exception) -> Exception:
-    """The error, or one that says the same where it cannot be pickled."""
+    """Return the error, or one that says the same where it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -31,8 +31,8 @@ class CollectiveSequencer:
 
     Args:
         device: Where the variable is.
-        timed: Whether to read the clock. TensorFlow reads it in trace order, whatever the ledger:
-            one that others do not wait for must not do so.
+        timed: Whether to read the clock. TensorFlow reads it in trace order, whatever the
+            sequencer: one that others do not wait for must not do so.
     """
 
     def __init__(self, device: str = "CPU:0", timed: bool = True) -> None:
@@ -56,7 +56,13 @@ class CollectiveSequencer:
         return self._eager_seconds + self._counted(1) / 1e6
 
     def lane(self, number: int) -> tf.Tensor:
-        """A resource that orders some of a collective's parts, and lets others run beside them."""
+        """Return a resource that orders some of a collective's parts only.
+
+        Parts in other lanes run beside them.
+
+        Args:
+            number: Of the lane.
+        """
         if number not in self._lanes:
             self._lanes[number] = lane(self._device)
         return self._lanes[number]
@@ -66,7 +72,7 @@ class CollectiveSequencer:
             return int(tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=tf.int64)[place])
 
     def _clock(self, ready: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Seconds, once these are there."""
+        """Return the time in seconds, once these are there."""
         if not self._timed:
             return tf.zeros([], tf.float64)
         with tf.control_dependencies(ready):
@@ -105,7 +111,7 @@ class CollectiveSequencer:
         outputs = collective(behind)
         # Horovod does not mark its ops as stateful, so a result that is only waited for would be
         # optimized away, on the ranks that do not use it. No element of it is counted here, which
-        # the optimizer cannot foresee. (An assertion would wait for those of other ledgers.)
+        # the optimizer cannot foresee. (An assertion would wait for those of other sequencers.)
         flat = [o if o.shape.rank == 1 else tf.reshape(o, [-1]) for o in outputs]
         kept = tf.add_n([tf.size(tf.slice(o, _FROM_0, none), tf.int64) for o in flat])
         with tf.control_dependencies([kept]):
@@ -116,10 +122,16 @@ class CollectiveSequencer:
 
 
 def lane(device: str = "CPU:0") -> tf.Tensor:
-    """A resource of its own, for the graph to order ops by.
+    """Make a resource of its own, for the graph to order ops by.
 
     A bare resource, not a tf.Variable: whatever strategy or scope is active when it is made must
     neither mirror nor track it. An op that touches it runs on its device.
+
+    Args:
+        device: Where it is, and where ops that touch it run.
+
+    Returns:
+        The resource's handle.
     """
     with tf.init_scope(), tf.device(device):
         return tf.raw_ops.VarHandleOp(
@@ -128,7 +140,7 @@ def lane(device: str = "CPU:0") -> tf.Tensor:
 
 
 def _bytes(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """How many they take; a constant where all shapes are known."""
+    """Return how many bytes they take; a constant where all shapes are known."""
     counts = [t.shape.num_elements() for t in tensors]
     known = sum(count * t.dtype.size for t, count in zip(tensors, counts, strict=True) if count)
     sizes = [
@@ -140,7 +152,7 @@ def _bytes(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def _behind(none: tf.Tensor, flat: tf.Tensor) -> tf.Tensor:
-    """The same tensor, but made to depend on a value known only when the graph runs.
+    """Return the same tensor, made to depend on a value known only when the graph runs.
 
     TensorFlow evaluates what depends on constants alone while it prepares a graph, on this rank and
     out of order, and Horovod's ops look to it as if they could be. Control dependencies do not stop

@@ -35,7 +35,10 @@ _GO = b"go"
 
 
 def limit(timeout: float | None = None) -> float:
-    """Seconds a start may take: `timeout`, or DTK_START_TIMEOUT, or 120.
+    """Return the seconds a start may take: `timeout`, or DTK_START_TIMEOUT, or 120.
+
+    Args:
+        timeout: Seconds; None asks the environment.
 
     Raises:
         CommunicatorError: If DTK_START_TIMEOUT is not a positive number.
@@ -50,7 +53,17 @@ def limit(timeout: float | None = None) -> float:
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Split "host:port"; an IPv6 host may stand in brackets."""
+    """Split "host:port"; an IPv6 host may stand in brackets.
+
+    Args:
+        address: The text.
+
+    Returns:
+        Host, without brackets, and port.
+
+    Raises:
+        CommunicatorError: It is something else.
+    """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise CommunicatorError(f"cannot read address {address!r}; expected host:port")
@@ -59,6 +72,10 @@ def parse_address(address: str) -> tuple[str, int]:
 
 def check_free(rank: int, address: str) -> None:
     """Make sure this rank can listen on its own address.
+
+    Args:
+        rank: This rank, for the message.
+        address: Its "host:port".
 
     Raises:
         CommunicatorError: Naming the address, and the process that holds it where that can be seen.
@@ -90,7 +107,7 @@ def _resolve(address: str) -> tuple[int, tuple]:
 
 
 def _holder(address: str) -> str:
-    """Who listens there, as far as this user may see."""
+    """Return which process listens there, as far as this user may see."""
     import psutil
 
     port = parse_address(address)[1]
@@ -214,7 +231,12 @@ def _listen(address: str, backlog: int) -> socket.socket:
 
 
 def answers(address: str, timeout: float = 1.0) -> bool:
-    """Whether something accepts connections at "host:port"."""
+    """Return whether something accepts connections at "host:port".
+
+    Args:
+        address: The text.
+        timeout: Seconds to try.
+    """
     try:
         with socket.create_connection(parse_address(address), timeout=timeout):
             return True
@@ -228,6 +250,9 @@ def at_most(timeout: float) -> Iterator[None]:
 
     The block may hold the interpreter lock and never return, so nothing gentler would work. The
     launcher then ends the other ranks.
+
+    Args:
+        timeout: Seconds.
     """
     with contextlib.suppress(AttributeError, ValueError, OSError):  # stderr may not be a real file
         sys.stderr.fileno()

@@ -31,6 +31,10 @@ _WIDER = {
 def check(dtype: tf.DType, op: str = "sum") -> None:
     """Refuse what no backend can do, alike on all of them.
 
+    Args:
+        dtype: Of what is sent.
+        op: The reduction asked for.
+
     Raises:
         ValueError: For an unknown op, a dtype that is no number, or the mean of integers.
     """
@@ -51,7 +55,7 @@ def check(dtype: tf.DType, op: str = "sum") -> None:
 def for_reducing(
     flat: tf.Tensor, op: str, native: frozenset[tf.DType]
 ) -> tuple[tf.Tensor, str, Decode]:
-    """Turn a flat tensor into one the backend can reduce.
+    """Turn a tensor into one the backend can reduce.
 
     Args:
         flat: Any shape.
@@ -79,6 +83,10 @@ def for_moving(
     flat: tf.Tensor, native: frozenset[tf.DType]
 ) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
     """Turn a one-dimensional tensor into one the backend can move.
+
+    Args:
+        flat: One-dimensional, of any dtype that `check` allows.
+        native: Dtypes the backend moves.
 
     Returns:
         The wire tensor (one-dimensional, perhaps fewer and wider elements, padded to whole words),

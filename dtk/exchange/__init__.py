@@ -1,4 +1,4 @@
-"""What is sent between workers, and when."""
+"""Exchanges: what is sent between workers, and when."""
 
 from dtk.exchange.auto import Auto
 from dtk.exchange.base import Exchange

@@ -59,7 +59,7 @@ class Auto(Exchange):
 
 
 class Observed(NamedTuple):
-    """What steps with whole gradients took, the mean of some.
+    """Means of some steps with whole gradients.
 
     Attributes:
         step: Seconds.
@@ -79,7 +79,7 @@ class Observed(NamedTuple):
 
 
 class Overhead(NamedTuple):
-    """What an exchange of gradients computes, and hands over.
+    """Cost of an exchange of gradients without sending.
 
     Attributes:
         seconds: Of one exchange.
@@ -118,12 +118,15 @@ class Choice(NamedTuple):
 
 
 def choose(observed: Observed, overheads: Mapping[Exchange, Overhead], costs: Costs) -> Choice:
-    """The mildest exchange that makes a step nearly as fast as any does.
+    """Return the mildest exchange that makes a step nearly as fast as any does.
 
     Args:
         observed: What steps took.
-        overheads: See `overheads_of`.
+        overheads: Of each candidate; see `overheads_of`.
         costs: Of the world.
+
+    Returns:
+        The exchange, and what led to it.
     """
     exact, *others = CANDIDATES
     now = _sending(exact, observed, overheads, costs)
@@ -143,7 +146,7 @@ def choose(observed: Observed, overheads: Mapping[Exchange, Overhead], costs: Co
 def _sending(
     exchange: Exchange, observed: Observed, overheads: Mapping[Exchange, Overhead], costs: Costs
 ) -> float:
-    """Seconds a step sends, by the model, if nothing else goes on."""
+    """Return the seconds a step sends, by the model, if nothing else goes on."""
     factors, exact = _bytes_as_factors(observed), CANDIDATES[0]
     summed = observed.sent - factors
     if exchange == exact:
@@ -162,7 +165,7 @@ def _bytes(specs: Sequence[tf.TensorSpec]) -> int:
 
 
 def _bytes_as_factors(observed: Observed) -> float:
-    """Bytes of a step that went as factors; 0 where gradients went whole after all."""
+    """Return the bytes of a step that went as factors; 0 where gradients went whole after all."""
     others = _bytes(observed.gradients) / observed.window
     whole = others + _bytes(observed.factored) / observed.window
     return max(0.0, observed.sent - others) if observed.sent < _WHOLE * whole else 0.0
@@ -171,24 +174,27 @@ def _bytes_as_factors(observed: Observed) -> float:
 def overheads_of(
     observed: Observed, communicator: Communicator, device: str
 ) -> dict[Exchange, Overhead]:
-    """What each candidate computes and hands over; nothing is sent.
+    """Measure what each candidate computes and hands over; nothing is sent.
 
     Args:
         observed: Whose gradients.
         communicator: Says how many ranks there are.
-        device: Where gradients are.
+        device: Where gradients are, such as "CPU:0".
+
+    Returns:
+        By candidate.
     """
-    nobody = NullCommunicator(communicator.rank, communicator.size)
+    silent = NullCommunicator(communicator.rank, communicator.size)
     with tf.device(device):
         specs = [*observed.gradients, *observed.factored]
         zeros = [tf.zeros(spec.shape, spec.dtype) for spec in specs]
-        return {exchange: _overhead(exchange, zeros, nobody, device) for exchange in CANDIDATES}
+        return {exchange: _overhead(exchange, zeros, silent, device) for exchange in CANDIDATES}
 
 
 def _overhead(
-    exchange: Exchange, gradients: list[tf.Tensor], nobody: NullCommunicator, device: str
+    exchange: Exchange, gradients: list[tf.Tensor], silent: NullCommunicator, device: str
 ) -> Overhead:
-    exchanger = exchange.exchanger(nobody, ExchangeState(nobody, device), Trained())
+    exchanger = exchange.exchanger(silent, ExchangeState(silent, device), Trained())
 
     @tf.function(autograph=False, jit_compile=False)
     def reduce() -> list[tf.Tensor]:
@@ -199,9 +205,9 @@ def _overhead(
             total.numpy()  # over only when it can be read
 
     exchanged()  # traces
-    before, seconds = nobody.bytes_sent, []
+    before, seconds = silent.bytes_sent, []
     for _ in range(_TURNS):
         began = time.perf_counter()
         exchanged()
         seconds.append(time.perf_counter() - began)
-    return Overhead(statistics.median(seconds), (nobody.bytes_sent - before) / _TURNS)
+    return Overhead(statistics.median(seconds), (silent.bytes_sent - before) / _TURNS)

@@ -11,24 +11,27 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
+from dtk.exchange.factors import Factored
 from dtk.exchange.state import ExchangeState
+
+Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | Factored
 
 
 class Trained(NamedTuple):
-    """What an optimizer trains.
+    """Variables that an optimizer trains, and its own of them.
 
     Attributes:
         variables: TensorFlow variables, in the order of their gradients.
         momenta: The optimizer's own averages of gradients, if it has any.
     """
 
-    variables: Sequence[Any] = ()
-    momenta: Sequence[Any] = ()
+    variables: Sequence[tf.Variable] = ()
+    momenta: Sequence[tf.Variable] = ()
 
 
 class Portion(NamedTuple):
@@ -44,7 +47,9 @@ class Portion(NamedTuple):
 
 
 class Exchange(abc.ABC):
-    """What is sent between workers, and when. With one worker every exchange is the identity.
+    """A way to send gradients or weights between workers.
+
+    With one worker every exchange is the identity.
 
     Attributes:
         local: Whether workers also take steps of their own, so that weights are equal on all ranks
@@ -65,10 +70,16 @@ class Exchange(abc.ABC):
             communicator: Between the workers.
             state: Where it remembers.
             trained: What the gradients are for.
+
+        Returns:
+            An exchanger, the same kind on all ranks.
         """
 
     def check(self, communicator: Communicator) -> None:  # noqa: B027
         """Refuse workers it cannot work with: too many, or joined by what cannot add its sums up.
+
+        Args:
+            communicator: Between the workers.
 
         Raises:
             ValueError: With the cure.
@@ -95,35 +106,63 @@ class Exchanger(abc.ABC):
         self.state = state
 
     @abc.abstractmethod
-    def reduce(self, gradients: list, portion: Portion | None = None) -> list:
+    def reduce(self, gradients: list[Gradient], portion: Portion | None = None) -> list[Gradient]:
         """Sum gradients over all ranks.
 
         Args:
             gradients: This rank's part of each, tensors or `tf.IndexedSlices`; or `Factored`, see
                 `factors`.
             portion: This rank's part of the batch; None in a loop of the script's own.
+
+        Returns:
+            The sums, one for each gradient, in its shape and dtype.
         """
 
     def apply(
-        self, gradients: list, apply: Callable[[list], Any], portion: Portion | None = None
-    ) -> Any:
-        """Reduce, then apply: an order that an exchange may change."""
+        self,
+        gradients: list[Gradient],
+        apply: Callable[[list[Gradient]], object],
+        portion: Portion | None = None,
+    ) -> object:
+        """Reduce, then apply: an order that an exchange may change.
+
+        Args:
+            gradients: As in `reduce`.
+            apply: Called with the sums; takes a step of the optimizer.
+            portion: As in `reduce`.
+
+        Returns:
+            What `apply` returned, or a tensor that is there once it has run.
+        """
         return apply(self.reduce(gradients, portion))
 
     def count(self, portion: Portion | None) -> None:  # noqa: B027
-        """Told after every step of which batch it was."""
+        """Note, after every step, of which batch it was.
+
+        Args:
+            portion: This rank's part of the batch; None in a loop of the script's own.
+        """
 
     def count_exact(self, portion: Portion) -> None:  # noqa: B027
-        """Told instead of `count` after a step whose gradients another exchanger has summed."""
+        """Note a step whose gradients another exchanger has summed, in place of `count`.
+
+        Args:
+            portion: This rank's part of the batch.
+        """
 
     def together(self) -> tf.Tensor | None:
-        """Whether all ranks hold the same weights now; None where they always do."""
+        """Return whether all ranks hold the same weights now; None where they always do.
+
+        Returns:
+            bool scalar, evaluated when it runs, or None.
+        """
         return None
 
     def share(self) -> tf.Tensor | None:
-        """What this rank counts in a mean over ranks that have just become equal; they add up to 1.
+        """Return what this rank counts in a mean over ranks that have just become equal.
 
-        None where ranks are equal always.
+        Returns:
+            float32 scalar, adding up to 1 over all ranks; None where ranks are equal always.
         """
         return None
 

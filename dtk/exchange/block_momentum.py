@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import tensorflow as tf
 
@@ -44,9 +43,9 @@ class BlockMomentum(LocalExchange):
         rate: The block learning rate.
         nesterov: Whether to look ahead, as in CNTK, which moves 1 + eta times as far.
         reset_local_momentum: Whether to forget the optimizer's momentum after each block: it was
-            gathered on the way to weights that nobody has any more. Second moments and step counts
-            stay, so Adam, who divides by what its momentum must have gathered, takes smaller steps
-            at first; with it, leave this out.
+            gathered on the way to weights that no worker has any more. Second moments and step
+            counts stay, so Adam, which divides by what its momentum must have gathered, takes
+            smaller steps at first; with it, leave this out.
 
     Raises:
         ValueError: An argument is out of range, or a block has less than a row for each worker.
@@ -89,13 +88,26 @@ class BlockMomentum(LocalExchange):
         """See `LocalExchange.rows_in_block`."""
         return self.block_size // size * size
 
-    def momentum_of(self, rows: Any, workers: int) -> Any:
-        """eta of a block of so many rows: a float, or a tensor for a tensor."""
+    def momentum_of(self, rows: float | tf.Tensor, workers: int) -> float | tf.Tensor:
+        """Return eta of a block of so many rows.
+
+        Args:
+            rows: Rows of all workers in the block, a number or a floating point tensor.
+            workers: How many there are, K.
+
+        Returns:
+            eta ^ (rows / block_size): a float, or a tensor for a tensor.
+        """
         full = 1.0 - 1.0 / workers if self.momentum is None else self.momentum
         return full ** (rows / self.block_size)
 
-    def combine(self, block: LocalExchanger, start: Sequence[Any]) -> None:
-        """Close a block: see the equations above."""
+    def combine(self, block: LocalExchanger, start: Sequence[tf.Variable]) -> None:
+        """Close a block: see the equations above.
+
+        Args:
+            block: With this worker's weights and counts.
+            start: The weights it began with.
+        """
         communicator = block.communicator
         weights = block.trained.variables
         changes = [before - now for before, now in zip(start, weights, strict=True)]
@@ -145,8 +157,13 @@ class ModelAveraging(LocalExchange):
         """See `LocalExchange.rows_in_block`."""
         return self.period * size
 
-    def combine(self, block: LocalExchanger, start: Sequence[Any]) -> None:
-        """Close a block: see the equation above."""
+    def combine(self, block: LocalExchanger, start: Sequence[tf.Variable]) -> None:
+        """Close a block: see the equation above.
+
+        Args:
+            block: With this worker's weights and counts.
+            start: Not used.
+        """
         del start
         weights = block.trained.variables
         share = block.share()
@@ -155,6 +172,6 @@ class ModelAveraging(LocalExchange):
             weight.assign(mean)
 
 
-def _check_rows(what: str, rows: Any) -> None:
+def _check_rows(what: str, rows: object) -> None:
     if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
         raise ValueError(f"{what}={rows!r}); expected a number of rows, 1 or more")

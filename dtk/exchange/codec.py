@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -42,7 +42,10 @@ class Code(NamedTuple):
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Columns and entries of each, for a weight of this shape.
+    """Return the columns, and the entries of each, for a weight of this shape.
+
+    Args:
+        shape: Of a weight or its gradient, static.
 
     Example:
         >>> matrix_shape((3, 3, 16, 32)), matrix_shape((3, 3, 16, 1)), matrix_shape((10,))
@@ -55,13 +58,23 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def to_columns(gradient: tf.Tensor) -> tf.Tensor:
-    """A gradient as a float32 matrix of shape (columns, entries)."""
+    """Turn a gradient into a float32 matrix of shape (columns, entries).
+
+    Args:
+        gradient: Of static shape, of any floating point dtype.
+    """
     columns, entries = matrix_shape(gradient.shape)
     return tf.transpose(tf.reshape(tf.cast(gradient, tf.float32), (entries, columns)))
 
 
-def from_columns(matrix: tf.Tensor, shape: Sequence[int], dtype: Any) -> tf.Tensor:
-    """The gradient that `to_columns` made a matrix of."""
+def from_columns(matrix: tf.Tensor, shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
+    """Turn a matrix back into the gradient that `to_columns` made it of.
+
+    Args:
+        matrix: float32, shape (columns, entries).
+        shape: Of the gradient.
+        dtype: Of the gradient.
+    """
     return tf.cast(tf.reshape(tf.transpose(matrix), shape), dtype)
 
 
@@ -72,6 +85,9 @@ def encode(matrix: tf.Tensor, bits: int) -> Code:
         matrix: float32, shape (columns, entries); both are known.
         bits: One of BITS, which end where float32's own rounding begins to tell: of a range of
             eight root mean squares its 24 bits leave 2^(bits - 24) of a step.
+
+    Returns:
+        The code: `bits` for each entry, and two floats for each column.
 
     Example:
         >>> code = encode(tf.constant([[1.0, 2.0, -3.0, -1.0, 0.0]]), 1)
@@ -86,7 +102,7 @@ def encode(matrix: tf.Tensor, bits: int) -> Code:
 
 
 def decode(code: Code, entries: int, bits: int) -> tf.Tensor:
-    """What every receiver makes of a code, bit for bit the same.
+    """Return what every receiver makes of a code, bit for bit the same.
 
     Args:
         code: The code.
@@ -109,7 +125,12 @@ def decode(code: Code, entries: int, bits: int) -> tf.Tensor:
 
 
 def bytes_of(columns: int, entries: int, bits: int) -> int:
-    """Bytes of a code: entries padded to whole bytes, and two floats for each column.
+    """Return the bytes of a code: entries padded to whole bytes, and two floats per column.
+
+    Args:
+        columns: Of the matrix.
+        entries: Of a column.
+        bits: For each entry.
 
     Example:
         >>> bytes_of(32, 144, 1), 4 * 32 * 144
@@ -119,7 +140,11 @@ def bytes_of(columns: int, entries: int, bits: int) -> int:
 
 
 def to_bytes(codes: Sequence[Code]) -> tf.Tensor:
-    """Codes as one flat uint8 tensor, of as many bytes as `bytes_of` says of each."""
+    """Join codes into one flat uint8 tensor, of as many bytes as `bytes_of` says of each.
+
+    Args:
+        codes: Any number of them.
+    """
     flat = [tf.reshape(part, [-1]) for code in codes for part in (code.packed, _as_bytes(code))]
     return tf.concat([*flat, tf.zeros([0], tf.uint8)], 0)
 
@@ -127,7 +152,7 @@ def to_bytes(codes: Sequence[Code]) -> tf.Tensor:
 def from_bytes(
     rows: tf.Tensor, columns: Sequence[int], entries: Sequence[int], bits: int
 ) -> list[Code]:
-    """The inverse of `to_bytes`, for several senders at once.
+    """Cut the bytes of several senders into codes: the inverse of `to_bytes`.
 
     Args:
         rows: uint8, shape (senders, bytes).
@@ -155,7 +180,7 @@ def _as_bytes(code: Code) -> tf.Tensor:
 
 
 def _top(bits: int) -> float:
-    """The highest index."""
+    """Return the highest index."""
     return float(2**bits - 1)
 
 

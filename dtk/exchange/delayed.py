@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
-from dtk.exchange.base import Exchange, Exchanger, Portion, Trained
+from dtk.exchange.base import Exchange, Exchanger, Gradient, Portion, Trained
 from dtk.exchange.dense import Dense
 from dtk.exchange.quantized import Quantized
 from dtk.exchange.state import ExchangeState
@@ -69,8 +68,16 @@ class DelayedExchanger(Exchanger):
         super().__init__(inner.communicator, inner.state)
         self._inner = inner
 
-    def reduce(self, gradients: list, portion: Portion | None = None) -> list:
-        """Not without `apply`: the first step must apply nothing."""
+    def reduce(self, gradients: list[Gradient], portion: Portion | None = None) -> list[Gradient]:
+        """Refuse: without `apply` the first step could not apply nothing.
+
+        Args:
+            gradients: Not used.
+            portion: Not used.
+
+        Raises:
+            ValueError: Always.
+        """
         del gradients, portion
         raise ValueError(
             "Delayed does not go with gradient accumulation, whose windows sum several steps "
@@ -78,9 +85,24 @@ class DelayedExchanger(Exchanger):
         )
 
     def apply(
-        self, gradients: list, apply: Callable[[list], Any], portion: Portion | None = None
-    ) -> Any:
-        """Sum and apply the gradients of the last step, and keep these."""
+        self,
+        gradients: list[Gradient],
+        apply: Callable[[list[Gradient]], object],
+        portion: Portion | None = None,
+    ) -> tf.Tensor:
+        """Sum and apply the gradients of the last step, and keep these.
+
+        Args:
+            gradients: As in `Exchanger.reduce`, of static shapes.
+            apply: Called with the sums.
+            portion: Not used.
+
+        Returns:
+            bool scalar: whether anything was applied.
+
+        Raises:
+            ValueError: One of the gradients is `tf.IndexedSlices`.
+        """
         if any(isinstance(g, tf.IndexedSlices) for g in gradients):
             raise ValueError(
                 "Delayed keeps whole gradients, and one of this model's is rows of a table "

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import Any
 
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
-from dtk.exchange.base import Exchange, Exchanger, Portion, Trained
+from dtk.exchange.base import Exchange, Exchanger, Gradient, Portion, Trained
 from dtk.exchange.factors import Factored, reduce_products
 from dtk.exchange.state import ExchangeState
 
@@ -88,13 +87,13 @@ class DenseExchanger(Exchanger):
         # Every rank multiplies by itself: on unlike processors weights would part in the last bit.
         self.factors = factors and communicator.alike
 
-    def reduce(self, gradients: list, portion: Portion | None = None) -> list:
+    def reduce(self, gradients: list[Gradient], portion: Portion | None = None) -> list[Gradient]:
         """See `Exchanger.reduce`."""
         # Those of the last layers are ready first, and leave while the others are computed.
         backwards = range(len(gradients))[::-1]
         products = [i for i in backwards if isinstance(gradients[i], Factored)]
         others = [i for i in backwards if i not in products]
-        results: dict[int, Any] = {}
+        results: dict[int, tf.Tensor | tf.IndexedSlices] = {}
         with self.communicator.concurrent("rest") if products else contextlib.nullcontext():
             sums = self._reduce_whole([gradients[i] for i in others])
         results.update(zip(others, sums, strict=True))

@@ -17,18 +17,22 @@ Broadcasting", UAI 2016; layer by layer, where it pays: Zhang et al., "Poseidon"
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
 
-# Floating point operations a worker does in the time one byte takes, where nobody has measured:
+# Floating point operations a worker does in the time one byte takes, where that was not measured:
 # less than most machines do. One core with AVX-512 on loopback does 450, eight on 10 Gbit/s 600.
 FLOPS_PER_BYTE = 100
 
 # A kernel with fewer entries is sent with the rest.
 _FEW = 1 << 14
+
+
+# Reduces a list of tensors.
+_Whole = Callable[[list[tf.Tensor]], list[tf.Tensor]]
 
 
 class Factored(NamedTuple):
@@ -63,14 +67,22 @@ class Factored(NamedTuple):
         return self.left.dtype
 
     def product(self) -> tf.Tensor:
-        """The gradient, of shape (m, n)."""
+        """Return the gradient, of shape (m, n)."""
         return tf.matmul(self.left, self.right, transpose_a=True)
 
 
-def factored(gradient: Any) -> Any:
-    """A gradient as its factors, where it is in a graph as their product; else as it is.
+def factored(
+    gradient: tf.Tensor | tf.IndexedSlices | None,
+) -> tf.Tensor | tf.IndexedSlices | Factored | None:
+    """Return a gradient as its factors, where it is their product in a graph; else as it is.
 
     What only computed the product is not run then.
+
+    Args:
+        gradient: A tensor, `tf.IndexedSlices` or None.
+
+    Returns:
+        A `Factored`, or `gradient`.
 
     Example:
         >>> @tf.function
@@ -98,20 +110,28 @@ def factored(gradient: Any) -> Any:
 
 
 def _is_row_per_example(factor: tf.Tensor) -> bool:
-    """Whether there are as many rows as the batch has, and not one for each place of a sequence."""
+    """Return whether there are as many rows as the batch has.
+
+    And not one for each place of a sequence.
+    """
     if factor.op.type != "Reshape":
         return True
     before = factor.op.inputs[0].shape
     return bool(before.rank) and before[1:].num_elements() == factor.shape[1]
 
 
-def reduce_products(gradients: list[Factored], communicator: Communicator, whole: Callable) -> list:
-    """Sum gradients over all ranks, as factors if that is faster at this step's number of rows.
+def reduce_products(
+    gradients: list[Factored], communicator: Communicator, whole: _Whole
+) -> list[tf.Tensor]:
+    """Sum gradients over all ranks, as factors if that is faster with this many rows.
 
     Args:
         gradients: This rank's part of each.
         communicator: Between the workers.
         whole: Reduces a list of tensors.
+
+    Returns:
+        The sums, in the shapes of the products.
     """
     results: dict[int, tf.Tensor] = {}
     for dtype in dict.fromkeys(g.left.dtype for g in gradients):  # a message is of one
@@ -121,7 +141,9 @@ def reduce_products(gradients: list[Factored], communicator: Communicator, whole
     return [results[i] for i in range(len(gradients))]
 
 
-def _reduce_alike(gradients: list[Factored], communicator: Communicator, whole: Callable) -> list:
+def _reduce_alike(
+    gradients: list[Factored], communicator: Communicator, whole: _Whole
+) -> list[tf.Tensor]:
     counts = _row_counts(gradients, communicator)
     costs = communicator.costs
     return tf.cond(
@@ -132,14 +154,14 @@ def _reduce_alike(gradients: list[Factored], communicator: Communicator, whole: 
 
 
 def _row_counts(gradients: list[Factored], communicator: Communicator) -> tf.Tensor:
-    """Rows that each rank holds of each gradient: shape (size, gradients), int64."""
+    """Return the rows each rank holds of each gradient: shape (size, gradients), int64."""
     mine = tf.stack([tf.shape(g.left, tf.int64)[0] for g in gradients])
     with communicator.concurrent("rows"):  # known long before the gradients are
         return communicator.allgather(mine[None], [1] * communicator.size)
 
 
 def _pays(gradients: list[Factored], counts: tf.Tensor, flops_per_byte: float) -> tf.Tensor:
-    """Whether sending factors is faster than an all-reduce; the same on all ranks."""
+    """Return whether sending factors is faster than an all-reduce; the same on all ranks."""
     rows = tf.unstack(tf.cast(tf.reduce_sum(counts, 0), tf.float32))
     factors = [
         n * (g.width * g.left.dtype.size + 2.0 * g.entries / flops_per_byte)
@@ -153,7 +175,10 @@ def _pays(gradients: list[Factored], counts: tf.Tensor, flops_per_byte: float) -
 def _gathered(
     gradients: list[Factored], counts: tf.Tensor, communicator: Communicator
 ) -> list[Factored]:
-    """All ranks' rows, those of a gradient below each other in rank order. One message."""
+    """Gather all ranks' rows in one message.
+
+    Those of a gradient stand below each other in rank order.
+    """
     joined = tf.concat([tf.reshape(f, [-1]) for g in gradients for f in g], 0)
     widths = tf.constant([g.width for g in gradients], tf.int64)
     everything = communicator.allgather(joined, tf.linalg.matvec(counts, widths))

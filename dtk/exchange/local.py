@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
-from dtk.exchange.base import Exchange, Exchanger, Portion, Trained
+from dtk.exchange.base import Exchange, Exchanger, Gradient, Portion, Trained
 from dtk.exchange.state import ExchangeState
 
 
@@ -32,11 +31,20 @@ class LocalExchange(Exchange):
 
     @abc.abstractmethod
     def rows_in_block(self, size: int) -> int:
-        """Rows of all `size` workers after which a block is closed."""
+        """Return the rows of all workers after which a block is closed.
+
+        Args:
+            size: Number of workers.
+        """
 
     @abc.abstractmethod
-    def combine(self, block: LocalExchanger, start: Sequence[Any]) -> None:
-        """Give all workers new weights, the same; `start` are those the block began with."""
+    def combine(self, block: LocalExchanger, start: Sequence[tf.Variable]) -> None:
+        """Give all workers new weights, the same on all of them.
+
+        Args:
+            block: The block that is closed, with this worker's weights and counts.
+            start: The weights it began with.
+        """
 
     def exchanger(
         self, communicator: Communicator, state: ExchangeState, trained: Trained
@@ -63,7 +71,7 @@ class LocalExchanger(Exchanger):
         state: ExchangeState,
         trained: Trained,
         rows: int,
-        combine: Callable[[LocalExchanger, Sequence[Any]], None],
+        combine: Callable[[LocalExchanger, Sequence[tf.Variable]], None],
     ):
         super().__init__(communicator, state)
         self.trained = trained
@@ -80,8 +88,19 @@ class LocalExchanger(Exchanger):
         """Rows of this worker in the open block."""
         return self.state.variable("own_rows", "sum", (), tf.float32)
 
-    def reduce(self, gradients: list, portion: Portion | None = None) -> list:
-        """This worker's own estimate of the whole batch's gradients."""
+    def reduce(self, gradients: list[Gradient], portion: Portion | None = None) -> list[Gradient]:
+        """Return this worker's own estimate of the whole batch's gradients.
+
+        Args:
+            gradients: As in `Exchanger.reduce`.
+            portion: This rank's part of the batch.
+
+        Returns:
+            Means over this worker's rows; zeros without any.
+
+        Raises:
+            ValueError: `portion` is None.
+        """
         if portion is None:
             raise ValueError(
                 "this exchange counts the rows of global batches, which only fit and "
@@ -90,8 +109,11 @@ class LocalExchanger(Exchanger):
         return [_divided(g, portion.share) for g in gradients]
 
     def apply(
-        self, gradients: list, apply: Callable[[list], Any], portion: Portion | None = None
-    ) -> Any:
+        self,
+        gradients: list[Gradient],
+        apply: Callable[[list[Gradient]], object],
+        portion: Portion | None = None,
+    ) -> object:
         """See `Exchanger.apply`."""
         own = self.reduce(gradients, portion)
         self._open(self._start())
@@ -113,7 +135,11 @@ class LocalExchanger(Exchanger):
         tf.cond(tf.equal(self.rows, 0), keep, lambda: False)
 
     def count(self, portion: Portion | None) -> None:
-        """Count a step, and close the block when it is full."""
+        """Count a step, and close the block when it is full.
+
+        Args:
+            portion: This rank's part of the batch; never None.
+        """
         assert portion is not None
         self.own_rows.assign_add(tf.cast(portion.rows, tf.float32) * portion.share)
         rows = self.rows.assign_add(portion.rows, read_value=True)
@@ -133,7 +159,7 @@ class LocalExchanger(Exchanger):
         return tf.equal(self.rows, 0)
 
     def share(self) -> tf.Tensor | None:
-        """This worker's part of the rows of the block that was closed last."""
+        """Return this worker's part of the rows of the block that was closed last."""
         return self._share().read_value()
 
     def _share(self) -> tf.Variable:
@@ -159,8 +185,8 @@ class LocalExchanger(Exchanger):
             variable.assign(tf.zeros_like(variable))
 
 
-def _divided(gradient: Any, share: tf.Tensor) -> Any:
-    """A gradient over the whole batch's number of rows -> over this worker's; zeros for none."""
+def _divided(gradient: Gradient, share: tf.Tensor) -> Gradient:
+    """Turn a mean over the whole batch into one over this worker's rows; zeros for none."""
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(
             _divided(gradient.values, share), gradient.indices, gradient.dense_shape

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from dtk.exchange.auto import Auto
 from dtk.exchange.base import Exchange
 from dtk.exchange.codec import BITS
@@ -20,8 +18,11 @@ NAMES: dict[str, Exchange] = {
 _NAMES = f"'auto', 'fp16', 'bf16', '{BITS[0]}bit' to '{BITS[-1]}bit' or '{WHOLE}bit'"
 
 
-def parse(exchange: Any) -> Exchange:
-    """An exchange from what a user gave: a value, a short name, or None for whole gradients.
+def parse(exchange: object) -> Exchange:
+    """Return the exchange that a user gave: a value, a short name, or None for whole gradients.
+
+    Args:
+        exchange: What the user gave.
 
     Raises:
         ValueError: Nothing of this name.

@@ -28,7 +28,11 @@ _GATHER_BITS = 0x0102040810204080
 
 
 def width(entries: int, bits: int) -> int:
-    """Bytes of a row.
+    """Return the bytes of a row.
+
+    Args:
+        entries: Numbers in a row.
+        bits: Of each, 1 to 16.
 
     Example:
         >>> width(8, 3), width(9, 3), width(9, 12)
@@ -38,7 +42,11 @@ def width(entries: int, bits: int) -> int:
 
 
 def dtype_of(bits: int) -> tf.DType:
-    """What holds a number of so many bits."""
+    """Return the dtype that holds a number of so many bits.
+
+    Args:
+        bits: 1 to 16.
+    """
     return tf.uint16 if bits > 8 else tf.uint8
 
 
@@ -79,7 +87,7 @@ def pack(numbers: tf.Tensor, bits: int) -> tf.Tensor:
 
 
 def unpack(packed: tf.Tensor, entries: int, bits: int) -> tf.Tensor:
-    """The inverse of `pack`, of any number of rows.
+    """Unpack what `pack` made, of any number of rows.
 
     Args:
         packed: uint8, shape (rows, width(entries, bits)).
@@ -118,7 +126,7 @@ def unpack(packed: tf.Tensor, entries: int, bits: int) -> tf.Tensor:
 
 
 def _rounds(bits: int) -> Iterator[tuple[int, int, int]]:
-    """How far the upper of two neighbours moves down, and masks of where both are then."""
+    """Return how far the upper of two neighbours moves down, and masks of where both are then."""
     for doubled in range(3):
         place, field = 8 << doubled, bits << doubled
         lower = sum((1 << field) - 1 << start for start in range(0, 64, 2 * place))

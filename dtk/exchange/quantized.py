@@ -4,9 +4,9 @@ With K workers a gradient of some columns (see `codec`) is summed in two stages.
 over the workers, each of which owns some:
 
     worker k    v = gradient + residual;  code = encode(v);  residual = v - decode(code)
-                    | each owner gets its columns of everyone's code         (all-to-all)
+                    | each owner gets its columns of all ranks' codes        (all-to-all)
     owner       s = sum of K decoded + own residual; code = encode(s); residual = s - decode(code)
-                    | everyone gets everyone's columns                       (all-gather)
+                    | every rank gets every owner's columns                  (all-gather)
     worker k    sum = decode(code), bit for bit the same everywhere
 
 Each worker sends 2 (K-1)/K of a code, as a ring all-reduce does of a gradient, so one bit per entry
@@ -24,8 +24,9 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
+from dtk.communicators.blocks import block_sizes
 from dtk.exchange import codec
-from dtk.exchange.base import Exchange, Exchanger, Portion, Trained
+from dtk.exchange.base import Exchange, Exchanger, Gradient, Portion, Trained
 from dtk.exchange.dense import Dense
 from dtk.exchange.state import ExchangeState
 
@@ -92,20 +93,30 @@ class Quantized(Exchange):
 
 
 def stripes(columns: int, size: int) -> list[tuple[int, int]]:
-    """First and last (excluded) of the columns each rank owns: the first few get one more.
+    """Return first and last (excluded) of the columns each rank owns.
+
+    Args:
+        columns: To be divided, as even as can be; the first ranks get one more.
+        size: Number of ranks.
 
     Example:
         >>> stripes(10, 3)
         [(0, 4), (4, 7), (7, 10)]
     """
-    counts = [columns // size + (rank < columns % size) for rank in range(size)]
-    ends = list(itertools.accumulate(counts, initial=0))
+    ends = list(itertools.accumulate(block_sizes(columns, size), initial=0))
     return list(itertools.pairwise(ends))
 
 
 def is_coded(shape: Sequence[int], dtype: tf.DType, bits: int) -> bool:
-    """Whether such a gradient is quantised: a matrix, or more, whose code is at most two thirds as
-    long: with 16 bits for float32, the scales of a column come on top of half.
+    """Return whether such a gradient is quantised.
+
+    That is a matrix, or more, whose code is at most two thirds as long: with 16 bits for float32,
+    the scales of a column come on top of half.
+
+    Args:
+        shape: Of the gradient, static.
+        dtype: Of the gradient.
+        bits: Of an entry's code.
 
     Example:
         >>> [is_coded(shape, tf.float32, 1) for shape in [(100, 10), (3, 10), (100,)]]
@@ -131,7 +142,7 @@ class QuantizedExchanger(Exchanger):
         super().__init__(communicator, state)
         self.bits = bits
 
-    def reduce(self, gradients: list, portion: Portion | None = None) -> list:
+    def reduce(self, gradients: list[Gradient], portion: Portion | None = None) -> list[Gradient]:
         """See `Exchanger.reduce`."""
         results = list(gradients)
         coded = [i for i, g in enumerate(gradients) if self._codes(g)]
@@ -235,7 +246,7 @@ class QuantizedExchanger(Exchanger):
         ]
 
     def _sum(self, parts: codec.Code, columns: int, entries: int) -> tf.Tensor:
-        """Codes of several senders, one below the other -> the sum of what they decode to."""
+        """Sum what the codes of several senders, one below the other, decode to."""
         decoded = codec.decode(parts, entries, self.bits)
         return tf.reduce_sum(tf.reshape(decoded, (-1, columns, entries)), 0)
 
@@ -259,7 +270,7 @@ class QuantizedExchanger(Exchanger):
     def _lengths(
         self, shapes: list[tuple[int, int]], owned: list[list[tuple[int, int]]]
     ) -> list[int]:
-        """Bytes of all codes of each rank's columns."""
+        """Return the bytes of all codes of each rank's columns."""
         return [
             sum(
                 codec.bytes_of(_count(rows[j]), entries, self.bits)

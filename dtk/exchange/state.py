@@ -1,4 +1,4 @@
-"""What an exchange remembers from step to step: variables that checkpoints keep.
+"""State that an exchange keeps from step to step: variables that checkpoints keep.
 
 Each is of one of these kinds, which say what a checkpoint holds, and what another number of ranks
 makes of it:
@@ -14,20 +14,27 @@ from __future__ import annotations
 import concurrent.futures
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
 
+_T = TypeVar("_T")
 KINDS = ("same", "sum", "mean", "stripe")
 
 
 class StateVariable(NamedTuple):
-    """A variable, its kind, and for a stripe the rows of the whole it has."""
+    """A variable, and what a checkpoint makes of it.
 
-    variable: Any
+    Attributes:
+        variable: The variable.
+        kind: One of KINDS.
+        rows: First and last (excluded) of the rows of a stripe; None of other kinds.
+    """
+
+    variable: tf.Variable
     kind: str
     rows: tuple[int, int] | None
 
@@ -57,12 +64,16 @@ class ExchangeState:
         self._restored: dict[str, dict] = {}
 
     @property
-    def variables(self) -> list:
+    def variables(self) -> list[tf.Variable]:
         """Every variable made or kept so far."""
         return [*(kept.variable for kept in self._kept.values()), *self._scratch.values()]
 
     def part(self, prefix: str) -> ExchangeState:
-        """This state, with something put before every name."""
+        """Return this state, with something put before every name.
+
+        Args:
+            prefix: What is put before.
+        """
         part = copy.copy(self)
         part.prefix = self.prefix + prefix
         return part
@@ -72,10 +83,10 @@ class ExchangeState:
         name: str,
         kind: str,
         shape: Sequence[int],
-        dtype: Any = tf.float32,
+        dtype: tf.DType = tf.float32,
         rows: tuple[int, int] | None = None,
     ) -> tf.Variable:
-        """The variable of this name; new ones hold zeros, or what a checkpoint held.
+        """Return the variable of this name; a new one holds zeros, or what a checkpoint held.
 
         Args:
             name: Its name, the same on all ranks.
@@ -88,12 +99,24 @@ class ExchangeState:
             self._keep(StateVariable(self._make(name, shape, dtype), kind, rows), name)
         return self._kept[self.prefix + name].variable
 
-    def keep(self, name: str, kind: str, variable: Any) -> None:
-        """Have a variable that somebody else made saved and restored as well."""
+    def keep(self, name: str, kind: str, variable: tf.Variable) -> None:
+        """Save and restore a variable that was made elsewhere as well.
+
+        Args:
+            name: Its name, the same on all ranks.
+            kind: One of KINDS.
+            variable: The variable.
+        """
         self._keep(StateVariable(variable, kind, None), name)
 
-    def scratch(self, name: str, shape: Sequence[int], dtype: Any) -> tf.Variable:
-        """A variable that no checkpoint needs."""
+    def scratch(self, name: str, shape: Sequence[int], dtype: tf.DType) -> tf.Variable:
+        """Return the variable of this name, which no checkpoint needs.
+
+        Args:
+            name: Its name.
+            shape: Of this rank's part.
+            dtype: Its dtype.
+        """
         if self.prefix + name not in self._scratch:
             self._scratch[self.prefix + name] = self._make(name, shape, dtype)
         return self._scratch[self.prefix + name]
@@ -104,7 +127,7 @@ class ExchangeState:
         if saved is not None:
             _outside(lambda: self._assign(self.prefix + name, kept, saved))
 
-    def _make(self, name: str, shape: Sequence[int], dtype: Any) -> tf.Variable:
+    def _make(self, name: str, shape: Sequence[int], dtype: tf.DType) -> tf.Variable:
         def make() -> tf.Variable:
             with tf.device(self._device):
                 return tf.Variable(tf.zeros(shape, dtype), trainable=False, name=name)
@@ -112,10 +135,14 @@ class ExchangeState:
         return _outside(make)
 
     def collect(self, root: int | None = None) -> dict[str, dict]:
-        """Everything remembered, of all ranks. All ranks call it together.
+        """Return everything remembered, of all ranks; all ranks call it together.
 
         Args:
             root: The rank that is to keep it, of all ranks; None: each keeps it.
+
+        Returns:
+            By name, kind and value; empty on ranks other than `root`, but for what was restored and
+            not asked for yet.
         """
         saved = dict(self._restored)  # what no step has asked for yet
         for name, kept in self._kept.items():
@@ -134,6 +161,12 @@ class ExchangeState:
         """Go on from what `collect` returned, in a world of any size.
 
         Variables that no step has asked for yet take their values when one does.
+
+        Args:
+            saved: What `collect` returned.
+
+        Raises:
+            ValueError: A value has another shape than the variable here.
         """
         self._restored.clear()
         for name, item in saved.items():
@@ -159,13 +192,13 @@ class ExchangeState:
 
 
 def _shared_out(values: np.ndarray, kind: str, size: int) -> np.ndarray:
-    """What each rank of another world gets of what every rank had."""
+    """Return what each rank of another world gets of what every rank had."""
     mean = values.mean(0, dtype=np.float64)
     mean = mean if kind == "mean" else mean * (len(values) / size)
     return mean.astype(values.dtype)
 
 
-def _outside(work: Callable[[], Any]) -> Any:
+def _outside(work: Callable[[], _T]) -> _T:
     """Run in a new thread: outside the graph being traced, its device and its replica."""
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         return thread.submit(work).result()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
 from dtk.exchange.auto import Auto
-from dtk.exchange.base import Exchange, Exchanger, Portion, Trained
+from dtk.exchange.base import Exchange, Exchanger, Gradient, Portion, Trained
 from dtk.exchange.dense import Dense
 from dtk.exchange.state import ExchangeState
 
@@ -30,7 +29,7 @@ class WarmStart(Exchange):
 
     Raises:
         ValueError: An argument is out of range; at the first step of a loop of the script's own,
-            where nobody counts rows.
+            where rows are not counted.
 
     Example:
         >>> from dtk.exchange import Quantized
@@ -89,7 +88,7 @@ class WarmExchanger(Exchanger):
         super().__init__(first.communicator, first.state)
         self._first, self._later, self._samples = first, later, samples
 
-    def reduce(self, gradients: list, portion: Portion | None = None) -> list:
+    def reduce(self, gradients: list[Gradient], portion: Portion | None = None) -> list[Gradient]:
         """See `Exchanger.reduce`."""
         return tf.cond(
             self._warm(),
@@ -98,8 +97,11 @@ class WarmExchanger(Exchanger):
         )
 
     def apply(
-        self, gradients: list, apply: Callable[[list], Any], portion: Portion | None = None
-    ) -> Any:
+        self,
+        gradients: list[Gradient],
+        apply: Callable[[list[Gradient]], object],
+        portion: Portion | None = None,
+    ) -> object:
         """See `Exchanger.apply`."""
         if type(self._later).apply is Exchanger.apply:
             return super().apply(gradients, apply, portion)

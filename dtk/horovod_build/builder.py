@@ -51,7 +51,11 @@ BUILD_REQUIREMENTS = ("setuptools<81", "wheel", *RUNTIME_REQUIREMENTS)
 
 
 def cache_key(tensorflow: str, mpi: Mpi | None) -> str:
-    """Name everything a compiled Horovod depends on.
+    """Return a name made of everything a compiled Horovod depends on.
+
+    Args:
+        tensorflow: Version of TensorFlow.
+        mpi: The MPI it is compiled with, or None.
 
     >>> cache_key("2.21.0", Mpi("openmpi", "4.1.4"))  # doctest: +SKIP
     'horovod-0.28.1-cp311-tf2.21.0-openmpi4.1.4-linux_x86_64-glibc2.36'
@@ -67,12 +71,16 @@ def cache_key(tensorflow: str, mpi: Mpi | None) -> str:
 
 
 def cache_root() -> pathlib.Path:
-    """Where wheels are kept."""
+    """Return the folder that keeps wheels."""
     return cache.folder() / "wheels"
 
 
 def cached_wheel(folder: pathlib.Path) -> pathlib.Path | None:
-    """Return the wheel kept in `folder`, if there is one and it is whole."""
+    """Return the wheel kept in `folder`, if there is one and it is whole.
+
+    Args:
+        folder: Of one cache key.
+    """
     for wheel in sorted(folder.glob(f"horovod-{HOROVOD_VERSION}*.whl")):
         if has_tensorflow_ops(wheel):
             return wheel
@@ -80,7 +88,18 @@ def cached_wheel(folder: pathlib.Path) -> pathlib.Path | None:
 
 
 def keep(wheel: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
-    """Copy `wheel` into `folder` so that nobody ever sees half of it."""
+    """Copy `wheel` into `folder` so that a reader never sees half of it.
+
+    Args:
+        wheel: The file.
+        folder: Made if it is not there.
+
+    Returns:
+        The copy.
+
+    Raises:
+        OSError: It cannot be written.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / wheel.name
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".", suffix=".tmp", delete=False) as part:
@@ -95,7 +114,11 @@ def keep(wheel: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
 
 
 def has_tensorflow_ops(wheel: pathlib.Path) -> bool:
-    """Whether `wheel` is a readable archive that holds the compiled TensorFlow library."""
+    """Return whether `wheel` is an archive that holds the compiled TensorFlow library.
+
+    Args:
+        wheel: The file, which may be broken.
+    """
     try:
         with zipfile.ZipFile(wheel) as archive:
             return any(name.startswith("horovod/tensorflow/mpi_lib") for name in archive.namelist())
@@ -109,7 +132,7 @@ def has_tensorflow_ops(wheel: pathlib.Path) -> bool:
 class Build:
     """One build: a scratch directory, the tools in it, and one log of all that ran.
 
-    Attributes:
+    Args:
         scratch: Directory that the caller makes and deletes.
         log: File every command's output is appended to.
         echo: Whether that output goes to the screen as well.
@@ -140,6 +163,9 @@ class Build:
     def fetch_source(self) -> pathlib.Path:
         """Download Horovod's source archive from the configured package index.
 
+        Returns:
+            The archive.
+
         Raises:
             HorovodBuildError: When that fails.
         """
@@ -154,6 +180,9 @@ class Build:
 
     def unpack(self, sdist: pathlib.Path) -> pathlib.Path:
         """Unpack the archive, check that it is the right one, leave out the XLA ops.
+
+        Args:
+            sdist: The source archive.
 
         Returns:
             The source directory.
@@ -173,6 +202,13 @@ class Build:
     def compile(self, source: pathlib.Path, mpi: Mpi | None) -> pathlib.Path:
         """Build the wheel; every core is used, for about two minutes on two of them.
 
+        Args:
+            source: The source directory.
+            mpi: The MPI to compile with, or None for Gloo only.
+
+        Returns:
+            The wheel.
+
         Raises:
             HorovodBuildError: When it fails, or makes a wheel without TensorFlow's library.
         """
@@ -190,7 +226,7 @@ class Build:
         return wheel
 
     def environ(self) -> dict[str, str]:
-        """Put the private tools in front, for Python and for the shell.
+        """Return this process's variables with the private tools in front.
 
         Inherited `HOROVOD_WITH...` switches would contradict `build_variables`; they are dropped.
         """
@@ -248,7 +284,11 @@ def run_logged(
 
 
 def build_variables(mpi: Mpi | None) -> dict[str, str]:
-    """Return the switches Horovod's build reads: TensorFlow and Gloo, MPI where there is one."""
+    """Return the switches Horovod's build reads: TensorFlow and Gloo, MPI where there is one.
+
+    Args:
+        mpi: The MPI to compile with, or None.
+    """
     return {
         "HOROVOD_WITH_TENSORFLOW": "1",
         "HOROVOD_WITHOUT_PYTORCH": "1",
@@ -261,7 +301,10 @@ def build_variables(mpi: Mpi | None) -> dict[str, str]:
 
 
 def check_sdist(sdist: pathlib.Path) -> None:
-    """Read the archive's own statement of what it is.
+    """Refuse an archive that is not the source of this Horovod, by its own statement.
+
+    Args:
+        sdist: The source archive.
 
     Raises:
         HorovodBuildError: When it is missing, no archive, or not horovod 0.28.1.
@@ -284,6 +327,9 @@ def check_sdist(sdist: pathlib.Path) -> None:
 
 def leave_out_xla(cmake_lists: pathlib.Path) -> None:
     """Delete the one line that compiles the XLA ops.
+
+    Args:
+        cmake_lists: The file that names it.
 
     Raises:
         HorovodBuildError: When the line is not there exactly once: this is some other source.

@@ -54,7 +54,7 @@ hvd.shutdown()
 
 @dataclasses.dataclass(frozen=True)
 class Horovod:
-    """What the installed Horovod says about itself.
+    """Facts that the installed Horovod states about itself.
 
     Attributes:
         version: Such as "0.28.1".
@@ -73,13 +73,16 @@ class Horovod:
     tensorflow: str
 
     def controllers(self) -> str:
-        """Name what it was built with, such as "MPI and Gloo"."""
+        """Return what it was built with, such as "MPI and Gloo"."""
         names = {"MPI": self.mpi, "Gloo": self.gloo, "NCCL": self.nccl}
         return " and ".join(name for name, built in names.items() if built) or "no transport"
 
 
 def installed() -> Horovod:
     """Import the installed Horovod in a subprocess.
+
+    Returns:
+        What it says about itself.
 
     Raises:
         HorovodBuildError: When it is missing, cannot be imported, or was built for another
@@ -109,7 +112,13 @@ def installed() -> Horovod:
 
 
 def check_gloo(timeout: float = TIMEOUT) -> float:
-    """Let two processes reduce over Gloo; return the seconds it took.
+    """Let two processes reduce over Gloo.
+
+    Args:
+        timeout: Seconds they get.
+
+    Returns:
+        Seconds they took.
 
     Raises:
         HorovodBuildError: When they do not both read 3 in time.
@@ -126,7 +135,13 @@ def check_gloo(timeout: float = TIMEOUT) -> float:
 
 
 def check_mpi(timeout: float = TIMEOUT) -> float:
-    """Let two processes reduce under a real `mpirun -np 2`; return the seconds it took.
+    """Let two processes reduce under a real `mpirun -np 2`.
+
+    Args:
+        timeout: Seconds they get.
+
+    Returns:
+        Seconds they took.
 
     Raises:
         HorovodBuildError: When `mpirun` is missing, or they do not both read 3 in time.

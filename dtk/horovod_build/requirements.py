@@ -111,6 +111,9 @@ def tensorflow_version() -> str:
 def find_mpi() -> Mpi:
     """Preprocess `mpi.h` with the C++ wrapper and read who made it.
 
+    Returns:
+        Vendor and version.
+
     Raises:
         HorovodBuildError: When `mpicxx`, its header or `mpirun` is missing.
     """
@@ -162,7 +165,10 @@ def check_compiler() -> str:
 
 
 def usable_cmake() -> str | None:
-    """Path of a cmake on PATH that Horovod accepts (3.13 up to, not including, 4), or None."""
+    """Return the path of a cmake that Horovod accepts, or None.
+
+    That is one on PATH from 3.13 up to, not including, 4.
+    """
     path = shutil.which("cmake")
     if path is None:
         return None
@@ -173,6 +179,12 @@ def usable_cmake() -> str | None:
 
 def numbers_in(version: str) -> tuple[int, ...]:
     """Return the first dotted number in a text.
+
+    Args:
+        version: The text.
+
+    Returns:
+        Its parts; empty when there is none.
 
     >>> numbers_in("cmake version 3.25.1")
     (3, 25, 1)

@@ -7,7 +7,7 @@
 0
 """
 
+from dtk.launch.job import Job
 from dtk.launch.plan import COMMUNICATORS, Process, plan
-from dtk.launch.process import Job
 
 __all__ = ["COMMUNICATORS", "Job", "Process", "plan"]

@@ -1,4 +1,4 @@
-"""What runs beside the ranks: one rank on another host, and the guard on this one.
+"""The agent beside the ranks: runs one rank on another host, or is the guard on this one.
 
 This file is sent through the remote shell, so it uses the standard library alone and dtk need not
 be importable before the rank itself starts. Its first line of standard input is a JSON object; the
@@ -125,6 +125,9 @@ def survey(host: str, ports: int) -> dict[str, Any]:
     Returns:
         `ports`, the `cores` this process may use, and the `interface` that has the address.
 
+    Raises:
+        OSError: The address is not this host's, or there is no free port.
+
     >>> facts = survey("127.0.0.1", 2)
     >>> len(facts["ports"]), facts["interface"]
     (2, 'lo')
@@ -147,6 +150,9 @@ def cores(folder: str = "/sys/devices/system/cpu") -> list[int]:
     Args:
         folder: Where Linux tells of them.
 
+    Returns:
+        Their numbers.
+
     >>> set(cores()) == os.sched_getaffinity(0)
     True
     """
@@ -167,9 +173,12 @@ def _place(core: str) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def bound_to(cores: Sequence[int]) -> Iterator[None]:
-    """Let processes started inside, by this thread, use these cores only; all when empty.
+    """Let processes started inside, by this thread, use these cores only.
 
     Where that is not allowed, or the cores are gone since the survey, they use all there are.
+
+    Args:
+        cores: Their numbers; empty for all.
 
     >>> with bound_to(cores()[:1]):
     ...     len(os.sched_getaffinity(0))
@@ -205,6 +214,12 @@ def _interface(host: str) -> str:
 
 def shell_code(code: int) -> int:
     """Turn a `subprocess` return code into what a shell would report.
+
+    Args:
+        code: Negative for a signal.
+
+    Returns:
+        128 + signal, or the code itself.
 
     >>> shell_code(-9), shell_code(3)
     (137, 3)
@@ -258,6 +273,9 @@ def guard(spec: Mapping[str, Any]) -> int:
 
     Args:
         spec: `job` and `grace`.
+
+    Returns:
+        0, the exit code.
     """
     if "done" not in sys.stdin.read():
         end(spec["job"], spec["grace"])

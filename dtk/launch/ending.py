@@ -1,4 +1,4 @@
-"""What ends a job, told from how its processes ended. Starts and ends nothing.
+"""The end of a job, told from how its processes ended. Starts and ends nothing.
 
     all-reduce           every rank has ended with 0 ───────> over
                          one fails ─────────────────────────> over: each needs all the others
@@ -8,7 +8,7 @@
                          a worker fails by itself ──────────> over: so would its successor
                          a ps fails ────────────────────────> over: its variables are gone
 
-Workers and servers are expected to end by themselves soon after the chief; how they do is nobody's
+Workers and servers are expected to end by themselves soon after the chief; how they do is no
 failure any more.
 """
 
@@ -24,7 +24,7 @@ TIE = 0.1
 
 
 class Ending:
-    """Of a job whose ranks all need each other.
+    """Says what ends a job whose ranks all need each other.
 
     Args:
         ranks: The job's processes; looked at anew with every question.
@@ -43,7 +43,7 @@ class Ending:
 
     @property
     def serving(self) -> list[Rank]:
-        """The processes that end by themselves now that nobody needs them."""
+        """The processes that end by themselves once the job is over."""
         return []
 
     @property
@@ -52,28 +52,35 @@ class Ending:
         return all(rank.code == 0 for rank in self.essential) or bool(self.failures())
 
     def failures(self) -> list[Rank]:
-        """List the processes whose failure ends the job."""
+        """Return the processes whose failure ends the job."""
         return [rank for rank in self._ranks if rank.failed]
 
     def lost(self) -> list[Rank]:
-        """List the processes that are gone and can be replaced or done without."""
+        """Return the processes that are gone and can be replaced or done without."""
         return []
 
     def workers_left(self) -> list[Rank]:
-        """List the workers that a job does not have to do without."""
+        """Return the workers that a job does not have to do without."""
         return [rank for rank in self._ranks if not rank.failed]
 
     def speaker(self, culprit: Rank) -> Rank:
-        """Tell which process can say what a failure means."""
+        """Return the process that can say what a failure means.
+
+        Args:
+            culprit: The process that failed first.
+        """
         return culprit
 
     def culprit(self) -> Rank | None:
-        """Tell which process failed first."""
+        """Return the process that failed first; None without a failure."""
         return min(self.failures(), key=lambda rank: rank.failed_at, default=None)
 
 
 class ServedEnding(Ending):
-    """Of a job with parameter servers: the chief runs it, workers and servers serve the chief."""
+    """Says what ends a job with parameter servers.
+
+    The chief runs it; workers and servers serve the chief.
+    """
 
     essential_roles = ("chief", "evaluator")
 
@@ -88,25 +95,29 @@ class ServedEnding(Ending):
         return [] if self.chief.code is None else self._of("worker", "ps")
 
     def failures(self) -> list[Rank]:
-        """List the processes whose failure ends the job."""
+        """Return the processes whose failure ends the job."""
         return [rank for rank in super().failures() if not self._is_borne(rank)]
 
     def lost(self) -> list[Rank]:
-        """List the workers that a signal ended and about which nothing was done yet."""
+        """Return the workers that a signal ended and about which nothing was done yet."""
         if self.chief.code is not None:
-            return []  # nobody would give them work
+            return []  # no chief would give them work
         return [rank for rank in self._of("worker") if rank.signal and not rank.given_up]
 
     def workers_left(self) -> list[Rank]:
-        """List the workers that serve, did so to their end, or can be started again."""
+        """Return the workers that serve, did so to their end, or can be restarted."""
         return [w for w in self._of("worker") if not w.failed or (w.signal and not w.given_up)]
 
     def speaker(self, culprit: Rank) -> Rank:
-        """Tell which process can say what a failure means: the chief, if it is a server's."""
+        """Return the process that can say what a failure means: of a server's, the chief.
+
+        Args:
+            culprit: The process that failed first.
+        """
         return self.chief if culprit.process.role == "ps" else culprit
 
     def culprit(self) -> Rank | None:
-        """Tell which process failed first."""
+        """Return the process that failed first; None without a failure."""
         failures = self.failures()
         if any(rank.process.role == "ps" for rank in failures):
             # Others may print that a server is gone sooner than the system reports its end.
@@ -117,7 +128,7 @@ class ServedEnding(Ending):
         return [rank for rank in self._ranks if rank.process.role in roles]
 
     def _is_borne(self, rank: Rank) -> bool:
-        """Tell whether the job goes on, or ended well, although this rank failed."""
+        """Return whether the job goes on, or ended well, although this rank failed."""
         if rank.process.role in self.essential_roles:
             return False
         if self.chief.code == 0 and rank.exited > self.chief.exited - TIE:
@@ -131,11 +142,14 @@ class ServedEnding(Ending):
 
 
 def choose(processes: Sequence[Process], ranks: Sequence[Rank]) -> Ending:
-    """Choose the rules for a plan.
+    """Return the rules for a plan.
 
     Args:
         processes: The plan.
         ranks: What runs, or will, when the rules are asked.
+
+    Returns:
+        Those of a job with parameter servers where the plan has a chief and a server.
 
     >>> type(choose([], [])).__name__
     'Ending'

@@ -1,4 +1,4 @@
-"""What the commands that start a job share: where to start it, and seeing it to its end."""
+"""Options of the commands that start a job, and seeing it to its end."""
 
 from __future__ import annotations
 
@@ -51,7 +51,11 @@ class Refused(click.ClickException):
         self._command = command
 
     def show(self, file: IO[Any] | None = None) -> None:
-        """Print the line."""
+        """Print the line.
+
+        Args:
+            file: Not used: it goes to standard error.
+        """
         click.echo(f"dtk {self._command}: {self.message}", err=True)
 
 
@@ -59,7 +63,18 @@ class JobCommand(click.Command):
     """A command whose mistakes, dtk's errors and usage errors alike, are one line."""
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:
-        """Parse the arguments."""
+        """Parse the arguments.
+
+        Args:
+            args: As click passes them.
+            extra: As click passes them.
+
+        Returns:
+            The context to run the command in.
+
+        Raises:
+            Refused: A usage error, as one line.
+        """
         try:
             return super().make_context(*args, **extra)
         except click.UsageError as error:
@@ -67,7 +82,17 @@ class JobCommand(click.Command):
             raise Refused(self.name, f"{told}; see `dtk {self.name} --help`") from None
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command."""
+        """Run the command.
+
+        Args:
+            ctx: As `make_context` returned it.
+
+        Returns:
+            What the command's function returns.
+
+        Raises:
+            Refused: An error of dtk's, as one line.
+        """
         try:
             return super().invoke(ctx)
         except DtkError as error:
@@ -161,7 +186,15 @@ def _signals_raise() -> Iterator[None]:
 
 
 def check_communicator(name: str) -> None:
-    """Raise ClusterError or CommunicatorError unless there is such a communicator here."""
+    """Refuse a communicator that is unknown or not installed here.
+
+    Args:
+        name: As given with --communicator.
+
+    Raises:
+        ClusterError: There is no such communicator.
+        CommunicatorError: Horovod is not installed.
+    """
     if name not in COMMUNICATORS:
         raise ClusterError(f"--communicator {name}: unknown, expected {' or '.join(COMMUNICATORS)}")
     if name == "horovod" and importlib.util.find_spec("horovod") is None:
@@ -171,13 +204,27 @@ def check_communicator(name: str) -> None:
 
 
 def check_remote_shell(command: str) -> None:
-    """Raise ClusterError for an empty one."""
+    """Refuse an empty remote shell.
+
+    Args:
+        command: As given with --remote-shell.
+
+    Raises:
+        ClusterError: It is empty.
+    """
     if not command.split():
         raise ClusterError("--remote-shell is empty, expected a command such as ssh")
 
 
 def places(hosts: str | None, hostfile: str | None) -> tuple[Host, ...]:
-    """The hosts that --hosts or --hostfile name; none is this machine.
+    """Return the hosts that --hosts or --hostfile name.
+
+    Args:
+        hosts: Value of --hosts.
+        hostfile: Value of --hostfile.
+
+    Returns:
+        The hosts, in the order given; none is this machine.
 
     Raises:
         ClusterError: Both were given, or what was given cannot be read.
@@ -190,7 +237,15 @@ def places(hosts: str | None, hostfile: str | None) -> tuple[Host, ...]:
 
 
 def check_slots(workers: int | None, hosts: tuple[Host, ...]) -> None:
-    """Raise ClusterError where hosts are given that have no place for so many workers."""
+    """Refuse more workers than the given hosts have slots for.
+
+    Args:
+        workers: Value of -n; None takes what the hosts have.
+        hosts: Where they are to run; this machine when empty.
+
+    Raises:
+        ClusterError: There are too few slots.
+    """
     slots = sum(host.slots for host in hosts)
     if hosts and workers is not None and workers > slots:
         listed = ",".join(f"{host.name}:{host.slots}" for host in hosts)

@@ -36,7 +36,10 @@ _FOREIGN_PREFIXES = (
 
 
 def is_foreign(name: str) -> bool:
-    """Tell whether a variable places a process in some other job.
+    """Return whether a variable places a process in some other job.
+
+    Args:
+        name: Of the variable.
 
     >>> is_foreign("OMPI_COMM_WORLD_RANK"), is_foreign("PATH")
     (True, False)
@@ -45,7 +48,10 @@ def is_foreign(name: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether a host name means "this machine" on every machine.
+    """Return whether a host name means "this machine" on every machine.
+
+    Args:
+        host: Name or address; an IPv6 address may stand in brackets.
 
     >>> is_loopback("localhost"), is_loopback("127.0.0.2"), is_loopback("node1")
     (True, True, False)
@@ -59,7 +65,10 @@ def is_loopback(host: str) -> bool:
 
 
 def is_local(host: str) -> bool:
-    """Tell whether a host name means this machine, seen from this machine.
+    """Return whether a host name means this machine, seen from this machine.
+
+    Args:
+        host: Name or address.
 
     >>> is_local("localhost")
     True
@@ -79,8 +88,9 @@ def is_local(host: str) -> bool:
 def start(
     argv: tuple[str, ...], env: Mapping[str, str], job: str, cores: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
-    """Start one rank here, in a session of its own, so that a terminal's Ctrl-C reaches the
-    launcher alone.
+    """Start one rank here, in a session of its own.
+
+    So a terminal's Ctrl-C reaches the launcher alone.
 
     Args:
         argv: The command.

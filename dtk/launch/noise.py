@@ -1,4 +1,4 @@
-"""Which lines of a rank's standard error the launcher leaves out: TensorFlow's start-up noise."""
+"""Lines of standard error that the launcher leaves out: TensorFlow's start-up noise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a command, hosts and counts to the list of processes to start. Starts nothing.
+"""Planning the processes of a job from a command, hosts and counts. Starts nothing.
 
     hosts h1:2,h2:2 and workers=3:        rank 0 -> h1   rank 1 -> h1   rank 2 -> h2
 
@@ -56,7 +56,7 @@ class Process:
 
     @property
     def label(self) -> str:
-        """What stands in front of its output: the bare number for a rank."""
+        """Prefix of its output: the bare number for a rank."""
         return self.name.removeprefix("rank ")
 
 
@@ -200,8 +200,10 @@ def _collective(
 def _horovod(
     command: Sequence[str], placed: list[tuple[str, int, str]], facts: Mapping[str, ssh.Facts]
 ) -> list[Process]:
-    """Set what Horovod's Gloo controller reads; the rendezvous address is added when the job "
-    "starts."""
+    """Set what Horovod's Gloo controller reads.
+
+    The rendezvous address is added when the job starts.
+    """
     hosts = [host for _, _, host in placed]
     local_ranks = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
     processes = []
@@ -242,13 +244,13 @@ def _bound(processes: list[Process], facts: Mapping[str, ssh.Facts]) -> list[Pro
 
 
 def _threads(value: str) -> int:
-    """How many a variable asks for; OMP_NUM_THREADS may say so for each level."""
+    """Return how many threads a variable asks for; OMP_NUM_THREADS may say so for each level."""
     first = value.partition(",")[0].strip()
     return int(first) if first.isdecimal() else 1
 
 
 def _defaults(environ: Mapping[str, str], cores: int) -> dict[str, str]:
-    """What every rank gets unless the user decided otherwise: its share of the cores, and quiet."""
+    """Return what every rank gets unless the user decided otherwise: its cores, and quiet."""
     defaults = {"TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONUNBUFFERED": "1", **_HUGE_PAGES}
     defaults |= dict.fromkeys(_THREADS, str(max(1, cores)))
     return {name: environ.get(name, value) for name, value in defaults.items()}

@@ -23,7 +23,7 @@ _CHAINED = (
 
 
 class Rank:
-    """What runs in the place of one process of a plan.
+    """One place of a plan, and what runs there.
 
     A lost worker that is started again keeps its place: name, variables, address and file.
 
@@ -58,7 +58,11 @@ class Rank:
         self.started(popen)
 
     def started(self, popen: subprocess.Popen[bytes]) -> None:
-        """Note what runs here from now on, and forget what its predecessor said."""
+        """Note what runs here from now on, and forget what its predecessor said.
+
+        Args:
+            popen: What was started.
+        """
         self.popen = popen
         self.tail: collections.deque[str] = collections.deque(maxlen=_TAIL)
         self.trace: list[str] = []
@@ -83,7 +87,12 @@ class Rank:
         self.code = agent.shell_code(returncode)
 
     def remember(self, line: str, stderr: bool) -> None:
-        """Keep the last lines, and everything from the start of the last traceback on."""
+        """Keep the last lines, and everything from the start of the last traceback on.
+
+        Args:
+            line: What the process wrote, without the line's end.
+            stderr: Whether it went to standard error, where tracebacks are.
+        """
         self.tail.append(line)
         if not stderr:
             return
@@ -109,8 +118,10 @@ class Rank:
 
     @property
     def failed_at(self) -> float:
-        """When things went wrong: a traceback comes before the exit, and shutting down takes "
-        "time."""
+        """When it failed: a traceback comes before the exit, as shutting down takes time.
+
+        In seconds of `time.monotonic()`.
+        """
         began = self.trace_began
         return began if began is not None and self.exited - began < _RECENT else self.exited
 
@@ -122,18 +133,25 @@ class Rank:
         return f"by {name} (exit code {code})" if name else f"with exit code {code}"
 
     def last_words(self) -> list[str]:
-        """Give the traceback it died of, or else its last lines."""
+        """Return the traceback it died of, or else its last lines."""
         recent = self.trace_began is not None and self.failed_at == self.trace_began
         return list(self.trace if recent else self.tail)
 
     def trace_since(self, moment: float) -> list[str]:
-        """Give the last traceback if it began after a moment of `time.monotonic()`."""
+        """Return the last traceback if it began after a moment, else nothing.
+
+        Args:
+            moment: In seconds of `time.monotonic()`.
+        """
         began = self.trace_began
         return list(self.trace) if began is not None and began > moment else []
 
 
 def signal_name(code: int) -> str:
-    """Name the signal in a shell's exit code; "" when there is none.
+    """Return the name of the signal in a shell's exit code; "" when there is none.
+
+    Args:
+        code: Exit code; 128 + signal if a signal ended the process.
 
     >>> signal_name(137), signal_name(3), signal_name(255)
     ('SIGKILL', '', '')

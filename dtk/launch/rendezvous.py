@@ -1,5 +1,7 @@
-"""Where the ranks of a Horovod job over Gloo find each other: Horovod's own HTTP server, run by "
-"the launcher."""
+"""The HTTP server of Horovod's by which ranks of a job over Gloo find each other.
+
+The launcher runs it.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,10 @@ class Rendezvous:
 
 
 def is_needed(processes: Sequence[Process]) -> bool:
-    """Tell whether a plan's processes expect a rendezvous server.
+    """Return whether a plan's processes expect a rendezvous server.
+
+    Args:
+        processes: The plan.
 
     >>> is_needed([])
     False
@@ -81,7 +86,11 @@ def is_needed(processes: Sequence[Process]) -> bool:
 
 
 def own_address(hosts: Sequence[str]) -> str:
-    """Choose the address of this machine that all hosts can reach."""
+    """Return the address of this machine that all hosts can reach.
+
+    Args:
+        hosts: Their names or addresses, of which some may be this machine's.
+    """
     remote = [host for host in hosts if not local.is_local(host)]
     if not remote:
         return "127.0.0.1" if all(map(local.is_loopback, hosts)) else socket.gethostbyname(hosts[0])

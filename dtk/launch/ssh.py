@@ -48,7 +48,7 @@ _BOOTSTRAP = (
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What a plan must know about one host.
+    """Facts about one host that a plan needs.
 
     Attributes:
         ports: Free ports on it.

@@ -1,4 +1,4 @@
-"""Which method, on how many workers, and why."""
+"""Advice on which method to use, on how many workers, and why."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from dtk.planning.inputs import Cluster, Job
 from dtk.planning.prediction import Prediction, predict
-from dtk.planning.setting import Cluster, Job
 
 TARGET = 0.7
 # How much faster something further from one process's training must be to be preferred.
@@ -20,7 +20,7 @@ LOSSY = (
 
 @dataclass(frozen=True)
 class Advice:
-    """What to use.
+    """The method to use, and why.
 
     Attributes:
         chosen: The prediction for it.
@@ -34,7 +34,7 @@ class Advice:
 def advise(
     predictions: Sequence[Sequence[Prediction]], job: Job, cluster: Cluster, target: float = TARGET
 ) -> Advice:
-    """Choose, of what dtk does, the most workers that keep to a target, then the least change.
+    """Choose the most workers that keep to a target, and of methods the one that changes least.
 
     A method further from one process's training is chosen only if it trains on a tenth more rows
     per second.
@@ -44,6 +44,9 @@ def advise(
         job: What is trained.
         cluster: Where.
         target: Efficiency that more workers must not fall below.
+
+    Returns:
+        The prediction for it, and reasons.
     """
     best = [_furthest(of, target) for of in predictions if of[0].method.use]
     kept = [one for one in best if one.efficiency >= target]
@@ -56,7 +59,7 @@ def advise(
 
 
 def _furthest(of: Sequence[Prediction], target: float) -> Prediction:
-    """Of one method: the fastest that keeps to the target, or what comes closest to it."""
+    """Return, of one method, the fastest that keeps to the target, or what comes closest to it."""
     kept = [one for one in of if one.efficiency >= target]
     if kept:
         return max(kept, key=lambda one: one.rows)
@@ -104,7 +107,7 @@ def _why_not_dense(
 
 
 def bound(one: Prediction, job: Job, cluster: Cluster) -> str:
-    """What takes most of what a step takes beyond computing.
+    """Return what takes most of what a step takes beyond computing.
 
     Args:
         one: A prediction.
@@ -113,7 +116,7 @@ def bound(one: Prediction, job: Job, cluster: Cluster) -> str:
 
     Example:
         >>> from dtk.planning.methods import METHODS
-        >>> from dtk.planning.setting import Link
+        >>> from dtk.planning.inputs import Link
         >>> job, slow = Job(0.1, 10_000_000), Cluster(Link(0.0, 1e6))
         >>> bound(predict(METHODS[0], job, slow, 4), job, slow)
         'bytes wait for the link'
@@ -127,7 +130,7 @@ def bound(one: Prediction, job: Job, cluster: Cluster) -> str:
 
 
 def _without_limit(cluster: Cluster) -> Cluster:
-    """The same, but bytes take no time."""
+    """Return the same cluster, but bytes take no time."""
     return replace(
         cluster,
         network=replace(cluster.network, bandwidth=math.inf),

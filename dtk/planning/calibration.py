@@ -1,4 +1,4 @@
-"""From what `dtk bench` measured to what a plan needs: every number has a physical meaning.
+"""Inputs of a plan from what `dtk bench` measured: every number has a physical meaning.
 
     limit, in step                 step     computing, with nothing sent: all wait for the slowest
     all-reduces of few, many bytes message  seconds of a message;  byte  seconds a byte costs
@@ -20,12 +20,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dtk.bench.report import LIMIT, means
+from dtk.bench.report import BOUND, means
 from dtk.bench.results import Reading, Results, apart, in_step
 from dtk.bench.setting import TELLING, block_of, task_of
+from dtk.planning.inputs import Cluster, Factors, Job, Link, Software
 from dtk.planning.methods import METHODS
 from dtk.planning.quantity import PlanError
-from dtk.planning.setting import Cluster, Factors, Job, Link, Software
 from dtk.planning.traffic import ring_allreduce
 
 Turns = Sequence[list[Reading]]
@@ -38,7 +38,7 @@ _WHOLE = 0.9
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a benchmark says.
+    """Inputs of a plan that a benchmark tells.
 
     Attributes:
         job: What was trained.
@@ -63,16 +63,19 @@ def calibrated(
         model: Its name; None if there is one.
         communicator: Its name; None if there is one.
 
+    Returns:
+        What a plan needs of it.
+
     Raises:
         PlanError: It lacks what a plan needs, or there is no such model or communicator.
     """
-    models = [name for name, turns in results.turns.items() if LIMIT in turns]
+    models = [name for name, turns in results.turns.items() if BOUND in turns]
     model = _chosen("--model", model, models)
     communicator = _chosen("--communicator", communicator, results.setting["communicators"])
     turns = results.turns[model]
     ranks = results.setting["ranks"]
     slowest = in_step if apart(ranks) else _slowest
-    limit = statistics.median(map(slowest, turns[LIMIT]))
+    limit = statistics.median(map(slowest, turns[BOUND]))
     own = _of(turns, communicator)
     seconds, sent = _medians(own, "seconds"), _medians(own, "sent")
     if _DENSE not in sent:
@@ -93,7 +96,10 @@ def _slowest(turn: Sequence[Reading]) -> float:
 
 
 def _of(turns: Mapping[str, Turns], communicator: str) -> dict[str, Turns]:
-    """Those of a communicator, by what comes behind its name; blocks apart, which a plan makes."""
+    """Return the measurements of a communicator, by what comes behind its name.
+
+    Without blocks, which a plan makes itself.
+    """
     found = {
         name.partition(" ")[2]: of for name, of in turns.items() if name.split()[0] == communicator
     }
@@ -108,17 +114,17 @@ def _medians(turns: Mapping[str, Turns], what: str) -> dict[str, float]:
 
 
 def _factors(sent: Mapping[str, float], parameters: int, rows: int) -> Factors | None:
-    """Kernels whose gradients went as factors; None if none did.
+    """Return the kernels whose gradients went as factors; None if none did.
 
     Without fp16 all are taken to be such kernels.
+
+    Raises:
+        PlanError: They were neither whole nor factors.
 
     Example:
         >>> found = _factors({"dense": 9000.0, "fp16": 8500.0}, parameters=10250, rows=8)
         >>> found.entries, found.width
         (10000.0, 250.0)
-
-    Raises:
-        PlanError: They were neither whole nor factors.
     """
     if sent[_DENSE] >= _WHOLE * _FLOAT * parameters:
         return None
@@ -134,11 +140,14 @@ def _factors(sent: Mapping[str, float], parameters: int, rows: int) -> Factors |
 
 
 def line(allreduces: Mapping[int, float], workers: int) -> tuple[float, float]:
-    """Seconds of a message and of a byte, from those of two all-reduces round a ring.
+    """Return the seconds of a message and of a byte, from two all-reduces round a ring.
 
     Args:
         allreduces: Seconds, by bytes.
         workers: Round the ring.
+
+    Returns:
+        Seconds of a message, and of a byte.
 
     Example:
         >>> line({0: 0.5, 100: 3.5}, workers=2)
@@ -167,7 +176,10 @@ def _software(results: Results, communicator: str, workers: int) -> Software:
 def _residuals(
     job: Job, software: Software, seconds: Mapping[str, float], workers: int
 ) -> Software:
-    """What a strategy and each exchange took beyond computing and sending."""
+    """Return the software with what a strategy and each exchange took besides.
+
+    That is beyond computing and sending.
+    """
     # Between hosts, what all-reduces took holds the network: no link comes on top of it.
     cluster = Cluster(Link(), Link(), workers, software=software)
     costs = {method.name: method.cost for method in METHODS if method.name in seconds}

@@ -1,4 +1,4 @@
-"""What dtk does with a step, by strategy and exchange: how long each part of it takes.
+"""Methods of a step, by strategy and exchange: how long each part of it takes.
 
     plain        compute ...................... | code | send ..........
     overlap      compute .......[ backward .... ]                         a bucket goes when full
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dtk.planning import traffic
-from dtk.planning.setting import Cluster, Factors, Job
+from dtk.planning.inputs import Cluster, Factors, Job
 from dtk.planning.traffic import Traffic
 
 # Bytes of a bucket, at least and at most: `dtk.communicators.costs` and `buckets`.
@@ -36,7 +36,7 @@ BACKWARD = 2 / 3
 
 
 class Cost(NamedTuple):
-    """What a step takes: for asynchronous workers, what as many steps as there are workers take.
+    """Seconds and bytes of a step; of asynchronous workers, of as many steps as there are workers.
 
     Attributes:
         computing: Seconds.
@@ -53,7 +53,7 @@ class Cost(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of the step."""
+        """Seconds of the step."""
         return self.computing + self.coding + self.sending
 
 
@@ -77,7 +77,7 @@ class Method:
 
 
 def bucket(size: float, half_length: float) -> float:
-    """Bytes of a bucket: see `dtk.communicators.costs`.
+    """Return the bytes of a bucket: see `dtk.communicators.costs`.
 
     Args:
         size: Bytes of all gradients.
@@ -91,7 +91,13 @@ def bucket(size: float, half_length: float) -> float:
 
 
 def early(size: float, half_length: float) -> float:
-    """The part of the bytes that can go before the last gradient is there: all buckets but one.
+    """Return the part of the bytes that can go before the last gradient is there.
+
+    That is all buckets but one.
+
+    Args:
+        size: Bytes of all gradients.
+        half_length: Bytes that take as long as a message.
 
     Example:
         >>> early(8 << 20, 1 << 17), early(1000, 1 << 17)
@@ -101,7 +107,7 @@ def early(size: float, half_length: float) -> float:
 
 
 def exposed(sending: float, computing: float, part: float) -> float:
-    """Seconds of sending that the backward pass does not hide.
+    """Return the seconds of sending that the backward pass does not hide.
 
     Those of messages are left out: the last bucket's come after it.
 
@@ -120,13 +126,19 @@ def exposed(sending: float, computing: float, part: float) -> float:
 
 
 def dense(job: Job, cluster: Cluster, workers: int, exchange: str = "dense") -> Cost:
-    """Whole gradients, or halves of them, round a ring; buckets go out as they fill.
+    """Predict whole gradients, or halves of them, round a ring; buckets go out as they fill.
 
     With few rows those of some kernels go as factors instead. What is hidden is measured: sending
     takes cores, too.
 
+    Args:
+        job: What is trained.
+        cluster: Where.
+        workers: How many.
+        exchange: "dense", or "fp16" for half precision.
+
     Example:
-        >>> from dtk.planning.setting import PAYLOAD, Link, Software
+        >>> from dtk.planning.inputs import PAYLOAD, Link, Software
         >>> cluster = Cluster(Link(0.0, 1e6 / PAYLOAD), software=Software(0.0, 0.0, 0.0))
         >>> cost = dense(Job(step=1.0, parameters=1_000_000), cluster, 4)
         >>> cost.computing, cost.coding, round(cost.sending, 4), cost.bytes
@@ -144,9 +156,9 @@ def dense(job: Job, cluster: Cluster, workers: int, exchange: str = "dense") -> 
 
 
 def _factors(job: Job, cluster: Cluster, workers: int, exchange: str, kernels: Factors) -> Cost:
-    """Everyone's rows to all, whole floats, and then their product. The rest goes as it would.
+    """Predict rows of all workers going to all, whole, and then their product.
 
-    Messages of both wait at the same time; bytes share a link.
+    The rest goes as it would. Messages of both wait at the same time; bytes share a link.
     """
     computing, mine, hidden = job.computing(workers), job.rows_of(workers), cluster.software.hidden
     own, rest = kernels.size(mine), job.size(exchange) * (1 - kernels.entries / job.parameters)
@@ -162,12 +174,24 @@ def _factors(job: Job, cluster: Cluster, workers: int, exchange: str, kernels: F
 
 
 def fp16(job: Job, cluster: Cluster, workers: int) -> Cost:
-    """`dense` in half precision."""
+    """Predict `dense` in half precision.
+
+    Args:
+        job: What is trained.
+        cluster: Where.
+        workers: How many.
+    """
     return dense(job, cluster, workers, "fp16")
 
 
 def hierarchical(job: Job, cluster: Cluster, workers: int) -> Cost:
-    """Whole gradients: summed within hosts, then round a ring of hosts, then back."""
+    """Predict whole gradients summed within hosts, then round a ring of hosts, then back.
+
+    Args:
+        job: What is trained.
+        cluster: Where.
+        workers: How many.
+    """
     hosts = cluster.hosts(workers)
     per_host = -(-workers // hosts)
     size, hidden = job.size("dense"), cluster.software.hidden
@@ -181,7 +205,14 @@ def hierarchical(job: Job, cluster: Cluster, workers: int) -> Cost:
 
 
 def coded(bits: int) -> Callable[[Job, Cluster, int], Cost]:
-    """Codes to owners and from owners: nothing is sent before all is coded."""
+    """Return the cost of codes to owners and from owners: nothing is sent before all is coded.
+
+    Args:
+        bits: Of an entry's code.
+
+    Returns:
+        The cost, as a function of job, cluster and number of workers.
+    """
     exchange = f"{bits}bit"
 
     def cost(job: Job, cluster: Cluster, workers: int) -> Cost:
@@ -194,7 +225,10 @@ def coded(bits: int) -> Callable[[Job, Cluster, int], Cost]:
 
 
 def _codes(size: float, workers: int, per_host: int) -> Traffic:
-    """The vectors that are not coded, few and in one hop; stripes to owners; theirs to all."""
+    """Return the traffic of codes.
+
+    The vectors that are not coded, few and in one hop; stripes to owners; theirs to all.
+    """
     striped = traffic.padded(size / workers) * workers
     vectors = traffic.alltoall(workers, 0)
     to_owners = traffic.alltoall(workers, striped, min(per_host, workers))
@@ -202,7 +236,13 @@ def _codes(size: float, workers: int, per_host: int) -> Traffic:
 
 
 def delayed(job: Job, cluster: Cluster, workers: int) -> Cost:
-    """Gradients of the step before go round the ring while these are computed."""
+    """Predict gradients of the step before going round the ring while these are computed.
+
+    Args:
+        job: What is trained.
+        cluster: Where.
+        workers: How many.
+    """
     size = job.size("dense")
     computing = job.computing(workers)
     sending = cluster.seconds(traffic.ring_allreduce(workers, size), workers)
@@ -211,7 +251,13 @@ def delayed(job: Job, cluster: Cluster, workers: int) -> Cost:
 
 
 def block_momentum(job: Job, cluster: Cluster, workers: int) -> Cost:
-    """Weights round the ring once a block, and nothing in between."""
+    """Predict weights going round the ring once a block, and nothing in between.
+
+    Args:
+        job: What is trained.
+        cluster: Where.
+        workers: How many.
+    """
     block = traffic.ring_allreduce(workers, job.size("dense")).times(1 / job.block_steps)
     sending = cluster.seconds(block, workers)
     coding = _coding(job, cluster, workers, "block momentum")
@@ -219,7 +265,13 @@ def block_momentum(job: Job, cluster: Cluster, workers: int) -> Cost:
 
 
 def servers_sync(job: Job, cluster: Cluster, workers: int) -> Cost:
-    """All pull, compute, push; then the step is applied."""
+    """Predict synchronous servers: all pull, compute, push; then the step is applied.
+
+    Args:
+        job: What is trained.
+        cluster: Where.
+        workers: How many.
+    """
     size = job.size("dense")
     way = traffic.pull(workers, cluster.servers, cluster.per_host, size)
     sending = sum(cluster.over(cluster.network, way.times(2)))
@@ -227,9 +279,15 @@ def servers_sync(job: Job, cluster: Cluster, workers: int) -> Cost:
 
 
 def servers_async(job: Job, cluster: Cluster, workers: int) -> Cost:
-    """As many steps as there are workers: each waits for itself only, and all for the servers.
+    """Predict asynchronous servers, for as many steps as there are workers.
 
-    A link carries pulls one way and pushes the other at the same time.
+    Each worker waits for itself only, and all for the servers. A link carries pulls one way and
+    pushes the other at the same time.
+
+    Args:
+        job: What is trained.
+        cluster: Where.
+        workers: How many.
     """
     size = job.size("dense")
     own = traffic.pull(1, cluster.servers, 1, size).times(min(cluster.per_host, workers))
@@ -241,7 +299,7 @@ def servers_async(job: Job, cluster: Cluster, workers: int) -> Cost:
 
 
 def _coding(job: Job, cluster: Cluster, workers: int, exchange: str) -> float:
-    """With nobody to send to, nothing is coded."""
+    """Return the seconds of coding; with one worker nothing is coded."""
     if workers == 1:
         return 0.0
     return cluster.software.step + job.parameters * cluster.software.coding_of(exchange)

@@ -1,12 +1,12 @@
-"""What a method takes with so many workers, against as many that need send nothing."""
+"""Predictions of a method with so many workers, against as many that need send nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dtk.planning.inputs import Cluster, Job
 from dtk.planning.methods import METHODS, Cost, Method
-from dtk.planning.setting import Cluster, Job
 
 _HOUR = 3600.0
 MILLION = 1_000_000
@@ -14,7 +14,7 @@ MILLION = 1_000_000
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one method, with one number of workers.
+    """Time, efficiency and price of one method, with one number of workers.
 
     Attributes:
         method: What is done.
@@ -34,12 +34,12 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return self.cost.seconds
 
 
 def predict(method: Method, job: Job, cluster: Cluster, workers: int) -> Prediction:
-    """What the method takes.
+    """Predict what a method takes.
 
     Args:
         method: What is done.
@@ -48,7 +48,7 @@ def predict(method: Method, job: Job, cluster: Cluster, workers: int) -> Predict
         workers: How many.
 
     Example:
-        >>> from dtk.planning.setting import Link
+        >>> from dtk.planning.inputs import Link
         >>> job, cluster = Job(0.1, 1000, rows=20), Cluster(Link(0.0, 1e9), price=9.0)
         >>> alone = predict(METHODS[0], job, cluster, 1)
         >>> alone.seconds, alone.rows, alone.efficiency, alone.price
@@ -64,5 +64,15 @@ def predict(method: Method, job: Job, cluster: Cluster, workers: int) -> Predict
 def sweep(
     job: Job, cluster: Cluster, workers: Sequence[int], methods: Sequence[Method] = METHODS
 ) -> list[list[Prediction]]:
-    """For each method, a prediction for each number of workers."""
+    """Predict each method with each number of workers.
+
+    Args:
+        job: What is trained.
+        cluster: Where.
+        workers: Numbers of workers.
+        methods: What is done.
+
+    Returns:
+        By method, then by number of workers, in the orders given.
+    """
     return [[predict(method, job, cluster, count) for count in workers] for method in methods]

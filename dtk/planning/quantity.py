@@ -18,11 +18,14 @@ class PlanError(DtkError, ValueError):
 
 
 def seconds(option: str, text: str) -> float:
-    """A duration, 0 or more.
+    """Read a duration, 0 or more.
 
     Args:
         option: Who asks, for the error.
         text: A number and one of s, ms, us, ns.
+
+    Returns:
+        Seconds.
 
     Raises:
         PlanError: It is none.
@@ -35,7 +38,7 @@ def seconds(option: str, text: str) -> float:
 
 
 def count(option: str, text: str) -> int:
-    """A whole number, 1 or more.
+    """Read a whole number, 1 or more.
 
     Args:
         option: Who asks, for the error.
@@ -55,11 +58,14 @@ def count(option: str, text: str) -> int:
 
 
 def bandwidth(option: str, text: str) -> float:
-    """Bytes per second, above 0.
+    """Read a bandwidth, above 0.
 
     Args:
         option: Who asks, for the error.
         text: A number and bit/s or B/s, with k, M or G in front: as networks or disks are sold.
+
+    Returns:
+        Bytes per second.
 
     Raises:
         PlanError: It is none.
@@ -76,7 +82,7 @@ def bandwidth(option: str, text: str) -> float:
 
 
 def counts(option: str, text: str) -> tuple[int, ...]:
-    """Several counts: a list with commas, in which `...` goes on by doubling.
+    """Read several counts: a list with commas, in which `...` goes on by doubling.
 
     Args:
         option: Who asks, for the error.

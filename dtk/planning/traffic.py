@@ -1,4 +1,4 @@
-"""What a collective is to a link: messages that wait for each other, and bytes.
+"""Traffic of a collective on a link: messages that wait for each other, and bytes.
 
 With P workers and n bytes on each, in Hockney's model, where a message of m bytes takes
 latency + m / bandwidth:
@@ -28,7 +28,7 @@ _KEPT_BITS = 3
 
 
 class Traffic(NamedTuple):
-    """What goes through the link of the busiest host.
+    """Messages and bytes that go through the link of the busiest host.
 
     Attributes:
         messages: One after the other.
@@ -39,7 +39,10 @@ class Traffic(NamedTuple):
     bytes: float = 0.0
 
     def and_then(self, other: Traffic) -> Traffic:
-        """One after the other.
+        """Return both, one after the other.
+
+        Args:
+            other: What comes next.
 
         Example:
             >>> Traffic(1, 10).and_then(Traffic(2, 5))
@@ -48,7 +51,10 @@ class Traffic(NamedTuple):
         return Traffic(self.messages + other.messages, self.bytes + other.bytes)
 
     def times(self, factor: float) -> Traffic:
-        """So much of it.
+        """Return a multiple of it.
+
+        Args:
+            factor: How much of it.
 
         Example:
             >>> Traffic(2, 10).times(0.5)
@@ -58,7 +64,7 @@ class Traffic(NamedTuple):
 
 
 def ring_allreduce(workers: int, size: float) -> Traffic:
-    """Reduce-scatter, then all-gather, round a ring.
+    """Return a reduce-scatter, then an all-gather, round a ring.
 
     It does not matter how many workers share a host: one neighbor of each host is on another.
 
@@ -76,7 +82,7 @@ def ring_allreduce(workers: int, size: float) -> Traffic:
 
 
 def ring_allgather(workers: int, size: float) -> Traffic:
-    """Every worker's part of n bytes goes round the ring.
+    """Return every worker's part of n bytes going round a ring.
 
     Args:
         workers: P.
@@ -92,7 +98,9 @@ def ring_allgather(workers: int, size: float) -> Traffic:
 
 
 def alltoall(workers: int, size: float, per_host: int = 1) -> Traffic:
-    """Every worker sends every other its part of n bytes; those of a host share its link.
+    """Return every worker sending every other its part of n bytes.
+
+    Workers of a host share its link.
 
     Args:
         workers: P.
@@ -112,7 +120,7 @@ def alltoall(workers: int, size: float, per_host: int = 1) -> Traffic:
 
 
 def hierarchical_allreduce(hosts: int, per_host: int, size: float) -> tuple[Traffic, Traffic]:
-    """Reduce within each host, all-reduce between hosts, spread within each host.
+    """Return a reduction within each host, an all-reduce between hosts, a broadcast back.
 
     Args:
         hosts: H.
@@ -133,7 +141,7 @@ def hierarchical_allreduce(hosts: int, per_host: int, size: float) -> tuple[Traf
 
 
 def pull(workers: int, servers: int, per_host: int, size: float) -> Traffic:
-    """All workers read all weights; the busier of a server's and a worker host's link counts.
+    """Return all workers reading all weights; the busier of a server's and a host's link counts.
 
     A push is the same in the other direction.
 
@@ -153,7 +161,12 @@ def pull(workers: int, servers: int, per_host: int, size: float) -> Traffic:
 
 
 def padded(size: float) -> int:
-    """Bytes that a part of unequal parts takes on the wire, see `dtk.communicators.collective`.
+    """Return the bytes that a part of unequal parts takes on the wire.
+
+    See `dtk.communicators.collective`.
+
+    Args:
+        size: Bytes of the part.
 
     Example:
         >>> padded(1000), padded(1100), padded(4)

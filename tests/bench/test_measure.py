@@ -1,4 +1,4 @@
-"""What is measured are steps; contenders take turns."""
+"""What is measured are steps; variants take turns."""
 
 import time
 
@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtk.bench.contender import AllReduce, Alone, Stopwatch, Together
-from dtk.bench.measure import Measurement, WorldLost
+from dtk.bench.baselines.worker import clock
+from dtk.bench.measure import Benchmark, WorldLost
 from dtk.bench.models import PROBLEMS, Problem
-from dtk.bench.peers.turns import clock
 from dtk.bench.results import Results
 from dtk.bench.setting import Setting
+from dtk.bench.variant import AllReduce, DistributedFit, LocalFit, Stopwatch
 from dtk.communicators import LocalCommunicator
 from dtk.strategies import AllReduceStrategy
 
@@ -56,17 +56,17 @@ def test_the_first_step_and_what_surrounds_the_others_is_left_out():
 class Played:
     """A world that notes when it had its turn, and is lost when it is told to be."""
 
-    def __init__(self, name, contenders, noted, essential=True, lost_at=None, parameters=7):
+    def __init__(self, name, variants, noted, essential=True, lost_at=None, parameters=7):
         self.name, self.essential = name, essential
-        self._contenders, self._noted, self._lost_at = contenders, noted, lost_at
+        self._variants, self._noted, self._lost_at = variants, noted, lost_at
         self._parameters = parameters
 
     def ask(self, request):
         if "build" in request:
             absent = {"3": "it is odd"}
-            built = {"parameters": self._parameters, "contenders": [*self._contenders]}
+            built = {"parameters": self._parameters, "variants": [*self._variants]}
             return [{**built, "absent": absent}] * 2
-        self._noted.append(request["turn"])
+        self._noted.append(request["measure"])
         if len(self._noted) == self._lost_at:
             raise WorldLost("it is gone", code=9)
         answer = dict.fromkeys(("seconds", "sent", "communicating", "fit"), len(self._noted))
@@ -78,7 +78,7 @@ class Played:
 
 def measured(*worlds):
     results = Results()
-    Measurement(Setting(models=("mlp",), rounds=2), list(worlds), results).run()
+    Benchmark(Setting(models=("mlp",), rounds=2), list(worlds), results).run()
     return results
 
 
@@ -101,22 +101,22 @@ def test_contenders_of_all_worlds_begin_at_either_end_and_the_first_round_does_n
 def test_a_peer_that_is_lost_is_named_with_the_reason_and_the_rest_goes_on(lost_at):
     noted = []
     results = measured(
-        Played("limit", ["limit"], noted), Played("peer", "ab", noted, False, lost_at)
+        Played("limit", ["limit"], noted), Played("baseline", "ab", noted, False, lost_at)
     )
     whole = {"limit": 2}
     if noted[lost_at - 1] != "-" and noted[lost_at - 1] != "limit":
-        assert results.absent["peer"] == "it is gone"
+        assert results.absent["baseline"] == "it is gone"
     else:
-        whole |= {"peer a": 2, "peer b": 2}
+        whole |= {"baseline a": 2, "baseline b": 2}
     assert {name: len(turns) for name, turns in results.turns["mlp"].items()} == whole
 
 
 def test_another_model_is_not_compared():
     results = measured(
-        Played("limit", ["limit"], []), Played("peer", "ab", [], False, parameters=8)
+        Played("limit", ["limit"], []), Played("baseline", "ab", [], False, parameters=8)
     )
     assert list(results.turns["mlp"]) == ["limit"]
-    assert results.absent["peer, mlp"] == "its model has 8 parameters, expected 7"
+    assert results.absent["baseline, mlp"] == "its model has 8 parameters, expected 7"
 
 
 def test_a_world_that_is_needed_ends_the_measurement_with_its_code():
@@ -126,21 +126,21 @@ def test_a_world_that_is_needed_ends_the_measurement_with_its_code():
 
 
 MAKE = {
-    "limit": lambda setting, strategy: Alone(SMALL, setting, strategy.communicator, "/cpu:0"),
-    "dtk": lambda setting, strategy: Together(SMALL, setting, strategy, "1bit"),
+    "limit": lambda setting, strategy: LocalFit(SMALL, setting, strategy.communicator, "/cpu:0"),
+    "dtk": lambda setting, strategy: DistributedFit(SMALL, setting, strategy, "1bit"),
 }
 
 
 @pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 def test_a_turn_is_so_many_steps_of_so_many_rows_and_one_more(make):
     strategy = AllReduceStrategy(communicator="local")
-    contender = make(Setting(batch_size=3, steps=4), strategy)
+    variant = make(Setting(batch_size=3, steps=4), strategy)
     seen = []
     noting = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(1))
-    reading = clock(contender.turn)
-    assert contender.model.optimizer.iterations.numpy() == 5
+    reading = clock(variant.measure)
+    assert variant.model.optimizer.iterations.numpy() == 5
     assert 0 < 4 * reading["seconds"] < reading["fit"]
-    contender.model.fit(*contender._data, batch_size=3, verbose=0, callbacks=[noting])
+    variant.model.fit(*variant._data, batch_size=3, verbose=0, callbacks=[noting])
     assert len(seen) == 5
 
 
@@ -148,7 +148,7 @@ def test_an_all_reduce_is_of_so_many_bytes_and_one_more_than_is_measured():
     strategy = AllReduceStrategy(communicator="local")
     (step,) = [AllReduce(4000, Setting(steps=4), strategy)]
     ticks = []
-    assert step.turn(lambda: ticks.append(1)) == {"sent": 0.0}
+    assert step.measure(lambda: ticks.append(1)) == {"sent": 0.0}
     assert len(ticks) == 5
     assert step._values.shape == (1000,)
     assert step._step().numpy() == 1.0
@@ -156,8 +156,8 @@ def test_an_all_reduce_is_of_so_many_bytes_and_one_more_than_is_measured():
 
 def test_the_limit_trains_without_a_strategy_and_the_others_with_it():
     strategy = AllReduceStrategy(communicator="local")
-    limit = Alone(SMALL, Setting(), strategy.communicator, "/cpu:0")
-    together = Together(SMALL, Setting(), strategy, "8bit")
+    limit = LocalFit(SMALL, Setting(), strategy.communicator, "/cpu:0")
+    together = DistributedFit(SMALL, Setting(), strategy, "8bit")
     assert limit.model.distribute_strategy is not strategy
     assert together.model.distribute_strategy is strategy
     assert (limit.name, together.name) == ("limit", "8bit")

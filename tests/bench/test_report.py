@@ -31,16 +31,16 @@ def turns(*seconds, sent=0.0, communicating=0.0):
     return [[Reading(one, *more), Reading(one + 0.002, *more)] for one in seconds]
 
 
-def results(**contenders):
-    return Results(SETTING, {"mlp": 10_512_394}, {"mlp": contenders})
+def results(**variants):
+    return Results(SETTING, {"mlp": 10_512_394}, {"mlp": variants})
 
 
-LIMIT = turns(0.019, 0.029, 0.024)
-RUN = results(limit=LIMIT, none=turns(0.039, 0.099, 0.049, sent=42e6, communicating=0.5))
+BOUND = turns(0.019, 0.029, 0.024)
+RUN = results(limit=BOUND, none=turns(0.039, 0.099, 0.049, sent=42e6, communicating=0.5))
 BEFORE = results(limit=turns(0.024), none=turns(0.099))
 UNKNOWN = {"sent": None, "communicating": None}
-PEERS = results(
-    limit=LIMIT,
+BASELINES = results(
+    limit=BOUND,
     **{
         "torch limit": turns(0.009, 0.009, 0.009, **UNKNOWN),
         "torch ddp": turns(0.019, 0.029, 0.024, **UNKNOWN),
@@ -64,14 +64,14 @@ def test_the_limit_in_step_takes_the_slowest_worker_of_each_step():
         Reading(0.02, 0.0, 0.0, 9.0, steps=(0.03, 0.01)),
     ]
     apart = [{"host": "a", "cores": [core], "threads": 1} for core in range(2)]
-    contenders = {"limit": [turn], "none": turns(0.039)}
-    measured = Results({**SETTING, "ranks": apart}, {"mlp": 7}, {"mlp": contenders})
+    variants = {"limit": [turn], "none": turns(0.039)}
+    measured = Results({**SETTING, "ranks": apart}, {"mlp": 7}, {"mlp": variants})
     rows = report.table(measured, "mlp")
     assert [row[0] for row in rows[1:]] == ["limit", "limit in step", "none"]
     assert rows[2][3:] == ("0.67", "0 B", "33 %")
     assert list(report.bars(measured, "mlp")) == ["limit", "limit in step", "none"]
     assert "Limit in step" in " ".join(report.notes(measured))
-    shared = results(**contenders)
+    shared = results(**variants)
     assert [row[0] for row in report.table(shared, "mlp")[1:]] == ["limit", "none"]
     assert "Limit in step" not in " ".join(report.notes(shared)), "one that waits helps the other"
 
@@ -79,8 +79,8 @@ def test_the_limit_in_step_takes_the_slowest_worker_of_each_step():
 def test_the_ratio_is_taken_within_rounds():
     # A machine that gets slower by the round: in each, both take the same.
     slower = turns(0.01, 0.1, 1.0)
-    assert report.of_the_limit(slower, slower) == [1.0, 1.0, 1.0]
-    ratios = report.of_the_limit(turns(0.049, 0.049), turns(0.099, 0.024))
+    assert report.of_the_bound(slower, slower) == [1.0, 1.0, 1.0]
+    ratios = report.of_the_bound(turns(0.049, 0.049), turns(0.099, 0.024))
     assert ratios == pytest.approx([2.0, 0.5])
 
 
@@ -118,7 +118,7 @@ def test_a_size_is_right_to_two_digits(count):
 
 
 def test_a_peer_is_compared_with_the_limit_and_with_its_own():
-    header, limit, own, ddp = report.table(PEERS, "mlp")
+    header, limit, own, ddp = report.table(BASELINES, "mlp")
     assert header == (*report.HEADER, report.OWN, *report.COUNTS)
     assert limit[3:5] == ("1.00", "")
     assert own[3:] == ("2.50", "1.00", "", "")
@@ -133,13 +133,13 @@ def test_an_all_reduce_has_times_and_no_ratio():
 
 
 def test_bars_are_ratios_or_times_with_their_quartiles():
-    assert report.bars(PEERS, "mlp")["torch limit"] == pytest.approx((2.25, 2.5, 2.75))
+    assert report.bars(BASELINES, "mlp")["torch limit"] == pytest.approx((2.25, 2.5, 2.75))
     assert report.bars(SUM, "allreduce 4000")["mpi4py"] == pytest.approx((2.5, 3.0, 3.5))
 
 
 def test_the_legend_explains_what_is_in_the_tables():
     assert report.notes(SUM)[0] == report.LEGEND
-    (legend, _), (own, _) = report.notes(RUN), report.notes(PEERS)
+    (legend, _), (own, _) = report.notes(RUN), report.notes(BASELINES)
     assert "Of the limit: its time" in legend and "own limit" not in legend
     assert own.startswith(legend) and "of its own: that time" in own
     blocks = Results({**SETTING, "exchanges": ["none", "block:512"]}, {}, RUN.turns)

@@ -15,8 +15,8 @@ NAMES = st.sampled_from(("limit", "collective none", "torch ddp"))
 
 
 @given(st.dictionaries(NAMES, TURNS), st.dictionaries(NAMES, st.text()))
-def test_what_is_saved_comes_back(tmp_path_factory, contenders, absent):
-    results = Results({"workers": 2}, {"mlp": 3}, {"mlp": contenders}, absent)
+def test_what_is_saved_comes_back(tmp_path_factory, variants, absent):
+    results = Results({"workers": 2}, {"mlp": 3}, {"mlp": variants}, absent)
     file = tmp_path_factory.mktemp("saved") / "run.json"
     results.save(file)
     assert read(file) == results

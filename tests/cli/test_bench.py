@@ -19,7 +19,7 @@ from dtk.planning.calibration import calibrated
 
 SMALLEST = "transformer"
 BLOCK = 3  # steps, of 2 workers with 2 rows each: more than a turn would otherwise have
-CONTENDERS = ["limit", "collective none", "collective 1bit", f"collective block:{4 * BLOCK}"]
+VARIANTS = ["limit", "collective none", "collective 1bit", f"collective block:{4 * BLOCK}"]
 STEPS, ROUNDS = 2, 2
 
 
@@ -28,13 +28,13 @@ def run(tmp_path_factory):
     """One small measurement, compared with a saved one in which every step took a second."""
     folder = tmp_path_factory.mktemp("bench")
     second = [[Reading(1.0, 0.0, 0.0, 1.0)]]
-    seconds = dict.fromkeys(CONTENDERS, second)
+    seconds = dict.fromkeys(VARIANTS, second)
     setting = {"workers": 7, "batch_size": 1, "steps": 1, "rounds": 1, "ranks": []}
     setting |= {"versions": {"dtk": "0"}}
     Results(setting, {}, {SMALLEST: seconds}).save(folder / "saved.json")
     options = ["--model", SMALLEST]
-    for contender in CONTENDERS[1:]:
-        options += ["--exchange", contender.split()[1]]
+    for variant in VARIANTS[1:]:
+        options += ["--exchange", variant.split()[1]]
     options += ["--batch-size", "2", "--steps", str(STEPS), "--rounds", str(ROUNDS)]
     options += ["--json", "run.json", "--markdown", "run.md", "--compare", "saved.json"]
     done = subprocess.run(
@@ -49,15 +49,15 @@ def run(tmp_path_factory):
     return done, json.loads((folder / "run.json").read_text()), (folder / "run.md").read_text()
 
 
-def samples(found, contender, what):
+def samples(found, variant, what):
     """Of every turn, the mean over ranks."""
-    turns = found["turns"][SMALLEST][contender]
+    turns = found["turns"][SMALLEST][variant]
     return [statistics.mean(reading[what] for reading in turn) for turn in turns]
 
 
 def test_every_turn_of_every_rank_is_saved(run):
     _, found, _ = run
-    assert list(found["turns"][SMALLEST]) == CONTENDERS
+    assert list(found["turns"][SMALLEST]) == VARIANTS
     for turns in found["turns"][SMALLEST].values():
         assert [len(turn) for turn in turns] == [2] * ROUNDS
         for reading in itertools.chain(*turns):
@@ -68,17 +68,17 @@ def test_every_turn_of_every_rank_is_saved(run):
 def test_the_tables_say_what_the_samples_say(run):
     done, found, page = run
     limit = samples(found, "limit", "seconds")
-    for contender in CONTENDERS:
-        seconds = samples(found, contender, "seconds")
+    for variant in VARIANTS:
+        seconds = samples(found, variant, "seconds")
         middle = statistics.median(seconds)
-        share = statistics.median(samples(found, contender, "communicating"))
-        of_the_limit = statistics.median(a / b for a, b in zip(limit, seconds, strict=True))
-        (line,) = [line for line in done.stdout.splitlines() if line.startswith(f"{contender}  ")]
-        (row,) = [line for line in page.splitlines() if line.startswith(f"| {contender} |")]
+        share = statistics.median(samples(found, variant, "communicating"))
+        of_the_bound = statistics.median(a / b for a, b in zip(limit, seconds, strict=True))
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith(f"{variant}  ")]
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| {variant} |")]
         for text in (line, row):
             shown = f"{1000 * middle:.{report.digits(1000 * middle)}f}"
             assert f" {shown} (" in text
-            assert f" {of_the_limit:.2f} " in text
+            assert f" {of_the_bound:.2f} " in text
             assert f" {100 * share:.0f} %" in text
             assert f" {1 / middle:.2f}" in text
 
@@ -88,7 +88,7 @@ def test_the_command_says_nothing_else(run):
     assert done.stderr == ""
     lines = [line.rstrip() for line in done.stdout.splitlines()]
     assert lines[0] == f"{SMALLEST}, {found['parameters'][SMALLEST] / 1e6:.2f} M parameters"
-    shown = [CONTENDERS[0], report.IN_STEP, *CONTENDERS[1:]]
+    shown = [VARIANTS[0], report.IN_STEP, *VARIANTS[1:]]
     assert [line.split("  ")[0] for line in lines[2:7]] == shown
     for first, size in ((7, "131.1 kB"), (11, "4.19 MB")):
         assert lines[first : first + 2] == ["", f"all-reduce of {size}"]
@@ -100,7 +100,7 @@ def test_the_command_says_nothing_else(run):
 def test_bytes_are_counted_and_1bit_sends_less_than_a_tenth(run):
     _, found, _ = run
     # the same in every turn
-    (whole,), (coded,), _ = (set(samples(found, name, "sent")) for name in CONTENDERS[1:])
+    (whole,), (coded,), _ = (set(samples(found, name, "sent")) for name in VARIANTS[1:])
     assert 1.0 <= whole / (4 * found["parameters"][SMALLEST]) < 1.01
     assert 0 < coded < whole / 10
     assert set(samples(found, "limit", "sent") + samples(found, "limit", "communicating")) == {0.0}
@@ -109,9 +109,9 @@ def test_bytes_are_counted_and_1bit_sends_less_than_a_tenth(run):
 
 def test_a_block_sends_all_weights_in_one_of_its_steps(run):
     _, found, _ = run
-    (block,) = set(samples(found, CONTENDERS[3], "sent"))
+    (block,) = set(samples(found, VARIANTS[3], "sent"))
     assert 1.0 <= BLOCK * block / (4 * found["parameters"][SMALLEST]) < 1.01
-    for reading in itertools.chain(*found["turns"][SMALLEST][CONTENDERS[3]]):
+    for reading in itertools.chain(*found["turns"][SMALLEST][VARIANTS[3]]):
         assert BLOCK * reading["seconds"] < reading["fit"]
 
 
@@ -227,7 +227,7 @@ MISTAKES = {
         ["--communicator", "horovod-mpi", "--hosts", "a:1,b:1"],
         "horovod",
     ),
-    "peer": (["--peer", "jax"], "--peer jax: unknown, expected horovod-loop, "),
+    "baseline": (["--peer", "jax"], "--peer jax: unknown, expected horovod-loop, "),
     "size": (["--allreduce", "big"], "--allreduce big: expected a size, such as 4kB or 100MB"),
     "plot": (["--plot", "a.pdf"], "--plot a.pdf: expected a name in .svg or .png"),
     "remote shell": (["--remote-shell", ""], "--remote-shell is empty"),

@@ -9,14 +9,14 @@ import venv
 
 import pytest
 
-from dtk.bench import baselines
+from dtk.bench import baseline_environments
 
 
-def environment_of(peer, cache):
-    """The environment of a peer, as far as this machine can tell; returns its interpreter."""
-    folder = cache / "dtk" / "bench" / peer
+def environment_of(baseline, cache):
+    """The environment of a baseline, as far as this machine can tell; returns its interpreter."""
+    folder = cache / "dtk" / "bench" / baseline
     venv.create(folder, with_pip=False)
-    contents = baselines._contents(baselines.PEERS[peer])
+    contents = baseline_environments._contents(baseline_environments.BASELINES[baseline])
     (folder / "dtk-bench.json").write_text(json.dumps(contents))
     return folder / "bin" / "python"
 
@@ -39,7 +39,7 @@ def test_peers_train_on_several_hosts_and_one_that_is_not_there_is_named(two_hos
     options += ["--allreduce", "4kB", "--steps", "2", "--rounds", "1", "--json", "run.json"]
     done = subprocess.run(
         [sys.executable, "-m", "dtk.cli.main", "bench", *options]
-        + [f"--peer={peer}" for peer in peers],
+        + [f"--peer={baseline}" for baseline in peers],
         capture_output=True,
         text=True,
         timeout=150,

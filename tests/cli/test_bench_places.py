@@ -8,8 +8,8 @@ from multiprocessing.connection import Listener
 
 import pytest
 
-from dtk.bench import places, seat
-from dtk.bench.seat import CORES
+from dtk.bench import agent, places
+from dtk.bench.agent import CORES
 from dtk.cluster import Host
 from dtk.errors import ClusterError
 from dtk.launch import ssh
@@ -52,7 +52,7 @@ def test_mpirun_binds_as_dtk_run_does():
         assert json.loads(started.env[CORES]) == parts
 
 
-def test_a_seat_under_mpirun_takes_its_part(tmp_path):
+def test_an_agent_under_mpirun_takes_its_part(tmp_path):
     core = max(os.sched_getaffinity(0))
     (tmp_path / "client.py").write_text(
         "import os, sys\n"
@@ -62,9 +62,9 @@ def test_a_seat_under_mpirun_takes_its_part(tmp_path):
     )
     with Listener(("127.0.0.1", 0), authkey=b"key") as listener:
         port = listener.address[1]
-        given = {seat.ADDRESS: f"127.0.0.1:{port}", seat.KEY: b"key".hex()}
+        given = {agent.ADDRESS: f"127.0.0.1:{port}", agent.KEY: b"key".hex()}
         given |= {CORES: json.dumps([[], [core]]), "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
-        command = [sys.executable, "-m", "dtk.bench.seat", sys.executable]
+        command = [sys.executable, "-m", "dtk.bench.agent", sys.executable]
         started = subprocess.Popen([*command, str(tmp_path / "client.py")], env=os.environ | given)
         with listener.accept() as line:
             assert line.recv() is None

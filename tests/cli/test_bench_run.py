@@ -28,7 +28,7 @@ def played(monkeypatch):
     """Worlds that need no library."""
     path = os.pathsep.join([str(Path(__file__).parent), os.getcwd()])
     monkeypatch.setenv("PYTHONPATH", path)
-    monkeypatch.setattr(runner, "command", lambda *_: command("bench_member", {}))
+    monkeypatch.setattr(runner, "command", lambda *_: command("bench_worker", {}))
 
 
 def test_an_interrupt_ends_every_world_at_once(heard_again, played, capfd):

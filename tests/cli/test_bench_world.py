@@ -23,7 +23,7 @@ def make(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", path)
     worlds = []
 
-    def make(setting=None, module="bench_member", busy=False):
+    def make(setting=None, module="bench_worker", busy=False):
         sits = command(module, setting or {})
         processes = places.place("collective", sits, 2, (), ssh.survey)
         worlds.append(World("played", processes, 2, essential=False, busy=busy))
@@ -36,9 +36,13 @@ def make(monkeypatch):
 
 
 def members(world):
-    """The processes in the seats."""
+    """The processes that the agents started."""
     found = map(psutil.Process, agent.members(world.job.job_id))
-    return [one for one in found if any(part.endswith("turns.py") for part in one.cmdline()[:2])]
+    return [
+        one
+        for one in found
+        if any(part.endswith("baselines/worker.py") for part in one.cmdline()[:2])
+    ]
 
 
 def test_all_ranks_answer_in_their_order_whatever_libraries_print(make):
@@ -46,10 +50,10 @@ def test_all_ranks_answer_in_their_order_whatever_libraries_print(make):
     world.start()
     assert [hello["rank"] for hello in world.hello] == [0, 1]
     assert [hello["versions"] for hello in world.hello] == [{"nothing": "1"}] * 2
-    built = {"parameters": 0, "contenders": ["wait", "die"], "absent": {"half": "there is no half"}}
+    built = {"parameters": 0, "variants": ["wait", "die"], "absent": {"half": "there is no half"}}
     assert world.ask({"build": "mlp"}) == [built] * 2
     for _ in range(2):
-        answers = world.ask({"turn": "wait"})
+        answers = world.ask({"measure": "wait"})
         assert [answer["sent"] for answer in answers] == [0, 1]
         assert all(0.01 <= answer["seconds"] < answer["fit"] for answer in answers)
 
@@ -87,13 +91,13 @@ def test_a_rank_that_fails_in_its_turn_is_named_with_its_exception(make):
     with pytest.raises(
         WorldLost, match="rank 1 ended with exit code 1: RuntimeError: cannot go on"
     ):
-        world.ask({"turn": "die"})
+        world.ask({"measure": "die"})
 
 
 @pytest.mark.parametrize(
     ("setting", "module", "message"),
     [
-        ({"fail": "start"}, "bench_member", "exit code 1: RuntimeError: cannot start"),
+        ({"fail": "start"}, "bench_worker", "exit code 1: RuntimeError: cannot start"),
         ({}, "no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
     ],
 )
@@ -102,7 +106,7 @@ def test_a_world_that_cannot_start_says_why(make, setting, module, message):
         make(setting, module).start()
 
 
-def test_who_does_not_know_the_key_gets_no_seat(make):
+def test_who_does_not_know_the_key_is_turned_away(make):
     world = make()
     address = world._door.getsockname()
 

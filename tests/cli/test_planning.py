@@ -9,9 +9,9 @@ from click.testing import CliRunner
 
 from dtk.bench.results import Reading, Results
 from dtk.cli.main import main
+from dtk.planning.inputs import Cluster, Job, Link, Software
 from dtk.planning.methods import METHODS
 from dtk.planning.prediction import predict
-from dtk.planning.setting import Cluster, Job, Link, Software
 
 GIVEN = ["--step-time", "85ms", "--parameters", "270k"]
 NETWORK = ["--bandwidth", "1Gbit/s", "--latency", "50us"]

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from dtk.launch import Job, agent, plan, process
+from dtk.launch import Job, agent, local, plan, watch
 
 # The roles are played by plain Python: servants serve until the file "done" appears.
 STAGE = """
@@ -155,7 +155,7 @@ def test_the_job_fails_with_its_last_worker(play, run):
 
 
 def test_a_worker_that_cannot_be_started_again_is_done_without(play, run, monkeypatch):
-    start = process.local.start
+    start = local.start
     began = []
 
     def once(argv, env, job, cores):
@@ -164,7 +164,7 @@ def test_a_worker_that_cannot_be_started_again_is_done_without(play, run, monkey
             raise OSError(12, "Cannot allocate memory")
         return start(argv, env, job, cores)
 
-    monkeypatch.setattr(process.local, "start", once)
+    monkeypatch.setattr(local, "start", once)
     chief = "until('killed')\ntime.sleep(1.0)\nmark('done')"
     worker = "if index == 0:\n    mark('killed')\n    die()\n" + SERVE
     given, _, err, _ = run(play(2, chief=chief, worker=worker))
@@ -205,7 +205,7 @@ def test_a_chief_without_a_traceback_still_lends_its_exit_code(play, run):
 
 
 def test_a_chief_that_does_not_notice_the_loss_is_ended(play, run, monkeypatch):
-    monkeypatch.setattr(process, "_FAREWELL", 0.5)
+    monkeypatch.setattr(watch, "_FAREWELL", 0.5)
     chief = DEAF + "time.sleep(600)"
     given, _, err, seconds = run(play(chief=chief, ps="raise ValueError('no such layer')"))
     assert given == 1

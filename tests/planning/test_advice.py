@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtk.planning.advice import advise
+from dtk.planning.inputs import Cluster, Job, Link, Software
 from dtk.planning.methods import METHODS
 from dtk.planning.prediction import predict, sweep
-from dtk.planning.setting import Cluster, Job, Link, Software
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 JOB = Job(0.1, 1_000_000)

@@ -17,9 +17,9 @@ from dtk.exchange import factors, parse
 from dtk.exchange.base import Trained
 from dtk.exchange.state import ExchangeState
 from dtk.planning import methods, traffic
+from dtk.planning.inputs import FLOPS_PER_BYTE, Cluster, Factors, Job, Link, Software
 from dtk.planning.methods import METHODS
 from dtk.planning.prediction import predict
-from dtk.planning.setting import FLOPS_PER_BYTE, Cluster, Factors, Job, Link, Software
 
 COUNTS = st.integers(1, 5000)
 SECONDS = st.floats(0, 1.0)

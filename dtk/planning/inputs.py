@@ -1,4 +1,4 @@
-"""What a plan is made from: what is trained, on which hosts and links, with which software."""
+"""Inputs of a plan: what is trained, on which hosts and links, with which software."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _check(name: str, value: float, fits: bool, expected: str) -> None:
 
 @dataclass(frozen=True)
 class Link:
-    """What joins hosts, or the workers of one; the same in both directions at once.
+    """A connection between hosts, or the workers of one; the same in both directions at once.
 
     Attributes:
         latency: Seconds until a message arrives, once it is sent.
@@ -48,7 +48,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Software:
-    """What dtk, TensorFlow and the operating system add. `dtk bench` measures it.
+    """Costs that dtk, TensorFlow and the operating system add. `dtk bench` measures them.
 
     The defaults were measured with TensorFlow's collectives between two workers of one thread each
     on a machine with two cores; docs/plan.md says how.
@@ -70,7 +70,13 @@ class Software:
     hidden: float = 0.0
 
     def coding_of(self, exchange: str) -> float:
-        """Seconds per parameter; of a code that was not measured, the dearest that was.
+        """Return the seconds that coding takes per parameter.
+
+        Args:
+            exchange: Its short name.
+
+        Returns:
+            Of a code that was not measured, those of the costliest that was.
 
         Example:
             >>> Software(coding={"1bit": 5e-9}).coding_of("8bit")
@@ -107,7 +113,10 @@ class Factors:
         return 2 * self.entries * _FLOAT / row
 
     def size(self, rows: int) -> float:
-        """Bytes of so many rows.
+        """Return the bytes of so many rows.
+
+        Args:
+            rows: Of the batch.
 
         Example:
             >>> Factors(entries=2048 * 2048, width=4096).size(32)
@@ -118,7 +127,7 @@ class Factors:
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained.
+    """A model to train, and how.
 
     Attributes:
         step: Seconds of a step of a worker that sends nothing, with as many others at work on its
@@ -154,7 +163,10 @@ class Job:
             _check("global batch", self.global_batch, self.global_batch >= 1, "1 row or more")
 
     def rows_of(self, workers: int) -> int:
-        """Rows of a step of the worker that has most.
+        """Return the rows of a step of the worker that has most.
+
+        Args:
+            workers: How many there are.
 
         Example:
             >>> Job(0.1, 1000, rows=32).rows_of(3), Job(0.1, 1000, global_batch=64).rows_of(3)
@@ -163,11 +175,18 @@ class Job:
         return self.rows if self.global_batch is None else math.ceil(self.global_batch / workers)
 
     def batch(self, workers: int) -> int:
-        """Rows of a step of all workers."""
+        """Return the rows of a step of all workers.
+
+        Args:
+            workers: How many there are.
+        """
         return workers * self.rows if self.global_batch is None else self.global_batch
 
     def computing(self, workers: int) -> float:
-        """Seconds of computing a step, taken to grow with its rows.
+        """Return the seconds of computing a step, taken to grow with its rows.
+
+        Args:
+            workers: How many there are.
 
         Example:
             >>> Job(0.1, 1000, rows=32, global_batch=64).computing(4)
@@ -176,7 +195,10 @@ class Job:
         return self.step * self.rows_of(workers) / self.rows
 
     def factored(self, workers: int) -> Factors | None:
-        """The kernels whose gradients so many workers send as factors; None if none.
+        """Return the kernels whose gradients so many workers send as factors; None if none.
+
+        Args:
+            workers: How many there are.
 
         Example:
             >>> job = Job(0.1, 2048 * 2048, rows=32, factors=Factors(2048 * 2048, 4096))
@@ -188,7 +210,10 @@ class Job:
         return self.factors
 
     def size(self, exchange: str) -> float:
-        """Bytes of what one worker has to say, as the exchange says it.
+        """Return the bytes of what one worker sends, as the exchange codes it.
+
+        Args:
+            exchange: Its short name.
 
         Example:
             >>> Job(0.1, 1024).size("dense"), Job(0.1, 1024).size("1bit")
@@ -202,7 +227,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where it is trained.
+    """Hosts and links to train on.
 
     Attributes:
         network: Between hosts.
@@ -229,7 +254,10 @@ class Cluster:
         _check("price", self.price, 0 <= self.price < math.inf, "0 or more")
 
     def hosts(self, workers: int) -> int:
-        """Hosts that so many workers fill.
+        """Return the hosts that so many workers fill.
+
+        Args:
+            workers: How many there are.
 
         Example:
             >>> Cluster(Link(), per_host=4).hosts(9)
@@ -238,7 +266,13 @@ class Cluster:
         return -(-workers // self.per_host)
 
     def seconds(self, traffic: Traffic, workers: int) -> float:
-        """Of traffic between so many workers: over the network, unless one host holds them all.
+        """Return the seconds of traffic between so many workers.
+
+        It goes over the network, unless one host holds them all.
+
+        Args:
+            traffic: What is sent.
+            workers: How many there are.
 
         Example:
             >>> cluster = Cluster(Link(0.5, 100 / PAYLOAD), software=Software(0.25, 0.001))
@@ -248,11 +282,19 @@ class Cluster:
         return sum(self.parts(traffic, workers))
 
     def parts(self, traffic: Traffic, workers: int) -> tuple[float, float]:
-        """Seconds of its messages, and of its bytes."""
+        """Return the seconds of the messages of traffic, and those of its bytes.
+
+        Args:
+            traffic: What is sent.
+            workers: How many there are.
+        """
         return self.over(self._link(workers), traffic)
 
     def half_length(self, workers: int) -> float:
-        """Bytes that take as long as a message between so many workers; 1 or more.
+        """Return the bytes that take as long as a message; 1 or more.
+
+        Args:
+            workers: Between how many.
 
         Example:
             >>> software = Software(message=0.5e-3, byte=4e-9)
@@ -266,10 +308,14 @@ class Cluster:
         return self.host if self.hosts(workers) == 1 else self.network
 
     def over(self, link: Link, traffic: Traffic) -> tuple[float, float]:
-        """`parts` of traffic over one link: Hockney's model, with what software adds.
+        """Return `parts` of traffic over one link: Hockney's model, with what software adds.
 
         Messages are handled and then sent, one after the other. Bytes are a stream: some are copied
         and added up while others are under way, so that the slower of the two counts.
+
+        Args:
+            link: What carries it.
+            traffic: What is sent.
         """
         message = self.software.message + link.latency
         byte = max(self.software.byte, 1 / (link.bandwidth * PAYLOAD))

@@ -1,26 +1,25 @@
-"""What is measured: something that trains a model, a turn at a time."""
+"""Variants to measure: each trains a model, or reduces, some steps at a time."""
 
 from __future__ import annotations
 
 import abc
 import time
-from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from dtk.bench.baselines.worker import Tick
 from dtk.bench.models import Problem
-from dtk.bench.peers.turns import Tick
-from dtk.bench.report import LIMIT
+from dtk.bench.report import BOUND
 from dtk.bench.setting import Setting, block_of
 from dtk.communicators import Communicator
 from dtk.exchange import BlockMomentum, Exchange, parse
 from dtk.strategies import AllReduceStrategy
 
 
-class Contender(abc.ABC):
-    """Trains on every rank at once; all ranks take the same turns in the same order.
+class Variant(abc.ABC):
+    """Trains on every rank at once; all ranks take the same measurements in the same order.
 
     Attributes:
         name: As in the table.
@@ -29,21 +28,24 @@ class Contender(abc.ABC):
     name: str
 
     @abc.abstractmethod
-    def turn(self, tick: Tick) -> dict[str, Any]:
-        """Train for one turn, and say what is known of the `Reading` on this rank.
+    def measure(self, tick: Tick) -> dict[str, float]:
+        """Train for one measurement.
 
         Args:
             tick: Called after every step.
+
+        Returns:
+            Fields of `Reading` that are known better than by the clock, on this rank.
         """
 
 
-class Fit(Contender):
-    """Keras's `fit`, for an epoch a turn.
+class Fit(Variant):
+    """Keras's `fit`, for an epoch a measurement.
 
     Args:
         name: As in the table.
         model: Compiled, with a strategy or without.
-        data: Rows and labels of all steps of a turn, as this `fit` takes them.
+        data: Rows and labels of all steps of a measurement, as this `fit` takes them.
         steps: How many are measured; `data` holds one more.
         communicator: Counts what is sent.
     """
@@ -60,8 +62,8 @@ class Fit(Contender):
         self.model = model
         self._data, self._steps, self._communicator = data, steps, communicator
 
-    def turn(self, tick: Tick) -> dict[str, Any]:
-        """See `Contender.turn`."""
+    def measure(self, tick: Tick) -> dict[str, float]:
+        """See `Variant.measure`."""
         watch = Stopwatch(self._communicator, self._steps, tick)
         self.model.fit(
             *self._data,
@@ -77,6 +79,11 @@ class Stopwatch(keras.callbacks.Callback):
 
     The first follows on what `fit` does once: ranks agree on what they were given, and compare all
     weights after it. That is a cost of an epoch, of any length, and not of a step.
+
+    Args:
+        communicator: Counts what is sent.
+        steps: How many are measured.
+        tick: Called after every step.
     """
 
     def __init__(self, communicator: Communicator, steps: int, tick: Tick):
@@ -84,18 +91,30 @@ class Stopwatch(keras.callbacks.Callback):
         self._communicator, self._steps, self._tick = communicator, steps, tick
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
-        """Start before the second step."""
+        """Start before the second step.
+
+        Args:
+            batch: Number of the step, from 0.
+            logs: Not used.
+        """
         if batch == 1:
             self._begin = self._read()
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        """A step is over: Keras has read its loss. Stop after the last."""
+        """Stop after the last step.
+
+        Each is over when this is called: Keras has read its loss.
+
+        Args:
+            batch: Number of the step, from 0.
+            logs: Not used.
+        """
         self._tick()
         if batch == self._steps:
             self._end = self._read()
 
     def counts(self) -> dict[str, float]:
-        """Of a step: `seconds`, bytes `sent`, and the part of it spent `communicating`."""
+        """Return, of a step, `seconds`, bytes `sent` and the part spent `communicating`."""
         seconds, sent, communicating = (
             end - begin for begin, end in zip(self._begin, self._end, strict=True)
         )
@@ -110,8 +129,8 @@ class Stopwatch(keras.callbacks.Callback):
         return time.perf_counter(), *counts
 
 
-class Alone(Fit):
-    """The limit: plain Keras on this rank's own rows, without a strategy; nothing is sent.
+class LocalFit(Fit):
+    """The no-communication bound: plain Keras on this rank's own rows, without a strategy.
 
     Args:
         problem: What to train.
@@ -127,16 +146,16 @@ class Alone(Fit):
         self._device = device
         with tf.device(device):
             model = problem.compiled(keras)
-        super().__init__(LIMIT, model, (x[own], y[own]), setting.steps, communicator)
+        super().__init__(BOUND, model, (x[own], y[own]), setting.steps, communicator)
 
-    def turn(self, tick: Tick) -> dict[str, Any]:
-        """See `Contender.turn`."""
+    def measure(self, tick: Tick) -> dict[str, float]:
+        """See `Variant.measure`."""
         with tf.device(self._device):
-            return super().turn(tick)
+            return super().measure(tick)
 
 
-class Together(Fit):
-    """dtk: `fit` under a strategy, with one exchange.
+class DistributedFit(Fit):
+    """Keras's `fit` under a strategy of dtk's, with one exchange.
 
     Args:
         problem: What to train.
@@ -157,7 +176,10 @@ class Together(Fit):
 
 
 def exchange_of(name: str) -> Exchange:
-    """The exchange that `Setting` gives this name.
+    """Return the exchange that `Setting` gives this name.
+
+    Args:
+        name: One of EXCHANGES, or BLOCK with a number.
 
     Example:
         >>> exchange_of("1bit"), exchange_of("block:512").block_size
@@ -167,8 +189,8 @@ def exchange_of(name: str) -> Exchange:
     return BlockMomentum(rows) if rows else parse(None if name == "none" else name)
 
 
-class AllReduce(Contender):
-    """dtk: the sum of one tensor over all ranks, and nothing else.
+class AllReduce(Variant):
+    """The sum of one tensor over all ranks by dtk, and nothing else.
 
     Args:
         size: Of the tensor, in bytes.
@@ -189,8 +211,8 @@ class AllReduce(Contender):
         # One element: to read all of them would copy them.
         return self._communicator.allreduce(self._values)[0]
 
-    def turn(self, tick: Tick) -> dict[str, Any]:
-        """See `Contender.turn`."""
+    def measure(self, tick: Tick) -> dict[str, float]:
+        """See `Variant.measure`."""
         before = self._communicator.bytes_sent
         for _ in range(self._steps + 1):
             self._step().numpy()

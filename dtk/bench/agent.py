@@ -1,9 +1,9 @@
-"""Where a process of a world sits, on its host: `python -m dtk.bench.seat COMMAND`.
+"""Runs beside each process of a world, on its host: `python -m dtk.bench.agent COMMAND`.
 
-    command line ── socket ── seat ── pipes ── the process, which takes turns
+    command line ── socket ── agent ── pipes ── the worker process, which measures
                                 └── stops and continues it
 
-Some libraries keep a thread busy while nothing is asked of them. Stopped between its turns
+Some libraries keep a thread busy while nothing is asked of them. Stopped between its measurements
 (SIGSTOP) such a process leaves the cores to the others, and only its parent can do that on every
 host. The standard library alone.
 """
@@ -23,8 +23,8 @@ REST = {"rest": True}
 CORES = "DTK_BENCH_CORES"
 
 
-def sit(command: list[str], line: Connection) -> int:
-    """Start a process and pass on what it is asked, until nobody asks.
+def run(command: list[str], line: Connection) -> int:
+    """Start a process and pass on what it is asked, until nothing more is asked.
 
     Args:
         command: What to start.
@@ -65,7 +65,7 @@ def _next(line: Connection) -> dict[str, object] | None:
 
 
 def main() -> None:
-    """Sit down."""
+    """Bind this process, connect to the command line, and run the command that was given."""
     if CORES in os.environ:
         parts = json.loads(os.environ.pop(CORES))
         part = parts[int(os.environ["OMPI_COMM_WORLD_LOCAL_RANK"])]
@@ -74,7 +74,7 @@ def main() -> None:
     host, _, port = os.environ[ADDRESS].rpartition(":")
     key = bytes.fromhex(os.environ.pop(KEY))
     with Client((host, int(port)), authkey=key) as line:
-        sys.exit(sit(sys.argv[1:], line))
+        sys.exit(run(sys.argv[1:], line))
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ from typing import Any
 import tensorflow as tf
 import tf_keras
 
+from dtk.bench.baselines.worker import Measure, Tick
 from dtk.bench.models import PROBLEMS
-from dtk.bench.peers.turns import Tick, Turn
 
 
-class Member:
-    """See `turns.Member`."""
+class Worker:
+    """See `worker.Worker`."""
 
     def __init__(self, setting: dict[str, Any]):
         config = json.loads(os.environ["TF_CONFIG"])
@@ -24,14 +24,14 @@ class Member:
         self.versions = {"tf_keras": tf_keras.__version__, "TensorFlow": tf.__version__}
         self._batch, self._steps = setting["batch_size"], setting["steps"]
 
-    def build(self, task: str) -> tuple[int, dict[str, Turn | str]]:
-        """See `turns.Member`."""
+    def build(self, task: str) -> tuple[int, dict[str, Measure | str]]:
+        """See `worker.Worker`."""
         tf_keras.backend.clear_session()
         if task not in PROBLEMS:
             return 0, {}
         alone = self._fit(task, contextlib.nullcontext(), 1)
         together = self._fit(task, self._strategy.scope(), self._size)
-        return alone.parameters, {"limit": alone.turn, "mwms": together.turn}
+        return alone.parameters, {"limit": alone.measure, "mwms": together.measure}
 
     def _fit(self, task: str, scope: Any, workers: int) -> _Fit:
         with scope:
@@ -47,7 +47,7 @@ class _Fit:
         self._model, self._data, self._batch = model, data, batch
         self.parameters = model.count_params()
 
-    def turn(self, tick: Tick) -> None:
+    def measure(self, tick: Tick) -> None:
         """Fit for an epoch."""
         after = tf_keras.callbacks.LambdaCallback(on_batch_end=lambda batch, logs: tick())
         self._model.fit(*self._data, batch_size=self._batch, verbose=0, callbacks=[after])

@@ -1,10 +1,10 @@
-"""A member of a world that needs no library; for test_bench_world.py."""
+"""A worker of a world that needs no library; for test_bench_world.py."""
 
 import os
 import time
 
 
-class Member:
+class Worker:
     def __init__(self, setting):
         self.rank = int(os.environ["RANK"])
         self.versions = {"nothing": "1"}

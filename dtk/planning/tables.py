@@ -10,8 +10,8 @@ from typing import Any
 
 from dtk.bench.report import size
 from dtk.planning.advice import LOSSY, Advice
+from dtk.planning.inputs import Cluster, Job
 from dtk.planning.prediction import Prediction
-from dtk.planning.setting import Cluster, Job
 
 Predictions = Sequence[Sequence[Prediction]]
 
@@ -19,8 +19,15 @@ _FORMAT = 1
 _NOT_OURS = "hierarchical: not something dtk's communicators do; for comparison."
 
 
-def tables(predictions: Predictions) -> dict[str, list[tuple[str, ...]]]:
-    """By title, tables of a header and a row for each method; prices if there are some."""
+def by_title(predictions: Predictions) -> dict[str, list[tuple[str, ...]]]:
+    """Return tables of a header and a row for each method.
+
+    Args:
+        predictions: By method and number of workers.
+
+    Returns:
+        By title; that of prices only if there are some.
+    """
     found = {
         "ms per step": _table(predictions, lambda one: _short(1000 * one.seconds)),
         "efficiency": _table(predictions, lambda one: f"{one.efficiency:.2f}"),
@@ -36,7 +43,7 @@ def _table(predictions: Predictions, cell: Callable[[Prediction], str]) -> list[
 
 
 def _short(value: float) -> str:
-    """Three digits, or all before the point.
+    """Write three digits, or all before the point.
 
     Example:
         >>> _short(0.01234), _short(85.04), _short(12345.6), _short(0.0)
@@ -48,7 +55,16 @@ def _short(value: float) -> str:
 
 
 def notes(job: Job, cluster: Cluster, advice: Advice) -> list[str]:
-    """The recommendation, then what is assumed."""
+    """Return the recommendation, then what is assumed.
+
+    Args:
+        job: What is trained.
+        cluster: Where.
+        advice: What is recommended.
+
+    Returns:
+        Lines.
+    """
     return [
         *advice.reasons,
         "",
@@ -61,10 +77,14 @@ def notes(job: Job, cluster: Cluster, advice: Advice) -> list[str]:
 
 
 def assumptions(job: Job, cluster: Cluster) -> str:
-    """What the predictions are made from, in a sentence.
+    """Return what the predictions are made from, in a sentence.
+
+    Args:
+        job: What is trained.
+        cluster: Where.
 
     Example:
-        >>> from dtk.planning.setting import Link
+        >>> from dtk.planning.inputs import Link
         >>> print(assumptions(Job(0.085, 270_000), Cluster(Link(5e-5, 1.25e8), per_host=4)))
         a step of 85 ms for 32 rows on a worker, 1.08 MB of gradients (1bit: 38.0 kB); workers on \
 a host: 4; between hosts 50 us and 1 Gbit/s; software adds 770 us to a message and 3 ns to a \
@@ -84,10 +104,10 @@ byte; blocks of 16 steps; 1 parameter server
 
 
 def _factors(job: Job) -> str:
-    """Which of them need not be sent whole.
+    """Write which of the gradients need not be sent whole.
 
     Example:
-        >>> from dtk.planning.setting import Factors
+        >>> from dtk.planning.inputs import Factors
         >>> _factors(Job(0.1, 2048 * 2048, factors=Factors(2048 * 2048, 4096)))
         'as factors with a batch of up to 334 rows: 524.3 kB; '
         >>> _factors(Job(0.1, 1000))
@@ -100,7 +120,7 @@ def _factors(job: Job) -> str:
 
 
 def _speed(bandwidth: float) -> str:
-    """Bytes per second as networks are sold.
+    """Write bytes per second as networks are sold.
 
     Example:
         >>> _speed(1.25e8), _speed(6.25e6), _speed(math.inf)
@@ -113,9 +133,16 @@ def _speed(bandwidth: float) -> str:
 
 
 def markdown(predictions: Predictions, job: Job, cluster: Cluster, advice: Advice) -> str:
-    """Everything, as a page."""
+    """Return everything, as a page of Markdown.
+
+    Args:
+        predictions: By method and number of workers.
+        job: What is trained.
+        cluster: Where.
+        advice: What is recommended.
+    """
     lines: list[str] = []
-    for title, (header, *rows) in tables(predictions).items():
+    for title, (header, *rows) in by_title(predictions).items():
         lines += [f"### {title}", "", _line(header), "|---" * len(header) + "|"]
         lines += [*map(_line, rows), ""]
     return "\n".join([*lines, *notes(job, cluster, advice), ""])
@@ -126,7 +153,14 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def dumps(predictions: Predictions, job: Job, cluster: Cluster, advice: Advice) -> str:
-    """Everything, as JSON: seconds, bytes, rows per second."""
+    """Return everything, as JSON: seconds, bytes, rows per second.
+
+    Args:
+        predictions: By method and number of workers.
+        job: What is trained.
+        cluster: Where.
+        advice: What is recommended.
+    """
     found = {
         "dtk plan": _FORMAT,
         "job": asdict(job),

@@ -8,19 +8,19 @@ import keras
 import tensorflow as tf
 
 from dtk import quiet
-from dtk.bench.contender import Alone
+from dtk.bench.baselines.worker import Measure
 from dtk.bench.models import PROBLEMS
-from dtk.bench.peers.turns import Turn
-from dtk.bench.report import LIMIT
+from dtk.bench.report import BOUND
 from dtk.bench.setting import Setting
+from dtk.bench.variant import LocalFit
 from dtk.cluster import detect
 from dtk.communicators.null import NullCommunicator
 from dtk.strategies import devices
 from dtk.trainer import undistributed_jobs
 
 
-class Member:
-    """See `peers.turns.Member`.
+class Worker:
+    """Measures the no-communication bound; see `baselines.worker.Worker`.
 
     Args:
         setting: Fields of `Setting`.
@@ -38,10 +38,10 @@ class Member:
         self.rank = self._communicator.rank
         self.versions = {"TensorFlow": tf.__version__, "Keras": keras.__version__}
 
-    def build(self, task: str) -> tuple[int, dict[str, Turn | str]]:
-        """See `peers.turns.Member`."""
+    def build(self, task: str) -> tuple[int, dict[str, Measure | str]]:
+        """See `baselines.worker.Worker`."""
         keras.utils.clear_session()
         if task not in PROBLEMS:
             return 0, {}
-        limit = Alone(PROBLEMS[task], self._setting, self._communicator, self._device)
-        return limit.model.count_params(), {LIMIT: limit.turn}
+        limit = LocalFit(PROBLEMS[task], self._setting, self._communicator, self._device)
+        return limit.model.count_params(), {BOUND: limit.measure}

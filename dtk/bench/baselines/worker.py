@@ -1,12 +1,12 @@
-"""Taking turns: what every process of a world does. The standard library alone.
+"""The loop of every process of a world: it measures when it is asked. Standard library alone.
 
     asked                            answered, a line of JSON each
                                      {"rank": 0, "host": ..., "versions": {"PyTorch": ...}}
-    {"build": "mlp"}                 {"parameters": 10512394, "contenders": ["ddp"], "absent": {}}
-    {"turn": "ddp"}                  {"seconds": 0.02, "fit": 0.5, "sent": ..., ...}
+    {"build": "mlp"}                 {"parameters": 10512394, "variants": ["ddp"], "absent": {}}
+    {"measure": "ddp"}               {"seconds": 0.02, "fit": 0.5, "sent": ..., ...}
     end of input                     the process ends
 
-Between turns it waits for a line, which takes no time of any core.
+Between measurements it waits for a line, which takes no time of any core.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import Any, Protocol, TextIO
 Tick = Callable[[], None]
 # Trains for one more step than is measured, calls its argument after each, and may say more of the
 # reading.
-Turn = Callable[[Tick], "dict[str, Any] | None"]
+Measure = Callable[[Tick], "dict[str, float] | None"]
 
 
-class Member(Protocol):
+class Worker(Protocol):
     """One process of a world, made from the setting (a dict).
 
     Attributes:
@@ -38,7 +38,7 @@ class Member(Protocol):
     rank: int
     versions: dict[str, str]
 
-    def build(self, task: str) -> tuple[int, dict[str, Turn | str]]:
+    def build(self, task: str) -> tuple[int, dict[str, Measure | str]]:
         """Make ready to measure a task, and forget the one before.
 
         Args:
@@ -50,43 +50,52 @@ class Member(Protocol):
         """
 
 
-def serve(member: Member, requests: Iterable[str], answers: TextIO) -> None:
-    """Answer every line until there are no more."""
-    turns: dict[str, Turn] = {}
-    _say(answers, _hello(member))
+def serve(worker: Worker, requests: Iterable[str], answers: TextIO) -> None:
+    """Answer every line until there are no more.
+
+    Args:
+        worker: What measures.
+        requests: Lines of JSON, as above.
+        answers: Gets one line of JSON for each, and one before the first.
+    """
+    variants: dict[str, Measure] = {}
+    _say(answers, _hello(worker))
     for line in requests:
         request = json.loads(line)
         if "build" in request:
-            turns.clear()
-            parameters, found = member.build(request["build"])
-            turns = {name: turn for name, turn in found.items() if not isinstance(turn, str)}
+            variants.clear()
+            parameters, found = worker.build(request["build"])
+            variants = {name: one for name, one in found.items() if not isinstance(one, str)}
             absent = {name: why for name, why in found.items() if isinstance(why, str)}
-            answer = {"parameters": parameters, "contenders": [*turns], "absent": absent}
+            answer = {"parameters": parameters, "variants": [*variants], "absent": absent}
         else:
-            answer = clock(turns[request["turn"]])
+            answer = clock(variants[request["measure"]])
         _say(answers, answer)
 
 
-def clock(turn: Turn) -> dict[str, Any]:
-    """Let a turn be taken, and say what it took.
+def clock(measure: Measure) -> dict[str, Any]:
+    """Take one measurement and return its numbers.
 
     The first step is left out: what it waits for is not a step's.
 
+    Args:
+        measure: Trains for one more step than is measured; may tell more of the reading.
+
     Returns:
         `seconds` of a step, mean of the others, which `steps` holds; `fit`, of everything; `sent`
-        and `communicating`, None unless the turn says.
+        and `communicating`, None unless `measure` tells.
 
     Example:
-        >>> def turn(tick):
+        >>> def measure(tick):
         ...     for _ in range(3):
         ...         time.sleep(0.01)
         ...         tick()
-        >>> clock(turn)["seconds"] >= 0.01
+        >>> clock(measure)["seconds"] >= 0.01
         True
     """
     ticks: list[float] = []
     began = time.perf_counter()
-    more = turn(lambda: ticks.append(time.perf_counter())) or {}
+    more = measure(lambda: ticks.append(time.perf_counter())) or {}
     return {
         "seconds": (ticks[-1] - ticks[0]) / (len(ticks) - 1),
         "sent": None,
@@ -97,14 +106,14 @@ def clock(turn: Turn) -> dict[str, Any]:
     }
 
 
-def _hello(member: Member) -> dict[str, Any]:
+def _hello(worker: Worker) -> dict[str, Any]:
     return {
-        "rank": member.rank,
+        "rank": worker.rank,
         "host": socket.gethostname(),
         "cores": sorted(os.sched_getaffinity(0)),
         # The launcher gives every rank its share of the cores, unless the user has said otherwise.
         "threads": int(os.environ["OMP_NUM_THREADS"]),
-        "versions": member.versions,
+        "versions": worker.versions,
     }
 
 
@@ -118,8 +127,8 @@ def main() -> None:
     # What libraries print goes to standard error; standard output is for answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    member = importlib.import_module(module).Member(json.loads(setting))
-    serve(member, iter(sys.stdin.readline, ""), answers)
+    worker = importlib.import_module(module).Worker(json.loads(setting))
+    serve(worker, iter(sys.stdin.readline, ""), answers)
 
 
 if __name__ == "__main__":

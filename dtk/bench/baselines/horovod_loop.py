@@ -14,15 +14,15 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
+from dtk.bench.baselines.worker import Measure, Tick
 from dtk.bench.models import PROBLEMS
-from dtk.bench.peers.turns import Tick, Turn
 from dtk.bench.setting import bytes_of
 
 Reduce = Callable[[list[Any]], list[Any]]
 
 
-class Member:
-    """See `turns.Member`."""
+class Worker:
+    """See `worker.Worker`."""
 
     def __init__(self, setting: dict[str, Any]):
         hvd.init()
@@ -30,33 +30,33 @@ class Member:
         self.versions = {"Horovod": horovod.__version__, "TensorFlow": tf.__version__}
         self._batch, self._steps = setting["batch_size"], setting["steps"]
 
-    def build(self, task: str) -> tuple[int, dict[str, Turn | str]]:
-        """See `turns.Member`."""
+    def build(self, task: str) -> tuple[int, dict[str, Measure | str]]:
+        """See `worker.Worker`."""
         keras.utils.clear_session()
         size = bytes_of(task)
         if size:
             return 0, {"allreduce": self._sum(size)}
-        turns: dict[str, Turn | str] = {}
+        turns: dict[str, Measure | str] = {}
         for name, reduce in (("allreduce", _one_by_one), ("grouped_allreduce", _grouped)):
             model = PROBLEMS[task].compiled(keras)
             turns[name] = self._train(model, reduce, task)
         return model.count_params(), turns
 
-    def _sum(self, size: int) -> Turn:
+    def _sum(self, size: int) -> Measure:
         values = tf.zeros(size // 4)
         # One element: to read all of them would copy them.
         step = tf.function(
             lambda: hvd.allreduce(values, op=hvd.Sum, name=f"sum_{size}")[0], jit_compile=False
         )
 
-        def turn(tick: Tick) -> None:
+        def measure(tick: Tick) -> None:
             for _ in range(self._steps + 1):
                 step().numpy()
                 tick()
 
-        return turn
+        return measure
 
-    def _train(self, model: Any, reduce: Reduce, task: str) -> Turn:
+    def _train(self, model: Any, reduce: Reduce, task: str) -> Measure:
         variables = [variable.value for variable in model.trainable_variables]
         hvd.broadcast_variables([variable.value for variable in model.variables], root_rank=0)
         count = self._batch * (self._steps + 1)
@@ -72,12 +72,12 @@ class Member:
             model.optimizer.apply(gradients, model.trainable_variables)
             return loss
 
-        def turn(tick: Tick) -> None:
+        def measure(tick: Tick) -> None:
             for batch in rows:
                 step(*batch).numpy()
                 tick()
 
-        return turn
+        return measure
 
 
 def _one_by_one(gradients: list[Any]) -> list[Any]:

@@ -17,8 +17,8 @@ class Problem(NamedTuple):
 
     Attributes:
         build: Makes the model.
-        rows: So many rows of input.
-        sparse: Whether a gradient is.
+        rows: From a number, so many rows of input.
+        sparse: Whether one of its gradients is sparse.
     """
 
     build: Callable[[], Any]
@@ -26,12 +26,19 @@ class Problem(NamedTuple):
     sparse: bool = False
 
     def data(self, count: int) -> tuple[Any, Any]:
-        """So many rows and their labels."""
+        """Return random rows and their labels.
+
+        Args:
+            count: How many.
+        """
         return self.rows(count), torch.randint(_CLASSES, (count,))
 
 
 class ResNet20(nn.Module):
-    """20 layers; where the image shrinks, shortcuts pad channels with zeros (option A)."""
+    """ResNet of 20 layers for CIFAR-10 (He et al. 2016).
+
+    Where the image shrinks, shortcuts pad channels with zeros (option A).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +51,14 @@ class ResNet20(nn.Module):
         self.head = nn.Linear(64, _CLASSES)
 
     def forward(self, x: Any) -> Any:
-        """Images of shape `[rows, 3, 32, 32]` to logits."""
+        """Compute logits.
+
+        Args:
+            x: Images, float32, shape `[rows, 3, 32, 32]`.
+
+        Returns:
+            Shape `[rows, 10]`.
+        """
         x = torch.relu(self.stem(x))
         for first, second in self.blocks:
             y = second(torch.relu(first(x)))
@@ -62,7 +76,7 @@ def _conv(before: int, after: int, stride: int = 1) -> Any:
 
 
 def mlp() -> Any:
-    """Three hidden layers of 2048 units."""
+    """Return a model of three hidden layers of 2048 units."""
     layers: list[Any] = []
     for before in (1024, 2048, 2048):
         layers += [nn.Linear(before, 2048), nn.ReLU()]
@@ -70,7 +84,7 @@ def mlp() -> Any:
 
 
 def embedding() -> Any:
-    """The mean of eight rows of a table."""
+    """Return a model of the mean of eight rows of a table."""
     table = nn.EmbeddingBag(_WORDS, 64, mode="mean", sparse=True)
     return nn.Sequential(table, nn.Linear(64, _CLASSES))
 
@@ -86,7 +100,14 @@ class Transformer(nn.Module):
         self.head = nn.Linear(256, _CLASSES)
 
     def forward(self, x: Any) -> Any:
-        """Rows of shape `[rows, 32, 256]` to logits."""
+        """Compute logits.
+
+        Args:
+            x: float32, shape `[rows, 32, 256]`.
+
+        Returns:
+            Shape `[rows, 10]`.
+        """
         return self.head(self.block(x).mean(1))
 
 

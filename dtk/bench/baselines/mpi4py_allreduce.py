@@ -9,8 +9,8 @@ import numpy as np
 from mpi4py import MPI
 
 
-class Member:
-    """See `turns.Member`."""
+class Worker:
+    """See `worker.Worker`."""
 
     def __init__(self, setting: dict[str, Any]):
         self.rank = MPI.COMM_WORLD.rank
@@ -19,16 +19,16 @@ class Member:
         self._steps = setting["steps"]
 
     def build(self, task: str) -> tuple[int, dict[str, Any]]:
-        """See `turns.Member`."""
+        """See `worker.Worker`."""
         kind, _, size = task.partition(" ")
         if kind != "allreduce":
             return 0, {}
         given = np.zeros(int(size) // 4, "float32")
         found = np.empty_like(given)
 
-        def turn(tick: Any) -> None:
+        def measure(tick: Any) -> None:
             for _ in range(self._steps + 1):
                 MPI.COMM_WORLD.Allreduce(given, found)
                 tick()
 
-        return 0, {"Allreduce": turn}
+        return 0, {"Allreduce": measure}

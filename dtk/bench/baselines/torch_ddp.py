@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_models import PROBLEMS
 
 
-class Member:
-    """See `turns.Member`."""
+class Worker:
+    """See `worker.Worker`."""
 
     def __init__(self, setting: dict[str, Any]):
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -23,7 +23,7 @@ class Member:
         self._batch, self._steps = setting["batch_size"], setting["steps"]
 
     def build(self, task: str) -> tuple[int, dict[str, Any]]:
-        """See `turns.Member`."""
+        """See `worker.Worker`."""
         kind, _, size = task.partition(" ")
         if kind == "allreduce":
             return 0, {"all_reduce": self._sum(int(size))}
@@ -43,12 +43,12 @@ class Member:
     def _sum(self, size: int) -> Any:
         values = torch.zeros(size // 4)
 
-        def turn(tick: Any) -> None:
+        def measure(tick: Any) -> None:
             for _ in range(self._steps + 1):
                 dist.all_reduce(values)
                 tick()
 
-        return turn
+        return measure
 
     def _train(self, model: Any, task: str) -> Any:
         x, y = PROBLEMS[task].data(self._batch * (self._steps + 1))
@@ -56,7 +56,7 @@ class Member:
         loss_of = torch.nn.CrossEntropyLoss()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
-        def turn(tick: Any) -> None:
+        def measure(tick: Any) -> None:
             # Rows are there already: a batch is a slice, and no loader stands in the way.
             for batch in range(self._steps + 1):
                 own = slice(batch * self._batch, (batch + 1) * self._batch)
@@ -68,4 +68,4 @@ class Member:
                 loss.item()
                 tick()
 
-        return turn
+        return measure

@@ -1,7 +1,7 @@
-"""Who dtk is measured against, and the environments they run in.
+"""Libraries that dtk is measured against, and the environments they run in.
 
-~/.cache/dtk/bench/<peer>/      python -m venv, with pinned packages
-<peer>/dtk-bench.json           what is in it; written last, so that half an environment is none
+~/.cache/dtk/bench/<baseline>/      python -m venv, with pinned packages
+<baseline>/dtk-bench.json           what is in it; written last, so that half an environment is none
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _PIP = ("-m", "pip", "--disable-pip-version-check", "--no-input", "install")
 
 
 @dataclasses.dataclass(frozen=True)
-class Peer:
-    """Something else that trains on several processes.
+class Baseline:
+    """Another library that trains on several processes.
 
     Attributes:
-        module: In `dtk.bench.peers`.
-        launcher: "collective", "horovod" or "horovod-mpi", see `bench_places`.
+        module: In `dtk.bench.baselines`.
+        launcher: "collective", "horovod" or "horovod-mpi", see `dtk.bench.places`.
         about: What it is, for the help.
         packages: Pinned; none runs in this Python's own environment.
         size: What they take, for whoever must wait for them.
@@ -50,10 +50,10 @@ class Peer:
 
 
 _LOOP = "a loop by hand over hvd.allreduce"
-PEERS = {
-    "horovod-loop": Peer("horovod_loop", "horovod", f"{_LOOP}, Gloo", busy=True),
-    "horovod-mpi-loop": Peer("horovod_loop", "horovod-mpi", f"{_LOOP}, MPI", busy=True),
-    "tf_keras": Peer(
+BASELINES = {
+    "horovod-loop": Baseline("horovod_loop", "horovod", f"{_LOOP}, Gloo", busy=True),
+    "horovod-mpi-loop": Baseline("horovod_loop", "horovod-mpi", f"{_LOOP}, MPI", busy=True),
+    "tf_keras": Baseline(
         "tf_keras_mwms",
         "collective",
         "legacy Keras under MultiWorkerMirroredStrategy",
@@ -61,14 +61,14 @@ PEERS = {
         "2 MB",
         borrows=True,
     ),
-    "torch": Peer(
+    "torch": Baseline(
         "torch_ddp",
         "collective",
         "PyTorch's DistributedDataParallel over Gloo",
         ("torch==2.13.0", "numpy==2.4.6"),
         "200 MB, or several GB where the package index brings CUDA along",
     ),
-    "mpi4py": Peer(
+    "mpi4py": Baseline(
         "mpi4py_allreduce",
         "horovod-mpi",
         "MPI's own all-reduce; needs --allreduce",
@@ -80,60 +80,70 @@ PEERS = {
 
 
 def check(names: Sequence[str]) -> None:
-    """Raise BenchError for a name that is none of PEERS."""
+    """Refuse a name that is none of BASELINES.
+
+    Args:
+        names: As given with --peer.
+
+    Raises:
+        BenchError: There is no such baseline.
+    """
     for name in names:
-        if name not in PEERS:
-            *others, last = PEERS
+        if name not in BASELINES:
+            *others, last = BASELINES
             raise BenchError(f"--peer {name}: unknown, expected {', '.join(others)} or {last}")
 
 
 def python_of(name: str, say: Callable[[str], None]) -> str:
-    """The interpreter of a peer's environment, which is made where there is none.
+    """Return the interpreter of a baseline's environment, which is made where there is none.
 
     Args:
-        name: One of PEERS.
+        name: One of BASELINES.
         say: Told what will be done, before it is.
+
+    Returns:
+        Its path.
 
     Raises:
         WorldLost: It cannot be made; says why, and what to do.
     """
-    peer, folder = PEERS[name], cache.folder() / "bench" / name
-    if not peer.packages:
+    baseline, folder = BASELINES[name], cache.folder() / "bench" / name
+    if not baseline.packages:
         return sys.executable
     python = folder / "bin" / "python"
-    if not _is_complete(folder, peer):
+    if not _is_complete(folder, baseline):
         say(
-            f"{name}: makes an environment in {folder} and installs {' '.join(peer.packages)} "
-            f"({peer.size})"
+            f"{name}: makes an environment in {folder} and installs {' '.join(baseline.packages)} "
+            f"({baseline.size})"
         )
-        _make(folder, peer, python)
+        _make(folder, baseline, python)
     return str(python)
 
 
-def _is_complete(folder: Path, peer: Peer) -> bool:
+def _is_complete(folder: Path, baseline: Baseline) -> bool:
     try:
-        return bool(json.loads((folder / _COMPLETE).read_text()) == _contents(peer))
+        return bool(json.loads((folder / _COMPLETE).read_text()) == _contents(baseline))
     except (OSError, ValueError):
         return False
 
 
-def _contents(peer: Peer) -> dict[str, object]:
-    """What must be the same for an environment to be used again."""
-    borrowed = sysconfig.get_path("purelib") if peer.borrows else ""
-    return {"packages": list(peer.packages), "python": sys.version, "borrowed": borrowed}
+def _contents(baseline: Baseline) -> dict[str, object]:
+    """Return what must be the same for an environment to be used again."""
+    borrowed = sysconfig.get_path("purelib") if baseline.borrows else ""
+    return {"packages": list(baseline.packages), "python": sys.version, "borrowed": borrowed}
 
 
-def _make(folder: Path, peer: Peer, python: Path) -> None:
+def _make(folder: Path, baseline: Baseline, python: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     _run([sys.executable, "-m", "venv", str(folder)])
     options = []
-    if peer.borrows:
+    if baseline.borrows:
         (packages,) = folder.glob("lib/python*/site-packages")
         borrowed = sysconfig.get_path("purelib")
         (packages / "borrowed.pth").write_text(f"import site; site.addsitedir({borrowed!r})\n")
         options = ["--no-deps"]
-    _run([str(python), *_PIP, *options, *peer.packages])
-    (folder / _COMPLETE).write_text(json.dumps(_contents(peer)) + "\n")
+    _run([str(python), *_PIP, *options, *baseline.packages])
+    (folder / _COMPLETE).write_text(json.dumps(_contents(baseline)) + "\n")
 
 
 def _run(command: list[str]) -> None:

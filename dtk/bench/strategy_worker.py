@@ -7,16 +7,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from dtk.bench.contender import AllReduce, Together
+from dtk.bench.baselines.worker import Measure
 from dtk.bench.models import PROBLEMS
-from dtk.bench.peers.turns import Turn
 from dtk.bench.setting import Setting, bytes_of
+from dtk.bench.variant import AllReduce, DistributedFit
 from dtk.strategies import AllReduceStrategy
 from dtk.version import __version__
 
 
-class Member:
-    """See `peers.turns.Member`.
+class Worker:
+    """Measures dtk over one communicator; see `baselines.worker.Worker`.
 
     Args:
         setting: Fields of `Setting`.
@@ -32,14 +32,14 @@ class Member:
             "dtk": __version__,
         }
 
-    def build(self, task: str) -> tuple[int, dict[str, Turn | str]]:
-        """See `peers.turns.Member`."""
+    def build(self, task: str) -> tuple[int, dict[str, Measure | str]]:
+        """See `baselines.worker.Worker`."""
         keras.utils.clear_session()
         count = bytes_of(task)
         if count:
-            return 0, {"allreduce": AllReduce(count, self._setting, self._strategy).turn}
-        contenders = [
-            Together(PROBLEMS[task], self._setting, self._strategy, exchange)
+            return 0, {"allreduce": AllReduce(count, self._setting, self._strategy).measure}
+        variants = [
+            DistributedFit(PROBLEMS[task], self._setting, self._strategy, exchange)
             for exchange in self._setting.exchanges
         ]
-        return contenders[0].model.count_params(), {one.name: one.turn for one in contenders}
+        return variants[0].model.count_params(), {one.name: one.measure for one in variants}

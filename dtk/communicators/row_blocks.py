@@ -1,0 +1,157 @@
+"""Rows of a tensor on the wire: flat, one block for each rank, of whatever dtype can be moved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from dtk.communicators import wire
+from dtk.errors import at_rank
+
+
+class RowBlocks:
+    """A tensor's rows as flat elements that a backend moves, and the way back.
+
+    Args:
+        tensor: Rows, shape `[rows, ...]`, of any dtype a communicator takes.
+        native: Dtypes that the backend moves.
+    """
+
+    def __init__(self, tensor: tf.Tensor, native: frozenset[tf.DType]) -> None:
+        self._tensor = tensor
+        self._native = native
+        self._width = tf.reduce_prod(tf.shape(tensor, tf.int64)[1:])  # elements in one row
+        # Bytes packed four to a word: the last word of a block may be part padding.
+        self._per_word = 4 if (tensor.dtype.size == 1 and tensor.dtype not in native) else 1
+
+    def encode(self) -> tuple[tf.Tensor, wire.Decode]:
+        """Return all rows as one flat tensor for the wire, and the way back."""
+        return wire.for_moving(tf.reshape(self._tensor, [-1]), self._native)
+
+    def encode_blocks(self, counts: tf.Tensor, size: int) -> tuple[tf.Tensor, wire.Decode]:
+        """Return the rows as `size` blocks, one after the other in a flat tensor for the wire.
+
+        Each block is encoded by itself: a word must not hold bytes for two ranks.
+
+        Args:
+            counts: Rows of each block, int64, shape `[size]`.
+            size: Number of blocks.
+
+        Returns:
+            The flat tensor, and the way back of any one block.
+        """
+        flat = tf.reshape(self._tensor, [-1])
+        blocks = tf.split(flat, counts * self._width, num=size)
+        encoded = [wire.for_moving(block, self._native) for block in blocks]
+        return tf.concat([block for block, _ in encoded], axis=0), encoded[0][1]
+
+    def words(self, rows: tf.Tensor) -> tf.Tensor:
+        """Return how many elements on the wire numbers of rows take.
+
+        Args:
+            rows: Numbers of rows, int64, of any shape.
+
+        Returns:
+            int64, in the shape of `rows`.
+        """
+        return -(-rows * self._width // self._per_word)
+
+    def decode(
+        self, parts: Sequence[tf.Tensor], decode: wire.Decode, counts: tf.Tensor
+    ) -> tf.Tensor:
+        """Join what came from all ranks.
+
+        Args:
+            parts: Flat tensors from the wire, one for each rank.
+            decode: The way back of one of them.
+            counts: Rows of each, int64, shape `[size]`.
+
+        Returns:
+            All rows, in rank order, of the tensor's dtype and row shape.
+        """
+        flat = [decode(part)[: counts[j] * self._width] for j, part in enumerate(parts)]
+        row = tf.shape(self._tensor, tf.int64)[1:]
+        shape = tf.concat([tf.reduce_sum(counts)[None], row], axis=0)
+        rows = tf.reshape(tf.concat(flat, axis=0), shape)
+        return tf.ensure_shape(rows, [None, *self._tensor.shape[1:]])
+
+
+def checked_counts(tensor: tf.Tensor, known: Sequence[int], rank: int, size: int) -> tf.Tensor:
+    """Return the rows that every rank gathers, once they fit this rank's.
+
+    Args:
+        tensor: This rank's rows.
+        known: Rows of each rank, in rank order.
+        rank: This rank.
+        size: Number of ranks.
+
+    Returns:
+        `known`, int64, shape `[size]`.
+
+    Raises:
+        ValueError: There is not one number for each rank, or this rank has other rows.
+    """
+    counts = list(known)
+    if len(counts) != size or tensor.shape[0] not in (None, counts[rank]):
+        raise ValueError(
+            at_rank(
+                rank,
+                f"allgather got rows={counts} for {tensor.shape[0]} rows of this rank, expected "
+                f"one number for each of {size} ranks",
+            )
+        )
+    return tf.constant(counts, tf.int64)
+
+
+def checked_splits(
+    tensor: tf.Tensor, splits: Sequence[int] | tf.Tensor | None, rank: int, size: int
+) -> tf.Tensor:
+    """Return how many rows an all-to-all sends to each rank, once they fit the tensor.
+
+    Args:
+        tensor: This rank's rows.
+        splits: Rows for each rank, shape `[size]`; of every rank, shape `[size, size]`; equal
+            blocks when None.
+        rank: This rank.
+        size: Number of ranks.
+
+    Returns:
+        int64, shape `[size]` or, where `splits` has it, `[size, size]`.
+
+    Raises:
+        ValueError: There are no rows, they cannot be divided evenly, or `splits` has another shape
+            or, eagerly, another sum.
+    """
+    if tensor.shape.rank == 0:
+        raise ValueError(at_rank(rank, "alltoall needs rows to send, got a scalar"))
+    rows = tf.shape(tensor, tf.int64)[0]
+    if splits is None:
+        if tensor.shape[0] is not None and tensor.shape[0] % size:
+            raise ValueError(
+                at_rank(
+                    rank,
+                    f"alltoall of {tensor.shape[0]} rows over {size} ranks is uneven: "
+                    "pass splits, the rows for each rank",
+                )
+            )
+        return tf.repeat(rows // size, size)
+    given = tf.cast(tf.convert_to_tensor(splits), tf.int64)
+    if given.shape not in ([size], [size, size]):
+        raise ValueError(
+            at_rank(
+                rank,
+                f"alltoall got splits of shape {tuple(given.shape)}, expected ({size},), "
+                f"or ({size}, {size}) for what every rank sends",
+            )
+        )
+    mine = given if given.shape.rank == 1 else given[rank]
+    if tf.executing_eagerly() and int(tf.reduce_sum(mine)) != int(rows):
+        raise ValueError(
+            at_rank(
+                rank,
+                f"alltoall got splits {mine.numpy().tolist()} for {int(rows)} rows: "
+                "they must add up to the rows",
+            )
+        )
+    return given

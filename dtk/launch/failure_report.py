@@ -1,0 +1,44 @@
+"""The launcher's report of the process that failed first."""
+
+from __future__ import annotations
+
+from dtk.launch.rank import Rank
+from dtk.launch.watch import SETTLE
+
+
+def failure_report(rank: Rank, speaker: Rank, count: int) -> str:
+    """Return the first failing process's last output, so that it is what stands last.
+
+    Args:
+        rank: The process that failed first.
+        speaker: The process that can say what the failure means: the chief of a lost server.
+        count: How many processes the job has.
+
+    Returns:
+        Whole lines, the first of them empty.
+    """
+    text = f"dtk: {rank.process.name}, host {rank.process.host} failed first, {rank.how}"
+    text += "." if count == 1 else "; the others were ended."
+    if rank.file is not None:
+        text += f" All it wrote is in {rank.file.name}."
+    words = rank.last_words()
+    if speaker is not rank:
+        lines = [*_words_about(rank, speaker), text]
+    else:
+        text += " Its last output:" if words else " It wrote nothing."
+        lines = [text, *words]
+    return "\n".join(["", *lines, ""])
+
+
+def _words_about(lost: Rank, chief: Rank) -> list[str]:
+    """Give what the chief said of a lost parameter server, and what that said itself.
+
+    A server that was killed could not say why: its last lines are only better than nothing.
+    """
+    verdict = chief.trace_since(lost.exited - SETTLE)
+    own = [] if verdict and lost.signal else lost.last_words()
+    lines: list[str] = []
+    for rank, words in ((chief, verdict), (lost, own)):
+        if words:
+            lines += [f"dtk: the last output of {rank.process.name}:", *words]
+    return lines

@@ -1,0 +1,257 @@
+"""Seeing a job to its end.
+
+    start ──> ranks run ──┬── the training has ended with 0 ──> the rest is ended ──> code 0
+                 ^   │    ├── one fails ──> settle ──> the others are ended ──> its words and code
+                 └───┘    └── stop() ─────────────────> all are ended
+          a lost worker that
+          servers can spare
+
+`ending` says what counts as which, `watch` waits for it. "Ended" is SIGTERM, then, `grace` seconds
+later, SIGKILL for whatever still carries the job's mark: a rank may be stuck inside TensorFlow,
+where it cannot act on SIGTERM. A thread watches, so a failure is acted upon even while the caller
+does not wait; it alone starts and ends processes once the job runs. If this process itself is
+killed, a guard process does the ending.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from dtk.errors import ClusterError
+from dtk.launch import agent, ending, ssh
+from dtk.launch.failure_report import failure_report
+from dtk.launch.output import JobOutput
+from dtk.launch.plan import Process
+from dtk.launch.rank import Rank
+from dtk.launch.restarts import Restarts
+from dtk.launch.starter import Starter
+from dtk.launch.state import JobState
+from dtk.launch.watch import Watch, exit_code
+
+
+class Job:
+    """The processes of a plan, started and supervised.
+
+    Args:
+        processes: What `plan` returned.
+        output_dir: Directory that gets one file per process with its whole output, or None.
+        remote_shell: Command that reaches other hosts, called as `ssh` is.
+        grace: Seconds between SIGTERM and SIGKILL; before that, where there are parameter servers,
+            what they and the workers get to end by themselves after the chief.
+        max_restarts: How often each worker that a signal ended is started again, where there are
+            parameter servers. Without, a lost rank ends the job.
+        stdout: Where the ranks' standard output goes; `sys.stdout` when None.
+        stderr: Where the ranks' standard error goes; `sys.stderr` when None.
+
+    Attributes:
+        job_id: The mark (DTK_JOB) every process of the job carries.
+
+    >>> import sys
+    >>> from dtk.launch.plan import plan
+    >>> with Job(plan([sys.executable, "-c", "print('hello')"], workers=1)) as job:
+    ...     job.wait(timeout=60)
+    [0] hello
+    0
+    """
+
+    def __init__(
+        self,
+        processes: Sequence[Process],
+        *,
+        output_dir: str | os.PathLike[str] | None = None,
+        remote_shell: str = ssh.DEFAULT_REMOTE_SHELL,
+        grace: float = 5.0,
+        max_restarts: int = 3,
+        stdout: TextIO | None = None,
+        stderr: TextIO | None = None,
+    ) -> None:
+        if not processes:
+            raise ClusterError("a job needs at least one process; make them with dtk.launch.plan")
+        self.processes = tuple(processes)
+        self.output_dir = None if output_dir is None else Path(output_dir)
+        # A job started by a rank of another job ends with it.
+        self.job_id = "/".join(filter(None, (os.environ.get("DTK_JOB"), uuid.uuid4().hex)))
+        self._grace = grace
+        self._ranks: list[Rank] = []
+        self._state = JobState()
+        self._output = JobOutput(
+            self.processes, self.output_dir, stdout, stderr, self._state.lose_output
+        )
+        self._starter = Starter(self.processes, self.job_id, grace, remote_shell)
+        self._ending = ending.choose(self.processes, self._ranks)
+        restarts = Restarts(
+            self.processes,
+            self._ending,
+            self._starter,
+            self._start_again,
+            self._output.say,
+            max_restarts,
+        )
+        self._watch = Watch(
+            self._ranks, self._ending, self._state, restarts.replace, self._output.say
+        )
+        self._done = threading.Event()
+        self._started = False
+        self._culprit: Rank | None = None
+        self._code = 0
+
+    def start(self) -> Job:
+        """Start every process; may be called from any thread.
+
+        Returns:
+            The job itself.
+
+        Raises:
+            ClusterError: A process cannot be started, a port is taken, or `output_dir` is unusable.
+            CommunicatorError: Horovod is asked for and not installed.
+        """
+        if self._started:
+            raise ClusterError("this job was started before; make a new Job")
+        self._started = True
+        try:
+            self._start_all()
+        except BaseException:
+            self._state.stopping = self._state.hurry = True
+            self._end_all()
+            self._done.set()
+            raise
+        threading.Thread(target=self._supervise, name="dtk job", daemon=True).start()
+        return self
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until every process has ended.
+
+        Args:
+            timeout: Seconds; None waits for ever.
+
+        Returns:
+            0, or the exit code of the first process that failed: 128 + signal if a signal ended
+            it, 143 after `stop()`. A chief that fails of a lost parameter server lends its own.
+
+        Raises:
+            TimeoutError: Processes still run (and go on running).
+        """
+        if not self._started:
+            raise ClusterError("this job was not started; call start() first")
+        if not self._done.wait(timeout):
+            names = ", ".join(rank.process.name for rank in self._ranks if rank.code is None)
+            raise TimeoutError(f"after {timeout} s still running: {names}; wait longer or stop()")
+        return self._code
+
+    def stop(self, hurry: bool = False) -> None:
+        """End every process and wait for it; an interrupt meanwhile cuts the grace short.
+
+        Args:
+            hurry: Give no grace at all. Once all have ended there is nothing left to do.
+        """
+        self._state.hurry |= hurry
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                self._state.stop()
+                if self._started:
+                    self._done.wait()
+                break
+            except BaseException as error:
+                # Going on to wait: leaving now would leave processes behind.
+                interrupt = interrupt or error
+                self._state.hurry = True
+        if interrupt is not None:
+            raise interrupt
+
+    def __enter__(self) -> Job:
+        return self if self._started else self.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    @property
+    def returncodes(self) -> dict[str, int | None]:
+        """Exit code of every process by name; None while it runs."""
+        return {rank.process.name: rank.code for rank in self._ranks}
+
+    @property
+    def failure(self) -> tuple[Process, int, str] | None:
+        """The first process that failed, its exit code and last output; None without a failure."""
+        if self._culprit is None or self._culprit.code is None:
+            return None
+        words = "\n".join(self._culprit.last_words())
+        return self._culprit.process, self._culprit.code, words
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process id by name (the remote shell's for a process on another host)."""
+        return {rank.process.name: rank.popen.pid for rank in self._ranks}
+
+    def _start_all(self) -> None:
+        self._output.make_directory()
+        self._starter.prepare()
+        for process in self.processes:
+            env, remote = self._starter.env(process), self._starter.is_remote(process)
+            rank = Rank(process, env, remote, self._starter.popen(process, env))
+            self._ranks.append(rank)
+            self._output.open_file(rank)
+            self._attend(rank)
+
+    def _start_again(self, rank: Rank) -> None:
+        popen = self._starter.popen(rank.process, rank.env)
+        with self._state.changed:
+            rank.started(popen)
+        self._attend(rank)
+
+    def _attend(self, rank: Rank) -> None:
+        """Start the threads that read what a process writes, and note its end."""
+        self._output.relay(rank)
+        threading.Thread(target=self._reap, args=(rank,), daemon=True).start()
+
+    def _reap(self, rank: Rank) -> None:
+        code = rank.popen.wait()
+        with self._state.changed:
+            rank.ended(code)
+            self._state.changed.notify_all()
+
+    def _supervise(self) -> None:
+        try:
+            culprit = self._watch.culprit()
+            # Decided now: ending the others gives them exit codes too.
+            code = exit_code(culprit, self._ending)
+            self._culprit = culprit
+            self._watch.let_serve_out(self._grace)
+            self._end_all()
+            self._code = 128 + signal.SIGPIPE if self._state.broken_pipe and not culprit else code
+            if culprit is not None:
+                speaker = self._ending.speaker(culprit)
+                self._output.write_error(failure_report(culprit, speaker, len(self._ranks)))
+        finally:
+            self._done.set()
+
+    def _end_all(self) -> None:
+        """End everything, wait for it, and let go of what the job held."""
+        for rank in self._ranks:
+            if rank.remote and rank.popen.stdin is not None:
+                with contextlib.suppress(OSError):
+                    rank.popen.stdin.close()
+        agent.end(self.job_id, self._grace, lambda: self._state.hurry)
+        # Other hosts have the same grace, and some time to answer.
+        deadline = time.monotonic() + (0.5 if self._state.hurry else self._grace + 2.0)
+        for rank in self._ranks:
+            if rank.remote:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    rank.popen.wait(max(0.0, deadline - time.monotonic()))
+                rank.popen.kill()
+            rank.popen.wait()
+        for rank in self._ranks:
+            for reader in rank.readers:
+                reader.join(2.0)
+            if rank.file is not None:
+                rank.file.close()
+        self._starter.close()

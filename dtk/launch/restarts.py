@@ -1,0 +1,84 @@
+"""Starting lost workers of a parameter-server job again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+from dtk.errors import ClusterError
+from dtk.launch import agent
+from dtk.launch.ending import Ending
+from dtk.launch.plan import Process
+from dtk.launch.rank import Rank, signal_name
+from dtk.launch.starter import Starter
+
+
+class Restarts:
+    """Replaces workers that a signal ended, each a number of times.
+
+    Args:
+        processes: The plan.
+        ending: Tells how many workers are left.
+        starter: Gives the marks of processes.
+        start_again: Called with the worker whose place is to be taken.
+        say: Tells the user what happened.
+        most: How often each worker is started again.
+    """
+
+    def __init__(
+        self,
+        processes: Sequence[Process],
+        ending: Ending,
+        starter: Starter,
+        start_again: Callable[[Rank], None],
+        say: Callable[[str], None],
+        most: int,
+    ) -> None:
+        self._processes = processes
+        self._ending = ending
+        self._starter = starter
+        self._start_again = start_again
+        self._say = say
+        self._most = most
+
+    def replace(self, rank: Rank) -> None:
+        """Start a lost worker again, or say that the job goes on without it.
+
+        Args:
+            rank: The worker; its count of restarts goes up, or it is given up.
+        """
+        self._clear(rank)
+        # The chief is rank 0, so worker 0 is rank 1.
+        name = f"{rank.process.name} (worker {rank.process.rank - 1})"
+        killer = signal_name(128 + rank.signal) or f"signal {rank.signal}"
+        lost = f"{name} was killed by {killer}"
+        if rank.restarts < self._most:
+            rank.restarts += 1
+            self._say(f"{lost}; starting it again ({rank.restarts} of {self._most})")
+            try:
+                self._start_again(rank)
+                return
+            except ClusterError as error:
+                lost = str(error)
+        elif self._most:
+            lost += f" ({rank.restarts} of {self._most} restarts used)"
+        rank.given_up = True
+        workers = sum(process.role == "worker" for process in self._processes)
+        left = len(self._ending.workers_left())
+        self._say(
+            f"{lost}; the job goes on with {left} of {workers} workers"
+            if left
+            else f"{lost}; no worker is left"
+        )
+
+    def _clear(self, rank: Rank) -> None:
+        """End the children of a lost worker, and wait for its last output.
+
+        They may hold its port, or the memory for want of which it was killed.
+        """
+        agent.end(self._starter.mark(rank.process), grace=0.0)
+        if rank.popen.stdin is not None:
+            with contextlib.suppress(OSError):
+                rank.popen.stdin.close()
+        for reader in rank.readers:
+            reader.join(2.0)

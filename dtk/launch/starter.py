@@ -1,0 +1,124 @@
+"""Starting the processes of a job, here and on other hosts, and what they need before that."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Mapping, Sequence
+
+from dtk.errors import ClusterError
+from dtk.launch import agent, local, rendezvous, ssh
+from dtk.launch.plan import Process
+
+
+class Starter:
+    """Starts processes that carry the mark of one job.
+
+    It also holds what outlives them: the guard process, Horovod's rendezvous server and ports.
+
+    Args:
+        processes: The plan.
+        job_id: The mark (DTK_JOB).
+        grace: Seconds between SIGTERM and SIGKILL, for the guard and for other hosts.
+        remote_shell: Command that reaches other hosts, called as `ssh` is.
+    """
+
+    def __init__(
+        self, processes: Sequence[Process], job_id: str, grace: float, remote_shell: str
+    ) -> None:
+        self._processes = processes
+        self._job_id = job_id
+        self._grace = grace
+        self._remote_shell = remote_shell
+        self._held: contextlib.ExitStack = contextlib.ExitStack()
+        self._shared: dict[str, str] = {}
+        self._local_hosts: set[str] = set()
+
+    def prepare(self) -> None:
+        """Start the guard and the rendezvous server, and hold the ports of this machine's ranks.
+
+        Raises:
+            ClusterError: A port is taken.
+            CommunicatorError: Horovod is asked for and not installed.
+        """
+        guard = local.Guard(self._job_id, self._grace)
+        self._held.callback(guard.close)
+        if rendezvous.is_needed(self._processes):
+            server = rendezvous.Rendezvous(self._processes)
+            self._held.callback(server.close)
+            self._shared = server.env
+        self._local_hosts = {p.host for p in self._processes if local.is_local(p.host)}
+        for process in self._processes:
+            if process.address and not self.is_remote(process):
+                self._hold_port(process)
+
+    def close(self) -> None:
+        """Let go of the guard, the rendezvous server and the ports."""
+        self._held.close()
+
+    def is_remote(self, process: Process) -> bool:
+        """Return whether a process runs on another host, behind the remote shell.
+
+        Args:
+            process: Of the plan.
+        """
+        return process.host not in self._local_hosts
+
+    def env(self, process: Process) -> dict[str, str]:
+        """Return a process's variables: those of the plan, and those known only since `prepare`.
+
+        Args:
+            process: Of the plan.
+        """
+        return {**process.env, **self._shared}
+
+    def popen(self, process: Process, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        """Start one process.
+
+        Args:
+            process: Of the plan.
+            env: Its variables.
+
+        Returns:
+            The process, or the remote shell that leads to it.
+
+        Raises:
+            ClusterError: It cannot be started.
+        """
+        remote = self.is_remote(process)
+        try:
+            if not remote:
+                return local.start(process.argv, env, self.mark(process), process.cores)
+            return ssh.start(
+                process.host,
+                process.argv,
+                env,
+                self.mark(process),
+                address=process.address,
+                cores=process.cores,
+                grace=self._grace,
+                remote_shell=self._remote_shell,
+            )
+        except OSError as error:
+            program = self._remote_shell.split()[0] if remote else process.argv[0]
+            raise ClusterError(
+                f"{process.name}: cannot start {program}: {error.strerror}; check that it exists"
+            ) from None
+
+    def mark(self, process: Process) -> str:
+        """Return the mark of one process and its children: they end at different times.
+
+        Args:
+            process: Of the plan.
+        """
+        return f"{self._job_id}/{process.name.replace(' ', '-')}"
+
+    def _hold_port(self, process: Process) -> None:
+        host, _, port = process.address.rpartition(":")
+        try:
+            self._held.enter_context(agent.reserve(host, int(port)))
+        except OSError as error:
+            raise ClusterError(
+                f"{process.name}: port {port} of {host} is taken ({error.strerror}); plan the "
+                "job again"
+            ) from None

@@ -1,0 +1,134 @@
+"""Waiting for what ends a job, and telling which process failed first."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+
+from dtk.launch import ending
+from dtk.launch.ending import Ending
+from dtk.launch.rank import Rank
+from dtk.launch.state import JobState
+
+SETTLE = 1.0  # seconds a rank that already printed a traceback gets to exit by itself
+# Seconds the chief gets to say what the loss of a parameter server means. On one machine TensorFlow
+# 2.21 raises within seconds; over a network the loss takes longer to show.
+_FAREWELL = 30.0
+
+
+class Watch:
+    """Watches a job's processes until it is over.
+
+    Args:
+        ranks: The processes.
+        ending: What of their ends is the job's.
+        state: Notified when one of them ends.
+        replace: Called with a lost worker that servers can spare, to start it again.
+        say: Tells the user what is waited for.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[Rank],
+        ending: Ending,
+        state: JobState,
+        replace: Callable[[Rank], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._ranks = ranks
+        self._ending = ending
+        self._state = state
+        self._replace = replace
+        self._say = say
+
+    def culprit(self) -> Rank | None:
+        """Wait for what ends the job, and return the process whose failure it is, if anyone's."""
+        culprit = None
+        while culprit is None:
+            self._wait()
+            if self._state.stopping or not self._ending.failures():
+                return None
+            self._settle()
+            culprit = self._ending.culprit()
+        if culprit.process.role == "ps":
+            self._hear_chief(culprit)
+        return None if self._state.stopping else culprit
+
+    def let_serve_out(self, grace: float) -> None:
+        """Give what served the chief time to notice that it has ended.
+
+        Args:
+            grace: Seconds.
+        """
+        with self._state.changed:
+            self._state.changed.wait_for(
+                lambda: (
+                    self._state.stopping
+                    or all(rank.code is not None for rank in self._ending.serving)
+                ),
+                grace,
+            )
+
+    def _is_over(self) -> bool:
+        return self._state.stopping or self._ending.over
+
+    def _wait(self) -> None:
+        """Wait for the end, and meanwhile replace what can be."""
+        changed = self._state.changed
+        while True:
+            with changed:
+                changed.wait_for(lambda: self._is_over() or bool(self._ending.lost()))
+                # Where many die at once, the chief may be among them: hence the moment.
+                if changed.wait_for(self._is_over, ending.TIE):
+                    return
+                lost = self._ending.lost()
+            for rank in lost:
+                self._replace(rank)
+
+    def _settle(self) -> None:
+        """Wait until it shows who failed first.
+
+        That rank may still be shutting down when its peers have already died of the broken
+        connection; it gets the moment it needs to be recognised.
+        """
+        began = time.monotonic()
+        changed = self._state.changed
+        with changed:
+            changed.wait_for(lambda: self._state.stopping, ending.TIE)
+            while not self._state.stopping and any(rank.in_trouble for rank in self._ranks):
+                left = began + SETTLE - time.monotonic()
+                if left <= 0:
+                    break
+                changed.wait(left)
+
+    def _hear_chief(self, lost: Rank) -> None:
+        """Give the chief time to notice that a parameter server is gone, and to say so."""
+        chief = self._ending.speaker(lost)
+        if chief.code is not None:
+            return
+        self._say(
+            f"{lost.process.name} ended {lost.how}; the chief has {_FAREWELL:g} s to end by itself"
+        )
+        with self._state.changed:
+            self._state.changed.wait_for(
+                lambda: self._state.stopping or chief.code is not None, _FAREWELL
+            )
+
+
+def exit_code(culprit: Rank | None, ending: Ending) -> int:
+    """Return the exit code of a job whose end has come; ask before the others are ended.
+
+    Args:
+        culprit: The process that failed first, or None.
+        ending: What of the processes' ends is the job's.
+
+    Returns:
+        That of the process that can say what the failure means, or of the culprit itself; without
+        one 0, or 143 if the job was stopped.
+    """
+    if culprit is None:
+        stopped = any(rank.code != 0 for rank in ending.essential)
+        return 128 + signal.SIGTERM if stopped else 0
+    speaker = ending.speaker(culprit)
+    return (speaker.code if speaker.failed else culprit.code) or 0
