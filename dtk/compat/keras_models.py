@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter as TFDatasetAdapter
 from keras.src.trainers.trainer import Trainer
@@ -26,14 +27,14 @@ from keras.src.trainers.trainer import Trainer
 from dtk.compat.replacing import replaced
 
 
-def metrics_of(model: Any) -> list:
+def metrics_of(model: keras.Model) -> list:
     """Every metric of a model: those it lists, and others that are attributes of it."""
     listed = [*model.metrics, *model._metrics]
     held = [value for value in vars(model).values() if isinstance(value, keras.metrics.Metric)]
     return list({id(metric): metric for metric in [*listed, *held]}.values())
 
 
-def takes_own_step(model: Any) -> bool:
+def takes_own_step(model: keras.Model) -> bool:
     """Whether a model is trained by the train step that Keras gives it."""
     own = TensorFlowTrainer.train_step
     return type(model).train_step is own and "train_step" not in vars(model)
@@ -54,14 +55,14 @@ def _given(identifiers: Any, get: Callable) -> Iterator[Any]:
         yield found if fn is None or not is_kerass(found) else fn
 
 
-def foreign_losses(model: Any) -> list:
+def foreign_losses(model: keras.Model) -> list:
     """The losses given to `compile` that are not Keras's own."""
     compiled = model._compile_loss
     given = [] if compiled is None else _given(compiled._user_loss, keras.losses.get)
     return [loss for loss in given if loss is not None and not is_kerass(loss)]
 
 
-def foreign_metrics(model: Any) -> list:
+def foreign_metrics(model: keras.Model) -> list:
     """The metrics of a model that are not Keras's own."""
     compiled = model._compile_metrics
     asked = [] if compiled is None else [compiled._user_metrics, compiled._user_weighted_metrics]
@@ -71,7 +72,7 @@ def foreign_metrics(model: Any) -> list:
     return [m for m in [*_given(given, keras.metrics.get), *held] if not is_kerass(m)]
 
 
-def computes_own_loss(model: Any) -> bool:
+def computes_own_loss(model: keras.Model) -> bool:
     """Whether Keras computes a model's loss, from what `compile` and `add_loss` were given."""
     return type(model).compute_loss is Trainer.compute_loss
 
@@ -106,17 +107,17 @@ def compiles_through(before: Callable, after: Callable) -> Iterator[None]:
         yield
 
 
-def owner_of(model: Any) -> Any:
+def owner_of(model: keras.Model) -> tf.distribute.Strategy | None:
     """The strategy a model was built under; None if under none."""
     return model._distribute_strategy
 
 
-def set_owner(model: Any, strategy: Any) -> None:
+def set_owner(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
     """Make a model belong to a strategy."""
     model._distribute_strategy = strategy
 
 
-def build_through(model: Any, build: Callable) -> None:
+def build_through(model: keras.Model, build: Callable) -> None:
     """Make Keras call `build(iterator=None, data_batch=None)` before a model's first step.
 
     Args:
@@ -126,7 +127,7 @@ def build_through(model: Any, build: Callable) -> None:
     model._maybe_symbolic_build = build
 
 
-def build_from(model: Any, data_batch: Any) -> None:
+def build_from(model: keras.Model, data_batch: Any) -> None:
     """Build a model, its metrics and its optimizer from a batch or the specification of one.
 
     A model that has a train step and no `call` is not built so: its step builds what it uses.
@@ -142,17 +143,17 @@ def build_from(model: Any, data_batch: Any) -> None:
             raise
 
 
-def make_function(model: Any, step: Callable) -> Callable:
+def make_function(model: keras.Model, step: Callable) -> Callable:
     """Keras's loop over the batches of an iterator, around one step."""
     return model._make_function(step)
 
 
-def layers_of(model: Any) -> list:
+def layers_of(model: keras.Model) -> list:
     """Every layer of a model, also those inside others."""
     return list(model._flatten_layers())
 
 
-def tables_of(model: Any) -> list:
+def tables_of(model: keras.Model) -> list:
     """Variables of embedding layers: of those a step needs a few rows only."""
     return [
         layer._embeddings
@@ -161,17 +162,17 @@ def tables_of(model: Any) -> list:
     ]
 
 
-def initial_epoch(model: Any) -> int | None:
+def initial_epoch(model: keras.Model) -> int | None:
     """The epoch a callback wants `fit` to start from; None for the argument's."""
     return model._initial_epoch
 
 
-def set_initial_epoch(model: Any, epoch: int | None) -> None:
+def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
     """Make `fit` start from this epoch."""
     model._initial_epoch = epoch
 
 
-def answer_once(model: Any, logs: dict) -> None:
+def answer_once(model: keras.Model, logs: dict) -> None:
     """When `fit` next asks what an epoch's steps said, which is at their end, let it be this."""
 
     def logs_of_then(latest: Any) -> dict:

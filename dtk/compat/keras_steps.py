@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -30,7 +31,9 @@ from dtk.compat.replacing import replaced
 # While a step is traced.
 
 
-def losses_through(scale: Callable, unscale: Callable, weigh: Callable) -> Any:
+def losses_through(
+    scale: Callable, unscale: Callable, weigh: Callable
+) -> AbstractContextManager[None]:
     """A context in which Keras's losses call these functions instead of its own.
 
     Each gets what Keras's own gets, and that one as the keyword `original`.
@@ -54,12 +57,14 @@ def losses_through(scale: Callable, unscale: Callable, weigh: Callable) -> Any:
     )
 
 
-def masked_weight(sample_weight: Any, mask: Any, dtype: Any, reduction: str) -> Any:
+def masked_weight(
+    sample_weight: tf.Tensor | None, mask: tf.Tensor | None, dtype: tf.DType | None, reduction: str
+) -> tf.Tensor:
     """The weight that Keras gives each row or element under a mask."""
     return keras_losses.apply_mask(sample_weight, mask, dtype=dtype, reduction=reduction)
 
 
-def assigns_through(observe: Callable[[Any], None]) -> Any:
+def assigns_through(observe: Callable[[keras.Variable], None]) -> AbstractContextManager[None]:
     """A context in which `observe(variable)` is told of every Keras variable that is assigned."""
     assign = KerasVariable.assign
 
@@ -94,7 +99,7 @@ def means_through(update: Callable) -> Iterator[None]:
         yield
 
 
-def tapes_through(differentiate: Callable) -> Any:
+def tapes_through(differentiate: Callable) -> AbstractContextManager[None]:
     """A context in which `tf.GradientTape.gradient` is this instead.
 
     Args:
@@ -115,7 +120,7 @@ def tapes_through(differentiate: Callable) -> Any:
 
 
 @contextlib.contextmanager
-def results_through(metrics: Sequence, result: Callable) -> Iterator[None]:
+def results_through(metrics: Sequence[keras.Metric], result: Callable) -> Iterator[None]:
     """A context in which these metrics return `result(metric, original)` as their results.
 
     In another such, the outer one's.
@@ -132,7 +137,7 @@ def results_through(metrics: Sequence, result: Callable) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def all_synchronized(model: Any) -> Iterator[None]:
+def all_synchronized(model: keras.Model) -> Iterator[None]:
     """A context in which every batch normalization of a model is that of all replicas."""
     layers = [
         layer
@@ -148,7 +153,7 @@ def all_synchronized(model: Any) -> Iterator[None]:
             layer.synchronized = False
 
 
-def takes_through(take: Callable) -> Any:
+def takes_through(take: Callable) -> AbstractContextManager[None]:
     """A context in which `keras.ops.take` calls `take(x, indices, axis, original)`."""
     original = keras_numpy.take
 
@@ -159,7 +164,7 @@ def takes_through(take: Callable) -> Any:
     return replaced(keras_numpy, take=replacement)
 
 
-def moments_through(moments: Callable) -> Any:
+def moments_through(moments: Callable) -> AbstractContextManager[None]:
     """A context in which synchronized layers call `moments(x, axes, keepdims, original=...)`."""
     original = keras_nn._compute_moments_sync
     return replaced(keras_nn, _compute_moments_sync=functools.partial(moments, original=original))

@@ -18,6 +18,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import tensorflow as tf
@@ -67,12 +68,12 @@ _SHAPED = {
 }
 
 
-def replaced_names() -> list[tuple[Any, str]]:
+def replaced_names() -> list[tuple[ModuleType, str]]:
     """Every function of TensorFlow that is replaced, as its module and name."""
     return [*(place for places in _SHAPED.values() for place in places), *_OTHERS]
 
 
-def restart(rows: Any = 1, first: Any = 0) -> None:
+def restart(rows: int | tf.Tensor = 1, first: int | tf.Tensor = 0) -> None:
     """Let the draws of this thread begin anew; call when the tracing of a step begins.
 
     Args:
@@ -107,7 +108,7 @@ def by_row() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _replaced(module: Any, name: str, replacement: Callable) -> Iterator[None]:
+def _replaced(module: ModuleType, name: str, replacement: Callable) -> Iterator[None]:
     original = getattr(module, name)
     setattr(module, name, replacement)
     try:
@@ -185,12 +186,12 @@ def _mean_of_poisson(shape: Any, rate: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _mean_of_binomial(
-    shape: Any, seed: Any, counts: Any, probs: Any, dtype: Any = tf.int64, **kwargs: Any
+    shape: Any, seed: Any, counts: Any, probs: Any, dtype: tf.DType = tf.int64, **kwargs: Any
 ) -> Any:
     return tf.cast(tf.broadcast_to(tf.round(counts * probs), shape), dtype)
 
 
-_OTHERS: dict[tuple[Any, str], Callable] = {
+_OTHERS: dict[tuple[ModuleType, str], Callable] = {
     (gen_random_ops, "random_shuffle"): _in_order,
     (tf.random.experimental, "stateless_shuffle"): _in_order,
     (keras_random, "shuffle"): _in_order,  # sorts by numbers it draws for each row

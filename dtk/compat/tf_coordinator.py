@@ -10,13 +10,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.distribute.coordinator import cluster_coordinator, coordinator_context
 
 
-def employ(strategy: Any, work: Callable[[], None], count: int) -> None:
+def employ(strategy: tf.distribute.Strategy, work: Callable[[], None], count: int) -> None:
     """Run a Python function `count` times on the threads that TensorFlow keeps for its workers.
 
     TensorFlow calls it under the worker's device. When it raises because the worker is lost,

@@ -32,8 +32,8 @@ class PerRankDataset(input_lib.DistributedDataset):
             its own and only the sum over ranks tells how many rows a global batch has.
         regrouped: Whether elements of `local` are tuples of parts, which a custom loop gets as
             per-replica values.
-        told: Called with the digest of each batch that is read; `local` has pairs then, of rows and
-            digests.
+        on_read: Called with the digest of each batch that is read; `local` has pairs then, of rows
+            and digests.
     """
 
     def __init__(
@@ -41,15 +41,15 @@ class PerRankDataset(input_lib.DistributedDataset):
         local: tf.data.Dataset,
         whole: tf.data.Dataset | None,
         regrouped: bool = False,
-        told: Callable[[tf.Tensor], None] | None = None,
+        on_read: Callable[[tf.Tensor], None] | None = None,
     ):
         self.local = local
         self.whole = whole
         self._regrouped = regrouped
-        self._told = told
+        self._on_read = on_read
 
     @property
-    def element_spec(self) -> Any:
+    def element_spec(self) -> tf.TypeSpec:
         """Specification of a local element."""
         return self.local.element_spec
 
@@ -71,13 +71,13 @@ class PerRankDataset(input_lib.DistributedDataset):
         return len(self.local)
 
     def __iter__(self) -> Any:
-        if self._told is not None:
-            return self._telling(self._told)
+        if self._on_read is not None:
+            return self._observed(self._on_read)
         return map(regroup, self.local) if self._regrouped else iter(self.local)
 
-    def _telling(self, told: Callable[[tf.Tensor], None]) -> Iterator[Any]:
+    def _observed(self, on_read: Callable[[tf.Tensor], None]) -> Iterator[Any]:
         for rows, digest in self.local:
-            told(digest)
+            on_read(digest)
             yield rows
 
     def reduce(self, initial_state: Any, reduce_func: Any) -> Any:

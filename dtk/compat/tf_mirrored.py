@@ -10,7 +10,7 @@ Strategy._collective_key_base
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import tensorflow as tf
 from tensorflow.python.distribute import (
@@ -41,7 +41,7 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
         devices: Device names.
     """
 
-    def __init__(self, container_strategy: Any, devices: Sequence[str]):
+    def __init__(self, container_strategy: tf.distribute.Strategy, devices: Sequence[str]):
         # TensorFlow numbers the device groups of a process from here; strategies must not share.
         container_strategy._collective_key_base = id(container_strategy) % 2**30
         super().__init__(container_strategy, devices=devices)
@@ -50,7 +50,9 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
         for op in ("LookupTableFindV2", "LookupTableSizeV2"):
             auto_control_deps_utils.register_read_only_resource_op(op)
         # Groups of other strategies in this process must have other keys.
-        self._replicas = collective.replicas(self._devices, group=id(container_strategy))
+        self._replicas: Sequence[Communicator] = collective.replicas(
+            self._devices, group=id(container_strategy)
+        )
 
     def _use_merge_call(self) -> bool:
         return False
@@ -63,7 +65,9 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
     def _num_replicas_in_sync(self) -> int:
         return 1 if is_whole() else super()._num_replicas_in_sync
 
-    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+    def _replica_ctx_all_reduce(
+        self, reduce_op: tf.distribute.ReduceOp, value: Any, options: Any = None
+    ) -> Any:
         if is_whole():
             return value
         if tf.executing_eagerly():
@@ -73,7 +77,7 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
             )
         return all_reduce(self.replica_communicator(), reduce_op, if_present(value))
 
-    def all_reduce_max(self, tensors: list) -> list:
+    def all_reduce_max(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """The largest over the replicas; call in a replica context."""
         tensors = if_present(tensors)
         if not tf.executing_eagerly():
@@ -97,12 +101,16 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
             made.__class__ = SyncOnReadVariable
         return made
 
-    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+    def _reduce_to(
+        self, reduce_op: tf.distribute.ReduceOp, value: Any, destinations: Any, options: Any
+    ) -> Any:
         # Outside replicas everything is at hand: add it up here instead of launching collectives.
         del destinations, options
         return tf.nest.map_structure(lambda v: _reduce_components(reduce_op, v, self), value)
 
-    def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> Any:
+    def _batch_reduce_to(
+        self, reduce_op: tf.distribute.ReduceOp, value_destination_pairs: Any, options: Any
+    ) -> Any:
         del options
         return [_reduce_components(reduce_op, value, self) for value, _ in value_destination_pairs]
 
@@ -114,7 +122,9 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
             return tf.concat(value.values, axis)
         return value
 
-    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+    def _experimental_distribute_dataset(
+        self, dataset: tf.data.Dataset, options: Any
+    ) -> tf.data.Dataset:
         del options
         size = self._num_replicas_in_sync
         if size == 1:
@@ -122,14 +132,18 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
         cut = slicing.cut_dataset_exactly(dataset, range(size), size)
         return PerRankDataset(read_ahead(cut), whole=dataset, regrouped=True)
 
-    def _distribute_datasets_from_function(self, dataset_fn: Callable, options: Any) -> Any:
+    def _distribute_datasets_from_function(
+        self, dataset_fn: Callable, options: Any
+    ) -> tf.data.Dataset:
         distributed = super()._distribute_datasets_from_function(dataset_fn, options)
         # For custom loops it is as TensorFlow made it. `fit` would ask it for `map` first of all.
         distributed.map = _refuse_per_replica_batches
         return distributed
 
 
-def _reduce_components(reduce_op: Any, value: Any, extended: Any) -> Any:
+def _reduce_components(
+    reduce_op: tf.distribute.ReduceOp, value: Any, extended: tf.distribute.StrategyExtended
+) -> Any:
     if isinstance(value, values.DistributedValues) and isinstance(
         value.values[0], tf.IndexedSlices
     ):
@@ -154,7 +168,7 @@ def _add_slices(parts: Sequence, op: str) -> tf.IndexedSlices:
     )
 
 
-def _refuse_per_replica_batches(function: Callable) -> Any:
+def _refuse_per_replica_batches(function: Callable) -> NoReturn:
     raise ValueError(
         "fit, evaluate and predict under MirroredStrategy take global batches; give them the "
         "dataset itself. distribute_datasets_from_function is for custom loops, and for strategies "

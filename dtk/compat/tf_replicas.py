@@ -21,7 +21,7 @@ from tensorflow.python.eager import context as eager_context
 from dtk.communicators.base import Communicator
 
 
-def op_name(reduce_op: Any) -> str:
+def op_name(reduce_op: tf.distribute.ReduceOp | str) -> str:
     """`tf.distribute.ReduceOp` or its name -> the communicator's word for it."""
     return str(getattr(reduce_op, "value", reduce_op)).lower()
 
@@ -103,7 +103,7 @@ _whole = threading.local()
 
 
 @contextlib.contextmanager
-def as_one_replica(strategy: Any) -> Iterator[None]:
+def as_one_replica(strategy: tf.distribute.Strategy) -> Iterator[None]:
     """Inside, a step is computed as in a world of one: nothing is reduced over replicas."""
     _whole.flag = True
     try:
@@ -121,12 +121,12 @@ def is_whole() -> bool:
     return getattr(_whole, "flag", False)
 
 
-def in_replica(strategy: Any) -> Any:
+def in_replica(strategy: tf.distribute.Strategy) -> tf.distribute.ReplicaContext:
     """A context in which Keras takes itself to be the one replica of `strategy`."""
     return distribute_lib.ReplicaContext(strategy, 0)
 
 
-def all_reduce(communicator: Communicator, reduce_op: Any, value: Any) -> Any:
+def all_reduce(communicator: Communicator, reduce_op: tf.distribute.ReduceOp, value: Any) -> Any:
     """All-reduce a structure of tensors and `IndexedSlices`."""
     flat = tf.nest.flatten(value)
     if not flat:

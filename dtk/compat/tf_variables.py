@@ -20,7 +20,7 @@ from tensorflow.python.distribute import (
 )
 
 
-def local_value(variable: Any) -> Any:
+def local_value(variable: tf.Variable | tf.Tensor) -> tf.Variable | tf.Tensor:
     """What this replica holds of a variable, without any communication."""
     if isinstance(variable, values.DistributedVariable):
         replica = tf.distribute.get_replica_context()
@@ -46,7 +46,7 @@ class _Number:
     def __complex__(self) -> complex:
         return complex(self.numpy())  # type: ignore[attr-defined]
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: tf.DType = None, copy: bool | None = None) -> np.ndarray:
         # Reading has made a copy already.
         return np.asarray(self.numpy(), dtype)  # type: ignore[attr-defined]
 
@@ -65,14 +65,14 @@ VARIABLE_CLASSES = distribute_utils.VARIABLE_CLASS_MAPPING | {
 }
 
 
-def is_on_server(variable: Any) -> bool:
+def is_on_server(variable: tf.Variable) -> bool:
     """Whether a TensorFlow variable is where a parameter-server strategy puts its own."""
     if isinstance(variable, sharded_variable.ShardedVariable):
         return True
     return "/job:" in variable.device and "/job:localhost" not in variable.device
 
 
-def shards_of(variable: Any) -> tuple | None:
+def shards_of(variable: tf.Variable) -> tuple | None:
     """The parts of a partitioned variable in row order; None for any other."""
     if isinstance(variable, sharded_variable.ShardedVariable):
         return tuple(variable.variables)
@@ -84,6 +84,6 @@ def components(value: Any) -> tuple:
     return value.values if isinstance(value, values.DistributedValues) else (value,)
 
 
-def is_distributed(variable: Any) -> bool:
+def is_distributed(variable: tf.Variable) -> bool:
     """Whether a TensorFlow variable has one component per replica."""
     return isinstance(variable, values.DistributedVariable)

@@ -44,7 +44,7 @@ def digest_of(number: tf.Tensor, batch: Any) -> tf.Tensor:
     return digest(batch, number < _WHOLE_BATCHES)
 
 
-def digest(batch: Any, whole: Any = True) -> tf.Tensor:
+def digest(batch: Any, whole: bool | tf.Tensor = True) -> tf.Tensor:
     """A number that tells a batch from others, int64 scalar.
 
     Args:
@@ -69,7 +69,7 @@ def add(before: tf.Tensor, digest: tf.Tensor) -> tf.Tensor:
     return before * tf.constant(_FACTOR, tf.int64) + digest
 
 
-def _entries(leaf: tf.Tensor, whole: Any) -> tf.Tensor:
+def _entries(leaf: tf.Tensor, whole: bool | tf.Tensor) -> tf.Tensor:
     flat = tf.reshape(leaf, [-1])
     stride = tf.maximum(tf.size(flat) // _ENTRIES, 1)
     return flat[:: tf.where(whole, 1, stride)]
@@ -84,7 +84,9 @@ def _digest_of(flat: tf.Tensor) -> tf.Tensor:
     return tf.bitcast(tf.fingerprint(tf.reshape(bytes_, [1, -1])), tf.int64)[0]
 
 
-def first_of(iterator: Any, steps: int) -> tuple[Any, Iterator]:
+def first_of(
+    iterator: tf.data.Iterator, steps: int
+) -> tuple[slicing.Slices, Iterator[slicing.Slices]]:
     """The first element of an iterator over a dataset, and one that yields it and what follows.
 
     Args:
@@ -112,7 +114,7 @@ def first_of(iterator: Any, steps: int) -> tuple[Any, Iterator]:
     return elements[0], iter(dataset.map(as_before).with_options(options))
 
 
-def _of_shape(value: Any, spec: Any) -> Any:
+def _of_shape(value: tf.Tensor, spec: tf.TypeSpec) -> tf.Tensor:
     if not isinstance(spec, tf.TensorSpec) or value.shape == spec.shape:
         return value
     return tf.raw_ops.PlaceholderWithDefault(input=value, shape=spec.shape)

@@ -36,9 +36,9 @@ class Slices(NamedTuple):
     """
 
     parts: tuple
-    counts: tuple
-    rows: Any
-    digest: Any = ()
+    counts: tuple[tf.Tensor, ...]
+    rows: tf.Tensor
+    digest: tf.Tensor = ()
 
 
 def bounds(rows: Any, rank: int, size: int) -> tuple[Any, Any]:
@@ -106,7 +106,7 @@ def _take(leaf: Any, begin: tf.Tensor, end: tf.Tensor) -> Any:
     return leaf[begin:end]
 
 
-def _size(leaf: tf.SparseTensor, axis: int) -> Any:
+def _size(leaf: tf.SparseTensor, axis: int) -> tf.Tensor:
     known = leaf.shape[axis]
     return leaf.dense_shape[axis] if known is None else tf.constant(known, tf.int64)
 
@@ -219,7 +219,9 @@ def cut_dataset_exactly(
     return _map(dataset, cut_exactly, ranks, size)
 
 
-def _map(dataset: tf.data.Dataset, how: Any, ranks: Sequence[int], size: int) -> tf.data.Dataset:
+def _map(
+    dataset: tf.data.Dataset, how: Callable, ranks: Sequence[int], size: int
+) -> tf.data.Dataset:
     # Converting this file with AutoGraph would find nothing to convert, in half a second.
     cutting = tf.autograph.experimental.do_not_convert(lambda batch: how(batch, ranks, size))
     return mapped(dataset, on_elements(dataset, cutting))

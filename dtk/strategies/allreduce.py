@@ -12,6 +12,7 @@ from dtk import cluster, communicators, quiet
 from dtk.communicators.base import Communicator
 from dtk.compat.tf_allreduce import AllReduceExtended
 from dtk.exchange import parse
+from dtk.exchange.base import Exchange
 from dtk.parameter_server.consistency_models import check_no_exchange
 from dtk.strategies import devices, start
 from dtk.strategies.base import DtkStrategy
@@ -60,7 +61,7 @@ class AllReduceStrategy(DtkStrategy):
     def __init__(
         self,
         communicator: str | Communicator = "auto",
-        exchange: Any = None,
+        exchange: Exchange | str | None = None,
         *,
         memory_growth: bool | None = None,
         self_test: bool | str = "auto",
@@ -94,7 +95,7 @@ class AllReduceStrategy(DtkStrategy):
     def take_variables(self, variables: Sequence) -> None:
         """Plain variables need nothing."""
 
-    def set_per_replica(self, variable: Any, values: Sequence) -> None:
+    def set_per_replica(self, variable: keras.Variable, values: Sequence) -> None:
         """Assign the one local value."""
         variable.assign(values[0])
 

@@ -6,11 +6,14 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
 from dtk.compat import keras_variables
 from dtk.errors import at_rank
+from dtk.exchange import Downpour
+from dtk.exchange.base import Exchange
 from dtk.strategies.cluster_resolver import JobResolver, resolve
 from dtk.trainer import (
     distributed_trainer,
@@ -38,7 +41,7 @@ class DtkStrategy(tf.distribute.Strategy):
     communicator: Communicator
     is_evaluator = False
     has_evaluator = False
-    exchange: Any = None
+    exchange: Exchange | Downpour | None = None
     self_test: bool | str = "auto"
 
     def __init_subclass__(cls, **kwargs: Any):
@@ -49,7 +52,10 @@ class DtkStrategy(tf.distribute.Strategy):
             cls.__init__.__doc__ = f"Take the arguments that {cls.__name__} describes."
 
     def __init__(
-        self, extended: Any, communicator: Communicator, resolver: JobResolver | None = None
+        self,
+        extended: tf.distribute.StrategyExtended,
+        communicator: Communicator,
+        resolver: JobResolver | None = None,
     ):
         self.communicator = communicator
         self._resolver = resolver or resolve(communicator)
@@ -91,7 +97,7 @@ class DtkStrategy(tf.distribute.Strategy):
         """
         return self._resolver
 
-    def scope(self) -> Any:
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Context in which models are built and compiled for this strategy.
 
         Raises:
@@ -113,7 +119,7 @@ class DtkStrategy(tf.distribute.Strategy):
         model_scope.check_distributed(fn, self)
         return super().run(fn, args=args, kwargs=kwargs, options=options)
 
-    def check_weights(self, model: Any) -> int:
+    def check_weights(self, model: keras.Model) -> int:
         """Compare a model's weights and optimizer state over all replicas, bit for bit.
 
         `fit` does so after its first step and after every epoch; this is for scripts that want to
@@ -149,7 +155,7 @@ class DtkStrategy(tf.distribute.Strategy):
         """Processes of the job that take part in training."""
         return self.communicator.size
 
-    def make_trainer(self, model: Any) -> distributed_trainer.DistributedTrainer:
+    def make_trainer(self, model: keras.Model) -> distributed_trainer.DistributedTrainer:
         """What this strategy keeps about a model compiled in its scope."""
         return distributed_trainer.DistributedTrainer(model, self)
 
@@ -157,11 +163,11 @@ class DtkStrategy(tf.distribute.Strategy):
         """A name for one step function's collectives: the same on every rank, never used before."""
         return f"{name}.{self.communicator.next_number()}"
 
-    def sequence(self, name: str) -> Any:
+    def sequence(self, name: str) -> contextlib.AbstractContextManager[None]:
         """See `Communicator.sequence`."""
         return self.communicator.sequence(name)
 
-    def concurrent(self, name: str) -> Any:
+    def concurrent(self, name: str) -> contextlib.AbstractContextManager[None]:
         """See `Communicator.concurrent`."""
         return self.communicator.concurrent(name)
 
@@ -187,11 +193,11 @@ class DtkStrategy(tf.distribute.Strategy):
             for variable in variables:
                 keras_variables.move_variable(variable)
 
-    def set_per_replica(self, variable: Any, values: Sequence) -> None:
+    def set_per_replica(self, variable: keras.Variable, values: Sequence) -> None:
         """Assign a value of its own to every local replica's copy of a Keras variable."""
         raise NotImplementedError
 
-    def copies(self, variable: Any) -> Sequence:
+    def copies(self, variable: keras.Variable) -> Sequence:
         """What this process's replicas hold of a Keras variable: one tensor or variable each."""
         return (variable,)
 
@@ -213,6 +219,6 @@ class DtkStrategy(tf.distribute.Strategy):
 
 
 @contextlib.contextmanager
-def _scope(scope: Any, strategy: DtkStrategy) -> Iterator[Any]:
+def _scope(scope: contextlib.AbstractContextManager[Any], strategy: DtkStrategy) -> Iterator[Any]:
     with scope as entered, model_scope.distributing(strategy):
         yield entered

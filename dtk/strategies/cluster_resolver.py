@@ -17,7 +17,6 @@ evaluator is left out of `cluster_spec()`: it works beside the cluster, and has 
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import tensorflow as tf
 
@@ -62,7 +61,7 @@ class JobResolver(tf.distribute.cluster_resolver.SimpleClusterResolver):
         self,
         task_type: str | None = None,
         task_id: int | None = None,
-        config_proto: Any = None,
+        config_proto: tf.compat.v1.ConfigProto | None = None,
     ) -> dict[str, int]:
         """GPUs that this process computes on; found without starting TensorFlow on them."""
         del task_type, task_id, config_proto

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -116,7 +115,9 @@ def restricted_by(visible: Sequence[str]) -> str | None:
     return None
 
 
-def set_memory_growth(gpus: Sequence[Any], memory_growth: bool | None, rank: int = 0) -> None:
+def set_memory_growth(
+    gpus: Sequence[tf.config.PhysicalDevice], memory_growth: bool | None, rank: int = 0
+) -> None:
     """Say whether TensorFlow takes memory of GPUs as it needs it; None says nothing."""
     if memory_growth is None:
         return

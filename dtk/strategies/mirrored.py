@@ -56,11 +56,11 @@ class MirroredStrategy(DtkStrategy):
             names = find_devices(devices)
         super().__init__(tf_mirrored.MirroredExtended(self, devices=names), LocalCommunicator())
 
-    def sequence(self, name: str) -> Any:
+    def sequence(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Names the running replica's collectives."""
         return self.extended.replica_communicator().sequence(name)
 
-    def concurrent(self, name: str) -> Any:
+    def concurrent(self, name: str) -> contextlib.AbstractContextManager[None]:
         """The same."""
         return self.extended.replica_communicator().concurrent(name)
 
@@ -92,12 +92,12 @@ class MirroredStrategy(DtkStrategy):
             for variable in variables:
                 keras_variables.move_variable(variable)
 
-    def set_per_replica(self, variable: Any, values: Sequence) -> None:
+    def set_per_replica(self, variable: keras.Variable, values: Sequence) -> None:
         """Assign each device's copy."""
         for component, value in zip(tf_variables.components(variable.value), values, strict=True):
             component.assign(value)
 
-    def copies(self, variable: Any) -> Sequence:
+    def copies(self, variable: keras.Variable) -> Sequence:
         """Each device's."""
         return tf_variables.components(variable.value)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -72,8 +72,8 @@ class ParameterServerStrategy(DtkStrategy, tf_servers.ServerStrategy):
 
     def __init__(
         self,
-        consistency: Any = "async",
-        variable_partitioner: Any = None,
+        consistency: consistency_models.Consistency | str = "async",
+        variable_partitioner: tf.distribute.experimental.partitioners.Partitioner | None = None,
         exchange: Downpour | Quantized | str | None = None,
         *,
         self_test: bool | str = "auto",
@@ -108,7 +108,11 @@ class ParameterServerStrategy(DtkStrategy, tf_servers.ServerStrategy):
             JobResolver(run_server.cluster_of(config), task_type="evaluator", task_id=0),
         )
 
-    def _become_chief(self, config: cluster.TFConfig, variable_partitioner: Any) -> None:
+    def _become_chief(
+        self,
+        config: cluster.TFConfig,
+        variable_partitioner: tf.distribute.experimental.partitioners.Partitioner | None,
+    ) -> None:
         resolver = JobResolver(
             run_server.cluster_of(config), task_type="chief", task_id=0, rpc_layer="grpc"
         )
@@ -142,7 +146,7 @@ class ParameterServerStrategy(DtkStrategy, tf_servers.ServerStrategy):
         """Parts a global batch is cut into: one per worker if synchronous, else one."""
         return self.consistency.slices(self.workers)
 
-    def make_trainer(self, model: Any) -> DistributedTrainer:
+    def make_trainer(self, model: keras.Model) -> DistributedTrainer:
         """Steps run on workers; the evaluator takes none."""
         made = (
             evaluator.EvaluatorTrainer
@@ -168,7 +172,7 @@ class ParameterServerStrategy(DtkStrategy, tf_servers.ServerStrategy):
         """Metric state is on the chief."""
         self.take_variables(variables)
 
-    def set_per_replica(self, variable: Any, values: Sequence) -> None:
+    def set_per_replica(self, variable: keras.Variable, values: Sequence) -> None:
         """There is one value for all."""
         variable.assign(values[0])
 
@@ -194,7 +198,7 @@ class ParameterServerStrategy(DtkStrategy, tf_servers.ServerStrategy):
                 f"over {self.slices}. Use AllReduceStrategy, or an asynchronous consistency"
             )
 
-    def schedule_of(self, model: Any) -> scheduler.Schedule:
+    def schedule_of(self, model: keras.Model) -> scheduler.Schedule:
         """What decides which step of a model may start, and what it has observed.
 
         Raises:
@@ -240,35 +244,33 @@ def _config() -> cluster.TFConfig:
     return config
 
 
-def _checked(exchange: Any, consistency: consistency_models.Consistency) -> Downpour | None:
+def _checked(
+    exchange: Downpour | Quantized | str | None, consistency: consistency_models.Consistency
+) -> Downpour | None:
     if exchange is None:
         return None
     consistency_models.check_no_exchange(exchange)
-    if isinstance(exchange, str):
-        exchange = parse(exchange)
-    if isinstance(exchange, Quantized):
-        if not exchange.codes:
+    given = parse(exchange) if isinstance(exchange, str) else exchange
+    if isinstance(given, Quantized):
+        if not given.codes:
             return None
-        exchange = Downpour(bits=exchange.bits)
-    if not isinstance(exchange, Downpour):
+        given = Downpour(bits=given.bits)
+    if not isinstance(given, Downpour):
         raise ValueError(
-            f"exchange={exchange!r}; expected dtk.exchange.Downpour(...), Quantized(bits), or None "
+            f"exchange={given!r}; expected dtk.exchange.Downpour(...), Quantized(bits), or None "
             "to send every gradient as it is"
         )
     if isinstance(consistency, consistency_models.Sync):
         raise ValueError(
-            f"exchange={exchange!r} with consistency={consistency!r}: workers that train on by "
+            f"exchange={given!r} with consistency={consistency!r}: workers that train on by "
             'themselves are not synchronous; use "async" or BoundedDelay(tau)'
         )
-    if (
-        isinstance(consistency, consistency_models.BoundedDelay)
-        and exchange.fetch > exchange.push_every
-    ):
+    if isinstance(consistency, consistency_models.BoundedDelay) and given.fetch > given.push_every:
         raise ValueError(
-            f"exchange={exchange!r} with consistency={consistency!r}: weights kept after a push "
+            f"exchange={given!r} with consistency={consistency!r}: weights kept after a push "
             'may be later than the bound allows; use "async", or fetch with every push'
         )
-    return exchange
+    return given
 
 
 def _check(config: cluster.TFConfig, value: consistency_models.Consistency) -> None:

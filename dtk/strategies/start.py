@@ -8,7 +8,7 @@ import platform
 import random
 import sys
 from types import TracebackType
-from typing import Any
+from typing import NoReturn
 
 import keras
 import tensorflow as tf
@@ -129,7 +129,9 @@ def end_at_once(name: str) -> None:
     """
     before = sys.excepthook
 
-    def fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
+    def fail(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> NoReturn:
         sys.stdout.flush()
         before(kind, error, trace)
         print(f"dtk: {name} failed; ending the job", file=sys.stderr)

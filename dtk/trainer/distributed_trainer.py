@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Generic
 
 import keras
 import tensorflow as tf
@@ -32,9 +32,10 @@ from dtk.trainer import (
     traced_step,
     trial,
 )
+from dtk.trainer.contract import Strategy, StrategyT
 
 
-class DistributedTrainer:
+class DistributedTrainer(Generic[StrategyT]):
     """What dtk keeps about one model compiled under one strategy.
 
     Attributes:
@@ -46,16 +47,16 @@ class DistributedTrainer:
         calls: How often single batches were given, by the method's name.
     """
 
-    def __init__(self, model: Any, strategy: Any):
+    def __init__(self, model: keras.Model, strategy: StrategyT):
         self.model = model
         self.strategy = strategy
         self.feed = epoch_data.Feed(model, strategy, self.distribute)
-        self.callbacks: Any = None
+        self.callbacks: keras.callbacks.CallbackList = None
         self.kinds: dict[str, dict[str, str]] = {}
-        self.calls: collections.Counter = collections.Counter()
+        self.calls: collections.Counter[str] = collections.Counter()
         self._unread = False
         self._digests: dict[str, tf.Variable] = {}
-        self._carried: dict = {}
+        self._carried: dict[str, dict] = {}
 
     def compiled(self) -> None:
         """Called when the model was compiled, maybe anew: nothing is known of its steps."""
@@ -74,17 +75,19 @@ class DistributedTrainer:
 
     # Data.
 
-    def cut(self, dataset: Any) -> tf.data.Dataset:
+    def cut(self, dataset: epoch_data.Dataset) -> tf.data.Dataset:
         """Dataset of `Slices` for this process, from whatever `fit` was given."""
         return epoch_data.cut(dataset, self.strategy)
 
-    def distribute(self, dataset: Any) -> Any:
+    def distribute(self, dataset: epoch_data.Dataset) -> epoch_data.Dataset:
         """What Keras is to read instead of a dataset of global batches."""
         if self.takes_over:
             return self.cut(dataset)
         return self.strategy.experimental_distribute_dataset(dataset)
 
-    def take_epoch_iterator(self, iterator: Any = None, data_batch: Any = None) -> None:
+    def take_epoch_iterator(
+        self, iterator: keras_data.TFEpochIterator | None = None, data_batch: Any = None
+    ) -> None:
         """Feed Keras's epoch iterator with cut batches, and build the model from their shapes."""
         model, strategy = self.model, self.strategy
         if iterator is not None:
@@ -120,7 +123,7 @@ class DistributedTrainer:
         """Call Keras's `fit`, bound to the model, as all ranks do."""
         return fit_calls.fit(method, self, args, kwargs)
 
-    def leaves_validation(self, asked: dict) -> bool:
+    def leaves_validation(self, asked: dict[str, Any]) -> bool:
         """Whether another process validates, of a job that `fit` is asked for in these words."""
         del asked
         return False
@@ -144,7 +147,7 @@ class DistributedTrainer:
 
         function = keras_models.make_function(model, step)
 
-        def run(iterator: Any) -> Any:
+        def run(iterator: tf.data.Iterator | Iterable) -> Any:
             if not isinstance(iterator, tf.data.Iterator):
                 iterator = list(epoch_data.cut_batches(iterator, strategy))
                 self.try_step(name, step_function, iterator[0])
@@ -219,7 +222,7 @@ class DistributedTrainer:
             self.check_same_reading("test", "after evaluate")
             return
         check = rank_checks.ReadingCheck(self.strategy)
-        with self.strategy.extended.batches_told_to(check.read):
+        with self.strategy.extended.observing_batches(check.read):
             yield
         check.end()
 
@@ -318,7 +321,7 @@ class DistributedTrainer:
 
     # State that is this rank's own.
 
-    def seed_states(self) -> list:
+    def seed_states(self) -> list[keras.Variable]:
         """State variables of the model's random number generators (dropout and the like)."""
         weights = {id(v) for v in self.model.weights}
         return [
@@ -327,7 +330,7 @@ class DistributedTrainer:
             if id(v) not in weights and v.name == "seed_generator_state"
         ]
 
-    def equal_variables(self) -> list:
+    def equal_variables(self) -> list[keras.Variable]:
         """Every variable that steps keep equal on all ranks."""
         if not self.has_local_steps:
             return self.shared_variables()
@@ -339,7 +342,7 @@ class DistributedTrainer:
         ]
         return [*self.model.weights, *rates]
 
-    def agreed_variables(self) -> list:
+    def agreed_variables(self) -> list[keras.Variable]:
         """What ranks agree on before steps: all, but for slots that have become a rank's own."""
         begun = any(
             exchanging.begun for exchanging in shared_optimizer.gradient_exchanges_of(self.model)
@@ -366,7 +369,7 @@ class DistributedTrainer:
             mine = {k.removeprefix(start): v for k, v in state.items() if k.startswith(start)}
             exchanging.state.restore(mine)
 
-    def shared_variables(self) -> list:
+    def shared_variables(self) -> list[keras.Variable]:
         """Every variable the ranks must agree on: weights and optimizer state."""
         optimizers = shared_optimizer.optimizers_of(self.model)
         own = {
@@ -377,7 +380,7 @@ class DistributedTrainer:
         return [v for key, v in unique.items() if key not in own]
 
 
-def _true_or_none(flag: Any) -> bool:
+def _true_or_none(flag: tf.Tensor) -> bool:
     return flag is None or bool(flag)
 
 
@@ -387,7 +390,7 @@ def _first_part(spec: Any) -> Any:
     return keras.tree.map_structure(lambda leaf: leaf if hasattr(leaf, "shape") else None, part)
 
 
-def refuse_jit(jit_compile: Any, strategy: Any) -> None:
+def refuse_jit(jit_compile: bool | str | None, strategy: Strategy) -> None:
     """Raise ValueError if several replicas are asked to compile their step by XLA."""
     if jit_compile is True and strategy.num_replicas_in_sync > 1:
         raise ValueError(

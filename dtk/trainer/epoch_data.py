@@ -7,7 +7,7 @@ epochs another: shuffled anew, in batches of another size, or from where a check
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -15,9 +15,13 @@ import tensorflow as tf
 from dtk.compat import keras_data, keras_models, tf_datasets, tf_replicas
 from dtk.input import digests, slicing
 from dtk.input.pipelines import read_ahead, untuned
+from dtk.trainer.contract import Strategy
+
+# What `fit` is given, and what Keras reads.
+Dataset: TypeAlias = "tf.data.Dataset | tf_datasets.PerRankDataset"
 
 
-def cut(dataset: Any, strategy: Any) -> tf.data.Dataset:
+def cut(dataset: Dataset, strategy: Strategy) -> tf.data.Dataset:
     """Dataset of `Slices` for this process, from whatever `fit` was given."""
     if isinstance(dataset, tf_datasets.PerRankDataset):
         if dataset.whole is None:
@@ -34,7 +38,7 @@ def _own_rows(batch: Any) -> slicing.Slices:
     return slicing.Slices((batch,), (slicing.count_rows(batch),), ())
 
 
-def cut_batches(batches: Any, strategy: Any) -> Iterator[slicing.Slices]:
+def cut_batches(batches: Any, strategy: Strategy) -> Iterator[slicing.Slices]:
     """The same for single batches, which need not be tensors yet."""
     for batch in batches:
         yield slicing.cut(as_tensors(batch), strategy.local_ranks(), strategy.num_replicas_in_sync)
@@ -47,7 +51,7 @@ def as_tensors(batch: Any) -> Any:
     )
 
 
-def given_to(iterator: Any) -> Any:
+def given_to(iterator: keras_data.TFEpochIterator) -> Dataset:
     """What a Keras epoch iterator was made for: a dataset of global batches, or one per rank."""
     dataset = keras_data.dataset_of(iterator)
     if isinstance(dataset, tf_datasets.PerRankDataset):
@@ -56,17 +60,17 @@ def given_to(iterator: Any) -> Any:
     return iterator.data_adapter.get_tf_dataset()
 
 
-def tuned_for(adapter: Any, dataset: Any) -> Any:
+def tuned_for(adapter: keras_data.DataAdapter, dataset: Dataset) -> Dataset:
     """A pipeline made of a Keras data adapter: taking rows from arrays leaves nothing to tune."""
     return untuned(dataset) if isinstance(adapter, keras_data.ArrayDataAdapter) else dataset
 
 
-def is_per_rank(dataset: Any) -> bool:
+def is_per_rank(dataset: Dataset) -> bool:
     """Whether every rank reads a pipeline of its own."""
     return isinstance(dataset, tf_datasets.PerRankDataset) and dataset.whole is None
 
 
-def at_end_of_data(iterator: Any, call: Callable[[], None]) -> None:
+def at_end_of_data(iterator: keras_data.TFEpochIterator, call: Callable[[], None]) -> None:
     """Call a function whenever an epoch of a Keras epoch iterator has had all its steps.
 
     Not when it is left before that: then the generator ends when it is collected as garbage, at any
@@ -98,18 +102,25 @@ class Feed:
             are known only by summing.
     """
 
-    def __init__(self, model: Any, strategy: Any, distribute: Callable[[Any], Any]):
+    def __init__(
+        self, model: keras.Model, strategy: Strategy, distribute: Callable[[Dataset], Dataset]
+    ):
         self.model = model
         self.strategy = strategy
-        self.iterator: Any = None
+        self.iterator: keras_data.TFEpochIterator = None
         self.rows_unknown = False
         self._distribute = distribute
-        self._callbacks: Any = None
-        self._given_adapter: Any = None
+        self._callbacks: keras.callbacks.CallbackList = None
+        self._given_adapter: keras_data.DataAdapter = None
         self._batch_size: int | None = None
         self._openings = 0
 
-    def begin(self, iterator: Any, dataset: Any, callbacks: Any) -> None:
+    def begin(
+        self,
+        iterator: keras_data.TFEpochIterator,
+        dataset: Dataset,
+        callbacks: keras.callbacks.CallbackList,
+    ) -> None:
         """A `fit` begins.
 
         Args:
@@ -137,7 +148,7 @@ class Feed:
         """Tell the callbacks, the progress bar among them, how many steps an epoch has."""
         self._callbacks.set_params({**self._callbacks.params, "steps": steps})
 
-    def tell_learned_steps(self) -> None:
+    def show_learned_steps(self) -> None:
         """Once an epoch has shown how many steps the data has, let the progress bar know."""
         iterator = self.iterator
         if iterator is None or self._callbacks.params.get("steps") is not None:
@@ -146,7 +157,7 @@ class Feed:
             # Keras counts the attempt that found the data at its end.
             self._tell_steps(iterator.num_batches - iterator.steps_per_execution)
 
-    def _distributed(self, adapter: Any, steps: int = -1) -> Any:
+    def _distributed(self, adapter: keras_data.DataAdapter, steps: int = -1) -> Dataset:
         """What Keras is to read of a data adapter, or of so many of its batches."""
         dataset = adapter.get_tf_dataset()
         return tuned_for(adapter, self._distribute(dataset if steps < 0 else dataset.take(steps)))
@@ -170,7 +181,7 @@ class Feed:
 
     # Batch size between epochs.
 
-    def set_batches(self, adapter: Any) -> None:
+    def set_batches(self, adapter: keras_data.DataAdapter) -> None:
         """Read the following epochs from another Keras data adapter, and tell the progress bar."""
         iterator = self.iterator
         dataset = self._distributed(adapter)
@@ -241,7 +252,7 @@ class Feed:
             # Where the data ends is where an epoch of unknown length ends: nothing to warn about.
             keras_data.end_quietly(self.iterator)
 
-    def _adapter(self, size: int) -> Any:
+    def _adapter(self, size: int) -> keras_data.DataAdapter:
         """What `fit` was given, in global batches of `size` rows."""
         self.check_rebatch()
         given = self._given_adapter
@@ -251,7 +262,9 @@ class Feed:
                 x, y, sample_weight, batch_size=size, shuffle=keras_data.shuffles(given)
             )
         dataset = given.get_tf_dataset()
-        whole: Any = dataset.whole if isinstance(dataset, tf_datasets.PerRankDataset) else dataset
+        whole: keras.Variable = (
+            dataset.whole if isinstance(dataset, tf_datasets.PerRankDataset) else dataset
+        )
         return keras_data.TFDatasetAdapter(whole.rebatch(size))
 
     def peek(self, size: int, rows: int) -> tuple[Iterator, int]:

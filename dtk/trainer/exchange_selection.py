@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -14,6 +14,7 @@ from dtk.communicators.root import on_root
 from dtk.exchange.auto import CANDIDATES, Choice, Observed, choose, overheads_of
 from dtk.exchange.base import Exchange
 from dtk.trainer import shared_optimizer
+from dtk.trainer.contract import Trainer
 from dtk.trainer.gradient_exchange import GradientExchange
 
 # Calls of the train function that are left out, being traced or following on what `fit` does once;
@@ -38,7 +39,7 @@ class Choosing:
         trainer: Of the model.
     """
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: Trainer):
         self._trainer = trainer
         self._strategy = trainer.strategy
         self._undecided: list[GradientExchange] = []

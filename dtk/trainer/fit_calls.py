@@ -7,12 +7,13 @@ only, and `rank_callbacks.RankChecks` joins the callbacks.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 
 from dtk.trainer import rank_callbacks, rank_checks, shared_weights
+from dtk.trainer.contract import Strategy, Trainer
 
 # Keras's own callbacks that write files or talk to a server: once per job, not once per rank.
 WRITERS = (
@@ -24,7 +25,7 @@ WRITERS = (
 )
 
 
-def call(trainer: Any, name: str, method: Callable, args: tuple, kwargs: dict) -> Any:
+def call(trainer: Trainer, name: str, method: Callable, args: tuple, kwargs: dict) -> Any:
     """Call one of Keras's own methods with dtk's share of the work around it.
 
     Args:
@@ -43,7 +44,7 @@ def call(trainer: Any, name: str, method: Callable, args: tuple, kwargs: dict) -
     return _on_batch(method, name, trainer, args, kwargs)
 
 
-def fit(method: Callable, trainer: Any, args: tuple, kwargs: dict) -> Any:
+def fit(method: Callable, trainer: Trainer, args: tuple, kwargs: dict) -> Any:
     """Call Keras's `fit` with what ranks agree on around it."""
     given = inspect.signature(method).bind(*args, **kwargs)
     given.apply_defaults()
@@ -93,7 +94,7 @@ def data_of(asked: Mapping[str, Any]) -> Any:
     return x if all(other is None for other in others) else [x, *others]
 
 
-def _look(method: Callable, name: str, trainer: Any, args: tuple, kwargs: dict) -> Any:
+def _look(method: Callable, name: str, trainer: Trainer, args: tuple, kwargs: dict) -> Any:
     """`evaluate` or `predict`."""
     given = inspect.signature(method).bind(*args, **kwargs)
     asked, strategy = given.arguments, trainer.strategy
@@ -117,7 +118,7 @@ def _look(method: Callable, name: str, trainer: Any, args: tuple, kwargs: dict) 
             trainer.resume()
 
 
-def _on_batch(method: Callable, name: str, trainer: Any, args: tuple, kwargs: dict) -> Any:
+def _on_batch(method: Callable, name: str, trainer: Trainer, args: tuple, kwargs: dict) -> Any:
     """Steps without `fit`: agree before the first, and look again after 1, 2, 4, 8, ... of them."""
     trains = name == "train_on_batch"
     calls = trainer.calls[name] + 1
@@ -142,7 +143,7 @@ def _on_batch(method: Callable, name: str, trainer: Any, args: tuple, kwargs: di
     return result
 
 
-def on_this_rank(callbacks: Any, strategy: Any) -> list:
+def on_this_rank(callbacks: keras.callbacks.Callback | Sequence | None, strategy: Strategy) -> list:
     """The callbacks that run on this rank: all on rank 0, none that write files elsewhere."""
     flat = keras.tree.flatten(callbacks) if callbacks else []
     if strategy.is_chief:
@@ -151,7 +152,9 @@ def on_this_rank(callbacks: Any, strategy: Any) -> list:
     return [callback for callback in flat if not isinstance(callback, silent)]
 
 
-def join(callbacks: Any, last: rank_callbacks.RankChecks, params: dict) -> None:
+def join(
+    callbacks: keras.callbacks.CallbackList, last: rank_callbacks.RankChecks, params: dict
+) -> None:
     """Make a `CallbackList` that the script built itself do what `fit`'s own would."""
     trainer = last.trainer
     ours = (rank_callbacks.RankChecks, rank_callbacks.SynchronizeWeights)

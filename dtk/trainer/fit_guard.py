@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from dtk.compat import keras_models, trainer_calls
@@ -30,6 +31,7 @@ from dtk.trainer import (
     self_test,
     undistributed_jobs,
 )
+from dtk.trainer.contract import Strategy
 
 # In a thread: models trained in others are not concerned.
 _alone = threading.local()
@@ -66,10 +68,12 @@ class _Calls:
         strategy: The one of this process that joins most processes.
     """
 
-    def __init__(self, strategy: Any):
+    def __init__(self, strategy: Strategy):
         self.strategy = strategy
 
-    def __call__(self, model: Any, name: str, method: Callable, args: tuple, kwargs: dict) -> Any:
+    def __call__(
+        self, model: keras.Model, name: str, method: Callable, args: tuple, kwargs: dict
+    ) -> Any:
         found = model_scope.trainer_of(model) or self._distributed_now(model, name)
         if found is not None:
             return fit_calls.call(found, name, method, args, kwargs)
@@ -78,7 +82,7 @@ class _Calls:
         return method(*args, **kwargs)
 
     def _distributed_now(
-        self, model: Any, name: str
+        self, model: keras.Model, name: str
     ) -> distributed_trainer.DistributedTrainer | None:
         """The trainer of a model built in a scope, or called in one."""
         owner = keras_models.owner_of(model)
@@ -92,7 +96,7 @@ class _Calls:
         model_scope.check_and_own(model, model.jit_compile, strategy)
         return model_scope.distribute(model, strategy)
 
-    def _refuse(self, model: Any, name: str) -> None:
+    def _refuse(self, model: keras.Model, name: str) -> None:
         strategy = self.strategy
         if strategy.processes == 1:
             return
@@ -107,7 +111,7 @@ class _Calls:
         )
 
 
-def install(strategy: Any) -> None:
+def install(strategy: Strategy) -> None:
     """Let all calls of `fit` and its like go through here. Called when a strategy is made."""
     if strategy.processes > 1:
         saving.install()

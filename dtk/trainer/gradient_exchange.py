@@ -16,6 +16,7 @@ from dtk.exchange.base import Exchange, Exchanger, Portion, Trained
 from dtk.exchange.factors import Factored, factored
 from dtk.exchange.state import ExchangeState
 from dtk.trainer import traced_step
+from dtk.trainer.contract import Strategy
 
 
 class GradientExchange:
@@ -33,7 +34,7 @@ class GradientExchange:
         factored: Those of gradients that may go as their factors.
     """
 
-    def __init__(self, outer: Any, inner: Any, strategy: Any):
+    def __init__(self, outer: keras.Optimizer, inner: keras.Optimizer, strategy: Strategy):
         self._outer = outer
         self._inner = inner
         self._strategy = strategy
@@ -163,12 +164,14 @@ class GradientExchange:
         return next((share for share in shares if share is not None), None)
 
 
-def exchanging_of(outer: Any, inner: Any, strategy: Any) -> GradientExchange | None:
+def exchanging_of(
+    outer: keras.Optimizer, inner: keras.Optimizer, strategy: Strategy
+) -> GradientExchange | None:
     """What exchanges an optimizer's gradients; None where the strategy adds them up by itself."""
     return None if strategy.communicator.size == 1 else GradientExchange(outer, inner, strategy)
 
 
-def check_exchange(optimizer: Any, strategy: Any) -> None:
+def check_exchange(optimizer: keras.Optimizer, strategy: Strategy) -> None:
     """See that an optimizer and the strategy's exchange can work together.
 
     Raises:
@@ -195,7 +198,7 @@ def check_exchange(optimizer: Any, strategy: Any) -> None:
         )
 
 
-def slots_of(optimizer: Any) -> list:
+def slots_of(optimizer: keras.Optimizer) -> list:
     """An optimizer's floating-point state beside its learning rate."""
     return [
         v
@@ -204,7 +207,7 @@ def slots_of(optimizer: Any) -> list:
     ]
 
 
-def momenta_of(optimizer: Any) -> list:
+def momenta_of(optimizer: keras.Optimizer) -> list:
     """Those of an optimizer's variables that average gradients."""
     return [v for v in optimizer.variables if v.path.endswith("_momentum")]
 

@@ -54,7 +54,7 @@ class Terms:
         found: Terms by name, such as "loss 0" or "metric 'kl' 0".
     """
 
-    def __init__(self, share: Any, world_sum: Callable, kinds: Mapping[str, str]):
+    def __init__(self, share: tf.Tensor, world_sum: Callable, kinds: Mapping[str, str]):
         self.found: dict[str, Term] = {}
         self._share = share
         self._world_sum = world_sum
@@ -62,7 +62,7 @@ class Terms:
         self._known: set = set()
         self._calls: dict[str, int] = {}
 
-    def known(self, value: Any) -> Any:
+    def known(self, value: tf.Tensor) -> tf.Tensor:
         """Note a scalar that is a mean in dtk's sense, and return it."""
         self._known.add(value.ref())
         return value

@@ -7,8 +7,8 @@ does around them; once the scope is left, nothing of Keras stays patched.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import keras
 import tensorflow as tf
@@ -18,15 +18,23 @@ from dtk.errors import NotDistributedError, at_rank
 from dtk.trainer import (
     traced_step,
 )
+from dtk.trainer.contract import Strategy
 from dtk.trainer.distributed_trainer import DistributedTrainer, refuse_jit
 
 
-def trainer_of(model: Any) -> DistributedTrainer | None:
+class ModelStrategy(Strategy, Protocol):
+    """A strategy that makes the trainers of the models compiled in its scope."""
+
+    def make_trainer(self, model: keras.Model) -> DistributedTrainer:
+        """Return the trainer of a model compiled in this strategy's scope."""
+
+
+def trainer_of(model: keras.Model) -> DistributedTrainer | None:
     """The trainer of a model, None when no dtk strategy compiled it."""
     return getattr(model, "_dtk_trainer", None)
 
 
-def distribute(model: Any, strategy: Any) -> DistributedTrainer:
+def distribute(model: keras.Model, strategy: ModelStrategy) -> DistributedTrainer:
     """Give one compiled model the strategy's step functions. Compiling again starts afresh."""
     before = trainer_of(model)
     if before is not None and before.strategy is not strategy:
@@ -54,7 +62,7 @@ def distribute(model: Any, strategy: Any) -> DistributedTrainer:
 
 
 @contextlib.contextmanager
-def distributing(strategy: Any) -> Iterator[None]:
+def distributing(strategy: ModelStrategy) -> Iterator[None]:
     """While inside, `compile` makes trainers, and losses of no replica are whole."""
     with (
         keras_models.compiles_through(
@@ -66,7 +74,7 @@ def distributing(strategy: Any) -> Iterator[None]:
         yield
 
 
-def check_and_own(model: Any, jit_compile: Any, strategy: Any) -> None:
+def check_and_own(model: keras.Model, jit_compile: bool | str | None, strategy: Strategy) -> None:
     """Let a model belong to a strategy, before it is compiled there.
 
     Raises:
@@ -86,7 +94,7 @@ def check_and_own(model: Any, jit_compile: Any, strategy: Any) -> None:
 
 
 @tf.autograph.experimental.do_not_convert  # `run` is called in graphs; rewriting this took 0.1 s
-def check_distributed(function: Any, strategy: Any) -> None:
+def check_distributed(function: Callable, strategy: Strategy) -> None:
     """Refuse to run the step of a model that this strategy did not compile."""
     model = getattr(function, "__self__", None)
     if not isinstance(model, keras.Model) or strategy.num_replicas_in_sync == 1:

@@ -21,7 +21,7 @@ from dtk.compat import keras_optimizers, keras_variables
 from dtk.optimizers.layerwise import LayerwiseOptimizer
 
 
-def members(optimizer: Any) -> list:
+def members(optimizer: keras.Optimizer) -> list:
     """An optimizer and those it hands gradients to, outermost first."""
     found, left = [], [optimizer]
     while left:
@@ -36,7 +36,7 @@ def members(optimizer: Any) -> list:
 # What parts would make something else of.
 
 
-def check_parts(optimizer: Any, variable: Any, parts: Sequence) -> None:
+def check_parts(optimizer: keras.Optimizer, variable: keras.Variable, parts: Sequence) -> None:
     """Refuse what an optimizer, or a constraint, would make of a variable in parts.
 
     Args:
@@ -68,7 +68,7 @@ def check_parts(optimizer: Any, variable: Any, parts: Sequence) -> None:
         )
 
 
-def _updates(member: Any, parts: Sequence) -> bool:
+def _updates(member: keras.Optimizer, parts: Sequence) -> bool:
     """Whether an optimizer, or one of several that share a model's variables, updates these."""
     if not member.built:
         return True
@@ -76,7 +76,7 @@ def _updates(member: Any, parts: Sequence) -> bool:
     return any(id(part) in known for part in parts)
 
 
-def _needs_whole(member: Any, variable: Any) -> str | None:
+def _needs_whole(member: keras.Optimizer, variable: keras.Variable) -> str | None:
     """What an optimizer does to a whole variable at once; None if nothing."""
     if isinstance(member, keras.optimizers.Adafactor):
         return "scales steps by means over a whole variable"
@@ -90,7 +90,7 @@ def _needs_whole(member: Any, variable: Any) -> str | None:
     return None
 
 
-def _is_by_rows(constraint: Callable, variable: Any) -> bool:
+def _is_by_rows(constraint: Callable, variable: keras.Variable) -> bool:
     """Whether a constraint makes the same of two rows together and of each alone."""
     shape = (2, *variable.shape[1:])
     values = np.random.default_rng(0).normal(size=shape)
@@ -104,7 +104,7 @@ def _is_by_rows(constraint: Callable, variable: Any) -> bool:
 # Clipping.
 
 
-def clip_wholes(optimizer: Any) -> None:
+def clip_wholes(optimizer: keras.Optimizer) -> None:
     """Make an optimizer that clips gradients to a norm take the norm of a whole for its parts.
 
     Args:

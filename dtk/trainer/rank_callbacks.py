@@ -13,6 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from dtk.trainer.contract import Trainer
 from dtk.trainer.exchange_selection import Choosing
 from dtk.trainer.rank_checks import check_same_run
 from dtk.trainer.seeds import spread_seeds
@@ -32,7 +33,7 @@ def tell(callbacks: Sequence, event: str, *args: Any) -> None:
 class SynchronizeWeights(keras.callbacks.Callback):
     """Runs before the user's callbacks: what they see at the end of an epoch is the world's."""
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: Trainer):
         super().__init__()
         self.trainer = trainer
 
@@ -64,7 +65,7 @@ class RankChecks(keras.callbacks.Callback):
         every_batch: Whether to agree on stopping after every batch; else after every epoch.
     """
 
-    def __init__(self, trainer: Any, every_batch: bool = False):
+    def __init__(self, trainer: Trainer, every_batch: bool = False):
         super().__init__()
         self.trainer = trainer
         self._every_batch = every_batch
@@ -91,7 +92,7 @@ class RankChecks(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Shuffle anew, alike on every rank."""
-        self.trainer.feed.tell_learned_steps()
+        self.trainer.feed.show_learned_steps()
         self.trainer.new_epoch(epoch)
         self.trainer.feed.shuffle(epoch)
 

@@ -15,9 +15,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dtk.communicators.base import Communicator
 from dtk.compat import tf_replicas
 from dtk.errors import DisagreementError, at_rank
-from dtk.input import digests
+from dtk.input import digests, slicing
+from dtk.trainer.contract import Strategy, Trainer
 
 SAME_SCRIPT = "start the same script with the same arguments everywhere"
 
@@ -48,7 +50,7 @@ def raise_first_difference(
             )
 
 
-def compare(mine: Sequence, communicator: Any, cure: str = SAME_SCRIPT) -> None:
+def compare(mine: Sequence, communicator: Communicator, cure: str = SAME_SCRIPT) -> None:
     """Raise on every rank where one rank's list of (what, value) differs from another's."""
     if same_number(numbers_of_all([number_of(mine)], communicator)):
         return
@@ -56,7 +58,7 @@ def compare(mine: Sequence, communicator: Any, cure: str = SAME_SCRIPT) -> None:
         raise_first_difference(mine, theirs, communicator.rank, rank, cure)
 
 
-def numbers_of_all(numbers: Sequence[int], communicator: Any) -> np.ndarray:
+def numbers_of_all(numbers: Sequence[int], communicator: Communicator) -> np.ndarray:
     """What every rank says, a row for each: one small message, where objects take two larger."""
     row = tf.constant([numbers], tf.int64)
     return communicator.allgather(row, [1] * communicator.size).numpy()
@@ -76,7 +78,7 @@ def number_of(value: Any) -> int:
 # What fit, evaluate and predict are given.
 
 
-def check_same_call(strategy: Any, data: dict, callbacks: Sequence = ()) -> bool:
+def check_same_call(strategy: Strategy, data: dict, callbacks: Sequence = ()) -> bool:
     """Compare data and dtk's own callbacks over all ranks, before anything else communicates.
 
     Args:
@@ -112,7 +114,7 @@ def check_same_call(strategy: Any, data: dict, callbacks: Sequence = ()) -> bool
     return bool(told[:, 1].any())
 
 
-def _looks_at_batches(callback: Any) -> bool:
+def _looks_at_batches(callback: keras.callbacks.Callback) -> bool:
     known = type(callback).__module__.startswith(("keras.src.callbacks.", "dtk."))
     if known and not isinstance(callback, keras.callbacks.LambdaCallback):
         return isinstance(callback, keras.callbacks.TerminateOnNaN)
@@ -143,7 +145,7 @@ def describe(data: Any) -> str | None:
     return f"{leaves[0].shape[0]} rows (hash of all bytes: {digest})"
 
 
-def check_same_batch(strategy: Any, batch: Any) -> None:
+def check_same_batch(strategy: Strategy, batch: slicing.Slices) -> None:
     """Raise on every rank when ranks have read different first batches.
 
     Args:
@@ -161,7 +163,7 @@ def check_same_batch(strategy: Any, batch: Any) -> None:
     compare(mine, communicator, _SAME_DATA)
 
 
-def check_same_digest(strategy: Any, digest: int, when: str) -> None:
+def check_same_digest(strategy: Strategy, digest: int, when: str) -> None:
     """Raise on every rank when the digests of all batches read so far differ.
 
     Raises:
@@ -187,7 +189,7 @@ class ReadingCheck:
         strategy: The strategy.
     """
 
-    def __init__(self, strategy: Any):
+    def __init__(self, strategy: Strategy):
         self._strategy = strategy
         self._digest = tf.constant(0, tf.int64)
         self._batches = 0
@@ -205,7 +207,7 @@ class ReadingCheck:
             check_same_digest(self._strategy, int(self._digest), "at the end of the data")
 
 
-def check_same_run(trainer: Any, params: dict) -> None:
+def check_same_run(trainer: Trainer, params: dict) -> None:
     """Raise on every rank when ranks differ in variables or steps, naming the first difference.
 
     Raises:
@@ -220,7 +222,7 @@ def check_same_run(trainer: Any, params: dict) -> None:
     compare(mine, trainer.strategy.communicator)
 
 
-def _shapes(trainer: Any) -> list:
+def _shapes(trainer: Trainer) -> list:
     # The last word of a variable's path, such as "kernel" or "momentum": what stands before depends
     # on how many layers of its kind a process has made, which may differ.
     variables = trainer.shared_variables()

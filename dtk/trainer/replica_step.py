@@ -20,13 +20,14 @@ from dtk.compat import keras_models, tf_replicas
 from dtk.errors import NotDistributedError, at_rank
 from dtk.input import slicing
 from dtk.trainer import shared_optimizer, traced_step
+from dtk.trainer.contract import Strategy
 
 
 def run_step(
     step_function: Callable,
     batch: slicing.Slices,
-    model: Any,
-    strategy: Any,
+    model: keras.Model,
+    strategy: Strategy,
     kinds: Mapping[str, str],
 ) -> Any:
     """Run Keras's own train or test step on this replica's slice, then make its logs global.
@@ -57,7 +58,11 @@ def run_step(
 
 
 def begin_step(
-    step_function: Callable, batch: slicing.Slices, model: Any, strategy: Any, kinds: Mapping
+    step_function: Callable,
+    batch: slicing.Slices,
+    model: keras.Model,
+    strategy: Strategy,
+    kinds: Mapping,
 ) -> tuple[Any, traced_step.Step, tf.Tensor]:
     """This replica's rows, what is known of its step, and whether it has rows of its own."""
     index = strategy.local_index()
@@ -74,19 +79,19 @@ def begin_step(
     return data, step, mine > 0
 
 
-def weights_are_equal(model: Any) -> tf.Tensor | None:
+def weights_are_equal(model: keras.Model) -> tf.Tensor | None:
     """Whether all replicas hold the same weights now; None where they always do."""
     flags = [flag for e in shared_optimizer.gradient_exchanges_of(model) for flag in e.together()]
     return tf.reduce_all(flags) if flags else None
 
 
-def share_of_meeting(model: Any) -> tf.Tensor:
+def share_of_meeting(model: keras.Model) -> tf.Tensor:
     """What this replica counts in a mean over replicas that have just met; they add up to 1."""
     shares = [e.share() for e in shared_optimizer.gradient_exchanges_of(model)]
     return next(share for share in shares if share is not None)
 
 
-def _own_state(step: traced_step.Step, model: Any, logs: Any, together: tf.Tensor) -> Any:
+def _own_state(step: traced_step.Step, model: keras.Model, logs: Any, together: tf.Tensor) -> Any:
     """Where replicas train apart, nothing is sent until they meet: logs are this replica's own.
 
     What metrics have counted is summed when an epoch's logs are made.
@@ -112,13 +117,13 @@ def _sum_over_replicas(value: tf.Tensor) -> tf.Tensor:
     return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, value)
 
 
-def metric_variables(model: Any) -> list:
+def metric_variables(model: keras.Model) -> list:
     """State variables of every metric of a model, the loss tracker among them."""
     found = [v for metric in keras_models.metrics_of(model) for v in metric.variables]
     return list({id(v): v for v in found}.values())
 
 
-def _forget_padding(present: tf.Tensor, before: dict, model: Any) -> None:
+def _forget_padding(present: tf.Tensor, before: dict, model: keras.Model) -> None:
     """Without rows of its own, a replica's metrics stay as they were."""
 
     def restore() -> tf.Tensor:
@@ -129,7 +134,7 @@ def _forget_padding(present: tf.Tensor, before: dict, model: Any) -> None:
     tf.cond(present, lambda: tf.constant(False), restore)
 
 
-def check_reduced(step: traced_step.Step, model: Any, strategy: Any) -> None:
+def check_reduced(step: traced_step.Step, model: keras.Model, strategy: Strategy) -> None:
     """Whether a train step handed gradients to an optimizer that reduces them.
 
     Raises:
@@ -211,7 +216,7 @@ class World:
             self._averaged[id(variable)] = step.assigned_at[id(variable)]
         self._reduced_at = step.assignments if summed else -1
 
-    def _counted(self, variable: Any) -> tf.Tensor:
+    def _counted(self, variable: keras.Variable) -> tf.Tensor:
         now = tf.convert_to_tensor(variable)
         before = self._before.get(id(variable))
         return tf.where(self._present, now, tf.zeros_like(now) if before is None else before)
@@ -221,7 +226,7 @@ def _value_of(result: Any) -> Any:
     return tf.convert_to_tensor(result) if isinstance(result, keras.Variable) else result
 
 
-def result_of(metric: Any, original: Callable) -> Any:
+def result_of(metric: keras.Metric, original: Callable) -> Any:
     """Replaces `Metric.result` while steps run."""
     step = traced_step.current()
     if step is None:
@@ -298,7 +303,7 @@ def moving_statistics(step: traced_step.Step) -> list:
     ]
 
 
-def predict_rows(data: Any, model: Any) -> Any:
+def predict_rows(data: Any, model: keras.Model) -> Any:
     """Keras's predict step on this replica's rows, of which there may be none."""
     data = slicing.forget_rows(without_optionals(data))
     outputs = model.predict_step(slicing.padding_row(data))

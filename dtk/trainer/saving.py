@@ -33,7 +33,7 @@ def install() -> None:
     saving_calls.through(write)
 
 
-def write(model: Any, path: Any, save: Callable[[Any], Any], how: str) -> Any:
+def write(model: keras.Model, path: Any, save: Callable[[Any], Any], how: str) -> Any:
     """Write a model to a path, such that nobody ever reads half of it.
 
     Args:
@@ -58,7 +58,7 @@ def write(model: Any, path: Any, save: Callable[[Any], Any], how: str) -> Any:
         return saved
 
 
-def _local_reads(model: Any) -> Any:
+def _local_reads(model: keras.Model) -> contextlib.AbstractContextManager[None]:
     """A context in which the state of metrics is read as it is in this process."""
     extended = getattr(keras_models.owner_of(model), "extended", None)
     local_reads = getattr(extended, "local_reads", None)
@@ -76,7 +76,7 @@ def _move(source: Path, target: Path) -> None:
             entry.replace(place)
 
 
-def _stamp_of(model: Any, how: str) -> str:
+def _stamp_of(model: keras.Model, how: str) -> str:
     """A hash by which processes find out that they export the same model."""
     digest = hashlib.blake2b(f"{type(model).__name__} {how}".encode(), digest_size=16)
     for variable in model.weights:

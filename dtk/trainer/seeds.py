@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 import numpy as np
+
+from dtk.trainer.contract import Trainer
 
 # Spreads rank-specific seeds over the 31 bits a seed may use (2^32 / golden ratio).
 _SEED_STEP = 0x9E3779B1
@@ -14,7 +14,7 @@ _SEED_STEP = 0x9E3779B1
 # Seeds.
 
 
-def spread_seeds(trainer: Any) -> None:
+def spread_seeds(trainer: Trainer) -> None:
     """Give every replica random masks of its own, reproducibly: seeds derive from rank 0's."""
     strategy = trainer.strategy
     for state in trainer.seed_states():

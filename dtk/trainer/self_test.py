@@ -22,7 +22,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import keras
 import numpy as np
@@ -31,8 +31,16 @@ from dtk.cluster.variables import SELF_TEST
 from dtk.compat import keras_models
 from dtk.errors import NotDistributedError, at_rank
 from dtk.input import slicing
+from dtk.trainer.contract import Trainer
 from dtk.trainer.loss_terms import RATIO, SUM
 from dtk.trainer.trial import Outcome, Trial
+
+
+class TriedTrainer(Trainer, Protocol):
+    """A trainer whose steps can be tried."""
+
+    def make_trial(self, step_function: Callable, batch: slicing.Slices) -> Trial:
+        """Return what tries a step on a few rows of a batch."""
 
 
 class Verdict(NamedTuple):
@@ -86,7 +94,7 @@ def _nothing_was_tried() -> None:
 
 
 def run(
-    trainer: Any, step_function: Callable, batch: slicing.Slices, reasons: Sequence[str]
+    trainer: TriedTrainer, step_function: Callable, batch: slicing.Slices, reasons: Sequence[str]
 ) -> Verdict:
     """Compute a few rows of a batch both ways, and compare. All ranks call it together.
 
@@ -154,7 +162,7 @@ def _judge(trial: Trial) -> Verdict:
 # Judging.
 
 
-def _tolerance(model: Any) -> float:
+def _tolerance(model: keras.Model) -> float:
     """Relative difference that rounding may make, of gradients and scalars."""
     kinds = {layer.compute_dtype for layer in keras_models.layers_of(model)}
     return 5e-2 if kinds & {"float16", "bfloat16"} else 1e-3
@@ -252,7 +260,7 @@ def _notes(whole: Outcome, parts: Outcome, tolerance: float) -> list[str]:
 # Who needs it.
 
 
-def reasons(model: Any, step_name: str) -> list[str]:
+def reasons(model: keras.Model, step_name: str) -> list[str]:
     """What of a model's step is not Keras's own, so that nothing is known of it."""
     found = []
     if not keras_models.is_kerass(getattr(type(model), step_name)):
@@ -269,7 +277,7 @@ def _called(thing: Any) -> str:
     return str(getattr(thing, "__name__", type(thing).__name__))
 
 
-def _is_foreign(layer: Any) -> bool:
+def _is_foreign(layer: keras.Layer) -> bool:
     if isinstance(layer, keras.layers.Lambda):
         return True
     if getattr(layer, "activity_regularizer", None) is not None:

@@ -19,10 +19,11 @@ import tensorflow as tf
 from dtk.compat import keras_optimizers, tf_replicas
 from dtk.errors import at_rank
 from dtk.trainer import partitioned_variables, traced_step
+from dtk.trainer.contract import Strategy
 from dtk.trainer.gradient_exchange import GradientExchange, check_exchange, exchanging_of, shaped
 
 
-def optimizers_of(model: Any) -> list:
+def optimizers_of(model: keras.Model) -> list:
     """The model's optimizer and any other it holds as an attribute (a GAN has two).
 
     Not those that one of them applies: its own attribute may be a second name of one.
@@ -37,7 +38,7 @@ def optimizers_of(model: Any) -> list:
     return list(unique.values())
 
 
-def _chain(optimizer: Any) -> list:
+def _chain(optimizer: keras.Optimizer) -> list:
     """An optimizer and those it wraps, outermost first."""
     chain = [optimizer]
     while hasattr(chain[-1], "inner_optimizer"):
@@ -45,7 +46,7 @@ def _chain(optimizer: Any) -> list:
     return chain
 
 
-def accumulators_of(optimizer: Any) -> list:
+def accumulators_of(optimizer: keras.Optimizer) -> list:
     """Variables that hold this rank's part of an unfinished accumulation window."""
     inner = _chain(optimizer)[-1]
     accumulated = zip(
@@ -54,17 +55,17 @@ def accumulators_of(optimizer: Any) -> list:
     return [a for a, v in accumulated if a is not None and not _replaced(v)]
 
 
-def schedule_of(optimizer: Any) -> Any:
+def schedule_of(optimizer: keras.Optimizer) -> Callable[[], tf.Tensor] | None:
     """What an optimizer computes its learning rate with; None when the rate is a plain number."""
     return keras_optimizers.given_rate(_chain(optimizer)[-1])
 
 
-def accumulates(optimizer: Any) -> bool:
+def accumulates(optimizer: keras.Optimizer) -> bool:
     """Whether it sums gradients over several steps before it applies them."""
     return bool(_chain(optimizer)[-1].gradient_accumulation_steps)
 
 
-def is_linear(optimizer: Any) -> bool:
+def is_linear(optimizer: keras.Optimizer) -> bool:
     """Whether an optimizer makes the same of two gradients and of their sum."""
     chain = _chain(optimizer)
     inner = chain[-1]
@@ -75,7 +76,7 @@ def is_linear(optimizer: Any) -> bool:
 # Reducing.
 
 
-def bind(optimizer: Any, strategy: Any) -> None:
+def bind(optimizer: keras.Optimizer, strategy: Strategy) -> None:
     """Make `optimizer` reduce its gradients once, where every later step sees the reduced ones."""
     _own(optimizer, strategy)
     for member in partitioned_variables.members(optimizer):
@@ -94,7 +95,7 @@ def bind(optimizer: Any, strategy: Any) -> None:
         _reduce_each(outer, inner, strategy, exchanging)
 
 
-def _weigh_own_loss(outer: Any) -> None:
+def _weigh_own_loss(outer: keras.Optimizer) -> None:
     """Weigh the loss of Keras's own step by the replica's share, where Keras scales it."""
     scale_loss = outer.scale_loss
 
@@ -106,7 +107,7 @@ def _weigh_own_loss(outer: Any) -> None:
     outer.scale_loss = weighed
 
 
-def _own(optimizer: Any, strategy: Any) -> None:
+def _own(optimizer: keras.Optimizer, strategy: Strategy) -> None:
     """Take over an optimizer and all that it applies; none is to reduce gradients by itself."""
     for member in partitioned_variables.members(optimizer):
         if getattr(member, "_dtk_member_of", None) is strategy:
@@ -117,14 +118,17 @@ def _own(optimizer: Any, strategy: Any) -> None:
         member._dtk_member_of = strategy
 
 
-def gradient_exchanges_of(model: Any) -> list[GradientExchange]:
+def gradient_exchanges_of(model: keras.Model) -> list[GradientExchange]:
     """What exchanges the gradients of a model's optimizers."""
     bound = [getattr(o, "_dtk_exchanging", None) for o in optimizers_of(model)]
     return [exchanging for exchanging in bound if exchanging is not None]
 
 
 def _reduce_windows(
-    outer: Any, inner: Any, strategy: Any, exchanging: GradientExchange | None
+    outer: keras.Optimizer,
+    inner: keras.Optimizer,
+    strategy: Strategy,
+    exchanging: GradientExchange | None,
 ) -> None:
     """The window's sum is all that is needed: reduce where the window closes."""
     apply_own = outer.apply
@@ -159,7 +163,10 @@ def _reduce_windows(
 
 
 def _reduce_each(
-    outer: Any, inner: Any, strategy: Any, exchanging: GradientExchange | None
+    outer: keras.Optimizer,
+    inner: keras.Optimizer,
+    strategy: Strategy,
+    exchanging: GradientExchange | None,
 ) -> None:
     apply = outer.apply
 
@@ -185,7 +192,7 @@ def _reduce_each(
     outer.apply = reduced_apply
 
 
-def _taken(optimizer: Any, gradients: Any, variables: Any) -> tuple[list, bool]:
+def _taken(optimizer: keras.Optimizer, gradients: Any, variables: Any) -> tuple[list, bool]:
     """Gradients that a step hands to its optimizer, weighed by its share of the rows.
 
     Returns:
@@ -204,7 +211,7 @@ def _taken(optimizer: Any, gradients: Any, variables: Any) -> tuple[list, bool]:
     return gradients, True
 
 
-def _replaced(variable: Any) -> bool:
+def _replaced(variable: keras.Variable) -> bool:
     """Whether what an optimizer is given as a variable's gradient is its next value.
 
     Keras's layers in float8 do so with their scales, and with the largest values they have seen.
@@ -212,7 +219,7 @@ def _replaced(variable: Any) -> bool:
     return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
-def _replacements(grads: Any, variables: list, strategy: Any) -> list:
+def _replacements(grads: Any, variables: list, strategy: Strategy) -> list:
     """For each gradient what is to replace its variable; None where it changes the variable.
 
     Each replica knows of its own rows. Of all of them it is the largest, which is what Keras takes
@@ -235,7 +242,7 @@ def _with(replacing: list, grads: Any) -> list:
     return [g if r is None else r for g, r in zip(grads, replacing, strict=True)]
 
 
-def _check_owner(member: Any, strategy: Any) -> None:
+def _check_owner(member: keras.Optimizer, strategy: Strategy) -> None:
     """Take over an optimizer that no other strategy has."""
     owner = keras_optimizers.optimizer_owner(member)
     if owner is strategy:
@@ -251,7 +258,7 @@ def _check_owner(member: Any, strategy: Any) -> None:
     strategy.take_variables(member.variables)
 
 
-def _build_in_time(optimizer: Any, variables: Any, strategy: Any) -> None:
+def _build_in_time(optimizer: keras.Optimizer, variables: Any, strategy: Strategy) -> None:
     """Make an optimizer's variables outside the step being traced.
 
     Keras builds the optimizer given to `compile` before the first step; others are built by their
@@ -277,7 +284,7 @@ def _note_reduction() -> None:
 
 
 def _reduce_gradients(
-    grads: Any, variables: Any, strategy: Any, exchanging: GradientExchange | None = None
+    grads: Any, variables: Any, strategy: Strategy, exchanging: GradientExchange | None = None
 ) -> list:
     """Sum the gradients of these variables over all replicas; None stays None."""
     grads = shaped(list(grads), list(variables))
@@ -291,7 +298,7 @@ def _reduce_gradients(
     return [None if g is None else next(reduced) for g in grads]
 
 
-def _in_replica(strategy: Any) -> bool:
+def _in_replica(strategy: Strategy) -> bool:
     replica = tf.distribute.get_replica_context()
     return replica is not None and replica.strategy is strategy
 
@@ -306,7 +313,9 @@ def _everywhere(flag: tf.Tensor) -> tf.Tensor:
 # Noting.
 
 
-def note_applies(optimizer: Any, strategy: Any, parts_of: Callable[[Any], list]) -> None:
+def note_applies(
+    optimizer: keras.Optimizer, strategy: Strategy, parts_of: Callable[[keras.Variable], list]
+) -> None:
     """Make an optimizer note what a traced step hands it, and see partitioned variables as parts.
 
     Args:
@@ -348,7 +357,7 @@ def note_applies(optimizer: Any, strategy: Any, parts_of: Callable[[Any], list])
     outer.finalize_variable_values = lambda variables: finalize(expanded(variables))
 
 
-def _take_members(outer: Any, strategy: Any) -> None:
+def _take_members(outer: keras.Optimizer, strategy: Strategy) -> None:
     for member in partitioned_variables.members(outer):
         if getattr(member, "_dtk_member_of", None) is not strategy:
             _check_owner(member, strategy)
@@ -357,7 +366,7 @@ def _take_members(outer: Any, strategy: Any) -> None:
             member._dtk_member_of = strategy
 
 
-def _refuse_replaced(variables: Any, strategy: Any) -> None:
+def _refuse_replaced(variables: Any, strategy: Strategy) -> None:
     replaced = [v.path for v in variables if _replaced(v)]
     if replaced:
         raise ValueError(
@@ -370,6 +379,6 @@ def _refuse_replaced(variables: Any, strategy: Any) -> None:
         )
 
 
-def apply_now(optimizer: Any, gradients: list, variables: list) -> None:
+def apply_now(optimizer: keras.Optimizer, gradients: list, variables: list) -> None:
     """What `optimizer.apply` does where it is not only noted."""
     optimizer._dtk_apply(gradients, variables)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from dtk.errors import DisagreementError, at_rank
+from dtk.trainer.contract import Strategy, Trainer
 from dtk.trainer.rank_checks import _shapes, compare, number_of, numbers_of_all, same_number
 from dtk.trainer.seeds import spread_seeds
 
@@ -23,13 +23,13 @@ _SAME_UPDATES = (
 # Weights.
 
 
-def fingerprint(value: Any) -> str:
+def fingerprint(value: tf.Tensor | tf.Variable) -> str:
     """A short hash of a tensor's bytes."""
     array = np.ascontiguousarray(keras.ops.convert_to_tensor(value).numpy())
     return hashlib.blake2b(array.view(np.uint8).data, digest_size=8).hexdigest()
 
 
-def differing(variables: Sequence, strategy: Any) -> list[int]:
+def differing(variables: Sequence, strategy: Strategy) -> list[int]:
     """Indices of the Keras variables that are not bit-identical on all replicas."""
     communicator = strategy.communicator
     mine = [{fingerprint(copy) for copy in strategy.copies(v)} for v in variables]
@@ -41,7 +41,7 @@ def differing(variables: Sequence, strategy: Any) -> list[int]:
     return [index for index, column in enumerate(columns) if len(set.union(*column)) > 1]
 
 
-def check_same_weights(trainer: Any, when: str) -> None:
+def check_same_weights(trainer: Trainer, when: str) -> None:
     """Raise on every rank when replicas hold different weights or optimizer state.
 
     Args:
@@ -65,7 +65,7 @@ def check_same_weights(trainer: Any, when: str) -> None:
         )
 
 
-def start_from(root: int, trainer: Any, variables: Sequence | None = None) -> list[str]:
+def start_from(root: int, trainer: Trainer, variables: Sequence | None = None) -> list[str]:
     """Give every rank `root`'s values of the variables that differ.
 
     Args:
@@ -87,7 +87,7 @@ def start_from(root: int, trainer: Any, variables: Sequence | None = None) -> li
     return [variable.path for variable in wanted]
 
 
-def average(variables: Sequence, share: Any, strategy: Any) -> None:
+def average(variables: Sequence, share: tf.Tensor | None, strategy: Strategy) -> None:
     """Give every rank the mean of what the ranks hold of the floating-point ones that differ.
 
     Args:
@@ -102,7 +102,7 @@ def average(variables: Sequence, share: Any, strategy: Any) -> None:
         variable.assign(mean)
 
 
-def start_from_epoch_of_rank_0(trainer: Any) -> None:
+def start_from_epoch_of_rank_0(trainer: Trainer) -> None:
     """Set the epoch to start at to that of rank 0."""
     epoch = trainer.initial_epoch()
     number = tf.constant(-1 if epoch is None else epoch, tf.int64)
@@ -110,7 +110,7 @@ def start_from_epoch_of_rank_0(trainer: Any) -> None:
     trainer.set_initial_epoch(None if told < 0 else told)
 
 
-def agree_on_weights(trainer: Any) -> None:
+def agree_on_weights(trainer: Trainer) -> None:
     """What `fit` does when it begins, for steps taken without it."""
     if trainer.strategy.communicator.size > 1:
         compare(_shapes(trainer), trainer.strategy.communicator)

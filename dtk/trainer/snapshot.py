@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import keras
+import tensorflow as tf
 
 from dtk.compat import keras_variables, tf_variables
 from dtk.trainer import replica_step, shared_optimizer
@@ -41,11 +41,11 @@ class Snapshot:
             copy.assign(value)
 
 
-def _stored(variable: Any) -> Any:
+def _stored(variable: keras.Variable | tf.Variable) -> tf.Variable:
     return keras_variables.stored(variable) if isinstance(variable, keras.Variable) else variable
 
 
-def changed_by_training(model: Any) -> list:
+def changed_by_training(model: keras.Model) -> list:
     """Every variable a training step may change.
 
     Weights, seeds, metrics, optimizers' state, and what the exchange of gradients remembers.

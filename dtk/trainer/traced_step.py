@@ -19,8 +19,9 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import keras
 import tensorflow as tf
 
 from dtk.compat import keras_models, keras_steps, keras_variables
@@ -34,9 +35,22 @@ _running = threading.local()
 class Applied(NamedTuple):
     """Gradients that a step handed to an optimizer, weighed by the replica's share."""
 
-    optimizer: Any
+    optimizer: keras.Optimizer
     gradients: list
     variables: list
+
+
+class Noting(Protocol):
+    """Takes the gradients of a step whose optimizers only note them.
+
+    Attributes:
+        applied: What it was given, in order.
+    """
+
+    applied: list[Applied]
+
+    def note(self, optimizer: keras.Optimizer, gradients: list, variables: list) -> None:
+        """Note gradients that an optimizer is given."""
 
 
 class Gathered:
@@ -49,9 +63,19 @@ class Gathered:
     def __init__(self) -> None:
         self.applied: list[Applied] = []
 
-    def note(self, optimizer: Any, gradients: list, variables: list) -> None:
+    def note(self, optimizer: keras.Optimizer, gradients: list, variables: list) -> None:
         """An optimizer is given these gradients."""
         self.applied.append(Applied(optimizer, gradients, variables))
+
+
+class WorldState(Protocol):
+    """What a step leaves, of all replicas; see `replica_step.World`."""
+
+    def result_of(self, original: Callable) -> Any:
+        """Return what a metric's `result` returns for the state of all replicas."""
+
+    def average(self) -> None:
+        """Average the moving statistics that the step has assigned."""
 
 
 class Step:
@@ -83,10 +107,10 @@ class Step:
     def __init__(
         self,
         share: tf.Tensor,
-        size: Any,
-        model: Any,
+        size: int | tf.Tensor,
+        model: keras.Model,
         world_sum: Callable,
-        rows: Any = None,
+        rows: tf.Tensor | None = None,
         kinds: Mapping[str, str] | None = None,
         own: bool = False,
     ):
@@ -96,14 +120,14 @@ class Step:
         self.world_sum = world_sum
         self.rows = rows
         self.own = own
-        self.noted: Any = None
+        self.noted: Noting | None = None
         self.rows_read: list[tf.Tensor] = [tf.constant(0, tf.int64)]
         self._graph = tf.compat.v1.get_default_graph()
         self.reductions = 0
-        self.assigned: dict[int, Any] = {}
+        self.assigned: dict[int, keras.Variable] = {}
         self.assignments = 0
         self.assigned_at: dict[int, int] = {}
-        self.world: Any = None
+        self.world: WorldState | None = None
         self.results: dict = {}
         self.terms = Terms(share, world_sum, kinds or {})
         self.inside_loss = False
@@ -155,7 +179,7 @@ def in_shares() -> Iterator[None]:
         yield
 
 
-def whole_outside() -> Any:
+def whole_outside() -> contextlib.AbstractContextManager[None]:
     """A context in which a loss outside every replica is not divided by how many there are.
 
     Keras divides it all the same, so that `loss_fn(y, model(x))` in the scope of two workers says
@@ -193,7 +217,7 @@ def _weigh(
     sample_weight: Any = None,
     mask: Any = None,
     reduction: str | None = "sum_over_batch_size",
-    dtype: Any = None,
+    dtype: tf.DType = None,
     *,
     original: Callable,
 ) -> Any:
@@ -226,7 +250,7 @@ def _weigh(
     return step.terms.known(result * tf.math.divide_no_nan(counted, total))
 
 
-def checking_loss(model: Any) -> Callable:
+def checking_loss(model: keras.Model) -> Callable:
     """A model's `compute_loss`, whose result keeps the rule also where the model overrides it."""
     compute_loss, overridden = model.compute_loss, not keras_models.computes_own_loss(model)
 
@@ -296,7 +320,7 @@ def _update_mean(self: Any, values: Any, sample_weight: Any = None, *, original:
     return original(self, values, tf.cast(weight, step.share.dtype) * step.share)
 
 
-def _note_assign(variable: Any) -> None:
+def _note_assign(variable: keras.Variable) -> None:
     step = current()
     if step is not None:
         step.assigned[id(variable)] = variable

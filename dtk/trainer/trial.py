@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, cast
 
 import keras
 import numpy as np
@@ -23,6 +23,8 @@ from dtk.compat import (
 )
 from dtk.input import slicing
 from dtk.trainer import replica_step, sync_batch_norm, traced_step
+from dtk.trainer.contract import StrategyT, Trainer
+from dtk.trainer.loss_terms import Term
 from dtk.trainer.snapshot import Snapshot, changed_by_training
 
 # Rows of a replica; the first one takes one more, so that shares differ.
@@ -45,7 +47,7 @@ class Outcome(NamedTuple):
     logs: dict[str, np.ndarray]
 
 
-class Trial:
+class Trial(Generic[StrategyT]):
     """A step on a few rows, which changes nothing.
 
     Args:
@@ -58,9 +60,10 @@ class Trial:
         parts: How many each replica takes.
     """
 
-    def __init__(self, trainer: Any, step_function: Callable, batch: slicing.Slices):
+    def __init__(self, trainer: Trainer, step_function: Callable, batch: slicing.Slices):
         self.trainer = trainer
-        self.model, self.strategy = trainer.model, trainer.strategy
+        self.model = trainer.model
+        self.strategy = cast(StrategyT, trainer.strategy)
         self.step_function = step_function
         batch = batch._replace(parts=replica_step.without_optionals(batch.parts))
         self._few = _first_rows(batch, self._ranks(batch))
@@ -120,7 +123,9 @@ class Trial:
         """What batch normalization normalizes with."""
         return sync_batch_norm.of_all_replicas(*args, **kwargs)
 
-    def _changed_by(self, assigned: Sequence, concrete: Any) -> list:
+    def _changed_by(
+        self, assigned: Sequence, concrete: tf.types.experimental.ConcreteFunction
+    ) -> list:
         """Variables a traced step assigns, and those that are not Keras's, which it may."""
         of_keras = {
             id(copy)
@@ -190,6 +195,7 @@ class Trial:
         strategy = self.strategy
         numbers = replica_step.numbers_of(step, logs)
         results = results_of(self.model)
+        assert step.noted is not None
         gradients = gradients_of(step.noted.applied)
         own = {
             id(v) for v in [*replica_step.metric_variables(self.model), *self.trainer.seed_states()]
@@ -234,7 +240,7 @@ def _sum_over_replicas(values: list) -> list:
     return replica.all_reduce(tf.distribute.ReduceOp.SUM, values) if values else []
 
 
-def results_of(model: Any) -> list[tuple[str, tf.Tensor]]:
+def results_of(model: keras.Model) -> list[tuple[str, tf.Tensor]]:
     """What the metrics of a model say, by the names under which it is logged."""
     found = [(metric.name, metric.result()) for metric in keras_models.metrics_of(model)]
     return [
@@ -260,7 +266,7 @@ def table_of(step: traced_step.Step) -> tf.Tensor:
     return tf.stack(terms)[None] if terms else tf.zeros([1, 0, 3], tf.float64)
 
 
-def _three(term: Any) -> tf.Tensor:
+def _three(term: Term) -> tf.Tensor:
     nothing = tf.constant(np.nan, tf.float64)
     return tf.stack([nothing if t is None else tf.cast(t, tf.float64) for t in term])
 

@@ -12,10 +12,13 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dtk.cluster.detect import detect
 from dtk.errors import NotDistributedError, at_rank
+
+if TYPE_CHECKING:
+    import keras
 
 # Whether the script has said how its processes belong together.
 _decided = threading.Event()
@@ -50,7 +53,7 @@ def _trains_with_others() -> bool:
     return environment.size > 1 and environment.role in ("worker", "chief")
 
 
-def _refuse(model: Any, name: str, method: Callable, args: tuple, kwargs: dict) -> Any:
+def _refuse(model: keras.Model, name: str, method: Callable, args: tuple, kwargs: dict) -> Any:
     if name in ("fit", "train_on_batch") and not _decided.is_set():
         environment = detect()
         raise NotDistributedError(

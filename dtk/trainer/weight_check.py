@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import keras
 
 from dtk.errors import at_rank
 from dtk.trainer import rank_checks, shared_weights
+from dtk.trainer.contract import Strategy
 from dtk.trainer.model_scope import trainer_of
 
 
-def check_weights(model: Any, strategy: Any) -> int:
+def check_weights(model: keras.Model, strategy: Strategy) -> int:
     """See `DtkStrategy.check_weights`."""
     trainer = trainer_of(model)
     if trainer is None or trainer.strategy is not strategy:
