@@ -18,9 +18,20 @@ class ServerContainer(Protocol):
     """A strategy whose variables are on parameter servers."""
 
     def check_whole_step(self, what: str) -> None:
-        """Raise ValueError when a step is cut over several workers."""
+        """Refuse what would need workers to exchange numbers within a step.
+
+        Args:
+            what: What needs it, for the message.
+
+        Raises:
+            ValueError: A step is cut over several workers.
+        """
 
     def per_worker_dataset(
         self, dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset]
     ) -> tf.data.Dataset:
-        """Return the dataset of pipelines that workers read themselves."""
+        """Return a dataset of pipelines that workers read themselves.
+
+        Args:
+            dataset_fn: Makes a worker's pipeline.
+        """

@@ -21,62 +21,124 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 
 def arrays_of(adapter: ArrayDataAdapter) -> Any:
-    """What an adapter of arrays was given: inputs, and targets and row weights if there are."""
+    """Return what an adapter of arrays was given: inputs, targets and row weights.
+
+    Args:
+        adapter: The adapter.
+
+    Returns:
+        A tuple of structures of arrays, without what is absent.
+    """
     return adapter._inputs
 
 
 def shuffles(adapter: ArrayDataAdapter) -> bool | str | None:
-    """How an adapter of arrays shuffles; falsy if it does not."""
+    """Return how an adapter of arrays shuffles; falsy if it does not.
+
+    Args:
+        adapter: The adapter.
+    """
     return adapter._shuffle
 
 
 def dataset_of(iterator: TFEpochIterator) -> tf.data.Dataset:
-    """The dataset an epoch iterator makes an iterator of for each epoch."""
+    """Return the dataset that an epoch iterator opens in each epoch.
+
+    Args:
+        iterator: Keras's epoch iterator.
+    """
     return iterator._distributed_dataset
 
 
 def set_dataset(iterator: TFEpochIterator, dataset: tf.data.Dataset) -> None:
-    """Make the following epochs read another dataset."""
+    """Make the following epochs read another dataset.
+
+    Args:
+        iterator: Keras's epoch iterator.
+        dataset: What they are to read.
+    """
     iterator._distributed_dataset = dataset
 
 
 def batches_in(iterator: TFEpochIterator) -> int | None:
-    """Batches in an epoch iterator's data; None until an epoch has shown it."""
+    """Return the number of batches in an epoch iterator's data.
+
+    Args:
+        iterator: Keras's epoch iterator.
+
+    Returns:
+        The number; None until an epoch has shown it.
+    """
     return iterator._num_batches
 
 
 def set_batches_in(iterator: TFEpochIterator, count: int | None) -> None:
-    """Tell an epoch iterator how many batches its data has."""
+    """Set the number of batches in an epoch iterator's data.
+
+    Args:
+        iterator: Keras's epoch iterator.
+        count: The number; None where an epoch has yet to show it.
+    """
     iterator._num_batches = count
 
 
 def is_open(iterator: TFEpochIterator) -> bool:
-    """Whether an iterator over the data is kept that the next epoch may go on with."""
+    """Return whether the next epoch may go on with an open iterator over the data.
+
+    Args:
+        iterator: Keras's epoch iterator.
+    """
     return iterator._current_iterator is not None
 
 
 def steps_seen(iterator: TFEpochIterator) -> int:
-    """Steps taken from the iterator over the data that is kept."""
+    """Return the number of steps taken from the open iterator over the data.
+
+    Args:
+        iterator: Keras's epoch iterator.
+    """
     return iterator._steps_seen
 
 
 def forget_place(iterator: TFEpochIterator) -> None:
-    """Make the next epoch begin with a new iterator over the data."""
+    """Make the next epoch begin with a new iterator over the data.
+
+    Args:
+        iterator: Keras's epoch iterator.
+    """
     iterator._current_iterator = None
 
 
 def set_place(iterator: TFEpochIterator, current: Iterator, seen: int) -> None:
-    """Make the next epoch go on with an iterator over the data from which `seen` were taken."""
+    """Make the next epoch go on with a given iterator over the data.
+
+    Args:
+        iterator: Keras's epoch iterator.
+        current: The iterator over the data.
+        seen: Steps already taken from it.
+    """
     iterator._current_iterator, iterator._steps_seen = current, seen
 
 
 def open_data(iterator: TFEpochIterator) -> Iterator:
-    """A new iterator over the data, as an epoch makes it; a dataset shuffles anew with each."""
+    """Open the data as an epoch does; a dataset shuffles anew each time.
+
+    Args:
+        iterator: Keras's epoch iterator.
+
+    Returns:
+        A new iterator over the data.
+    """
     return iter(iterator._get_iterator())
 
 
 def on_opening(iterator: TFEpochIterator, call: Callable[[], None]) -> None:
-    """Call a function whenever the data is opened anew."""
+    """Call a function whenever the data is opened anew.
+
+    Args:
+        iterator: Keras's epoch iterator.
+        call: Called without arguments, before the data is opened.
+    """
     get_iterator = iterator._get_iterator
 
     def observed() -> tf.data.Iterator:
@@ -110,5 +172,9 @@ def steps_through(
 
 
 def end_quietly(iterator: TFEpochIterator) -> None:
-    """Keep Keras from warning when the data ends before the steps do."""
+    """Keep Keras from warning when the data ends before the steps do.
+
+    Args:
+        iterator: Keras's epoch iterator.
+    """
     iterator._interrupted_warning = lambda: None

@@ -20,12 +20,21 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 
 def optimizer_owner(optimizer: keras.Optimizer) -> tf.distribute.Strategy:
-    """The strategy an optimizer was made under."""
+    """Return the strategy an optimizer was made under.
+
+    Args:
+        optimizer: The optimizer.
+    """
     return optimizer._distribution_strategy
 
 
 def own_optimizer(optimizer: keras.Optimizer, strategy: tf.distribute.Strategy) -> None:
-    """Make an optimizer belong to a strategy, and take gradients as they are: already reduced."""
+    """Make an optimizer belong to a strategy, and take gradients as they are: already reduced.
+
+    Args:
+        optimizer: The optimizer.
+        strategy: The strategy.
+    """
     optimizer._distribution_strategy = strategy
     optimizer._all_reduce_sum_gradients = list
 
@@ -34,34 +43,66 @@ def clip_through(optimizer: keras.Optimizer, around: Callable) -> None:
     """Make an optimizer call `around(gradients, clip)` where it would call `clip(gradients)`.
 
     With gradient accumulation that is once per window, with the window's sum.
+
+    Args:
+        optimizer: The optimizer.
+        around: Gets a list of gradients and the optimizer's own clipping; returns a list.
     """
     clip = optimizer._clip_gradients
     optimizer._clip_gradients = lambda gradients: around(gradients, clip)
 
 
 def trained_variables(optimizer: keras.Optimizer) -> list:
-    """The variables an optimizer was built for."""
+    """Return the Keras variables an optimizer was built for.
+
+    Args:
+        optimizer: The optimizer.
+    """
     return optimizer._trainable_variables
 
 
 def accumulated(optimizer: keras.Optimizer) -> list:
-    """What an optimizer sums up in an accumulation window, by variable; None where nothing."""
+    """Return what an optimizer sums up in an accumulation window.
+
+    Args:
+        optimizer: The optimizer.
+
+    Returns:
+        One variable per trained variable, None where there is none; empty without accumulation.
+    """
     return list(getattr(optimizer, "_accumulated_gradients", []))
 
 
 def given_rate(optimizer: keras.Optimizer) -> Callable[[], tf.Tensor] | None:
-    """What an optimizer computes its learning rate with; None when the rate is a plain number."""
+    """Return the schedule or function that an optimizer computes its learning rate with.
+
+    Args:
+        optimizer: The optimizer.
+
+    Returns:
+        Called without arguments if not a `LearningRateSchedule`; None when the rate is a plain
+        number.
+    """
     rate = optimizer._learning_rate
     return rate if callable(rate) and not isinstance(rate, KerasVariable) else None
 
 
 def takes_adamw(muon: keras.Optimizer, variable: keras.Variable) -> bool:
-    """Whether a `keras.optimizers.Muon` updates a variable as AdamW does."""
+    """Return whether a `keras.optimizers.Muon` updates a variable as AdamW does.
+
+    Args:
+        muon: The optimizer.
+        variable: A Keras variable.
+    """
     return muon._should_use_adamw(variable)
 
 
 def index_variables(optimizer: keras.Optimizer) -> None:
-    """Rebuild an optimizer's look-up of its variables after their storage moved."""
+    """Rebuild an optimizer's look-up of its variables after their storage moved.
+
+    Args:
+        optimizer: The optimizer.
+    """
     optimizer._trainable_variables_indices = {
         optimizer._var_key(v): i for i, v in enumerate(optimizer._trainable_variables)
     }

@@ -17,12 +17,20 @@ from dtk.compat import tf_variables
 
 
 def stored(variable: keras.Variable) -> tf.Variable:
-    """The TensorFlow variable behind a Keras variable, whatever scope is open."""
+    """Return the TensorFlow variable behind a Keras variable, whatever scope is open.
+
+    Args:
+        variable: The Keras variable.
+    """
     return variable._value
 
 
 def move_variable(variable: keras.Variable) -> None:
-    """Give a Keras variable new storage, made in the current scope, with the value it has."""
+    """Give a Keras variable new storage, made in the current scope, with the value it has.
+
+    Args:
+        variable: The Keras variable; one that is distributed stays as it is.
+    """
     if variable._value is not None and not tf_variables.is_distributed(variable._value):
         variable._initialize(variable._value.numpy())
 

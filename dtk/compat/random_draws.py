@@ -69,12 +69,12 @@ _SHAPED = {
 
 
 def replaced_names() -> list[tuple[ModuleType, str]]:
-    """Every function of TensorFlow that is replaced, as its module and name."""
+    """Return every function of TensorFlow that is replaced, as its module and name."""
     return [*(place for places in _SHAPED.values() for place in places), *_OTHERS]
 
 
 def restart(rows: int | tf.Tensor = 1, first: int | tf.Tensor = 0) -> None:
-    """Let the draws of this thread begin anew; call when the tracing of a step begins.
+    """Start the draws of this thread anew, when the tracing of a step begins.
 
     Args:
         rows: Rows that are computed, an integer or a scalar.
@@ -85,7 +85,7 @@ def restart(rows: int | tf.Tensor = 1, first: int | tf.Tensor = 0) -> None:
 
 @contextlib.contextmanager
 def by_row() -> Iterator[None]:
-    """A context in which functions are traced whose draws belong to rows.
+    """Return a context in which functions are traced whose draws belong to rows.
 
     Example:
         >>> with by_row():

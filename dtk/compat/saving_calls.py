@@ -28,7 +28,7 @@ PLACES = (
 
 
 def through(write: Callable[[keras.Model, Any, Callable[[Any], Any], str], Any]) -> None:
-    """Have every such call made as `write(model, path, save, how)` from now on.
+    """Make every such call as `write(model, path, save, how)` from now on.
 
     Args:
         write: Gets the model, what it is to be written to (a path, or an open file), Keras's own

@@ -106,7 +106,13 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
         )
 
     def variable_created_in_scope(self, v: tf.Variable) -> bool:
-        """Plain variables belong to every strategy: models may be built outside the scope."""
+        """Return whether a variable belongs to this strategy; plain ones belong to every strategy.
+
+        So models may be built outside the scope.
+
+        Args:
+            v: A TensorFlow variable.
+        """
         owner = getattr(v, "_distribute_strategy", None)
         return owner is None or owner is self._container_strategy()
 
@@ -133,7 +139,11 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
         return all_reduce(self._communicator, reduce_op, if_present(value))
 
     def all_reduce_max(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """The largest over the replicas; call in a replica context."""
+        """Return the maximum of each tensor over the replicas, in a replica context.
+
+        Args:
+            tensors: Of this replica, of the same shapes on all.
+        """
         return self._communicator.allreduce(if_present(tensors), "max")
 
     def _reduce_to(
@@ -160,7 +170,12 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
         return self.gather(value, axis)
 
     def gather(self, value: tf.Tensor | tf.Variable, axis: int = 0) -> tf.Tensor:
-        """Concatenate `value` of all replicas along `axis`, in rank order."""
+        """Concatenate a value of all replicas, in rank order.
+
+        Args:
+            value: Of this replica; sizes along `axis` may differ.
+            axis: Along which to concatenate.
+        """
         value = tf.convert_to_tensor(local_value(value))
         if axis == 0:
             return self._communicator.allgather(value)
@@ -171,7 +186,7 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
 
     @contextlib.contextmanager
     def local_reads(self) -> Iterator[None]:
-        """Inside, reading a summed-on-read variable communicates nothing.
+        """Return a context in which reading a variable summed on read communicates nothing.
 
         For code that runs on one rank only, such as a checkpoint writer.
         """
@@ -200,7 +215,11 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
 
     @contextlib.contextmanager
     def observing_batches(self, observe: Callable[[tf.Tensor], None]) -> Iterator[None]:
-        """Inside, datasets are distributed that tell the digest of each batch they are read of."""
+        """Return a context in which datasets report the digest of each batch that is read.
+
+        Args:
+            observe: Called with a digest, int64 scalar.
+        """
         self._observe = observe
         try:
             yield

@@ -17,7 +17,11 @@ from tensorflow.python.distribute import (
 
 
 def regroup(parts: tuple) -> Any:
-    """One structure per replica -> one structure of per-replica values."""
+    """Turn one structure per replica into one structure of per-replica values.
+
+    Args:
+        parts: One structure of tensors per replica of this process.
+    """
     return distribute_utils.regroup(parts, always_wrap=True)
 
 
@@ -55,16 +59,27 @@ class PerRankDataset(input_lib.DistributedDataset):
 
     @property
     def cardinality(self) -> tf.Tensor:
-        """Batches in an epoch; a property, as in `tf.distribute.DistributedDataset`."""
+        """Number of batches in an epoch; a property, as in `tf.distribute.DistributedDataset`."""
         return self.local.cardinality()
 
     def map(self, function: Callable) -> PerRankDataset:
-        """Apply a function to every batch; Keras does so to turn class weights into row weights."""
+        """Apply a function to every batch, as Keras does to turn class weights into row weights.
+
+        Args:
+            function: Applied to local and to global batches.
+
+        Returns:
+            A dataset of the results.
+        """
         whole = None if self.whole is None else self.whole.map(function)
         return PerRankDataset(self.local.map(function), whole, self._regrouped)
 
     def prefetch(self, count: int) -> PerRankDataset:
-        """Keep batches ready."""
+        """Keep batches ready.
+
+        Args:
+            count: How many.
+        """
         return PerRankDataset(self.local.prefetch(count), self.whole, self._regrouped)
 
     def __len__(self) -> int:
@@ -81,7 +96,13 @@ class PerRankDataset(input_lib.DistributedDataset):
             yield rows
 
     def reduce(self, initial_state: Any, reduce_func: Any) -> Any:
-        """As `tf.data.Dataset.reduce`; what `for` becomes inside a `tf.function`."""
+        """Reduce all local elements, as `for` does inside a `tf.function`.
+
+        Args:
+            initial_state: As for `tf.data.Dataset.reduce`.
+            reduce_func: As for `tf.data.Dataset.reduce`; gets per-replica values where they are
+                regrouped.
+        """
         if not self._regrouped:
             return self.local.reduce(initial_state, reduce_func)
         return self.local.reduce(
@@ -107,7 +128,7 @@ class PerRankDatasetSpec(tf.TypeSpec):
 
     @property
     def value_type(self) -> type:
-        """What it specifies."""
+        """Type of what it specifies."""
         return PerRankDataset
 
     def _serialize(self) -> tuple:

@@ -45,7 +45,7 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
         # TensorFlow numbers the device groups of a process from here; strategies must not share.
         container_strategy._collective_key_base = id(container_strategy) % 2**30
         super().__init__(container_strategy, devices=devices)
-        # Replicas share lookup tables. Looking up changes nothing, but TensorFlow has to be told,
+        # Replicas share lookup tables. Looking up changes nothing, but TensorFlow has to know it,
         # or it makes one replica's step wait for the end of the other's.
         for op in ("LookupTableFindV2", "LookupTableSizeV2"):
             auto_control_deps_utils.register_read_only_resource_op(op)
@@ -58,7 +58,7 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
         return False
 
     def replica_communicator(self) -> Communicator:
-        """The running replica's view of its peers."""
+        """Return the communicator of the running replica."""
         return self._replicas[replica_index()]
 
     @property
@@ -78,7 +78,11 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
         return all_reduce(self.replica_communicator(), reduce_op, if_present(value))
 
     def all_reduce_max(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """The largest over the replicas; call in a replica context."""
+        """Return the maximum of each tensor over the replicas, in a replica context.
+
+        Args:
+            tensors: Of this replica, of the same shapes on all.
+        """
         tensors = if_present(tensors)
         if not tf.executing_eagerly():
             return self.replica_communicator().allreduce(tensors, "max")
@@ -94,7 +98,7 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
         if kwargs.get("synchronization") != tf.VariableSynchronization.ON_READ:
             kwargs["aggregation"] = tf.VariableAggregation.NONE
         made = super()._create_variable(next_creator, **kwargs)
-        # TensorFlow asks nobody which class it should be. One without copies stays what it is.
+        # TensorFlow has no parameter for the class. One without copies stays what it is.
         if isinstance(made, values.MirroredVariable):
             made.__class__ = MirroredVariable
         elif isinstance(made, values.SyncOnReadVariable):

@@ -147,5 +147,9 @@ class ParameterServerExtended(parameter_server_strategy_v2.ParameterServerStrate
 
 
 def server_device(index: int) -> str:
-    """The device variables of parameter server `index` live on."""
+    """Return the device that variables of a parameter server live on.
+
+    Args:
+        index: Index of the server.
+    """
     return f"/job:ps/replica:0/task:{index}/device:CPU:0"

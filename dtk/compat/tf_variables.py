@@ -21,7 +21,11 @@ from tensorflow.python.distribute import (
 
 
 def local_value(variable: tf.Variable | tf.Tensor) -> tf.Variable | tf.Tensor:
-    """What this replica holds of a variable, without any communication."""
+    """Return what this replica holds of a variable, without any communication.
+
+    Args:
+        variable: A TensorFlow variable, distributed or not, or a tensor.
+    """
     if isinstance(variable, values.DistributedVariable):
         replica = tf.distribute.get_replica_context()
         if replica is not None and replica.strategy is variable.distribute_strategy:
@@ -66,24 +70,43 @@ VARIABLE_CLASSES = distribute_utils.VARIABLE_CLASS_MAPPING | {
 
 
 def is_on_server(variable: tf.Variable) -> bool:
-    """Whether a TensorFlow variable is where a parameter-server strategy puts its own."""
+    """Return whether a variable lives where a parameter-server strategy puts its own.
+
+    Args:
+        variable: A TensorFlow variable.
+    """
     if isinstance(variable, sharded_variable.ShardedVariable):
         return True
     return "/job:" in variable.device and "/job:localhost" not in variable.device
 
 
 def shards_of(variable: tf.Variable) -> tuple | None:
-    """The parts of a partitioned variable in row order; None for any other."""
+    """Return the parts of a partitioned variable, in row order.
+
+    Args:
+        variable: A TensorFlow variable.
+
+    Returns:
+        The parts; None for one that is not partitioned.
+    """
     if isinstance(variable, sharded_variable.ShardedVariable):
         return tuple(variable.variables)
     return None
 
 
 def components(value: Any) -> tuple:
-    """The plain variables or values behind a distributed one, in replica order."""
+    """Return the plain variables or values behind a distributed one, in replica order.
+
+    Args:
+        value: A variable or value, distributed or not.
+    """
     return value.values if isinstance(value, values.DistributedValues) else (value,)
 
 
 def is_distributed(variable: tf.Variable) -> bool:
-    """Whether a TensorFlow variable has one component per replica."""
+    """Return whether a TensorFlow variable has one component per replica.
+
+    Args:
+        variable: The variable.
+    """
     return isinstance(variable, values.DistributedVariable)

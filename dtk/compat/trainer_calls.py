@@ -22,12 +22,12 @@ Handler = Callable[[keras.Model, str, Callable, tuple, dict], Any]
 
 
 def handler() -> Handler | None:
-    """What handles the calls now; None where Keras's own do."""
+    """Return what handles the calls now; None where Keras's own do."""
     return getattr(TensorFlowTrainer.fit, "_dtk_handler", None)
 
 
 def through(handle: Handler) -> None:
-    """Have every such call made as `handle(model, name, method, args, kwargs)` from now on.
+    """Make every such call as `handle(model, name, method, args, kwargs)` from now on.
 
     A model's own override of a method is called as ever; what it calls of Keras's goes through
     here. A later call replaces the handler.

@@ -81,26 +81,46 @@ class AllReduceStrategy(DtkStrategy):
         parsed.check(communicator)
 
     def local_ranks(self) -> Sequence[int]:
-        """This process holds one replica."""
+        """Return the rank of the one replica that this process holds."""
         return (self.rank,)
 
     def local_index(self) -> int:
-        """The only one."""
+        """Return 0: this process holds one replica."""
         return 0
 
     def per_replica(self, parts: tuple) -> Any:
-        """One replica takes its part as it is."""
+        """Return the only part.
+
+        Args:
+            parts: One structure of tensors.
+        """
         return parts[0]
 
     def take_variables(self, variables: Sequence) -> None:
-        """Plain variables need nothing."""
+        """Leave plain variables as they are; they belong to every strategy.
+
+        Args:
+            variables: Keras variables.
+        """
 
     def set_per_replica(self, variable: keras.Variable, values: Sequence) -> None:
-        """Assign the one local value."""
+        """Assign the value of this process's replica.
+
+        Args:
+            variable: A Keras variable.
+            values: One value.
+        """
         variable.assign(values[0])
 
     def gather_outputs(self, outputs: Any) -> Any:
-        """All ranks' rows, on every rank."""
+        """Gather the rows of all ranks, on every rank.
+
+        Args:
+            outputs: Structure of this rank's rows, dense or ragged.
+
+        Returns:
+            The same structure of all rows, in rank order.
+        """
         return keras.tree.map_structure(self._gather_rows, outputs)
 
     def _gather_rows(self, rows: Any) -> Any:
@@ -109,7 +129,11 @@ class AllReduceStrategy(DtkStrategy):
         return self.communicator.allgather(rows)
 
     def join_outputs(self, outputs: Any) -> Any:
-        """Already whole."""
+        """Return outputs as they are; `gather_outputs` has put them together.
+
+        Args:
+            outputs: Structure of all rows.
+        """
         return outputs
 
 

@@ -25,7 +25,7 @@ from dtk.trainer import (
 
 
 class DtkStrategy(tf.distribute.Strategy):
-    """Base of dtk's strategies: a scope that adopts models, and what adopting needs to know.
+    """Base of dtk's strategies: a scope that distributes models, and what their trainers use.
 
     Attributes:
         communicator: How bytes move between processes.
@@ -67,7 +67,7 @@ class DtkStrategy(tf.distribute.Strategy):
 
     @property
     def rank(self) -> int:
-        """This process's rank."""
+        """Rank of this process."""
         return self.communicator.rank
 
     @property
@@ -77,7 +77,7 @@ class DtkStrategy(tf.distribute.Strategy):
 
     @property
     def local_rank(self) -> int:
-        """This process's index on its host."""
+        """Index of this process on its host."""
         return self.communicator.local_rank
 
     @property
@@ -98,7 +98,7 @@ class DtkStrategy(tf.distribute.Strategy):
         return self._resolver
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
-        """Context in which models are built and compiled for this strategy.
+        """Return the context in which models are built and compiled for this strategy.
 
         Raises:
             ValueError: Inside the scope of another strategy.
@@ -115,7 +115,20 @@ class DtkStrategy(tf.distribute.Strategy):
         return _scope(super().scope(), self)
 
     def run(self, fn: Callable, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
-        """As `tf.distribute.Strategy.run`; refuses steps of models compiled outside the scope."""
+        """Run a function on every replica of this process, as `tf.distribute.Strategy.run` does.
+
+        Args:
+            fn: The function; the step of a model must be of one compiled in this strategy's scope.
+            args: Its positional arguments, per replica or equal for all.
+            kwargs: Its keyword arguments.
+            options: A `tf.distribute.RunOptions`.
+
+        Returns:
+            What the replicas return, per replica where there are several.
+
+        Raises:
+            NotDistributedError: The model was compiled outside the scope.
+        """
         model_scope.check_distributed(fn, self)
         return super().run(fn, args=args, kwargs=kwargs, options=options)
 
@@ -148,7 +161,7 @@ class DtkStrategy(tf.distribute.Strategy):
         """
         return weight_check.check_weights(model, self)
 
-    # For adoption and fitting.
+    # For the trainers of models.
 
     @property
     def processes(self) -> int:
@@ -156,65 +169,125 @@ class DtkStrategy(tf.distribute.Strategy):
         return self.communicator.size
 
     def make_trainer(self, model: keras.Model) -> distributed_trainer.DistributedTrainer:
-        """What this strategy keeps about a model compiled in its scope."""
+        """Make the trainer of a model compiled in this strategy's scope.
+
+        Args:
+            model: The model.
+        """
         return distributed_trainer.DistributedTrainer(model, self)
 
     def new_sequence(self, name: str) -> str:
-        """A name for one step function's collectives: the same on every rank, never used before."""
+        """Return a new name for the collectives of one step function, equal on every rank.
+
+        Args:
+            name: What the name begins with, such as "train".
+        """
         return f"{name}.{self.communicator.next_number()}"
 
     def sequence(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """See `Communicator.sequence`."""
+        """Return a context that names the collectives traced inside; see `Communicator.sequence`.
+
+        Args:
+            name: Name of the sequence.
+        """
         return self.communicator.sequence(name)
 
     def concurrent(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """See `Communicator.concurrent`."""
+        """Return a context whose collectives run beside all others; see `Communicator.concurrent`.
+
+        Args:
+            name: Those of one name are ordered among themselves.
+        """
         return self.communicator.concurrent(name)
 
     def local_ranks(self) -> Sequence[int]:
-        """Ranks of the replicas this process holds."""
+        """Return the ranks of the replicas that this process holds."""
         raise NotImplementedError
 
     def local_index(self) -> int:
-        """Which of `local_ranks` is running; call in a replica context."""
+        """Return which of `local_ranks` is running; call in a replica context."""
         raise NotImplementedError
 
     def per_replica(self, parts: tuple) -> Any:
-        """What to pass to `run` so that replica i gets `parts[i]`."""
+        """Return what `run` is given so that replica i gets `parts[i]`.
+
+        Args:
+            parts: One structure of tensors for each of `local_ranks`.
+        """
         raise NotImplementedError
 
     def take_variables(self, variables: Sequence) -> None:
-        """Make variables created outside the scope usable under this strategy."""
+        """Make variables created outside the scope usable under this strategy.
+
+        Args:
+            variables: Keras variables; they keep their values.
+        """
         raise NotImplementedError
 
     def take_metric_state(self, variables: Sequence) -> None:
-        """The same for the state of metrics."""
+        """Make the state of metrics created outside the scope one that is summed when read.
+
+        Args:
+            variables: Keras variables; they keep their values.
+        """
         with self.scope():
             for variable in variables:
                 keras_variables.move_variable(variable)
 
     def set_per_replica(self, variable: keras.Variable, values: Sequence) -> None:
-        """Assign a value of its own to every local replica's copy of a Keras variable."""
+        """Assign a value of its own to every local replica's copy of a Keras variable.
+
+        Args:
+            variable: The variable.
+            values: One value for each of `local_ranks`.
+        """
         raise NotImplementedError
 
     def copies(self, variable: keras.Variable) -> Sequence:
-        """What this process's replicas hold of a Keras variable: one tensor or variable each."""
+        """Return what this process's replicas hold of a Keras variable.
+
+        Args:
+            variable: The variable.
+
+        Returns:
+            One tensor or TensorFlow variable for each of `local_ranks`.
+        """
         return (variable,)
 
     def reduce_gradients(self, gradients: list) -> list:
         """Sum gradients over all replicas, in a replica context.
 
         Those of the last layers are ready first, and leave while the others are computed.
+
+        Args:
+            gradients: This replica's, tensors or `tf.IndexedSlices`.
+
+        Returns:
+            The sums, in the same order.
         """
         replica = tf.distribute.get_replica_context()
         return replica.all_reduce(tf.distribute.ReduceOp.SUM, gradients[::-1])[::-1]
 
     def gather_outputs(self, outputs: Any) -> Any:
-        """In a replica context: rows of all ranks where other processes hold some."""
+        """Gather the rows that other processes hold, in a replica context.
+
+        Args:
+            outputs: Structure of this replica's rows.
+
+        Returns:
+            The same structure; of all ranks' rows where other processes hold some.
+        """
         raise NotImplementedError
 
     def join_outputs(self, outputs: Any) -> Any:
-        """Outside: rows of this process's replicas, in order."""
+        """Concatenate the rows of this process's replicas, outside a replica context.
+
+        Args:
+            outputs: Structure of per-replica rows, as `run` returns it.
+
+        Returns:
+            The same structure of all rows, in rank order.
+        """
         raise NotImplementedError
 
 
