@@ -121,7 +121,7 @@ StrategyT = TypeVar("StrategyT", bound=Strategy)
 
 
 class EpochData(Protocol):
-    """The data of the running `fit`, see `epoch_data.Feed`."""
+    """The data of the running `fit`, see `feed.Feed`."""
 
     @property
     def iterator(self) -> TFEpochIterator | None:

@@ -47,7 +47,7 @@ class Choosing:
         self._steps = self._count = 0
 
     def begin(self) -> None:
-        """Go on with what a checkpoint says was chosen; else watch."""
+        """Use the exchange that a checkpoint has recorded; else watch the steps."""
         bound = shared_optimizer.gradient_exchanges_of(self._trainer.model)
         choosing = [exchanging for exchanging in bound if exchanging.chooses]
         kept = {int(_kept(exchanging)) for exchanging in choosing}
@@ -59,12 +59,21 @@ class Choosing:
             self._go_on_with(chosen, choosing)
 
     def begin_step(self, first: int) -> None:
-        """Read the clocks, when the train function is about to take this step and maybe more."""
+        """Read the clocks, when the train function is about to be called.
+
+        Args:
+            first: Number of the first step it takes.
+        """
         if self._undecided:
             self._first, self._began = first, self._read()
 
     def end_step(self, last: int, logs: dict | None) -> None:
-        """Read them again, once the step is over: then its logs can be read."""
+        """Read the clocks again, once the steps are over: then their logs can be read.
+
+        Args:
+            last: Number of the last step it has taken.
+            logs: What the steps returned.
+        """
         if not self._undecided:
             return
         for value in (logs or {}).values():
@@ -76,7 +85,7 @@ class Choosing:
             self._steps += last - self._first + 1
 
     def end_epoch(self) -> None:
-        """Choose, on all ranks alike, once enough was seen."""
+        """Choose, on all ranks alike, once enough steps have been measured."""
         window = max((exchanging.window for exchanging in self._undecided), default=1)
         if not self._undecided or len(self._calls) < _LEAST or self._steps < window:
             return

@@ -26,7 +26,7 @@ WRITERS = (
 
 
 def call(trainer: Trainer, name: str, method: Callable, args: tuple, kwargs: dict) -> Any:
-    """Call one of Keras's own methods with dtk's share of the work around it.
+    """Call one of Keras's own methods with the checks between ranks around it.
 
     Args:
         trainer: The model's.
@@ -34,6 +34,9 @@ def call(trainer: Trainer, name: str, method: Callable, args: tuple, kwargs: dic
         method: Keras's own, bound to the model.
         args: What it was called with.
         kwargs: The same.
+
+    Returns:
+        What Keras's method returns.
     """
     if name == "fit":
         return trainer.fit(method, args, kwargs)
@@ -45,7 +48,20 @@ def call(trainer: Trainer, name: str, method: Callable, args: tuple, kwargs: dic
 
 
 def fit(method: Callable, trainer: Trainer, args: tuple, kwargs: dict) -> Any:
-    """Call Keras's `fit` with what ranks agree on around it."""
+    """Call Keras's `fit` with the checks between ranks around it.
+
+    Args:
+        method: Keras's own, bound to the model.
+        trainer: The model's.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        Keras's `History`.
+
+    Raises:
+        DisagreementError: Ranks were given different data or callbacks, or train differently.
+    """
     given = inspect.signature(method).bind(*args, **kwargs)
     given.apply_defaults()
     asked, strategy = given.arguments, trainer.strategy
@@ -88,7 +104,11 @@ def fit(method: Callable, trainer: Trainer, args: tuple, kwargs: dict) -> Any:
 
 
 def data_of(asked: Mapping[str, Any]) -> Any:
-    """What a call was given to read: `x`, and what belongs to it."""
+    """Return what a call was given to read: `x`, and the targets and weights that belong to it.
+
+    Args:
+        asked: Arguments of the call, by name.
+    """
     x = asked.get("x")
     others = [asked.get("y"), asked.get("sample_weight")]
     return x if all(other is None for other in others) else [x, *others]
@@ -144,7 +164,15 @@ def _on_batch(method: Callable, name: str, trainer: Trainer, args: tuple, kwargs
 
 
 def on_this_rank(callbacks: keras.callbacks.Callback | Sequence | None, strategy: Strategy) -> list:
-    """The callbacks that run on this rank: all on rank 0, none that write files elsewhere."""
+    """Select the callbacks that run on this rank: all on rank 0, none that write files elsewhere.
+
+    Args:
+        callbacks: One, a nest of them, or None.
+        strategy: The model's strategy.
+
+    Returns:
+        A flat list.
+    """
     flat = keras.tree.flatten(callbacks) if callbacks else []
     if strategy.is_chief:
         return flat
@@ -155,7 +183,13 @@ def on_this_rank(callbacks: keras.callbacks.Callback | Sequence | None, strategy
 def join(
     callbacks: keras.callbacks.CallbackList, last: rank_callbacks.RankChecks, params: dict
 ) -> None:
-    """Make a `CallbackList` that the script built itself do what `fit`'s own would."""
+    """Add dtk's callbacks to a `CallbackList` that the script has built.
+
+    Args:
+        callbacks: The list; it is changed.
+        last: The callback that comes last; the trainer is its.
+        params: Parameters of the list that the script has not set.
+    """
     trainer = last.trainer
     ours = (rank_callbacks.RankChecks, rank_callbacks.SynchronizeWeights)
     mine = [c for c in callbacks.callbacks if not isinstance(c, ours)]
@@ -167,7 +201,11 @@ def join(
 
 
 def with_history(callbacks: list) -> list:
-    """The callbacks with Keras's History among them, so that it comes before `RankChecks`."""
+    """Add Keras's `History` to callbacks without one, so that it comes before `RankChecks`.
+
+    Args:
+        callbacks: The callbacks.
+    """
     if any(isinstance(callback, keras.callbacks.History) for callback in callbacks):
         return callbacks
     return [*callbacks, keras.callbacks.History()]

@@ -39,7 +39,7 @@ _alone = threading.local()
 
 @contextlib.contextmanager
 def undistributed() -> Iterator[None]:
-    """A context in which models of no strategy train in this process alone.
+    """Return a context in which models of no strategy train in this process alone.
 
     In a job of several processes, `fit` of a model that was not compiled inside `strategy.scope()`
     is refused: every process would train a model of its own. Where that is what is wanted, such as
@@ -112,7 +112,11 @@ class _Calls:
 
 
 def install(strategy: Strategy) -> None:
-    """Let all calls of `fit` and its like go through here. Called when a strategy is made."""
+    """Make all calls of `fit` and its like go through here. A strategy calls it when it is made.
+
+    Args:
+        strategy: The strategy.
+    """
     if strategy.processes > 1:
         saving.install()
     self_test.say_if_nothing_was_tried()

@@ -63,16 +63,26 @@ class Terms:
         self._calls: dict[str, int] = {}
 
     def known(self, value: tf.Tensor) -> tf.Tensor:
-        """Note a scalar that is a mean in dtk's sense, and return it."""
+        """Record a scalar as a mean over rows.
+
+        Args:
+            value: The scalar.
+
+        Returns:
+            The scalar.
+        """
         self._known.add(value.ref())
         return value
 
     def made_mean(self, where: str, value: tf.Tensor) -> tf.Tensor:
-        """A scalar as one that is a mean in dtk's sense.
+        """Convert a scalar to one that is a mean over rows, by the kinds of its terms.
 
         Args:
             where: What it is, for names and messages.
             value: A scalar that the script computed.
+
+        Returns:
+            The scalar, corrected where its terms are sums or ratios.
         """
         corrections = self.corrections(where, value)
         for coefficient, term, factor in corrections:
@@ -81,7 +91,16 @@ class Terms:
         return self.known(value) if corrections else value
 
     def corrections(self, where: str, value: tf.Tensor) -> list[tuple[Any, tf.Tensor, tf.Tensor]]:
-        """The terms of a scalar that are no means: coefficient, value, and what makes it one."""
+        """Find the terms of a scalar that are no means, and what makes them ones.
+
+        Args:
+            where: What the scalar is, for names and messages.
+            value: A scalar that the script computed.
+
+        Returns:
+            For each such term its coefficient in the scalar, the term, and the factor that makes it
+            a mean.
+        """
         call = self._calls[where] = self._calls.get(where, -1) + 1
         found = []
         for i, (coefficient, scalar) in enumerate(linear_terms(value, self._known)):
@@ -109,11 +128,14 @@ def _times(value: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
 
 
 def linear_terms(value: tf.Tensor, known: set) -> list[tuple[Any, tf.Tensor]]:
-    """The scalars that a scalar is a linear combination of, each with its coefficient.
+    """Find the scalars that a scalar is a linear combination of.
 
     Args:
         value: A scalar.
         known: References of scalars not to look into.
+
+    Returns:
+        Pairs of coefficient and scalar; the scalar itself where nothing is known.
     """
     if tf.executing_eagerly() or not isinstance(value, tf.Tensor):
         return [(1.0, value)]
@@ -182,8 +204,9 @@ def _quotient(scalar: Any) -> tuple[tf.Tensor, tf.Tensor] | tuple[()]:
 
 
 def depends_on_data(tensor: tf.Tensor, by_shape: bool = True) -> bool:
-    """Whether a tensor of a graph is computed from what the graph is given, and not from variables
-    and constants alone.
+    """Return whether a tensor of a graph is computed from what the graph is given.
+
+    Variables and constants are not data.
 
     Args:
         tensor: The tensor.

@@ -19,23 +19,46 @@ from dtk.trainer import (
     traced_step,
 )
 from dtk.trainer.contract import Strategy
-from dtk.trainer.distributed_trainer import DistributedTrainer, refuse_jit
+from dtk.trainer.distributed_trainer import DistributedTrainer
+from dtk.trainer.jit import refuse_jit
 
 
 class ModelStrategy(Strategy, Protocol):
     """A strategy that makes the trainers of the models compiled in its scope."""
 
     def make_trainer(self, model: keras.Model) -> DistributedTrainer:
-        """Return the trainer of a model compiled in this strategy's scope."""
+        """Make the trainer of a model compiled in this strategy's scope.
+
+        Args:
+            model: The model.
+        """
 
 
 def trainer_of(model: keras.Model) -> DistributedTrainer | None:
-    """The trainer of a model, None when no dtk strategy compiled it."""
+    """Return the trainer of a model.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The trainer; None when no dtk strategy compiled the model.
+    """
     return getattr(model, "_dtk_trainer", None)
 
 
 def distribute(model: keras.Model, strategy: ModelStrategy) -> DistributedTrainer:
-    """Give one compiled model the strategy's step functions. Compiling again starts afresh."""
+    """Give a compiled model the strategy's step functions; compiling again starts afresh.
+
+    Args:
+        model: The model.
+        strategy: The strategy.
+
+    Returns:
+        The model's trainer.
+
+    Raises:
+        ValueError: The model was compiled under another strategy.
+    """
     before = trainer_of(model)
     if before is not None and before.strategy is not strategy:
         raise ValueError(
@@ -63,7 +86,11 @@ def distribute(model: keras.Model, strategy: ModelStrategy) -> DistributedTraine
 
 @contextlib.contextmanager
 def distributing(strategy: ModelStrategy) -> Iterator[None]:
-    """While inside, `compile` makes trainers, and losses of no replica are whole."""
+    """Return a context in which `compile` makes trainers, and losses outside replicas are whole.
+
+    Args:
+        strategy: The strategy that models belong to.
+    """
     with (
         keras_models.compiles_through(
             lambda model, jit_compile: check_and_own(model, jit_compile, strategy),
@@ -75,7 +102,12 @@ def distributing(strategy: ModelStrategy) -> Iterator[None]:
 
 
 def check_and_own(model: keras.Model, jit_compile: bool | str | None, strategy: Strategy) -> None:
-    """Let a model belong to a strategy, before it is compiled there.
+    """Make a model belong to a strategy, before it is compiled there.
+
+    Args:
+        model: The model.
+        jit_compile: As given to `compile`.
+        strategy: The strategy.
 
     Raises:
         ValueError: It belongs to another one, or is to be compiled by XLA.
@@ -95,7 +127,15 @@ def check_and_own(model: keras.Model, jit_compile: bool | str | None, strategy: 
 
 @tf.autograph.experimental.do_not_convert  # `run` is called in graphs; rewriting this took 0.1 s
 def check_distributed(function: Callable, strategy: Strategy) -> None:
-    """Refuse to run the step of a model that this strategy did not compile."""
+    """Refuse to run the step of a model that was compiled outside the strategy's scope.
+
+    Args:
+        function: What `strategy.run` was given.
+        strategy: The strategy.
+
+    Raises:
+        NotDistributedError: It is the step of such a model.
+    """
     model = getattr(function, "__self__", None)
     if not isinstance(model, keras.Model) or strategy.num_replicas_in_sync == 1:
         return

@@ -22,7 +22,11 @@ from dtk.optimizers.layerwise import LayerwiseOptimizer
 
 
 def members(optimizer: keras.Optimizer) -> list:
-    """An optimizer and those it hands gradients to, outermost first."""
+    """Return an optimizer and those it hands gradients to, outermost first.
+
+    Args:
+        optimizer: The optimizer.
+    """
     found, left = [], [optimizer]
     while left:
         found.append(left.pop(0))
@@ -37,10 +41,10 @@ def members(optimizer: keras.Optimizer) -> list:
 
 
 def check_parts(optimizer: keras.Optimizer, variable: keras.Variable, parts: Sequence) -> None:
-    """Refuse what an optimizer, or a constraint, would make of a variable in parts.
+    """Refuse an optimizer or a constraint that needs the whole of a variable in parts.
 
     Args:
-        optimizer: What is to update it.
+        optimizer: The optimizer that is to update it.
         variable: A Keras variable.
         parts: Its parts, or itself alone.
 
@@ -105,7 +109,7 @@ def _is_by_rows(constraint: Callable, variable: keras.Variable) -> bool:
 
 
 def clip_wholes(optimizer: keras.Optimizer) -> None:
-    """Make an optimizer that clips gradients to a norm take the norm of a whole for its parts.
+    """Make an optimizer that clips gradients to a norm use the norm of a whole for its parts.
 
     Args:
         optimizer: One that wraps no other.

@@ -23,7 +23,13 @@ from dtk.trainer.shared_weights import check_same_weights, start_from, start_fro
 
 
 def tell(callbacks: Sequence, event: str, *args: Any) -> None:
-    """Call `event` on the callbacks that define it."""
+    """Call a method of the callbacks that define it.
+
+    Args:
+        callbacks: The callbacks, in order.
+        event: Name of the method.
+        args: Its arguments.
+    """
     for callback in callbacks:
         method = getattr(callback, event, None)
         if method is not None:
@@ -38,7 +44,12 @@ class SynchronizeWeights(keras.callbacks.Callback):
         self.trainer = trainer
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        """Close blocks of replicas that train apart, and average numbers that no metric counts."""
+        """Average the weights of replicas with local steps, and numbers that no metric counts.
+
+        Args:
+            epoch: Number of the epoch.
+            logs: Logs of the epoch; numbers in it are changed.
+        """
         if not self.trainer.has_local_steps:
             return
         self.trainer.synchronize_weights()
@@ -78,7 +89,14 @@ class RankChecks(keras.callbacks.Callback):
         return self.trainer.strategy.communicator.size == 1
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Compare, then start from rank 0's weights, optimizer state and epoch."""
+        """Compare ranks, then start from rank 0's weights, optimizer state and epoch.
+
+        Args:
+            logs: As of Keras.
+
+        Raises:
+            DisagreementError: Ranks train differently.
+        """
         trainer = self.trainer
         if not self._alone:
             check_same_run(trainer, self.params)
@@ -91,17 +109,35 @@ class RankChecks(keras.callbacks.Callback):
         self._steps = 0
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        """Shuffle anew, alike on every rank."""
+        """Shuffle the data anew, alike on every rank.
+
+        Args:
+            epoch: Number of the epoch.
+            logs: As of Keras.
+        """
         self.trainer.feed.show_learned_steps()
         self.trainer.new_epoch(epoch)
         self.trainer.feed.shuffle(epoch)
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
-        """The last callback to hear of it, so none of the others' is timed."""
+        """Read the clocks, after all other callbacks, so that they are not measured.
+
+        Args:
+            batch: Number of the step.
+            logs: As of Keras.
+        """
         self._choosing.begin_step(batch)
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        """After the first step, make sure that it was the same step everywhere."""
+        """Check after the first step that it was the same step on all ranks.
+
+        Args:
+            batch: Number of the step.
+            logs: Logs so far.
+
+        Raises:
+            DisagreementError: Ranks differ in weights or in what they have read.
+        """
         self._choosing.end_step(batch, logs)
         if not self._stepped:
             self._stepped = True
@@ -116,7 +152,15 @@ class RankChecks(keras.callbacks.Callback):
             self.trainer.flush()
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        """Stop everywhere when anyone wants to stop; go on from equal weights."""
+        """Stop all ranks when one of them wants to stop; go on from equal weights.
+
+        Args:
+            epoch: Number of the epoch.
+            logs: Logs of the epoch.
+
+        Raises:
+            DisagreementError: Ranks differ in weights or in what they have read.
+        """
         self.trainer.flush()
         self.trainer.check_same_reading("train", f"after epoch {epoch + 1}")
         self._check(f"after epoch {epoch + 1}")
@@ -126,7 +170,11 @@ class RankChecks(keras.callbacks.Callback):
         tell(self.trainer.callbacks.callbacks, "on_epoch_agreed", epoch, logs)
 
     def on_train_end(self, logs: dict | None = None) -> None:
-        """Nobody changes the weights any more."""
+        """Tell callbacks that training is over, and weights no longer change.
+
+        Args:
+            logs: Logs of the last epoch.
+        """
         tell(self.trainer.callbacks.callbacks, "on_end_agreed", logs)
 
     def _check(self, when: str) -> None:

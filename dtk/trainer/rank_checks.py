@@ -34,7 +34,14 @@ _SAME_DATA = (
 def raise_first_difference(
     mine: Sequence, theirs: Sequence, rank: int, other: int, cure: str = SAME_SCRIPT
 ) -> None:
-    """Compare two lists of (what, value).
+    """Compare two ranks' lists of (what, value).
+
+    Args:
+        mine: This rank's list.
+        theirs: The other rank's.
+        rank: This rank.
+        other: The other rank.
+        cure: What to do about a difference, for the message.
 
     Raises:
         DisagreementError: At the first pair that differs.
@@ -51,7 +58,16 @@ def raise_first_difference(
 
 
 def compare(mine: Sequence, communicator: Communicator, cure: str = SAME_SCRIPT) -> None:
-    """Raise on every rank where one rank's list of (what, value) differs from another's."""
+    """Compare lists of (what, value) over all ranks.
+
+    Args:
+        mine: This rank's list; values can be pickled.
+        communicator: Between the ranks.
+        cure: What to do about a difference, for the message.
+
+    Raises:
+        DisagreementError: On every rank, at the first pair that differs.
+    """
     if same_number(numbers_of_all([number_of(mine)], communicator)):
         return
     for rank, theirs in enumerate(communicator.allgather_object(mine)):
@@ -59,18 +75,34 @@ def compare(mine: Sequence, communicator: Communicator, cure: str = SAME_SCRIPT)
 
 
 def numbers_of_all(numbers: Sequence[int], communicator: Communicator) -> np.ndarray:
-    """What every rank says, a row for each: one small message, where objects take two larger."""
+    """Gather numbers of all ranks by one small message, where objects take two larger ones.
+
+    Args:
+        numbers: This rank's, of 64 bits.
+        communicator: Between the ranks.
+
+    Returns:
+        int64 array of shape (ranks, numbers).
+    """
     row = tf.constant([numbers], tf.int64)
     return communicator.allgather(row, [1] * communicator.size).numpy()
 
 
 def same_number(told: np.ndarray) -> bool:
-    """Whether all ranks say the same number first. They hardly ever do not."""
+    """Return whether the first number of all ranks is the same.
+
+    Args:
+        told: As returned by `numbers_of_all`.
+    """
     return len(set(told[:, 0])) == 1
 
 
 def number_of(value: Any) -> int:
-    """A hash, of 63 bits and more than any rank."""
+    """Compute a hash of a value, of 63 bits and greater than any rank.
+
+    Args:
+        value: Anything that can be pickled.
+    """
     digest = hashlib.blake2b(pickle.dumps(value), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1 | 1 << 62
 
@@ -83,8 +115,8 @@ def check_same_call(strategy: Strategy, data: dict, callbacks: Sequence = ()) ->
 
     Args:
         strategy: The strategy.
-        data: What to the data.
-        callbacks: `fit`'s callbacks.
+        data: The data, by what it is for, such as "validation data".
+        callbacks: Those of `fit`.
 
     Returns:
         Whether on some rank a callback of the script's own looks at single batches, and so may want
@@ -126,9 +158,15 @@ def _looks_at_batches(callback: keras.callbacks.Callback) -> bool:
 
 
 def describe(data: Any) -> str | None:
-    """Data in a few words that must be the same on every rank; None where that cannot be told.
+    """Describe data in a few words that must be the same on every rank.
 
     Arrays are told apart by their shapes and a hash of all their bytes.
+
+    Args:
+        data: A dataset, or a structure of arrays.
+
+    Returns:
+        The description; None where nothing can be compared.
 
     Example:
         >>> describe(None), describe(np.zeros((3, 2)))[:14]
@@ -150,7 +188,7 @@ def check_same_batch(strategy: Strategy, batch: slicing.Slices) -> None:
 
     Args:
         strategy: The strategy.
-        batch: This process's `Slices` of it.
+        batch: This process's slices of it.
 
     Raises:
         DisagreementError: With what the ranks have read.
@@ -165,6 +203,11 @@ def check_same_batch(strategy: Strategy, batch: slicing.Slices) -> None:
 
 def check_same_digest(strategy: Strategy, digest: int, when: str) -> None:
     """Raise on every rank when the digests of all batches read so far differ.
+
+    Args:
+        strategy: The strategy.
+        digest: This rank's digest.
+        when: Such as "after step 4".
 
     Raises:
         DisagreementError: They do.
@@ -195,20 +238,35 @@ class ReadingCheck:
         self._batches = 0
 
     def read(self, digest: tf.Tensor) -> None:
-        """Told of each batch."""
+        """Count a batch that is read.
+
+        Args:
+            digest: Its digest, int64 scalar.
+
+        Raises:
+            DisagreementError: It is the first, and ranks have read different ones.
+        """
         self._batches += 1
         self._digest = digests.add(self._digest, digest)
         if self._batches == 1:
             check_same_digest(self._strategy, int(digest), "at the first batch")
 
     def end(self) -> None:
-        """Told when all were read."""
+        """Compare what was read, when all batches were.
+
+        Raises:
+            DisagreementError: Ranks have read different ones.
+        """
         if self._batches:
             check_same_digest(self._strategy, int(self._digest), "at the end of the data")
 
 
 def check_same_run(trainer: Trainer, params: dict) -> None:
     """Raise on every rank when ranks differ in variables or steps, naming the first difference.
+
+    Args:
+        trainer: The model's trainer.
+        params: Parameters of Keras's callbacks, such as "epochs".
 
     Raises:
         DisagreementError: With both ranks' values.
@@ -236,5 +294,9 @@ def _shapes(trainer: Trainer) -> list:
 
 
 def last_word(path: str) -> str:
-    """Return what follows the last / and _ of a variable's path."""
+    """Return what follows the last / and _ of a variable's path.
+
+    Args:
+        path: Such as "dense_1/kernel".
+    """
     return path.rpartition("/")[2].rpartition("_")[2]

@@ -29,18 +29,21 @@ _STAMP = Path("assets.extra", "dtk-model-hash")
 
 
 def install() -> None:
-    """Let everything that writes a model go through `write`. Called when processes are joined."""
+    """Make everything that writes a model go through `write`, when processes are joined."""
     saving_calls.through(write)
 
 
 def write(model: keras.Model, path: Any, save: Callable[[Any], Any], how: str) -> Any:
-    """Write a model to a path, such that nobody ever reads half of it.
+    """Write a model to a path, such that no process ever reads half of it.
 
     Args:
         model: The model.
         path: Where to; what is no path on this machine's file systems is written as ever.
         save: Writes the model to the path it is called with.
         how: What else the call said.
+
+    Returns:
+        What `save` returns.
     """
     with _local_reads(model):
         if not isinstance(path, str | os.PathLike) or "://" in os.fspath(path):

@@ -40,7 +40,12 @@ class TriedTrainer(Trainer, Protocol):
     """A trainer whose steps can be tried."""
 
     def make_trial(self, step_function: Callable, batch: slicing.Slices) -> Trial:
-        """Return what tries a step on a few rows of a batch."""
+        """Return what tries a step on a few rows of a batch.
+
+        Args:
+            step_function: `model.train_step` or `model.test_step`.
+            batch: This process's slices of a batch.
+        """
 
 
 class Verdict(NamedTuple):
@@ -60,7 +65,10 @@ class Verdict(NamedTuple):
 
 
 def is_wanted(asked: bool | str) -> bool | str:
-    """What a strategy's `self_test` says, unless the environment says otherwise.
+    """Check a strategy's `self_test`, which the environment overrides.
+
+    Args:
+        asked: As given to the strategy.
 
     Returns:
         True, False, "auto", or "only" where the script is to end after it.
@@ -77,13 +85,17 @@ def is_wanted(asked: bool | str) -> bool | str:
 
 
 def say_if_nothing_was_tried() -> None:
-    """Under `dtk check`, let a script that trains no model end in an error."""
+    """Make a script that trains no model end in an error, under `dtk check`."""
     if os.environ.get(SELF_TEST) == "only":
         atexit.register(_nothing_was_tried)
 
 
 def end_check() -> NoReturn:
-    """End a script that was only to be checked, and was."""
+    """End a script that was only to be checked, and has been.
+
+    Raises:
+        SystemExit: Always, with 0.
+    """
     atexit.unregister(_nothing_was_tried)
     raise SystemExit(0)
 
@@ -96,7 +108,9 @@ def _nothing_was_tried() -> None:
 def run(
     trainer: TriedTrainer, step_function: Callable, batch: slicing.Slices, reasons: Sequence[str]
 ) -> Verdict:
-    """Compute a few rows of a batch both ways, and compare. All ranks call it together.
+    """Compute a few rows of a batch as a whole and in parts, and compare.
+
+    All ranks call it together.
 
     Args:
         trainer: Of the model.
@@ -261,7 +275,15 @@ def _notes(whole: Outcome, parts: Outcome, tolerance: float) -> list[str]:
 
 
 def reasons(model: keras.Model, step_name: str) -> list[str]:
-    """What of a model's step is not Keras's own, so that nothing is known of it."""
+    """Return what of a model's step is not Keras's own, so that nothing is known of it.
+
+    Args:
+        model: A compiled model.
+        step_name: "train_step" or "test_step".
+
+    Returns:
+        Such as "loss my_loss"; empty where all is Keras's own.
+    """
     found = []
     if not keras_models.is_kerass(getattr(type(model), step_name)):
         found.append(f"{step_name} of {type(model).__name__}")

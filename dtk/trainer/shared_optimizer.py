@@ -18,15 +18,18 @@ import tensorflow as tf
 
 from dtk.compat import keras_optimizers, tf_replicas
 from dtk.errors import at_rank
-from dtk.trainer import partitioned_variables, traced_step
+from dtk.trainer import partitioned_variables, replaced_variables, traced_step
 from dtk.trainer.contract import Strategy
 from dtk.trainer.gradient_exchange import GradientExchange, check_exchange, exchanging_of, shaped
 
 
 def optimizers_of(model: keras.Model) -> list:
-    """The model's optimizer and any other it holds as an attribute (a GAN has two).
+    """Return the model's optimizer and any other it holds as an attribute (a GAN has two).
 
-    Not those that one of them applies: its own attribute may be a second name of one.
+    Those that one of them applies are left out: an attribute may be a second name of one.
+
+    Args:
+        model: The model.
     """
     found = [
         value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)
@@ -47,26 +50,45 @@ def _chain(optimizer: keras.Optimizer) -> list:
 
 
 def accumulators_of(optimizer: keras.Optimizer) -> list:
-    """Variables that hold this rank's part of an unfinished accumulation window."""
+    """Return the variables that hold this rank's part of an unfinished accumulation window.
+
+    Args:
+        optimizer: The optimizer.
+    """
     inner = _chain(optimizer)[-1]
     accumulated = zip(
         keras_optimizers.accumulated(inner), keras_optimizers.trained_variables(inner), strict=False
     )
-    return [a for a, v in accumulated if a is not None and not _replaced(v)]
+    return [a for a, v in accumulated if a is not None and not replaced_variables.is_replaced(v)]
 
 
 def schedule_of(optimizer: keras.Optimizer) -> Callable[[], tf.Tensor] | None:
-    """What an optimizer computes its learning rate with; None when the rate is a plain number."""
+    """Return what an optimizer computes its learning rate with.
+
+    Args:
+        optimizer: The optimizer.
+
+    Returns:
+        A schedule or function; None when the rate is a plain number.
+    """
     return keras_optimizers.given_rate(_chain(optimizer)[-1])
 
 
 def accumulates(optimizer: keras.Optimizer) -> bool:
-    """Whether it sums gradients over several steps before it applies them."""
+    """Return whether an optimizer sums gradients over several steps before it applies them.
+
+    Args:
+        optimizer: The optimizer.
+    """
     return bool(_chain(optimizer)[-1].gradient_accumulation_steps)
 
 
 def is_linear(optimizer: keras.Optimizer) -> bool:
-    """Whether an optimizer makes the same of two gradients and of their sum."""
+    """Return whether an optimizer makes the same of two gradients and of their sum.
+
+    Args:
+        optimizer: The optimizer.
+    """
     chain = _chain(optimizer)
     inner = chain[-1]
     clips = inner.clipnorm or inner.global_clipnorm or inner.clipvalue
@@ -77,7 +99,15 @@ def is_linear(optimizer: keras.Optimizer) -> bool:
 
 
 def bind(optimizer: keras.Optimizer, strategy: Strategy) -> None:
-    """Make `optimizer` reduce its gradients once, where every later step sees the reduced ones."""
+    """Make an optimizer reduce its gradients once, where every later step sees the reduced ones.
+
+    Args:
+        optimizer: The optimizer.
+        strategy: The strategy of its model.
+
+    Raises:
+        ValueError: The optimizer belongs to another strategy, or cannot work with the exchange.
+    """
     _own(optimizer, strategy)
     for member in partitioned_variables.members(optimizer):
         keras_optimizers.index_variables(member)
@@ -119,7 +149,14 @@ def _own(optimizer: keras.Optimizer, strategy: Strategy) -> None:
 
 
 def gradient_exchanges_of(model: keras.Model) -> list[GradientExchange]:
-    """What exchanges the gradients of a model's optimizers."""
+    """Return what exchanges the gradients of a model's optimizers.
+
+    Args:
+        model: The model.
+
+    Returns:
+        One per optimizer that has one.
+    """
     bound = [getattr(o, "_dtk_exchanging", None) for o in optimizers_of(model)]
     return [exchanging for exchanging in bound if exchanging is not None]
 
@@ -147,11 +184,11 @@ def _reduce_windows(
         if only_noted:
             return None
         trained = list(trainable_variables or keras_optimizers.trained_variables(inner))
-        replacing = _replacements(grads, trained, strategy)
-        present = tf_replicas.if_present(_without(replacing, grads))
+        replacing = replaced_variables.replacements(grads, trained, strategy)
+        present = tf_replicas.if_present(replaced_variables.without(replacing, grads))
         running.changed = [v for g, v in zip(present, trained, strict=True) if g is not None]
-        result = apply_own(_with(replacing, present), trainable_variables)
-        if exchanging is not None and _in_replica(strategy):
+        result = apply_own(replaced_variables.merged(replacing, present), trainable_variables)
+        if exchanging is not None and replaced_variables.in_replica(strategy):
             exchanging.count(running.changed)
         return result
 
@@ -178,13 +215,13 @@ def _reduce_each(
         if only_noted:
             return None
         trained = list(trainable_variables or keras_optimizers.trained_variables(inner))
-        replacing = _replacements(grads, trained, strategy)
-        changing = _without(replacing, grads)
+        replacing = replaced_variables.replacements(grads, trained, strategy)
+        changing = replaced_variables.without(replacing, grads)
 
         def go(reduced: list) -> Any:
-            return apply(_with(replacing, reduced), trainable_variables)
+            return apply(replaced_variables.merged(replacing, reduced), trainable_variables)
 
-        if exchanging is None or not _in_replica(strategy):
+        if exchanging is None or not replaced_variables.in_replica(strategy):
             return go(_reduce_gradients(changing, trained, strategy))
         _note_reduction()
         return exchanging.apply(changing, trainable_variables, go)
@@ -209,37 +246,6 @@ def _taken(optimizer: keras.Optimizer, gradients: Any, variables: Any) -> tuple[
         optimizer, gradients, list(variables or keras_optimizers.trained_variables(optimizer))
     )
     return gradients, True
-
-
-def _replaced(variable: keras.Variable) -> bool:
-    """Whether what an optimizer is given as a variable's gradient is its next value.
-
-    Keras's layers in float8 do so with their scales, and with the largest values they have seen.
-    """
-    return bool(getattr(variable, "overwrite_with_gradient", False))
-
-
-def _replacements(grads: Any, variables: list, strategy: Strategy) -> list:
-    """For each gradient what is to replace its variable; None where it changes the variable.
-
-    Each replica knows of its own rows. Of all of them it is the largest, which is what Keras takes
-    over the steps of an accumulation window.
-    """
-    given = zip(grads, variables, strict=True)
-    mine = {i: g for i, (g, v) in enumerate(given) if g is not None and _replaced(v)}
-    # Where replicas train apart they send nothing, and meet by averaging.
-    apart = strategy.exchange is not None and strategy.exchange.local
-    if mine and not apart and _in_replica(strategy):
-        mine = dict(zip(mine, strategy.extended.all_reduce_max(list(mine.values())), strict=True))
-    return [mine.get(i) for i in range(len(variables))]
-
-
-def _without(replacing: list, grads: Any) -> list:
-    return [g if r is None else None for g, r in zip(grads, replacing, strict=True)]
-
-
-def _with(replacing: list, grads: Any) -> list:
-    return [g if r is None else r for g, r in zip(grads, replacing, strict=True)]
 
 
 def _check_owner(member: keras.Optimizer, strategy: Strategy) -> None:
@@ -290,17 +296,12 @@ def _reduce_gradients(
     grads = shaped(list(grads), list(variables))
     _note_reduction()
     present = [g for g in grads if g is not None]
-    if not present or not _in_replica(strategy):
+    if not present or not replaced_variables.in_replica(strategy):
         return grads
     if exchanging is not None:
         return exchanging.reduce_window(grads, variables)
     reduced = iter(strategy.reduce_gradients(present))
     return [None if g is None else next(reduced) for g in grads]
-
-
-def _in_replica(strategy: Strategy) -> bool:
-    replica = tf.distribute.get_replica_context()
-    return replica is not None and replica.strategy is strategy
 
 
 def _everywhere(flag: tf.Tensor) -> tf.Tensor:
@@ -322,6 +323,9 @@ def note_applies(
         optimizer: The model's optimizer.
         strategy: Its strategy.
         parts_of: Keras variable -> itself in a list, or its parts.
+
+    Raises:
+        ValueError: The optimizer belongs to another strategy.
     """
     outer = optimizer
     if getattr(outer, "_dtk_bound", None) is strategy:
@@ -339,7 +343,7 @@ def note_applies(
             return apply(grads, trainable_variables)
         _build_in_time(outer, trainable_variables, strategy)
         variables = trainable_variables or built_for or keras_optimizers.trained_variables(outer)
-        _refuse_replaced(variables, strategy)
+        replaced_variables.refuse(variables, strategy)
         step.noted.note(outer, step.handed_over(list(grads)), list(variables))
         return None
 
@@ -366,19 +370,12 @@ def _take_members(outer: keras.Optimizer, strategy: Strategy) -> None:
             member._dtk_member_of = strategy
 
 
-def _refuse_replaced(variables: Any, strategy: Strategy) -> None:
-    replaced = [v.path for v in variables if _replaced(v)]
-    if replaced:
-        raise ValueError(
-            at_rank(
-                strategy.rank,
-                f"workers send gradients, and {replaced[0]!r} is a variable that each step "
-                "replaces (overwrite_with_gradient), as float8 layers have them; train those with "
-                "MirroredStrategy or AllReduceStrategy, or quantize after training",
-            )
-        )
-
-
 def apply_now(optimizer: keras.Optimizer, gradients: list, variables: list) -> None:
-    """What `optimizer.apply` does where it is not only noted."""
+    """Apply gradients by the optimizer's own `apply`, which is not noted.
+
+    Args:
+        optimizer: One that `note_applies` was called with.
+        gradients: Gradients; None where there is none.
+        variables: Keras variables, or parts of them, in the same order.
+    """
     optimizer._dtk_apply(gradients, variables)

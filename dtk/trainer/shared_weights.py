@@ -24,13 +24,28 @@ _SAME_UPDATES = (
 
 
 def fingerprint(value: tf.Tensor | tf.Variable) -> str:
-    """A short hash of a tensor's bytes."""
+    """Compute a short hash of a tensor's bytes.
+
+    Args:
+        value: A tensor or variable.
+
+    Returns:
+        16 hexadecimal digits.
+    """
     array = np.ascontiguousarray(keras.ops.convert_to_tensor(value).numpy())
     return hashlib.blake2b(array.view(np.uint8).data, digest_size=8).hexdigest()
 
 
 def differing(variables: Sequence, strategy: Strategy) -> list[int]:
-    """Indices of the Keras variables that are not bit-identical on all replicas."""
+    """Find the variables that are not bit-identical on all replicas.
+
+    Args:
+        variables: Keras variables, in the same order on all ranks.
+        strategy: Their strategy.
+
+    Returns:
+        Their indices, equal on all ranks.
+    """
     communicator = strategy.communicator
     mine = [{fingerprint(copy) for copy in strategy.copies(v)} for v in variables]
     agreed = all(len(prints) == 1 for prints in mine)
@@ -88,12 +103,12 @@ def start_from(root: int, trainer: Trainer, variables: Sequence | None = None) -
 
 
 def average(variables: Sequence, share: tf.Tensor | None, strategy: Strategy) -> None:
-    """Give every rank the mean of what the ranks hold of the floating-point ones that differ.
+    """Average floating-point variables that differ over all ranks.
 
     Args:
-        variables: Keras variables.
-        share: What this rank's count in the mean; all ranks' add up to 1.
-        strategy: The strategy.
+        variables: Keras variables; those that are no floats stay as they are.
+        share: Weight of this rank's in the mean, scalar; all ranks' add up to 1.
+        strategy: Their strategy.
     """
     floats = [v for v in variables if keras.backend.is_float_dtype(v.dtype)]
     wanted = [floats[index] for index in differing(floats, strategy)]
@@ -103,7 +118,11 @@ def average(variables: Sequence, share: tf.Tensor | None, strategy: Strategy) ->
 
 
 def start_from_epoch_of_rank_0(trainer: Trainer) -> None:
-    """Set the epoch to start at to that of rank 0."""
+    """Set the epoch to start at to that of rank 0.
+
+    Args:
+        trainer: The model's trainer.
+    """
     epoch = trainer.initial_epoch()
     number = tf.constant(-1 if epoch is None else epoch, tf.int64)
     told = int(trainer.strategy.communicator.broadcast(number))
@@ -111,7 +130,14 @@ def start_from_epoch_of_rank_0(trainer: Trainer) -> None:
 
 
 def agree_on_weights(trainer: Trainer) -> None:
-    """What `fit` does when it begins, for steps taken without it."""
+    """Start from rank 0's weights, as `fit` does when it begins, for steps taken without it.
+
+    Args:
+        trainer: The model's trainer.
+
+    Raises:
+        DisagreementError: Ranks have different variables.
+    """
     if trainer.strategy.communicator.size > 1:
         compare(_shapes(trainer), trainer.strategy.communicator)
         start_from(0, trainer, trainer.agreed_variables())

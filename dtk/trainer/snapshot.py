@@ -36,7 +36,7 @@ class Snapshot:
         self._kept = [(copy, copy.numpy()) for copy in {id(c): c for c in copies}.values()]
 
     def restore(self) -> None:
-        """Put the values back."""
+        """Assign the values back."""
         for copy, value in self._kept:
             copy.assign(value)
 
@@ -46,9 +46,12 @@ def _stored(variable: keras.Variable | tf.Variable) -> tf.Variable:
 
 
 def changed_by_training(model: keras.Model) -> list:
-    """Every variable a training step may change.
+    """Return every variable that a training step may change.
 
     Weights, seeds, metrics, optimizers' state, and what the exchange of gradients remembers.
+
+    Args:
+        model: The model.
     """
     optimizers = shared_optimizer.optimizers_of(model)
     of_optimizers = [v for optimizer in optimizers for v in optimizer.variables]

@@ -50,7 +50,13 @@ class Noting(Protocol):
     applied: list[Applied]
 
     def note(self, optimizer: keras.Optimizer, gradients: list, variables: list) -> None:
-        """Note gradients that an optimizer is given."""
+        """Note gradients that an optimizer is given.
+
+        Args:
+            optimizer: The optimizer.
+            gradients: Weighed gradients; None where there is none.
+            variables: Keras variables in the same order.
+        """
 
 
 class Gathered:
@@ -64,7 +70,13 @@ class Gathered:
         self.applied: list[Applied] = []
 
     def note(self, optimizer: keras.Optimizer, gradients: list, variables: list) -> None:
-        """An optimizer is given these gradients."""
+        """Note gradients that an optimizer is given.
+
+        Args:
+            optimizer: The optimizer.
+            gradients: Weighed gradients; None where there is none.
+            variables: Keras variables in the same order.
+        """
         self.applied.append(Applied(optimizer, gradients, variables))
 
 
@@ -72,7 +84,11 @@ class WorldState(Protocol):
     """What a step leaves, of all replicas; see `replica_step.World`."""
 
     def result_of(self, original: Callable) -> Any:
-        """Return what a metric's `result` returns for the state of all replicas."""
+        """Return what a metric's `result` returns for the state of all replicas.
+
+        Args:
+            original: The metric's own `result`.
+        """
 
     def average(self) -> None:
         """Average the moving statistics that the step has assigned."""
@@ -133,12 +149,20 @@ class Step:
         self.inside_loss = False
 
     def note_read(self, rows: tf.Tensor) -> None:
-        """Count bytes read; not inside a loop or branch, whose tensors cannot leave it."""
+        """Count bytes of rows read; not inside a loop or branch, whose tensors cannot leave it.
+
+        Args:
+            rows: The rows.
+        """
         if tf.compat.v1.get_default_graph() is self._graph:
             self.rows_read.append(tf.size(rows, tf.int64) * rows.dtype.size)
 
     def weighed(self, value: Any) -> Any:
-        """A tensor, `tf.IndexedSlices` or None, times the share; 0 where the share is 0."""
+        """Multiply by the share of this replica; the result is 0 where the share is 0.
+
+        Args:
+            value: A tensor, `tf.IndexedSlices` or None.
+        """
         if value is None:
             return None
         if isinstance(value, tf.IndexedSlices):
@@ -148,18 +172,26 @@ class Step:
         return tf.math.multiply_no_nan(value, tf.cast(self.share, value.dtype))
 
     def handed_over(self, gradients: list) -> list:
-        """Gradients that an optimizer is given, weighed if its loss was not."""
+        """Weigh gradients that an optimizer is given, unless the loss was weighed.
+
+        Args:
+            gradients: Gradients; None where there is none.
+        """
         return gradients if self.own else [self.weighed(g) for g in gradients]
 
 
 def current() -> Step | None:
-    """The step this thread is tracing."""
+    """Return the step this thread is tracing; None outside dtk's steps."""
     return getattr(_running, "step", None)
 
 
 @contextlib.contextmanager
 def tracing(step: Step) -> Iterator[None]:
-    """While inside, this thread traces `step`."""
+    """Return a context in which this thread traces a step.
+
+    Args:
+        step: The step.
+    """
     outer, _running.step = current(), step
     try:
         yield
@@ -169,7 +201,10 @@ def tracing(step: Step) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_shares() -> Iterator[None]:
-    """While inside, what steps compute keeps the rule above; outside nothing is patched."""
+    """Return a context in which what steps compute keeps the rule above.
+
+    Outside it nothing is patched.
+    """
     with (
         keras_steps.losses_through(_scale, _unscale, _weigh),
         keras_steps.assigns_through(_note_assign),
@@ -180,7 +215,7 @@ def in_shares() -> Iterator[None]:
 
 
 def whole_outside() -> contextlib.AbstractContextManager[None]:
-    """A context in which a loss outside every replica is not divided by how many there are.
+    """Return a context in which a loss outside every replica is not divided by how many there are.
 
     Keras divides it all the same, so that `loss_fn(y, model(x))` in the scope of two workers says
     half the loss.
@@ -251,7 +286,14 @@ def _weigh(
 
 
 def checking_loss(model: keras.Model) -> Callable:
-    """A model's `compute_loss`, whose result keeps the rule also where the model overrides it."""
+    """Make a `compute_loss` whose result keeps the rule also where the model overrides it.
+
+    Args:
+        model: The model.
+
+    Returns:
+        A function of the same arguments.
+    """
     compute_loss, overridden = model.compute_loss, not keras_models.computes_own_loss(model)
 
     @functools.wraps(compute_loss)

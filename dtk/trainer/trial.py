@@ -77,14 +77,21 @@ class Trial(Generic[StrategyT]):
         self._whole_data = tf.nest.map_structure(_joined, *present)
 
     def whole(self) -> Outcome:
-        """Computed by one replica."""
+        """Compute the step by one replica.
+
+        Returns:
+            What it computed.
+        """
         return self._compute(self._trace_whole)
 
     def replicas(self, kinds: Mapping[str, str]) -> Outcome:
-        """Computed by all of them, each its part.
+        """Compute the step by all replicas, each its part.
 
         Args:
             kinds: Of the step's terms, see `loss_terms`.
+
+        Returns:
+            What they computed.
         """
         return self._compute(self._trace_replicas(kinds))
 
@@ -241,7 +248,14 @@ def _sum_over_replicas(values: list) -> list:
 
 
 def results_of(model: keras.Model) -> list[tuple[str, tf.Tensor]]:
-    """What the metrics of a model say, by the names under which it is logged."""
+    """Compute the results of a model's metrics.
+
+    Args:
+        model: The model.
+
+    Returns:
+        Pairs of the name under which a result is logged, and float64 tensor.
+    """
     found = [(metric.name, metric.result()) for metric in keras_models.metrics_of(model)]
     return [
         (name, tf.cast(value, tf.float64))
@@ -251,7 +265,14 @@ def results_of(model: keras.Model) -> list[tuple[str, tf.Tensor]]:
 
 
 def gradients_of(applied: Sequence) -> list[tuple[str, tf.Tensor]]:
-    """What a step handed to optimizers, dense, by variable and update."""
+    """Return what a step handed to optimizers, dense, by variable and update.
+
+    Args:
+        applied: What the step noted, in order.
+
+    Returns:
+        Pairs of name and gradient.
+    """
     return [
         (f"{variable.path} (update {i + 1})" if i else variable.path, tf.convert_to_tensor(g))
         for i, (_, given, variables) in enumerate(applied)
@@ -261,7 +282,14 @@ def gradients_of(applied: Sequence) -> list[tuple[str, tf.Tensor]]:
 
 
 def table_of(step: traced_step.Step) -> tf.Tensor:
-    """Value, numerator and denominator of each term of a replica's step, shape `[1, terms, 3]`."""
+    """Return value, numerator and denominator of each term of a replica's step.
+
+    Args:
+        step: The step, traced.
+
+    Returns:
+        float64, shape `[1, terms, 3]`; not a number where a term is no quotient.
+    """
     terms = [_three(term) for term in step.terms.found.values()]
     return tf.stack(terms)[None] if terms else tf.zeros([1, 0, 3], tf.float64)
 
@@ -272,7 +300,12 @@ def _three(term: Term) -> tf.Tensor:
 
 
 def outcome_of(names: Names, found: Mapping) -> Outcome:
-    """Lists of arrays by name."""
+    """Assign arrays to the names of what they are.
+
+    Args:
+        names: The names.
+        found: Lists of arrays, by kind.
+    """
     return Outcome(
         {name: found["terms"][:, i] for i, name in enumerate(names.terms)},
         dict(zip(names.gradients, found["gradients"], strict=True)),

@@ -25,21 +25,22 @@ _decided = threading.Event()
 
 
 def watch() -> None:
-    """From now on, warn at exit unless `made_strategy` is called before."""
+    """Warn at exit unless `made_strategy` is called before."""
     atexit.register(_warn)
 
 
 def made_strategy() -> None:
-    """A strategy joins the processes, or they are to work alone: nothing to warn about."""
+    """Note that a strategy joins the processes, or that they are to work alone."""
     _decided.set()
     atexit.unregister(_warn)
 
 
 @contextlib.contextmanager
 def training_refused() -> Iterator[None]:
-    """A context to import Keras in: in a job of several processes its `fit` waits for a strategy.
+    """Return a context to import Keras in, whose `fit` is refused until a strategy is made.
 
-    Processes that dtk's strategies have joined replace what refuses here.
+    Only in a job of several processes. Processes that dtk's strategies have joined replace what
+    refuses here.
     """
     yield
     if _trains_with_others():

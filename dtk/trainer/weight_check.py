@@ -11,7 +11,19 @@ from dtk.trainer.model_scope import trainer_of
 
 
 def check_weights(model: keras.Model, strategy: Strategy) -> int:
-    """See `DtkStrategy.check_weights`."""
+    """Compare a model's weights over all replicas; see `DtkStrategy.check_weights`.
+
+    Args:
+        model: The model.
+        strategy: The strategy it was compiled under.
+
+    Returns:
+        How many variables were compared.
+
+    Raises:
+        ValueError: The model was not compiled under this strategy.
+        DisagreementError: Weights differ.
+    """
     trainer = trainer_of(model)
     if trainer is None or trainer.strategy is not strategy:
         raise ValueError(
