@@ -63,7 +63,7 @@ def is_kerass(function: Any) -> bool:
 
 
 def _given(identifiers: Any, get: Callable) -> Iterator[Any]:
-    """What `compile` was given, with names looked up; wrapped functions as they are."""
+    """Return what `compile` was given, with names looked up; wrapped functions as they are."""
     for given in keras.tree.flatten(identifiers):
         found = get(given) if isinstance(given, str | dict) else given
         fn = getattr(found, "fn", None) or getattr(found, "_fn", None)

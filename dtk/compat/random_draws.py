@@ -144,7 +144,7 @@ def _by_row_through(original: Callable, draw: Callable) -> Callable:
 
 
 def _rows_before(shape: tf.Tensor) -> tf.Tensor:
-    """How many entries along the first dimension of a draw belong to rows before these."""
+    """Count the entries along the first dimension of a draw that belong to rows before these."""
     if shape.shape[0] == 0:
         return tf.zeros([0], shape.dtype)
     if not tf.executing_eagerly() and _sizes(shape)[0] is not None:
@@ -155,7 +155,7 @@ def _rows_before(shape: tf.Tensor) -> tf.Tensor:
 
 
 def _sizes(shape: tf.Tensor) -> list:
-    """What a graph knows of a shape; None where it does not."""
+    """Return what a graph knows of a shape; None where it does not."""
     value = tf.get_static_value(shape, partial=True)
     if value is None:
         return [None] * shape.shape[0]

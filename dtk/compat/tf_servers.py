@@ -30,7 +30,7 @@ class ServerStrategy(parameter_server_strategy_v2.ParameterServerStrategyV2):
     """TensorFlow's parameter-server strategy, with an extended object of dtk's.
 
     TensorFlow's constructor connects to the cluster and makes its own extended object; here the two
-    are apart: `connect` first, then construct.
+    are separate: `connect` first, then construct.
     """
 
     def __init__(self, extended: tf.distribute.StrategyExtended):
@@ -94,7 +94,7 @@ class ParameterServerExtended(parameter_server_strategy_v2.ParameterServerStrate
     def _create_sharded_beside(
         self, beside: sharded_variable.ShardedVariable, next_creator: Callable, **kwargs: Any
     ) -> Any:
-        """A slot variable of a partitioned variable, partitioned alike."""
+        """Create a slot variable of a partitioned variable, partitioned alike."""
         initial = kwargs.pop("initial_value")
         whole = tf.convert_to_tensor(initial() if callable(initial) else initial)
         sizes = [shard.shape[0] for shard in beside.variables]
@@ -106,7 +106,7 @@ class ParameterServerExtended(parameter_server_strategy_v2.ParameterServerStrate
         return sharded_variable.ShardedVariable(made)
 
     def _create_variable_round_robin(self, next_creator: Callable, **kwargs: Any) -> Any:
-        """On the server that holds the fewest bytes; TensorFlow counts variables instead.
+        """Create a variable on the server with the fewest bytes, where TensorFlow counts variables.
 
         Parts of one variable go to different servers, as long as there are some.
         """

@@ -140,7 +140,7 @@ class AllReduceStrategy(DtkStrategy):
 def _joined(
     communicator: str | Communicator, memory_growth: bool | None
 ) -> tuple[Communicator, str]:
-    """The communicator, and this rank's device, which is taken before TensorFlow starts."""
+    """Join the ranks and take this rank's device, before TensorFlow starts if possible."""
     if isinstance(communicator, Communicator):
         return communicator, devices.pin(communicator, memory_growth)
     place = cluster.detect() if communicator != "local" else None

@@ -137,7 +137,7 @@ class DtkStrategy(tf.distribute.Strategy):
 
         `fit` does so after its first step and after every epoch; this is for scripts that want to
         know at another time, such as after changing weights by themselves. Every rank calls it.
-        Under an exchange by which workers train apart (`BlockMomentum`, `ModelAveraging`) weights
+        Under an exchange with local steps (`BlockMomentum`, `ModelAveraging`) weights
         are equal between calls of `fit`, and optimizer state, each worker's own, is left out.
 
         Args:

@@ -110,7 +110,7 @@ def resolve(communicator: Communicator) -> JobResolver:
 
 
 def _addresses(communicator: Communicator) -> tuple[str, ...]:
-    """One for each rank, or else its host's name; "" where not even that is known."""
+    """Return an address for each rank, or else its host's name; "" where neither is known."""
     environment = communicator.environment
     # Those under Slurm are where collectives listen; with another transport no rank does.
     if environment is not None and (environment.roles or communicator.name == "collective"):

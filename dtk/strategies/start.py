@@ -84,7 +84,7 @@ def processor() -> str:
 
 
 def _instructions() -> str:
-    """The instruction sets of the first core, and its maker's name for it."""
+    """Return the instruction sets of the first core, and its maker's name for it."""
     try:
         with open("/proc/cpuinfo") as file:
             lines = file.read().partition("\n\n")[0].splitlines()

@@ -36,7 +36,10 @@ class Extended(Protocol):
 
 
 class Strategy(Protocol):
-    """A strategy, as far as training a model uses it. See `DtkStrategy` for the attributes."""
+    """A strategy, as far as training a model uses it.
+
+    See `DtkStrategy` for attributes and arguments.
+    """
 
     communicator: Communicator
     exchange: Exchange | None
@@ -140,7 +143,7 @@ class EpochData(Protocol):
 class Trainer(Protocol):
     """The trainer of one model, as far as what runs around its steps uses it.
 
-    See `DistributedTrainer` for the attributes.
+    See `DistributedTrainer` for attributes and arguments.
     """
 
     model: keras.Model

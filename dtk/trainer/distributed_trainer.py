@@ -376,8 +376,8 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
         """Average the weights of replicas that take local steps. All ranks call it together."""
         if not self.has_local_steps or _true_or_none(local_steps.weights_are_equal(self.model)):
             return
-        for exchanging in shared_optimizer.gradient_exchanges_of(self.model):
-            exchanging.close()
+        for gradient_exchange in shared_optimizer.gradient_exchanges_of(self.model):
+            gradient_exchange.close()
         share = local_steps.averaging_weight(self.model)
         shared_weights.average(self.model.non_trainable_weights, share, self.strategy)
 
@@ -393,6 +393,6 @@ def _true_or_none(flag: tf.Tensor) -> bool:
 
 
 def _first_part(spec: Any) -> Any:
-    """What Keras is to build a model from; absent parts are None, as in a batch."""
+    """Return what Keras is to build a model from; absent parts are None, as in a batch."""
     part = spec.parts[0] if isinstance(spec, slicing.Slices) else spec
     return keras.tree.map_structure(lambda leaf: leaf if hasattr(leaf, "shape") else None, part)

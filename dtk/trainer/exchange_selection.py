@@ -32,8 +32,8 @@ class _Reading(NamedTuple):
     sent: float
 
 
-class Choosing:
-    """Watches the steps of one `fit`, if there is something to choose.
+class ExchangeSelection:
+    """Measures the steps of one `fit`, and selects an exchange if it is to be selected.
 
     Args:
         trainer: Of the model.
@@ -49,14 +49,14 @@ class Choosing:
     def begin(self) -> None:
         """Use the exchange that a checkpoint has recorded; else watch the steps."""
         bound = shared_optimizer.gradient_exchanges_of(self._trainer.model)
-        choosing = [exchanging for exchanging in bound if exchanging.chooses]
-        kept = {int(_kept(exchanging)) for exchanging in choosing}
+        selected = [one for one in bound if one.chooses]
+        kept = {int(_kept(one)) for one in selected}
         if kept <= {0}:
-            self._undecided = choosing
+            self._undecided = selected
             return
         (chosen,) = (candidate for candidate, bits in _BITS.items() if bits == max(kept))
-        if any(exchanging.exchange != chosen for exchanging in choosing):
-            self._go_on_with(chosen, choosing)
+        if any(one.exchange != chosen for one in selected):
+            self._use(chosen, selected)
 
     def begin_step(self, first: int) -> None:
         """Read the clocks, when the train function is about to be called.
@@ -86,7 +86,7 @@ class Choosing:
 
     def end_epoch(self) -> None:
         """Choose, on all ranks alike, once enough steps have been measured."""
-        window = max((exchanging.window for exchanging in self._undecided), default=1)
+        window = max((one.window for one in self._undecided), default=1)
         if not self._undecided or len(self._calls) < _LEAST or self._steps < window:
             return
         communicator = self._strategy.communicator
@@ -95,20 +95,20 @@ class Choosing:
         choice = on_root(communicator, lambda: self._choose(costs, window, device))
         if self._strategy.is_chief:
             print(f"dtk: {choice}", flush=True)
-        self._go_on_with(choice.exchange, self._undecided)
+        self._use(choice.exchange, self._undecided)
 
     def _choose(self, costs: Costs, window: int, device: str) -> Choice:
         step, sending, sent = np.sum(self._calls, 0) / self._steps
-        gradients = [spec for exchanging in self._undecided for spec in exchanging.seen]
-        factored = [spec for exchanging in self._undecided for spec in exchanging.factored]
+        gradients = [spec for one in self._undecided for spec in one.seen]
+        factored = [spec for one in self._undecided for spec in one.factored]
         observed = Observed(step, sending, sent, gradients, factored, window)
         overheads = overheads_of(observed, self._strategy.communicator, device)
         return choose(observed, overheads, costs)
 
-    def _go_on_with(self, chosen: Exchange, exchangings: list[GradientExchange]) -> None:
-        for exchanging in exchangings:
-            _kept(exchanging).assign(_BITS[chosen])
-            exchanging.go_on_with(chosen)
+    def _use(self, chosen: Exchange, gradient_exchanges: list[GradientExchange]) -> None:
+        for gradient_exchange in gradient_exchanges:
+            _kept(gradient_exchange).assign(_BITS[chosen])
+            gradient_exchange.use(chosen)
         self._undecided = []
         self._trainer.make_train_function(force=True)
 
@@ -118,5 +118,5 @@ class Choosing:
         return _Reading(time.perf_counter(), communicator.seconds_communicating, sent)
 
 
-def _kept(exchanging: GradientExchange) -> tf.Variable:
-    return exchanging.state.variable("chosen_bits", "same", (), tf.int64)
+def _kept(gradient_exchange: GradientExchange) -> tf.Variable:
+    return gradient_exchange.state.variable("chosen_bits", "same", (), tf.int64)

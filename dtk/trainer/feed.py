@@ -89,7 +89,7 @@ class Feed:
             self._tell_steps(iterator.num_batches - iterator.steps_per_execution)
 
     def _distributed(self, adapter: keras_data.DataAdapter, steps: int = -1) -> epoch_data.Dataset:
-        """What Keras is to read of a data adapter, or of so many of its batches."""
+        """Return the dataset that Keras is to read of a data adapter, or of some of its batches."""
         dataset = adapter.get_tf_dataset()
         return epoch_data.tuned_for(
             adapter, self._distribute(dataset if steps < 0 else dataset.take(steps))
@@ -209,7 +209,7 @@ class Feed:
             keras_data.end_quietly(self.iterator)
 
     def _adapter(self, size: int) -> keras_data.DataAdapter:
-        """What `fit` was given, in global batches of `size` rows."""
+        """Make an adapter of what `fit` was given, in global batches of `size` rows."""
         self.check_rebatch()
         given = self._given_adapter
         if isinstance(given, keras_data.ArrayDataAdapter):

@@ -115,7 +115,7 @@ def data_of(asked: Mapping[str, Any]) -> Any:
 
 
 def _look(method: Callable, name: str, trainer: Trainer, args: tuple, kwargs: dict) -> Any:
-    """`evaluate` or `predict`."""
+    """Call `evaluate` or `predict` with the checks between ranks around it."""
     given = inspect.signature(method).bind(*args, **kwargs)
     asked, strategy = given.arguments, trainer.strategy
     if not strategy.is_chief:
@@ -139,7 +139,7 @@ def _look(method: Callable, name: str, trainer: Trainer, args: tuple, kwargs: di
 
 
 def _on_batch(method: Callable, name: str, trainer: Trainer, args: tuple, kwargs: dict) -> Any:
-    """Steps without `fit`: agree before the first, and look again after 1, 2, 4, 8, ... of them."""
+    """Take a single step: compare ranks before the first, and after 1, 2, 4, 8, ... of them."""
     trains = name == "train_on_batch"
     calls = trainer.calls[name] + 1
     looks = calls & (calls - 1) == 0

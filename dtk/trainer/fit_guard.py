@@ -1,7 +1,7 @@
 """Calls of `fit` and its like, of every model: made distributed, left alone, or refused.
 
 In a process that a strategy has joined to others, a model that was compiled outside its scope would
-train apart from the other processes, silently. So the calls of all models go through here, from the
+train alone in each process, silently. So the calls of all models go through here, from the
 first strategy on:
 
     compiled in a scope                  what dtk does around it, see `fit_calls`
@@ -84,7 +84,7 @@ class _Calls:
     def _distributed_now(
         self, model: keras.Model, name: str
     ) -> distributed_trainer.DistributedTrainer | None:
-        """The trainer of a model built in a scope, or called in one."""
+        """Make the trainer of a model that was built in a scope, or is called in one."""
         owner = keras_models.owner_of(model)
         current = tf.distribute.get_strategy()
         strategy = owner if owner is not None else current

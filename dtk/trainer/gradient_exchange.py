@@ -55,7 +55,7 @@ class GradientExchange:
         """Number of steps for which gradients are exchanged once."""
         return self._inner.gradient_accumulation_steps or 1
 
-    def go_on_with(self, exchange: Exchange) -> None:
+    def use(self, exchange: Exchange) -> None:
         """Use another exchange from the next step on, which must be traced anew.
 
         Args:
@@ -163,8 +163,11 @@ class GradientExchange:
         self.of(variables).count(portion())
 
     def _scale(self) -> tf.Tensor | None:
-        """What gradients are multiplied by, where they must not be: it changes, what is remembered
-        of gradients does not.
+        """Return the loss scale, which changes; what is remembered of gradients does not.
+
+        Returns:
+            Scalar to divide gradients by before they are exchanged; None where nothing is
+            remembered.
         """
         scale = getattr(self._outer, "dynamic_scale", None)
         if scale is None or not self._exchange.remembers:
@@ -195,7 +198,7 @@ class GradientExchange:
         return next((share for share in shares if share is not None), None)
 
 
-def exchanging_of(
+def make_gradient_exchange(
     outer: keras.Optimizer, inner: keras.Optimizer, strategy: Strategy
 ) -> GradientExchange | None:
     """Make what exchanges an optimizer's gradients.
@@ -300,6 +303,6 @@ def _each(operation: Callable, gradient: Any, scale: tf.Tensor | None) -> Any:
 
 
 def _put_back(present: list, gradients: list) -> list:
-    """What there is, in the places of what there was; None stays None."""
+    """Put values in the places of gradients; None stays None."""
     remaining = iter(present)
     return [None if g is None else next(remaining) for g in gradients]

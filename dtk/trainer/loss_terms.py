@@ -11,8 +11,8 @@ finds the kind of each:
     ratio    v_w = a_w / b_w, both of them sums, such as a mean over what a mask leaves:
              multiplied by b_w / (share_w sum_w b_w)
 
-A loss that is a sum of terms of different kinds is told apart by its graph, down to the scalars
-that enter it linearly; without a graph (`run_eagerly`) it is one term.
+A loss that is a sum of terms of different kinds is divided into them by its graph, down to the
+scalars that enter it linearly; without a graph (`run_eagerly`) it is one term.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _product(one: Any, other: Any) -> Any:
 
 
 def _parts_of(tensor: tf.Tensor) -> list[tuple[Any, tf.Tensor]] | None:
-    """The scalars one op adds up, with their coefficients; None for an op that does not."""
+    """Return the scalars that an op adds up, with their coefficients; None for other ops."""
     op = tensor.op
     inputs = list(op.inputs)
     if op.type in ("Identity", "Cast", "Reshape", "Squeeze", "EnsureShape", "Snapshot"):

@@ -22,9 +22,7 @@ class ModelState:
     @property
     def has_local_steps(self) -> bool:
         """Whether replicas take steps of their own, and weights are equal at times only."""
-        return any(
-            exchanging.local for exchanging in shared_optimizer.gradient_exchanges_of(self.model)
-        )
+        return any(one.local for one in shared_optimizer.gradient_exchanges_of(self.model))
 
     # Where training starts.
 
@@ -68,9 +66,7 @@ class ModelState:
 
         These are all, but for slot variables that have become a rank's own.
         """
-        begun = any(
-            exchanging.begun for exchanging in shared_optimizer.gradient_exchanges_of(self.model)
-        )
+        begun = any(one.begun for one in shared_optimizer.gradient_exchanges_of(self.model))
         return self.equal_variables() if begun else self.shared_variables()
 
     def exchange_state(self) -> dict:
@@ -83,8 +79,8 @@ class ModelState:
         """
         return self._carried | {
             f"{i}/{name}": item
-            for i, exchanging in enumerate(shared_optimizer.gradient_exchanges_of(self.model))
-            for name, item in exchanging.state.collect(root=0).items()
+            for i, one in enumerate(shared_optimizer.gradient_exchanges_of(self.model))
+            for name, item in one.state.collect(root=0).items()
         }
 
     def restore_exchange(self, state: dict) -> None:
@@ -93,12 +89,12 @@ class ModelState:
         Args:
             state: As returned by `exchange_state`, in a world of any size.
         """
-        exchangings = shared_optimizer.gradient_exchanges_of(self.model)
-        self._carried = {} if exchangings else dict(state)
-        for i, exchanging in enumerate(exchangings):
+        gradient_exchanges = shared_optimizer.gradient_exchanges_of(self.model)
+        self._carried = {} if gradient_exchanges else dict(state)
+        for i, gradient_exchange in enumerate(gradient_exchanges):
             start = f"{i}/"
             mine = {k.removeprefix(start): v for k, v in state.items() if k.startswith(start)}
-            exchanging.state.restore(mine)
+            gradient_exchange.state.restore(mine)
 
     def shared_variables(self) -> list[keras.Variable]:
         """Return every variable that ranks must agree on: weights and optimizer state."""

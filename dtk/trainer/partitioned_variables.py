@@ -73,7 +73,7 @@ def check_parts(optimizer: keras.Optimizer, variable: keras.Variable, parts: Seq
 
 
 def _updates(member: keras.Optimizer, parts: Sequence) -> bool:
-    """Whether an optimizer, or one of several that share a model's variables, updates these."""
+    """Return whether an optimizer updates these parts; several may share a model's variables."""
     if not member.built:
         return True
     known = {id(variable) for variable in keras_optimizers.trained_variables(member)}
@@ -81,7 +81,7 @@ def _updates(member: keras.Optimizer, parts: Sequence) -> bool:
 
 
 def _needs_whole(member: keras.Optimizer, variable: keras.Variable) -> str | None:
-    """What an optimizer does to a whole variable at once; None if nothing."""
+    """Return what an optimizer does to a whole variable at once; None if nothing."""
     if isinstance(member, keras.optimizers.Adafactor):
         return "scales steps by means over a whole variable"
     lamb = isinstance(member, keras.optimizers.Lamb)
@@ -95,14 +95,14 @@ def _needs_whole(member: keras.Optimizer, variable: keras.Variable) -> str | Non
 
 
 def _is_by_rows(constraint: Callable, variable: keras.Variable) -> bool:
-    """Whether a constraint makes the same of two rows together and of each alone."""
+    """Return whether a constraint makes the same of two rows together and of each alone."""
     shape = (2, *variable.shape[1:])
     values = np.random.default_rng(0).normal(size=shape)
     values[1] *= 100.0
     with tf.init_scope():
         rows = keras.ops.convert_to_tensor(values, variable.dtype)
-        apart = [constraint(rows[:1]), constraint(rows[1:])]
-        return np.allclose(constraint(rows), np.concatenate(apart), rtol=1e-3)
+        separate = [constraint(rows[:1]), constraint(rows[1:])]
+        return np.allclose(constraint(rows), np.concatenate(separate), rtol=1e-3)
 
 
 # Clipping.
@@ -140,7 +140,7 @@ def clip_wholes(optimizer: keras.Optimizer) -> None:
 
 
 def _clipped_together(gradients: Sequence, most: float) -> list:
-    """Gradients of a variable's parts, clipped as `tf.clip_by_norm` clips that of the whole."""
+    """Clip gradients of a variable's parts as `tf.clip_by_norm` clips that of the whole."""
     squares = [tf.reduce_sum(tf.square(_rows(g))) for g in gradients]
     norm = tf.sqrt(tf.add_n(squares))
     return [

@@ -1,8 +1,8 @@
 """Callbacks that check and synchronize ranks while `fit` runs.
 
 Before the first step ranks start from rank 0's weights; after it and after every epoch they compare
-every weight, bit for bit, so that ranks that train apart are stopped by the name of the first
-variable that differs.
+every weight, bit for bit, so that ranks that diverge are stopped, and the first variable that
+differs is named.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from dtk.trainer.contract import Trainer
-from dtk.trainer.exchange_selection import Choosing
+from dtk.trainer.exchange_selection import ExchangeSelection
 from dtk.trainer.rank_checks import check_same_run
 from dtk.trainer.seeds import spread_seeds
 from dtk.trainer.shared_weights import check_same_weights, start_from, start_from_epoch_of_rank_0
@@ -37,7 +37,11 @@ def tell(callbacks: Sequence, event: str, *args: Any) -> None:
 
 
 class SynchronizeWeights(keras.callbacks.Callback):
-    """Runs before the user's callbacks: what they see at the end of an epoch is the world's."""
+    """Synchronizes weights before the user's callbacks, which see those of all ranks.
+
+    Args:
+        trainer: The model's trainer.
+    """
 
     def __init__(self, trainer: Trainer):
         super().__init__()
@@ -54,15 +58,15 @@ class SynchronizeWeights(keras.callbacks.Callback):
             return
         self.trainer.synchronize_weights()
         logs = {} if logs is None else logs
-        told = self.trainer.strategy.communicator.allgather_object(logs)
+        gathered = self.trainer.strategy.communicator.allgather_object(logs)
         for name in logs:
-            values = [one[name] for one in told]
+            values = [one[name] for one in gathered]
             if isinstance(values[0], float) and len(set(values)) > 1:
                 logs[name] = sum(values) / len(values)
 
 
 class RankChecks(keras.callbacks.Callback):
-    """Runs after the user's callbacks, so that what one of them decided on one rank holds on all.
+    """Checks ranks after the user's callbacks; what one decided on one rank holds on all.
 
     Callbacks that must act on what all others have done, such as one that saves their state, define
 
@@ -82,7 +86,7 @@ class RankChecks(keras.callbacks.Callback):
         self._every_batch = every_batch
         self._stepped = False
         self._steps = 0
-        self._choosing = Choosing(trainer)
+        self._selection = ExchangeSelection(trainer)
 
     @property
     def _alone(self) -> bool:
@@ -104,7 +108,7 @@ class RankChecks(keras.callbacks.Callback):
             start_from_epoch_of_rank_0(trainer)
         spread_seeds(trainer)
         tell(trainer.callbacks.callbacks, "on_train_agreed", logs)
-        self._choosing.begin()
+        self._selection.begin()
         self._stepped = False
         self._steps = 0
 
@@ -126,7 +130,7 @@ class RankChecks(keras.callbacks.Callback):
             batch: Number of the step.
             logs: As of Keras.
         """
-        self._choosing.begin_step(batch)
+        self._selection.begin_step(batch)
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         """Check after the first step that it was the same step on all ranks.
@@ -138,7 +142,7 @@ class RankChecks(keras.callbacks.Callback):
         Raises:
             DisagreementError: Ranks differ in weights or in what they have read.
         """
-        self._choosing.end_step(batch, logs)
+        self._selection.end_step(batch, logs)
         if not self._stepped:
             self._stepped = True
             if not self.trainer.has_local_steps:
@@ -166,7 +170,7 @@ class RankChecks(keras.callbacks.Callback):
         self._check(f"after epoch {epoch + 1}")
         if not self._alone:
             self._agree_on_stopping()
-        self._choosing.end_epoch()
+        self._selection.end_epoch()
         tell(self.trainer.callbacks.callbacks, "on_epoch_agreed", epoch, logs)
 
     def on_train_end(self, logs: dict | None = None) -> None:

@@ -1,7 +1,8 @@
 """What ranks must agree on before they train, and how they find out that they do not.
 
 Before `fit` the ranks compare what they were given, before the first step the first batch, and
-later what they have read so far, so that ranks that train apart are stopped by a name.
+later what they have read so far, so that ranks that diverge are stopped, and the difference is
+named.
 """
 
 from __future__ import annotations
@@ -88,13 +89,13 @@ def numbers_of_all(numbers: Sequence[int], communicator: Communicator) -> np.nda
     return communicator.allgather(row, [1] * communicator.size).numpy()
 
 
-def same_number(told: np.ndarray) -> bool:
+def same_number(gathered: np.ndarray) -> bool:
     """Return whether the first number of all ranks is the same.
 
     Args:
-        told: As returned by `numbers_of_all`.
+        gathered: As returned by `numbers_of_all`.
     """
-    return len(set(told[:, 0])) == 1
+    return len(set(gathered[:, 0])) == 1
 
 
 def number_of(value: Any) -> int:
@@ -131,9 +132,9 @@ def check_same_call(strategy: Strategy, data: dict, callbacks: Sequence = ()) ->
     ours = [type(c).__name__ for c in callbacks if type(c).__module__.startswith("dtk.")]
     mine = [(what, describe(value)) for what, value in data.items()]
     looks = any(map(_looks_at_batches, callbacks))
-    told = numbers_of_all([number_of((ours, mine)), looks], communicator)
-    if same_number(told):
-        return bool(told[:, 1].any())
+    gathered = numbers_of_all([number_of((ours, mine)), looks], communicator)
+    if same_number(gathered):
+        return bool(gathered[:, 1].any())
     for rank, (their_callbacks, theirs) in enumerate(communicator.allgather_object((ours, mine))):
         raise_first_difference(
             [("callbacks of dtk, which communicate", ours)],
@@ -143,7 +144,7 @@ def check_same_call(strategy: Strategy, data: dict, callbacks: Sequence = ()) ->
             "give every rank the same ones; those that write or print do so on rank 0 alone",
         )
         raise_first_difference(mine, theirs, communicator.rank, rank, _SAME_DATA)
-    return bool(told[:, 1].any())
+    return bool(gathered[:, 1].any())
 
 
 def _looks_at_batches(callback: keras.callbacks.Callback) -> bool:
@@ -160,7 +161,7 @@ def _looks_at_batches(callback: keras.callbacks.Callback) -> bool:
 def describe(data: Any) -> str | None:
     """Describe data in a few words that must be the same on every rank.
 
-    Arrays are told apart by their shapes and a hash of all their bytes.
+    Arrays are told from each other by their shapes and a hash of all their bytes.
 
     Args:
         data: A dataset, or a structure of arrays.
@@ -213,9 +214,9 @@ def check_same_digest(strategy: Strategy, digest: int, when: str) -> None:
         DisagreementError: They do.
     """
     communicator = strategy.communicator
-    told = numbers_of_all([digest], communicator)
-    if not same_number(told):
-        others = [rank for rank, number in enumerate(told[:, 0]) if number != told[0, 0]]
+    gathered = numbers_of_all([digest], communicator)
+    if not same_number(gathered):
+        others = [rank for rank, number in enumerate(gathered[:, 0]) if number != gathered[0, 0]]
         raise DisagreementError(
             at_rank(
                 communicator.rank,

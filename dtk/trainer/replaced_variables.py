@@ -40,9 +40,9 @@ def replacements(grads: Any, variables: list, strategy: Strategy) -> list:
     """
     given = zip(grads, variables, strict=True)
     mine = {i: g for i, (g, v) in enumerate(given) if g is not None and is_replaced(v)}
-    # Where replicas train apart they send nothing, and meet by averaging.
-    apart = strategy.exchange is not None and strategy.exchange.local
-    if mine and not apart and in_replica(strategy):
+    # Replicas that take local steps send nothing, and average their weights later.
+    local_steps = strategy.exchange is not None and strategy.exchange.local
+    if mine and not local_steps and in_replica(strategy):
         mine = dict(zip(mine, strategy.extended.all_reduce_max(list(mine.values())), strict=True))
     return [mine.get(i) for i in range(len(variables))]
 

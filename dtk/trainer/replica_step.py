@@ -286,7 +286,7 @@ def _name_of(path: tuple) -> str:
 
 
 def _sum_numbers(step: traced_step.Step, logs: Any) -> Any:
-    """What a step logs besides the results of metrics, of all replicas."""
+    """Sum over replicas what a step logs besides the results of metrics."""
     numbers = numbers_of(step, logs)
     if not numbers:
         return logs

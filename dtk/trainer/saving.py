@@ -62,7 +62,7 @@ def write(model: keras.Model, path: Any, save: Callable[[Any], Any], how: str) -
 
 
 def _local_reads(model: keras.Model) -> contextlib.AbstractContextManager[None]:
-    """A context in which the state of metrics is read as it is in this process."""
+    """Return a context in which metric state is read as it is in this process."""
     extended = getattr(keras_models.owner_of(model), "extended", None)
     local_reads = getattr(extended, "local_reads", None)
     return contextlib.nullcontext() if local_reads is None else local_reads()
@@ -80,7 +80,7 @@ def _move(source: Path, target: Path) -> None:
 
 
 def _stamp_of(model: keras.Model, how: str) -> str:
-    """A hash by which processes find out that they export the same model."""
+    """Compute a hash by which processes find out that they export the same model."""
     digest = hashlib.blake2b(f"{type(model).__name__} {how}".encode(), digest_size=16)
     for variable in model.weights:
         digest.update(f"{tuple(variable.shape)} {variable.dtype}".encode())

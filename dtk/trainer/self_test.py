@@ -189,16 +189,16 @@ def _close(one: Any, other: Any, scale: Any, tolerance: float) -> bool:
 def _kinds_of(
     whole: Outcome, parts: Outcome, shares: np.ndarray, tolerance: float
 ) -> tuple[dict[str, str], list[str], list[str]]:
-    """Of the terms: kinds that are no means, names of which nothing can be told, and oddities."""
+    """Find the kinds of terms that are no means, the names of unclear terms, and oddities."""
     kinds: dict[str, str] = {}
     unclear: list[str] = []
     odd: list[str] = []
     if list(whole.terms) != list(parts.terms):
         return {}, [], [f"it has the losses {list(whole.terms)} on one, {list(parts.terms)} on all"]
-    for name, told in parts.terms.items():
+    for name, values in parts.terms.items():
         value = whole.terms[name][0, 0]
         present = shares > 0
-        each, above, below = (told[present, i] for i in range(3))
+        each, above, below = (values[present, i] for i in range(3))
         mean, total = (shares[present] * each).sum(), each.sum()
         scale = max(np.abs([value, mean, total, *each]).max(), 1e-30)
         if not np.isfinite([value, *each]).all():
@@ -212,16 +212,16 @@ def _kinds_of(
         elif _close(total, value, scale, tolerance):
             kinds[name] = SUM
         else:
-            told_each = ", ".join(f"{v:.5g}" for v in each)
+            each_value = ", ".join(f"{v:.5g}" for v in each)
             odd.append(
-                f"{name} is {value:.5g} on all rows and {told_each} on the parts, neither a mean "
+                f"{name} is {value:.5g} on all rows and {each_value} on the parts, neither a mean "
                 f"({mean:.5g}) nor a sum ({total:.5g})"
             )
     return kinds, unclear, odd
 
 
 def _is_ratio(whole: np.ndarray, above: np.ndarray, below: np.ndarray, tolerance: float) -> bool:
-    """Whether a term is a quotient whose parts are sums over rows."""
+    """Return whether a term is a quotient whose parts are sums over rows."""
     _, numerator, denominator = whole
     if not np.isfinite(whole).all() or not denominator:
         return False
@@ -232,19 +232,19 @@ def _is_ratio(whole: np.ndarray, above: np.ndarray, below: np.ndarray, tolerance
 
 
 def _compare(whole: Outcome, parts: Outcome, tolerance: float) -> tuple[str | None, float]:
-    """What is wrong with gradients and state, and the largest relative difference of a gradient."""
+    """Return what differs in gradients and state, and the largest relative difference."""
     if list(whole.gradients) != list(parts.gradients):
         return "optimizers were given gradients of other variables", np.inf
     sizes = {name: np.linalg.norm(g) for name, g in whole.gradients.items()}
     least = 1e-3 * max(sizes.values(), default=0.0)
-    apart = {
+    differences = {
         name: float(np.linalg.norm(parts.gradients[name] - g) / max(sizes[name], least, 1e-30))
         for name, g in whole.gradients.items()
     }
-    worst = max(apart, key=lambda name: apart[name], default=None)
-    difference = apart[worst] if worst is not None else 0.0
-    if np.isnan(list(apart.values())).any():
-        name = next(name for name, difference in apart.items() if np.isnan(difference))
+    worst = max(differences, key=lambda name: differences[name], default=None)
+    difference = differences[worst] if worst is not None else 0.0
+    if np.isnan(list(differences.values())).any():
+        name = next(name for name, difference in differences.items() if np.isnan(difference))
         return (
             f"the gradient of {name!r} is not a number on all rows or on a part of them, such as "
             "0 / 0 where a mask leaves none (tf.math.divide_no_nan)"

@@ -20,7 +20,12 @@ from dtk.compat import keras_optimizers, tf_replicas
 from dtk.errors import at_rank
 from dtk.trainer import partitioned_variables, replaced_variables, traced_step
 from dtk.trainer.contract import Strategy
-from dtk.trainer.gradient_exchange import GradientExchange, check_exchange, exchanging_of, shaped
+from dtk.trainer.gradient_exchange import (
+    GradientExchange,
+    check_exchange,
+    make_gradient_exchange,
+    shaped,
+)
 
 
 def optimizers_of(model: keras.Model) -> list:
@@ -42,7 +47,7 @@ def optimizers_of(model: keras.Model) -> list:
 
 
 def _chain(optimizer: keras.Optimizer) -> list:
-    """An optimizer and those it wraps, outermost first."""
+    """Return an optimizer and those it wraps, outermost first."""
     chain = [optimizer]
     while hasattr(chain[-1], "inner_optimizer"):
         chain.append(chain[-1].inner_optimizer)
@@ -116,13 +121,13 @@ def bind(optimizer: keras.Optimizer, strategy: Strategy) -> None:
     outer, inner = chain[0], chain[-1]
     if getattr(outer, "_dtk_bound", None) is strategy:
         return
-    outer._dtk_exchanging = exchanging = exchanging_of(outer, inner, strategy)
+    outer._dtk_exchanging = gradient_exchange = make_gradient_exchange(outer, inner, strategy)
     outer._dtk_bound = strategy
     _weigh_own_loss(outer)
     if inner.gradient_accumulation_steps:
-        _reduce_windows(outer, inner, strategy, exchanging)
+        _reduce_windows(outer, inner, strategy, gradient_exchange)
     else:
-        _reduce_each(outer, inner, strategy, exchanging)
+        _reduce_each(outer, inner, strategy, gradient_exchange)
 
 
 def _weigh_own_loss(outer: keras.Optimizer) -> None:
@@ -158,16 +163,16 @@ def gradient_exchanges_of(model: keras.Model) -> list[GradientExchange]:
         One per optimizer that has one.
     """
     bound = [getattr(o, "_dtk_exchanging", None) for o in optimizers_of(model)]
-    return [exchanging for exchanging in bound if exchanging is not None]
+    return [gradient_exchange for gradient_exchange in bound if gradient_exchange is not None]
 
 
 def _reduce_windows(
     outer: keras.Optimizer,
     inner: keras.Optimizer,
     strategy: Strategy,
-    exchanging: GradientExchange | None,
+    gradient_exchange: GradientExchange | None,
 ) -> None:
-    """The window's sum is all that is needed: reduce where the window closes."""
+    """Reduce the sum of an accumulation window where it closes, which is all that is needed."""
     apply_own = outer.apply
     # The variables that the running step changes; replicas are traced in threads.
     running = threading.local()
@@ -175,7 +180,7 @@ def _reduce_windows(
     def clip_reduced(grads: Any, clip: Callable) -> Any:
         # What earlier steps of the window left counts, whether or not this one has rows.
         with tf_replicas.counted_if(None):
-            return clip(_reduce_gradients(grads, running.changed, strategy, exchanging))
+            return clip(_reduce_gradients(grads, running.changed, strategy, gradient_exchange))
 
     @tf.autograph.experimental.do_not_convert
     def apply_present(grads: Any, trainable_variables: Any = None) -> Any:
@@ -188,8 +193,8 @@ def _reduce_windows(
         present = tf_replicas.if_present(replaced_variables.without(replacing, grads))
         running.changed = [v for g, v in zip(present, trained, strict=True) if g is not None]
         result = apply_own(replaced_variables.merged(replacing, present), trainable_variables)
-        if exchanging is not None and replaced_variables.in_replica(strategy):
-            exchanging.count(running.changed)
+        if gradient_exchange is not None and replaced_variables.in_replica(strategy):
+            gradient_exchange.count(running.changed)
         return result
 
     keras_optimizers.clip_through(inner, clip_reduced)
@@ -203,7 +208,7 @@ def _reduce_each(
     outer: keras.Optimizer,
     inner: keras.Optimizer,
     strategy: Strategy,
-    exchanging: GradientExchange | None,
+    gradient_exchange: GradientExchange | None,
 ) -> None:
     apply = outer.apply
 
@@ -221,16 +226,16 @@ def _reduce_each(
         def go(reduced: list) -> Any:
             return apply(replaced_variables.merged(replacing, reduced), trainable_variables)
 
-        if exchanging is None or not replaced_variables.in_replica(strategy):
+        if gradient_exchange is None or not replaced_variables.in_replica(strategy):
             return go(_reduce_gradients(changing, trained, strategy))
         _note_reduction()
-        return exchanging.apply(changing, trainable_variables, go)
+        return gradient_exchange.apply(changing, trainable_variables, go)
 
     outer.apply = reduced_apply
 
 
 def _taken(optimizer: keras.Optimizer, gradients: Any, variables: Any) -> tuple[list, bool]:
-    """Gradients that a step hands to its optimizer, weighed by its share of the rows.
+    """Weigh the gradients that a step hands to its optimizer by its share of the rows.
 
     Returns:
         The gradients, and whether the step only notes them.
@@ -290,7 +295,10 @@ def _note_reduction() -> None:
 
 
 def _reduce_gradients(
-    grads: Any, variables: Any, strategy: Strategy, exchanging: GradientExchange | None = None
+    grads: Any,
+    variables: Any,
+    strategy: Strategy,
+    gradient_exchange: GradientExchange | None = None,
 ) -> list:
     """Sum the gradients of these variables over all replicas; None stays None."""
     grads = shaped(list(grads), list(variables))
@@ -298,8 +306,8 @@ def _reduce_gradients(
     present = [g for g in grads if g is not None]
     if not present or not replaced_variables.in_replica(strategy):
         return grads
-    if exchanging is not None:
-        return exchanging.reduce_window(grads, variables)
+    if gradient_exchange is not None:
+        return gradient_exchange.reduce_window(grads, variables)
     reduced = iter(strategy.reduce_gradients(present))
     return [None if g is None else next(reduced) for g in grads]
 

@@ -49,8 +49,8 @@ def differing(variables: Sequence, strategy: Strategy) -> list[int]:
     communicator = strategy.communicator
     mine = [{fingerprint(copy) for copy in strategy.copies(v)} for v in variables]
     agreed = all(len(prints) == 1 for prints in mine)
-    told = numbers_of_all([number_of(mine) if agreed else communicator.rank], communicator)
-    if agreed and same_number(told):
+    gathered = numbers_of_all([number_of(mine) if agreed else communicator.rank], communicator)
+    if agreed and same_number(gathered):
         return []
     columns = zip(*communicator.allgather_object(mine), strict=True)
     return [index for index, column in enumerate(columns) if len(set.union(*column)) > 1]
@@ -67,13 +67,13 @@ def check_same_weights(trainer: Trainer, when: str) -> None:
         DisagreementError: Naming the variables.
     """
     variables = trainer.equal_variables()
-    apart = differing(variables, trainer.strategy)
-    if apart:
-        first = variables[apart[0]].path
+    indices = differing(variables, trainer.strategy)
+    if indices:
+        first = variables[indices[0]].path
         raise DisagreementError(
             at_rank(
                 trainer.strategy.rank,
-                f"{when}, {len(apart)} of {len(variables)} variables of model "
+                f"{when}, {len(indices)} of {len(variables)} variables of model "
                 f"{trainer.model.name!r} differ between workers, the first is {first!r}; "
                 f"{_SAME_UPDATES}",
             )
@@ -125,8 +125,8 @@ def start_from_epoch_of_rank_0(trainer: Trainer) -> None:
     """
     epoch = trainer.initial_epoch()
     number = tf.constant(-1 if epoch is None else epoch, tf.int64)
-    told = int(trainer.strategy.communicator.broadcast(number))
-    trainer.set_initial_epoch(None if told < 0 else told)
+    gathered = int(trainer.strategy.communicator.broadcast(number))
+    trainer.set_initial_epoch(None if gathered < 0 else gathered)
 
 
 def agree_on_weights(trainer: Trainer) -> None:

@@ -243,7 +243,7 @@ def _unscale(value: Any, original: Callable) -> Any:
 
 
 def _outside(value: Any, original: Callable) -> Any:
-    """A loss in a replica of a step that is not dtk's is scaled; one of no replica is whole."""
+    """Scale a loss in a replica of a step that is not dtk's; leave one of no replica whole."""
     return value if tf.distribute.in_cross_replica_context() else original(value)
 
 
@@ -267,7 +267,7 @@ def _weigh(
     if reduction in (None, "none"):
         return result
     if tf.convert_to_tensor(values).shape.rank == 0:
-        # A function that has reduced its rows itself, nobody knows how.
+        # A function that has reduced its rows itself, in an unknown way.
         return step.terms.made_mean("loss", result)
     if reduction == "sum":
         share = tf.cast(step.share, result.dtype)
@@ -342,7 +342,7 @@ def _are_weights(sources: Any, step: Step) -> bool:
 
 
 def _update_mean(self: Any, values: Any, sample_weight: Any = None, *, original: Callable) -> Any:
-    """A mean or sum of a scalar counts it once for the batch, and not once for every replica."""
+    """Count a scalar once for the batch in a mean or sum, and not once for every replica."""
     step = current()
     if step is None:
         return original(self, values, sample_weight)

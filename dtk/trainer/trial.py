@@ -68,11 +68,11 @@ class Trial(Generic[StrategyT]):
         batch = batch._replace(parts=replica_step.without_optionals(batch.parts))
         self._few = _first_rows(batch, self._ranks(batch))
         mine = [int(n) for n in self._few.counts]
-        told = self.strategy.communicator.allgather_object((mine, _packed(self._few)))
-        self.parts = [n for counts, _ in told for n in counts]
+        gathered = self.strategy.communicator.allgather_object((mine, _packed(self._few)))
+        self.parts = [n for counts, _ in gathered for n in counts]
         self.rows = sum(self.parts)
         self._few = self._few._replace(rows=tf.constant(self.rows, tf.int64))
-        pieces = [piece for _, packed in told for piece in _unpacked(packed, self._few)]
+        pieces = [piece for _, packed in gathered for piece in _unpacked(packed, self._few)]
         present = [p for p, n in zip(pieces, self.parts, strict=True) if n]
         self._whole_data = tf.nest.map_structure(_joined, *present)
 
@@ -117,7 +117,7 @@ class Trial(Generic[StrategyT]):
 
     @contextlib.contextmanager
     def _global_numbers(self) -> Iterator[None]:
-        """A context in which losses and metrics of a step are those of all replicas."""
+        """Return a context in which losses and metrics of a step are those of all replicas."""
         metrics = keras_models.metrics_of(self.model)
         with traced_step.in_shares(), keras_steps.results_through(metrics, replica_step.result_of):
             yield
@@ -127,13 +127,13 @@ class Trial(Generic[StrategyT]):
         return self.strategy.local_ranks()
 
     def _moments(self, *args: Any, **kwargs: Any) -> Any:
-        """What batch normalization normalizes with."""
+        """Compute what batch normalization normalizes with."""
         return sync_batch_norm.of_all_replicas(*args, **kwargs)
 
     def _changed_by(
         self, assigned: Sequence, concrete: tf.types.experimental.ConcreteFunction
     ) -> list:
-        """Variables a traced step assigns, and those that are not Keras's, which it may."""
+        """Return the variables a traced step assigns, and others than Keras's, which it may."""
         of_keras = {
             id(copy)
             for v in changed_by_training(self.model)
@@ -198,7 +198,7 @@ class Trial(Generic[StrategyT]):
     def _observed(
         self, step: traced_step.Step, logs: Any, names: list, add_up: Callable[[list], list]
     ) -> dict:
-        """What a traced step computed, in lists; what they hold goes to `names`."""
+        """Collect what a traced step computed, in lists; the names of their items go to `names`."""
         strategy = self.strategy
         numbers = replica_step.numbers_of(step, logs)
         results = results_of(self.model)
@@ -318,7 +318,7 @@ def outcome_of(names: Names, found: Mapping) -> Outcome:
 
 
 def _first_rows(batch: slicing.Slices, ranks: Sequence[int]) -> slicing.Slices:
-    """The first rows of each of this process's slices; a padding row stays one."""
+    """Take the first rows of each of this process's slices; a padding row stays one."""
     parts, counts = [], []
     for rank, part, count in zip(ranks, batch.parts, batch.counts, strict=True):
         rows = min(int(count), _ROWS + (rank == 0))
@@ -328,7 +328,7 @@ def _first_rows(batch: slicing.Slices, ranks: Sequence[int]) -> slicing.Slices:
 
 
 def _packed(batch: slicing.Slices) -> list[list[Any]]:
-    """The parts of a batch as arrays, which can be sent."""
+    """Convert the parts of a batch to arrays, which can be sent."""
     return [[_arrays(leaf) for leaf in tf.nest.flatten(part)] for part in batch.parts]
 
 

@@ -1,8 +1,8 @@
-"""Notices a job whose processes each train by themselves.
+"""Jobs whose processes each train alone: training is refused, or a warning printed.
 
 Started under `mpirun -np 4`, a script that makes no strategy trains four times and reports success
-four times. Training before a strategy is made is refused; a script that does not train is told when
-its process ends.
+four times. Training before a strategy is made is refused; a script that does not train gets a
+warning when its process ends.
 """
 
 from __future__ import annotations
