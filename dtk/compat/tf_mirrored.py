@@ -50,9 +50,7 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
         for op in ("LookupTableFindV2", "LookupTableSizeV2"):
             auto_control_deps_utils.register_read_only_resource_op(op)
         # Groups of other strategies in this process must have other keys.
-        self._replicas: Sequence[Communicator] = collective.replicas(
-            self._devices, group=id(container_strategy)
-        )
+        self._replicas = collective.replicas(self._devices, group=id(container_strategy))
 
     def _use_merge_call(self) -> bool:
         return False

@@ -8,7 +8,6 @@ import platform
 import random
 import sys
 from types import TracebackType
-from typing import NoReturn
 
 import keras
 import tensorflow as tf
@@ -152,9 +151,7 @@ def end_at_once(name: str) -> None:
     """
     before = sys.excepthook
 
-    def fail(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> NoReturn:
+    def fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         sys.stdout.flush()
         before(kind, error, trace)
         print(f"dtk: {name} failed; ending the job", file=sys.stderr)

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 import keras
 import tensorflow as tf
 
-from dtk.compat import keras_data, keras_models, tf_datasets, tf_replicas
-from dtk.trainer import epoch_data
+from dtk.compat import keras_data, keras_models, tf_replicas
+from dtk.compat.tf_datasets import PerRankDataset
 from dtk.trainer.contract import Strategy
+from dtk.trainer.epoch_data import Dataset, is_per_rank, tuned_for
 
 
 class Feed:
@@ -34,7 +35,7 @@ class Feed:
         self,
         model: keras.Model,
         strategy: Strategy,
-        distribute: Callable[[epoch_data.Dataset], epoch_data.Dataset],
+        distribute: Callable[[Dataset], Dataset],
     ):
         self.model = model
         self.strategy = strategy
@@ -49,7 +50,7 @@ class Feed:
     def begin(
         self,
         iterator: keras_data.TFEpochIterator,
-        dataset: epoch_data.Dataset,
+        dataset: Dataset,
         callbacks: keras.callbacks.CallbackList,
     ) -> None:
         """Take the data of a `fit` that begins.
@@ -60,7 +61,7 @@ class Feed:
             callbacks: The `keras.callbacks.CallbackList`.
         """
         self.iterator = iterator
-        self.rows_unknown = epoch_data.is_per_rank(dataset)
+        self.rows_unknown = is_per_rank(dataset)
         self._callbacks = callbacks
         self._given_adapter = iterator.data_adapter
         self._batch_size = None
@@ -88,12 +89,10 @@ class Feed:
             # Keras counts the attempt that found the data at its end.
             self._tell_steps(iterator.num_batches - iterator.steps_per_execution)
 
-    def _distributed(self, adapter: keras_data.DataAdapter, steps: int = -1) -> epoch_data.Dataset:
+    def _distributed(self, adapter: keras_data.DataAdapter, steps: int = -1) -> Dataset:
         """Return the dataset that Keras is to read of a data adapter, or of some of its batches."""
         dataset = adapter.get_tf_dataset()
-        return epoch_data.tuned_for(
-            adapter, self._distribute(dataset if steps < 0 else dataset.take(steps))
-        )
+        return tuned_for(adapter, self._distribute(dataset if steps < 0 else dataset.take(steps)))
 
     def shuffle(self, epoch: int) -> None:
         """Shuffle the rows of arrays for this epoch, in the same order on every rank.
@@ -217,10 +216,8 @@ class Feed:
             return keras_data.ArrayDataAdapter(
                 x, y, sample_weight, batch_size=size, shuffle=keras_data.shuffles(given)
             )
-        dataset = given.get_tf_dataset()
-        whole: keras.Variable = (
-            dataset.whole if isinstance(dataset, tf_datasets.PerRankDataset) else dataset
-        )
+        data = given.get_tf_dataset()
+        whole: tf.data.Dataset = data.whole if isinstance(data, PerRankDataset) else data
         return keras_data.TFDatasetAdapter(whole.rebatch(size))
 
     def peek(self, size: int, rows: int) -> tuple[Iterator, int]:

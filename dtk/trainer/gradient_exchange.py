@@ -293,7 +293,9 @@ def portion() -> Portion | None:
     return None if step is None else Portion(step.rows, step.share)
 
 
-def _each(operation: Callable, gradient: Any, scale: tf.Tensor | None) -> Any:
+def _each(
+    operation: Callable, gradient: tf.Tensor | tf.IndexedSlices | Factored, scale: tf.Tensor | None
+) -> Any:
     if scale is None:
         return gradient
     if isinstance(gradient, tf.IndexedSlices):

@@ -35,7 +35,7 @@ def averaging_weight(model: keras.Model) -> tf.Tensor:
     return next(share for share in shares if share is not None)
 
 
-def average_statistics(step: traced_step.Step, model: keras.Model, equal: tf.Tensor) -> None:
+def average_statistics(step: traced_step.Step, model: keras.Model) -> bool:
     """Average moving statistics over replicas in a step that synchronizes their weights.
 
     Other steps send nothing: their logs are this replica's own, and what metrics have counted is
@@ -44,8 +44,13 @@ def average_statistics(step: traced_step.Step, model: keras.Model, equal: tf.Ten
     Args:
         step: The step, traced.
         model: The model.
-        equal: Whether all replicas hold the same weights now, bool scalar.
+
+    Returns:
+        Whether replicas take local steps; else nothing was done.
     """
+    equal = weights_are_equal(model)
+    if equal is None:
+        return False
     averaged = moving_statistics(step)
     values = [tf.convert_to_tensor(v) for v in averaged]
     replica = tf.distribute.get_replica_context()
@@ -60,6 +65,7 @@ def average_statistics(step: traced_step.Step, model: keras.Model, equal: tf.Ten
             )
         for variable, mean in zip(averaged, means, strict=True):
             variable.assign(mean)
+    return True
 
 
 def moving_statistics(step: traced_step.Step) -> list:

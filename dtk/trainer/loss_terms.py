@@ -18,11 +18,14 @@ scalars that enter it linearly; without a graph (`run_eagerly`) it is one term.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
 MEAN, SUM, RATIO = "mean", "sum", "ratio"
+
+# What a term counts in the scalar that it is a part of.
+Coefficient: TypeAlias = "float | tf.Tensor"
 
 # How far a loss is followed back through its graph; longer sums end in one term.
 _MOST_OPS = 2000
@@ -90,7 +93,9 @@ class Terms:
         # One that was left as it is may be looked at again, where it is part of another.
         return self.known(value) if corrections else value
 
-    def corrections(self, where: str, value: tf.Tensor) -> list[tuple[Any, tf.Tensor, tf.Tensor]]:
+    def corrections(
+        self, where: str, value: tf.Tensor
+    ) -> list[tuple[Coefficient, tf.Tensor, tf.Tensor]]:
         """Find the terms of a scalar that are no means, and what makes them ones.
 
         Args:
@@ -127,7 +132,7 @@ def _times(value: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
     return tf.math.multiply_no_nan(value, factor)
 
 
-def linear_terms(value: tf.Tensor, known: set) -> list[tuple[Any, tf.Tensor]]:
+def linear_terms(value: tf.Tensor, known: set) -> list[tuple[Coefficient, tf.Tensor]]:
     """Find the scalars that a scalar is a linear combination of.
 
     Args:
@@ -139,8 +144,8 @@ def linear_terms(value: tf.Tensor, known: set) -> list[tuple[Any, tf.Tensor]]:
     """
     if tf.executing_eagerly() or not isinstance(value, tf.Tensor):
         return [(1.0, value)]
-    found: list[tuple[Any, tf.Tensor]] = []
-    left: list[tuple[Any, tf.Tensor]] = [(1.0, value)]
+    found: list[tuple[Coefficient, tf.Tensor]] = []
+    left: list[tuple[Coefficient, tf.Tensor]] = [(1.0, value)]
     for _ in range(_MOST_OPS):
         if not left:
             return found
@@ -153,13 +158,13 @@ def linear_terms(value: tf.Tensor, known: set) -> list[tuple[Any, tf.Tensor]]:
     return [(1.0, value)]
 
 
-def _product(one: Any, other: Any) -> Any:
+def _product(one: Any, other: Any) -> Coefficient:
     if isinstance(one, float) and isinstance(other, float):
         return one * other
     return tf.cast(one, other.dtype) * other if tf.is_tensor(other) else one * other
 
 
-def _parts_of(tensor: tf.Tensor) -> list[tuple[Any, tf.Tensor]] | None:
+def _parts_of(tensor: tf.Tensor) -> list[tuple[Coefficient, tf.Tensor]] | None:
     """Return the scalars that an op adds up, with their coefficients; None for other ops."""
     op = tensor.op
     inputs = list(op.inputs)
@@ -192,7 +197,7 @@ def _is_scalar(tensor: tf.Tensor) -> bool:
     return tensor.shape.rank == 0
 
 
-def _quotient(scalar: Any) -> tuple[tf.Tensor, tf.Tensor] | tuple[()]:
+def _quotient(scalar: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor] | tuple[()]:
     """Numerator and denominator of a scalar that is a quotient of two."""
     if tf.executing_eagerly() or scalar.op.type not in ("RealDiv", "DivNoNan"):
         return ()

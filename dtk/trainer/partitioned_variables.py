@@ -117,7 +117,7 @@ def clip_wholes(optimizer: keras.Optimizer) -> None:
     applied = optimizer.apply
     updated: list = []
 
-    def apply(grads: Any, trainable_variables: Any = None) -> Any:
+    def apply(grads: Sequence, trainable_variables: Sequence | None = None) -> Any:
         variables = trainable_variables or keras_optimizers.trained_variables(optimizer)
         updated[:] = [v for g, v in zip(grads, variables, strict=True) if g is not None]
         return applied(grads, trainable_variables)
@@ -151,7 +151,7 @@ def _clipped_together(gradients: Sequence, most: float) -> list:
     ]
 
 
-def _rows(gradient: Any) -> tf.Tensor:
+def _rows(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 

@@ -6,7 +6,7 @@ counts of the replicas' is not the sum, but the largest.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
@@ -24,7 +24,7 @@ def is_replaced(variable: keras.Variable) -> bool:
     return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
-def replacements(grads: Any, variables: list, strategy: Strategy) -> list:
+def replacements(grads: Sequence, variables: list, strategy: Strategy) -> list:
     """Compute what is to replace variables: the largest over the replicas.
 
     Each replica knows of its own rows. Keras takes the largest, too, over the steps of an
@@ -47,7 +47,7 @@ def replacements(grads: Any, variables: list, strategy: Strategy) -> list:
     return [mine.get(i) for i in range(len(variables))]
 
 
-def without(replacing: list, grads: Any) -> list:
+def without(replacing: list, grads: Sequence) -> list:
     """Leave out the gradients of variables that are replaced.
 
     Args:
@@ -60,7 +60,7 @@ def without(replacing: list, grads: Any) -> list:
     return [g if r is None else None for g, r in zip(grads, replacing, strict=True)]
 
 
-def merged(replacing: list, grads: Any) -> list:
+def merged(replacing: list, grads: Sequence) -> list:
     """Put replacements in the places of gradients.
 
     Args:
@@ -70,7 +70,7 @@ def merged(replacing: list, grads: Any) -> list:
     return [g if r is None else r for g, r in zip(grads, replacing, strict=True)]
 
 
-def refuse(variables: Any, strategy: Strategy) -> None:
+def refuse(variables: Sequence[keras.Variable], strategy: Strategy) -> None:
     """Refuse variables that are replaced, where workers send gradients to servers.
 
     Args:

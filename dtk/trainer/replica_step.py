@@ -55,9 +55,7 @@ def run_step(
         _forget_padding(present, before, model)
         if trains:
             check_reduced(step, model, strategy)
-            equal = local_steps.weights_are_equal(model)
-            if equal is not None:
-                local_steps.average_statistics(step, model, equal)
+            if local_steps.average_statistics(step, model):
                 return logs
         assert step.world is not None
         step.world.average()

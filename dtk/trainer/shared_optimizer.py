@@ -10,7 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -135,7 +135,7 @@ def _weigh_own_loss(outer: keras.Optimizer) -> None:
     scale_loss = outer.scale_loss
 
     @functools.wraps(scale_loss)
-    def weighed(loss: Any) -> Any:
+    def weighed(loss: tf.Tensor) -> tf.Tensor:
         step = traced_step.current()
         return scale_loss(step.weighed(loss) if step is not None and step.own else loss)
 
@@ -177,13 +177,13 @@ def _reduce_windows(
     # The variables that the running step changes; replicas are traced in threads.
     running = threading.local()
 
-    def clip_reduced(grads: Any, clip: Callable) -> Any:
+    def clip_reduced(grads: Sequence, clip: Callable) -> Any:
         # What earlier steps of the window left counts, whether or not this one has rows.
         with tf_replicas.counted_if(None):
             return clip(_reduce_gradients(grads, running.changed, strategy, gradient_exchange))
 
     @tf.autograph.experimental.do_not_convert
-    def apply_present(grads: Any, trainable_variables: Any = None) -> Any:
+    def apply_present(grads: Sequence, trainable_variables: Sequence | None = None) -> Any:
         _build_in_time(outer, trainable_variables, strategy)
         grads, only_noted = _taken(outer, grads, trainable_variables)
         if only_noted:
@@ -214,7 +214,7 @@ def _reduce_each(
 
     @tf.autograph.experimental.do_not_convert
     @functools.wraps(apply)
-    def reduced_apply(grads: Any, trainable_variables: Any = None) -> Any:
+    def reduced_apply(grads: Sequence, trainable_variables: Sequence | None = None) -> Any:
         _build_in_time(outer, trainable_variables, strategy)
         grads, only_noted = _taken(outer, grads, trainable_variables)
         if only_noted:
@@ -234,7 +234,9 @@ def _reduce_each(
     outer.apply = reduced_apply
 
 
-def _taken(optimizer: keras.Optimizer, gradients: Any, variables: Any) -> tuple[list, bool]:
+def _taken(
+    optimizer: keras.Optimizer, gradients: Sequence, variables: Sequence | None
+) -> tuple[list, bool]:
     """Weigh the gradients that a step hands to its optimizer by its share of the rows.
 
     Returns:
@@ -269,7 +271,9 @@ def _check_owner(member: keras.Optimizer, strategy: Strategy) -> None:
     strategy.take_variables(member.variables)
 
 
-def _build_in_time(optimizer: keras.Optimizer, variables: Any, strategy: Strategy) -> None:
+def _build_in_time(
+    optimizer: keras.Optimizer, variables: Sequence | None, strategy: Strategy
+) -> None:
     """Make an optimizer's variables outside the step being traced.
 
     Keras builds the optimizer given to `compile` before the first step; others are built by their
@@ -295,19 +299,16 @@ def _note_reduction() -> None:
 
 
 def _reduce_gradients(
-    grads: Any,
-    variables: Any,
-    strategy: Strategy,
-    gradient_exchange: GradientExchange | None = None,
+    grads: Sequence, variables: list, strategy: Strategy, exchange: GradientExchange | None = None
 ) -> list:
     """Sum the gradients of these variables over all replicas; None stays None."""
-    grads = shaped(list(grads), list(variables))
+    grads = shaped(list(grads), variables)
     _note_reduction()
     present = [g for g in grads if g is not None]
     if not present or not replaced_variables.in_replica(strategy):
         return grads
-    if gradient_exchange is not None:
-        return gradient_exchange.reduce_window(grads, variables)
+    if exchange is not None:
+        return exchange.reduce_window(grads, variables)
     reduced = iter(strategy.reduce_gradients(present))
     return [None if g is None else next(reduced) for g in grads]
 
@@ -345,7 +346,7 @@ def note_applies(
     built_for: list = []
 
     @functools.wraps(apply)
-    def noted_apply(grads: Any, trainable_variables: Any = None) -> Any:
+    def noted_apply(grads: Sequence, trainable_variables: Sequence | None = None) -> Any:
         step = traced_step.current()
         if step is None or step.noted is None:
             return apply(grads, trainable_variables)
@@ -355,10 +356,10 @@ def note_applies(
         step.noted.note(outer, step.handed_over(list(grads)), list(variables))
         return None
 
-    def expanded(variables: Any) -> list:
+    def expanded(variables: Sequence) -> list:
         return [part for variable in variables for part in parts_of(variable)]
 
-    def build_parts(variables: Any) -> None:
+    def build_parts(variables: Sequence) -> None:
         built_for[:] = variables
         build(expanded(variables))
         _take_members(outer, strategy)  # a MultiOptimizer may make them while it is built

@@ -62,8 +62,7 @@ class Trial(Generic[StrategyT]):
 
     def __init__(self, trainer: Trainer, step_function: Callable, batch: slicing.Slices):
         self.trainer = trainer
-        self.model = trainer.model
-        self.strategy = cast(StrategyT, trainer.strategy)
+        self.model, self.strategy = trainer.model, cast(StrategyT, trainer.strategy)
         self.step_function = step_function
         batch = batch._replace(parts=replica_step.without_optionals(batch.parts))
         self._few = _first_rows(batch, self._ranks(batch))
@@ -202,8 +201,7 @@ class Trial(Generic[StrategyT]):
         strategy = self.strategy
         numbers = replica_step.numbers_of(step, logs)
         results = results_of(self.model)
-        assert step.noted is not None
-        gradients = gradients_of(step.noted.applied)
+        gradients = gradients_of(step.noted.applied if step.noted else [])
         own = {
             id(v) for v in [*replica_step.metric_variables(self.model), *self.trainer.seed_states()]
         }
