@@ -255,7 +255,7 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
         self.kinds[name] = {}
         if why or asked in (True, "only"):
             why = why or ["asked for"]
-            self.kinds[name] = self_test.run(self, step_function, first, why).kinds
+            self.kinds[name] = self_test.run(self.make_trial(step_function, first), why).kinds
         if asked == "only":
             self_test.end_check()
 

@@ -21,8 +21,8 @@ import atexit
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import keras
 import numpy as np
@@ -30,22 +30,8 @@ import numpy as np
 from dtk.cluster.variables import SELF_TEST
 from dtk.compat import keras_models
 from dtk.errors import NotDistributedError, at_rank
-from dtk.input import slicing
-from dtk.trainer.contract import Trainer
 from dtk.trainer.loss_terms import RATIO, SUM
 from dtk.trainer.trial import Outcome, Trial
-
-
-class TriedTrainer(Trainer, Protocol):
-    """A trainer whose steps can be tried."""
-
-    def make_trial(self, step_function: Callable, batch: slicing.Slices) -> Trial:
-        """Return what tries a step on a few rows of a batch.
-
-        Args:
-            step_function: `model.train_step` or `model.test_step`.
-            batch: This process's slices of a batch.
-        """
 
 
 class Verdict(NamedTuple):
@@ -105,17 +91,13 @@ def _nothing_was_tried() -> None:
     os._exit(1)
 
 
-def run(
-    trainer: TriedTrainer, step_function: Callable, batch: slicing.Slices, reasons: Sequence[str]
-) -> Verdict:
+def run(trial: Trial, reasons: Sequence[str]) -> Verdict:
     """Compute a few rows of a batch as a whole and in parts, and compare.
 
     All ranks call it together.
 
     Args:
-        trainer: Of the model.
-        step_function: `model.train_step` or `model.test_step`.
-        batch: This process's slices of the first batch.
+        trial: What computes a few rows of the first batch.
         reasons: What of the model is not Keras's own.
 
     Returns:
@@ -125,15 +107,14 @@ def run(
         NotDistributedError: The parts do not add up.
     """
     began = time.perf_counter()
-    trial = trainer.make_trial(step_function, batch)
     verdict = _judge(trial)
-    strategy, model = trainer.strategy, trainer.model
+    strategy, model = trial.strategy, trial.model
     verdict = strategy.communicator.broadcast_object(verdict)
     if verdict.wrong:
         raise NotDistributedError(
             at_rank(
                 strategy.rank,
-                f"the {step_function.__name__} of model {model.name!r} (not Keras's own: "
+                f"the {trial.step_function.__name__} of model {model.name!r} (not Keras's own: "
                 f"{', '.join(reasons)}) does not add up over {len(trial.parts)} "
                 f"replicas: {trial.rows} rows computed by one, and as parts of {trial.parts} rows: "
                 f"{verdict.wrong}. Losses must be means or sums over rows, such as keras.losses "
