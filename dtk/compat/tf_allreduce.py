@@ -39,7 +39,7 @@ from dtk.input.pipelines import in_time, read_ahead
 
 
 class AllReduceExtended(one_device_strategy.OneDeviceExtended):
-    """One process is one replica; values are reduced over a communicator.
+    """Extended object of processes that hold one replica each; a communicator reduces values.
 
     Args:
         container_strategy: The strategy this extends.

@@ -26,7 +26,7 @@ def regroup(parts: tuple) -> Any:
 
 
 class PerRankDataset(input_lib.DistributedDataset):
-    """What a rank reads: a dataset of local batches that `fit` must not cut again.
+    """Dataset of a rank's own batches, which `fit` must not cut again.
 
     Keras recognises it by the name of its base class, of which nothing else is used.
 
@@ -115,7 +115,7 @@ class PerRankDataset(input_lib.DistributedDataset):
 
 
 class PerRankDatasetSpec(tf.TypeSpec):
-    """Lets a `PerRankDataset` be an argument of a `tf.function`.
+    """Type of a `PerRankDataset`, by which it can be an argument of a `tf.function`.
 
     Args:
         local: Specification of the dataset of this rank's rows.

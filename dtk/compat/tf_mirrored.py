@@ -30,7 +30,7 @@ from dtk.input.pipelines import in_time, read_ahead
 
 
 class MirroredExtended(mirrored_strategy.MirroredExtended):
-    """Several devices of one process, with TensorFlow's own mirrored variables.
+    """Extended object of several devices of one process, with TensorFlow's mirrored variables.
 
     TensorFlow's strategy reduces by merging its replica threads, which cannot stand inside
     `tf.cond` or `tf.while_loop`: gradient accumulation, loss scaling and several steps per

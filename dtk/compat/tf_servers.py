@@ -52,7 +52,7 @@ class ServerStrategy(parameter_server_strategy_v2.ParameterServerStrategyV2):
 
 
 class ParameterServerExtended(parameter_server_strategy_v2.ParameterServerStrategyV2Extended):
-    """Variables on the parameter servers, by bytes; metric state on the chief.
+    """Extended object that places variables on servers, by bytes, and metric state on the chief.
 
     Args:
         container_strategy: The strategy this extends.

@@ -35,7 +35,7 @@ def local_value(variable: tf.Variable | tf.Tensor) -> tf.Variable | tf.Tensor:
 
 
 class _Number:
-    """What makes a distributed variable a number where a plain variable is one.
+    """Conversion of a distributed variable to a number, as of a plain variable.
 
     TensorFlow's know neither `int()` nor `float()`, and NumPy makes no array of a scalar one. A
     callback may well ask for `int(optimizer.iterations)` or `float(optimizer.learning_rate)`.

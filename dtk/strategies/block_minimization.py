@@ -22,7 +22,7 @@ _ROUNDING = 1 + 1e-9
 
 @dataclass(frozen=True)
 class BlockResult:
-    """What `minimize_blocks` found, and what it took.
+    """Result of `minimize_blocks`, and what it took.
 
     Attributes:
         weights: The weights, like those given.

@@ -27,12 +27,20 @@ class Extended(Protocol):
         """Devices of this process's replicas."""
 
     def all_reduce_max(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Return the maximum of each tensor over the replicas, in a replica context."""
+        """Return the maximum of each tensor over the replicas, in a replica context.
+
+        Args:
+            tensors: This replica's.
+        """
 
     def observing_batches(
         self, observe: Callable[[tf.Tensor], None]
     ) -> AbstractContextManager[None]:
-        """Return a context in which datasets report the digest of each batch that is read."""
+        """Return a context in which datasets report the digest of each batch that is read.
+
+        Args:
+            observe: Called with a digest, int64 scalar.
+        """
 
 
 class Strategy(Protocol):
@@ -71,22 +79,50 @@ class Strategy(Protocol):
         """Return the context in which models are built and compiled."""
 
     def run(self, fn: Callable, args: tuple = ()) -> Any:
-        """Run a function on every replica of this process."""
+        """Run a function on every replica of this process.
+
+        Args:
+            fn: The function.
+            args: Its positional arguments, per replica or equal for all.
+
+        Returns:
+            What the replicas return, per replica where there are several.
+        """
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Return the dataset that this process iterates over."""
+        """Return the dataset that this process iterates over.
+
+        Args:
+            dataset: Dataset of global batches.
+        """
 
     def experimental_local_results(self, value: Any) -> tuple:
-        """Return what each replica of this process holds of a value."""
+        """Return what each replica of this process holds of a value.
+
+        Args:
+            value: A per-replica value, as `run` returns it.
+        """
 
     def new_sequence(self, name: str) -> str:
-        """Return a new name for a sequence of collectives, equal on all ranks."""
+        """Return a new name for a sequence of collectives, equal on all ranks.
+
+        Args:
+            name: What the name begins with.
+        """
 
     def sequence(self, name: str) -> AbstractContextManager[None]:
-        """Return a context; see `Communicator.sequence`."""
+        """Return a context that names collectives; see `Communicator.sequence`.
+
+        Args:
+            name: Name of the sequence.
+        """
 
     def concurrent(self, name: str) -> AbstractContextManager[None]:
-        """Return a context; see `Communicator.concurrent`."""
+        """Return a context whose collectives run beside others; see `Communicator.concurrent`.
+
+        Args:
+            name: Those of one name are ordered among themselves.
+        """
 
     def local_ranks(self) -> Sequence[int]:
         """Return the ranks of the replicas that this process holds."""
@@ -95,28 +131,61 @@ class Strategy(Protocol):
         """Return which of `local_ranks` is running, in a replica context."""
 
     def per_replica(self, parts: tuple) -> Any:
-        """Return what `run` is given so that replica i gets `parts[i]`."""
+        """Return what `run` is given so that replica i gets `parts[i]`.
+
+        Args:
+            parts: One structure of tensors for each of `local_ranks`.
+        """
 
     def take_variables(self, variables: Sequence[keras.Variable]) -> None:
-        """Make variables created outside the scope usable under the strategy."""
+        """Make variables created outside the scope usable under the strategy.
+
+        Args:
+            variables: They keep their values.
+        """
 
     def take_metric_state(self, variables: Sequence[keras.Variable]) -> None:
-        """Make metric state created outside the scope one that is summed when read."""
+        """Make metric state created outside the scope one that is summed when read.
+
+        Args:
+            variables: They keep their values.
+        """
 
     def set_per_replica(self, variable: keras.Variable, values: Sequence) -> None:
-        """Assign a value of its own to every local replica's copy of a variable."""
+        """Assign a value of its own to every local replica's copy of a variable.
+
+        Args:
+            variable: The variable.
+            values: One value for each of `local_ranks`.
+        """
 
     def copies(self, variable: keras.Variable) -> Sequence[tf.Tensor | tf.Variable]:
-        """Return what this process's replicas hold of a variable."""
+        """Return what this process's replicas hold of a variable.
+
+        Args:
+            variable: The variable.
+        """
 
     def reduce_gradients(self, gradients: list) -> list:
-        """Sum gradients over all replicas, in a replica context."""
+        """Sum gradients over all replicas, in a replica context.
+
+        Args:
+            gradients: This replica's, tensors or `tf.IndexedSlices`.
+        """
 
     def gather_outputs(self, outputs: Any) -> Any:
-        """Gather the rows of all ranks, in a replica context."""
+        """Gather the rows of all ranks, in a replica context.
+
+        Args:
+            outputs: Structure of this replica's rows.
+        """
 
     def join_outputs(self, outputs: Any) -> Any:
-        """Concatenate the rows of this process's replicas, outside a replica context."""
+        """Concatenate the rows of this process's replicas, outside a replica context.
+
+        Args:
+            outputs: Structure of per-replica rows.
+        """
 
 
 # A base class that leaves this open takes a strategy with more to it, such as parameter servers.
@@ -134,7 +203,11 @@ class EpochData(Protocol):
         """Give the progress bar the number of steps that the first epoch has shown."""
 
     def shuffle(self, epoch: int) -> None:
-        """Shuffle the rows of arrays for this epoch, alike on every rank."""
+        """Shuffle the rows of arrays for this epoch, alike on every rank.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+        """
 
     def end(self) -> None:
         """Forget the data of a `fit` that is over."""
@@ -167,25 +240,62 @@ class Trainer(Protocol):
         """Whether replicas take steps of their own, and weights are equal at times only."""
 
     def fit(self, method: Callable, args: tuple, kwargs: dict) -> Any:
-        """Call Keras's `fit`, bound to the model."""
+        """Call Keras's `fit`.
+
+        Args:
+            method: Keras's own, bound to the model.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            Keras's `History`.
+        """
 
     def predict_on_batch(self, x: Any) -> Any:
-        """Predict a global batch; every rank gets all rows."""
+        """Predict a global batch; every rank gets all rows.
+
+        Args:
+            x: The batch.
+        """
 
     def make_train_function(self, force: bool = False) -> Callable:
-        """Make the model's train function."""
+        """Make the model's train function.
+
+        Args:
+            force: Whether to make it anew.
+        """
 
     def leaves_validation(self, asked: dict[str, Any]) -> bool:
-        """Return whether another process validates."""
+        """Return whether another process validates.
+
+        Args:
+            asked: The arguments of `fit`, by name.
+        """
 
     def reading_of(self, name: str) -> AbstractContextManager[None]:
-        """Return a context that checks that ranks read the same batches."""
+        """Return a context that checks that ranks read the same batches.
+
+        Args:
+            name: "evaluate" or "predict".
+        """
 
     def check_same_reading(self, name: str, when: str) -> None:
-        """Raise on every rank when ranks have read different batches."""
+        """Raise on every rank when ranks have read different batches.
+
+        Args:
+            name: "train" or "test".
+            when: Such as "after step 4".
+
+        Raises:
+            DisagreementError: They have.
+        """
 
     def new_epoch(self, epoch: int) -> None:
-        """Prepare for an epoch of `fit`."""
+        """Prepare for an epoch of `fit`.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+        """
 
     def flush(self) -> None:
         """Wait for steps in flight."""
@@ -203,7 +313,11 @@ class Trainer(Protocol):
         """Return the epoch that a callback wants `fit` to start from."""
 
     def set_initial_epoch(self, epoch: int | None) -> None:
-        """Make `fit` start from this epoch."""
+        """Make `fit` start from an epoch.
+
+        Args:
+            epoch: The epoch; None for the argument's.
+        """
 
     def seed_states(self) -> list[keras.Variable]:
         """Return the state of the model's random number generators."""

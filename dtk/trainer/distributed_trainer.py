@@ -41,7 +41,7 @@ from dtk.trainer.model_state import ModelState
 
 
 class DistributedTrainer(ModelState, Generic[StrategyT]):
-    """What dtk keeps about one model compiled under one strategy.
+    """Training of one model compiled under one strategy: its step functions, data and checks.
 
     Attributes:
         model: The model.

@@ -25,7 +25,7 @@ _BITS = dict(zip(CANDIDATES, (32, 16, 8, 1), strict=True))
 
 
 class _Reading(NamedTuple):
-    """Clocks and counts."""
+    """Seconds on the clock, seconds of communication, and bytes sent so far."""
 
     seconds: float
     sending: float
@@ -33,7 +33,7 @@ class _Reading(NamedTuple):
 
 
 class ExchangeSelection:
-    """Measures the steps of one `fit`, and selects an exchange if it is to be selected.
+    """Selection of an exchange by the measured steps of one `fit`, where `exchange="auto"`.
 
     Args:
         trainer: Of the model.

@@ -62,7 +62,7 @@ def undistributed() -> Iterator[None]:
 
 
 class _Calls:
-    """Handles the calls of this process.
+    """Handler of the calls of this process.
 
     Args:
         strategy: The one of this process that joins most processes.

@@ -37,7 +37,7 @@ def tell(callbacks: Sequence, event: str, *args: Any) -> None:
 
 
 class SynchronizeWeights(keras.callbacks.Callback):
-    """Synchronizes weights before the user's callbacks, which see those of all ranks.
+    """Callback before the user's ones, which see the weights and logs of all ranks.
 
     Args:
         trainer: The model's trainer.
@@ -66,7 +66,7 @@ class SynchronizeWeights(keras.callbacks.Callback):
 
 
 class RankChecks(keras.callbacks.Callback):
-    """Checks ranks after the user's callbacks; what one decided on one rank holds on all.
+    """Callback after the user's ones: what one of them decided on one rank holds on all.
 
     Callbacks that must act on what all others have done, such as one that saves their state, define
 

@@ -227,7 +227,7 @@ def check_same_digest(strategy: Strategy, digest: int, when: str) -> None:
 
 
 class ReadingCheck:
-    """Compares the batches that ranks read: the first one at once, all of them at the end.
+    """Comparison of the batches that ranks read: the first at once, all of them at the end.
 
     Args:
         strategy: The strategy.

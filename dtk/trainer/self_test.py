@@ -35,7 +35,7 @@ from dtk.trainer.trial import Outcome, Trial
 
 
 class Verdict(NamedTuple):
-    """What the two ways of computing a step tell.
+    """Result of comparing a step on a few rows as a whole and in parts.
 
     Attributes:
         kinds: Of the terms that are no means.

@@ -12,7 +12,7 @@ from dtk.trainer import replica_step, shared_optimizer
 
 
 class Snapshot:
-    """What this process's replicas hold of some variables, Keras's or TensorFlow's.
+    """Values of some variables, Keras's or TensorFlow's, on this process's replicas.
 
     Each replica gets its own value back, also where values differ by replica (metric state, dropout
     seeds, unfinished gradient accumulation). Nothing is communicated.

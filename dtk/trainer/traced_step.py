@@ -41,7 +41,7 @@ class Applied(NamedTuple):
 
 
 class Noting(Protocol):
-    """Takes the gradients of a step whose optimizers only note them.
+    """Receiver of the gradients of a step whose optimizers only note them.
 
     Attributes:
         applied: What it was given, in order.
@@ -60,7 +60,7 @@ class Noting(Protocol):
 
 
 class Gathered:
-    """Takes the gradients of a step that is only looked at.
+    """Receiver of the gradients of a step that is only looked at.
 
     Attributes:
         applied: What it was given, in order.
@@ -81,7 +81,7 @@ class Gathered:
 
 
 class WorldState(Protocol):
-    """What a step leaves, of all replicas; see `replica_step.World`."""
+    """State that a step leaves, of all replicas; see `replica_step.World`."""
 
     def result_of(self, original: Callable) -> Any:
         """Return what a metric's `result` returns for the state of all replicas.

@@ -32,7 +32,7 @@ _ROWS = 2
 
 
 class Outcome(NamedTuple):
-    """What a step on a few rows computed.
+    """Results of a step on a few rows.
 
     Attributes:
         terms: Value, numerator and denominator of each term, of each replica: name -> `[n, 3]`.
@@ -231,7 +231,7 @@ class Trial(Generic[StrategyT]):
 
 
 class Names(NamedTuple):
-    """What the lists that a traced step returns are of."""
+    """Names of the items in the lists that a traced step returns."""
 
     terms: list[str]
     gradients: list[str]
