@@ -27,7 +27,7 @@ from keras.src.trainers.trainer import Trainer
 from dtk.compat.replacing import replaced
 
 
-def metrics_of(model: keras.Model) -> list:
+def metrics_of(model: keras.Model) -> list[keras.Metric]:
     """Return every metric of a model: those it lists, and others that are attributes of it.
 
     Args:
@@ -70,7 +70,7 @@ def _given(identifiers: Any, get: Callable) -> Iterator[Any]:
         yield found if fn is None or not is_kerass(found) else fn
 
 
-def foreign_losses(model: keras.Model) -> list:
+def foreign_losses(model: keras.Model) -> list[keras.Loss | Callable]:
     """Return the losses given to `compile` that are not Keras's own.
 
     Args:
@@ -81,7 +81,7 @@ def foreign_losses(model: keras.Model) -> list:
     return [loss for loss in given if loss is not None and not is_kerass(loss)]
 
 
-def foreign_metrics(model: keras.Model) -> list:
+def foreign_metrics(model: keras.Model) -> list[keras.Metric | Callable]:
     """Return the metrics of a model that are not Keras's own.
 
     Args:
@@ -201,7 +201,7 @@ def make_function(model: keras.Model, step: Callable) -> Callable:
     return model._make_function(step)
 
 
-def layers_of(model: keras.Model) -> list:
+def layers_of(model: keras.Model) -> list[keras.Layer]:
     """Return every layer of a model, also those inside others.
 
     Args:
@@ -210,7 +210,7 @@ def layers_of(model: keras.Model) -> list:
     return list(model._flatten_layers())
 
 
-def tables_of(model: keras.Model) -> list:
+def tables_of(model: keras.Model) -> list[tf.Variable]:
     """Return the variables of embedding layers, of which a step needs a few rows only.
 
     Args:

@@ -52,7 +52,7 @@ def clip_through(optimizer: keras.Optimizer, around: Callable) -> None:
     optimizer._clip_gradients = lambda gradients: around(gradients, clip)
 
 
-def trained_variables(optimizer: keras.Optimizer) -> list:
+def trained_variables(optimizer: keras.Optimizer) -> list[keras.Variable]:
     """Return the Keras variables an optimizer was built for.
 
     Args:

@@ -246,6 +246,10 @@ class Feed:
 
         Args:
             in_epoch: Call it with True from `on_train_batch_begin`, with False between epochs.
+
+        Returns:
+            How often the data was opened ("iterators"), the steps "seen" of it, whether an iterator
+            is "open", "batch_size", and "batches" of an epoch; None where unknown.
         """
         iterator = self.iterator
         ahead = iterator.steps_per_execution if in_epoch else 0

@@ -104,10 +104,13 @@ def fit(method: Callable, trainer: Trainer, args: tuple, kwargs: dict) -> Any:
 
 
 def data_of(asked: Mapping[str, Any]) -> Any:
-    """Return what a call was given to read: `x`, and the targets and weights that belong to it.
+    """Return what a call was given to read.
 
     Args:
         asked: Arguments of the call, by name.
+
+    Returns:
+        `x`, or a list of it and the targets and weights that belong to it.
     """
     x = asked.get("x")
     others = [asked.get("y"), asked.get("sample_weight")]
@@ -163,7 +166,9 @@ def _on_batch(method: Callable, name: str, trainer: Trainer, args: tuple, kwargs
     return result
 
 
-def on_this_rank(callbacks: keras.callbacks.Callback | Sequence | None, strategy: Strategy) -> list:
+def on_this_rank(
+    callbacks: keras.callbacks.Callback | Sequence | None, strategy: Strategy
+) -> list[keras.callbacks.Callback]:
     """Select the callbacks that run on this rank: all on rank 0, none that write files elsewhere.
 
     Args:
@@ -200,7 +205,7 @@ def join(
     callbacks.set_params({**params, **(callbacks.params or {})})
 
 
-def with_history(callbacks: list) -> list:
+def with_history(callbacks: list) -> list[keras.callbacks.Callback]:
     """Add Keras's `History` to callbacks without one, so that it comes before `RankChecks`.
 
     Args:

@@ -245,7 +245,7 @@ def check_exchange(optimizer: keras.Optimizer, strategy: Strategy) -> None:
         )
 
 
-def slots_of(optimizer: keras.Optimizer) -> list:
+def slots_of(optimizer: keras.Optimizer) -> list[keras.Variable]:
     """Return an optimizer's floating-point state beside its learning rate.
 
     Args:
@@ -258,7 +258,7 @@ def slots_of(optimizer: keras.Optimizer) -> list:
     ]
 
 
-def momenta_of(optimizer: keras.Optimizer) -> list:
+def momenta_of(optimizer: keras.Optimizer) -> list[keras.Variable]:
     """Return those of an optimizer's variables that average gradients.
 
     Args:
@@ -276,6 +276,9 @@ def shaped(gradients: list, variables: Sequence) -> list:
     Args:
         gradients: Tensors or `tf.IndexedSlices`; None stays None.
         variables: Keras variables in the same order.
+
+    Returns:
+        The gradients, in the same order.
     """
     return [
         g if g is None or isinstance(g, tf.IndexedSlices) else tf.ensure_shape(g, v.shape)

@@ -68,7 +68,7 @@ def average_statistics(step: traced_step.Step, model: keras.Model) -> bool:
     return True
 
 
-def moving_statistics(step: traced_step.Step) -> list:
+def moving_statistics(step: traced_step.Step) -> list[keras.Variable]:
     """Return the non-trainable floats a step assigned, but for those that layers synchronize.
 
     Args:

@@ -21,7 +21,7 @@ from dtk.compat import keras_optimizers, keras_variables
 from dtk.optimizers.layerwise import LayerwiseOptimizer
 
 
-def members(optimizer: keras.Optimizer) -> list:
+def members(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
     """Return an optimizer and those it hands gradients to, outermost first.
 
     Args:

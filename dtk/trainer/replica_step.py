@@ -99,7 +99,7 @@ def _sum_over_replicas(value: tf.Tensor) -> tf.Tensor:
     return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, value)
 
 
-def metric_variables(model: keras.Model) -> list:
+def metric_variables(model: keras.Model) -> list[keras.Variable]:
     """Return the state variables of every metric of a model, the loss tracker among them.
 
     Args:

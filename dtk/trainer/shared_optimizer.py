@@ -28,7 +28,7 @@ from dtk.trainer.gradient_exchange import (
 )
 
 
-def optimizers_of(model: keras.Model) -> list:
+def optimizers_of(model: keras.Model) -> list[keras.Optimizer]:
     """Return the model's optimizer and any other it holds as an attribute (a GAN has two).
 
     Those that one of them applies are left out: an attribute may be a second name of one.
@@ -46,7 +46,7 @@ def optimizers_of(model: keras.Model) -> list:
     return list(unique.values())
 
 
-def _chain(optimizer: keras.Optimizer) -> list:
+def _chain(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
     """Return an optimizer and those it wraps, outermost first."""
     chain = [optimizer]
     while hasattr(chain[-1], "inner_optimizer"):
@@ -54,7 +54,7 @@ def _chain(optimizer: keras.Optimizer) -> list:
     return chain
 
 
-def accumulators_of(optimizer: keras.Optimizer) -> list:
+def accumulators_of(optimizer: keras.Optimizer) -> list[keras.Variable]:
     """Return the variables that hold this rank's part of an unfinished accumulation window.
 
     Args:

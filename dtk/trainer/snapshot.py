@@ -45,7 +45,7 @@ def _stored(variable: keras.Variable | tf.Variable) -> tf.Variable:
     return keras_variables.stored(variable) if isinstance(variable, keras.Variable) else variable
 
 
-def changed_by_training(model: keras.Model) -> list:
+def changed_by_training(model: keras.Model) -> list[keras.Variable | tf.Variable]:
     """Return every variable that a training step may change.
 
     Weights, seeds, metrics, optimizers' state, and what the exchange of gradients remembers.

@@ -158,10 +158,13 @@ class Step:
             self.rows_read.append(tf.size(rows, tf.int64) * rows.dtype.size)
 
     def weighed(self, value: Any) -> Any:
-        """Multiply by the share of this replica; the result is 0 where the share is 0.
+        """Multiply a value by the share of this replica.
 
         Args:
             value: A tensor, `tf.IndexedSlices` or None.
+
+        Returns:
+            Of the same kind; 0 where the share is 0, even if the value is not a number.
         """
         if value is None:
             return None
@@ -176,6 +179,9 @@ class Step:
 
         Args:
             gradients: Gradients; None where there is none.
+
+        Returns:
+            The gradients, in the same order.
         """
         return gradients if self.own else [self.weighed(g) for g in gradients]
 
