@@ -51,7 +51,7 @@ def takes_own_step(model: keras.Model) -> bool:
     return type(model).train_step is own and "train_step" not in vars(model)
 
 
-def is_kerass(function: Any) -> bool:
+def is_from_keras(function: Any) -> bool:
     """Return whether a function, class or instance of one is Keras's own, and not a script's.
 
     Args:
@@ -67,7 +67,7 @@ def _given(identifiers: Any, get: Callable) -> Iterator[Any]:
     for given in keras.tree.flatten(identifiers):
         found = get(given) if isinstance(given, str | dict) else given
         fn = getattr(found, "fn", None) or getattr(found, "_fn", None)
-        yield found if fn is None or not is_kerass(found) else fn
+        yield found if fn is None or not is_from_keras(found) else fn
 
 
 def foreign_losses(model: keras.Model) -> list[keras.Loss | Callable]:
@@ -78,7 +78,7 @@ def foreign_losses(model: keras.Model) -> list[keras.Loss | Callable]:
     """
     compiled = model._compile_loss
     given = [] if compiled is None else _given(compiled._user_loss, keras.losses.get)
-    return [loss for loss in given if loss is not None and not is_kerass(loss)]
+    return [loss for loss in given if loss is not None and not is_from_keras(loss)]
 
 
 def foreign_metrics(model: keras.Model) -> list[keras.Metric | Callable]:
@@ -92,7 +92,7 @@ def foreign_metrics(model: keras.Model) -> list[keras.Metric | Callable]:
     # "accuracy" and the like are several of Keras's; nothing is looked up by such names.
     given = [m for m in keras.tree.flatten(asked) if m is not None and not isinstance(m, str)]
     held = [metric for metric in metrics_of(model) if metric is not compiled]
-    return [m for m in [*_given(given, keras.metrics.get), *held] if not is_kerass(m)]
+    return [m for m in [*_given(given, keras.metrics.get), *held] if not is_from_keras(m)]
 
 
 def computes_own_loss(model: keras.Model) -> bool:

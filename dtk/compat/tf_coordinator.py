@@ -31,7 +31,7 @@ def employ(strategy: tf.distribute.Strategy, work: Callable[[], None], count: in
         cluster.schedule(work, args=None, kwargs=None)
 
 
-def hush_coordinator() -> None:
+def silence_coordinator() -> None:
     """Keep TensorFlow's report of a lost worker, several pages long, out of the log.
 
     dtk names the lost worker in one line, and raises what ends the job.

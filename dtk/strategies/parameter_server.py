@@ -129,7 +129,7 @@ class ParameterServerStrategy(DtkStrategy, tf_servers.ServerStrategy):
             self, config.cluster["worker"], config.cluster["ps"], patience=startup.limit()
         )
         start.end_at_once("the chief")
-        tf_coordinator.hush_coordinator()
+        tf_coordinator.silence_coordinator()
 
     @property
     def size(self) -> int:

@@ -249,7 +249,7 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
         if (
             name == "test"
             and "train" in self.kinds
-            and keras_models.is_kerass(type(self.model).test_step)
+            and keras_models.is_from_keras(type(self.model).test_step)
         ):
             why = []  # it computes nothing that the train step did not
         self.kinds[name] = {}

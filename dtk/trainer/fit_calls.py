@@ -41,7 +41,7 @@ def call(trainer: Trainer, name: str, method: Callable, args: tuple, kwargs: dic
     if name == "fit":
         return trainer.fit(method, args, kwargs)
     if name in ("evaluate", "predict"):
-        return _look(method, name, trainer, args, kwargs)
+        return _evaluate_or_predict(method, name, trainer, args, kwargs)
     if name == "predict_on_batch" and trainer.takes_over:
         method = trainer.predict_on_batch
     return _on_batch(method, name, trainer, args, kwargs)
@@ -97,7 +97,7 @@ def fit(method: Callable, trainer: Trainer, args: tuple, kwargs: dict) -> Any:
     try:
         return method(*given.args, **given.kwargs)
     finally:
-        rank_callbacks.tell(callbacks.callbacks, "on_fit_left")
+        rank_callbacks.notify(callbacks.callbacks, "on_fit_left")
         trainer.callbacks = None
         trainer.feed.end()
         trainer.release()
@@ -117,7 +117,9 @@ def data_of(asked: Mapping[str, Any]) -> Any:
     return x if all(other is None for other in others) else [x, *others]
 
 
-def _look(method: Callable, name: str, trainer: Trainer, args: tuple, kwargs: dict) -> Any:
+def _evaluate_or_predict(
+    method: Callable, name: str, trainer: Trainer, args: tuple, kwargs: dict
+) -> Any:
     """Call `evaluate` or `predict` with the checks between ranks around it."""
     given = inspect.signature(method).bind(*args, **kwargs)
     asked, strategy = given.arguments, trainer.strategy

@@ -119,7 +119,7 @@ def install(strategy: Strategy) -> None:
     """
     if strategy.processes > 1:
         saving.install()
-    self_test.say_if_nothing_was_tried()
+    self_test.fail_if_nothing_is_tried()
     before = trainer_calls.handler()
     # One that joins more processes goes on deciding what is refused.
     if not isinstance(before, _Calls) or strategy.processes >= before.strategy.processes:

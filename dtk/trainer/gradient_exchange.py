@@ -70,7 +70,7 @@ class GradientExchange:
         return self._exchange.local
 
     @property
-    def begun(self) -> bool:
+    def is_traced(self) -> bool:
         """Whether a step has been traced."""
         return bool(self._exchangers)
 

@@ -66,8 +66,8 @@ class ModelState:
 
         These are all, but for slot variables that have become a rank's own.
         """
-        begun = any(one.begun for one in shared_optimizer.gradient_exchanges_of(self.model))
-        return self.equal_variables() if begun else self.shared_variables()
+        traced = any(one.is_traced for one in shared_optimizer.gradient_exchanges_of(self.model))
+        return self.equal_variables() if traced else self.shared_variables()
 
     def exchange_state(self) -> dict:
         """Collect the state of the exchange of gradients, of all ranks. All ranks call it together.

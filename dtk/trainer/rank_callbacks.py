@@ -22,7 +22,7 @@ from dtk.trainer.shared_weights import check_same_weights, start_from, start_fro
 # The callback.
 
 
-def tell(callbacks: Sequence, event: str, *args: Any) -> None:
+def notify(callbacks: Sequence, event: str, *args: Any) -> None:
     """Call a method of the callbacks that define it.
 
     Args:
@@ -107,7 +107,7 @@ class RankChecks(keras.callbacks.Callback):
             start_from(0, trainer, trainer.agreed_variables())
             start_from_epoch_of_rank_0(trainer)
         spread_seeds(trainer)
-        tell(trainer.callbacks.callbacks, "on_train_agreed", logs)
+        notify(trainer.callbacks.callbacks, "on_train_agreed", logs)
         self._selection.begin()
         self._stepped = False
         self._steps = 0
@@ -171,7 +171,7 @@ class RankChecks(keras.callbacks.Callback):
         if not self._alone:
             self._agree_on_stopping()
         self._selection.end_epoch()
-        tell(self.trainer.callbacks.callbacks, "on_epoch_agreed", epoch, logs)
+        notify(self.trainer.callbacks.callbacks, "on_epoch_agreed", epoch, logs)
 
     def on_train_end(self, logs: dict | None = None) -> None:
         """Tell callbacks that training is over, and weights no longer change.
@@ -179,7 +179,7 @@ class RankChecks(keras.callbacks.Callback):
         Args:
             logs: Logs of the last epoch.
         """
-        tell(self.trainer.callbacks.callbacks, "on_end_agreed", logs)
+        notify(self.trainer.callbacks.callbacks, "on_end_agreed", logs)
 
     def _check(self, when: str) -> None:
         if self.trainer.strategy.num_replicas_in_sync > 1:

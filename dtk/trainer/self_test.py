@@ -70,7 +70,7 @@ def is_wanted(asked: bool | str) -> bool | str:
     return asked
 
 
-def say_if_nothing_was_tried() -> None:
+def fail_if_nothing_is_tried() -> None:
     """Make a script that trains no model end in an error, under `dtk check`."""
     if os.environ.get(SELF_TEST) == "only":
         atexit.register(_nothing_was_tried)
@@ -266,7 +266,7 @@ def reasons(model: keras.Model, step_name: str) -> list[str]:
         Such as "loss my_loss"; empty where all is Keras's own.
     """
     found = []
-    if not keras_models.is_kerass(getattr(type(model), step_name)):
+    if not keras_models.is_from_keras(getattr(type(model), step_name)):
         found.append(f"{step_name} of {type(model).__name__}")
     if not keras_models.computes_own_loss(model):
         found.append(f"compute_loss of {type(model).__name__}")
@@ -286,4 +286,4 @@ def _is_foreign(layer: keras.Layer) -> bool:
     if getattr(layer, "activity_regularizer", None) is not None:
         return True
     call = getattr(type(layer), "call", None)
-    return call is not None and not keras_models.is_kerass(call)
+    return call is not None and not keras_models.is_from_keras(call)
