@@ -1,6 +1,7 @@
 """Keras's data adapters and its epoch iterator, which give `fit` its batches.
 
-keras.src.trainers.data_adapters     ArrayDataAdapter (._inputs, ._shuffle), TFDatasetAdapter
+keras.src.trainers.data_adapters     ArrayDataAdapter (._inputs, ._shuffle), TFDatasetAdapter,
+            DataAdapter (its name)
 TFEpochIterator   _distributed_dataset, _num_batches, _current_iterator, _steps_seen,
             _get_iterator, _enumerate_iterator, _interrupted_warning
 """
@@ -10,80 +11,147 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import TFEpochIterator as TFEpochIterator
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter as DataAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter as TFDatasetAdapter
 
 # The data adapter and the epoch iterator, which give `fit` its batches.
 
 
 def arrays_of(adapter: ArrayDataAdapter) -> Any:
-    """What an adapter of arrays was given: inputs, and targets and row weights if there are."""
+    """Return what an adapter of arrays was given: inputs, targets and row weights.
+
+    Args:
+        adapter: The adapter.
+
+    Returns:
+        A tuple of structures of arrays, without what is absent.
+    """
     return adapter._inputs
 
 
-def shuffles(adapter: ArrayDataAdapter) -> Any:
-    """How an adapter of arrays shuffles; falsy if it does not."""
+def shuffles(adapter: ArrayDataAdapter) -> bool | str | None:
+    """Return how an adapter of arrays shuffles; falsy if it does not.
+
+    Args:
+        adapter: The adapter.
+    """
     return adapter._shuffle
 
 
-def dataset_of(iterator: Any) -> Any:
-    """The dataset an epoch iterator makes an iterator of for each epoch."""
+def dataset_of(iterator: TFEpochIterator) -> tf.data.Dataset:
+    """Return the dataset that an epoch iterator opens in each epoch.
+
+    Args:
+        iterator: Keras's epoch iterator.
+    """
     return iterator._distributed_dataset
 
 
-def set_dataset(iterator: Any, dataset: Any) -> None:
-    """Make the following epochs read another dataset."""
+def set_dataset(iterator: TFEpochIterator, dataset: tf.data.Dataset) -> None:
+    """Make the following epochs read another dataset.
+
+    Args:
+        iterator: Keras's epoch iterator.
+        dataset: What they are to read.
+    """
     iterator._distributed_dataset = dataset
 
 
-def batches_in(iterator: Any) -> int | None:
-    """Batches in an epoch iterator's data; None until an epoch has shown it."""
+def batches_in(iterator: TFEpochIterator) -> int | None:
+    """Return the number of batches in an epoch iterator's data.
+
+    Args:
+        iterator: Keras's epoch iterator.
+
+    Returns:
+        The number; None until an epoch has shown it.
+    """
     return iterator._num_batches
 
 
-def set_batches_in(iterator: Any, count: int | None) -> None:
-    """Tell an epoch iterator how many batches its data has."""
+def set_batches_in(iterator: TFEpochIterator, count: int | None) -> None:
+    """Set the number of batches in an epoch iterator's data.
+
+    Args:
+        iterator: Keras's epoch iterator.
+        count: The number; None where an epoch has yet to show it.
+    """
     iterator._num_batches = count
 
 
-def is_open(iterator: Any) -> bool:
-    """Whether an iterator over the data is kept that the next epoch may go on with."""
+def is_open(iterator: TFEpochIterator) -> bool:
+    """Return whether the next epoch may go on with an open iterator over the data.
+
+    Args:
+        iterator: Keras's epoch iterator.
+    """
     return iterator._current_iterator is not None
 
 
-def steps_seen(iterator: Any) -> int:
-    """Steps taken from the iterator over the data that is kept."""
+def steps_seen(iterator: TFEpochIterator) -> int:
+    """Return the number of steps taken from the open iterator over the data.
+
+    Args:
+        iterator: Keras's epoch iterator.
+    """
     return iterator._steps_seen
 
 
-def forget_place(iterator: Any) -> None:
-    """Make the next epoch begin with a new iterator over the data."""
+def forget_place(iterator: TFEpochIterator) -> None:
+    """Make the next epoch begin with a new iterator over the data.
+
+    Args:
+        iterator: Keras's epoch iterator.
+    """
     iterator._current_iterator = None
 
 
-def set_place(iterator: Any, current: Iterator, seen: int) -> None:
-    """Make the next epoch go on with an iterator over the data from which `seen` were taken."""
+def set_place(iterator: TFEpochIterator, current: Iterator, seen: int) -> None:
+    """Make the next epoch go on with a given iterator over the data.
+
+    Args:
+        iterator: Keras's epoch iterator.
+        current: The iterator over the data.
+        seen: Steps already taken from it.
+    """
     iterator._current_iterator, iterator._steps_seen = current, seen
 
 
-def open_data(iterator: Any) -> Iterator:
-    """A new iterator over the data, as an epoch makes it; a dataset shuffles anew with each."""
+def open_data(iterator: TFEpochIterator) -> Iterator:
+    """Open the data as an epoch does; a dataset shuffles anew each time.
+
+    Args:
+        iterator: Keras's epoch iterator.
+
+    Returns:
+        A new iterator over the data.
+    """
     return iter(iterator._get_iterator())
 
 
-def on_opening(iterator: Any, call: Callable[[], None]) -> None:
-    """Call a function whenever the data is opened anew."""
+def on_opening(iterator: TFEpochIterator, call: Callable[[], None]) -> None:
+    """Call a function whenever the data is opened anew.
+
+    Args:
+        iterator: Keras's epoch iterator.
+        call: Called without arguments, before the data is opened.
+    """
     get_iterator = iterator._get_iterator
 
-    def told() -> Any:
+    def observed() -> tf.data.Iterator:
         call()
         return get_iterator()
 
-    iterator._get_iterator = told
+    iterator._get_iterator = observed
 
 
 def steps_through(
-    iterator: Any, change: Callable[[Iterator[tuple]], Iterator[tuple]], once: bool = False
+    iterator: TFEpochIterator,
+    change: Callable[[Iterator[tuple]], Iterator[tuple]],
+    once: bool = False,
 ) -> None:
     """Put a generator between Keras and the steps of an epoch.
 
@@ -103,6 +171,10 @@ def steps_through(
     iterator._enumerate_iterator = changed
 
 
-def end_quietly(iterator: Any) -> None:
-    """Keep Keras from warning when the data ends before the steps do."""
+def end_quietly(iterator: TFEpochIterator) -> None:
+    """Keep Keras from warning when the data ends before the steps do.
+
+    Args:
+        iterator: Keras's epoch iterator.
+    """
     iterator._interrupted_warning = lambda: None

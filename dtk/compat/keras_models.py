@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter as TFDatasetAdapter
 from keras.src.trainers.trainer import Trainer
@@ -26,53 +27,80 @@ from keras.src.trainers.trainer import Trainer
 from dtk.compat.replacing import replaced
 
 
-def metrics_of(model: Any) -> list:
-    """Every metric of a model: those it lists, and others that are attributes of it."""
+def metrics_of(model: keras.Model) -> list[keras.Metric]:
+    """Return every metric of a model: those it lists, and others that are attributes of it.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The metrics, each once.
+    """
     listed = [*model.metrics, *model._metrics]
     held = [value for value in vars(model).values() if isinstance(value, keras.metrics.Metric)]
     return list({id(metric): metric for metric in [*listed, *held]}.values())
 
 
-def takes_own_step(model: Any) -> bool:
-    """Whether a model is trained by the train step that Keras gives it."""
+def takes_own_step(model: keras.Model) -> bool:
+    """Return whether a model is trained by the train step that Keras gives it.
+
+    Args:
+        model: The model.
+    """
     own = TensorFlowTrainer.train_step
     return type(model).train_step is own and "train_step" not in vars(model)
 
 
-def is_kerass(function: Any) -> bool:
-    """Whether a function, class or instance of one is Keras's own, and not a script's."""
+def is_from_keras(function: Any) -> bool:
+    """Return whether a function, class or instance of one is Keras's own, and not a script's.
+
+    Args:
+        function: The function, class or instance.
+    """
     function = inspect.unwrap(function) if callable(function) else function
     module = getattr(function, "__module__", None) or type(function).__module__
     return str(module).partition(".")[0] == "keras"
 
 
 def _given(identifiers: Any, get: Callable) -> Iterator[Any]:
-    """What `compile` was given, with names looked up; wrapped functions as they are."""
+    """Return what `compile` was given, with names looked up; wrapped functions as they are."""
     for given in keras.tree.flatten(identifiers):
         found = get(given) if isinstance(given, str | dict) else given
         fn = getattr(found, "fn", None) or getattr(found, "_fn", None)
-        yield found if fn is None or not is_kerass(found) else fn
+        yield found if fn is None or not is_from_keras(found) else fn
 
 
-def foreign_losses(model: Any) -> list:
-    """The losses given to `compile` that are not Keras's own."""
+def foreign_losses(model: keras.Model) -> list[keras.Loss | Callable]:
+    """Return the losses given to `compile` that are not Keras's own.
+
+    Args:
+        model: A compiled model.
+    """
     compiled = model._compile_loss
     given = [] if compiled is None else _given(compiled._user_loss, keras.losses.get)
-    return [loss for loss in given if loss is not None and not is_kerass(loss)]
+    return [loss for loss in given if loss is not None and not is_from_keras(loss)]
 
 
-def foreign_metrics(model: Any) -> list:
-    """The metrics of a model that are not Keras's own."""
+def foreign_metrics(model: keras.Model) -> list[keras.Metric | Callable]:
+    """Return the metrics of a model that are not Keras's own.
+
+    Args:
+        model: A compiled model.
+    """
     compiled = model._compile_metrics
     asked = [] if compiled is None else [compiled._user_metrics, compiled._user_weighted_metrics]
     # "accuracy" and the like are several of Keras's; nothing is looked up by such names.
     given = [m for m in keras.tree.flatten(asked) if m is not None and not isinstance(m, str)]
     held = [metric for metric in metrics_of(model) if metric is not compiled]
-    return [m for m in [*_given(given, keras.metrics.get), *held] if not is_kerass(m)]
+    return [m for m in [*_given(given, keras.metrics.get), *held] if not is_from_keras(m)]
 
 
-def computes_own_loss(model: Any) -> bool:
-    """Whether Keras computes a model's loss, from what `compile` and `add_loss` were given."""
+def computes_own_loss(model: keras.Model) -> bool:
+    """Return whether Keras computes a model's loss, from what `compile` and `add_loss` were given.
+
+    Args:
+        model: The model.
+    """
     return type(model).compute_loss is Trainer.compute_loss
 
 
@@ -81,7 +109,9 @@ def computes_own_loss(model: Any) -> bool:
 
 @contextlib.contextmanager
 def compiles_through(before: Callable, after: Callable) -> Iterator[None]:
-    """While inside, calls stand before and after `model.compile`; in another such, the outer's.
+    """Return a context in which functions are called before and after `model.compile`.
+
+    In another such context, the outer's functions are called.
 
     Args:
         before: Called with the model and its `jit_compile`.
@@ -106,17 +136,29 @@ def compiles_through(before: Callable, after: Callable) -> Iterator[None]:
         yield
 
 
-def owner_of(model: Any) -> Any:
-    """The strategy a model was built under; None if under none."""
+def owner_of(model: keras.Model) -> tf.distribute.Strategy | None:
+    """Return the strategy a model was built under.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The strategy, dtk's or another; None if under none.
+    """
     return model._distribute_strategy
 
 
-def set_owner(model: Any, strategy: Any) -> None:
-    """Make a model belong to a strategy."""
+def set_owner(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
+    """Make a model belong to a strategy.
+
+    Args:
+        model: The model.
+        strategy: The strategy.
+    """
     model._distribute_strategy = strategy
 
 
-def build_through(model: Any, build: Callable) -> None:
+def build_through(model: keras.Model, build: Callable) -> None:
     """Make Keras call `build(iterator=None, data_batch=None)` before a model's first step.
 
     Args:
@@ -126,10 +168,14 @@ def build_through(model: Any, build: Callable) -> None:
     model._maybe_symbolic_build = build
 
 
-def build_from(model: Any, data_batch: Any) -> None:
+def build_from(model: keras.Model, data_batch: Any) -> None:
     """Build a model, its metrics and its optimizer from a batch or the specification of one.
 
     A model that has a train step and no `call` is not built so: its step builds what it uses.
+
+    Args:
+        model: The model.
+        data_batch: Structure of tensors or of `tf.TensorSpec`.
     """
     if type(model).call in (keras.Model.call, keras.layers.Layer.call):
         return
@@ -142,18 +188,37 @@ def build_from(model: Any, data_batch: Any) -> None:
             raise
 
 
-def make_function(model: Any, step: Callable) -> Callable:
-    """Keras's loop over the batches of an iterator, around one step."""
+def make_function(model: keras.Model, step: Callable) -> Callable:
+    """Make Keras's loop over the batches of an iterator, around one step.
+
+    Args:
+        model: A compiled model, which says how many steps an execution has.
+        step: Takes one batch.
+
+    Returns:
+        A function of an iterator.
+    """
     return model._make_function(step)
 
 
-def layers_of(model: Any) -> list:
-    """Every layer of a model, also those inside others."""
+def layers_of(model: keras.Model) -> list[keras.Layer]:
+    """Return every layer of a model, also those inside others.
+
+    Args:
+        model: The model.
+    """
     return list(model._flatten_layers())
 
 
-def tables_of(model: Any) -> list:
-    """Variables of embedding layers: of those a step needs a few rows only."""
+def tables_of(model: keras.Model) -> list[tf.Variable]:
+    """Return the variables of embedding layers, of which a step needs a few rows only.
+
+    Args:
+        model: The model.
+
+    Returns:
+        TensorFlow variables; those of layers that are not built are left out.
+    """
     return [
         layer._embeddings
         for layer in layers_of(model)
@@ -161,18 +226,35 @@ def tables_of(model: Any) -> list:
     ]
 
 
-def initial_epoch(model: Any) -> int | None:
-    """The epoch a callback wants `fit` to start from; None for the argument's."""
+def initial_epoch(model: keras.Model) -> int | None:
+    """Return the epoch that a callback wants `fit` to start from.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The epoch; None for the argument of `fit`.
+    """
     return model._initial_epoch
 
 
-def set_initial_epoch(model: Any, epoch: int | None) -> None:
-    """Make `fit` start from this epoch."""
+def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
+    """Make `fit` start from an epoch.
+
+    Args:
+        model: The model.
+        epoch: The epoch; None for the argument of `fit`.
+    """
     model._initial_epoch = epoch
 
 
-def answer_once(model: Any, logs: dict) -> None:
-    """When `fit` next asks what an epoch's steps said, which is at their end, let it be this."""
+def answer_once(model: keras.Model, logs: dict) -> None:
+    """Make `fit` take these logs for the epoch that ends next.
+
+    Args:
+        model: The model.
+        logs: What `fit` is given when it next asks for the logs of an epoch's steps.
+    """
 
     def logs_of_then(latest: Any) -> dict:
         del latest, model._get_metrics_result_or_logs

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -30,8 +31,10 @@ from dtk.compat.replacing import replaced
 # While a step is traced.
 
 
-def losses_through(scale: Callable, unscale: Callable, weigh: Callable) -> Any:
-    """A context in which Keras's losses call these functions instead of its own.
+def losses_through(
+    scale: Callable, unscale: Callable, weigh: Callable
+) -> AbstractContextManager[None]:
+    """Return a context in which Keras's losses call these functions instead of its own.
 
     Each gets what Keras's own gets, and that one as the keyword `original`.
 
@@ -54,13 +57,26 @@ def losses_through(scale: Callable, unscale: Callable, weigh: Callable) -> Any:
     )
 
 
-def masked_weight(sample_weight: Any, mask: Any, dtype: Any, reduction: str) -> Any:
-    """The weight that Keras gives each row or element under a mask."""
+def masked_weight(
+    sample_weight: tf.Tensor | None, mask: tf.Tensor | None, dtype: tf.DType | None, reduction: str
+) -> tf.Tensor:
+    """Compute the weight that Keras gives each row or element under a mask.
+
+    Args:
+        sample_weight: Weights of rows; None for none.
+        mask: Which elements count; None for all.
+        dtype: Dtype of the result.
+        reduction: Reduction of the loss, such as "sum_over_batch_size".
+    """
     return keras_losses.apply_mask(sample_weight, mask, dtype=dtype, reduction=reduction)
 
 
-def assigns_through(observe: Callable[[Any], None]) -> Any:
-    """A context in which `observe(variable)` is told of every Keras variable that is assigned."""
+def assigns_through(observe: Callable[[keras.Variable], None]) -> AbstractContextManager[None]:
+    """Return a context in which `observe` is called with every Keras variable that is assigned.
+
+    Args:
+        observe: Called before the assignment.
+    """
     assign = KerasVariable.assign
 
     @functools.wraps(assign)
@@ -73,7 +89,7 @@ def assigns_through(observe: Callable[[Any], None]) -> Any:
 
 @contextlib.contextmanager
 def means_through(update: Callable) -> Iterator[None]:
-    """A context in which `keras.metrics.Mean` and `Sum` are updated by this instead.
+    """Return a context in which `keras.metrics.Mean` and `Sum` are updated by a function.
 
     Args:
         update: Called as `update(metric, values, sample_weight, original=...)`.
@@ -94,8 +110,8 @@ def means_through(update: Callable) -> Iterator[None]:
         yield
 
 
-def tapes_through(differentiate: Callable) -> Any:
-    """A context in which `tf.GradientTape.gradient` is this instead.
+def tapes_through(differentiate: Callable) -> AbstractContextManager[None]:
+    """Return a context in which a function replaces `tf.GradientTape.gradient`.
 
     Args:
         differentiate: Called as `differentiate(tape, target, sources, output_gradients,
@@ -115,10 +131,14 @@ def tapes_through(differentiate: Callable) -> Any:
 
 
 @contextlib.contextmanager
-def results_through(metrics: Sequence, result: Callable) -> Iterator[None]:
-    """A context in which these metrics return `result(metric, original)` as their results.
+def results_through(metrics: Sequence[keras.Metric], result: Callable) -> Iterator[None]:
+    """Return a context in which a function computes the results of metrics.
 
-    In another such, the outer one's.
+    In another such context, the outer's function does.
+
+    Args:
+        metrics: The metrics.
+        result: Called as `result(metric, original)`.
     """
     replaced = [metric for metric in metrics if "result" not in vars(metric)]
     for metric in replaced:
@@ -132,8 +152,12 @@ def results_through(metrics: Sequence, result: Callable) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def all_synchronized(model: Any) -> Iterator[None]:
-    """A context in which every batch normalization of a model is that of all replicas."""
+def all_synchronized(model: keras.Model) -> Iterator[None]:
+    """Return a context in which every batch normalization of a model is synchronized.
+
+    Args:
+        model: The model.
+    """
     layers = [
         layer
         for layer in layers_of(model)
@@ -148,8 +172,12 @@ def all_synchronized(model: Any) -> Iterator[None]:
             layer.synchronized = False
 
 
-def takes_through(take: Callable) -> Any:
-    """A context in which `keras.ops.take` calls `take(x, indices, axis, original)`."""
+def takes_through(take: Callable) -> AbstractContextManager[None]:
+    """Return a context in which `keras.ops.take` calls a function.
+
+    Args:
+        take: Called as `take(x, indices, axis, original)`.
+    """
     original = keras_numpy.take
 
     @functools.wraps(original)
@@ -159,7 +187,11 @@ def takes_through(take: Callable) -> Any:
     return replaced(keras_numpy, take=replacement)
 
 
-def moments_through(moments: Callable) -> Any:
-    """A context in which synchronized layers call `moments(x, axes, keepdims, original=...)`."""
+def moments_through(moments: Callable) -> AbstractContextManager[None]:
+    """Return a context in which synchronized layers compute their moments by a function.
+
+    Args:
+        moments: Called as `moments(x, axes, keepdims, original=...)`; returns mean and variance.
+    """
     original = keras_nn._compute_moments_sync
     return replaced(keras_nn, _compute_moments_sync=functools.partial(moments, original=original))

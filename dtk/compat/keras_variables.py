@@ -6,9 +6,9 @@ Variable    _value, _path, _initialize, _initialize_with_initializer
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import keras
+import tensorflow as tf
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter as TFDatasetAdapter
 
 from dtk.compat import tf_variables
@@ -16,13 +16,21 @@ from dtk.compat import tf_variables
 # Variables.
 
 
-def stored(variable: Any) -> Any:
-    """The TensorFlow variable behind a Keras variable, whatever scope is open."""
+def stored(variable: keras.Variable) -> tf.Variable:
+    """Return the TensorFlow variable behind a Keras variable, whatever scope is open.
+
+    Args:
+        variable: The Keras variable.
+    """
     return variable._value
 
 
-def move_variable(variable: Any) -> None:
-    """Give a Keras variable new storage, made in the current scope, with the value it has."""
+def move_variable(variable: keras.Variable) -> None:
+    """Give a Keras variable new storage, made in the current scope, with the value it has.
+
+    Args:
+        variable: The Keras variable; one that is distributed stays as it is.
+    """
     if variable._value is not None and not tf_variables.is_distributed(variable._value):
         variable._initialize(variable._value.numpy())
 
@@ -35,7 +43,7 @@ class Part(keras.Variable):
         index: Which part.
     """
 
-    def __init__(self, whole: Any, index: int):
+    def __init__(self, whole: keras.Variable, index: int):
         self.whole = whole
         self._part = (tf_variables.shards_of(whole._value) or ())[index]
         super().__init__(

@@ -18,6 +18,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import tensorflow as tf
@@ -67,13 +68,13 @@ _SHAPED = {
 }
 
 
-def replaced_names() -> list[tuple[Any, str]]:
-    """Every function of TensorFlow that is replaced, as its module and name."""
+def replaced_names() -> list[tuple[ModuleType, str]]:
+    """Return every function of TensorFlow that is replaced, as its module and name."""
     return [*(place for places in _SHAPED.values() for place in places), *_OTHERS]
 
 
-def restart(rows: Any = 1, first: Any = 0) -> None:
-    """Let the draws of this thread begin anew; call when the tracing of a step begins.
+def restart(rows: int | tf.Tensor = 1, first: int | tf.Tensor = 0) -> None:
+    """Start the draws of this thread anew, when the tracing of a step begins.
 
     Args:
         rows: Rows that are computed, an integer or a scalar.
@@ -84,7 +85,7 @@ def restart(rows: Any = 1, first: Any = 0) -> None:
 
 @contextlib.contextmanager
 def by_row() -> Iterator[None]:
-    """A context in which functions are traced whose draws belong to rows.
+    """Return a context in which functions are traced whose draws belong to rows.
 
     Example:
         >>> with by_row():
@@ -107,7 +108,7 @@ def by_row() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _replaced(module: Any, name: str, replacement: Callable) -> Iterator[None]:
+def _replaced(module: ModuleType, name: str, replacement: Callable) -> Iterator[None]:
     original = getattr(module, name)
     setattr(module, name, replacement)
     try:
@@ -143,7 +144,7 @@ def _by_row_through(original: Callable, draw: Callable) -> Callable:
 
 
 def _rows_before(shape: tf.Tensor) -> tf.Tensor:
-    """How many entries along the first dimension of a draw belong to rows before these."""
+    """Count the entries along the first dimension of a draw that belong to rows before these."""
     if shape.shape[0] == 0:
         return tf.zeros([0], shape.dtype)
     if not tf.executing_eagerly() and _sizes(shape)[0] is not None:
@@ -154,7 +155,7 @@ def _rows_before(shape: tf.Tensor) -> tf.Tensor:
 
 
 def _sizes(shape: tf.Tensor) -> list:
-    """What a graph knows of a shape; None where it does not."""
+    """Return what a graph knows of a shape; None where it does not."""
     value = tf.get_static_value(shape, partial=True)
     if value is None:
         return [None] * shape.shape[0]
@@ -185,12 +186,12 @@ def _mean_of_poisson(shape: Any, rate: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _mean_of_binomial(
-    shape: Any, seed: Any, counts: Any, probs: Any, dtype: Any = tf.int64, **kwargs: Any
+    shape: Any, seed: Any, counts: Any, probs: Any, dtype: tf.DType = tf.int64, **kwargs: Any
 ) -> Any:
     return tf.cast(tf.broadcast_to(tf.round(counts * probs), shape), dtype)
 
 
-_OTHERS: dict[tuple[Any, str], Callable] = {
+_OTHERS: dict[tuple[ModuleType, str], Callable] = {
     (gen_random_ops, "random_shuffle"): _in_order,
     (tf.random.experimental, "stateless_shuffle"): _in_order,
     (keras_random, "shuffle"): _in_order,  # sorts by numbers it draws for each row

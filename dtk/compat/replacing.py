@@ -11,7 +11,12 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 @contextlib.contextmanager
 def replaced(owner: Any, **replacements: Any) -> Iterator[None]:
-    """While inside, attributes of a module or class are others."""
+    """Return a context in which attributes of a module or class are replaced.
+
+    Args:
+        owner: The module or class.
+        replacements: Values of the attributes, by name.
+    """
     before = {name: getattr(owner, name) for name in replacements}
     for name, replacement in replacements.items():
         setattr(owner, name, replacement)

@@ -27,8 +27,8 @@ PLACES = (
 )
 
 
-def through(write: Callable[[Any, Any, Callable[[Any], Any], str], Any]) -> None:
-    """Have every such call made as `write(model, path, save, how)` from now on.
+def through(write: Callable[[keras.Model, Any, Callable[[Any], Any], str], Any]) -> None:
+    """Make every such call as `write(model, path, save, how)` from now on.
 
     Args:
         write: Gets the model, what it is to be written to (a path, or an open file), Keras's own
@@ -43,7 +43,7 @@ def through(write: Callable[[Any, Any, Callable[[Any], Any], str], Any]) -> None
 
 def _written(original: Callable, write: Callable) -> Callable:
     @functools.wraps(original)
-    def save(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+    def save(model: keras.Model, filepath: Any, *args: Any, **kwargs: Any) -> Any:
         how = _ADDRESS.sub("", f"{original.__name__} {args} {kwargs}")
         return write(model, filepath, lambda path: original(model, path, *args, **kwargs), how)
 

@@ -21,6 +21,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 import tensorflow as tf
 from tensorflow.python.distribute import (
     distribute_lib,
@@ -29,6 +30,7 @@ from tensorflow.python.distribute import (
 )
 
 from dtk.communicators.base import Communicator
+from dtk.compat.contract import AllReduceContainer
 from dtk.compat.tf_datasets import PerRankDataset
 from dtk.compat.tf_replicas import all_reduce, if_present, is_whole
 from dtk.compat.tf_variables import VARIABLE_CLASSES, local_value
@@ -37,7 +39,7 @@ from dtk.input.pipelines import in_time, read_ahead
 
 
 class AllReduceExtended(one_device_strategy.OneDeviceExtended):
-    """One process is one replica; values are reduced over a communicator.
+    """Extended object of processes that hold one replica each; a communicator reduces values.
 
     Args:
         container_strategy: The strategy this extends.
@@ -45,11 +47,13 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
         communicator: How bytes move.
     """
 
-    def __init__(self, container_strategy: Any, device: str, communicator: Communicator):
+    def __init__(
+        self, container_strategy: tf.distribute.Strategy, device: str, communicator: Communicator
+    ):
         super().__init__(container_strategy, device)
         self._communicator = communicator
         self._reads_are_local = False
-        self._told: Callable[[tf.Tensor], None] | None = None
+        self._observe: Callable[[tf.Tensor], None] | None = None
 
     # World shape.
 
@@ -65,12 +69,16 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
         # gradient accumulation and steps_per_execution > 1 work.
         return False
 
+    @property
+    def _container(self) -> AllReduceContainer:
+        return self._container_strategy()
+
     # Who writes, for scripts that ask TensorFlow. The evaluator has no rank, and trains nothing.
 
     @property
     def should_checkpoint(self) -> bool:
         """Whether this is rank 0."""
-        return self._communicator.rank == 0 and not self._container_strategy().is_evaluator
+        return self._communicator.rank == 0 and not self._container.is_evaluator
 
     @property
     def should_save_summary(self) -> bool:
@@ -85,7 +93,7 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
             return super()._create_variable(next_creator, **kwargs)
         kwargs.pop("colocate_with", None)
 
-        def create_one(**inner: Any) -> list:
+        def create_one(**inner: keras.Optimizer) -> list:
             with tf.device(self._device):
                 return [next_creator(**inner)]
 
@@ -97,12 +105,18 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
             **kwargs,
         )
 
-    def variable_created_in_scope(self, v: Any) -> bool:
-        """Plain variables belong to every strategy: models may be built outside the scope."""
+    def variable_created_in_scope(self, v: tf.Variable) -> bool:
+        """Return whether a variable belongs to this strategy; plain ones belong to every strategy.
+
+        So models may be built outside the scope.
+
+        Args:
+            v: A TensorFlow variable.
+        """
         owner = getattr(v, "_distribute_strategy", None)
         return owner is None or owner is self._container_strategy()
 
-    def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
+    def _validate_colocate_with_variable(self, colocate_with_variable: tf.Variable) -> None:
         if not self.variable_created_in_scope(colocate_with_variable):
             raise ValueError(
                 f"variable {colocate_with_variable.name!r} belongs to another strategy; create the "
@@ -116,24 +130,34 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
         with tf.device(self._device), replica:
             return fn(*args, **kwargs)
 
-    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+    def _replica_ctx_all_reduce(
+        self, reduce_op: tf.distribute.ReduceOp, value: Any, options: Any = None
+    ) -> Any:
         del options
         if is_whole():
             return value
         return all_reduce(self._communicator, reduce_op, if_present(value))
 
-    def all_reduce_max(self, tensors: list) -> list:
-        """The largest over the replicas; call in a replica context."""
+    def all_reduce_max(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Return the maximum of each tensor over the replicas, in a replica context.
+
+        Args:
+            tensors: Of this replica, of the same shapes on all.
+        """
         return self._communicator.allreduce(if_present(tensors), "max")
 
-    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+    def _reduce_to(
+        self, reduce_op: tf.distribute.ReduceOp, value: Any, destinations: Any, options: Any
+    ) -> Any:
         del destinations, options
         value = tf.nest.map_structure(local_value, value)
         if self._reads_are_local:
             return tf.nest.map_structure(tf.convert_to_tensor, value)
         return self._replica_ctx_all_reduce(reduce_op, value)
 
-    def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> Any:
+    def _batch_reduce_to(
+        self, reduce_op: tf.distribute.ReduceOp, value_destination_pairs: Any, options: Any
+    ) -> Any:
         del options
         return self._replica_ctx_all_reduce(
             reduce_op, [local_value(value) for value, _ in value_destination_pairs]
@@ -145,8 +169,13 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
         del destinations, options
         return self.gather(value, axis)
 
-    def gather(self, value: Any, axis: int = 0) -> Any:
-        """Concatenate `value` of all replicas along `axis`, in rank order."""
+    def gather(self, value: tf.Tensor | tf.Variable, axis: int = 0) -> tf.Tensor:
+        """Concatenate a value of all replicas, in rank order.
+
+        Args:
+            value: Of this replica; sizes along `axis` may differ.
+            axis: Along which to concatenate.
+        """
         value = tf.convert_to_tensor(local_value(value))
         if axis == 0:
             return self._communicator.allgather(value)
@@ -157,7 +186,7 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
 
     @contextlib.contextmanager
     def local_reads(self) -> Iterator[None]:
-        """Inside, reading a summed-on-read variable communicates nothing.
+        """Return a context in which reading a variable summed on read communicates nothing.
 
         For code that runs on one rank only, such as a checkpoint writer.
         """
@@ -169,29 +198,37 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
 
     # Data.
 
-    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+    def _experimental_distribute_dataset(
+        self, dataset: tf.data.Dataset, options: Any
+    ) -> tf.data.Dataset:
         del options
         if self._communicator.size == 1:
             return in_time(dataset)
         ranks, size = (self._communicator.rank,), self._communicator.size
-        if self._told is not None:
+        if self._observe is not None:
             cut_one = digests.with_digest(lambda batch: slicing.cut_exactly(batch, ranks, size)[0])
             local = read_ahead(slicing.mapped(dataset.enumerate(), cut_one))
-            return PerRankDataset(local, whole=dataset, told=self._told)
+            return PerRankDataset(local, whole=dataset, on_read=self._observe)
         cut = slicing.cut_dataset_exactly(dataset, ranks, self._communicator.size)
         only = tf.autograph.experimental.do_not_convert(lambda *parts: parts[0])
         return PerRankDataset(read_ahead(cut.map(only)), whole=dataset)
 
     @contextlib.contextmanager
-    def batches_told_to(self, told: Callable[[tf.Tensor], None]) -> Iterator[None]:
-        """Inside, datasets are distributed that tell the digest of each batch they are read of."""
-        self._told = told
+    def observing_batches(self, observe: Callable[[tf.Tensor], None]) -> Iterator[None]:
+        """Return a context in which datasets report the digest of each batch that is read.
+
+        Args:
+            observe: Called with a digest, int64 scalar.
+        """
+        self._observe = observe
         try:
             yield
         finally:
-            self._told = None
+            self._observe = None
 
-    def _distribute_datasets_from_function(self, dataset_fn: Callable, options: Any) -> Any:
+    def _distribute_datasets_from_function(
+        self, dataset_fn: Callable, options: Any
+    ) -> tf.data.Dataset:
         del options
         size, rank = self._communicator.size, self._communicator.rank
         input_context = distribute_lib.InputContext(

@@ -10,27 +10,31 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.distribute.coordinator import cluster_coordinator, coordinator_context
 
 
-def employ(strategy: Any, work: Callable[[], None], count: int) -> None:
-    """Run a Python function `count` times on the threads that TensorFlow keeps for its workers.
+def employ(strategy: tf.distribute.Strategy, work: Callable[[], None], count: int) -> None:
+    """Run a Python function on the threads that TensorFlow keeps for its workers.
 
     TensorFlow calls it under the worker's device. When it raises because the worker is lost,
     TensorFlow waits until the worker is back, rebuilds its resources, and calls it again.
+
+    Args:
+        strategy: A parameter-server strategy.
+        work: The function.
+        count: How many times to run it at once.
     """
     cluster = tf.distribute.coordinator.ClusterCoordinator(strategy)._cluster
     for _ in range(count):
         cluster.schedule(work, args=None, kwargs=None)
 
 
-def hush_coordinator() -> None:
-    """Keep TensorFlow's account of a lost worker, several pages of it, off the screen.
+def silence_coordinator() -> None:
+    """Keep TensorFlow's report of a lost worker, several pages long, out of the log.
 
-    dtk says in one line who is lost, and raises what ends the job.
+    dtk names the lost worker in one line, and raises what ends the job.
     """
 
     def needed(record: logging.LogRecord) -> bool:
@@ -40,12 +44,16 @@ def hush_coordinator() -> None:
 
 
 def current_worker() -> int:
-    """Index of the worker whose thread this is; call in what `employ` runs."""
+    """Return the index of the worker whose thread this is; call in what `employ` runs."""
     return int(coordinator_context.get_current_dispatch_context().worker_index)
 
 
 def worker_is_lost(error: Exception) -> bool:
-    """Whether TensorFlow takes an error for the loss of a worker, and will wait for its return."""
+    """Return whether TensorFlow takes an error for a lost worker, and waits for its return.
+
+    Args:
+        error: What a step on the worker raised.
+    """
     if isinstance(error, tf.errors.CancelledError) and "/job:" in str(error):
         return True
     return bool(cluster_coordinator._is_worker_failure(error))

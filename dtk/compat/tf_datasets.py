@@ -17,12 +17,16 @@ from tensorflow.python.distribute import (
 
 
 def regroup(parts: tuple) -> Any:
-    """One structure per replica -> one structure of per-replica values."""
+    """Turn one structure per replica into one structure of per-replica values.
+
+    Args:
+        parts: One structure of tensors per replica of this process.
+    """
     return distribute_utils.regroup(parts, always_wrap=True)
 
 
 class PerRankDataset(input_lib.DistributedDataset):
-    """What a rank reads: a dataset of local batches that `fit` must not cut again.
+    """Dataset of a rank's own batches, which `fit` must not cut again.
 
     Keras recognises it by the name of its base class, of which nothing else is used.
 
@@ -32,8 +36,8 @@ class PerRankDataset(input_lib.DistributedDataset):
             its own and only the sum over ranks tells how many rows a global batch has.
         regrouped: Whether elements of `local` are tuples of parts, which a custom loop gets as
             per-replica values.
-        told: Called with the digest of each batch that is read; `local` has pairs then, of rows and
-            digests.
+        on_read: Called with the digest of each batch that is read; `local` has pairs then, of rows
+            and digests.
     """
 
     def __init__(
@@ -41,47 +45,64 @@ class PerRankDataset(input_lib.DistributedDataset):
         local: tf.data.Dataset,
         whole: tf.data.Dataset | None,
         regrouped: bool = False,
-        told: Callable[[tf.Tensor], None] | None = None,
+        on_read: Callable[[tf.Tensor], None] | None = None,
     ):
         self.local = local
         self.whole = whole
         self._regrouped = regrouped
-        self._told = told
+        self._on_read = on_read
 
     @property
-    def element_spec(self) -> Any:
+    def element_spec(self) -> tf.TypeSpec:
         """Specification of a local element."""
         return self.local.element_spec
 
     @property
     def cardinality(self) -> tf.Tensor:
-        """Batches in an epoch; a property, as in `tf.distribute.DistributedDataset`."""
+        """Number of batches in an epoch; a property, as in `tf.distribute.DistributedDataset`."""
         return self.local.cardinality()
 
     def map(self, function: Callable) -> PerRankDataset:
-        """Apply a function to every batch; Keras does so to turn class weights into row weights."""
+        """Apply a function to every batch, as Keras does to turn class weights into row weights.
+
+        Args:
+            function: Applied to local and to global batches.
+
+        Returns:
+            A dataset of the results.
+        """
         whole = None if self.whole is None else self.whole.map(function)
         return PerRankDataset(self.local.map(function), whole, self._regrouped)
 
     def prefetch(self, count: int) -> PerRankDataset:
-        """Keep batches ready."""
+        """Keep batches ready.
+
+        Args:
+            count: How many.
+        """
         return PerRankDataset(self.local.prefetch(count), self.whole, self._regrouped)
 
     def __len__(self) -> int:
         return len(self.local)
 
     def __iter__(self) -> Any:
-        if self._told is not None:
-            return self._telling(self._told)
+        if self._on_read is not None:
+            return self._observed(self._on_read)
         return map(regroup, self.local) if self._regrouped else iter(self.local)
 
-    def _telling(self, told: Callable[[tf.Tensor], None]) -> Iterator[Any]:
+    def _observed(self, on_read: Callable[[tf.Tensor], None]) -> Iterator[Any]:
         for rows, digest in self.local:
-            told(digest)
+            on_read(digest)
             yield rows
 
     def reduce(self, initial_state: Any, reduce_func: Any) -> Any:
-        """As `tf.data.Dataset.reduce`; what `for` becomes inside a `tf.function`."""
+        """Reduce all local elements, as `for` does inside a `tf.function`.
+
+        Args:
+            initial_state: As for `tf.data.Dataset.reduce`.
+            reduce_func: As for `tf.data.Dataset.reduce`; gets per-replica values where they are
+                regrouped.
+        """
         if not self._regrouped:
             return self.local.reduce(initial_state, reduce_func)
         return self.local.reduce(
@@ -94,7 +115,7 @@ class PerRankDataset(input_lib.DistributedDataset):
 
 
 class PerRankDatasetSpec(tf.TypeSpec):
-    """Lets a `PerRankDataset` be an argument of a `tf.function`.
+    """Type of a `PerRankDataset`, by which it can be an argument of a `tf.function`.
 
     Args:
         local: Specification of the dataset of this rank's rows.
@@ -107,7 +128,7 @@ class PerRankDatasetSpec(tf.TypeSpec):
 
     @property
     def value_type(self) -> type:
-        """What it specifies."""
+        """Type of what it specifies."""
         return PerRankDataset
 
     def _serialize(self) -> tuple:

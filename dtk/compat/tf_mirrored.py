@@ -10,7 +10,7 @@ Strategy._collective_key_base
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import tensorflow as tf
 from tensorflow.python.distribute import (
@@ -30,7 +30,7 @@ from dtk.input.pipelines import in_time, read_ahead
 
 
 class MirroredExtended(mirrored_strategy.MirroredExtended):
-    """Several devices of one process, with TensorFlow's own mirrored variables.
+    """Extended object of several devices of one process, with TensorFlow's mirrored variables.
 
     TensorFlow's strategy reduces by merging its replica threads, which cannot stand inside
     `tf.cond` or `tf.while_loop`: gradient accumulation, loss scaling and several steps per
@@ -41,11 +41,11 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
         devices: Device names.
     """
 
-    def __init__(self, container_strategy: Any, devices: Sequence[str]):
+    def __init__(self, container_strategy: tf.distribute.Strategy, devices: Sequence[str]):
         # TensorFlow numbers the device groups of a process from here; strategies must not share.
         container_strategy._collective_key_base = id(container_strategy) % 2**30
         super().__init__(container_strategy, devices=devices)
-        # Replicas share lookup tables. Looking up changes nothing, but TensorFlow has to be told,
+        # Replicas share lookup tables. Looking up changes nothing, but TensorFlow has to know it,
         # or it makes one replica's step wait for the end of the other's.
         for op in ("LookupTableFindV2", "LookupTableSizeV2"):
             auto_control_deps_utils.register_read_only_resource_op(op)
@@ -56,14 +56,16 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
         return False
 
     def replica_communicator(self) -> Communicator:
-        """The running replica's view of its peers."""
+        """Return the communicator of the running replica."""
         return self._replicas[replica_index()]
 
     @property
     def _num_replicas_in_sync(self) -> int:
         return 1 if is_whole() else super()._num_replicas_in_sync
 
-    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+    def _replica_ctx_all_reduce(
+        self, reduce_op: tf.distribute.ReduceOp, value: Any, options: Any = None
+    ) -> Any:
         if is_whole():
             return value
         if tf.executing_eagerly():
@@ -73,8 +75,12 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
             )
         return all_reduce(self.replica_communicator(), reduce_op, if_present(value))
 
-    def all_reduce_max(self, tensors: list) -> list:
-        """The largest over the replicas; call in a replica context."""
+    def all_reduce_max(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Return the maximum of each tensor over the replicas, in a replica context.
+
+        Args:
+            tensors: Of this replica, of the same shapes on all.
+        """
         tensors = if_present(tensors)
         if not tf.executing_eagerly():
             return self.replica_communicator().allreduce(tensors, "max")
@@ -90,19 +96,23 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
         if kwargs.get("synchronization") != tf.VariableSynchronization.ON_READ:
             kwargs["aggregation"] = tf.VariableAggregation.NONE
         made = super()._create_variable(next_creator, **kwargs)
-        # TensorFlow asks nobody which class it should be. One without copies stays what it is.
+        # TensorFlow has no parameter for the class. One without copies stays what it is.
         if isinstance(made, values.MirroredVariable):
             made.__class__ = MirroredVariable
         elif isinstance(made, values.SyncOnReadVariable):
             made.__class__ = SyncOnReadVariable
         return made
 
-    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+    def _reduce_to(
+        self, reduce_op: tf.distribute.ReduceOp, value: Any, destinations: Any, options: Any
+    ) -> Any:
         # Outside replicas everything is at hand: add it up here instead of launching collectives.
         del destinations, options
         return tf.nest.map_structure(lambda v: _reduce_components(reduce_op, v, self), value)
 
-    def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> Any:
+    def _batch_reduce_to(
+        self, reduce_op: tf.distribute.ReduceOp, value_destination_pairs: Any, options: Any
+    ) -> Any:
         del options
         return [_reduce_components(reduce_op, value, self) for value, _ in value_destination_pairs]
 
@@ -114,7 +124,9 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
             return tf.concat(value.values, axis)
         return value
 
-    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+    def _experimental_distribute_dataset(
+        self, dataset: tf.data.Dataset, options: Any
+    ) -> tf.data.Dataset:
         del options
         size = self._num_replicas_in_sync
         if size == 1:
@@ -122,14 +134,18 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
         cut = slicing.cut_dataset_exactly(dataset, range(size), size)
         return PerRankDataset(read_ahead(cut), whole=dataset, regrouped=True)
 
-    def _distribute_datasets_from_function(self, dataset_fn: Callable, options: Any) -> Any:
+    def _distribute_datasets_from_function(
+        self, dataset_fn: Callable, options: Any
+    ) -> tf.data.Dataset:
         distributed = super()._distribute_datasets_from_function(dataset_fn, options)
         # For custom loops it is as TensorFlow made it. `fit` would ask it for `map` first of all.
         distributed.map = _refuse_per_replica_batches
         return distributed
 
 
-def _reduce_components(reduce_op: Any, value: Any, extended: Any) -> Any:
+def _reduce_components(
+    reduce_op: tf.distribute.ReduceOp, value: Any, extended: tf.distribute.StrategyExtended
+) -> Any:
     if isinstance(value, values.DistributedValues) and isinstance(
         value.values[0], tf.IndexedSlices
     ):
@@ -154,7 +170,7 @@ def _add_slices(parts: Sequence, op: str) -> tf.IndexedSlices:
     )
 
 
-def _refuse_per_replica_batches(function: Callable) -> Any:
+def _refuse_per_replica_batches(function: Callable) -> NoReturn:
     raise ValueError(
         "fit, evaluate and predict under MirroredStrategy take global batches; give them the "
         "dataset itself. distribute_datasets_from_function is for custom loops, and for strategies "

@@ -21,18 +21,25 @@ from tensorflow.python.eager import context as eager_context
 from dtk.communicators.base import Communicator
 
 
-def op_name(reduce_op: Any) -> str:
-    """`tf.distribute.ReduceOp` or its name -> the communicator's word for it."""
+def op_name(reduce_op: tf.distribute.ReduceOp | str) -> str:
+    """Return a communicator's name for a reduction.
+
+    Args:
+        reduce_op: A `tf.distribute.ReduceOp` or its name.
+
+    Returns:
+        Such as "sum".
+    """
     return str(getattr(reduce_op, "value", reduce_op)).lower()
 
 
 def global_seed() -> int | None:
-    """TensorFlow's global seed, None when nobody has set one."""
+    """Return TensorFlow's global seed; None when none was set."""
     return eager_context.global_seed()
 
 
 def replica_index() -> int:
-    """Index of the running replica over the whole world; call in a replica context."""
+    """Return the index of the running replica among all of the job, in a replica context."""
     replica = tf.distribute.get_replica_context()
     return int(replica._replica_id_in_sync_group)
 
@@ -47,9 +54,12 @@ _FEW = 1 << 14
 
 @contextlib.contextmanager
 def counted_if(present: tf.Tensor | None) -> Iterator[None]:
-    """Inside, what this replica adds to sums over replicas counts only if `present` (a bool).
+    """Return a context in which this replica adds zeros to sums over replicas unless it has rows.
 
     None: it counts in any case.
+
+    Args:
+        present: Whether it has, bool scalar; None: what it adds counts in any case.
     """
     outer = getattr(_presence, "flag", None)
     _presence.flag = present
@@ -60,7 +70,14 @@ def counted_if(present: tf.Tensor | None) -> Iterator[None]:
 
 
 def if_present(value: Any) -> Any:
-    """A structure of tensors (None stays None), or zeros where the replica has no rows."""
+    """Replace values by zeros where the running replica has no rows.
+
+    Args:
+        value: Structure of tensors and `tf.IndexedSlices`; None stays None.
+
+    Returns:
+        The same structure.
+    """
     present = getattr(_presence, "flag", None)
     flat = tf.nest.flatten(value)
     if present is None or not flat:
@@ -103,8 +120,12 @@ _whole = threading.local()
 
 
 @contextlib.contextmanager
-def as_one_replica(strategy: Any) -> Iterator[None]:
-    """Inside, a step is computed as in a world of one: nothing is reduced over replicas."""
+def as_one_replica(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Return a context in which a step is computed by one replica, and nothing is reduced.
+
+    Args:
+        strategy: The strategy of the model.
+    """
     _whole.flag = True
     try:
         with (
@@ -121,13 +142,26 @@ def is_whole() -> bool:
     return getattr(_whole, "flag", False)
 
 
-def in_replica(strategy: Any) -> Any:
-    """A context in which Keras takes itself to be the one replica of `strategy`."""
+def in_replica(strategy: tf.distribute.Strategy) -> tf.distribute.ReplicaContext:
+    """Return a context in which Keras takes itself to be the one replica of a strategy.
+
+    Args:
+        strategy: The strategy.
+    """
     return distribute_lib.ReplicaContext(strategy, 0)
 
 
-def all_reduce(communicator: Communicator, reduce_op: Any, value: Any) -> Any:
-    """All-reduce a structure of tensors and `IndexedSlices`."""
+def all_reduce(communicator: Communicator, reduce_op: tf.distribute.ReduceOp, value: Any) -> Any:
+    """Reduce a structure of tensors and `tf.IndexedSlices` over all ranks.
+
+    Args:
+        communicator: Between the ranks.
+        reduce_op: A `tf.distribute.ReduceOp` or its name.
+        value: This rank's.
+
+    Returns:
+        The same structure, equal on all ranks.
+    """
     flat = tf.nest.flatten(value)
     if not flat:
         return value

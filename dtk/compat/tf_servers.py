@@ -21,6 +21,8 @@ from tensorflow.python.distribute import (
 )
 from tensorflow.python.framework import ops
 
+from dtk.compat.contract import ServerContainer
+
 CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
 
 
@@ -28,13 +30,13 @@ class ServerStrategy(parameter_server_strategy_v2.ParameterServerStrategyV2):
     """TensorFlow's parameter-server strategy, with an extended object of dtk's.
 
     TensorFlow's constructor connects to the cluster and makes its own extended object; here the two
-    are apart: `connect` first, then construct.
+    are separate: `connect` first, then construct.
     """
 
-    def __init__(self, extended: Any):
+    def __init__(self, extended: tf.distribute.StrategyExtended):
         distribute_lib.Strategy.__init__(self, extended)
 
-    def connect(self, resolver: Any) -> None:
+    def connect(self, resolver: tf.distribute.cluster_resolver.ClusterResolver) -> None:
         """Connect this process, the chief, to the servers of the other tasks.
 
         Args:
@@ -50,7 +52,7 @@ class ServerStrategy(parameter_server_strategy_v2.ParameterServerStrategyV2):
 
 
 class ParameterServerExtended(parameter_server_strategy_v2.ParameterServerStrategyV2Extended):
-    """Variables on the parameter servers, by bytes; metric state on the chief.
+    """Extended object that places variables on servers, by bytes, and metric state on the chief.
 
     Args:
         container_strategy: The strategy this extends.
@@ -61,10 +63,19 @@ class ParameterServerExtended(parameter_server_strategy_v2.ParameterServerStrate
         bytes_placed: Bytes of variables by server.
     """
 
-    def __init__(self, container_strategy: Any, resolver: Any, partitioner: Any):
+    def __init__(
+        self,
+        container_strategy: tf.distribute.Strategy,
+        resolver: tf.distribute.cluster_resolver.ClusterResolver,
+        partitioner: tf.distribute.experimental.partitioners.Partitioner | None,
+    ):
         super().__init__(container_strategy, resolver, partitioner)
         self.bytes_placed = [0] * self._num_ps
         self._without_part: set[int] = set()
+
+    @property
+    def _container(self) -> ServerContainer:
+        return self._container_strategy()
 
     def _use_merge_call(self) -> bool:
         return False
@@ -80,8 +91,10 @@ class ParameterServerExtended(parameter_server_strategy_v2.ParameterServerStrate
             return self._create_sharded_beside(beside, next_creator, **kwargs)
         return super()._create_variable(next_creator, **kwargs)
 
-    def _create_sharded_beside(self, beside: Any, next_creator: Callable, **kwargs: Any) -> Any:
-        """A slot variable of a partitioned variable, partitioned alike."""
+    def _create_sharded_beside(
+        self, beside: sharded_variable.ShardedVariable, next_creator: Callable, **kwargs: Any
+    ) -> Any:
+        """Create a slot variable of a partitioned variable, partitioned alike."""
         initial = kwargs.pop("initial_value")
         whole = tf.convert_to_tensor(initial() if callable(initial) else initial)
         sizes = [shard.shape[0] for shard in beside.variables]
@@ -93,7 +106,7 @@ class ParameterServerExtended(parameter_server_strategy_v2.ParameterServerStrate
         return sharded_variable.ShardedVariable(made)
 
     def _create_variable_round_robin(self, next_creator: Callable, **kwargs: Any) -> Any:
-        """On the server that holds the fewest bytes; TensorFlow counts variables instead.
+        """Create a variable on the server with the fewest bytes, where TensorFlow counts variables.
 
         Parts of one variable go to different servers, as long as there are some.
         """
@@ -110,23 +123,33 @@ class ParameterServerExtended(parameter_server_strategy_v2.ParameterServerStrate
         self.bytes_placed[index] += variable.shape.num_elements() * variable.dtype.size
         return variable
 
-    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+    def _replica_ctx_all_reduce(
+        self, reduce_op: tf.distribute.ReduceOp, value: Any, options: Any = None
+    ) -> Any:
         del reduce_op, options
-        self._container_strategy().check_whole_step("a reduction over workers inside a step")
+        self._container.check_whole_step("a reduction over workers inside a step")
         return value
 
-    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+    def _experimental_distribute_dataset(
+        self, dataset: tf.data.Dataset, options: Any
+    ) -> tf.data.Dataset:
         if tf.inside_function():
             return super()._experimental_distribute_dataset(dataset, options)
         # The chief reads it and hands out batches.
         return dataset
 
-    def _distribute_datasets_from_function(self, dataset_fn: Callable, options: Any) -> Any:
+    def _distribute_datasets_from_function(
+        self, dataset_fn: Callable, options: Any
+    ) -> tf.data.Dataset:
         if tf.inside_function():
             return super()._distribute_datasets_from_function(dataset_fn, options)
-        return self._container_strategy().per_worker_dataset(dataset_fn)
+        return self._container.per_worker_dataset(dataset_fn)
 
 
 def server_device(index: int) -> str:
-    """The device variables of parameter server `index` live on."""
+    """Return the device that variables of a parameter server live on.
+
+    Args:
+        index: Index of the server.
+    """
     return f"/job:ps/replica:0/task:{index}/device:CPU:0"

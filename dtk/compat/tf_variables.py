@@ -20,8 +20,12 @@ from tensorflow.python.distribute import (
 )
 
 
-def local_value(variable: Any) -> Any:
-    """What this replica holds of a variable, without any communication."""
+def local_value(variable: tf.Variable | tf.Tensor) -> tf.Variable | tf.Tensor:
+    """Return what this replica holds of a variable, without any communication.
+
+    Args:
+        variable: A TensorFlow variable, distributed or not, or a tensor.
+    """
     if isinstance(variable, values.DistributedVariable):
         replica = tf.distribute.get_replica_context()
         if replica is not None and replica.strategy is variable.distribute_strategy:
@@ -31,7 +35,7 @@ def local_value(variable: Any) -> Any:
 
 
 class _Number:
-    """What makes a distributed variable a number where a plain variable is one.
+    """Conversion of a distributed variable to a number, as of a plain variable.
 
     TensorFlow's know neither `int()` nor `float()`, and NumPy makes no array of a scalar one. A
     callback may well ask for `int(optimizer.iterations)` or `float(optimizer.learning_rate)`.
@@ -46,7 +50,7 @@ class _Number:
     def __complex__(self) -> complex:
         return complex(self.numpy())  # type: ignore[attr-defined]
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: tf.DType = None, copy: bool | None = None) -> np.ndarray:
         # Reading has made a copy already.
         return np.asarray(self.numpy(), dtype)  # type: ignore[attr-defined]
 
@@ -65,25 +69,44 @@ VARIABLE_CLASSES = distribute_utils.VARIABLE_CLASS_MAPPING | {
 }
 
 
-def is_on_server(variable: Any) -> bool:
-    """Whether a TensorFlow variable is where a parameter-server strategy puts its own."""
+def is_on_server(variable: tf.Variable) -> bool:
+    """Return whether a variable lives where a parameter-server strategy puts its own.
+
+    Args:
+        variable: A TensorFlow variable.
+    """
     if isinstance(variable, sharded_variable.ShardedVariable):
         return True
     return "/job:" in variable.device and "/job:localhost" not in variable.device
 
 
-def shards_of(variable: Any) -> tuple | None:
-    """The parts of a partitioned variable in row order; None for any other."""
+def shards_of(variable: tf.Variable) -> tuple | None:
+    """Return the parts of a partitioned variable, in row order.
+
+    Args:
+        variable: A TensorFlow variable.
+
+    Returns:
+        The parts; None for one that is not partitioned.
+    """
     if isinstance(variable, sharded_variable.ShardedVariable):
         return tuple(variable.variables)
     return None
 
 
 def components(value: Any) -> tuple:
-    """The plain variables or values behind a distributed one, in replica order."""
+    """Return the plain variables or values behind a distributed one, in replica order.
+
+    Args:
+        value: A variable or value, distributed or not.
+    """
     return value.values if isinstance(value, values.DistributedValues) else (value,)
 
 
-def is_distributed(variable: Any) -> bool:
-    """Whether a TensorFlow variable has one component per replica."""
+def is_distributed(variable: tf.Variable) -> bool:
+    """Return whether a TensorFlow variable has one component per replica.
+
+    Args:
+        variable: The variable.
+    """
     return isinstance(variable, values.DistributedVariable)

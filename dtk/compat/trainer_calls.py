@@ -11,18 +11,23 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import keras
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
 NAMES = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 
 
-def handler() -> Any:
-    """What handles the calls now; None where Keras's own do."""
+# Called as `handle(model, name, method, args, kwargs)`.
+Handler = Callable[[keras.Model, str, Callable, tuple, dict], Any]
+
+
+def handler() -> Handler | None:
+    """Return what handles the calls now; None where Keras's own do."""
     return getattr(TensorFlowTrainer.fit, "_dtk_handler", None)
 
 
-def through(handle: Callable[[Any, str, Callable, tuple, dict], Any]) -> None:
-    """Have every such call made as `handle(model, name, method, args, kwargs)` from now on.
+def through(handle: Handler) -> None:
+    """Make every such call as `handle(model, name, method, args, kwargs)` from now on.
 
     A model's own override of a method is called as ever; what it calls of Keras's goes through
     here. A later call replaces the handler.
@@ -37,7 +42,7 @@ def through(handle: Callable[[Any, str, Callable, tuple, dict], Any]) -> None:
         setattr(TensorFlowTrainer, name, _handled(name, original, handle))
 
 
-def _handled(name: str, original: Callable, handle: Callable) -> Callable:
+def _handled(name: str, original: Callable, handle: Handler) -> Callable:
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return handle(self, name, functools.partial(original, self), args, kwargs)

@@ -1,4 +1,4 @@
-"""What ranks really read: the same global batches, or they train on rows nobody asked for.
+"""What ranks really read: the same global batches, or they train on the wrong rows.
 
 Every rank is to read the same batches, of which it takes its own rows. Each batch carries a digest:
 of all its bytes for the first batches a pipeline makes, of entries spread over it for later ones.
@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from dtk.input import slicing
 
-# Of how many batches at its begin a pipeline digests all bytes, and how many entries of later ones.
+# Of how many batches at its start a pipeline digests all bytes, and how many entries of later ones.
 _WHOLE_BATCHES = 4
 _ENTRIES = 1024
 
@@ -30,7 +30,15 @@ _FACTOR = 0x5851F42D4C957F2D
 
 
 def with_digest(cut: Callable[[Any], Any]) -> Callable:
-    """A function for `dataset.enumerate().map`: what `cut` makes of a batch, and its digest."""
+    """Return a function for `dataset.enumerate().map` that cuts a batch and computes its digest.
+
+    Args:
+        cut: Called with a batch; returns this process's part of it.
+
+    Returns:
+        A function of a batch's number (int64 scalar) and the batch, which returns the part and the
+        digest of the whole batch.
+    """
 
     @tf.autograph.experimental.do_not_convert
     def cut_with_digest(number: tf.Tensor, batch: Any) -> tuple[Any, tf.Tensor]:
@@ -40,16 +48,28 @@ def with_digest(cut: Callable[[Any], Any]) -> Callable:
 
 
 def digest_of(number: tf.Tensor, batch: Any) -> tf.Tensor:
-    """The digest of the batch that a pipeline makes as its `number`-th, from 0."""
+    """Compute the digest of the batch that a pipeline makes as its `number`-th.
+
+    Args:
+        number: Number of the batch, from 0, int64 scalar.
+        batch: Any structure of tensors.
+
+    Returns:
+        int64 scalar; of all bytes for the first batches of a pipeline, of some entries for later
+        ones.
+    """
     return digest(batch, number < _WHOLE_BATCHES)
 
 
-def digest(batch: Any, whole: Any = True) -> tf.Tensor:
-    """A number that tells a batch from others, int64 scalar.
+def digest(batch: Any, whole: bool | tf.Tensor = True) -> tf.Tensor:
+    """Compute a number that tells a batch from others.
 
     Args:
         batch: Any structure of tensors, ragged and sparse ones among them.
         whole: Whether all bytes count; else some entries of each tensor, and its shape.
+
+    Returns:
+        int64 scalar.
 
     Example:
         >>> one, other = tf.constant([1.0, 2.0]), tf.constant([2.0, 1.0])
@@ -65,11 +85,19 @@ def digest(batch: Any, whole: Any = True) -> tf.Tensor:
 
 
 def add(before: tf.Tensor, digest: tf.Tensor) -> tf.Tensor:
-    """The digest of a sequence, from that of what came before and of what comes now."""
+    """Combine the digest of a sequence with that of its next element.
+
+    Args:
+        before: Digest of what came before, int64 scalar.
+        digest: Digest of the next element, int64 scalar.
+
+    Returns:
+        Digest of the longer sequence, int64 scalar.
+    """
     return before * tf.constant(_FACTOR, tf.int64) + digest
 
 
-def _entries(leaf: tf.Tensor, whole: Any) -> tf.Tensor:
+def _entries(leaf: tf.Tensor, whole: bool | tf.Tensor) -> tf.Tensor:
     flat = tf.reshape(leaf, [-1])
     stride = tf.maximum(tf.size(flat) // _ENTRIES, 1)
     return flat[:: tf.where(whole, 1, stride)]
@@ -84,12 +112,17 @@ def _digest_of(flat: tf.Tensor) -> tf.Tensor:
     return tf.bitcast(tf.fingerprint(tf.reshape(bytes_, [1, -1])), tf.int64)[0]
 
 
-def first_of(iterator: Any, steps: int) -> tuple[Any, Iterator]:
-    """The first element of an iterator over a dataset, and one that yields it and what follows.
+def first_of(
+    iterator: tf.data.Iterator, steps: int
+) -> tuple[slicing.Slices, Iterator[slicing.Slices]]:
+    """Read the first element of an iterator over a dataset, without losing it.
 
     Args:
         iterator: A `tf.data.Iterator` of which nothing has been read.
         steps: How many elements will be asked for before the iterator itself is read on.
+
+    Returns:
+        The element, and an iterator that yields it and then what follows.
 
     Raises:
         StopIteration: There is none.
@@ -112,7 +145,7 @@ def first_of(iterator: Any, steps: int) -> tuple[Any, Iterator]:
     return elements[0], iter(dataset.map(as_before).with_options(options))
 
 
-def _of_shape(value: Any, spec: Any) -> Any:
+def _of_shape(value: tf.Tensor, spec: tf.TypeSpec) -> tf.Tensor:
     if not isinstance(spec, tf.TensorSpec) or value.shape == spec.shape:
         return value
     return tf.raw_ops.PlaceholderWithDefault(input=value, shape=spec.shape)
@@ -124,9 +157,15 @@ _hashes: dict[int, tuple[weakref.ref, int, int]] = {}
 
 
 def hash_of(array: np.ndarray) -> int:
-    """A hash of all bytes of an array, computed once for each array and its place in memory.
+    """Compute a hash of all bytes of an array, once for each array and its place in memory.
 
     Arrays that a script changes between two calls are looked at again where a sample has changed.
+
+    Args:
+        array: Any NumPy array; of objects, their representation counts.
+
+    Returns:
+        A 32-bit checksum.
     """
     key, sample = id(array), _hash(array.reshape(-1)[:: max(1, array.size // _ENTRIES)])
     known = _hashes.get(key)

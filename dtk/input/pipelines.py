@@ -20,13 +20,18 @@ they stop at the end of an epoch.
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import tensorflow as tf
 
 
 def read_ahead(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """The same elements, some of them ready before they are asked for.
+    """Prefetch elements of a dataset, unless its options forbid it.
+
+    Args:
+        dataset: Any dataset; one whose options disable autotuning is returned as it is.
+
+    Returns:
+        A dataset of the same elements.
 
     Example:
         >>> list(read_ahead(tf.data.Dataset.range(3)).as_numpy_iterator())
@@ -38,11 +43,15 @@ def read_ahead(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return untuned(ahead) if _on_one_core() else ahead
 
 
-def in_time(dataset: Any) -> Any:
-    """A script's own pipeline, which stays as it is where TensorFlow can tune it.
+def in_time(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Prefetch elements of a script's own pipeline where TensorFlow cannot tune it: on one core.
 
     Args:
-        dataset: One whose options decide, and what is no `tf.data.Dataset`, stay as well.
+        dataset: The pipeline; one whose options say what `autotune.enabled` should be, and what is
+            no `tf.data.Dataset`, is returned as it is.
+
+    Returns:
+        A dataset of the same elements.
     """
     if not isinstance(dataset, tf.data.Dataset) or dataset.options().autotune.enabled is not None:
         return dataset
@@ -50,7 +59,11 @@ def in_time(dataset: Any) -> Any:
 
 
 def may_not_read_ahead(dataset: tf.data.Dataset) -> bool:
-    """Whether elements are to be made when they are asked for, and not before."""
+    """Return whether a dataset's options forbid making elements before they are asked for.
+
+    Args:
+        dataset: Any dataset.
+    """
     return dataset.options().autotune.enabled is False
 
 
@@ -59,10 +72,13 @@ def _on_one_core() -> bool:
 
 
 def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """The same elements, from a pipeline that is not modelled while it is read.
+    """Disable the model by which TensorFlow tunes a pipeline while it is read.
 
     Args:
         dataset: One whose options say what `autotune.enabled` should be keeps it.
+
+    Returns:
+        A dataset of the same elements.
 
     Example:
         >>> untuned(tf.data.Dataset.range(3)).options().autotune.enabled

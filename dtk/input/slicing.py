@@ -8,8 +8,8 @@ row; with fewer rows than ranks the last ranks' share is none:
     rows 0..1 over 3 ranks   ->   [0] [1] []
 
 A slice without rows cannot be computed with: means become 0/0, and TensorFlow's convolution of no
-rows has the wrong shape. So a rank without rows computes with a stand-in, the batch's last row, and
-whatever it contributes is counted as nothing.
+rows has the wrong shape. So a rank without rows computes with a padding row, the batch's last row,
+and whatever it contributes is counted as nothing.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Slices(NamedTuple):
 
     Attributes:
         parts: One structure per replica of this process, in rank order; None marks an absent part
-            of a structure, as in Keras. A slice without rows holds a stand-in.
-        counts: Rows that are each part's own, int64 scalars; 0 for a stand-in.
+            of a structure, as in Keras. A slice without rows holds a padding row.
+        counts: Rows that are each part's own, int64 scalars; 0 for a padding row.
         rows: Rows of the whole global batch, int64 scalar; () when only the sum over ranks tells.
             Being structure and not a number, it makes TensorFlow trace the step anew.
         digest: Of the whole global batch, by which ranks find out that they read different ones,
@@ -36,18 +36,21 @@ class Slices(NamedTuple):
     """
 
     parts: tuple
-    counts: tuple
-    rows: Any
-    digest: Any = ()
+    counts: tuple[tf.Tensor, ...]
+    rows: tf.Tensor
+    digest: tf.Tensor = ()
 
 
 def bounds(rows: Any, rank: int, size: int) -> tuple[Any, Any]:
-    """First row of `rank`'s slice and the one after its last.
+    """Return the first row of a rank's slice and the row after its last.
 
     Args:
         rows: Rows of the global batch, a Python int or an integer tensor.
         rank: Whose slice, `0 <= rank < size`.
         size: How many slices.
+
+    Returns:
+        Both of the type of `rows`.
 
     Example:
         >>> [bounds(10, rank, 3) for rank in range(3)]
@@ -71,10 +74,16 @@ def _has_rows(leaf: Any) -> bool:
 
 
 def count_rows(batch: Any) -> tf.Tensor:
-    """Rows of a batch: the leading dimension its leaves share (int64 scalar).
+    """Count the rows of a batch: the leading dimension that its leaves share.
+
+    Args:
+        batch: Any structure of tensors: dense, ragged or sparse.
+
+    Returns:
+        int64 scalar.
 
     Raises:
-        ValueError: A leaf is a scalar, so the data is not batched.
+        ValueError: A leaf is a scalar, so the data is not batched; or there is no leaf.
     """
     leaves = _leaves(batch)
     if not leaves:
@@ -106,7 +115,7 @@ def _take(leaf: Any, begin: tf.Tensor, end: tf.Tensor) -> Any:
     return leaf[begin:end]
 
 
-def _size(leaf: tf.SparseTensor, axis: int) -> Any:
+def _size(leaf: tf.SparseTensor, axis: int) -> tf.Tensor:
     known = leaf.shape[axis]
     return leaf.dense_shape[axis] if known is None else tf.constant(known, tf.int64)
 
@@ -117,10 +126,14 @@ def cut(batch: Any, ranks: Sequence[int], size: int) -> Slices:
     Args:
         batch: Any structure of tensors with the same number of rows: dense, ragged or sparse.
         ranks: The ranks whose slices are wanted.
-        size: World size.
+        size: Number of slices the batch is cut into.
 
     Returns:
-        The slices, in the order of `ranks`, and the number of rows of the whole batch.
+        The slices, in the order of `ranks`, and the number of rows of the whole batch. A slice
+        without rows of its own holds a padding row.
+
+    Raises:
+        ValueError: The data is not batched.
     """
     rows = count_rows(batch)
     parts, counts = [], []
@@ -134,7 +147,16 @@ def cut(batch: Any, ranks: Sequence[int], size: int) -> Slices:
 
 
 def rows_of(batch: Any, begin: int, end: int) -> Any:
-    """The rows from `begin` to before `end` of a batch; what has no rows stays whole."""
+    """Take some rows of a batch.
+
+    Args:
+        batch: Any structure of tensors; None marks an absent part.
+        begin: First row.
+        end: The row after the last.
+
+    Returns:
+        The same structure.
+    """
     first, last = tf.constant(begin, tf.int64), tf.constant(end, tf.int64)
     return tf.nest.map_structure(
         lambda leaf: None if leaf is None else _take(leaf, first, last), batch
@@ -142,7 +164,16 @@ def rows_of(batch: Any, begin: int, end: int) -> Any:
 
 
 def cut_exactly(batch: Any, ranks: Sequence[int], size: int) -> tuple:
-    """The slices alone, without stand-ins: what a custom loop iterates over."""
+    """Cut one global batch without padding rows, as a custom loop iterates over it.
+
+    Args:
+        batch: Any structure of tensors with the same number of rows.
+        ranks: The ranks whose slices are wanted.
+        size: Number of slices the batch is cut into.
+
+    Returns:
+        One structure per rank, some maybe without rows.
+    """
     rows = count_rows(batch)
     return tuple(
         tf.nest.map_structure(lambda leaf, b=begin, e=end: _take(leaf, b, e), batch)
@@ -151,7 +182,14 @@ def cut_exactly(batch: Any, ranks: Sequence[int], size: int) -> tuple:
 
 
 def padding_row(batch: Any) -> Any:
-    """The batch itself, or one row of zeros where it has none (dense parts only)."""
+    """Append a row of zeros to the dense parts of a batch that has no rows.
+
+    Args:
+        batch: Any structure of tensors.
+
+    Returns:
+        The batch itself where it has rows, else one padding row.
+    """
     missing = tf.cast(count_rows(batch) == 0, tf.int32)
     return tf.nest.map_structure(lambda leaf: _pad_rows(leaf, missing), batch)
 
@@ -164,10 +202,16 @@ def _pad_rows(leaf: Any, missing: tf.Tensor) -> Any:
 
 
 def forget_rows(batch: Any) -> Any:
-    """Hide the number of rows from whoever traces, so that every rank traces the same ops.
+    """Hide the number of rows from tracing, so that every rank traces the same ops.
 
     Slices differ by a row, and a static row count changes the graph (a constant has no gradient, so
     synchronized batch norm would call one collective fewer on some ranks and wait for ever).
+
+    Args:
+        batch: Any structure of tensors.
+
+    Returns:
+        The same values; in a graph, of unknown leading dimension.
     """
     if tf.executing_eagerly():
         return batch
@@ -194,13 +238,16 @@ def cut_dataset(
     size: int,
     digest: Callable[[tf.Tensor, Any], tf.Tensor] | None = None,
 ) -> tf.data.Dataset:
-    """Cut every global batch of a dataset; elements become `Slices`.
+    """Cut every global batch of a dataset for the given ranks.
 
     Args:
-        dataset: Of global batches.
+        dataset: Dataset of global batches.
         ranks: The ranks whose slices are wanted.
-        size: World size.
-        digest: Makes of a batch's number and the batch what goes along as its digest.
+        size: Number of slices a batch is cut into.
+        digest: Called with a batch's number and the batch; returns its digest. None for no digests.
+
+    Returns:
+        Dataset of `Slices`.
     """
     if digest is None:
         return _map(dataset, cut, ranks, size)
@@ -215,18 +262,37 @@ def cut_dataset(
 def cut_dataset_exactly(
     dataset: tf.data.Dataset, ranks: Sequence[int], size: int
 ) -> tf.data.Dataset:
-    """Cut every global batch of a dataset; elements become a tuple of slices, some maybe empty."""
+    """Cut every global batch of a dataset without padding rows.
+
+    Args:
+        dataset: Dataset of global batches.
+        ranks: The ranks whose slices are wanted.
+        size: Number of slices a batch is cut into.
+
+    Returns:
+        Dataset of tuples of slices, some maybe without rows.
+    """
     return _map(dataset, cut_exactly, ranks, size)
 
 
-def _map(dataset: tf.data.Dataset, how: Any, ranks: Sequence[int], size: int) -> tf.data.Dataset:
+def _map(
+    dataset: tf.data.Dataset, how: Callable, ranks: Sequence[int], size: int
+) -> tf.data.Dataset:
     # Converting this file with AutoGraph would find nothing to convert, in half a second.
     cutting = tf.autograph.experimental.do_not_convert(lambda batch: how(batch, ranks, size))
     return mapped(dataset, on_elements(dataset, cutting))
 
 
 def mapped(dataset: tf.data.Dataset, function: Callable) -> tf.data.Dataset:
-    """A dataset's elements after a function, in order, several at a time where that is allowed."""
+    """Apply a function to every element of a dataset, in order and in parallel where allowed.
+
+    Args:
+        dataset: Any dataset; it decides by its options whether elements may be made ahead of time.
+        function: As for `tf.data.Dataset.map`.
+
+    Returns:
+        Dataset of the results.
+    """
     return dataset.map(
         function,
         num_parallel_calls=None if pipelines.may_not_read_ahead(dataset) else tf.data.AUTOTUNE,
@@ -235,10 +301,14 @@ def mapped(dataset: tf.data.Dataset, function: Callable) -> tf.data.Dataset:
 
 
 def on_elements(dataset: tf.data.Dataset, function: Callable) -> Callable:
-    """What to give `dataset.map` so that `function` gets each element as it is.
+    """Return what `dataset.map` is given so that a function gets each element as it is.
 
     TensorFlow passes the parts of a tuple as arguments, which loses whether an element was the pair
     `(a, b)` or the one input `[a, b]` in a tuple of its own.
+
+    Args:
+        dataset: The dataset to be mapped.
+        function: Takes one element.
     """
     if not isinstance(dataset.element_spec, tuple):
         return function

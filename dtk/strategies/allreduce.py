@@ -12,6 +12,7 @@ from dtk import cluster, communicators, quiet
 from dtk.communicators.base import Communicator
 from dtk.compat.tf_allreduce import AllReduceExtended
 from dtk.exchange import parse
+from dtk.exchange.base import Exchange
 from dtk.parameter_server.consistency_models import check_no_exchange
 from dtk.strategies import devices, start
 from dtk.strategies.base import DtkStrategy
@@ -60,7 +61,7 @@ class AllReduceStrategy(DtkStrategy):
     def __init__(
         self,
         communicator: str | Communicator = "auto",
-        exchange: Any = None,
+        exchange: Exchange | str | None = None,
         *,
         memory_growth: bool | None = None,
         self_test: bool | str = "auto",
@@ -80,26 +81,46 @@ class AllReduceStrategy(DtkStrategy):
         parsed.check(communicator)
 
     def local_ranks(self) -> Sequence[int]:
-        """This process holds one replica."""
+        """Return the rank of the one replica that this process holds."""
         return (self.rank,)
 
     def local_index(self) -> int:
-        """The only one."""
+        """Return 0: this process holds one replica."""
         return 0
 
     def per_replica(self, parts: tuple) -> Any:
-        """One replica takes its part as it is."""
+        """Return the only part.
+
+        Args:
+            parts: One structure of tensors.
+        """
         return parts[0]
 
     def take_variables(self, variables: Sequence) -> None:
-        """Plain variables need nothing."""
+        """Leave plain variables as they are; they belong to every strategy.
 
-    def set_per_replica(self, variable: Any, values: Sequence) -> None:
-        """Assign the one local value."""
+        Args:
+            variables: Keras variables.
+        """
+
+    def set_per_replica(self, variable: keras.Variable, values: Sequence) -> None:
+        """Assign the value of this process's replica.
+
+        Args:
+            variable: A Keras variable.
+            values: One value.
+        """
         variable.assign(values[0])
 
     def gather_outputs(self, outputs: Any) -> Any:
-        """All ranks' rows, on every rank."""
+        """Gather the rows of all ranks, on every rank.
+
+        Args:
+            outputs: Structure of this rank's rows, dense or ragged.
+
+        Returns:
+            The same structure of all rows, in rank order.
+        """
         return keras.tree.map_structure(self._gather_rows, outputs)
 
     def _gather_rows(self, rows: Any) -> Any:
@@ -108,14 +129,18 @@ class AllReduceStrategy(DtkStrategy):
         return self.communicator.allgather(rows)
 
     def join_outputs(self, outputs: Any) -> Any:
-        """Already whole."""
+        """Return outputs as they are; `gather_outputs` has put them together.
+
+        Args:
+            outputs: Structure of all rows.
+        """
         return outputs
 
 
 def _joined(
     communicator: str | Communicator, memory_growth: bool | None
 ) -> tuple[Communicator, str]:
-    """The communicator, and this rank's device, which is taken before TensorFlow starts."""
+    """Join the ranks and take this rank's device, before TensorFlow starts if possible."""
     if isinstance(communicator, Communicator):
         return communicator, devices.pin(communicator, memory_growth)
     place = cluster.detect() if communicator != "local" else None

@@ -15,7 +15,7 @@ from dtk.strategies.parameter_server import ParameterServerStrategy
 def auto_strategy(
     *, memory_growth: bool | None = None, self_test: bool | str = "auto"
 ) -> DtkStrategy:
-    """Pick a strategy from the environment.
+    """Choose a strategy by the environment.
 
     A TF_CONFIG with parameter servers gets an asynchronous `ParameterServerStrategy`; one process
     with several GPUs a `MirroredStrategy`; everything else an `AllReduceStrategy`, which is plain
@@ -25,6 +25,9 @@ def auto_strategy(
         memory_growth: As of `AllReduceStrategy` and `MirroredStrategy`; parameter servers leave
             GPUs to TensorFlow.
         self_test: As of `AllReduceStrategy`.
+
+    Returns:
+        The strategy, ready for use.
 
     Raises:
         ClusterError: The environment contradicts itself.

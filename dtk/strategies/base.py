@@ -6,11 +6,14 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
 from dtk.compat import keras_variables
 from dtk.errors import at_rank
+from dtk.exchange import Downpour
+from dtk.exchange.base import Exchange
 from dtk.strategies.cluster_resolver import JobResolver, resolve
 from dtk.trainer import (
     distributed_trainer,
@@ -22,7 +25,7 @@ from dtk.trainer import (
 
 
 class DtkStrategy(tf.distribute.Strategy):
-    """Base of dtk's strategies: a scope that adopts models, and what adopting needs to know.
+    """Base of dtk's strategies: a scope that distributes models, and what their trainers use.
 
     Attributes:
         communicator: How bytes move between processes.
@@ -38,7 +41,7 @@ class DtkStrategy(tf.distribute.Strategy):
     communicator: Communicator
     is_evaluator = False
     has_evaluator = False
-    exchange: Any = None
+    exchange: Exchange | Downpour | None = None
     self_test: bool | str = "auto"
 
     def __init_subclass__(cls, **kwargs: Any):
@@ -49,7 +52,10 @@ class DtkStrategy(tf.distribute.Strategy):
             cls.__init__.__doc__ = f"Take the arguments that {cls.__name__} describes."
 
     def __init__(
-        self, extended: Any, communicator: Communicator, resolver: JobResolver | None = None
+        self,
+        extended: tf.distribute.StrategyExtended,
+        communicator: Communicator,
+        resolver: JobResolver | None = None,
     ):
         self.communicator = communicator
         self._resolver = resolver or resolve(communicator)
@@ -61,7 +67,7 @@ class DtkStrategy(tf.distribute.Strategy):
 
     @property
     def rank(self) -> int:
-        """This process's rank."""
+        """Rank of this process."""
         return self.communicator.rank
 
     @property
@@ -71,7 +77,7 @@ class DtkStrategy(tf.distribute.Strategy):
 
     @property
     def local_rank(self) -> int:
-        """This process's index on its host."""
+        """Index of this process on its host."""
         return self.communicator.local_rank
 
     @property
@@ -91,8 +97,8 @@ class DtkStrategy(tf.distribute.Strategy):
         """
         return self._resolver
 
-    def scope(self) -> Any:
-        """Context in which models are built and compiled for this strategy.
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context in which models are built and compiled for this strategy.
 
         Raises:
             ValueError: Inside the scope of another strategy.
@@ -109,16 +115,29 @@ class DtkStrategy(tf.distribute.Strategy):
         return _scope(super().scope(), self)
 
     def run(self, fn: Callable, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
-        """As `tf.distribute.Strategy.run`; refuses steps of models compiled outside the scope."""
+        """Run a function on every replica of this process, as `tf.distribute.Strategy.run` does.
+
+        Args:
+            fn: The function; the step of a model must be of one compiled in this strategy's scope.
+            args: Its positional arguments, per replica or equal for all.
+            kwargs: Its keyword arguments.
+            options: A `tf.distribute.RunOptions`.
+
+        Returns:
+            What the replicas return, per replica where there are several.
+
+        Raises:
+            NotDistributedError: The model was compiled outside the scope.
+        """
         model_scope.check_distributed(fn, self)
         return super().run(fn, args=args, kwargs=kwargs, options=options)
 
-    def check_weights(self, model: Any) -> int:
+    def check_weights(self, model: keras.Model) -> int:
         """Compare a model's weights and optimizer state over all replicas, bit for bit.
 
         `fit` does so after its first step and after every epoch; this is for scripts that want to
         know at another time, such as after changing weights by themselves. Every rank calls it.
-        Under an exchange by which workers train apart (`BlockMomentum`, `ModelAveraging`) weights
+        Under an exchange with local steps (`BlockMomentum`, `ModelAveraging`) weights
         are equal between calls of `fit`, and optimizer state, each worker's own, is left out.
 
         Args:
@@ -142,77 +161,137 @@ class DtkStrategy(tf.distribute.Strategy):
         """
         return weight_check.check_weights(model, self)
 
-    # For adoption and fitting.
+    # For the trainers of models.
 
     @property
     def processes(self) -> int:
         """Processes of the job that take part in training."""
         return self.communicator.size
 
-    def make_trainer(self, model: Any) -> distributed_trainer.DistributedTrainer:
-        """What this strategy keeps about a model compiled in its scope."""
+    def make_trainer(self, model: keras.Model) -> distributed_trainer.DistributedTrainer:
+        """Make the trainer of a model compiled in this strategy's scope.
+
+        Args:
+            model: The model.
+        """
         return distributed_trainer.DistributedTrainer(model, self)
 
     def new_sequence(self, name: str) -> str:
-        """A name for one step function's collectives: the same on every rank, never used before."""
+        """Return a new name for the collectives of one step function, equal on every rank.
+
+        Args:
+            name: What the name begins with, such as "train".
+        """
         return f"{name}.{self.communicator.next_number()}"
 
-    def sequence(self, name: str) -> Any:
-        """See `Communicator.sequence`."""
+    def sequence(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Return a context that names the collectives traced inside; see `Communicator.sequence`.
+
+        Args:
+            name: Name of the sequence.
+        """
         return self.communicator.sequence(name)
 
-    def concurrent(self, name: str) -> Any:
-        """See `Communicator.concurrent`."""
+    def concurrent(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Return a context whose collectives run beside all others; see `Communicator.concurrent`.
+
+        Args:
+            name: Those of one name are ordered among themselves.
+        """
         return self.communicator.concurrent(name)
 
     def local_ranks(self) -> Sequence[int]:
-        """Ranks of the replicas this process holds."""
+        """Return the ranks of the replicas that this process holds."""
         raise NotImplementedError
 
     def local_index(self) -> int:
-        """Which of `local_ranks` is running; call in a replica context."""
+        """Return which of `local_ranks` is running; call in a replica context."""
         raise NotImplementedError
 
     def per_replica(self, parts: tuple) -> Any:
-        """What to pass to `run` so that replica i gets `parts[i]`."""
+        """Return what `run` is given so that replica i gets `parts[i]`.
+
+        Args:
+            parts: One structure of tensors for each of `local_ranks`.
+        """
         raise NotImplementedError
 
     def take_variables(self, variables: Sequence) -> None:
-        """Make variables created outside the scope usable under this strategy."""
+        """Make variables created outside the scope usable under this strategy.
+
+        Args:
+            variables: Keras variables; they keep their values.
+        """
         raise NotImplementedError
 
     def take_metric_state(self, variables: Sequence) -> None:
-        """The same for the state of metrics."""
+        """Make the state of metrics created outside the scope one that is summed when read.
+
+        Args:
+            variables: Keras variables; they keep their values.
+        """
         with self.scope():
             for variable in variables:
                 keras_variables.move_variable(variable)
 
-    def set_per_replica(self, variable: Any, values: Sequence) -> None:
-        """Assign a value of its own to every local replica's copy of a Keras variable."""
+    def set_per_replica(self, variable: keras.Variable, values: Sequence) -> None:
+        """Assign a value of its own to every local replica's copy of a Keras variable.
+
+        Args:
+            variable: The variable.
+            values: One value for each of `local_ranks`.
+        """
         raise NotImplementedError
 
-    def copies(self, variable: Any) -> Sequence:
-        """What this process's replicas hold of a Keras variable: one tensor or variable each."""
+    def copies(self, variable: keras.Variable) -> Sequence:
+        """Return what this process's replicas hold of a Keras variable.
+
+        Args:
+            variable: The variable.
+
+        Returns:
+            One tensor or TensorFlow variable for each of `local_ranks`.
+        """
         return (variable,)
 
     def reduce_gradients(self, gradients: list) -> list:
         """Sum gradients over all replicas, in a replica context.
 
         Those of the last layers are ready first, and leave while the others are computed.
+
+        Args:
+            gradients: This replica's, tensors or `tf.IndexedSlices`.
+
+        Returns:
+            The sums, in the same order.
         """
         replica = tf.distribute.get_replica_context()
         return replica.all_reduce(tf.distribute.ReduceOp.SUM, gradients[::-1])[::-1]
 
     def gather_outputs(self, outputs: Any) -> Any:
-        """In a replica context: rows of all ranks where other processes hold some."""
+        """Gather the rows that other processes hold, in a replica context.
+
+        Args:
+            outputs: Structure of this replica's rows.
+
+        Returns:
+            The same structure; of all ranks' rows where other processes hold some.
+        """
         raise NotImplementedError
 
     def join_outputs(self, outputs: Any) -> Any:
-        """Outside: rows of this process's replicas, in order."""
+        """Concatenate the rows of this process's replicas, outside a replica context.
+
+        Args:
+            outputs: Structure of per-replica rows, as `run` returns it.
+
+        Returns:
+            The same structure of all rows, in rank order.
+        """
         raise NotImplementedError
 
 
 @contextlib.contextmanager
-def _scope(scope: Any, strategy: DtkStrategy) -> Iterator[Any]:
+def _scope(scope: contextlib.AbstractContextManager[Any], strategy: DtkStrategy) -> Iterator[Any]:
     with scope as entered, model_scope.distributing(strategy):
         yield entered

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from numpy.typing import ArrayLike
 
 from dtk.parameter_server.proximal.descent import Descent
 from dtk.parameter_server.proximal.methods import check_blocks, check_tau, is_whole, rate_bound
@@ -21,7 +22,7 @@ _ROUNDING = 1 + 1e-9
 
 @dataclass(frozen=True)
 class BlockResult:
-    """What `minimize_blocks` found, and what it took.
+    """Result of `minimize_blocks`, and what it took.
 
     Attributes:
         weights: The weights, like those given.
@@ -43,16 +44,16 @@ class BlockResult:
 def minimize_blocks(
     strategy: ParameterServerStrategy,
     loss: Callable,
-    weights: Any,
-    data: Any,
+    weights: ArrayLike,
+    data: ArrayLike | tuple[ArrayLike, ...],
     *,
     blocks: int,
     steps: int,
     l1: float = 0.0,
-    rate: Any = None,
-    smoothness: Any = None,
+    rate: ArrayLike | None = None,
+    smoothness: ArrayLike | None = None,
     tau: int = 0,
-    order: Any = "cyclic",
+    order: str | Sequence[int] | Callable[[int], int] = "cyclic",
     seed: int = 0,
     record_every: int | None = None,
     on_record: Callable[[int, float], Any] | None = None,
@@ -144,7 +145,7 @@ def minimize_blocks(
     return BlockResult(descent.weights, objective, schedule.statistics, traffic, rates)
 
 
-def _check_strategy(strategy: Any) -> None:
+def _check_strategy(strategy: tf.distribute.Strategy) -> None:
     if not isinstance(strategy, ParameterServerStrategy):
         raise ValueError(
             f"strategy is {type(strategy).__name__}; blocks of weights live on parameter servers: "
@@ -159,7 +160,7 @@ def _check_strategy(strategy: Any) -> None:
         )
 
 
-def _checked_weights(weights: Any) -> np.ndarray:
+def _checked_weights(weights: ArrayLike) -> np.ndarray:
     weights = np.array(weights)
     if weights.dtype not in (np.float32, np.float64) or not weights.ndim or not weights.size:
         raise ValueError(
@@ -169,12 +170,14 @@ def _checked_weights(weights: Any) -> np.ndarray:
     return weights
 
 
-def _check_count(name: str, count: Any) -> None:
+def _check_count(name: str, count: int) -> None:
     if not is_whole(count) or count < 1:
         raise ValueError(f"{name}={count!r}; expected 1 or more")
 
 
-def _checked_rate(rate: Any, smoothness: Any, blocks: int, tau: int) -> np.ndarray:
+def _checked_rate(
+    rate: ArrayLike | None, smoothness: ArrayLike | None, blocks: int, tau: int
+) -> np.ndarray:
     bound = None
     if smoothness is not None:
         bound = _per_block("smoothness", rate_bound(smoothness, tau), blocks)
@@ -198,7 +201,7 @@ def _checked_rate(rate: Any, smoothness: Any, blocks: int, tau: int) -> np.ndarr
     return rates
 
 
-def _per_block(name: str, values: Any, blocks: int) -> np.ndarray:
+def _per_block(name: str, values: ArrayLike, blocks: int) -> np.ndarray:
     values = np.asarray(values, np.float64)
     if values.shape not in ((), (blocks,)):
         raise ValueError(
@@ -230,7 +233,7 @@ def _checked_order(order: Any, blocks: int, steps: int, seed: int) -> list[int]:
     return [int(block) for block in chosen]
 
 
-def _checked_data(data: Any, dtype: Any) -> tuple:
+def _checked_data(data: ArrayLike | tuple[ArrayLike, ...], dtype: np.dtype) -> tuple:
     arrays = [np.asarray(array) for array in (data if isinstance(data, tuple | list) else (data,))]
     shapes = ", ".join(str(array.shape) for array in arrays)
     if not arrays or any(not array.ndim for array in arrays):

@@ -9,7 +9,7 @@
 | parameter servers | "chief", 0 (or "evaluator", 0) | chief, workers, servers |
 
 Plain `python` is what TensorFlow's own `TFConfigClusterResolver` says without TF_CONFIG. MPI and
-Horovod open ports as they need them, so nobody knows an address of theirs in advance: there a task
+Horovod open ports as they need them, so their addresses are not known in advance: there a task
 is the name of its host, without a port, and `master` refuses to make an address of it. The
 evaluator is left out of `cluster_spec()`: it works beside the cluster, and has no rank in it.
 """
@@ -17,7 +17,6 @@ evaluator is left out of `cluster_spec()`: it works beside the cluster, and has 
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import tensorflow as tf
 
@@ -28,7 +27,7 @@ _ADDRESS = re.compile(r"(\[[^\[\]]+\]|[^:\[\]]+):[0-9]+")
 
 
 class JobResolver(tf.distribute.cluster_resolver.SimpleClusterResolver):
-    """A `tf.distribute.cluster_resolver.ClusterResolver` which knows what the launcher told.
+    """A `tf.distribute.cluster_resolver.ClusterResolver` that knows what the launcher has said.
 
     Made by strategies: `strategy.cluster_resolver`.
 
@@ -43,10 +42,15 @@ class JobResolver(tf.distribute.cluster_resolver.SimpleClusterResolver):
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """The address of a task; TensorFlow 1's sessions are what asks for it.
+        """Return the address of a task, which TensorFlow 1's sessions ask for.
+
+        Args:
+            task_type: Such as "worker"; None for this process.
+            task_id: Index of the task among those of its type; None for this process.
+            rpc_layer: Protocol to put before the address, such as "grpc".
 
         Raises:
-            ValueError: The launcher told the task's host, but no port.
+            ValueError: The launcher has given the task's host, but no port.
         """
         if task_type is not None and task_id is not None:
             address = self.cluster_spec().task_address(task_type, task_id)
@@ -62,24 +66,36 @@ class JobResolver(tf.distribute.cluster_resolver.SimpleClusterResolver):
         self,
         task_type: str | None = None,
         task_id: int | None = None,
-        config_proto: Any = None,
+        config_proto: tf.compat.v1.ConfigProto | None = None,
     ) -> dict[str, int]:
-        """GPUs that this process computes on; found without starting TensorFlow on them."""
+        """Count the GPUs that this process computes on, without starting TensorFlow on them.
+
+        Args:
+            task_type: Not used; only this process is known.
+            task_id: Not used.
+            config_proto: Not used.
+
+        Returns:
+            Number of devices by their type; empty without GPUs.
+        """
         del task_type, task_id, config_proto
         gpus = tf.config.get_visible_devices("GPU")
         return {"GPU": len(gpus)} if gpus else {}
 
 
 def resolve(communicator: Communicator) -> JobResolver:
-    """The job that a communicator's ranks are.
+    """Describe the job that a communicator's ranks form.
 
     Args:
         communicator: Over all ranks that train together.
+
+    Returns:
+        The cluster, and the task that this process is in it.
     """
-    told, rank, size = communicator.environment, communicator.rank, communicator.size
-    if size == 1 and (told is None or told.kind == "single"):
+    environment, rank, size = communicator.environment, communicator.rank, communicator.size
+    if size == 1 and (environment is None or environment.kind == "single"):
         return JobResolver(tf.train.ClusterSpec({}))
-    roles = (told.roles if told is not None else ()) or ("worker",) * size
+    roles = (environment.roles if environment is not None else ()) or ("worker",) * size
     addresses = _addresses(communicator)
     cluster = {
         role: [address for address, its in zip(addresses, roles, strict=True) if its == role]
@@ -94,11 +110,11 @@ def resolve(communicator: Communicator) -> JobResolver:
 
 
 def _addresses(communicator: Communicator) -> tuple[str, ...]:
-    """One for each rank, or else its host's name; "" where not even that is known."""
-    told = communicator.environment
-    # Those under Slurm are where collectives listen; with another transport nobody does.
-    if told is not None and (told.roles or communicator.name == "collective"):
-        return told.addresses
+    """Return an address for each rank, or else its host's name; "" where neither is known."""
+    environment = communicator.environment
+    # Those under Slurm are where collectives listen; with another transport no rank does.
+    if environment is not None and (environment.roles or communicator.name == "collective"):
+        return environment.addresses
     return communicator.hosts or ("",) * communicator.size
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -72,7 +71,7 @@ def pin(place: Environment | Communicator, memory_growth: bool | None = None) ->
 def choose_gpu(
     local_rank: int, local_size: int, names: Sequence[str], restricted: str | None = None
 ) -> int | None:
-    """Which of the GPUs a process sees is its own.
+    """Choose the GPU of a process among those it sees.
 
     Args:
         local_rank: Index of the process among the ranks of its host.
@@ -107,7 +106,14 @@ def choose_gpu(
 
 
 def restricted_by(visible: Sequence[str]) -> str | None:
-    """What keeps GPUs of this host from this process, as far as that can be told."""
+    """Return what keeps GPUs of this host from this process, as far as that is known.
+
+    Args:
+        visible: Names of the GPUs this process sees.
+
+    Returns:
+        Such as "CUDA_VISIBLE_DEVICES=3"; None where it sees all of them.
+    """
     chosen = os.environ.get(_VARIABLE)
     if chosen is not None:
         return f"{_VARIABLE}={chosen}"
@@ -116,8 +122,16 @@ def restricted_by(visible: Sequence[str]) -> str | None:
     return None
 
 
-def set_memory_growth(gpus: Sequence[Any], memory_growth: bool | None, rank: int = 0) -> None:
-    """Say whether TensorFlow takes memory of GPUs as it needs it; None says nothing."""
+def set_memory_growth(
+    gpus: Sequence[tf.config.PhysicalDevice], memory_growth: bool | None, rank: int = 0
+) -> None:
+    """Set whether TensorFlow allocates the memory of GPUs as it needs it.
+
+    Args:
+        gpus: Physical devices.
+        memory_growth: True or False; None leaves TensorFlow's default.
+        rank: Rank of this process, for the warning when TensorFlow has already started.
+    """
     if memory_growth is None:
         return
     try:
@@ -132,24 +146,31 @@ def set_memory_growth(gpus: Sequence[Any], memory_growth: bool | None, rank: int
 
 
 def given(device: str) -> str | None:
-    """The one GPU the launcher has given this process, by its name; None if it gave not one."""
+    """Return the one GPU that the launcher has given this process.
+
+    Args:
+        device: Device of this process, as `pin` returns it.
+
+    Returns:
+        Its name in CUDA_VISIBLE_DEVICES; None where the launcher has not chosen exactly one.
+    """
     one = device != _CPU and len(tf.config.list_physical_devices("GPU")) == 1
     return os.environ.get(_VARIABLE) if one else None
 
 
 def warn_of_shared(names: Sequence[str | None], communicator: Communicator) -> None:
-    """Say on rank 0 when ranks of one host were given a GPU of the same name.
+    """Warn on rank 0 when ranks of one host were given a GPU of the same name.
 
     Args:
         names: What `given` says, by rank.
         communicator: Between the ranks.
     """
-    told = communicator.environment
-    if communicator.rank or (told is not None and told.kind == "slurm"):
+    environment = communicator.environment
+    if communicator.rank or (environment is not None and environment.kind == "slurm"):
         return  # Slurm may show every task its own GPU under the number 0
-    seats = list(zip(communicator.hosts, names, strict=True))
-    for rank, (host, name) in enumerate(seats):
-        first = seats.index((host, name))
+    places = list(zip(communicator.hosts, names, strict=True))
+    for rank, (host, name) in enumerate(places):
+        first = places.index((host, name))
         if name is not None and first < rank:
             warnings.warn(
                 at_rank(

@@ -56,57 +56,102 @@ class MirroredStrategy(DtkStrategy):
             names = find_devices(devices)
         super().__init__(tf_mirrored.MirroredExtended(self, devices=names), LocalCommunicator())
 
-    def sequence(self, name: str) -> Any:
-        """Names the running replica's collectives."""
+    def sequence(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Return a context that names the running replica's collectives.
+
+        Args:
+            name: Name of the sequence; see `Communicator.sequence`.
+        """
         return self.extended.replica_communicator().sequence(name)
 
-    def concurrent(self, name: str) -> Any:
-        """The same."""
+    def concurrent(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the running replica's collectives run beside all others.
+
+        Args:
+            name: Those of one name are ordered among themselves; see `Communicator.concurrent`.
+        """
         return self.extended.replica_communicator().concurrent(name)
 
     def run(self, fn: Callable, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
-        """As `tf.distribute.Strategy.run`; in `tf.function` each replica is a function of its own.
+        """Run a function on every replica; in `tf.function` each replica is a function of its own.
 
         In one graph TensorFlow runs stateful ops (an Assert, say) in the order they were traced:
         the second replica's first would wait for the first replica's last, which waits for a
         reduction that the second has yet to reach.
+
+        Args:
+            fn: The function; the step of a model must be of one compiled in this strategy's scope.
+            args: Its positional arguments, per replica or equal for all.
+            kwargs: Its keyword arguments.
+            options: A `tf.distribute.RunOptions`.
+
+        Returns:
+            What the replicas return, per replica.
+
+        Raises:
+            NotDistributedError: The model was compiled outside the scope.
         """
         model_scope.check_distributed(fn, self)
         return super().run(_isolated(fn), args=args, kwargs=kwargs, options=options)
 
     def local_ranks(self) -> Sequence[int]:
-        """All replicas are here."""
+        """Return the ranks of all replicas: this process holds every one."""
         return range(self.num_replicas_in_sync)
 
     def local_index(self) -> int:
-        """Index of the running replica."""
+        """Return the index of the running replica."""
         return tf_replicas.replica_index()
 
     def per_replica(self, parts: tuple) -> Any:
-        """One part per device."""
+        """Return per-replica values of one part per device.
+
+        Args:
+            parts: One structure of tensors per device.
+        """
         return tf_datasets.regroup(parts)
 
     def take_variables(self, variables: Sequence) -> None:
-        """Mirror variables that were created outside the scope, keeping their values."""
+        """Mirror variables that were created outside the scope, keeping their values.
+
+        Args:
+            variables: Keras variables.
+        """
         with self.scope():
             for variable in variables:
                 keras_variables.move_variable(variable)
 
-    def set_per_replica(self, variable: Any, values: Sequence) -> None:
-        """Assign each device's copy."""
+    def set_per_replica(self, variable: keras.Variable, values: Sequence) -> None:
+        """Assign a value to each device's copy.
+
+        Args:
+            variable: A Keras variable.
+            values: One value per device.
+        """
         for component, value in zip(tf_variables.components(variable.value), values, strict=True):
             component.assign(value)
 
-    def copies(self, variable: Any) -> Sequence:
-        """Each device's."""
+    def copies(self, variable: keras.Variable) -> Sequence:
+        """Return each device's copy of a Keras variable.
+
+        Args:
+            variable: The variable.
+        """
         return tf_variables.components(variable.value)
 
     def gather_outputs(self, outputs: Any) -> Any:
-        """Every replica keeps its rows; `join_outputs` puts them together."""
+        """Return outputs as they are; `join_outputs` puts those of all replicas together.
+
+        Args:
+            outputs: Structure of this replica's rows.
+        """
         return outputs
 
     def join_outputs(self, outputs: Any) -> Any:
-        """Concatenate the replicas' rows, in order."""
+        """Concatenate the replicas' rows, in order.
+
+        Args:
+            outputs: Structure of per-replica rows.
+        """
         return keras.tree.map_structure(
             lambda rows: tf.concat(self.experimental_local_results(rows), 0), outputs
         )
@@ -141,7 +186,13 @@ def _isolated(fn: Callable) -> Callable:
 
 
 def find_devices(devices: int | Sequence[str] | None) -> list[str]:
-    """Names of the devices to use.
+    """Find the devices to use, and make logical CPU devices where there are too few.
+
+    Args:
+        devices: A list of names, how many, or None for every GPU or the one CPU.
+
+    Returns:
+        Names of the devices.
 
     Raises:
         ValueError: Fewer devices than asked, naming what there is.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -72,8 +72,8 @@ class ParameterServerStrategy(DtkStrategy, tf_servers.ServerStrategy):
 
     def __init__(
         self,
-        consistency: Any = "async",
-        variable_partitioner: Any = None,
+        consistency: consistency_models.Consistency | str = "async",
+        variable_partitioner: tf.distribute.experimental.partitioners.Partitioner | None = None,
         exchange: Downpour | Quantized | str | None = None,
         *,
         self_test: bool | str = "auto",
@@ -108,7 +108,11 @@ class ParameterServerStrategy(DtkStrategy, tf_servers.ServerStrategy):
             JobResolver(run_server.cluster_of(config), task_type="evaluator", task_id=0),
         )
 
-    def _become_chief(self, config: cluster.TFConfig, variable_partitioner: Any) -> None:
+    def _become_chief(
+        self,
+        config: cluster.TFConfig,
+        variable_partitioner: tf.distribute.experimental.partitioners.Partitioner | None,
+    ) -> None:
         resolver = JobResolver(
             run_server.cluster_of(config), task_type="chief", task_id=0, rpc_layer="grpc"
         )
@@ -125,25 +129,29 @@ class ParameterServerStrategy(DtkStrategy, tf_servers.ServerStrategy):
             self, config.cluster["worker"], config.cluster["ps"], patience=startup.limit()
         )
         start.end_at_once("the chief")
-        tf_coordinator.hush_coordinator()
+        tf_coordinator.silence_coordinator()
 
     @property
     def size(self) -> int:
-        """Workers whose gradients count."""
+        """Number of workers whose gradients count."""
         return self.workers - self.consistency.spare
 
     @property
     def processes(self) -> int:
-        """Processes that compute: the chief, and the workers behind it."""
+        """Number of processes that compute: the chief, and the workers behind it."""
         return 1 if self.is_evaluator else 1 + self.workers
 
     @property
     def slices(self) -> int:
-        """Parts a global batch is cut into: one per worker if synchronous, else one."""
+        """Number of parts a global batch is cut into: one per worker if synchronous, else one."""
         return self.consistency.slices(self.workers)
 
-    def make_trainer(self, model: Any) -> DistributedTrainer:
-        """Steps run on workers; the evaluator takes none."""
+    def make_trainer(self, model: keras.Model) -> DistributedTrainer:
+        """Make a trainer whose steps run on workers, or the evaluator's, which takes none.
+
+        Args:
+            model: The model.
+        """
         made = (
             evaluator.EvaluatorTrainer
             if self.is_evaluator
@@ -152,11 +160,15 @@ class ParameterServerStrategy(DtkStrategy, tf_servers.ServerStrategy):
         return made(model, self)
 
     def local_ranks(self) -> Sequence[int]:
-        """Keras runs once, here."""
+        """Return rank 0: Keras runs once, in this process."""
         return (0,)
 
     def take_variables(self, variables: Sequence) -> None:
-        """Move variables that were created outside the scope to the servers."""
+        """Move variables that were created outside the scope to the servers.
+
+        Args:
+            variables: Keras variables; they keep their values.
+        """
         if self.is_evaluator:
             return
         with self.scope():
@@ -165,24 +177,53 @@ class ParameterServerStrategy(DtkStrategy, tf_servers.ServerStrategy):
                     keras_variables.move_variable(variable)
 
     def take_metric_state(self, variables: Sequence) -> None:
-        """Metric state is on the chief."""
+        """Move the state of metrics that was created outside the scope to the chief.
+
+        Args:
+            variables: Keras variables; they keep their values.
+        """
         self.take_variables(variables)
 
-    def set_per_replica(self, variable: Any, values: Sequence) -> None:
-        """There is one value for all."""
+    def set_per_replica(self, variable: keras.Variable, values: Sequence) -> None:
+        """Assign the one value that all workers read.
+
+        Args:
+            variable: A Keras variable.
+            values: One value.
+        """
         variable.assign(values[0])
 
     def per_worker_dataset(self, dataset_fn: Callable) -> worker_data.WorkerDataset:
-        """Pipelines that workers read themselves; see `dtk.parameter_server.worker_data`."""
+        """Make a dataset of pipelines that workers read themselves.
+
+        Args:
+            dataset_fn: Makes a worker's pipeline from a `tf.distribute.InputContext`.
+
+        Returns:
+            See `dtk.parameter_server.worker_data`.
+        """
         return worker_data.worker_dataset(dataset_fn, self.workers, self.slices)
 
     def sum_over_slices(self, value: tf.Tensor) -> tf.Tensor:
-        """Sum a value over a step's slices, where it is whole."""
+        """Sum a value over a step's slices, which must be a single one.
+
+        Args:
+            value: Any tensor.
+
+        Returns:
+            The value.
+
+        Raises:
+            ValueError: A step is cut over several workers.
+        """
         self.check_whole_step("a loss that is a mean over masked or weighted rows")
         return value
 
     def check_whole_step(self, what: str) -> None:
         """Refuse what would need workers to exchange numbers within a step.
+
+        Args:
+            what: What needs it, for the message.
 
         Raises:
             ValueError: A step is cut over workers.
@@ -194,8 +235,14 @@ class ParameterServerStrategy(DtkStrategy, tf_servers.ServerStrategy):
                 f"over {self.slices}. Use AllReduceStrategy, or an asynchronous consistency"
             )
 
-    def schedule_of(self, model: Any) -> scheduler.Schedule:
-        """What decides which step of a model may start, and what it has observed.
+    def schedule_of(self, model: keras.Model) -> scheduler.Schedule:
+        """Return the schedule that decides which step of a model may start.
+
+        Args:
+            model: A model trained under this strategy.
+
+        Returns:
+            The schedule, with what it has observed.
 
         Raises:
             ValueError: The model has not been trained under this strategy.
@@ -212,18 +259,24 @@ class ParameterServerStrategy(DtkStrategy, tf_servers.ServerStrategy):
 
     @property
     def placement(self) -> list[int]:
-        """Bytes put on each parameter server; slot variables, which lie beside theirs, apart."""
+        """Bytes of variables on each parameter server; slot variables are not counted."""
         return list(self.extended.bytes_placed)
 
     # Traffic.
 
     def note_traffic(self, worker: int, moved: np.ndarray, steps: int = 1) -> None:
-        """Count the bytes that steps pulled and pushed."""
+        """Count the bytes that steps of a worker pulled and pushed.
+
+        Args:
+            worker: Index of the worker.
+            moved: Bytes pulled and bytes pushed, of shape (2,).
+            steps: How many steps they were.
+        """
         self._traffic[worker] += (*moved, steps)
 
     @property
     def traffic(self) -> list[dict[str, int]]:
-        """Per worker: steps computed, bytes pulled from and pushed to the parameter servers."""
+        """Steps computed, and bytes pulled from and pushed to the parameter servers, per worker."""
         return [
             {"steps": int(steps), "pulled": int(pulled), "pushed": int(pushed)}
             for pulled, pushed, steps in self._traffic
@@ -240,35 +293,33 @@ def _config() -> cluster.TFConfig:
     return config
 
 
-def _checked(exchange: Any, consistency: consistency_models.Consistency) -> Downpour | None:
+def _checked(
+    exchange: Downpour | Quantized | str | None, consistency: consistency_models.Consistency
+) -> Downpour | None:
     if exchange is None:
         return None
     consistency_models.check_no_exchange(exchange)
-    if isinstance(exchange, str):
-        exchange = parse(exchange)
-    if isinstance(exchange, Quantized):
-        if not exchange.codes:
+    given = parse(exchange) if isinstance(exchange, str) else exchange
+    if isinstance(given, Quantized):
+        if not given.codes:
             return None
-        exchange = Downpour(bits=exchange.bits)
-    if not isinstance(exchange, Downpour):
+        given = Downpour(bits=given.bits)
+    if not isinstance(given, Downpour):
         raise ValueError(
-            f"exchange={exchange!r}; expected dtk.exchange.Downpour(...), Quantized(bits), or None "
+            f"exchange={given!r}; expected dtk.exchange.Downpour(...), Quantized(bits), or None "
             "to send every gradient as it is"
         )
     if isinstance(consistency, consistency_models.Sync):
         raise ValueError(
-            f"exchange={exchange!r} with consistency={consistency!r}: workers that train on by "
+            f"exchange={given!r} with consistency={consistency!r}: workers that train on by "
             'themselves are not synchronous; use "async" or BoundedDelay(tau)'
         )
-    if (
-        isinstance(consistency, consistency_models.BoundedDelay)
-        and exchange.fetch > exchange.push_every
-    ):
+    if isinstance(consistency, consistency_models.BoundedDelay) and given.fetch > given.push_every:
         raise ValueError(
-            f"exchange={exchange!r} with consistency={consistency!r}: weights kept after a push "
+            f"exchange={given!r} with consistency={consistency!r}: weights kept after a push "
             'may be later than the bound allows; use "async", or fetch with every push'
         )
-    return exchange
+    return given
 
 
 def _check(config: cluster.TFConfig, value: consistency_models.Consistency) -> None:
@@ -285,6 +336,9 @@ def _check(config: cluster.TFConfig, value: consistency_models.Consistency) -> N
 
 def await_tasks(config: cluster.TFConfig) -> None:
     """Wait until every worker and parameter server listens.
+
+    Args:
+        config: The job, from TF_CONFIG.
 
     Raises:
         ClusterError: Naming those that do not, after a bounded wait.

@@ -1,4 +1,4 @@
-"""What a strategy does when it starts: one seed, one script, one fate."""
+"""What a strategy does when it starts: ranks agree on a seed and a script, and end together."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import platform
 import random
 import sys
 from types import TracebackType
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -22,9 +21,9 @@ from dtk.version import __version__
 
 
 def agree(communicator: Communicator, device: str, **chosen: str) -> int | None:
-    """Check that all ranks run the same thing, share one seed, and will end together.
+    """Check that all ranks run the same program, and share one seed; end together on an exception.
 
-    The communicator is told how ranks compute, and what its messages cost.
+    The communicator then knows how ranks compute, and what its messages cost.
 
     Args:
         communicator: Between the ranks.
@@ -38,9 +37,9 @@ def agree(communicator: Communicator, device: str, **chosen: str) -> int | None:
         return None
     end_together(communicator)
     check_same_program(communicator, **chosen)
-    told = communicator.allgather_object((processor(), devices.given(device)))
-    processors = [kind for kind, _ in told]
-    devices.warn_of_shared([name for _, name in told], communicator)
+    gathered = communicator.allgather_object((processor(), devices.given(device)))
+    processors = [kind for kind, _ in gathered]
+    devices.warn_of_shared([name for _, name in gathered], communicator)
     communicator.alike = len(set(processors)) == 1
     # What sends nothing has nothing to measure.
     if communicator.name != "null" and communicator.costs is None:
@@ -50,6 +49,10 @@ def agree(communicator: Communicator, device: str, **chosen: str) -> int | None:
 
 def check_same_program(communicator: Communicator, **chosen: str) -> None:
     """Compare dtk, TensorFlow, Keras, the script and what else is given over all ranks.
+
+    Args:
+        communicator: Between the ranks.
+        chosen: What else must be the same on all of them, by name.
 
     Raises:
         DisagreementError: Naming the first difference.
@@ -66,7 +69,13 @@ def check_same_program(communicator: Communicator, **chosen: str) -> None:
 
 
 def processor() -> str:
-    """What this process computes with; where it is the same, equal operations give equal bits."""
+    """Describe what this process computes with.
+
+    Where two processes are described alike, equal operations give equal bits.
+
+    Returns:
+        Machine, instruction sets, threads and GPU.
+    """
     threads = os.environ.get("TF_NUM_INTRAOP_THREADS") or len(os.sched_getaffinity(0))
     gpus = tf.config.get_visible_devices("GPU")
     names = [tf.config.experimental.get_device_details(gpu).get("device_name") for gpu in gpus[:1]]
@@ -74,7 +83,7 @@ def processor() -> str:
 
 
 def _instructions() -> str:
-    """The instruction sets of the first core, and its maker's name for it."""
+    """Return the instruction sets of the first core, and its maker's name for it."""
     try:
         with open("/proc/cpuinfo") as file:
             lines = file.read().partition("\n\n")[0].splitlines()
@@ -92,19 +101,25 @@ def _text_hash(path: str) -> str | None:
 
 
 def share_seed(communicator: Communicator) -> int | None:
-    """Give ranks one seed, unless the script has set one, so that all shuffle alike.
+    """Give all ranks one seed, unless the script has set one, so that all shuffle alike.
 
     Every rank reads the same global batches and keeps a slice of each, so the order of rows must be
     the same everywhere. What must differ by rank, such as dropout masks, is spread in `fit`.
 
+    Args:
+        communicator: Between the ranks.
+
     Returns:
         The seed chosen for a script that has set none; None for one that has.
+
+    Raises:
+        DisagreementError: Ranks have set different seeds.
     """
     proposal = random.SystemRandom().randrange(2**31)
-    told = communicator.allgather_object((tf_replicas.global_seed(), proposal))
-    seeds = [seed for seed, _ in told]
+    gathered = communicator.allgather_object((tf_replicas.global_seed(), proposal))
+    seeds = [seed for seed, _ in gathered]
     if all(seed is None for seed in seeds):
-        chosen = told[0][1]
+        chosen = gathered[0][1]
         keras.utils.set_random_seed(chosen)
         return chosen
     what = "random seed (every rank must shuffle alike)"
@@ -115,21 +130,28 @@ def share_seed(communicator: Communicator) -> int | None:
 
 
 def end_together(communicator: Communicator) -> None:
-    """On an uncaught exception, say which rank failed and end at once."""
+    """Name the failing rank on an uncaught exception, and end the process at once.
+
+    Args:
+        communicator: Between the ranks.
+    """
     host = communicator.hosts[communicator.rank] if communicator.hosts else "this host"
     end_at_once(f"rank {communicator.rank} on {host}")
 
 
 def end_at_once(name: str) -> None:
-    """On an uncaught exception, say who failed and end abruptly.
+    """End the process abruptly on an uncaught exception, and say which task failed.
 
     An orderly shutdown would wait for the other tasks, who wait for this one. Ending abruptly lets
     the launcher (dtk run, mpirun, srun) see the failure and stop the rest. A hook the script has
     set before still runs, and prints in Python's own way if there is none.
+
+    Args:
+        name: Name of the task, such as "rank 0 on node1".
     """
     before = sys.excepthook
 
-    def fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
+    def fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         sys.stdout.flush()
         before(kind, error, trace)
         print(f"dtk: {name} failed; ending the job", file=sys.stderr)

@@ -1,28 +1,32 @@
 """Train a plain Keras model over the replicas of a strategy.
 
-what fit reads    epoch_data         global batches, cut by rank
+what fit reads    epoch_data, feed   global batches, cut by rank
 a step            traced_step        losses that count with their share of the rows
                   shared_optimizer   gradients reduced once, where every later step sees them
                   replica_step       metrics and moving statistics of the whole world
 around fit        fit_calls          callbacks; rank_checks: what ranks must agree on
+state             model_state        which variables ranks share
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Generic
 
 import keras
 import tensorflow as tf
 
 from dtk.compat import keras_data, keras_models, keras_steps
-from dtk.errors import at_rank
 from dtk.input import digests, slicing
 from dtk.trainer import (
     epoch_data,
+    feed,
     fit_calls,
+    jit,
+    local_steps,
+    predicting,
     rank_checks,
     replica_step,
     self_test,
@@ -32,10 +36,12 @@ from dtk.trainer import (
     traced_step,
     trial,
 )
+from dtk.trainer.contract import StrategyT
+from dtk.trainer.model_state import ModelState
 
 
-class DistributedTrainer:
-    """What dtk keeps about one model compiled under one strategy.
+class DistributedTrainer(ModelState, Generic[StrategyT]):
+    """Training of one model compiled under one strategy: its step functions, data and checks.
 
     Attributes:
         model: The model.
@@ -46,19 +52,18 @@ class DistributedTrainer:
         calls: How often single batches were given, by the method's name.
     """
 
-    def __init__(self, model: Any, strategy: Any):
-        self.model = model
+    def __init__(self, model: keras.Model, strategy: StrategyT):
+        super().__init__(model)
         self.strategy = strategy
-        self.feed = epoch_data.Feed(model, strategy, self.distribute)
-        self.callbacks: Any = None
+        self.feed = feed.Feed(model, strategy, self.distribute)
+        self.callbacks: keras.callbacks.CallbackList = None
         self.kinds: dict[str, dict[str, str]] = {}
-        self.calls: collections.Counter = collections.Counter()
+        self.calls: collections.Counter[str] = collections.Counter()
         self._unread = False
         self._digests: dict[str, tf.Variable] = {}
-        self._carried: dict = {}
 
     def compiled(self) -> None:
-        """Called when the model was compiled, maybe anew: nothing is known of its steps."""
+        """Forget what is known of the model's steps, when it has been compiled, maybe anew."""
         self.kinds.clear()
         self.calls.clear()
 
@@ -74,18 +79,42 @@ class DistributedTrainer:
 
     # Data.
 
-    def cut(self, dataset: Any) -> tf.data.Dataset:
-        """Dataset of `Slices` for this process, from whatever `fit` was given."""
+    def cut(self, dataset: epoch_data.Dataset) -> tf.data.Dataset:
+        """Cut a dataset of global batches for this process.
+
+        Args:
+            dataset: What `fit` was given, as a dataset.
+
+        Returns:
+            Dataset of `Slices`.
+
+        Raises:
+            ValueError: The data is not batched.
+        """
         return epoch_data.cut(dataset, self.strategy)
 
-    def distribute(self, dataset: Any) -> Any:
-        """What Keras is to read instead of a dataset of global batches."""
+    def distribute(self, dataset: epoch_data.Dataset) -> epoch_data.Dataset:
+        """Return the dataset that Keras is to read instead of one of global batches.
+
+        Args:
+            dataset: What `fit` was given, as a dataset.
+        """
         if self.takes_over:
             return self.cut(dataset)
         return self.strategy.experimental_distribute_dataset(dataset)
 
-    def take_epoch_iterator(self, iterator: Any = None, data_batch: Any = None) -> None:
-        """Feed Keras's epoch iterator with cut batches, and build the model from their shapes."""
+    def take_epoch_iterator(
+        self, iterator: keras_data.TFEpochIterator | None = None, data_batch: Any = None
+    ) -> None:
+        """Give Keras's epoch iterator cut batches, and build the model from their shapes.
+
+        Args:
+            iterator: Keras's epoch iterator; None for a single batch.
+            data_batch: The single batch; None with an iterator.
+
+        Raises:
+            ValueError: The model is to be compiled by XLA.
+        """
         model, strategy = self.model, self.strategy
         if iterator is not None:
             self._unread = True
@@ -106,7 +135,7 @@ class DistributedTrainer:
             keras_models.build_from(model, data_batch)
         if not self.takes_over:
             return
-        refuse_jit(model.jit_compile or None, strategy)
+        jit.refuse_jit(model.jit_compile or None, strategy)
         self._take_metrics()
         self.bind_optimizers()
 
@@ -117,18 +146,39 @@ class DistributedTrainer:
         )
 
     def fit(self, method: Callable, args: tuple, kwargs: dict) -> Any:
-        """Call Keras's `fit`, bound to the model, as all ranks do."""
+        """Call Keras's `fit` with the checks between ranks around it.
+
+        Args:
+            method: Keras's own, bound to the model.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            Keras's `History`.
+        """
         return fit_calls.fit(method, self, args, kwargs)
 
-    def leaves_validation(self, asked: dict) -> bool:
-        """Whether another process validates, of a job that `fit` is asked for in these words."""
+    def leaves_validation(self, asked: dict[str, Any]) -> bool:
+        """Return whether another process validates in place of this one.
+
+        Args:
+            asked: The arguments of `fit`, by name.
+        """
         del asked
         return False
 
     # Step functions.
 
     def make_step_function(self, step_function: Callable, name: str) -> Callable:
-        """Keras's loop around one step, over cut batches."""
+        """Make Keras's loop around one step, over cut batches.
+
+        Args:
+            step_function: The model's `train_step` or `test_step`.
+            name: "train", "test" or another name of the step's collectives.
+
+        Returns:
+            A function of an iterator, which returns the logs.
+        """
         model, strategy = self.model, self.strategy
         sequence = strategy.new_sequence(name)
         read = self._digests[name] = tf.Variable(0, dtype=tf.int64, trainable=False)
@@ -144,7 +194,7 @@ class DistributedTrainer:
 
         function = keras_models.make_function(model, step)
 
-        def run(iterator: Any) -> Any:
+        def run(iterator: tf.data.Iterator | Iterable) -> Any:
             if not isinstance(iterator, tf.data.Iterator):
                 iterator = list(epoch_data.cut_batches(iterator, strategy))
                 self.try_step(name, step_function, iterator[0])
@@ -165,11 +215,30 @@ class DistributedTrainer:
         return run
 
     def kinds_of(self, name: str) -> Mapping[str, str]:
-        """Of the terms of a step, or of the train step's, which computes the same losses."""
+        """Return the kinds of a step's terms.
+
+        Those of the train step hold for one that has not been tried, as it computes the same
+        losses.
+
+        Args:
+            name: Name of the step.
+
+        Returns:
+            Kinds by the term's name, see `loss_terms`.
+        """
         return self.kinds.get(name) or self.kinds.get("train") or {}
 
     def try_step(self, name: str, step_function: Callable, first: slicing.Slices) -> None:
-        """Before the first step of its kind, make sure that its parts add up to it."""
+        """Check before the first step of its kind that the replicas' parts add up to it.
+
+        Args:
+            name: Name of the step.
+            step_function: The step.
+            first: This process's slices of the first batch.
+
+        Raises:
+            NotDistributedError: They do not.
+        """
         strategy = self.strategy
         asked = self_test.is_wanted(strategy.self_test)
         if name in self.kinds or not asked or strategy.communicator.name == "null":
@@ -180,18 +249,23 @@ class DistributedTrainer:
         if (
             name == "test"
             and "train" in self.kinds
-            and keras_models.is_kerass(type(self.model).test_step)
+            and keras_models.is_from_keras(type(self.model).test_step)
         ):
             why = []  # it computes nothing that the train step did not
         self.kinds[name] = {}
         if why or asked in (True, "only"):
             why = why or ["asked for"]
-            self.kinds[name] = self_test.run(self, step_function, first, why).kinds
+            self.kinds[name] = self_test.run(self.make_trial(step_function, first), why).kinds
         if asked == "only":
             self_test.end_check()
 
     def make_trial(self, step_function: Callable, batch: slicing.Slices) -> trial.Trial:
-        """How a step is tried before it is trusted, see `self_test`."""
+        """Make what tries a step on a few rows before it is trusted, see `self_test`.
+
+        Args:
+            step_function: The step.
+            batch: This process's slices of a batch.
+        """
         return trial.Trial(self, step_function, batch)
 
     def check_same_reading(self, name: str, when: str) -> None:
@@ -210,7 +284,14 @@ class DistributedTrainer:
 
     @contextlib.contextmanager
     def reading_of(self, name: str) -> Iterator[None]:
-        """A context for `evaluate` or `predict`: ranks must read the same batches."""
+        """Return a context for `evaluate` or `predict` in which ranks must read the same batches.
+
+        Args:
+            name: "evaluate" or "predict".
+
+        Raises:
+            DisagreementError: They have read different ones.
+        """
         if not self.takes_over or self.strategy.communicator.size == 1:
             yield
             return
@@ -219,12 +300,22 @@ class DistributedTrainer:
             self.check_same_reading("test", "after evaluate")
             return
         check = rank_checks.ReadingCheck(self.strategy)
-        with self.strategy.extended.batches_told_to(check.read):
+        with self.strategy.extended.observing_batches(check.read):
             yield
         check.end()
 
     def make_train_function(self, force: bool = False) -> Callable:
-        """Replaces `Model.make_train_function` on the model."""
+        """Make the model's train function, in place of `Model.make_train_function`.
+
+        Args:
+            force: Whether to make it anew.
+
+        Returns:
+            A function of an iterator, which returns the logs.
+
+        Raises:
+            ValueError: The model's optimizer belongs to another strategy.
+        """
         model = self.model
         if model.train_function is None or force:
             self.bind_optimizers()
@@ -232,169 +323,76 @@ class DistributedTrainer:
         return model.train_function
 
     def make_test_function(self, force: bool = False) -> Callable:
-        """Replaces `Model.make_test_function` on the model."""
+        """Make the model's test function, in place of `Model.make_test_function`.
+
+        Args:
+            force: Whether to make it anew.
+
+        Returns:
+            A function of an iterator, which returns the logs.
+        """
         model = self.model
         if model.test_function is None or force:
             model.test_function = self.make_step_function(model.test_step, "test")
         return model.test_function
 
     def make_predict_function(self, force: bool = False) -> Callable:
-        """Replaces `Model.make_predict_function`: every rank gets every row, in order."""
-        model, strategy = self.model, self.strategy
-        if model.predict_function is not None and not force:
-            return model.predict_function
-        sequence = strategy.new_sequence("predict")
+        """Make the model's predict function: every rank gets every row, in order.
 
-        @tf.autograph.experimental.do_not_convert
-        def one_step(data: Any) -> Any:
-            with strategy.sequence(sequence):
-                return strategy.gather_outputs(replica_step.predict_rows(data, model))
+        Args:
+            force: Whether to make it anew.
 
-        @tf.autograph.experimental.do_not_convert
-        def every_step(batches: list) -> Any:
-            outputs = [
-                strategy.join_outputs(strategy.run(one_step, args=(data,))) for data in batches
-            ]
-            return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
-
-        function = (
-            every_step if model.run_eagerly else tf.function(every_step, reduce_retracing=True)
-        )
-        model.predict_function = function
-        return function
+        Returns:
+            A function of a list of batches, which returns the outputs.
+        """
+        model = self.model
+        if model.predict_function is None or force:
+            model.predict_function = predicting.make_predict_function(model, self.strategy)
+        return model.predict_function
 
     def predict_on_batch(self, x: Any) -> Any:
-        """Replaces `Model.predict_on_batch`: a cut batch, a whole result on every rank."""
-        function = self.make_predict_function()
-        strategy = self.strategy
-        batch = slicing.cut_exactly(
-            epoch_data.as_tensors((x,)),
-            strategy.local_ranks(),
-            strategy.num_replicas_in_sync,
-        )
-        outputs = function([self.strategy.per_replica(batch)])
-        return tf.nest.map_structure(
-            lambda leaf: leaf if isinstance(leaf, tf.RaggedTensor) else leaf.numpy(), outputs
-        )
+        """Predict a global batch, in place of `Model.predict_on_batch`.
+
+        Args:
+            x: The batch.
+
+        Returns:
+            Structure of arrays with all rows, on every rank.
+        """
+        return predicting.predict_on_batch(self.make_predict_function(), x, self.strategy)
 
     def new_epoch(self, epoch: int) -> None:
-        """Called when an epoch of `fit` begins."""
+        """Prepare for an epoch of `fit`.
+
+        Args:
+            epoch: Its number, from 0.
+        """
 
     def flush(self) -> None:
-        """Wait for steps under way; here there are none, each is over when Keras has called it."""
+        """Wait for steps in flight; here each is over when Keras has called it."""
         self.synchronize_weights()
 
-    @property
-    def has_local_steps(self) -> bool:
-        """Whether replicas take steps of their own, and weights are equal at times only."""
-        return any(
-            exchanging.local for exchanging in shared_optimizer.gradient_exchanges_of(self.model)
-        )
-
     def synchronize_weights(self) -> None:
-        """Make the weights of replicas that train apart equal. All ranks call it together."""
-        if not self.has_local_steps or _true_or_none(replica_step.weights_are_equal(self.model)):
+        """Average the weights of replicas that take local steps. All ranks call it together."""
+        if not self.has_local_steps or _true_or_none(local_steps.weights_are_equal(self.model)):
             return
-        for exchanging in shared_optimizer.gradient_exchanges_of(self.model):
-            exchanging.close()
-        share = replica_step.share_of_meeting(self.model)
+        for gradient_exchange in shared_optimizer.gradient_exchanges_of(self.model):
+            gradient_exchange.close()
+        share = local_steps.averaging_weight(self.model)
         shared_weights.average(self.model.non_trainable_weights, share, self.strategy)
 
     def resume(self) -> None:
-        """Called when `evaluate`, `predict` or a single step inside `fit` is over."""
+        """Continue training when `evaluate`, `predict` or a single step inside `fit` is over."""
 
     def release(self) -> None:
-        """Called when `fit`, `evaluate`, `predict` or a single step is over."""
-
-    # Where training starts.
-
-    def initial_epoch(self) -> int | None:
-        """The epoch a callback wants `fit` to start from; None for the argument's."""
-        return keras_models.initial_epoch(self.model)
-
-    def set_initial_epoch(self, epoch: int | None) -> None:
-        """Make `fit` start from this epoch."""
-        keras_models.set_initial_epoch(self.model, epoch)
-
-    # State that is this rank's own.
-
-    def seed_states(self) -> list:
-        """State variables of the model's random number generators (dropout and the like)."""
-        weights = {id(v) for v in self.model.weights}
-        return [
-            v
-            for v in self.model.variables
-            if id(v) not in weights and v.name == "seed_generator_state"
-        ]
-
-    def equal_variables(self) -> list:
-        """Every variable that steps keep equal on all ranks."""
-        if not self.has_local_steps:
-            return self.shared_variables()
-        rates = [
-            v
-            for optimizer in shared_optimizer.optimizers_of(self.model)
-            for v in optimizer.variables
-            if v.path.endswith("learning_rate")
-        ]
-        return [*self.model.weights, *rates]
-
-    def agreed_variables(self) -> list:
-        """What ranks agree on before steps: all, but for slots that have become a rank's own."""
-        begun = any(
-            exchanging.begun for exchanging in shared_optimizer.gradient_exchanges_of(self.model)
-        )
-        return self.equal_variables() if begun else self.shared_variables()
-
-    def exchange_state(self) -> dict:
-        """What the exchange of gradients remembers, of all ranks, on rank 0. All ranks call it.
-
-        One worker exchanges nothing, and carries what more of them have left.
-        """
-        return self._carried | {
-            f"{i}/{name}": item
-            for i, exchanging in enumerate(shared_optimizer.gradient_exchanges_of(self.model))
-            for name, item in exchanging.state.collect(root=0).items()
-        }
-
-    def restore_exchange(self, state: dict) -> None:
-        """Go on from what `exchange_state` returned."""
-        exchangings = shared_optimizer.gradient_exchanges_of(self.model)
-        self._carried = {} if exchangings else dict(state)
-        for i, exchanging in enumerate(exchangings):
-            start = f"{i}/"
-            mine = {k.removeprefix(start): v for k, v in state.items() if k.startswith(start)}
-            exchanging.state.restore(mine)
-
-    def shared_variables(self) -> list:
-        """Every variable the ranks must agree on: weights and optimizer state."""
-        optimizers = shared_optimizer.optimizers_of(self.model)
-        own = {
-            id(a) for optimizer in optimizers for a in shared_optimizer.accumulators_of(optimizer)
-        }
-        optimizer_variables = [v for optimizer in optimizers for v in optimizer.variables]
-        unique = {id(v): v for v in [*self.model.weights, *optimizer_variables]}
-        return [v for key, v in unique.items() if key not in own]
+        """Release what `fit`, `evaluate`, `predict` or a single step has held."""
 
 
-def _true_or_none(flag: Any) -> bool:
+def _true_or_none(flag: tf.Tensor) -> bool:
     return flag is None or bool(flag)
 
 
 def _first_part(spec: Any) -> Any:
-    """What Keras is to build a model from; absent parts are None, as in a batch."""
+    """Return what Keras is to build a model from; absent parts are None, as in a batch."""
     part = spec.parts[0] if isinstance(spec, slicing.Slices) else spec
     return keras.tree.map_structure(lambda leaf: leaf if hasattr(leaf, "shape") else None, part)
-
-
-def refuse_jit(jit_compile: Any, strategy: Any) -> None:
-    """Raise ValueError if several replicas are asked to compile their step by XLA."""
-    if jit_compile is True and strategy.num_replicas_in_sync > 1:
-        raise ValueError(
-            at_rank(
-                strategy.rank,
-                "jit_compile=True compiles the whole step with XLA, which cannot contain "
-                "reductions that run on the host; leave jit_compile at 'auto' (it stays off under "
-                "a strategy)",
-            )
-        )

@@ -7,18 +7,29 @@ epochs another: shuffled anew, in batches of another size, or from where a check
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
-import keras
 import tensorflow as tf
 
-from dtk.compat import keras_data, keras_models, tf_datasets, tf_replicas
+from dtk.compat import keras_data, tf_datasets
 from dtk.input import digests, slicing
 from dtk.input.pipelines import read_ahead, untuned
+from dtk.trainer.contract import Strategy
+
+# What `fit` is given, and what Keras reads.
+Dataset: TypeAlias = "tf.data.Dataset | tf_datasets.PerRankDataset"
 
 
-def cut(dataset: Any, strategy: Any) -> tf.data.Dataset:
-    """Dataset of `Slices` for this process, from whatever `fit` was given."""
+def cut(dataset: Dataset, strategy: Strategy) -> tf.data.Dataset:
+    """Cut a dataset for the replicas of this process.
+
+    Args:
+        dataset: Dataset of global batches, or one that each rank has made for itself.
+        strategy: The model's strategy.
+
+    Returns:
+        Dataset of `Slices`.
+    """
     if isinstance(dataset, tf_datasets.PerRankDataset):
         if dataset.whole is None:
             local = dataset.local
@@ -34,21 +45,40 @@ def _own_rows(batch: Any) -> slicing.Slices:
     return slicing.Slices((batch,), (slicing.count_rows(batch),), ())
 
 
-def cut_batches(batches: Any, strategy: Any) -> Iterator[slicing.Slices]:
-    """The same for single batches, which need not be tensors yet."""
+def cut_batches(batches: Any, strategy: Strategy) -> Iterator[slicing.Slices]:
+    """Cut single global batches, which need not be tensors yet.
+
+    Args:
+        batches: Iterable of structures of arrays or tensors.
+        strategy: The model's strategy.
+
+    Yields:
+        The slices of each batch.
+    """
     for batch in batches:
         yield slicing.cut(as_tensors(batch), strategy.local_ranks(), strategy.num_replicas_in_sync)
 
 
 def as_tensors(batch: Any) -> Any:
-    """A batch of which no leaf but None is anything else."""
+    """Convert every leaf of a batch to a tensor.
+
+    Args:
+        batch: Structure of arrays or tensors; None stays None.
+    """
     return tf.nest.map_structure(
         lambda leaf: leaf if leaf is None else tf.convert_to_tensor(leaf), batch
     )
 
 
-def given_to(iterator: Any) -> Any:
-    """What a Keras epoch iterator was made for: a dataset of global batches, or one per rank."""
+def given_to(iterator: keras_data.TFEpochIterator) -> Dataset:
+    """Return the dataset that a Keras epoch iterator was made for.
+
+    Args:
+        iterator: The epoch iterator.
+
+    Returns:
+        A dataset of global batches, or one per rank.
+    """
     dataset = keras_data.dataset_of(iterator)
     if isinstance(dataset, tf_datasets.PerRankDataset):
         return dataset
@@ -56,22 +86,35 @@ def given_to(iterator: Any) -> Any:
     return iterator.data_adapter.get_tf_dataset()
 
 
-def tuned_for(adapter: Any, dataset: Any) -> Any:
-    """A pipeline made of a Keras data adapter: taking rows from arrays leaves nothing to tune."""
+def tuned_for(adapter: keras_data.DataAdapter, dataset: Dataset) -> Dataset:
+    """Disable tuning of a pipeline that takes rows from arrays, which leaves nothing to tune.
+
+    Args:
+        adapter: The Keras data adapter that the pipeline is made of.
+        dataset: The pipeline.
+    """
     return untuned(dataset) if isinstance(adapter, keras_data.ArrayDataAdapter) else dataset
 
 
-def is_per_rank(dataset: Any) -> bool:
-    """Whether every rank reads a pipeline of its own."""
+def is_per_rank(dataset: Dataset) -> bool:
+    """Return whether every rank reads a pipeline of its own.
+
+    Args:
+        dataset: What `fit` was given, as a dataset.
+    """
     return isinstance(dataset, tf_datasets.PerRankDataset) and dataset.whole is None
 
 
-def at_end_of_data(iterator: Any, call: Callable[[], None]) -> None:
+def at_end_of_data(iterator: keras_data.TFEpochIterator, call: Callable[[], None]) -> None:
     """Call a function whenever an epoch of a Keras epoch iterator has had all its steps.
 
     Not when it is left before that: then the generator ends when it is collected as garbage, at any
     time and on any thread. `fit` keeps the iterator of its validation data and brings it every
     epoch: once is enough.
+
+    Args:
+        iterator: The epoch iterator.
+        call: Called without arguments.
     """
     if getattr(iterator, "_dtk_tells_its_end", False):
         return
@@ -82,268 +125,3 @@ def at_end_of_data(iterator: Any, call: Callable[[], None]) -> None:
         call()
 
     keras_data.steps_through(iterator, until_end)
-
-
-class Feed:
-    """The data of the running `fit`.
-
-    Args:
-        model: The model that is fitted.
-        strategy: Its strategy.
-        distribute: Makes of a dataset of global batches the one that Keras is to read.
-
-    Attributes:
-        iterator: Keras's epoch iterator; None outside `fit`.
-        rows_unknown: True while `fit` reads per-rank pipelines, so that the rows of a global batch
-            are known only by summing.
-    """
-
-    def __init__(self, model: Any, strategy: Any, distribute: Callable[[Any], Any]):
-        self.model = model
-        self.strategy = strategy
-        self.iterator: Any = None
-        self.rows_unknown = False
-        self._distribute = distribute
-        self._callbacks: Any = None
-        self._given_adapter: Any = None
-        self._batch_size: int | None = None
-        self._openings = 0
-
-    def begin(self, iterator: Any, dataset: Any, callbacks: Any) -> None:
-        """A `fit` begins.
-
-        Args:
-            iterator: Keras's epoch iterator.
-            dataset: What it was given, before it was cut.
-            callbacks: The `keras.callbacks.CallbackList`.
-        """
-        self.iterator = iterator
-        self.rows_unknown = is_per_rank(dataset)
-        self._callbacks = callbacks
-        self._given_adapter = iterator.data_adapter
-        self._batch_size = None
-        self._openings = 0
-        keras_data.on_opening(iterator, self._count_opening)
-        self._tell_steps(iterator.num_batches)
-
-    def end(self) -> None:
-        """The `fit` is over, or was left by an exception."""
-        self.iterator = self._callbacks = None
-
-    def _count_opening(self) -> None:
-        self._openings += 1
-
-    def _tell_steps(self, steps: int | None) -> None:
-        """Tell the callbacks, the progress bar among them, how many steps an epoch has."""
-        self._callbacks.set_params({**self._callbacks.params, "steps": steps})
-
-    def tell_learned_steps(self) -> None:
-        """Once an epoch has shown how many steps the data has, let the progress bar know."""
-        iterator = self.iterator
-        if iterator is None or self._callbacks.params.get("steps") is not None:
-            return
-        if iterator.num_batches is not None:
-            # Keras counts the attempt that found the data at its end.
-            self._tell_steps(iterator.num_batches - iterator.steps_per_execution)
-
-    def _distributed(self, adapter: Any, steps: int = -1) -> Any:
-        """What Keras is to read of a data adapter, or of so many of its batches."""
-        dataset = adapter.get_tf_dataset()
-        return tuned_for(adapter, self._distribute(dataset if steps < 0 else dataset.take(steps)))
-
-    def shuffle(self, epoch: int) -> None:
-        """Put the rows of arrays in an order of their own for this epoch, the same on every rank.
-
-        With a fixed seed Keras repeats one order in every epoch. That is what a script that sets a
-        seed gets, as without dtk; one that sets none gets a new order each epoch, as without dtk.
-        """
-        iterator, strategy = self.iterator, self.strategy
-        if tf_replicas.global_seed() != strategy.seed_in_force:
-            strategy.shuffle_seed = None
-        if strategy.shuffle_seed is None or iterator is None:
-            return
-        adapter = iterator.data_adapter
-        if isinstance(adapter, keras_data.ArrayDataAdapter) and keras_data.shuffles(adapter):
-            strategy.seed_in_force = (strategy.shuffle_seed + epoch) % 2**31
-            tf.random.set_seed(strategy.seed_in_force)
-            keras_data.set_dataset(iterator, self._distributed(adapter))
-
-    # Batch size between epochs.
-
-    def set_batches(self, adapter: Any) -> None:
-        """Read the following epochs from another Keras data adapter, and tell the progress bar."""
-        iterator = self.iterator
-        dataset = self._distributed(adapter)
-        iterator.data_adapter = adapter
-        keras_data.set_dataset(iterator, dataset)
-        keras_data.set_batches_in(iterator, adapter.num_batches)
-        keras_data.forget_place(iterator)
-        self._tell_steps(iterator.num_batches)
-
-    def batch_size(self) -> int | None:
-        """Global batch size of the running `fit`; None where the data does not tell."""
-        if self._batch_size is not None:
-            return self._batch_size
-        adapter = self.iterator.data_adapter
-        return None if self.rows_unknown else adapter.batch_size
-
-    def rows_in(self, steps: int) -> int | None:
-        """Rows in the first `steps` batches of an epoch; None where the data does not tell."""
-        adapter, size = self.iterator.data_adapter, self.batch_size()
-        if size is None:
-            return None
-        partial = adapter.partial_batch_size if steps == adapter.num_batches else None
-        return steps * size - (size - partial if partial else 0)
-
-    def rows_counted(self, steps: int) -> int | None:
-        """Rows in the first `steps` batches of this epoch, exactly; None where only counting tells.
-
-        Args:
-            steps: Batches since the epoch began; those beyond its end have no rows.
-        """
-        iterator = self.iterator
-        adapter = iterator.data_adapter
-        if (
-            not isinstance(adapter, keras_data.ArrayDataAdapter)
-            or iterator.steps_per_epoch is not None
-        ):
-            return None
-        return self.rows_in(min(steps, adapter.num_batches))
-
-    def check_rebatch(self) -> None:
-        """Whether `rebatch` is possible.
-
-        Raises:
-            ValueError: The data comes in batches that cannot be cut anew.
-        """
-        given = self._given_adapter
-        if isinstance(given, keras_data.ArrayDataAdapter) or (
-            isinstance(given, keras_data.TFDatasetAdapter) and not self.rows_unknown
-        ):
-            return
-        raise ValueError(
-            f"the batch size of data from a {type(given).__name__} cannot be changed during fit; "
-            "give fit arrays or a tf.data.Dataset of global batches"
-        )
-
-    def rebatch(self, size: int) -> None:
-        """Read the following epochs in global batches of `size` rows.
-
-        Arrays keep their order of rows (the same shuffle, cut differently). A dataset is cut anew
-        behind the script's own pipeline; Keras then learns the number of steps in the first epoch.
-        """
-        if size == self.batch_size():
-            return
-        adapter = self._adapter(size)
-        self.set_batches(adapter)
-        self._batch_size = size
-        if adapter.num_batches is None:
-            # Where the data ends is where an epoch of unknown length ends: nothing to warn about.
-            keras_data.end_quietly(self.iterator)
-
-    def _adapter(self, size: int) -> Any:
-        """What `fit` was given, in global batches of `size` rows."""
-        self.check_rebatch()
-        given = self._given_adapter
-        if isinstance(given, keras_data.ArrayDataAdapter):
-            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(keras_data.arrays_of(given))
-            return keras_data.ArrayDataAdapter(
-                x, y, sample_weight, batch_size=size, shuffle=keras_data.shuffles(given)
-            )
-        dataset = given.get_tf_dataset()
-        whole: Any = dataset.whole if isinstance(dataset, tf_datasets.PerRankDataset) else dataset
-        return keras_data.TFDatasetAdapter(whole.rebatch(size))
-
-    def peek(self, size: int, rows: int) -> tuple[Iterator, int]:
-        """The first rows of the data in other batches, beside what `fit` reads.
-
-        Args:
-            size: Rows of a global batch.
-            rows: How many rows at least; fewer when the data ends before.
-
-        Returns:
-            An iterator for the train function, and how many batches it has at most.
-        """
-        adapter = self._adapter(size)
-        steps = -(-rows // size)
-        steps = min(steps, adapter.num_batches or steps)
-        self._count_opening()  # A pipeline that shuffles does so anew with each.
-        return iter(self._distributed(adapter, steps)), steps
-
-    # Position in the data, to go on from it later.
-
-    def position(self, in_epoch: bool) -> dict:
-        """Where the running `fit` is in its data, as plain numbers.
-
-        Args:
-            in_epoch: Call it with True from `on_train_batch_begin`, with False between epochs.
-        """
-        iterator = self.iterator
-        ahead = iterator.steps_per_execution if in_epoch else 0
-        return {
-            "iterators": self._openings,
-            "seen": keras_data.steps_seen(iterator) - ahead,
-            "open": in_epoch or keras_data.is_open(iterator),
-            "batch_size": self.batch_size(),
-            "batches": None if self._batch_size else keras_data.batches_in(iterator),
-        }
-
-    def resume_at(self, step: int, position: dict) -> None:
-        """Let the next epoch begin at `step`, with the rows that would have come there.
-
-        Iterators over a dataset shuffle anew each time one is made, so as many are made as before;
-        then the batches already seen are passed over.
-        """
-        iterator = self.iterator
-
-        def resumed(steps: Iterator[tuple]) -> Iterator[tuple]:
-            if step and position["batch_size"] != self.batch_size():
-                raise ValueError(
-                    f"step {step} of an epoch was reached with batch_size="
-                    f"{position['batch_size']}, which {self.batch_size()} cannot continue; use the "
-                    "same, or a checkpoint from the end of an epoch"
-                )
-            self._find_position(step, position)
-            for begin, end, batches in steps:
-                if begin >= step:
-                    yield begin, end, batches
-                elif iterator.steps_per_epoch is None:
-                    _pass_over(batches, end - begin + 1)
-
-        keras_data.steps_through(iterator, resumed, once=True)
-
-    def resume_after_steps(self, logs: dict, position: dict) -> None:
-        """Let the next epoch have no steps: they are done, and only its validation is left.
-
-        Args:
-            logs: What the epoch's training steps said.
-            position: Where the data is after them.
-        """
-
-        def none_left(steps: Iterator[tuple]) -> Iterator[tuple]:
-            del steps
-            self._find_position(0, position)
-            # Keras asks for an epoch's numbers when its steps are over.
-            keras_models.answer_once(self.model, logs)
-            yield from ()
-
-        keras_data.steps_through(self.iterator, none_left, once=True)
-
-    def _find_position(self, step: int, position: dict) -> None:
-        iterator = self.iterator
-        stream = iterator.steps_per_epoch is not None
-        inside = position["open"] if stream else step > 0
-        if keras_data.batches_in(iterator) is None and not self._batch_size:
-            keras_data.set_batches_in(iterator, position["batches"])
-        if not isinstance(iterator.data_adapter, keras_data.ArrayDataAdapter):
-            while self._openings < position["iterators"] - inside:
-                keras_data.open_data(iterator)
-        if stream and inside:
-            opened = keras_data.open_data(iterator)
-            _pass_over(opened, position["seen"])
-            keras_data.set_place(iterator, opened, position["seen"] - step)
-
-
-def _pass_over(batches: Iterator, count: int) -> None:
-    for _ in range(count):
-        next(batches, None)

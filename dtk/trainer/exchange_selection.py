@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -14,6 +14,7 @@ from dtk.communicators.root import on_root
 from dtk.exchange.auto import CANDIDATES, Choice, Observed, choose, overheads_of
 from dtk.exchange.base import Exchange
 from dtk.trainer import shared_optimizer
+from dtk.trainer.contract import Trainer
 from dtk.trainer.gradient_exchange import GradientExchange
 
 # Calls of the train function that are left out, being traced or following on what `fit` does once;
@@ -24,21 +25,21 @@ _BITS = dict(zip(CANDIDATES, (32, 16, 8, 1), strict=True))
 
 
 class _Reading(NamedTuple):
-    """Clocks and counts."""
+    """Seconds on the clock, seconds of communication, and bytes sent so far."""
 
     seconds: float
     sending: float
     sent: float
 
 
-class Choosing:
-    """Watches the steps of one `fit`, if there is something to choose.
+class ExchangeSelection:
+    """Selection of an exchange by the measured steps of one `fit`, where `exchange="auto"`.
 
     Args:
         trainer: Of the model.
     """
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: Trainer):
         self._trainer = trainer
         self._strategy = trainer.strategy
         self._undecided: list[GradientExchange] = []
@@ -46,24 +47,33 @@ class Choosing:
         self._steps = self._count = 0
 
     def begin(self) -> None:
-        """Go on with what a checkpoint says was chosen; else watch."""
+        """Use the exchange that a checkpoint has recorded; else watch the steps."""
         bound = shared_optimizer.gradient_exchanges_of(self._trainer.model)
-        choosing = [exchanging for exchanging in bound if exchanging.chooses]
-        kept = {int(_kept(exchanging)) for exchanging in choosing}
+        selected = [one for one in bound if one.chooses]
+        kept = {int(_kept(one)) for one in selected}
         if kept <= {0}:
-            self._undecided = choosing
+            self._undecided = selected
             return
         (chosen,) = (candidate for candidate, bits in _BITS.items() if bits == max(kept))
-        if any(exchanging.exchange != chosen for exchanging in choosing):
-            self._go_on_with(chosen, choosing)
+        if any(one.exchange != chosen for one in selected):
+            self._use(chosen, selected)
 
     def begin_step(self, first: int) -> None:
-        """Read the clocks, when the train function is about to take this step and maybe more."""
+        """Read the clocks, when the train function is about to be called.
+
+        Args:
+            first: Number of the first step it takes.
+        """
         if self._undecided:
             self._first, self._began = first, self._read()
 
     def end_step(self, last: int, logs: dict | None) -> None:
-        """Read them again, once the step is over: then its logs can be read."""
+        """Read the clocks again, once the steps are over: then their logs can be read.
+
+        Args:
+            last: Number of the last step it has taken.
+            logs: What the steps returned.
+        """
         if not self._undecided:
             return
         for value in (logs or {}).values():
@@ -75,8 +85,8 @@ class Choosing:
             self._steps += last - self._first + 1
 
     def end_epoch(self) -> None:
-        """Choose, on all ranks alike, once enough was seen."""
-        window = max((exchanging.window for exchanging in self._undecided), default=1)
+        """Choose, on all ranks alike, once enough steps have been measured."""
+        window = max((one.window for one in self._undecided), default=1)
         if not self._undecided or len(self._calls) < _LEAST or self._steps < window:
             return
         communicator = self._strategy.communicator
@@ -85,20 +95,20 @@ class Choosing:
         choice = on_root(communicator, lambda: self._choose(costs, window, device))
         if self._strategy.is_chief:
             print(f"dtk: {choice}", flush=True)
-        self._go_on_with(choice.exchange, self._undecided)
+        self._use(choice.exchange, self._undecided)
 
     def _choose(self, costs: Costs, window: int, device: str) -> Choice:
         step, sending, sent = np.sum(self._calls, 0) / self._steps
-        gradients = [spec for exchanging in self._undecided for spec in exchanging.seen]
-        factored = [spec for exchanging in self._undecided for spec in exchanging.factored]
+        gradients = [spec for one in self._undecided for spec in one.seen]
+        factored = [spec for one in self._undecided for spec in one.factored]
         observed = Observed(step, sending, sent, gradients, factored, window)
         overheads = overheads_of(observed, self._strategy.communicator, device)
         return choose(observed, overheads, costs)
 
-    def _go_on_with(self, chosen: Exchange, exchangings: list[GradientExchange]) -> None:
-        for exchanging in exchangings:
-            _kept(exchanging).assign(_BITS[chosen])
-            exchanging.go_on_with(chosen)
+    def _use(self, chosen: Exchange, gradient_exchanges: list[GradientExchange]) -> None:
+        for gradient_exchange in gradient_exchanges:
+            _kept(gradient_exchange).assign(_BITS[chosen])
+            gradient_exchange.use(chosen)
         self._undecided = []
         self._trainer.make_train_function(force=True)
 
@@ -108,5 +118,5 @@ class Choosing:
         return _Reading(time.perf_counter(), communicator.seconds_communicating, sent)
 
 
-def _kept(exchanging: GradientExchange) -> tf.Variable:
-    return exchanging.state.variable("chosen_bits", "same", (), tf.int64)
+def _kept(gradient_exchange: GradientExchange) -> tf.Variable:
+    return gradient_exchange.state.variable("chosen_bits", "same", (), tf.int64)

@@ -7,12 +7,13 @@ only, and `rank_callbacks.RankChecks` joins the callbacks.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 
 from dtk.trainer import rank_callbacks, rank_checks, shared_weights
+from dtk.trainer.contract import Strategy, Trainer
 
 # Keras's own callbacks that write files or talk to a server: once per job, not once per rank.
 WRITERS = (
@@ -24,8 +25,8 @@ WRITERS = (
 )
 
 
-def call(trainer: Any, name: str, method: Callable, args: tuple, kwargs: dict) -> Any:
-    """Call one of Keras's own methods with dtk's share of the work around it.
+def call(trainer: Trainer, name: str, method: Callable, args: tuple, kwargs: dict) -> Any:
+    """Call one of Keras's own methods with the checks between ranks around it.
 
     Args:
         trainer: The model's.
@@ -33,18 +34,34 @@ def call(trainer: Any, name: str, method: Callable, args: tuple, kwargs: dict) -
         method: Keras's own, bound to the model.
         args: What it was called with.
         kwargs: The same.
+
+    Returns:
+        What Keras's method returns.
     """
     if name == "fit":
         return trainer.fit(method, args, kwargs)
     if name in ("evaluate", "predict"):
-        return _look(method, name, trainer, args, kwargs)
+        return _evaluate_or_predict(method, name, trainer, args, kwargs)
     if name == "predict_on_batch" and trainer.takes_over:
         method = trainer.predict_on_batch
     return _on_batch(method, name, trainer, args, kwargs)
 
 
-def fit(method: Callable, trainer: Any, args: tuple, kwargs: dict) -> Any:
-    """Call Keras's `fit` with what ranks agree on around it."""
+def fit(method: Callable, trainer: Trainer, args: tuple, kwargs: dict) -> Any:
+    """Call Keras's `fit` with the checks between ranks around it.
+
+    Args:
+        method: Keras's own, bound to the model.
+        trainer: The model's.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        Keras's `History`.
+
+    Raises:
+        DisagreementError: Ranks were given different data or callbacks, or train differently.
+    """
     given = inspect.signature(method).bind(*args, **kwargs)
     given.apply_defaults()
     asked, strategy = given.arguments, trainer.strategy
@@ -80,21 +97,30 @@ def fit(method: Callable, trainer: Any, args: tuple, kwargs: dict) -> Any:
     try:
         return method(*given.args, **given.kwargs)
     finally:
-        rank_callbacks.tell(callbacks.callbacks, "on_fit_left")
+        rank_callbacks.notify(callbacks.callbacks, "on_fit_left")
         trainer.callbacks = None
         trainer.feed.end()
         trainer.release()
 
 
 def data_of(asked: Mapping[str, Any]) -> Any:
-    """What a call was given to read: `x`, and what belongs to it."""
+    """Return what a call was given to read.
+
+    Args:
+        asked: Arguments of the call, by name.
+
+    Returns:
+        `x`, or a list of it and the targets and weights that belong to it.
+    """
     x = asked.get("x")
     others = [asked.get("y"), asked.get("sample_weight")]
     return x if all(other is None for other in others) else [x, *others]
 
 
-def _look(method: Callable, name: str, trainer: Any, args: tuple, kwargs: dict) -> Any:
-    """`evaluate` or `predict`."""
+def _evaluate_or_predict(
+    method: Callable, name: str, trainer: Trainer, args: tuple, kwargs: dict
+) -> Any:
+    """Call `evaluate` or `predict` with the checks between ranks around it."""
     given = inspect.signature(method).bind(*args, **kwargs)
     asked, strategy = given.arguments, trainer.strategy
     if not strategy.is_chief:
@@ -117,8 +143,8 @@ def _look(method: Callable, name: str, trainer: Any, args: tuple, kwargs: dict) 
             trainer.resume()
 
 
-def _on_batch(method: Callable, name: str, trainer: Any, args: tuple, kwargs: dict) -> Any:
-    """Steps without `fit`: agree before the first, and look again after 1, 2, 4, 8, ... of them."""
+def _on_batch(method: Callable, name: str, trainer: Trainer, args: tuple, kwargs: dict) -> Any:
+    """Take a single step: compare ranks before the first, and after 1, 2, 4, 8, ... of them."""
     trains = name == "train_on_batch"
     calls = trainer.calls[name] + 1
     looks = calls & (calls - 1) == 0
@@ -142,8 +168,18 @@ def _on_batch(method: Callable, name: str, trainer: Any, args: tuple, kwargs: di
     return result
 
 
-def on_this_rank(callbacks: Any, strategy: Any) -> list:
-    """The callbacks that run on this rank: all on rank 0, none that write files elsewhere."""
+def on_this_rank(
+    callbacks: keras.callbacks.Callback | Sequence | None, strategy: Strategy
+) -> list[keras.callbacks.Callback]:
+    """Select the callbacks that run on this rank: all on rank 0, none that write files elsewhere.
+
+    Args:
+        callbacks: One, a nest of them, or None.
+        strategy: The model's strategy.
+
+    Returns:
+        A flat list.
+    """
     flat = keras.tree.flatten(callbacks) if callbacks else []
     if strategy.is_chief:
         return flat
@@ -151,8 +187,16 @@ def on_this_rank(callbacks: Any, strategy: Any) -> list:
     return [callback for callback in flat if not isinstance(callback, silent)]
 
 
-def join(callbacks: Any, last: rank_callbacks.RankChecks, params: dict) -> None:
-    """Make a `CallbackList` that the script built itself do what `fit`'s own would."""
+def join(
+    callbacks: keras.callbacks.CallbackList, last: rank_callbacks.RankChecks, params: dict
+) -> None:
+    """Add dtk's callbacks to a `CallbackList` that the script has built.
+
+    Args:
+        callbacks: The list; it is changed.
+        last: The callback that comes last; the trainer is its.
+        params: Parameters of the list that the script has not set.
+    """
     trainer = last.trainer
     ours = (rank_callbacks.RankChecks, rank_callbacks.SynchronizeWeights)
     mine = [c for c in callbacks.callbacks if not isinstance(c, ours)]
@@ -163,8 +207,12 @@ def join(callbacks: Any, last: rank_callbacks.RankChecks, params: dict) -> None:
     callbacks.set_params({**params, **(callbacks.params or {})})
 
 
-def with_history(callbacks: list) -> list:
-    """The callbacks with Keras's History among them, so that it comes before `RankChecks`."""
+def with_history(callbacks: list) -> list[keras.callbacks.Callback]:
+    """Add Keras's `History` to callbacks without one, so that it comes before `RankChecks`.
+
+    Args:
+        callbacks: The callbacks.
+    """
     if any(isinstance(callback, keras.callbacks.History) for callback in callbacks):
         return callbacks
     return [*callbacks, keras.callbacks.History()]

@@ -1,7 +1,7 @@
 """Calls of `fit` and its like, of every model: made distributed, left alone, or refused.
 
 In a process that a strategy has joined to others, a model that was compiled outside its scope would
-train apart from the other processes, silently. So the calls of all models go through here, from the
+train alone in each process, silently. So the calls of all models go through here, from the
 first strategy on:
 
     compiled in a scope                  what dtk does around it, see `fit_calls`
@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from dtk.compat import keras_models, trainer_calls
@@ -30,6 +31,7 @@ from dtk.trainer import (
     self_test,
     undistributed_jobs,
 )
+from dtk.trainer.contract import Strategy
 
 # In a thread: models trained in others are not concerned.
 _alone = threading.local()
@@ -37,7 +39,7 @@ _alone = threading.local()
 
 @contextlib.contextmanager
 def undistributed() -> Iterator[None]:
-    """A context in which models of no strategy train in this process alone.
+    """Return a context in which models of no strategy train in this process alone.
 
     In a job of several processes, `fit` of a model that was not compiled inside `strategy.scope()`
     is refused: every process would train a model of its own. Where that is what is wanted, such as
@@ -60,16 +62,18 @@ def undistributed() -> Iterator[None]:
 
 
 class _Calls:
-    """Handles the calls of this process.
+    """Handler of the calls of this process.
 
     Args:
         strategy: The one of this process that joins most processes.
     """
 
-    def __init__(self, strategy: Any):
+    def __init__(self, strategy: Strategy):
         self.strategy = strategy
 
-    def __call__(self, model: Any, name: str, method: Callable, args: tuple, kwargs: dict) -> Any:
+    def __call__(
+        self, model: keras.Model, name: str, method: Callable, args: tuple, kwargs: dict
+    ) -> Any:
         found = model_scope.trainer_of(model) or self._distributed_now(model, name)
         if found is not None:
             return fit_calls.call(found, name, method, args, kwargs)
@@ -78,9 +82,9 @@ class _Calls:
         return method(*args, **kwargs)
 
     def _distributed_now(
-        self, model: Any, name: str
+        self, model: keras.Model, name: str
     ) -> distributed_trainer.DistributedTrainer | None:
-        """The trainer of a model built in a scope, or called in one."""
+        """Make the trainer of a model that was built in a scope, or is called in one."""
         owner = keras_models.owner_of(model)
         current = tf.distribute.get_strategy()
         strategy = owner if owner is not None else current
@@ -92,7 +96,7 @@ class _Calls:
         model_scope.check_and_own(model, model.jit_compile, strategy)
         return model_scope.distribute(model, strategy)
 
-    def _refuse(self, model: Any, name: str) -> None:
+    def _refuse(self, model: keras.Model, name: str) -> None:
         strategy = self.strategy
         if strategy.processes == 1:
             return
@@ -107,11 +111,15 @@ class _Calls:
         )
 
 
-def install(strategy: Any) -> None:
-    """Let all calls of `fit` and its like go through here. Called when a strategy is made."""
+def install(strategy: Strategy) -> None:
+    """Make all calls of `fit` and its like go through here. A strategy calls it when it is made.
+
+    Args:
+        strategy: The strategy.
+    """
     if strategy.processes > 1:
         saving.install()
-    self_test.say_if_nothing_was_tried()
+    self_test.fail_if_nothing_is_tried()
     before = trainer_calls.handler()
     # One that joins more processes goes on deciding what is refused.
     if not isinstance(before, _Calls) or strategy.processes >= before.strategy.processes:

@@ -16,6 +16,7 @@ from dtk.exchange.base import Exchange, Exchanger, Portion, Trained
 from dtk.exchange.factors import Factored, factored
 from dtk.exchange.state import ExchangeState
 from dtk.trainer import traced_step
+from dtk.trainer.contract import Strategy
 
 
 class GradientExchange:
@@ -33,7 +34,7 @@ class GradientExchange:
         factored: Those of gradients that may go as their factors.
     """
 
-    def __init__(self, outer: Any, inner: Any, strategy: Any):
+    def __init__(self, outer: keras.Optimizer, inner: keras.Optimizer, strategy: Strategy):
         self._outer = outer
         self._inner = inner
         self._strategy = strategy
@@ -46,16 +47,20 @@ class GradientExchange:
 
     @property
     def exchange(self) -> Exchange:
-        """How gradients are exchanged now."""
+        """The exchange in use."""
         return self._exchange
 
     @property
     def window(self) -> int:
-        """Steps for which gradients are exchanged once."""
+        """Number of steps for which gradients are exchanged once."""
         return self._inner.gradient_accumulation_steps or 1
 
-    def go_on_with(self, exchange: Exchange) -> None:
-        """Exchange in another way from the next step on, which must be traced anew."""
+    def use(self, exchange: Exchange) -> None:
+        """Use another exchange from the next step on, which must be traced anew.
+
+        Args:
+            exchange: The exchange.
+        """
         self._exchange = exchange
         self._exchangers.clear()
 
@@ -65,12 +70,16 @@ class GradientExchange:
         return self._exchange.local
 
     @property
-    def begun(self) -> bool:
+    def is_traced(self) -> bool:
         """Whether a step has been traced."""
         return bool(self._exchangers)
 
     def of(self, variables: Sequence | None) -> Exchanger:
-        """The exchanger of the gradients of these Keras variables; None is all of them."""
+        """Return the exchanger of the gradients of some variables.
+
+        Args:
+            variables: Keras variables; None is all that the optimizer trains.
+        """
         trained = list(variables or keras_optimizers.trained_variables(self._inner))
         key = tuple(id(v) for v in trained)
         if key not in self._exchangers:
@@ -96,12 +105,15 @@ class GradientExchange:
         )
 
     def apply(self, gradients: list, variables: Sequence | None, go: Callable[[list], Any]) -> Any:
-        """Call `go` with the gradients that are to be applied.
+        """Reduce gradients, and call a function with those that are to be applied.
 
         Args:
-            gradients: This replica's, None where there are none.
-            variables: Keras variables they are for; None is all.
-            go: Applies gradients.
+            gradients: This replica's; None where there is none.
+            variables: The Keras variables they are for; None is all.
+            go: Applies gradients, given in the same order.
+
+        Returns:
+            What `go` returns.
         """
         exchanger = self.of(variables)
         scale = self._scale()
@@ -122,7 +134,15 @@ class GradientExchange:
         return result
 
     def reduce_window(self, gradients: list, variables: list) -> list:
-        """The sum over the replicas of an accumulation window's gradients of these variables."""
+        """Sum the gradients of an accumulation window over the replicas.
+
+        Args:
+            gradients: This replica's; None where there is none.
+            variables: The Keras variables they are for.
+
+        Returns:
+            The sums, in the same order.
+        """
         present = [g for g in shaped(gradients, variables) if g is not None]
         self._see(present)
         return _put_back(self.of(variables).reduce(present, portion()), gradients)
@@ -135,12 +155,19 @@ class GradientExchange:
                 alike.append(tf.TensorSpec(g.shape, g.dtype))
 
     def count(self, variables: list) -> None:
-        """Tell of a step in an accumulation window of these variables' gradients."""
+        """Count a step in an accumulation window.
+
+        Args:
+            variables: The Keras variables that the step has gradients of.
+        """
         self.of(variables).count(portion())
 
     def _scale(self) -> tf.Tensor | None:
-        """What gradients are multiplied by, where they must not be: it changes, what is remembered
-        of gradients does not.
+        """Return the loss scale, which changes; what is remembered of gradients does not.
+
+        Returns:
+            Scalar to divide gradients by before they are exchanged; None where nothing is
+            remembered.
         """
         scale = getattr(self._outer, "dynamic_scale", None)
         if scale is None or not self._exchange.remembers:
@@ -153,23 +180,46 @@ class GradientExchange:
             exchanger.close()
 
     def together(self) -> list[tf.Tensor]:
-        """For each exchanger that lets ranks part, whether all hold the same weights now."""
+        """Return for each exchanger of local steps whether all ranks hold the same weights now.
+
+        Returns:
+            bool scalars.
+        """
         flags = [exchanger.together() for exchanger in self._exchangers.values()]
         return [flag for flag in flags if flag is not None]
 
     def share(self) -> tf.Tensor | None:
-        """See `Exchanger.share`."""
+        """Return the weight of this rank in a mean over all ranks, see `Exchanger.share`.
+
+        Returns:
+            float32 scalar; None without local steps.
+        """
         shares = [exchanger.share() for exchanger in self._exchangers.values()]
         return next((share for share in shares if share is not None), None)
 
 
-def exchanging_of(outer: Any, inner: Any, strategy: Any) -> GradientExchange | None:
-    """What exchanges an optimizer's gradients; None where the strategy adds them up by itself."""
+def make_gradient_exchange(
+    outer: keras.Optimizer, inner: keras.Optimizer, strategy: Strategy
+) -> GradientExchange | None:
+    """Make what exchanges an optimizer's gradients.
+
+    Args:
+        outer: The optimizer.
+        inner: The same, or the one it wraps.
+        strategy: The model's strategy.
+
+    Returns:
+        The exchange; None where one process holds all replicas and the strategy adds them up.
+    """
     return None if strategy.communicator.size == 1 else GradientExchange(outer, inner, strategy)
 
 
-def check_exchange(optimizer: Any, strategy: Any) -> None:
-    """See that an optimizer and the strategy's exchange can work together.
+def check_exchange(optimizer: keras.Optimizer, strategy: Strategy) -> None:
+    """Check that an optimizer and the strategy's exchange can work together.
+
+    Args:
+        optimizer: The optimizer.
+        strategy: The model's strategy.
 
     Raises:
         ValueError: They cannot.
@@ -195,8 +245,12 @@ def check_exchange(optimizer: Any, strategy: Any) -> None:
         )
 
 
-def slots_of(optimizer: Any) -> list:
-    """An optimizer's floating-point state beside its learning rate."""
+def slots_of(optimizer: keras.Optimizer) -> list[keras.Variable]:
+    """Return an optimizer's floating-point state beside its learning rate.
+
+    Args:
+        optimizer: The optimizer.
+    """
     return [
         v
         for v in optimizer.variables
@@ -204,15 +258,27 @@ def slots_of(optimizer: Any) -> list:
     ]
 
 
-def momenta_of(optimizer: Any) -> list:
-    """Those of an optimizer's variables that average gradients."""
+def momenta_of(optimizer: keras.Optimizer) -> list[keras.Variable]:
+    """Return those of an optimizer's variables that average gradients.
+
+    Args:
+        optimizer: The optimizer.
+    """
     return [v for v in optimizer.variables if v.path.endswith("_momentum")]
 
 
 def shaped(gradients: list, variables: Sequence) -> list:
-    """Gradients that know their shapes, without which each would travel by itself.
+    """Give gradients the static shapes of their variables.
 
-    Where a batch may be of any size, those of a Dense layer on sequences do not.
+    Without them each gradient is sent by itself. Where a batch may be of any size, those of a Dense
+    layer on sequences have none.
+
+    Args:
+        gradients: Tensors or `tf.IndexedSlices`; None stays None.
+        variables: Keras variables in the same order.
+
+    Returns:
+        The gradients, in the same order.
     """
     return [
         g if g is None or isinstance(g, tf.IndexedSlices) else tf.ensure_shape(g, v.shape)
@@ -221,12 +287,18 @@ def shaped(gradients: list, variables: Sequence) -> list:
 
 
 def portion() -> Portion | None:
-    """This replica's part of the batch of the step being traced; None outside dtk's steps."""
+    """Return this replica's part of the batch of the step being traced.
+
+    Returns:
+        The part; None outside dtk's steps.
+    """
     step = traced_step.current()
     return None if step is None else Portion(step.rows, step.share)
 
 
-def _each(operation: Callable, gradient: Any, scale: tf.Tensor | None) -> Any:
+def _each(
+    operation: Callable, gradient: tf.Tensor | tf.IndexedSlices | Factored, scale: tf.Tensor | None
+) -> Any:
     if scale is None:
         return gradient
     if isinstance(gradient, tf.IndexedSlices):
@@ -236,6 +308,6 @@ def _each(operation: Callable, gradient: Any, scale: tf.Tensor | None) -> Any:
 
 
 def _put_back(present: list, gradients: list) -> list:
-    """What there is, in the places of what there was; None stays None."""
+    """Put values in the places of gradients; None stays None."""
     remaining = iter(present)
     return [None if g is None else next(remaining) for g in gradients]

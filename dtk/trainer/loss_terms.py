@@ -11,18 +11,21 @@ finds the kind of each:
     ratio    v_w = a_w / b_w, both of them sums, such as a mean over what a mask leaves:
              multiplied by b_w / (share_w sum_w b_w)
 
-A loss that is a sum of terms of different kinds is told apart by its graph, down to the scalars
-that enter it linearly; without a graph (`run_eagerly`) it is one term.
+A loss that is a sum of terms of different kinds is divided into them by its graph, down to the
+scalars that enter it linearly; without a graph (`run_eagerly`) it is one term.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
 MEAN, SUM, RATIO = "mean", "sum", "ratio"
+
+# What a term counts in the scalar that it is a part of.
+Coefficient: TypeAlias = "float | tf.Tensor"
 
 # How far a loss is followed back through its graph; longer sums end in one term.
 _MOST_OPS = 2000
@@ -54,7 +57,7 @@ class Terms:
         found: Terms by name, such as "loss 0" or "metric 'kl' 0".
     """
 
-    def __init__(self, share: Any, world_sum: Callable, kinds: Mapping[str, str]):
+    def __init__(self, share: tf.Tensor, world_sum: Callable, kinds: Mapping[str, str]):
         self.found: dict[str, Term] = {}
         self._share = share
         self._world_sum = world_sum
@@ -62,17 +65,27 @@ class Terms:
         self._known: set = set()
         self._calls: dict[str, int] = {}
 
-    def known(self, value: Any) -> Any:
-        """Note a scalar that is a mean in dtk's sense, and return it."""
+    def known(self, value: tf.Tensor) -> tf.Tensor:
+        """Record a scalar as a mean over rows.
+
+        Args:
+            value: The scalar.
+
+        Returns:
+            The scalar.
+        """
         self._known.add(value.ref())
         return value
 
     def made_mean(self, where: str, value: tf.Tensor) -> tf.Tensor:
-        """A scalar as one that is a mean in dtk's sense.
+        """Convert a scalar to one that is a mean over rows, by the kinds of its terms.
 
         Args:
             where: What it is, for names and messages.
             value: A scalar that the script computed.
+
+        Returns:
+            The scalar, corrected where its terms are sums or ratios.
         """
         corrections = self.corrections(where, value)
         for coefficient, term, factor in corrections:
@@ -80,8 +93,19 @@ class Terms:
         # One that was left as it is may be looked at again, where it is part of another.
         return self.known(value) if corrections else value
 
-    def corrections(self, where: str, value: tf.Tensor) -> list[tuple[Any, tf.Tensor, tf.Tensor]]:
-        """The terms of a scalar that are no means: coefficient, value, and what makes it one."""
+    def corrections(
+        self, where: str, value: tf.Tensor
+    ) -> list[tuple[Coefficient, tf.Tensor, tf.Tensor]]:
+        """Find the terms of a scalar that are no means, and what makes them ones.
+
+        Args:
+            where: What the scalar is, for names and messages.
+            value: A scalar that the script computed.
+
+        Returns:
+            For each such term its coefficient in the scalar, the term, and the factor that makes it
+            a mean.
+        """
         call = self._calls[where] = self._calls.get(where, -1) + 1
         found = []
         for i, (coefficient, scalar) in enumerate(linear_terms(value, self._known)):
@@ -108,17 +132,20 @@ def _times(value: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
     return tf.math.multiply_no_nan(value, factor)
 
 
-def linear_terms(value: tf.Tensor, known: set) -> list[tuple[Any, tf.Tensor]]:
-    """The scalars that a scalar is a linear combination of, each with its coefficient.
+def linear_terms(value: tf.Tensor, known: set) -> list[tuple[Coefficient, tf.Tensor]]:
+    """Find the scalars that a scalar is a linear combination of.
 
     Args:
         value: A scalar.
         known: References of scalars not to look into.
+
+    Returns:
+        Pairs of coefficient and scalar; the scalar itself where nothing is known.
     """
     if tf.executing_eagerly() or not isinstance(value, tf.Tensor):
         return [(1.0, value)]
-    found: list[tuple[Any, tf.Tensor]] = []
-    left: list[tuple[Any, tf.Tensor]] = [(1.0, value)]
+    found: list[tuple[Coefficient, tf.Tensor]] = []
+    left: list[tuple[Coefficient, tf.Tensor]] = [(1.0, value)]
     for _ in range(_MOST_OPS):
         if not left:
             return found
@@ -131,14 +158,14 @@ def linear_terms(value: tf.Tensor, known: set) -> list[tuple[Any, tf.Tensor]]:
     return [(1.0, value)]
 
 
-def _product(one: Any, other: Any) -> Any:
+def _product(one: Any, other: Any) -> Coefficient:
     if isinstance(one, float) and isinstance(other, float):
         return one * other
     return tf.cast(one, other.dtype) * other if tf.is_tensor(other) else one * other
 
 
-def _parts_of(tensor: tf.Tensor) -> list[tuple[Any, tf.Tensor]] | None:
-    """The scalars one op adds up, with their coefficients; None for an op that does not."""
+def _parts_of(tensor: tf.Tensor) -> list[tuple[Coefficient, tf.Tensor]] | None:
+    """Return the scalars that an op adds up, with their coefficients; None for other ops."""
     op = tensor.op
     inputs = list(op.inputs)
     if op.type in ("Identity", "Cast", "Reshape", "Squeeze", "EnsureShape", "Snapshot"):
@@ -170,7 +197,7 @@ def _is_scalar(tensor: tf.Tensor) -> bool:
     return tensor.shape.rank == 0
 
 
-def _quotient(scalar: Any) -> tuple[tf.Tensor, tf.Tensor] | tuple[()]:
+def _quotient(scalar: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor] | tuple[()]:
     """Numerator and denominator of a scalar that is a quotient of two."""
     if tf.executing_eagerly() or scalar.op.type not in ("RealDiv", "DivNoNan"):
         return ()
@@ -182,8 +209,9 @@ def _quotient(scalar: Any) -> tuple[tf.Tensor, tf.Tensor] | tuple[()]:
 
 
 def depends_on_data(tensor: tf.Tensor, by_shape: bool = True) -> bool:
-    """Whether a tensor of a graph is computed from what the graph is given, and not from variables
-    and constants alone.
+    """Return whether a tensor of a graph is computed from what the graph is given.
+
+    Variables and constants are not data.
 
     Args:
         tensor: The tensor.

@@ -7,8 +7,8 @@ does around them; once the scope is left, nothing of Keras stays patched.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import keras
 import tensorflow as tf
@@ -18,16 +18,47 @@ from dtk.errors import NotDistributedError, at_rank
 from dtk.trainer import (
     traced_step,
 )
-from dtk.trainer.distributed_trainer import DistributedTrainer, refuse_jit
+from dtk.trainer.contract import Strategy
+from dtk.trainer.distributed_trainer import DistributedTrainer
+from dtk.trainer.jit import refuse_jit
 
 
-def trainer_of(model: Any) -> DistributedTrainer | None:
-    """The trainer of a model, None when no dtk strategy compiled it."""
+class ModelStrategy(Strategy, Protocol):
+    """A strategy that makes the trainers of the models compiled in its scope."""
+
+    def make_trainer(self, model: keras.Model) -> DistributedTrainer:
+        """Make the trainer of a model compiled in this strategy's scope.
+
+        Args:
+            model: The model.
+        """
+
+
+def trainer_of(model: keras.Model) -> DistributedTrainer | None:
+    """Return the trainer of a model.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The trainer; None when no dtk strategy compiled the model.
+    """
     return getattr(model, "_dtk_trainer", None)
 
 
-def distribute(model: Any, strategy: Any) -> DistributedTrainer:
-    """Give one compiled model the strategy's step functions. Compiling again starts afresh."""
+def distribute(model: keras.Model, strategy: ModelStrategy) -> DistributedTrainer:
+    """Give a compiled model the strategy's step functions; compiling again starts afresh.
+
+    Args:
+        model: The model.
+        strategy: The strategy.
+
+    Returns:
+        The model's trainer.
+
+    Raises:
+        ValueError: The model was compiled under another strategy.
+    """
     before = trainer_of(model)
     if before is not None and before.strategy is not strategy:
         raise ValueError(
@@ -54,8 +85,12 @@ def distribute(model: Any, strategy: Any) -> DistributedTrainer:
 
 
 @contextlib.contextmanager
-def distributing(strategy: Any) -> Iterator[None]:
-    """While inside, `compile` makes trainers, and losses of no replica are whole."""
+def distributing(strategy: ModelStrategy) -> Iterator[None]:
+    """Return a context in which `compile` makes trainers, and losses outside replicas are whole.
+
+    Args:
+        strategy: The strategy that models belong to.
+    """
     with (
         keras_models.compiles_through(
             lambda model, jit_compile: check_and_own(model, jit_compile, strategy),
@@ -66,8 +101,13 @@ def distributing(strategy: Any) -> Iterator[None]:
         yield
 
 
-def check_and_own(model: Any, jit_compile: Any, strategy: Any) -> None:
-    """Let a model belong to a strategy, before it is compiled there.
+def check_and_own(model: keras.Model, jit_compile: bool | str | None, strategy: Strategy) -> None:
+    """Make a model belong to a strategy, before it is compiled there.
+
+    Args:
+        model: The model.
+        jit_compile: As given to `compile`.
+        strategy: The strategy.
 
     Raises:
         ValueError: It belongs to another one, or is to be compiled by XLA.
@@ -86,8 +126,16 @@ def check_and_own(model: Any, jit_compile: Any, strategy: Any) -> None:
 
 
 @tf.autograph.experimental.do_not_convert  # `run` is called in graphs; rewriting this took 0.1 s
-def check_distributed(function: Any, strategy: Any) -> None:
-    """Refuse to run the step of a model that this strategy did not compile."""
+def check_distributed(function: Callable, strategy: Strategy) -> None:
+    """Refuse to run the step of a model that was compiled outside the strategy's scope.
+
+    Args:
+        function: What `strategy.run` was given.
+        strategy: The strategy.
+
+    Raises:
+        NotDistributedError: It is the step of such a model.
+    """
     model = getattr(function, "__self__", None)
     if not isinstance(model, keras.Model) or strategy.num_replicas_in_sync == 1:
         return

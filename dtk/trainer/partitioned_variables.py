@@ -21,8 +21,12 @@ from dtk.compat import keras_optimizers, keras_variables
 from dtk.optimizers.layerwise import LayerwiseOptimizer
 
 
-def members(optimizer: Any) -> list:
-    """An optimizer and those it hands gradients to, outermost first."""
+def members(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
+    """Return an optimizer and those it hands gradients to, outermost first.
+
+    Args:
+        optimizer: The optimizer.
+    """
     found, left = [], [optimizer]
     while left:
         found.append(left.pop(0))
@@ -36,11 +40,11 @@ def members(optimizer: Any) -> list:
 # What parts would make something else of.
 
 
-def check_parts(optimizer: Any, variable: Any, parts: Sequence) -> None:
-    """Refuse what an optimizer, or a constraint, would make of a variable in parts.
+def check_parts(optimizer: keras.Optimizer, variable: keras.Variable, parts: Sequence) -> None:
+    """Refuse an optimizer or a constraint that needs the whole of a variable in parts.
 
     Args:
-        optimizer: What is to update it.
+        optimizer: The optimizer that is to update it.
         variable: A Keras variable.
         parts: Its parts, or itself alone.
 
@@ -68,16 +72,16 @@ def check_parts(optimizer: Any, variable: Any, parts: Sequence) -> None:
         )
 
 
-def _updates(member: Any, parts: Sequence) -> bool:
-    """Whether an optimizer, or one of several that share a model's variables, updates these."""
+def _updates(member: keras.Optimizer, parts: Sequence) -> bool:
+    """Return whether an optimizer updates these parts; several may share a model's variables."""
     if not member.built:
         return True
     known = {id(variable) for variable in keras_optimizers.trained_variables(member)}
     return any(id(part) in known for part in parts)
 
 
-def _needs_whole(member: Any, variable: Any) -> str | None:
-    """What an optimizer does to a whole variable at once; None if nothing."""
+def _needs_whole(member: keras.Optimizer, variable: keras.Variable) -> str | None:
+    """Return what an optimizer does to a whole variable at once; None if nothing."""
     if isinstance(member, keras.optimizers.Adafactor):
         return "scales steps by means over a whole variable"
     lamb = isinstance(member, keras.optimizers.Lamb)
@@ -90,22 +94,22 @@ def _needs_whole(member: Any, variable: Any) -> str | None:
     return None
 
 
-def _is_by_rows(constraint: Callable, variable: Any) -> bool:
-    """Whether a constraint makes the same of two rows together and of each alone."""
+def _is_by_rows(constraint: Callable, variable: keras.Variable) -> bool:
+    """Return whether a constraint makes the same of two rows together and of each alone."""
     shape = (2, *variable.shape[1:])
     values = np.random.default_rng(0).normal(size=shape)
     values[1] *= 100.0
     with tf.init_scope():
         rows = keras.ops.convert_to_tensor(values, variable.dtype)
-        apart = [constraint(rows[:1]), constraint(rows[1:])]
-        return np.allclose(constraint(rows), np.concatenate(apart), rtol=1e-3)
+        separate = [constraint(rows[:1]), constraint(rows[1:])]
+        return np.allclose(constraint(rows), np.concatenate(separate), rtol=1e-3)
 
 
 # Clipping.
 
 
-def clip_wholes(optimizer: Any) -> None:
-    """Make an optimizer that clips gradients to a norm take the norm of a whole for its parts.
+def clip_wholes(optimizer: keras.Optimizer) -> None:
+    """Make an optimizer that clips gradients to a norm use the norm of a whole for its parts.
 
     Args:
         optimizer: One that wraps no other.
@@ -113,7 +117,7 @@ def clip_wholes(optimizer: Any) -> None:
     applied = optimizer.apply
     updated: list = []
 
-    def apply(grads: Any, trainable_variables: Any = None) -> Any:
+    def apply(grads: Sequence, trainable_variables: Sequence | None = None) -> Any:
         variables = trainable_variables or keras_optimizers.trained_variables(optimizer)
         updated[:] = [v for g, v in zip(grads, variables, strict=True) if g is not None]
         return applied(grads, trainable_variables)
@@ -136,7 +140,7 @@ def clip_wholes(optimizer: Any) -> None:
 
 
 def _clipped_together(gradients: Sequence, most: float) -> list:
-    """Gradients of a variable's parts, clipped as `tf.clip_by_norm` clips that of the whole."""
+    """Clip gradients of a variable's parts as `tf.clip_by_norm` clips that of the whole."""
     squares = [tf.reduce_sum(tf.square(_rows(g))) for g in gradients]
     norm = tf.sqrt(tf.add_n(squares))
     return [
@@ -147,7 +151,7 @@ def _clipped_together(gradients: Sequence, most: float) -> list:
     ]
 
 
-def _rows(gradient: Any) -> tf.Tensor:
+def _rows(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 

@@ -1,8 +1,8 @@
 """Callbacks that check and synchronize ranks while `fit` runs.
 
 Before the first step ranks start from rank 0's weights; after it and after every epoch they compare
-every weight, bit for bit, so that ranks that train apart are stopped by the name of the first
-variable that differs.
+every weight, bit for bit, so that ranks that diverge are stopped, and the first variable that
+differs is named.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from dtk.trainer.exchange_selection import Choosing
+from dtk.trainer.contract import Trainer
+from dtk.trainer.exchange_selection import ExchangeSelection
 from dtk.trainer.rank_checks import check_same_run
 from dtk.trainer.seeds import spread_seeds
 from dtk.trainer.shared_weights import check_same_weights, start_from, start_from_epoch_of_rank_0
@@ -21,8 +22,14 @@ from dtk.trainer.shared_weights import check_same_weights, start_from, start_fro
 # The callback.
 
 
-def tell(callbacks: Sequence, event: str, *args: Any) -> None:
-    """Call `event` on the callbacks that define it."""
+def notify(callbacks: Sequence, event: str, *args: Any) -> None:
+    """Call a method of the callbacks that define it.
+
+    Args:
+        callbacks: The callbacks, in order.
+        event: Name of the method.
+        args: Its arguments.
+    """
     for callback in callbacks:
         method = getattr(callback, event, None)
         if method is not None:
@@ -30,27 +37,36 @@ def tell(callbacks: Sequence, event: str, *args: Any) -> None:
 
 
 class SynchronizeWeights(keras.callbacks.Callback):
-    """Runs before the user's callbacks: what they see at the end of an epoch is the world's."""
+    """Callback before the user's ones, which see the weights and logs of all ranks.
 
-    def __init__(self, trainer: Any):
+    Args:
+        trainer: The model's trainer.
+    """
+
+    def __init__(self, trainer: Trainer):
         super().__init__()
         self.trainer = trainer
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        """Close blocks of replicas that train apart, and average numbers that no metric counts."""
+        """Average the weights of replicas with local steps, and numbers that no metric counts.
+
+        Args:
+            epoch: Number of the epoch.
+            logs: Logs of the epoch; numbers in it are changed.
+        """
         if not self.trainer.has_local_steps:
             return
         self.trainer.synchronize_weights()
         logs = {} if logs is None else logs
-        told = self.trainer.strategy.communicator.allgather_object(logs)
+        gathered = self.trainer.strategy.communicator.allgather_object(logs)
         for name in logs:
-            values = [one[name] for one in told]
+            values = [one[name] for one in gathered]
             if isinstance(values[0], float) and len(set(values)) > 1:
                 logs[name] = sum(values) / len(values)
 
 
 class RankChecks(keras.callbacks.Callback):
-    """Runs after the user's callbacks, so that what one of them decided on one rank holds on all.
+    """Callback after the user's ones: what one of them decided on one rank holds on all.
 
     Callbacks that must act on what all others have done, such as one that saves their state, define
 
@@ -64,44 +80,69 @@ class RankChecks(keras.callbacks.Callback):
         every_batch: Whether to agree on stopping after every batch; else after every epoch.
     """
 
-    def __init__(self, trainer: Any, every_batch: bool = False):
+    def __init__(self, trainer: Trainer, every_batch: bool = False):
         super().__init__()
         self.trainer = trainer
         self._every_batch = every_batch
         self._stepped = False
         self._steps = 0
-        self._choosing = Choosing(trainer)
+        self._selection = ExchangeSelection(trainer)
 
     @property
     def _alone(self) -> bool:
         return self.trainer.strategy.communicator.size == 1
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Compare, then start from rank 0's weights, optimizer state and epoch."""
+        """Compare ranks, then start from rank 0's weights, optimizer state and epoch.
+
+        Args:
+            logs: As of Keras.
+
+        Raises:
+            DisagreementError: Ranks train differently.
+        """
         trainer = self.trainer
         if not self._alone:
             check_same_run(trainer, self.params)
             start_from(0, trainer, trainer.agreed_variables())
             start_from_epoch_of_rank_0(trainer)
         spread_seeds(trainer)
-        tell(trainer.callbacks.callbacks, "on_train_agreed", logs)
-        self._choosing.begin()
+        notify(trainer.callbacks.callbacks, "on_train_agreed", logs)
+        self._selection.begin()
         self._stepped = False
         self._steps = 0
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        """Shuffle anew, alike on every rank."""
-        self.trainer.feed.tell_learned_steps()
+        """Shuffle the data anew, alike on every rank.
+
+        Args:
+            epoch: Number of the epoch.
+            logs: As of Keras.
+        """
+        self.trainer.feed.show_learned_steps()
         self.trainer.new_epoch(epoch)
         self.trainer.feed.shuffle(epoch)
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
-        """The last callback to hear of it, so none of the others' is timed."""
-        self._choosing.begin_step(batch)
+        """Read the clocks, after all other callbacks, so that they are not measured.
+
+        Args:
+            batch: Number of the step.
+            logs: As of Keras.
+        """
+        self._selection.begin_step(batch)
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        """After the first step, make sure that it was the same step everywhere."""
-        self._choosing.end_step(batch, logs)
+        """Check after the first step that it was the same step on all ranks.
+
+        Args:
+            batch: Number of the step.
+            logs: Logs so far.
+
+        Raises:
+            DisagreementError: Ranks differ in weights or in what they have read.
+        """
+        self._selection.end_step(batch, logs)
         if not self._stepped:
             self._stepped = True
             if not self.trainer.has_local_steps:
@@ -115,18 +156,30 @@ class RankChecks(keras.callbacks.Callback):
             self.trainer.flush()
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        """Stop everywhere when anyone wants to stop; go on from equal weights."""
+        """Stop all ranks when one of them wants to stop; go on from equal weights.
+
+        Args:
+            epoch: Number of the epoch.
+            logs: Logs of the epoch.
+
+        Raises:
+            DisagreementError: Ranks differ in weights or in what they have read.
+        """
         self.trainer.flush()
         self.trainer.check_same_reading("train", f"after epoch {epoch + 1}")
         self._check(f"after epoch {epoch + 1}")
         if not self._alone:
             self._agree_on_stopping()
-        self._choosing.end_epoch()
-        tell(self.trainer.callbacks.callbacks, "on_epoch_agreed", epoch, logs)
+        self._selection.end_epoch()
+        notify(self.trainer.callbacks.callbacks, "on_epoch_agreed", epoch, logs)
 
     def on_train_end(self, logs: dict | None = None) -> None:
-        """Nobody changes the weights any more."""
-        tell(self.trainer.callbacks.callbacks, "on_end_agreed", logs)
+        """Tell callbacks that training is over, and weights no longer change.
+
+        Args:
+            logs: Logs of the last epoch.
+        """
+        notify(self.trainer.callbacks.callbacks, "on_end_agreed", logs)
 
     def _check(self, when: str) -> None:
         if self.trainer.strategy.num_replicas_in_sync > 1:

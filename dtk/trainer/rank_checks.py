@@ -1,7 +1,8 @@
 """What ranks must agree on before they train, and how they find out that they do not.
 
 Before `fit` the ranks compare what they were given, before the first step the first batch, and
-later what they have read so far, so that ranks that train apart are stopped by a name.
+later what they have read so far, so that ranks that diverge are stopped, and the difference is
+named.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dtk.communicators.base import Communicator
 from dtk.compat import tf_replicas
 from dtk.errors import DisagreementError, at_rank
-from dtk.input import digests
+from dtk.input import digests, slicing
+from dtk.trainer.contract import Strategy, Trainer
 
 SAME_SCRIPT = "start the same script with the same arguments everywhere"
 
@@ -32,7 +35,14 @@ _SAME_DATA = (
 def raise_first_difference(
     mine: Sequence, theirs: Sequence, rank: int, other: int, cure: str = SAME_SCRIPT
 ) -> None:
-    """Compare two lists of (what, value).
+    """Compare two ranks' lists of (what, value).
+
+    Args:
+        mine: This rank's list.
+        theirs: The other rank's.
+        rank: This rank.
+        other: The other rank.
+        cure: What to do about a difference, for the message.
 
     Raises:
         DisagreementError: At the first pair that differs.
@@ -48,27 +58,52 @@ def raise_first_difference(
             )
 
 
-def compare(mine: Sequence, communicator: Any, cure: str = SAME_SCRIPT) -> None:
-    """Raise on every rank where one rank's list of (what, value) differs from another's."""
+def compare(mine: Sequence, communicator: Communicator, cure: str = SAME_SCRIPT) -> None:
+    """Compare lists of (what, value) over all ranks.
+
+    Args:
+        mine: This rank's list; values can be pickled.
+        communicator: Between the ranks.
+        cure: What to do about a difference, for the message.
+
+    Raises:
+        DisagreementError: On every rank, at the first pair that differs.
+    """
     if same_number(numbers_of_all([number_of(mine)], communicator)):
         return
     for rank, theirs in enumerate(communicator.allgather_object(mine)):
         raise_first_difference(mine, theirs, communicator.rank, rank, cure)
 
 
-def numbers_of_all(numbers: Sequence[int], communicator: Any) -> np.ndarray:
-    """What every rank says, a row for each: one small message, where objects take two larger."""
+def numbers_of_all(numbers: Sequence[int], communicator: Communicator) -> np.ndarray:
+    """Gather numbers of all ranks by one small message, where objects take two larger ones.
+
+    Args:
+        numbers: This rank's, of 64 bits.
+        communicator: Between the ranks.
+
+    Returns:
+        int64 array of shape (ranks, numbers).
+    """
     row = tf.constant([numbers], tf.int64)
     return communicator.allgather(row, [1] * communicator.size).numpy()
 
 
-def same_number(told: np.ndarray) -> bool:
-    """Whether all ranks say the same number first. They hardly ever do not."""
-    return len(set(told[:, 0])) == 1
+def same_number(gathered: np.ndarray) -> bool:
+    """Return whether the first number of all ranks is the same.
+
+    Args:
+        gathered: As returned by `numbers_of_all`.
+    """
+    return len(set(gathered[:, 0])) == 1
 
 
 def number_of(value: Any) -> int:
-    """A hash, of 63 bits and more than any rank."""
+    """Compute a hash of a value, of 63 bits and greater than any rank.
+
+    Args:
+        value: Anything that can be pickled.
+    """
     digest = hashlib.blake2b(pickle.dumps(value), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1 | 1 << 62
 
@@ -76,13 +111,13 @@ def number_of(value: Any) -> int:
 # What fit, evaluate and predict are given.
 
 
-def check_same_call(strategy: Any, data: dict, callbacks: Sequence = ()) -> bool:
+def check_same_call(strategy: Strategy, data: dict, callbacks: Sequence = ()) -> bool:
     """Compare data and dtk's own callbacks over all ranks, before anything else communicates.
 
     Args:
         strategy: The strategy.
-        data: What to the data.
-        callbacks: `fit`'s callbacks.
+        data: The data, by what it is for, such as "validation data".
+        callbacks: Those of `fit`.
 
     Returns:
         Whether on some rank a callback of the script's own looks at single batches, and so may want
@@ -97,9 +132,9 @@ def check_same_call(strategy: Any, data: dict, callbacks: Sequence = ()) -> bool
     ours = [type(c).__name__ for c in callbacks if type(c).__module__.startswith("dtk.")]
     mine = [(what, describe(value)) for what, value in data.items()]
     looks = any(map(_looks_at_batches, callbacks))
-    told = numbers_of_all([number_of((ours, mine)), looks], communicator)
-    if same_number(told):
-        return bool(told[:, 1].any())
+    gathered = numbers_of_all([number_of((ours, mine)), looks], communicator)
+    if same_number(gathered):
+        return bool(gathered[:, 1].any())
     for rank, (their_callbacks, theirs) in enumerate(communicator.allgather_object((ours, mine))):
         raise_first_difference(
             [("callbacks of dtk, which communicate", ours)],
@@ -109,10 +144,10 @@ def check_same_call(strategy: Any, data: dict, callbacks: Sequence = ()) -> bool
             "give every rank the same ones; those that write or print do so on rank 0 alone",
         )
         raise_first_difference(mine, theirs, communicator.rank, rank, _SAME_DATA)
-    return bool(told[:, 1].any())
+    return bool(gathered[:, 1].any())
 
 
-def _looks_at_batches(callback: Any) -> bool:
+def _looks_at_batches(callback: keras.callbacks.Callback) -> bool:
     known = type(callback).__module__.startswith(("keras.src.callbacks.", "dtk."))
     if known and not isinstance(callback, keras.callbacks.LambdaCallback):
         return isinstance(callback, keras.callbacks.TerminateOnNaN)
@@ -124,9 +159,15 @@ def _looks_at_batches(callback: Any) -> bool:
 
 
 def describe(data: Any) -> str | None:
-    """Data in a few words that must be the same on every rank; None where that cannot be told.
+    """Describe data in a few words that must be the same on every rank.
 
-    Arrays are told apart by their shapes and a hash of all their bytes.
+    Arrays are told from each other by their shapes and a hash of all their bytes.
+
+    Args:
+        data: A dataset, or a structure of arrays.
+
+    Returns:
+        The description; None where nothing can be compared.
 
     Example:
         >>> describe(None), describe(np.zeros((3, 2)))[:14]
@@ -143,12 +184,12 @@ def describe(data: Any) -> str | None:
     return f"{leaves[0].shape[0]} rows (hash of all bytes: {digest})"
 
 
-def check_same_batch(strategy: Any, batch: Any) -> None:
+def check_same_batch(strategy: Strategy, batch: slicing.Slices) -> None:
     """Raise on every rank when ranks have read different first batches.
 
     Args:
         strategy: The strategy.
-        batch: This process's `Slices` of it.
+        batch: This process's slices of it.
 
     Raises:
         DisagreementError: With what the ranks have read.
@@ -161,16 +202,21 @@ def check_same_batch(strategy: Any, batch: Any) -> None:
     compare(mine, communicator, _SAME_DATA)
 
 
-def check_same_digest(strategy: Any, digest: int, when: str) -> None:
+def check_same_digest(strategy: Strategy, digest: int, when: str) -> None:
     """Raise on every rank when the digests of all batches read so far differ.
+
+    Args:
+        strategy: The strategy.
+        digest: This rank's digest.
+        when: Such as "after step 4".
 
     Raises:
         DisagreementError: They do.
     """
     communicator = strategy.communicator
-    told = numbers_of_all([digest], communicator)
-    if not same_number(told):
-        others = [rank for rank, number in enumerate(told[:, 0]) if number != told[0, 0]]
+    gathered = numbers_of_all([digest], communicator)
+    if not same_number(gathered):
+        others = [rank for rank, number in enumerate(gathered[:, 0]) if number != gathered[0, 0]]
         raise DisagreementError(
             at_rank(
                 communicator.rank,
@@ -181,32 +227,47 @@ def check_same_digest(strategy: Any, digest: int, when: str) -> None:
 
 
 class ReadingCheck:
-    """Compares the batches that ranks read: the first one at once, all of them at the end.
+    """Comparison of the batches that ranks read: the first at once, all of them at the end.
 
     Args:
         strategy: The strategy.
     """
 
-    def __init__(self, strategy: Any):
+    def __init__(self, strategy: Strategy):
         self._strategy = strategy
         self._digest = tf.constant(0, tf.int64)
         self._batches = 0
 
     def read(self, digest: tf.Tensor) -> None:
-        """Told of each batch."""
+        """Count a batch that is read.
+
+        Args:
+            digest: Its digest, int64 scalar.
+
+        Raises:
+            DisagreementError: It is the first, and ranks have read different ones.
+        """
         self._batches += 1
         self._digest = digests.add(self._digest, digest)
         if self._batches == 1:
             check_same_digest(self._strategy, int(digest), "at the first batch")
 
     def end(self) -> None:
-        """Told when all were read."""
+        """Compare what was read, when all batches were.
+
+        Raises:
+            DisagreementError: Ranks have read different ones.
+        """
         if self._batches:
             check_same_digest(self._strategy, int(self._digest), "at the end of the data")
 
 
-def check_same_run(trainer: Any, params: dict) -> None:
+def check_same_run(trainer: Trainer, params: dict) -> None:
     """Raise on every rank when ranks differ in variables or steps, naming the first difference.
+
+    Args:
+        trainer: The model's trainer.
+        params: Parameters of Keras's callbacks, such as "epochs".
 
     Raises:
         DisagreementError: With both ranks' values.
@@ -220,7 +281,7 @@ def check_same_run(trainer: Any, params: dict) -> None:
     compare(mine, trainer.strategy.communicator)
 
 
-def _shapes(trainer: Any) -> list:
+def _shapes(trainer: Trainer) -> list:
     # The last word of a variable's path, such as "kernel" or "momentum": what stands before depends
     # on how many layers of its kind a process has made, which may differ.
     variables = trainer.shared_variables()
@@ -234,5 +295,9 @@ def _shapes(trainer: Any) -> list:
 
 
 def last_word(path: str) -> str:
-    """Return what follows the last / and _ of a variable's path."""
+    """Return what follows the last / and _ of a variable's path.
+
+    Args:
+        path: Such as "dense_1/kernel".
+    """
     return path.rpartition("/")[2].rpartition("_")[2]

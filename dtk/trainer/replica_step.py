@@ -19,14 +19,15 @@ import tensorflow as tf
 from dtk.compat import keras_models, tf_replicas
 from dtk.errors import NotDistributedError, at_rank
 from dtk.input import slicing
-from dtk.trainer import shared_optimizer, traced_step
+from dtk.trainer import local_steps, shared_optimizer, traced_step
+from dtk.trainer.contract import Strategy
 
 
 def run_step(
     step_function: Callable,
     batch: slicing.Slices,
-    model: Any,
-    strategy: Any,
+    model: keras.Model,
+    strategy: Strategy,
     kinds: Mapping[str, str],
 ) -> Any:
     """Run Keras's own train or test step on this replica's slice, then make its logs global.
@@ -37,6 +38,12 @@ def run_step(
         model: The model.
         strategy: Its strategy.
         kinds: Of the step's terms, see `loss_terms`.
+
+    Returns:
+        The logs; equal on all replicas, but for local steps.
+
+    Raises:
+        NotDistributedError: A train step reduced no gradient.
     """
     data, step, present = begin_step(step_function, batch, model, strategy, kinds)
     before = {id(v): tf.identity(v) for v in metric_variables(model)}
@@ -48,18 +55,32 @@ def run_step(
         _forget_padding(present, before, model)
         if trains:
             check_reduced(step, model, strategy)
-            together = weights_are_equal(model)
-            if together is not None:
-                return _own_state(step, model, logs, together)
+            if local_steps.average_statistics(step, model):
+                return logs
         assert step.world is not None
         step.world.average()
         return _sum_numbers(step, logs)
 
 
 def begin_step(
-    step_function: Callable, batch: slicing.Slices, model: Any, strategy: Any, kinds: Mapping
+    step_function: Callable,
+    batch: slicing.Slices,
+    model: keras.Model,
+    strategy: Strategy,
+    kinds: Mapping,
 ) -> tuple[Any, traced_step.Step, tf.Tensor]:
-    """This replica's rows, what is known of its step, and whether it has rows of its own."""
+    """Prepare the step of this replica.
+
+    Args:
+        step_function: `model.train_step` or `model.test_step`.
+        batch: This process's slices of a global batch.
+        model: The model.
+        strategy: Its strategy.
+        kinds: Of the step's terms, see `loss_terms`.
+
+    Returns:
+        This replica's rows, the step to trace, and whether the rows are its own (bool scalar).
+    """
     index = strategy.local_index()
     data, mine = slicing.forget_rows(batch.parts[index]), batch.counts[index]
     rows = _sum_over_replicas(mine) if isinstance(batch.rows, tuple) else batch.rows
@@ -74,51 +95,21 @@ def begin_step(
     return data, step, mine > 0
 
 
-def weights_are_equal(model: Any) -> tf.Tensor | None:
-    """Whether all replicas hold the same weights now; None where they always do."""
-    flags = [flag for e in shared_optimizer.gradient_exchanges_of(model) for flag in e.together()]
-    return tf.reduce_all(flags) if flags else None
-
-
-def share_of_meeting(model: Any) -> tf.Tensor:
-    """What this replica counts in a mean over replicas that have just met; they add up to 1."""
-    shares = [e.share() for e in shared_optimizer.gradient_exchanges_of(model)]
-    return next(share for share in shares if share is not None)
-
-
-def _own_state(step: traced_step.Step, model: Any, logs: Any, together: tf.Tensor) -> Any:
-    """Where replicas train apart, nothing is sent until they meet: logs are this replica's own.
-
-    What metrics have counted is summed when an epoch's logs are made.
-    """
-    averaged = moving_statistics(step)
-    values = [tf.convert_to_tensor(v) for v in averaged]
-    replica = tf.distribute.get_replica_context()
-    if averaged:
-        share = share_of_meeting(model)
-        parts = [tf.math.multiply_no_nan(v, tf.cast(share, v.dtype)) for v in values]
-        with tf_replicas.counted_if(None):
-            means = tf.cond(
-                together,
-                lambda: replica.all_reduce(tf.distribute.ReduceOp.SUM, parts),
-                lambda: values,
-            )
-        for variable, mean in zip(averaged, means, strict=True):
-            variable.assign(mean)
-    return logs
-
-
 def _sum_over_replicas(value: tf.Tensor) -> tf.Tensor:
     return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, value)
 
 
-def metric_variables(model: Any) -> list:
-    """State variables of every metric of a model, the loss tracker among them."""
+def metric_variables(model: keras.Model) -> list[keras.Variable]:
+    """Return the state variables of every metric of a model, the loss tracker among them.
+
+    Args:
+        model: The model.
+    """
     found = [v for metric in keras_models.metrics_of(model) for v in metric.variables]
     return list({id(v): v for v in found}.values())
 
 
-def _forget_padding(present: tf.Tensor, before: dict, model: Any) -> None:
+def _forget_padding(present: tf.Tensor, before: dict, model: keras.Model) -> None:
     """Without rows of its own, a replica's metrics stay as they were."""
 
     def restore() -> tf.Tensor:
@@ -129,8 +120,13 @@ def _forget_padding(present: tf.Tensor, before: dict, model: Any) -> None:
     tf.cond(present, lambda: tf.constant(False), restore)
 
 
-def check_reduced(step: traced_step.Step, model: Any, strategy: Any) -> None:
-    """Whether a train step handed gradients to an optimizer that reduces them.
+def check_reduced(step: traced_step.Step, model: keras.Model, strategy: Strategy) -> None:
+    """Check that a train step handed gradients to an optimizer that reduces them.
+
+    Args:
+        step: The step, traced.
+        model: The model.
+        strategy: Its strategy.
 
     Raises:
         NotDistributedError: It did not.
@@ -174,7 +170,11 @@ class World:
         self._inside = False
 
     def result_of(self, original: Callable) -> Any:
-        """What a metric's `result` returns when its state is that of all replicas."""
+        """Compute what a metric's `result` returns for the state of all replicas.
+
+        Args:
+            original: The metric's own `result`.
+        """
         if self._inside:
             return original()
         if self._reduced_at != self._step.assignments:
@@ -187,14 +187,14 @@ class World:
             self._inside = False
 
     def average(self) -> None:
-        """Average what moving statistics the step has assigned since it last asked for a result."""
+        """Average moving statistics that the step has assigned since it last asked for a result."""
         if self._unaveraged():
             self._reduce([])
 
     def _unaveraged(self) -> list:
         return [
             v
-            for v in moving_statistics(self._step)
+            for v in local_steps.moving_statistics(self._step)
             if self._averaged.get(id(v)) != self._step.assigned_at[id(v)]
         ]
 
@@ -211,7 +211,7 @@ class World:
             self._averaged[id(variable)] = step.assigned_at[id(variable)]
         self._reduced_at = step.assignments if summed else -1
 
-    def _counted(self, variable: Any) -> tf.Tensor:
+    def _counted(self, variable: keras.Variable) -> tf.Tensor:
         now = tf.convert_to_tensor(variable)
         before = self._before.get(id(variable))
         return tf.where(self._present, now, tf.zeros_like(now) if before is None else before)
@@ -221,8 +221,13 @@ def _value_of(result: Any) -> Any:
     return tf.convert_to_tensor(result) if isinstance(result, keras.Variable) else result
 
 
-def result_of(metric: Any, original: Callable) -> Any:
-    """Replaces `Metric.result` while steps run."""
+def result_of(metric: keras.Metric, original: Callable) -> Any:
+    """Compute a metric's result from the state of all replicas, in place of `Metric.result`.
+
+    Args:
+        metric: The metric.
+        original: The metric's own `result`.
+    """
     step = traced_step.current()
     if step is None:
         return original()
@@ -236,7 +241,15 @@ def result_of(metric: Any, original: Callable) -> Any:
 
 
 def numbers_of(step: traced_step.Step, logs: Any) -> list[tuple[str, tf.Tensor]]:
-    """The numbers in what a step returned that are not the results of metrics, by path; means."""
+    """Find the numbers in what a step returned that are not the results of metrics.
+
+    Args:
+        step: The step, traced.
+        logs: What it returned.
+
+    Returns:
+        Pairs of path and float scalar, a mean over rows.
+    """
     flat = keras.tree.flatten_with_path(logs) if isinstance(logs, dict) else []
     return [
         (_name_of(path), step.terms.made_mean(f"log {_name_of(path)!r}", value))
@@ -249,7 +262,15 @@ def numbers_of(step: traced_step.Step, logs: Any) -> list[tuple[str, tf.Tensor]]
 
 
 def results_in(step: traced_step.Step, logs: Any) -> list[tuple[tuple, Any, tuple]]:
-    """Where in what a step returned which metric's result stands, and which part of that."""
+    """Find the results of metrics in what a step returned.
+
+    Args:
+        step: The step, traced.
+        logs: What it returned.
+
+    Returns:
+        The path in the logs, the metric, and the path in its result, of each.
+    """
     flat = keras.tree.flatten_with_path(logs) if isinstance(logs, dict) else []
     return [
         (path, *step.results[value.ref()])
@@ -263,7 +284,7 @@ def _name_of(path: tuple) -> str:
 
 
 def _sum_numbers(step: traced_step.Step, logs: Any) -> Any:
-    """What a step logs besides the results of metrics, of all replicas."""
+    """Sum over replicas what a step logs besides the results of metrics."""
     numbers = numbers_of(step, logs)
     if not numbers:
         return logs
@@ -282,41 +303,15 @@ def _replaced(logs: Any, found: Mapping[str, tf.Tensor]) -> Any:
     return keras.tree.pack_sequence_as(logs, values)
 
 
-def moving_statistics(step: traced_step.Step) -> list:
-    """Non-trainable floats the step assigned, but for those synchronized layers keep equal."""
-    model = step.model
-    exact = {
-        id(v)
-        for layer in keras_models.layers_of(model)
-        if getattr(layer, "synchronized", False)
-        for v in layer.non_trainable_variables
-    }
-    return [
-        v
-        for v in model.non_trainable_variables
-        if id(v) in step.assigned and id(v) not in exact and keras.backend.is_float_dtype(v.dtype)
-    ]
-
-
-def predict_rows(data: Any, model: Any) -> Any:
-    """Keras's predict step on this replica's rows, of which there may be none."""
-    data = slicing.forget_rows(without_optionals(data))
-    outputs = model.predict_step(slicing.padding_row(data))
-    rows = slicing.count_rows(data)
-    return keras.tree.map_structure(lambda output: _first(output, rows), outputs)
-
-
-def _first(output: Any, rows: tf.Tensor) -> Any:
-    if isinstance(output, tf.SparseTensor):
-        raise ValueError(
-            "predict cannot put sparse outputs of several workers together; end the model with "
-            "tf.sparse.to_dense"
-        )
-    return output[:rows]
-
-
 def without_optionals(data: Any) -> Any:
-    """A structure in which what Keras marks as absent is None."""
+    """Replace what Keras marks as absent by None.
+
+    Args:
+        data: Structure of tensors and `tf.experimental.Optional`.
+
+    Returns:
+        The same structure.
+    """
     return keras.tree.map_structure(
         lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data
     )

@@ -29,18 +29,21 @@ _STAMP = Path("assets.extra", "dtk-model-hash")
 
 
 def install() -> None:
-    """Let everything that writes a model go through `write`. Called when processes are joined."""
+    """Make everything that writes a model go through `write`, when processes are joined."""
     saving_calls.through(write)
 
 
-def write(model: Any, path: Any, save: Callable[[Any], Any], how: str) -> Any:
-    """Write a model to a path, such that nobody ever reads half of it.
+def write(model: keras.Model, path: Any, save: Callable[[Any], Any], how: str) -> Any:
+    """Write a model to a path, such that no process ever reads half of it.
 
     Args:
         model: The model.
         path: Where to; what is no path on this machine's file systems is written as ever.
         save: Writes the model to the path it is called with.
         how: What else the call said.
+
+    Returns:
+        What `save` returns.
     """
     with _local_reads(model):
         if not isinstance(path, str | os.PathLike) or "://" in os.fspath(path):
@@ -58,8 +61,8 @@ def write(model: Any, path: Any, save: Callable[[Any], Any], how: str) -> Any:
         return saved
 
 
-def _local_reads(model: Any) -> Any:
-    """A context in which the state of metrics is read as it is in this process."""
+def _local_reads(model: keras.Model) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which metric state is read as it is in this process."""
     extended = getattr(keras_models.owner_of(model), "extended", None)
     local_reads = getattr(extended, "local_reads", None)
     return contextlib.nullcontext() if local_reads is None else local_reads()
@@ -76,8 +79,8 @@ def _move(source: Path, target: Path) -> None:
             entry.replace(place)
 
 
-def _stamp_of(model: Any, how: str) -> str:
-    """A hash by which processes find out that they export the same model."""
+def _stamp_of(model: keras.Model, how: str) -> str:
+    """Compute a hash by which processes find out that they export the same model."""
     digest = hashlib.blake2b(f"{type(model).__name__} {how}".encode(), digest_size=16)
     for variable in model.weights:
         digest.update(f"{tuple(variable.shape)} {variable.dtype}".encode())

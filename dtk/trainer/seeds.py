@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 import numpy as np
+
+from dtk.trainer.contract import Trainer
 
 # Spreads rank-specific seeds over the 31 bits a seed may use (2^32 / golden ratio).
 _SEED_STEP = 0x9E3779B1
@@ -14,8 +14,12 @@ _SEED_STEP = 0x9E3779B1
 # Seeds.
 
 
-def spread_seeds(trainer: Any) -> None:
-    """Give every replica random masks of its own, reproducibly: seeds derive from rank 0's."""
+def spread_seeds(trainer: Trainer) -> None:
+    """Give every replica random masks of its own, reproducibly: seeds derive from rank 0's.
+
+    Args:
+        trainer: The model's trainer.
+    """
     strategy = trainer.strategy
     for state in trainer.seed_states():
         base = keras.ops.convert_to_tensor(state).numpy()
@@ -24,15 +28,26 @@ def spread_seeds(trainer: Any) -> None:
 
 
 def fold_seed(state: np.ndarray, rank: int) -> np.ndarray:
-    """Seed state of one rank, derived from rank 0's; rank 0 keeps its own.
+    """Derive the seed state of one rank from rank 0's; rank 0 keeps its own.
 
     Args:
         state: Rank 0's state, shape `[2]`: seed and counter.
         rank: Whose state is wanted.
+
+    Returns:
+        The rank's state, of the same shape and dtype.
     """
     return np.array([spread_seed(int(state[0]), rank), int(state[1])], state.dtype)
 
 
 def spread_seed(seed: int, rank: int) -> int:
-    """One seed per rank: rank 0 keeps the given one."""
+    """Derive one rank's seed; rank 0 keeps the given one.
+
+    Args:
+        seed: Rank 0's seed.
+        rank: Whose seed is wanted.
+
+    Returns:
+        Of 31 bits, for ranks above 0.
+    """
     return (seed + rank * _SEED_STEP) % 2**31 if rank else seed

@@ -21,7 +21,7 @@ import atexit
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import keras
@@ -30,13 +30,12 @@ import numpy as np
 from dtk.cluster.variables import SELF_TEST
 from dtk.compat import keras_models
 from dtk.errors import NotDistributedError, at_rank
-from dtk.input import slicing
 from dtk.trainer.loss_terms import RATIO, SUM
 from dtk.trainer.trial import Outcome, Trial
 
 
 class Verdict(NamedTuple):
-    """What the two ways of computing a step tell.
+    """Result of comparing a step on a few rows as a whole and in parts.
 
     Attributes:
         kinds: Of the terms that are no means.
@@ -52,7 +51,10 @@ class Verdict(NamedTuple):
 
 
 def is_wanted(asked: bool | str) -> bool | str:
-    """What a strategy's `self_test` says, unless the environment says otherwise.
+    """Check a strategy's `self_test`, which the environment overrides.
+
+    Args:
+        asked: As given to the strategy.
 
     Returns:
         True, False, "auto", or "only" where the script is to end after it.
@@ -68,14 +70,18 @@ def is_wanted(asked: bool | str) -> bool | str:
     return asked
 
 
-def say_if_nothing_was_tried() -> None:
-    """Under `dtk check`, let a script that trains no model end in an error."""
+def fail_if_nothing_is_tried() -> None:
+    """Make a script that trains no model end in an error, under `dtk check`."""
     if os.environ.get(SELF_TEST) == "only":
         atexit.register(_nothing_was_tried)
 
 
 def end_check() -> NoReturn:
-    """End a script that was only to be checked, and was."""
+    """End a script that was only to be checked, and has been.
+
+    Raises:
+        SystemExit: Always, with 0.
+    """
     atexit.unregister(_nothing_was_tried)
     raise SystemExit(0)
 
@@ -85,15 +91,13 @@ def _nothing_was_tried() -> None:
     os._exit(1)
 
 
-def run(
-    trainer: Any, step_function: Callable, batch: slicing.Slices, reasons: Sequence[str]
-) -> Verdict:
-    """Compute a few rows of a batch both ways, and compare. All ranks call it together.
+def run(trial: Trial, reasons: Sequence[str]) -> Verdict:
+    """Compute a few rows of a batch as a whole and in parts, and compare.
+
+    All ranks call it together.
 
     Args:
-        trainer: Of the model.
-        step_function: `model.train_step` or `model.test_step`.
-        batch: This process's slices of the first batch.
+        trial: What computes a few rows of the first batch.
         reasons: What of the model is not Keras's own.
 
     Returns:
@@ -103,15 +107,14 @@ def run(
         NotDistributedError: The parts do not add up.
     """
     began = time.perf_counter()
-    trial = trainer.make_trial(step_function, batch)
     verdict = _judge(trial)
-    strategy, model = trainer.strategy, trainer.model
+    strategy, model = trial.strategy, trial.model
     verdict = strategy.communicator.broadcast_object(verdict)
     if verdict.wrong:
         raise NotDistributedError(
             at_rank(
                 strategy.rank,
-                f"the {step_function.__name__} of model {model.name!r} (not Keras's own: "
+                f"the {trial.step_function.__name__} of model {model.name!r} (not Keras's own: "
                 f"{', '.join(reasons)}) does not add up over {len(trial.parts)} "
                 f"replicas: {trial.rows} rows computed by one, and as parts of {trial.parts} rows: "
                 f"{verdict.wrong}. Losses must be means or sums over rows, such as keras.losses "
@@ -154,7 +157,7 @@ def _judge(trial: Trial) -> Verdict:
 # Judging.
 
 
-def _tolerance(model: Any) -> float:
+def _tolerance(model: keras.Model) -> float:
     """Relative difference that rounding may make, of gradients and scalars."""
     kinds = {layer.compute_dtype for layer in keras_models.layers_of(model)}
     return 5e-2 if kinds & {"float16", "bfloat16"} else 1e-4
@@ -167,16 +170,16 @@ def _close(one: Any, other: Any, scale: Any, tolerance: float) -> bool:
 def _kinds_of(
     whole: Outcome, parts: Outcome, shares: np.ndarray, tolerance: float
 ) -> tuple[dict[str, str], list[str], list[str]]:
-    """Of the terms: kinds that are no means, names of which nothing can be told, and oddities."""
+    """Find the kinds of terms that are no means, the names of unclear terms, and oddities."""
     kinds: dict[str, str] = {}
     unclear: list[str] = []
     odd: list[str] = []
     if list(whole.terms) != list(parts.terms):
         return {}, [], [f"it has the losses {list(whole.terms)} on one, {list(parts.terms)} on all"]
-    for name, told in parts.terms.items():
+    for name, values in parts.terms.items():
         value = whole.terms[name][0, 0]
         present = shares > 0
-        each, above, below = (told[present, i] for i in range(3))
+        each, above, below = (values[present, i] for i in range(3))
         mean, total = (shares[present] * each).sum(), each.sum()
         scale = max(np.abs([value, mean, total, *each]).max(), 1e-30)
         if not np.isfinite([value, *each]).all():
@@ -190,16 +193,16 @@ def _kinds_of(
         elif _close(total, value, scale, tolerance):
             kinds[name] = SUM
         else:
-            told_each = ", ".join(f"{v:.5g}" for v in each)
+            each_value = ", ".join(f"{v:.5g}" for v in each)
             odd.append(
-                f"{name} is {value:.5g} on all rows and {told_each} on the parts, neither a mean "
+                f"{name} is {value:.5g} on all rows and {each_value} on the parts, neither a mean "
                 f"({mean:.5g}) nor a sum ({total:.5g})"
             )
     return kinds, unclear, odd
 
 
 def _is_ratio(whole: np.ndarray, above: np.ndarray, below: np.ndarray, tolerance: float) -> bool:
-    """Whether a term is a quotient whose parts are sums over rows."""
+    """Return whether a term is a quotient whose parts are sums over rows."""
     _, numerator, denominator = whole
     if not np.isfinite(whole).all() or not denominator:
         return False
@@ -210,20 +213,20 @@ def _is_ratio(whole: np.ndarray, above: np.ndarray, below: np.ndarray, tolerance
 
 
 def _compare(whole: Outcome, parts: Outcome, tolerance: float) -> tuple[str | None, float]:
-    """What is wrong with gradients and state, and the largest relative difference of a gradient."""
+    """Return what differs in gradients and state, and the largest relative difference."""
     if list(whole.gradients) != list(parts.gradients):
         return "optimizers were given gradients of other variables", np.inf
     sizes = {name: np.linalg.norm(g) for name, g in whole.gradients.items()}
     # What cancels out, such as the gradient of a bias before a batch normalization, is rounding.
     least = 1e-2 * max(sizes.values(), default=0.0)
-    apart = {
+    differences = {
         name: float(np.linalg.norm(parts.gradients[name] - g) / max(sizes[name], least, 1e-30))
         for name, g in whole.gradients.items()
     }
-    worst = max(apart, key=lambda name: apart[name], default=None)
-    difference = apart[worst] if worst is not None else 0.0
-    if np.isnan(list(apart.values())).any():
-        name = next(name for name, difference in apart.items() if np.isnan(difference))
+    worst = max(differences, key=lambda name: differences[name], default=None)
+    difference = differences[worst] if worst is not None else 0.0
+    if np.isnan(list(differences.values())).any():
+        name = next(name for name, difference in differences.items() if np.isnan(difference))
         return (
             f"the gradient of {name!r} is not a number on all rows or on a part of them, such as "
             "0 / 0 where a mask leaves none (tf.math.divide_no_nan)"
@@ -253,10 +256,18 @@ def _notes(whole: Outcome, parts: Outcome, tolerance: float) -> list[str]:
 # Who needs it.
 
 
-def reasons(model: Any, step_name: str) -> list[str]:
-    """What of a model's step is not Keras's own, so that nothing is known of it."""
+def reasons(model: keras.Model, step_name: str) -> list[str]:
+    """Return what of a model's step is not Keras's own, so that nothing is known of it.
+
+    Args:
+        model: A compiled model.
+        step_name: "train_step" or "test_step".
+
+    Returns:
+        Such as "loss my_loss"; empty where all is Keras's own.
+    """
     found = []
-    if not keras_models.is_kerass(getattr(type(model), step_name)):
+    if not keras_models.is_from_keras(getattr(type(model), step_name)):
         found.append(f"{step_name} of {type(model).__name__}")
     if not keras_models.computes_own_loss(model):
         found.append(f"compute_loss of {type(model).__name__}")
@@ -270,10 +281,10 @@ def _called(thing: Any) -> str:
     return str(getattr(thing, "__name__", type(thing).__name__))
 
 
-def _is_foreign(layer: Any) -> bool:
+def _is_foreign(layer: keras.Layer) -> bool:
     if isinstance(layer, keras.layers.Lambda):
         return True
     if getattr(layer, "activity_regularizer", None) is not None:
         return True
     call = getattr(type(layer), "call", None)
-    return call is not None and not keras_models.is_kerass(call)
+    return call is not None and not keras_models.is_from_keras(call)

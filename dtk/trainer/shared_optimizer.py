@@ -10,7 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -18,14 +18,23 @@ import tensorflow as tf
 
 from dtk.compat import keras_optimizers, tf_replicas
 from dtk.errors import at_rank
-from dtk.trainer import partitioned_variables, traced_step
-from dtk.trainer.gradient_exchange import GradientExchange, check_exchange, exchanging_of, shaped
+from dtk.trainer import partitioned_variables, replaced_variables, traced_step
+from dtk.trainer.contract import Strategy
+from dtk.trainer.gradient_exchange import (
+    GradientExchange,
+    check_exchange,
+    make_gradient_exchange,
+    shaped,
+)
 
 
-def optimizers_of(model: Any) -> list:
-    """The model's optimizer and any other it holds as an attribute (a GAN has two).
+def optimizers_of(model: keras.Model) -> list[keras.Optimizer]:
+    """Return the model's optimizer and any other it holds as an attribute (a GAN has two).
 
-    Not those that one of them applies: its own attribute may be a second name of one.
+    Those that one of them applies are left out: an attribute may be a second name of one.
+
+    Args:
+        model: The model.
     """
     found = [
         value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)
@@ -37,35 +46,54 @@ def optimizers_of(model: Any) -> list:
     return list(unique.values())
 
 
-def _chain(optimizer: Any) -> list:
-    """An optimizer and those it wraps, outermost first."""
+def _chain(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
+    """Return an optimizer and those it wraps, outermost first."""
     chain = [optimizer]
     while hasattr(chain[-1], "inner_optimizer"):
         chain.append(chain[-1].inner_optimizer)
     return chain
 
 
-def accumulators_of(optimizer: Any) -> list:
-    """Variables that hold this rank's part of an unfinished accumulation window."""
+def accumulators_of(optimizer: keras.Optimizer) -> list[keras.Variable]:
+    """Return the variables that hold this rank's part of an unfinished accumulation window.
+
+    Args:
+        optimizer: The optimizer.
+    """
     inner = _chain(optimizer)[-1]
     accumulated = zip(
         keras_optimizers.accumulated(inner), keras_optimizers.trained_variables(inner), strict=False
     )
-    return [a for a, v in accumulated if a is not None and not _replaced(v)]
+    return [a for a, v in accumulated if a is not None and not replaced_variables.is_replaced(v)]
 
 
-def schedule_of(optimizer: Any) -> Any:
-    """What an optimizer computes its learning rate with; None when the rate is a plain number."""
+def schedule_of(optimizer: keras.Optimizer) -> Callable[[], tf.Tensor] | None:
+    """Return what an optimizer computes its learning rate with.
+
+    Args:
+        optimizer: The optimizer.
+
+    Returns:
+        A schedule or function; None when the rate is a plain number.
+    """
     return keras_optimizers.given_rate(_chain(optimizer)[-1])
 
 
-def accumulates(optimizer: Any) -> bool:
-    """Whether it sums gradients over several steps before it applies them."""
+def accumulates(optimizer: keras.Optimizer) -> bool:
+    """Return whether an optimizer sums gradients over several steps before it applies them.
+
+    Args:
+        optimizer: The optimizer.
+    """
     return bool(_chain(optimizer)[-1].gradient_accumulation_steps)
 
 
-def is_linear(optimizer: Any) -> bool:
-    """Whether an optimizer makes the same of two gradients and of their sum."""
+def is_linear(optimizer: keras.Optimizer) -> bool:
+    """Return whether an optimizer makes the same of two gradients and of their sum.
+
+    Args:
+        optimizer: The optimizer.
+    """
     chain = _chain(optimizer)
     inner = chain[-1]
     clips = inner.clipnorm or inner.global_clipnorm or inner.clipvalue
@@ -75,8 +103,16 @@ def is_linear(optimizer: Any) -> bool:
 # Reducing.
 
 
-def bind(optimizer: Any, strategy: Any) -> None:
-    """Make `optimizer` reduce its gradients once, where every later step sees the reduced ones."""
+def bind(optimizer: keras.Optimizer, strategy: Strategy) -> None:
+    """Make an optimizer reduce its gradients once, where every later step sees the reduced ones.
+
+    Args:
+        optimizer: The optimizer.
+        strategy: The strategy of its model.
+
+    Raises:
+        ValueError: The optimizer belongs to another strategy, or cannot work with the exchange.
+    """
     _own(optimizer, strategy)
     for member in partitioned_variables.members(optimizer):
         keras_optimizers.index_variables(member)
@@ -85,28 +121,28 @@ def bind(optimizer: Any, strategy: Any) -> None:
     outer, inner = chain[0], chain[-1]
     if getattr(outer, "_dtk_bound", None) is strategy:
         return
-    outer._dtk_exchanging = exchanging = exchanging_of(outer, inner, strategy)
+    outer._dtk_exchanging = gradient_exchange = make_gradient_exchange(outer, inner, strategy)
     outer._dtk_bound = strategy
     _weigh_own_loss(outer)
     if inner.gradient_accumulation_steps:
-        _reduce_windows(outer, inner, strategy, exchanging)
+        _reduce_windows(outer, inner, strategy, gradient_exchange)
     else:
-        _reduce_each(outer, inner, strategy, exchanging)
+        _reduce_each(outer, inner, strategy, gradient_exchange)
 
 
-def _weigh_own_loss(outer: Any) -> None:
+def _weigh_own_loss(outer: keras.Optimizer) -> None:
     """Weigh the loss of Keras's own step by the replica's share, where Keras scales it."""
     scale_loss = outer.scale_loss
 
     @functools.wraps(scale_loss)
-    def weighed(loss: Any) -> Any:
+    def weighed(loss: tf.Tensor) -> tf.Tensor:
         step = traced_step.current()
         return scale_loss(step.weighed(loss) if step is not None and step.own else loss)
 
     outer.scale_loss = weighed
 
 
-def _own(optimizer: Any, strategy: Any) -> None:
+def _own(optimizer: keras.Optimizer, strategy: Strategy) -> None:
     """Take over an optimizer and all that it applies; none is to reduce gradients by itself."""
     for member in partitioned_variables.members(optimizer):
         if getattr(member, "_dtk_member_of", None) is strategy:
@@ -117,38 +153,48 @@ def _own(optimizer: Any, strategy: Any) -> None:
         member._dtk_member_of = strategy
 
 
-def gradient_exchanges_of(model: Any) -> list[GradientExchange]:
-    """What exchanges the gradients of a model's optimizers."""
+def gradient_exchanges_of(model: keras.Model) -> list[GradientExchange]:
+    """Return what exchanges the gradients of a model's optimizers.
+
+    Args:
+        model: The model.
+
+    Returns:
+        One per optimizer that has one.
+    """
     bound = [getattr(o, "_dtk_exchanging", None) for o in optimizers_of(model)]
-    return [exchanging for exchanging in bound if exchanging is not None]
+    return [gradient_exchange for gradient_exchange in bound if gradient_exchange is not None]
 
 
 def _reduce_windows(
-    outer: Any, inner: Any, strategy: Any, exchanging: GradientExchange | None
+    outer: keras.Optimizer,
+    inner: keras.Optimizer,
+    strategy: Strategy,
+    gradient_exchange: GradientExchange | None,
 ) -> None:
-    """The window's sum is all that is needed: reduce where the window closes."""
+    """Reduce the sum of an accumulation window where it closes, which is all that is needed."""
     apply_own = outer.apply
     # The variables that the running step changes; replicas are traced in threads.
     running = threading.local()
 
-    def clip_reduced(grads: Any, clip: Callable) -> Any:
+    def clip_reduced(grads: Sequence, clip: Callable) -> Any:
         # What earlier steps of the window left counts, whether or not this one has rows.
         with tf_replicas.counted_if(None):
-            return clip(_reduce_gradients(grads, running.changed, strategy, exchanging))
+            return clip(_reduce_gradients(grads, running.changed, strategy, gradient_exchange))
 
     @tf.autograph.experimental.do_not_convert
-    def apply_present(grads: Any, trainable_variables: Any = None) -> Any:
+    def apply_present(grads: Sequence, trainable_variables: Sequence | None = None) -> Any:
         _build_in_time(outer, trainable_variables, strategy)
         grads, only_noted = _taken(outer, grads, trainable_variables)
         if only_noted:
             return None
         trained = list(trainable_variables or keras_optimizers.trained_variables(inner))
-        replacing = _replacements(grads, trained, strategy)
-        present = tf_replicas.if_present(_without(replacing, grads))
+        replacing = replaced_variables.replacements(grads, trained, strategy)
+        present = tf_replicas.if_present(replaced_variables.without(replacing, grads))
         running.changed = [v for g, v in zip(present, trained, strict=True) if g is not None]
-        result = apply_own(_with(replacing, present), trainable_variables)
-        if exchanging is not None and _in_replica(strategy):
-            exchanging.count(running.changed)
+        result = apply_own(replaced_variables.merged(replacing, present), trainable_variables)
+        if gradient_exchange is not None and replaced_variables.in_replica(strategy):
+            gradient_exchange.count(running.changed)
         return result
 
     keras_optimizers.clip_through(inner, clip_reduced)
@@ -159,34 +205,39 @@ def _reduce_windows(
 
 
 def _reduce_each(
-    outer: Any, inner: Any, strategy: Any, exchanging: GradientExchange | None
+    outer: keras.Optimizer,
+    inner: keras.Optimizer,
+    strategy: Strategy,
+    gradient_exchange: GradientExchange | None,
 ) -> None:
     apply = outer.apply
 
     @tf.autograph.experimental.do_not_convert
     @functools.wraps(apply)
-    def reduced_apply(grads: Any, trainable_variables: Any = None) -> Any:
+    def reduced_apply(grads: Sequence, trainable_variables: Sequence | None = None) -> Any:
         _build_in_time(outer, trainable_variables, strategy)
         grads, only_noted = _taken(outer, grads, trainable_variables)
         if only_noted:
             return None
         trained = list(trainable_variables or keras_optimizers.trained_variables(inner))
-        replacing = _replacements(grads, trained, strategy)
-        changing = _without(replacing, grads)
+        replacing = replaced_variables.replacements(grads, trained, strategy)
+        changing = replaced_variables.without(replacing, grads)
 
         def go(reduced: list) -> Any:
-            return apply(_with(replacing, reduced), trainable_variables)
+            return apply(replaced_variables.merged(replacing, reduced), trainable_variables)
 
-        if exchanging is None or not _in_replica(strategy):
+        if gradient_exchange is None or not replaced_variables.in_replica(strategy):
             return go(_reduce_gradients(changing, trained, strategy))
         _note_reduction()
-        return exchanging.apply(changing, trainable_variables, go)
+        return gradient_exchange.apply(changing, trainable_variables, go)
 
     outer.apply = reduced_apply
 
 
-def _taken(optimizer: Any, gradients: Any, variables: Any) -> tuple[list, bool]:
-    """Gradients that a step hands to its optimizer, weighed by its share of the rows.
+def _taken(
+    optimizer: keras.Optimizer, gradients: Sequence, variables: Sequence | None
+) -> tuple[list, bool]:
+    """Weigh the gradients that a step hands to its optimizer by its share of the rows.
 
     Returns:
         The gradients, and whether the step only notes them.
@@ -204,38 +255,7 @@ def _taken(optimizer: Any, gradients: Any, variables: Any) -> tuple[list, bool]:
     return gradients, True
 
 
-def _replaced(variable: Any) -> bool:
-    """Whether what an optimizer is given as a variable's gradient is its next value.
-
-    Keras's layers in float8 do so with their scales, and with the largest values they have seen.
-    """
-    return bool(getattr(variable, "overwrite_with_gradient", False))
-
-
-def _replacements(grads: Any, variables: list, strategy: Any) -> list:
-    """For each gradient what is to replace its variable; None where it changes the variable.
-
-    Each replica knows of its own rows. Of all of them it is the largest, which is what Keras takes
-    over the steps of an accumulation window.
-    """
-    given = zip(grads, variables, strict=True)
-    mine = {i: g for i, (g, v) in enumerate(given) if g is not None and _replaced(v)}
-    # Where replicas train apart they send nothing, and meet by averaging.
-    apart = strategy.exchange is not None and strategy.exchange.local
-    if mine and not apart and _in_replica(strategy):
-        mine = dict(zip(mine, strategy.extended.all_reduce_max(list(mine.values())), strict=True))
-    return [mine.get(i) for i in range(len(variables))]
-
-
-def _without(replacing: list, grads: Any) -> list:
-    return [g if r is None else None for g, r in zip(grads, replacing, strict=True)]
-
-
-def _with(replacing: list, grads: Any) -> list:
-    return [g if r is None else r for g, r in zip(grads, replacing, strict=True)]
-
-
-def _check_owner(member: Any, strategy: Any) -> None:
+def _check_owner(member: keras.Optimizer, strategy: Strategy) -> None:
     """Take over an optimizer that no other strategy has."""
     owner = keras_optimizers.optimizer_owner(member)
     if owner is strategy:
@@ -251,7 +271,9 @@ def _check_owner(member: Any, strategy: Any) -> None:
     strategy.take_variables(member.variables)
 
 
-def _build_in_time(optimizer: Any, variables: Any, strategy: Any) -> None:
+def _build_in_time(
+    optimizer: keras.Optimizer, variables: Sequence | None, strategy: Strategy
+) -> None:
     """Make an optimizer's variables outside the step being traced.
 
     Keras builds the optimizer given to `compile` before the first step; others are built by their
@@ -277,23 +299,18 @@ def _note_reduction() -> None:
 
 
 def _reduce_gradients(
-    grads: Any, variables: Any, strategy: Any, exchanging: GradientExchange | None = None
+    grads: Sequence, variables: list, strategy: Strategy, exchange: GradientExchange | None = None
 ) -> list:
     """Sum the gradients of these variables over all replicas; None stays None."""
-    grads = shaped(list(grads), list(variables))
+    grads = shaped(list(grads), variables)
     _note_reduction()
     present = [g for g in grads if g is not None]
-    if not present or not _in_replica(strategy):
+    if not present or not replaced_variables.in_replica(strategy):
         return grads
-    if exchanging is not None:
-        return exchanging.reduce_window(grads, variables)
+    if exchange is not None:
+        return exchange.reduce_window(grads, variables)
     reduced = iter(strategy.reduce_gradients(present))
     return [None if g is None else next(reduced) for g in grads]
-
-
-def _in_replica(strategy: Any) -> bool:
-    replica = tf.distribute.get_replica_context()
-    return replica is not None and replica.strategy is strategy
 
 
 def _everywhere(flag: tf.Tensor) -> tf.Tensor:
@@ -306,13 +323,18 @@ def _everywhere(flag: tf.Tensor) -> tf.Tensor:
 # Noting.
 
 
-def note_applies(optimizer: Any, strategy: Any, parts_of: Callable[[Any], list]) -> None:
+def note_applies(
+    optimizer: keras.Optimizer, strategy: Strategy, parts_of: Callable[[keras.Variable], list]
+) -> None:
     """Make an optimizer note what a traced step hands it, and see partitioned variables as parts.
 
     Args:
         optimizer: The model's optimizer.
         strategy: Its strategy.
         parts_of: Keras variable -> itself in a list, or its parts.
+
+    Raises:
+        ValueError: The optimizer belongs to another strategy.
     """
     outer = optimizer
     if getattr(outer, "_dtk_bound", None) is strategy:
@@ -324,20 +346,20 @@ def note_applies(optimizer: Any, strategy: Any, parts_of: Callable[[Any], list])
     built_for: list = []
 
     @functools.wraps(apply)
-    def noted_apply(grads: Any, trainable_variables: Any = None) -> Any:
+    def noted_apply(grads: Sequence, trainable_variables: Sequence | None = None) -> Any:
         step = traced_step.current()
         if step is None or step.noted is None:
             return apply(grads, trainable_variables)
         _build_in_time(outer, trainable_variables, strategy)
         variables = trainable_variables or built_for or keras_optimizers.trained_variables(outer)
-        _refuse_replaced(variables, strategy)
+        replaced_variables.refuse(variables, strategy)
         step.noted.note(outer, step.handed_over(list(grads)), list(variables))
         return None
 
-    def expanded(variables: Any) -> list:
+    def expanded(variables: Sequence) -> list:
         return [part for variable in variables for part in parts_of(variable)]
 
-    def build_parts(variables: Any) -> None:
+    def build_parts(variables: Sequence) -> None:
         built_for[:] = variables
         build(expanded(variables))
         _take_members(outer, strategy)  # a MultiOptimizer may make them while it is built
@@ -348,7 +370,7 @@ def note_applies(optimizer: Any, strategy: Any, parts_of: Callable[[Any], list])
     outer.finalize_variable_values = lambda variables: finalize(expanded(variables))
 
 
-def _take_members(outer: Any, strategy: Any) -> None:
+def _take_members(outer: keras.Optimizer, strategy: Strategy) -> None:
     for member in partitioned_variables.members(outer):
         if getattr(member, "_dtk_member_of", None) is not strategy:
             _check_owner(member, strategy)
@@ -357,19 +379,12 @@ def _take_members(outer: Any, strategy: Any) -> None:
             member._dtk_member_of = strategy
 
 
-def _refuse_replaced(variables: Any, strategy: Any) -> None:
-    replaced = [v.path for v in variables if _replaced(v)]
-    if replaced:
-        raise ValueError(
-            at_rank(
-                strategy.rank,
-                f"workers send gradients, and {replaced[0]!r} is a variable that each step "
-                "replaces (overwrite_with_gradient), as float8 layers have them; train those with "
-                "MirroredStrategy or AllReduceStrategy, or quantize after training",
-            )
-        )
+def apply_now(optimizer: keras.Optimizer, gradients: list, variables: list) -> None:
+    """Apply gradients by the optimizer's own `apply`, which is not noted.
 
-
-def apply_now(optimizer: Any, gradients: list, variables: list) -> None:
-    """What `optimizer.apply` does where it is not only noted."""
+    Args:
+        optimizer: One that `note_applies` was called with.
+        gradients: Gradients; None where there is none.
+        variables: Keras variables, or parts of them, in the same order.
+    """
     optimizer._dtk_apply(gradients, variables)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from dtk.errors import DisagreementError, at_rank
+from dtk.trainer.contract import Strategy, Trainer
 from dtk.trainer.rank_checks import _shapes, compare, number_of, numbers_of_all, same_number
 from dtk.trainer.seeds import spread_seeds
 
@@ -23,25 +23,40 @@ _SAME_UPDATES = (
 # Weights.
 
 
-def fingerprint(value: Any) -> str:
-    """A short hash of a tensor's bytes."""
+def fingerprint(value: tf.Tensor | tf.Variable) -> str:
+    """Compute a short hash of a tensor's bytes.
+
+    Args:
+        value: A tensor or variable.
+
+    Returns:
+        16 hexadecimal digits.
+    """
     array = np.ascontiguousarray(keras.ops.convert_to_tensor(value).numpy())
     return hashlib.blake2b(array.view(np.uint8).data, digest_size=8).hexdigest()
 
 
-def differing(variables: Sequence, strategy: Any) -> list[int]:
-    """Indices of the Keras variables that are not bit-identical on all replicas."""
+def differing(variables: Sequence, strategy: Strategy) -> list[int]:
+    """Find the variables that are not bit-identical on all replicas.
+
+    Args:
+        variables: Keras variables, in the same order on all ranks.
+        strategy: Their strategy.
+
+    Returns:
+        Their indices, equal on all ranks.
+    """
     communicator = strategy.communicator
     mine = [{fingerprint(copy) for copy in strategy.copies(v)} for v in variables]
     agreed = all(len(prints) == 1 for prints in mine)
-    told = numbers_of_all([number_of(mine) if agreed else communicator.rank], communicator)
-    if agreed and same_number(told):
+    gathered = numbers_of_all([number_of(mine) if agreed else communicator.rank], communicator)
+    if agreed and same_number(gathered):
         return []
     columns = zip(*communicator.allgather_object(mine), strict=True)
     return [index for index, column in enumerate(columns) if len(set.union(*column)) > 1]
 
 
-def check_same_weights(trainer: Any, when: str) -> None:
+def check_same_weights(trainer: Trainer, when: str) -> None:
     """Raise on every rank when replicas hold different weights or optimizer state.
 
     Args:
@@ -52,20 +67,20 @@ def check_same_weights(trainer: Any, when: str) -> None:
         DisagreementError: Naming the variables.
     """
     variables = trainer.equal_variables()
-    apart = differing(variables, trainer.strategy)
-    if apart:
-        first = variables[apart[0]].path
+    indices = differing(variables, trainer.strategy)
+    if indices:
+        first = variables[indices[0]].path
         raise DisagreementError(
             at_rank(
                 trainer.strategy.rank,
-                f"{when}, {len(apart)} of {len(variables)} variables of model "
+                f"{when}, {len(indices)} of {len(variables)} variables of model "
                 f"{trainer.model.name!r} differ between workers, the first is {first!r}; "
                 f"{_SAME_UPDATES}",
             )
         )
 
 
-def start_from(root: int, trainer: Any, variables: Sequence | None = None) -> list[str]:
+def start_from(root: int, trainer: Trainer, variables: Sequence | None = None) -> list[str]:
     """Give every rank `root`'s values of the variables that differ.
 
     Args:
@@ -87,13 +102,13 @@ def start_from(root: int, trainer: Any, variables: Sequence | None = None) -> li
     return [variable.path for variable in wanted]
 
 
-def average(variables: Sequence, share: Any, strategy: Any) -> None:
-    """Give every rank the mean of what the ranks hold of the floating-point ones that differ.
+def average(variables: Sequence, share: tf.Tensor | None, strategy: Strategy) -> None:
+    """Average floating-point variables that differ over all ranks.
 
     Args:
-        variables: Keras variables.
-        share: What this rank's count in the mean; all ranks' add up to 1.
-        strategy: The strategy.
+        variables: Keras variables; those that are no floats stay as they are.
+        share: Weight of this rank's in the mean, scalar; all ranks' add up to 1.
+        strategy: Their strategy.
     """
     floats = [v for v in variables if keras.backend.is_float_dtype(v.dtype)]
     wanted = [floats[index] for index in differing(floats, strategy)]
@@ -102,16 +117,27 @@ def average(variables: Sequence, share: Any, strategy: Any) -> None:
         variable.assign(mean)
 
 
-def start_from_epoch_of_rank_0(trainer: Any) -> None:
-    """Set the epoch to start at to that of rank 0."""
+def start_from_epoch_of_rank_0(trainer: Trainer) -> None:
+    """Set the epoch to start at to that of rank 0.
+
+    Args:
+        trainer: The model's trainer.
+    """
     epoch = trainer.initial_epoch()
     number = tf.constant(-1 if epoch is None else epoch, tf.int64)
-    told = int(trainer.strategy.communicator.broadcast(number))
-    trainer.set_initial_epoch(None if told < 0 else told)
+    gathered = int(trainer.strategy.communicator.broadcast(number))
+    trainer.set_initial_epoch(None if gathered < 0 else gathered)
 
 
-def agree_on_weights(trainer: Any) -> None:
-    """What `fit` does when it begins, for steps taken without it."""
+def agree_on_weights(trainer: Trainer) -> None:
+    """Start from rank 0's weights, as `fit` does when it begins, for steps taken without it.
+
+    Args:
+        trainer: The model's trainer.
+
+    Raises:
+        DisagreementError: Ranks have different variables.
+    """
     if trainer.strategy.communicator.size > 1:
         compare(_shapes(trainer), trainer.strategy.communicator)
         start_from(0, trainer, trainer.agreed_variables())

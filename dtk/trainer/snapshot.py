@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import keras
+import tensorflow as tf
 
 from dtk.compat import keras_variables, tf_variables
 from dtk.trainer import replica_step, shared_optimizer
 
 
 class Snapshot:
-    """What this process's replicas hold of some variables, Keras's or TensorFlow's.
+    """Values of some variables, Keras's or TensorFlow's, on this process's replicas.
 
     Each replica gets its own value back, also where values differ by replica (metric state, dropout
     seeds, unfinished gradient accumulation). Nothing is communicated.
@@ -36,19 +36,22 @@ class Snapshot:
         self._kept = [(copy, copy.numpy()) for copy in {id(c): c for c in copies}.values()]
 
     def restore(self) -> None:
-        """Put the values back."""
+        """Assign the values back."""
         for copy, value in self._kept:
             copy.assign(value)
 
 
-def _stored(variable: Any) -> Any:
+def _stored(variable: keras.Variable | tf.Variable) -> tf.Variable:
     return keras_variables.stored(variable) if isinstance(variable, keras.Variable) else variable
 
 
-def changed_by_training(model: Any) -> list:
-    """Every variable a training step may change.
+def changed_by_training(model: keras.Model) -> list[keras.Variable | tf.Variable]:
+    """Return every variable that a training step may change.
 
     Weights, seeds, metrics, optimizers' state, and what the exchange of gradients remembers.
+
+    Args:
+        model: The model.
     """
     optimizers = shared_optimizer.optimizers_of(model)
     of_optimizers = [v for optimizer in optimizers for v in optimizer.variables]

@@ -21,13 +21,13 @@ from dtk.trainer import traced_step
 def of_all_replicas(
     x: tf.Tensor, axes: int | Sequence[int], keepdims: bool, original: Callable
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Moments of `x` over these axes and all replicas, as Keras computes them.
+    """Compute mean and variance over these axes and all replicas, as Keras does.
 
     Args:
-        x: Of this replica, 32 bits or more.
-        axes: To be reduced; the others' sizes are known.
+        x: Of this replica, of 32 bits or more.
+        axes: Axes to reduce; the others' sizes are known.
         keepdims: Whether results keep them, with size 1.
-        original: Keras's own, for what is not a step of dtk's.
+        original: Keras's own function, for what is not a step of dtk's.
 
     Returns:
         Mean and variance.

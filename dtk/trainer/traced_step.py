@@ -19,8 +19,9 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import keras
 import tensorflow as tf
 
 from dtk.compat import keras_models, keras_steps, keras_variables
@@ -34,13 +35,32 @@ _running = threading.local()
 class Applied(NamedTuple):
     """Gradients that a step handed to an optimizer, weighed by the replica's share."""
 
-    optimizer: Any
+    optimizer: keras.Optimizer
     gradients: list
     variables: list
 
 
+class Noting(Protocol):
+    """Receiver of the gradients of a step whose optimizers only note them.
+
+    Attributes:
+        applied: What it was given, in order.
+    """
+
+    applied: list[Applied]
+
+    def note(self, optimizer: keras.Optimizer, gradients: list, variables: list) -> None:
+        """Note gradients that an optimizer is given.
+
+        Args:
+            optimizer: The optimizer.
+            gradients: Weighed gradients; None where there is none.
+            variables: Keras variables in the same order.
+        """
+
+
 class Gathered:
-    """Takes the gradients of a step that is only looked at.
+    """Receiver of the gradients of a step that is only looked at.
 
     Attributes:
         applied: What it was given, in order.
@@ -49,9 +69,29 @@ class Gathered:
     def __init__(self) -> None:
         self.applied: list[Applied] = []
 
-    def note(self, optimizer: Any, gradients: list, variables: list) -> None:
-        """An optimizer is given these gradients."""
+    def note(self, optimizer: keras.Optimizer, gradients: list, variables: list) -> None:
+        """Note gradients that an optimizer is given.
+
+        Args:
+            optimizer: The optimizer.
+            gradients: Weighed gradients; None where there is none.
+            variables: Keras variables in the same order.
+        """
         self.applied.append(Applied(optimizer, gradients, variables))
+
+
+class WorldState(Protocol):
+    """State that a step leaves, of all replicas; see `replica_step.World`."""
+
+    def result_of(self, original: Callable) -> Any:
+        """Return what a metric's `result` returns for the state of all replicas.
+
+        Args:
+            original: The metric's own `result`.
+        """
+
+    def average(self) -> None:
+        """Average the moving statistics that the step has assigned."""
 
 
 class Step:
@@ -83,10 +123,10 @@ class Step:
     def __init__(
         self,
         share: tf.Tensor,
-        size: Any,
-        model: Any,
+        size: int | tf.Tensor,
+        model: keras.Model,
         world_sum: Callable,
-        rows: Any = None,
+        rows: tf.Tensor | None = None,
         kinds: Mapping[str, str] | None = None,
         own: bool = False,
     ):
@@ -96,25 +136,36 @@ class Step:
         self.world_sum = world_sum
         self.rows = rows
         self.own = own
-        self.noted: Any = None
+        self.noted: Noting | None = None
         self.rows_read: list[tf.Tensor] = [tf.constant(0, tf.int64)]
         self._graph = tf.compat.v1.get_default_graph()
         self.reductions = 0
-        self.assigned: dict[int, Any] = {}
+        self.assigned: dict[int, keras.Variable] = {}
         self.assignments = 0
         self.assigned_at: dict[int, int] = {}
-        self.world: Any = None
+        self.world: WorldState | None = None
         self.results: dict = {}
         self.terms = Terms(share, world_sum, kinds or {})
         self.inside_loss = False
 
     def note_read(self, rows: tf.Tensor) -> None:
-        """Count bytes read; not inside a loop or branch, whose tensors cannot leave it."""
+        """Count bytes of rows read; not inside a loop or branch, whose tensors cannot leave it.
+
+        Args:
+            rows: The rows.
+        """
         if tf.compat.v1.get_default_graph() is self._graph:
             self.rows_read.append(tf.size(rows, tf.int64) * rows.dtype.size)
 
     def weighed(self, value: Any) -> Any:
-        """A tensor, `tf.IndexedSlices` or None, times the share; 0 where the share is 0."""
+        """Multiply a value by the share of this replica.
+
+        Args:
+            value: A tensor, `tf.IndexedSlices` or None.
+
+        Returns:
+            Of the same kind; 0 where the share is 0, even if the value is not a number.
+        """
         if value is None:
             return None
         if isinstance(value, tf.IndexedSlices):
@@ -124,18 +175,29 @@ class Step:
         return tf.math.multiply_no_nan(value, tf.cast(self.share, value.dtype))
 
     def handed_over(self, gradients: list) -> list:
-        """Gradients that an optimizer is given, weighed if its loss was not."""
+        """Weigh gradients that an optimizer is given, unless the loss was weighed.
+
+        Args:
+            gradients: Gradients; None where there is none.
+
+        Returns:
+            The gradients, in the same order.
+        """
         return gradients if self.own else [self.weighed(g) for g in gradients]
 
 
 def current() -> Step | None:
-    """The step this thread is tracing."""
+    """Return the step this thread is tracing; None outside dtk's steps."""
     return getattr(_running, "step", None)
 
 
 @contextlib.contextmanager
 def tracing(step: Step) -> Iterator[None]:
-    """While inside, this thread traces `step`."""
+    """Return a context in which this thread traces a step.
+
+    Args:
+        step: The step.
+    """
     outer, _running.step = current(), step
     try:
         yield
@@ -145,7 +207,10 @@ def tracing(step: Step) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_shares() -> Iterator[None]:
-    """While inside, what steps compute keeps the rule above; outside nothing is patched."""
+    """Return a context in which what steps compute keeps the rule above.
+
+    Outside it nothing is patched.
+    """
     with (
         keras_steps.losses_through(_scale, _unscale, _weigh),
         keras_steps.assigns_through(_note_assign),
@@ -155,8 +220,8 @@ def in_shares() -> Iterator[None]:
         yield
 
 
-def whole_outside() -> Any:
-    """A context in which a loss outside every replica is not divided by how many there are.
+def whole_outside() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which a loss outside every replica is not divided by how many there are.
 
     Keras divides it all the same, so that `loss_fn(y, model(x))` in the scope of two workers says
     half the loss.
@@ -184,7 +249,7 @@ def _unscale(value: Any, original: Callable) -> Any:
 
 
 def _outside(value: Any, original: Callable) -> Any:
-    """A loss in a replica of a step that is not dtk's is scaled; one of no replica is whole."""
+    """Scale a loss in a replica of a step that is not dtk's; leave one of no replica whole."""
     return value if tf.distribute.in_cross_replica_context() else original(value)
 
 
@@ -193,7 +258,7 @@ def _weigh(
     sample_weight: Any = None,
     mask: Any = None,
     reduction: str | None = "sum_over_batch_size",
-    dtype: Any = None,
+    dtype: tf.DType = None,
     *,
     original: Callable,
 ) -> Any:
@@ -208,7 +273,7 @@ def _weigh(
     if reduction in (None, "none"):
         return result
     if tf.convert_to_tensor(values).shape.rank == 0:
-        # A function that has reduced its rows itself, nobody knows how.
+        # A function that has reduced its rows itself, in an unknown way.
         return step.terms.made_mean("loss", result)
     if reduction == "sum":
         share = tf.cast(step.share, result.dtype)
@@ -226,8 +291,15 @@ def _weigh(
     return step.terms.known(result * tf.math.divide_no_nan(counted, total))
 
 
-def checking_loss(model: Any) -> Callable:
-    """A model's `compute_loss`, whose result keeps the rule also where the model overrides it."""
+def checking_loss(model: keras.Model) -> Callable:
+    """Make a `compute_loss` whose result keeps the rule also where the model overrides it.
+
+    Args:
+        model: The model.
+
+    Returns:
+        A function of the same arguments.
+    """
     compute_loss, overridden = model.compute_loss, not keras_models.computes_own_loss(model)
 
     @functools.wraps(compute_loss)
@@ -276,7 +348,7 @@ def _are_weights(sources: Any, step: Step) -> bool:
 
 
 def _update_mean(self: Any, values: Any, sample_weight: Any = None, *, original: Callable) -> Any:
-    """A mean or sum of a scalar counts it once for the batch, and not once for every replica."""
+    """Count a scalar once for the batch in a mean or sum, and not once for every replica."""
     step = current()
     if step is None:
         return original(self, values, sample_weight)
@@ -296,7 +368,7 @@ def _update_mean(self: Any, values: Any, sample_weight: Any = None, *, original:
     return original(self, values, tf.cast(weight, step.share.dtype) * step.share)
 
 
-def _note_assign(variable: Any) -> None:
+def _note_assign(variable: keras.Variable) -> None:
     step = current()
     if step is not None:
         step.assigned[id(variable)] = variable

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, cast
 
 import keras
 import numpy as np
@@ -23,6 +23,8 @@ from dtk.compat import (
 )
 from dtk.input import slicing
 from dtk.trainer import replica_step, sync_batch_norm, traced_step
+from dtk.trainer.contract import StrategyT, Trainer
+from dtk.trainer.loss_terms import Term
 from dtk.trainer.snapshot import Snapshot, changed_by_training
 
 # Rows of a replica; the first one takes one more, so that shares differ.
@@ -30,7 +32,7 @@ _ROWS = 2
 
 
 class Outcome(NamedTuple):
-    """What a step on a few rows computed.
+    """Results of a step on a few rows.
 
     Attributes:
         terms: Value, numerator and denominator of each term, of each replica: name -> `[n, 3]`.
@@ -45,7 +47,7 @@ class Outcome(NamedTuple):
     logs: dict[str, np.ndarray]
 
 
-class Trial:
+class Trial(Generic[StrategyT]):
     """A step on a few rows, which changes nothing.
 
     Args:
@@ -58,30 +60,37 @@ class Trial:
         parts: How many each replica takes.
     """
 
-    def __init__(self, trainer: Any, step_function: Callable, batch: slicing.Slices):
+    def __init__(self, trainer: Trainer, step_function: Callable, batch: slicing.Slices):
         self.trainer = trainer
-        self.model, self.strategy = trainer.model, trainer.strategy
+        self.model, self.strategy = trainer.model, cast(StrategyT, trainer.strategy)
         self.step_function = step_function
         batch = batch._replace(parts=replica_step.without_optionals(batch.parts))
         self._few = _first_rows(batch, self._ranks(batch))
         mine = [int(n) for n in self._few.counts]
-        told = self.strategy.communicator.allgather_object((mine, _packed(self._few)))
-        self.parts = [n for counts, _ in told for n in counts]
+        gathered = self.strategy.communicator.allgather_object((mine, _packed(self._few)))
+        self.parts = [n for counts, _ in gathered for n in counts]
         self.rows = sum(self.parts)
         self._few = self._few._replace(rows=tf.constant(self.rows, tf.int64))
-        pieces = [piece for _, packed in told for piece in _unpacked(packed, self._few)]
+        pieces = [piece for _, packed in gathered for piece in _unpacked(packed, self._few)]
         present = [p for p, n in zip(pieces, self.parts, strict=True) if n]
         self._whole_data = tf.nest.map_structure(_joined, *present)
 
     def whole(self) -> Outcome:
-        """Computed by one replica."""
+        """Compute the step by one replica.
+
+        Returns:
+            What it computed.
+        """
         return self._compute(self._trace_whole)
 
     def replicas(self, kinds: Mapping[str, str]) -> Outcome:
-        """Computed by all of them, each its part.
+        """Compute the step by all replicas, each its part.
 
         Args:
             kinds: Of the step's terms, see `loss_terms`.
+
+        Returns:
+            What they computed.
         """
         return self._compute(self._trace_replicas(kinds))
 
@@ -107,7 +116,7 @@ class Trial:
 
     @contextlib.contextmanager
     def _global_numbers(self) -> Iterator[None]:
-        """A context in which losses and metrics of a step are those of all replicas."""
+        """Return a context in which losses and metrics of a step are those of all replicas."""
         metrics = keras_models.metrics_of(self.model)
         with traced_step.in_shares(), keras_steps.results_through(metrics, replica_step.result_of):
             yield
@@ -117,11 +126,13 @@ class Trial:
         return self.strategy.local_ranks()
 
     def _moments(self, *args: Any, **kwargs: Any) -> Any:
-        """What batch normalization normalizes with."""
+        """Compute what batch normalization normalizes with."""
         return sync_batch_norm.of_all_replicas(*args, **kwargs)
 
-    def _changed_by(self, assigned: Sequence, concrete: Any) -> list:
-        """Variables a traced step assigns, and those that are not Keras's, which it may."""
+    def _changed_by(
+        self, assigned: Sequence, concrete: tf.types.experimental.ConcreteFunction
+    ) -> list:
+        """Return the variables a traced step assigns, and others than Keras's, which it may."""
         of_keras = {
             id(copy)
             for v in changed_by_training(self.model)
@@ -186,11 +197,11 @@ class Trial:
     def _observed(
         self, step: traced_step.Step, logs: Any, names: list, add_up: Callable[[list], list]
     ) -> dict:
-        """What a traced step computed, in lists; what they hold goes to `names`."""
+        """Collect what a traced step computed, in lists; the names of their items go to `names`."""
         strategy = self.strategy
         numbers = replica_step.numbers_of(step, logs)
         results = results_of(self.model)
-        gradients = gradients_of(step.noted.applied)
+        gradients = gradients_of(step.noted.applied if step.noted else [])
         own = {
             id(v) for v in [*replica_step.metric_variables(self.model), *self.trainer.seed_states()]
         }
@@ -220,7 +231,7 @@ class Trial:
 
 
 class Names(NamedTuple):
-    """What the lists that a traced step returns are of."""
+    """Names of the items in the lists that a traced step returns."""
 
     terms: list[str]
     gradients: list[str]
@@ -234,8 +245,15 @@ def _sum_over_replicas(values: list) -> list:
     return replica.all_reduce(tf.distribute.ReduceOp.SUM, values) if values else []
 
 
-def results_of(model: Any) -> list[tuple[str, tf.Tensor]]:
-    """What the metrics of a model say, by the names under which it is logged."""
+def results_of(model: keras.Model) -> list[tuple[str, tf.Tensor]]:
+    """Compute the results of a model's metrics.
+
+    Args:
+        model: The model.
+
+    Returns:
+        Pairs of the name under which a result is logged, and float64 tensor.
+    """
     found = [(metric.name, metric.result()) for metric in keras_models.metrics_of(model)]
     return [
         (name, tf.cast(value, tf.float64))
@@ -245,7 +263,14 @@ def results_of(model: Any) -> list[tuple[str, tf.Tensor]]:
 
 
 def gradients_of(applied: Sequence) -> list[tuple[str, tf.Tensor]]:
-    """What a step handed to optimizers, dense, by variable and update."""
+    """Return what a step handed to optimizers, dense, by variable and update.
+
+    Args:
+        applied: What the step noted, in order.
+
+    Returns:
+        Pairs of name and gradient.
+    """
     return [
         (f"{variable.path} (update {i + 1})" if i else variable.path, tf.convert_to_tensor(g))
         for i, (_, given, variables) in enumerate(applied)
@@ -255,18 +280,30 @@ def gradients_of(applied: Sequence) -> list[tuple[str, tf.Tensor]]:
 
 
 def table_of(step: traced_step.Step) -> tf.Tensor:
-    """Value, numerator and denominator of each term of a replica's step, shape `[1, terms, 3]`."""
+    """Return value, numerator and denominator of each term of a replica's step.
+
+    Args:
+        step: The step, traced.
+
+    Returns:
+        float64, shape `[1, terms, 3]`; not a number where a term is no quotient.
+    """
     terms = [_three(term) for term in step.terms.found.values()]
     return tf.stack(terms)[None] if terms else tf.zeros([1, 0, 3], tf.float64)
 
 
-def _three(term: Any) -> tf.Tensor:
+def _three(term: Term) -> tf.Tensor:
     nothing = tf.constant(np.nan, tf.float64)
     return tf.stack([nothing if t is None else tf.cast(t, tf.float64) for t in term])
 
 
 def outcome_of(names: Names, found: Mapping) -> Outcome:
-    """Lists of arrays by name."""
+    """Assign arrays to the names of what they are.
+
+    Args:
+        names: The names.
+        found: Lists of arrays, by kind.
+    """
     return Outcome(
         {name: found["terms"][:, i] for i, name in enumerate(names.terms)},
         dict(zip(names.gradients, found["gradients"], strict=True)),
@@ -279,7 +316,7 @@ def outcome_of(names: Names, found: Mapping) -> Outcome:
 
 
 def _first_rows(batch: slicing.Slices, ranks: Sequence[int]) -> slicing.Slices:
-    """The first rows of each of this process's slices; a padding row stays one."""
+    """Take the first rows of each of this process's slices; a padding row stays one."""
     parts, counts = [], []
     for rank, part, count in zip(ranks, batch.parts, batch.counts, strict=True):
         rows = min(int(count), _ROWS + (rank == 0))
@@ -289,7 +326,7 @@ def _first_rows(batch: slicing.Slices, ranks: Sequence[int]) -> slicing.Slices:
 
 
 def _packed(batch: slicing.Slices) -> list[list[Any]]:
-    """The parts of a batch as arrays, which can be sent."""
+    """Convert the parts of a batch to arrays, which can be sent."""
     return [[_arrays(leaf) for leaf in tf.nest.flatten(part)] for part in batch.parts]
 
 

@@ -1,8 +1,8 @@
-"""Notices a job whose processes each train by themselves.
+"""Jobs whose processes each train alone: training is refused, or a warning printed.
 
 Started under `mpirun -np 4`, a script that makes no strategy trains four times and reports success
-four times. Training before a strategy is made is refused; a script that does not train is told when
-its process ends.
+four times. Training before a strategy is made is refused; a script that does not train gets a
+warning when its process ends.
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dtk.cluster.detect import detect
 from dtk.errors import ClusterError, NotDistributedError, at_rank
+
+if TYPE_CHECKING:
+    import keras
 
 # Whether the script has said how its processes belong together.
 _decided = threading.Event()
 
 
 def watch() -> None:
-    """In a job of several processes, warn at exit unless `made_strategy` is called before."""
+    """Warn at exit of a job of several processes unless `made_strategy` is called before."""
     # What is wrong with the variables of a job says who asks for its strategy.
     with contextlib.suppress(ClusterError):
         if _trains_with_others():
@@ -30,16 +33,17 @@ def watch() -> None:
 
 
 def made_strategy() -> None:
-    """A strategy joins the processes, or they are to work alone: nothing to warn about."""
+    """Note that a strategy joins the processes, or that they are to work alone."""
     _decided.set()
     atexit.unregister(_warn)
 
 
 @contextlib.contextmanager
 def training_refused() -> Iterator[None]:
-    """A context to import Keras in: in a job of several processes its `fit` waits for a strategy.
+    """Return a context to import Keras in, whose `fit` is refused until a strategy is made.
 
-    Processes that dtk's strategies have joined replace what refuses here.
+    Only in a job of several processes. Processes that dtk's strategies have joined replace what
+    refuses here.
     """
     yield
     if _trains_with_others():
@@ -53,7 +57,7 @@ def _trains_with_others() -> bool:
     return environment.size > 1 and environment.role in ("worker", "chief")
 
 
-def _refuse(model: Any, name: str, method: Callable, args: tuple, kwargs: dict) -> Any:
+def _refuse(model: keras.Model, name: str, method: Callable, args: tuple, kwargs: dict) -> Any:
     if name in ("fit", "train_on_batch") and not _decided.is_set():
         environment = detect()
         raise NotDistributedError(

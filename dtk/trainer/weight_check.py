@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+import keras
 
 from dtk.errors import at_rank
 from dtk.trainer import rank_checks, shared_weights
+from dtk.trainer.contract import Strategy
 from dtk.trainer.model_scope import trainer_of
 
 
-def check_weights(model: Any, strategy: Any) -> int:
-    """See `DtkStrategy.check_weights`."""
+def check_weights(model: keras.Model, strategy: Strategy) -> int:
+    """Compare a model's weights over all replicas; see `DtkStrategy.check_weights`.
+
+    Args:
+        model: The model.
+        strategy: The strategy it was compiled under.
+
+    Returns:
+        How many variables were compared.
+
+    Raises:
+        ValueError: The model was not compiled under this strategy.
+        DisagreementError: Weights differ.
+    """
     trainer = trainer_of(model)
     if trainer is None or trainer.strategy is not strategy:
         raise ValueError(

@@ -86,6 +86,7 @@ def changed_nothing():
     variables = snapshot.changed_by_training(model)
     before = [v.numpy().tobytes() for v in variables]
     batch = trainer.cut(tf.data.Dataset.from_tensor_slices((x, y)).batch(8))
-    verdict = self_test.run(trainer, model.train_step, next(iter(batch)), ["a test"])
+    trial = trainer.make_trial(model.train_step, next(iter(batch)))
+    verdict = self_test.run(trial, ["a test"])
     assert digests.digest(tf.constant([1])) is not None
     return before == [v.numpy().tobytes() for v in variables], verdict

@@ -1,0 +1,332 @@
+"""What the modules of this folder see of a strategy, and of the trainer of a model.
+
+`Strategy` and `Trainer` are protocols: `DtkStrategy` and `DistributedTrainer` satisfy them without
+being imported, and imports keep pointing down.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeVar
+
+import keras
+import tensorflow as tf
+
+from dtk.communicators.base import Communicator
+from dtk.compat.keras_data import TFEpochIterator
+from dtk.exchange.base import Exchange
+
+
+class Extended(Protocol):
+    """The extended object behind a strategy, as far as `dtk.trainer` uses it."""
+
+    @property
+    def worker_devices(self) -> Sequence[str]:
+        """Devices of this process's replicas."""
+
+    def all_reduce_max(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Return the maximum of each tensor over the replicas, in a replica context.
+
+        Args:
+            tensors: This replica's.
+        """
+
+    def observing_batches(
+        self, observe: Callable[[tf.Tensor], None]
+    ) -> AbstractContextManager[None]:
+        """Return a context in which datasets report the digest of each batch that is read.
+
+        Args:
+            observe: Called with a digest, int64 scalar.
+        """
+
+
+class Strategy(Protocol):
+    """A strategy, as far as training a model uses it.
+
+    See `DtkStrategy` for attributes and arguments.
+    """
+
+    communicator: Communicator
+    exchange: Exchange | None
+    self_test: bool | str
+    shuffle_seed: int | None
+    seed_in_force: int | None
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas that train together."""
+
+    @property
+    def processes(self) -> int:
+        """Processes of the job that take part in training."""
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is rank 0."""
+
+    @property
+    def extended(self) -> Extended:
+        """The object that makes variables and reduces values."""
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Return the context in which models are built and compiled."""
+
+    def run(self, fn: Callable, args: tuple = ()) -> Any:
+        """Run a function on every replica of this process.
+
+        Args:
+            fn: The function.
+            args: Its positional arguments, per replica or equal for all.
+
+        Returns:
+            What the replicas return, per replica where there are several.
+        """
+
+    def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Return the dataset that this process iterates over.
+
+        Args:
+            dataset: Dataset of global batches.
+        """
+
+    def experimental_local_results(self, value: Any) -> tuple:
+        """Return what each replica of this process holds of a value.
+
+        Args:
+            value: A per-replica value, as `run` returns it.
+        """
+
+    def new_sequence(self, name: str) -> str:
+        """Return a new name for a sequence of collectives, equal on all ranks.
+
+        Args:
+            name: What the name begins with.
+        """
+
+    def sequence(self, name: str) -> AbstractContextManager[None]:
+        """Return a context that names collectives; see `Communicator.sequence`.
+
+        Args:
+            name: Name of the sequence.
+        """
+
+    def concurrent(self, name: str) -> AbstractContextManager[None]:
+        """Return a context whose collectives run beside others; see `Communicator.concurrent`.
+
+        Args:
+            name: Those of one name are ordered among themselves.
+        """
+
+    def local_ranks(self) -> Sequence[int]:
+        """Return the ranks of the replicas that this process holds."""
+
+    def local_index(self) -> int:
+        """Return which of `local_ranks` is running, in a replica context."""
+
+    def per_replica(self, parts: tuple) -> Any:
+        """Return what `run` is given so that replica i gets `parts[i]`.
+
+        Args:
+            parts: One structure of tensors for each of `local_ranks`.
+        """
+
+    def take_variables(self, variables: Sequence[keras.Variable]) -> None:
+        """Make variables created outside the scope usable under the strategy.
+
+        Args:
+            variables: They keep their values.
+        """
+
+    def take_metric_state(self, variables: Sequence[keras.Variable]) -> None:
+        """Make metric state created outside the scope one that is summed when read.
+
+        Args:
+            variables: They keep their values.
+        """
+
+    def set_per_replica(self, variable: keras.Variable, values: Sequence) -> None:
+        """Assign a value of its own to every local replica's copy of a variable.
+
+        Args:
+            variable: The variable.
+            values: One value for each of `local_ranks`.
+        """
+
+    def copies(self, variable: keras.Variable) -> Sequence[tf.Tensor | tf.Variable]:
+        """Return what this process's replicas hold of a variable.
+
+        Args:
+            variable: The variable.
+        """
+
+    def reduce_gradients(self, gradients: list) -> list:
+        """Sum gradients over all replicas, in a replica context.
+
+        Args:
+            gradients: This replica's, tensors or `tf.IndexedSlices`.
+        """
+
+    def gather_outputs(self, outputs: Any) -> Any:
+        """Gather the rows of all ranks, in a replica context.
+
+        Args:
+            outputs: Structure of this replica's rows.
+        """
+
+    def join_outputs(self, outputs: Any) -> Any:
+        """Concatenate the rows of this process's replicas, outside a replica context.
+
+        Args:
+            outputs: Structure of per-replica rows.
+        """
+
+
+# A base class that leaves this open takes a strategy with more to it, such as parameter servers.
+StrategyT = TypeVar("StrategyT", bound=Strategy)
+
+
+class EpochData(Protocol):
+    """The data of the running `fit`, see `feed.Feed`."""
+
+    @property
+    def iterator(self) -> TFEpochIterator | None:
+        """Keras's epoch iterator; None outside `fit`."""
+
+    def show_learned_steps(self) -> None:
+        """Give the progress bar the number of steps that the first epoch has shown."""
+
+    def shuffle(self, epoch: int) -> None:
+        """Shuffle the rows of arrays for this epoch, alike on every rank.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+        """
+
+    def end(self) -> None:
+        """Forget the data of a `fit` that is over."""
+
+
+class Trainer(Protocol):
+    """The trainer of one model, as far as what runs around its steps uses it.
+
+    See `DistributedTrainer` for attributes and arguments.
+    """
+
+    model: keras.Model
+    callbacks: keras.callbacks.CallbackList
+    calls: collections.Counter[str]
+
+    @property
+    def strategy(self) -> Strategy:
+        """The model's strategy."""
+
+    @property
+    def feed(self) -> EpochData:
+        """The data of the running `fit`."""
+
+    @property
+    def takes_over(self) -> bool:
+        """Whether the model's step functions are replaced."""
+
+    @property
+    def has_local_steps(self) -> bool:
+        """Whether replicas take steps of their own, and weights are equal at times only."""
+
+    def fit(self, method: Callable, args: tuple, kwargs: dict) -> Any:
+        """Call Keras's `fit`.
+
+        Args:
+            method: Keras's own, bound to the model.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            Keras's `History`.
+        """
+
+    def predict_on_batch(self, x: Any) -> Any:
+        """Predict a global batch; every rank gets all rows.
+
+        Args:
+            x: The batch.
+        """
+
+    def make_train_function(self, force: bool = False) -> Callable:
+        """Make the model's train function.
+
+        Args:
+            force: Whether to make it anew.
+        """
+
+    def leaves_validation(self, asked: dict[str, Any]) -> bool:
+        """Return whether another process validates.
+
+        Args:
+            asked: The arguments of `fit`, by name.
+        """
+
+    def reading_of(self, name: str) -> AbstractContextManager[None]:
+        """Return a context that checks that ranks read the same batches.
+
+        Args:
+            name: "evaluate" or "predict".
+        """
+
+    def check_same_reading(self, name: str, when: str) -> None:
+        """Raise on every rank when ranks have read different batches.
+
+        Args:
+            name: "train" or "test".
+            when: Such as "after step 4".
+
+        Raises:
+            DisagreementError: They have.
+        """
+
+    def new_epoch(self, epoch: int) -> None:
+        """Prepare for an epoch of `fit`.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+        """
+
+    def flush(self) -> None:
+        """Wait for steps in flight."""
+
+    def synchronize_weights(self) -> None:
+        """Make the weights of all replicas equal."""
+
+    def resume(self) -> None:
+        """Continue training after an evaluation inside `fit`."""
+
+    def release(self) -> None:
+        """Let go of what `fit` or another call has held."""
+
+    def initial_epoch(self) -> int | None:
+        """Return the epoch that a callback wants `fit` to start from."""
+
+    def set_initial_epoch(self, epoch: int | None) -> None:
+        """Make `fit` start from an epoch.
+
+        Args:
+            epoch: The epoch; None for the argument's.
+        """
+
+    def seed_states(self) -> list[keras.Variable]:
+        """Return the state of the model's random number generators."""
+
+    def shared_variables(self) -> list[keras.Variable]:
+        """Return the weights and optimizer state that ranks must agree on."""
+
+    def equal_variables(self) -> list[keras.Variable]:
+        """Return the variables that steps keep equal on all ranks."""
+
+    def agreed_variables(self) -> list[keras.Variable]:
+        """Return the variables that ranks agree on before steps."""

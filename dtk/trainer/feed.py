@@ -1,0 +1,329 @@
+"""The data of a running `fit`: its order, its batch size, and the place in it to resume from.
+
+Between epochs Keras's epoch iterator is given another dataset: shuffled anew, in batches of another
+size, or from where a checkpoint was saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import keras
+import tensorflow as tf
+
+from dtk.compat import keras_data, keras_models, tf_replicas
+from dtk.compat.tf_datasets import PerRankDataset
+from dtk.trainer.contract import Strategy
+from dtk.trainer.epoch_data import Dataset, is_per_rank, tuned_for
+
+
+class Feed:
+    """The data of the running `fit`.
+
+    Args:
+        model: The model that is fitted.
+        strategy: Its strategy.
+        distribute: Makes of a dataset of global batches the one that Keras is to read.
+
+    Attributes:
+        iterator: Keras's epoch iterator; None outside `fit`.
+        rows_unknown: True while `fit` reads per-rank pipelines, so that the rows of a global batch
+            are known only by summing.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        strategy: Strategy,
+        distribute: Callable[[Dataset], Dataset],
+    ):
+        self.model = model
+        self.strategy = strategy
+        self.iterator: keras_data.TFEpochIterator = None
+        self.rows_unknown = False
+        self._distribute = distribute
+        self._callbacks: keras.callbacks.CallbackList = None
+        self._given_adapter: keras_data.DataAdapter = None
+        self._batch_size: int | None = None
+        self._openings = 0
+
+    def begin(
+        self,
+        iterator: keras_data.TFEpochIterator,
+        dataset: Dataset,
+        callbacks: keras.callbacks.CallbackList,
+    ) -> None:
+        """Take the data of a `fit` that begins.
+
+        Args:
+            iterator: Keras's epoch iterator.
+            dataset: What it was given, before it was cut.
+            callbacks: The `keras.callbacks.CallbackList`.
+        """
+        self.iterator = iterator
+        self.rows_unknown = is_per_rank(dataset)
+        self._callbacks = callbacks
+        self._given_adapter = iterator.data_adapter
+        self._batch_size = None
+        self._openings = 0
+        keras_data.on_opening(iterator, self._count_opening)
+        self._tell_steps(iterator.num_batches)
+
+    def end(self) -> None:
+        """Forget the data of a `fit` that is over, or was left by an exception."""
+        self.iterator = self._callbacks = None
+
+    def _count_opening(self) -> None:
+        self._openings += 1
+
+    def _tell_steps(self, steps: int | None) -> None:
+        """Tell the callbacks, the progress bar among them, how many steps an epoch has."""
+        self._callbacks.set_params({**self._callbacks.params, "steps": steps})
+
+    def show_learned_steps(self) -> None:
+        """Give the progress bar the number of steps, once an epoch has shown it."""
+        iterator = self.iterator
+        if iterator is None or self._callbacks.params.get("steps") is not None:
+            return
+        if iterator.num_batches is not None:
+            # Keras counts the attempt that found the data at its end.
+            self._tell_steps(iterator.num_batches - iterator.steps_per_execution)
+
+    def _distributed(self, adapter: keras_data.DataAdapter, steps: int = -1) -> Dataset:
+        """Return the dataset that Keras is to read of a data adapter, or of some of its batches."""
+        dataset = adapter.get_tf_dataset()
+        return tuned_for(adapter, self._distribute(dataset if steps < 0 else dataset.take(steps)))
+
+    def shuffle(self, epoch: int) -> None:
+        """Shuffle the rows of arrays for this epoch, in the same order on every rank.
+
+        With a fixed seed Keras repeats one order in every epoch. That is what a script that sets a
+        seed gets, as without dtk; one that sets none gets a new order each epoch, as without dtk.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+        """
+        iterator, strategy = self.iterator, self.strategy
+        if tf_replicas.global_seed() != strategy.seed_in_force:
+            strategy.shuffle_seed = None
+        if strategy.shuffle_seed is None or iterator is None:
+            return
+        adapter = iterator.data_adapter
+        if isinstance(adapter, keras_data.ArrayDataAdapter) and keras_data.shuffles(adapter):
+            strategy.seed_in_force = (strategy.shuffle_seed + epoch) % 2**31
+            tf.random.set_seed(strategy.seed_in_force)
+            keras_data.set_dataset(iterator, self._distributed(adapter))
+
+    # Batch size between epochs.
+
+    def set_batches(self, adapter: keras_data.DataAdapter) -> None:
+        """Read the following epochs from another Keras data adapter.
+
+        Args:
+            adapter: The adapter.
+        """
+        iterator = self.iterator
+        dataset = self._distributed(adapter)
+        iterator.data_adapter = adapter
+        keras_data.set_dataset(iterator, dataset)
+        keras_data.set_batches_in(iterator, adapter.num_batches)
+        keras_data.forget_place(iterator)
+        self._tell_steps(iterator.num_batches)
+
+    def batch_size(self) -> int | None:
+        """Return the global batch size of the running `fit`; None where the data does not tell."""
+        if self._batch_size is not None:
+            return self._batch_size
+        adapter = self.iterator.data_adapter
+        return None if self.rows_unknown else adapter.batch_size
+
+    def rows_in(self, steps: int) -> int | None:
+        """Count the rows in the first batches of an epoch, from the batch size.
+
+        Args:
+            steps: Number of batches.
+
+        Returns:
+            The rows; None where the data does not tell.
+        """
+        adapter, size = self.iterator.data_adapter, self.batch_size()
+        if size is None:
+            return None
+        partial = adapter.partial_batch_size if steps == adapter.num_batches else None
+        return steps * size - (size - partial if partial else 0)
+
+    def rows_counted(self, steps: int) -> int | None:
+        """Count the rows in the first batches of this epoch, exactly.
+
+        Args:
+            steps: Batches since the epoch began; those beyond its end have no rows.
+
+        Returns:
+            The rows; None where only reading the data tells.
+        """
+        iterator = self.iterator
+        adapter = iterator.data_adapter
+        if (
+            not isinstance(adapter, keras_data.ArrayDataAdapter)
+            or iterator.steps_per_epoch is not None
+        ):
+            return None
+        return self.rows_in(min(steps, adapter.num_batches))
+
+    def check_rebatch(self) -> None:
+        """Check that `rebatch` is possible.
+
+        Raises:
+            ValueError: The data comes in batches that cannot be cut anew.
+        """
+        given = self._given_adapter
+        if isinstance(given, keras_data.ArrayDataAdapter) or (
+            isinstance(given, keras_data.TFDatasetAdapter) and not self.rows_unknown
+        ):
+            return
+        raise ValueError(
+            f"the batch size of data from a {type(given).__name__} cannot be changed during fit; "
+            "give fit arrays or a tf.data.Dataset of global batches"
+        )
+
+    def rebatch(self, size: int) -> None:
+        """Read the following epochs in global batches of another size.
+
+        Arrays keep their order of rows (the same shuffle, cut differently). A dataset is cut anew
+        behind the script's own pipeline; Keras then learns the number of steps in the first epoch.
+
+        Args:
+            size: Rows of a global batch.
+
+        Raises:
+            ValueError: The data comes in batches that cannot be cut anew.
+        """
+        if size == self.batch_size():
+            return
+        adapter = self._adapter(size)
+        self.set_batches(adapter)
+        self._batch_size = size
+        if adapter.num_batches is None:
+            # Where the data ends is where an epoch of unknown length ends: nothing to warn about.
+            keras_data.end_quietly(self.iterator)
+
+    def _adapter(self, size: int) -> keras_data.DataAdapter:
+        """Make an adapter of what `fit` was given, in global batches of `size` rows."""
+        self.check_rebatch()
+        given = self._given_adapter
+        if isinstance(given, keras_data.ArrayDataAdapter):
+            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(keras_data.arrays_of(given))
+            return keras_data.ArrayDataAdapter(
+                x, y, sample_weight, batch_size=size, shuffle=keras_data.shuffles(given)
+            )
+        data = given.get_tf_dataset()
+        whole: tf.data.Dataset = data.whole if isinstance(data, PerRankDataset) else data
+        return keras_data.TFDatasetAdapter(whole.rebatch(size))
+
+    def peek(self, size: int, rows: int) -> tuple[Iterator, int]:
+        """Read the first rows of the data in other batches, beside what `fit` reads.
+
+        Args:
+            size: Rows of a global batch.
+            rows: How many rows at least; fewer when the data ends before.
+
+        Returns:
+            An iterator for the train function, and how many batches it has at most.
+
+        Raises:
+            ValueError: The data comes in batches that cannot be cut anew.
+        """
+        adapter = self._adapter(size)
+        steps = -(-rows // size)
+        steps = min(steps, adapter.num_batches or steps)
+        self._count_opening()  # A pipeline that shuffles does so anew with each.
+        return iter(self._distributed(adapter, steps)), steps
+
+    # Position in the data, to go on from it later.
+
+    def position(self, in_epoch: bool) -> dict:
+        """Return the position of the running `fit` in its data, as plain numbers.
+
+        Args:
+            in_epoch: Call it with True from `on_train_batch_begin`, with False between epochs.
+
+        Returns:
+            How often the data was opened ("iterators"), the steps "seen" of it, whether an iterator
+            is "open", "batch_size", and "batches" of an epoch; None where unknown.
+        """
+        iterator = self.iterator
+        ahead = iterator.steps_per_execution if in_epoch else 0
+        return {
+            "iterators": self._openings,
+            "seen": keras_data.steps_seen(iterator) - ahead,
+            "open": in_epoch or keras_data.is_open(iterator),
+            "batch_size": self.batch_size(),
+            "batches": None if self._batch_size else keras_data.batches_in(iterator),
+        }
+
+    def resume_at(self, step: int, position: dict) -> None:
+        """Make the next epoch begin at a step, with the rows that would have come there.
+
+        Iterators over a dataset shuffle anew each time one is made, so as many are made as before;
+        then the batches already seen are passed over.
+
+        Args:
+            step: Steps of the epoch already done.
+            position: As returned by `position`.
+
+        Raises:
+            ValueError: The step was reached with another batch size; raised when the epoch begins.
+        """
+        iterator = self.iterator
+
+        def resumed(steps: Iterator[tuple]) -> Iterator[tuple]:
+            if step and position["batch_size"] != self.batch_size():
+                raise ValueError(
+                    f"step {step} of an epoch was reached with batch_size="
+                    f"{position['batch_size']}, which {self.batch_size()} cannot continue; use the "
+                    "same, or a checkpoint from the end of an epoch"
+                )
+            self._find_position(step, position)
+            for begin, end, batches in steps:
+                if begin >= step:
+                    yield begin, end, batches
+                elif iterator.steps_per_epoch is None:
+                    _pass_over(batches, end - begin + 1)
+
+        keras_data.steps_through(iterator, resumed, once=True)
+
+    def resume_after_steps(self, logs: dict, position: dict) -> None:
+        """Make the next epoch have no steps: they are done, and only its validation is left.
+
+        Args:
+            logs: What the epoch's training steps said.
+            position: Where the data is after them.
+        """
+
+        def none_left(steps: Iterator[tuple]) -> Iterator[tuple]:
+            del steps
+            self._find_position(0, position)
+            # Keras asks for an epoch's numbers when its steps are over.
+            keras_models.answer_once(self.model, logs)
+            yield from ()
+
+        keras_data.steps_through(self.iterator, none_left, once=True)
+
+    def _find_position(self, step: int, position: dict) -> None:
+        iterator = self.iterator
+        stream = iterator.steps_per_epoch is not None
+        inside = position["open"] if stream else step > 0
+        if keras_data.batches_in(iterator) is None and not self._batch_size:
+            keras_data.set_batches_in(iterator, position["batches"])
+        if not isinstance(iterator.data_adapter, keras_data.ArrayDataAdapter):
+            while self._openings < position["iterators"] - inside:
+                keras_data.open_data(iterator)
+        if stream and inside:
+            opened = keras_data.open_data(iterator)
+            _pass_over(opened, position["seen"])
+            keras_data.set_place(iterator, opened, position["seen"] - step)
+
+
+def _pass_over(batches: Iterator, count: int) -> None:
+    for _ in range(count):
+        next(batches, None)

@@ -1,0 +1,91 @@
+"""Replicas that take steps of their own, and synchronize their weights at times only."""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+
+from dtk.compat import keras_models, tf_replicas
+from dtk.trainer import shared_optimizer, traced_step
+
+
+def weights_are_equal(model: keras.Model) -> tf.Tensor | None:
+    """Return whether all replicas hold the same weights now.
+
+    Args:
+        model: The model.
+
+    Returns:
+        bool scalar; None where weights are always equal.
+    """
+    flags = [flag for e in shared_optimizer.gradient_exchanges_of(model) for flag in e.together()]
+    return tf.reduce_all(flags) if flags else None
+
+
+def averaging_weight(model: keras.Model) -> tf.Tensor:
+    """Return the weight of this replica in a mean over replicas that synchronize their weights.
+
+    Args:
+        model: A model with local steps.
+
+    Returns:
+        Scalar; all replicas' add up to 1.
+    """
+    shares = [e.share() for e in shared_optimizer.gradient_exchanges_of(model)]
+    return next(share for share in shares if share is not None)
+
+
+def average_statistics(step: traced_step.Step, model: keras.Model) -> bool:
+    """Average moving statistics over replicas in a step that synchronizes their weights.
+
+    Other steps send nothing: their logs are this replica's own, and what metrics have counted is
+    summed when an epoch's logs are made.
+
+    Args:
+        step: The step, traced.
+        model: The model.
+
+    Returns:
+        Whether replicas take local steps; else nothing was done.
+    """
+    equal = weights_are_equal(model)
+    if equal is None:
+        return False
+    averaged = moving_statistics(step)
+    values = [tf.convert_to_tensor(v) for v in averaged]
+    replica = tf.distribute.get_replica_context()
+    if averaged:
+        share = averaging_weight(model)
+        parts = [tf.math.multiply_no_nan(v, tf.cast(share, v.dtype)) for v in values]
+        with tf_replicas.counted_if(None):
+            means = tf.cond(
+                equal,
+                lambda: replica.all_reduce(tf.distribute.ReduceOp.SUM, parts),
+                lambda: values,
+            )
+        for variable, mean in zip(averaged, means, strict=True):
+            variable.assign(mean)
+    return True
+
+
+def moving_statistics(step: traced_step.Step) -> list[keras.Variable]:
+    """Return the non-trainable floats a step assigned, but for those that layers synchronize.
+
+    Args:
+        step: The step, traced.
+
+    Returns:
+        Keras variables.
+    """
+    model = step.model
+    exact = {
+        id(v)
+        for layer in keras_models.layers_of(model)
+        if getattr(layer, "synchronized", False)
+        for v in layer.non_trainable_variables
+    }
+    return [
+        v
+        for v in model.non_trainable_variables
+        if id(v) in step.assigned and id(v) not in exact and keras.backend.is_float_dtype(v.dtype)
+    ]

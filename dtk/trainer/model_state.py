@@ -1,0 +1,107 @@
+"""The state of a model trained over replicas: what ranks share, and what is a rank's own."""
+
+from __future__ import annotations
+
+import keras
+
+from dtk.compat import keras_models
+from dtk.trainer import shared_optimizer
+
+
+class ModelState:
+    """The variables of a model and its optimizers, by who holds which values.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: keras.Model):
+        self.model = model
+        self._carried: dict[str, dict] = {}
+
+    @property
+    def has_local_steps(self) -> bool:
+        """Whether replicas take steps of their own, and weights are equal at times only."""
+        return any(one.local for one in shared_optimizer.gradient_exchanges_of(self.model))
+
+    # Where training starts.
+
+    def initial_epoch(self) -> int | None:
+        """Return the epoch that a callback wants `fit` to start from; None for the argument's."""
+        return keras_models.initial_epoch(self.model)
+
+    def set_initial_epoch(self, epoch: int | None) -> None:
+        """Make `fit` start from an epoch.
+
+        Args:
+            epoch: The epoch; None for the argument's.
+        """
+        keras_models.set_initial_epoch(self.model, epoch)
+
+    # State that is this rank's own.
+
+    def seed_states(self) -> list[keras.Variable]:
+        """Return the state of the model's random number generators (dropout and the like)."""
+        weights = {id(v) for v in self.model.weights}
+        return [
+            v
+            for v in self.model.variables
+            if id(v) not in weights and v.name == "seed_generator_state"
+        ]
+
+    def equal_variables(self) -> list[keras.Variable]:
+        """Return every variable that steps keep equal on all ranks."""
+        if not self.has_local_steps:
+            return self.shared_variables()
+        rates = [
+            v
+            for optimizer in shared_optimizer.optimizers_of(self.model)
+            for v in optimizer.variables
+            if v.path.endswith("learning_rate")
+        ]
+        return [*self.model.weights, *rates]
+
+    def agreed_variables(self) -> list[keras.Variable]:
+        """Return the variables that ranks agree on before steps.
+
+        These are all, but for slot variables that have become a rank's own.
+        """
+        traced = any(one.is_traced for one in shared_optimizer.gradient_exchanges_of(self.model))
+        return self.equal_variables() if traced else self.shared_variables()
+
+    def exchange_state(self) -> dict:
+        """Collect the state of the exchange of gradients, of all ranks. All ranks call it together.
+
+        A world of one exchanges nothing, and keeps the state that a larger one has left.
+
+        Returns:
+            Items by name, on rank 0; elsewhere empty.
+        """
+        return self._carried | {
+            f"{i}/{name}": item
+            for i, one in enumerate(shared_optimizer.gradient_exchanges_of(self.model))
+            for name, item in one.state.collect(root=0).items()
+        }
+
+    def restore_exchange(self, state: dict) -> None:
+        """Restore the state of the exchange of gradients.
+
+        Args:
+            state: As returned by `exchange_state`, in a world of any size.
+        """
+        gradient_exchanges = shared_optimizer.gradient_exchanges_of(self.model)
+        self._carried = {} if gradient_exchanges else dict(state)
+        for i, gradient_exchange in enumerate(gradient_exchanges):
+            start = f"{i}/"
+            mine = {k.removeprefix(start): v for k, v in state.items() if k.startswith(start)}
+            gradient_exchange.state.restore(mine)
+
+    def shared_variables(self) -> list[keras.Variable]:
+        """Return every variable that ranks must agree on: weights and optimizer state."""
+        optimizers = shared_optimizer.optimizers_of(self.model)
+        own = {
+            id(a) for optimizer in optimizers for a in shared_optimizer.accumulators_of(optimizer)
+        }
+        optimizer_variables = [v for optimizer in optimizers for v in optimizer.variables]
+        unique = {id(v): v for v in [*self.model.weights, *optimizer_variables]}
+        return [v for key, v in unique.items() if key not in own]

@@ -1,0 +1,85 @@
+"""Predictions of all replicas, put together: every rank gets every row, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from dtk.input import slicing
+from dtk.trainer import epoch_data, replica_step
+from dtk.trainer.contract import Strategy
+
+
+def make_predict_function(model: keras.Model, strategy: Strategy) -> Callable[[list], Any]:
+    """Make a function that predicts batches, each replica its part.
+
+    Args:
+        model: A compiled model.
+        strategy: Its strategy.
+
+    Returns:
+        A function of a list of batches, which returns the outputs of all rows, in order.
+    """
+    sequence = strategy.new_sequence("predict")
+
+    @tf.autograph.experimental.do_not_convert
+    def one_step(data: Any) -> Any:
+        with strategy.sequence(sequence):
+            return strategy.gather_outputs(predict_rows(data, model))
+
+    @tf.autograph.experimental.do_not_convert
+    def every_step(batches: list) -> Any:
+        outputs = [strategy.join_outputs(strategy.run(one_step, args=(data,))) for data in batches]
+        return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
+
+    return every_step if model.run_eagerly else tf.function(every_step, reduce_retracing=True)
+
+
+def predict_on_batch(predict: Callable[[list], Any], x: Any, strategy: Strategy) -> Any:
+    """Predict one global batch.
+
+    Args:
+        predict: As returned by `make_predict_function`.
+        x: Structure of arrays or tensors.
+        strategy: The model's strategy.
+
+    Returns:
+        Structure of NumPy arrays with all rows, on every rank; ragged tensors stay tensors.
+    """
+    ranks, size = strategy.local_ranks(), strategy.num_replicas_in_sync
+    batch = slicing.cut_exactly(epoch_data.as_tensors((x,)), ranks, size)
+    outputs = predict([strategy.per_replica(batch)])
+    return tf.nest.map_structure(
+        lambda leaf: leaf if isinstance(leaf, tf.RaggedTensor) else leaf.numpy(), outputs
+    )
+
+
+def predict_rows(data: Any, model: keras.Model) -> Any:
+    """Run Keras's predict step on this replica's rows, of which there may be none.
+
+    Args:
+        data: Structure of tensors, this replica's part.
+        model: The model.
+
+    Returns:
+        Structure of as many rows.
+
+    Raises:
+        ValueError: An output is sparse.
+    """
+    data = slicing.forget_rows(replica_step.without_optionals(data))
+    outputs = model.predict_step(slicing.padding_row(data))
+    rows = slicing.count_rows(data)
+    return keras.tree.map_structure(lambda output: _rows_of(output, rows), outputs)
+
+
+def _rows_of(output: Any, rows: tf.Tensor) -> Any:
+    if isinstance(output, tf.SparseTensor):
+        raise ValueError(
+            "predict cannot put sparse outputs of several workers together; end the model with "
+            "tf.sparse.to_dense"
+        )
+    return output[:rows]

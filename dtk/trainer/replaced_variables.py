@@ -1,0 +1,102 @@
+"""Variables that an optimizer replaces by their gradient (`overwrite_with_gradient`).
+
+Keras's layers in float8 do so with their scales, and with the largest values they have seen. What
+counts of the replicas' is not the sum, but the largest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+
+from dtk.errors import at_rank
+from dtk.trainer.contract import Strategy
+
+
+def is_replaced(variable: keras.Variable) -> bool:
+    """Return whether what an optimizer is given as a variable's gradient is its next value.
+
+    Args:
+        variable: A Keras variable.
+    """
+    return bool(getattr(variable, "overwrite_with_gradient", False))
+
+
+def replacements(grads: Sequence, variables: list, strategy: Strategy) -> list:
+    """Compute what is to replace variables: the largest over the replicas.
+
+    Each replica knows of its own rows. Keras takes the largest, too, over the steps of an
+    accumulation window.
+
+    Args:
+        grads: This replica's gradients; None where there is none.
+        variables: The Keras variables they are for.
+        strategy: The model's strategy.
+
+    Returns:
+        One value per variable; None for a variable that its gradient changes.
+    """
+    given = zip(grads, variables, strict=True)
+    mine = {i: g for i, (g, v) in enumerate(given) if g is not None and is_replaced(v)}
+    # Replicas that take local steps send nothing, and average their weights later.
+    local_steps = strategy.exchange is not None and strategy.exchange.local
+    if mine and not local_steps and in_replica(strategy):
+        mine = dict(zip(mine, strategy.extended.all_reduce_max(list(mine.values())), strict=True))
+    return [mine.get(i) for i in range(len(variables))]
+
+
+def without(replacing: list, grads: Sequence) -> list:
+    """Leave out the gradients of variables that are replaced.
+
+    Args:
+        replacing: As returned by `replacements`.
+        grads: Gradients in the same order.
+
+    Returns:
+        The gradients, with None for what is left out.
+    """
+    return [g if r is None else None for g, r in zip(grads, replacing, strict=True)]
+
+
+def merged(replacing: list, grads: Sequence) -> list:
+    """Put replacements in the places of gradients.
+
+    Args:
+        replacing: As returned by `replacements`.
+        grads: Gradients in the same order.
+    """
+    return [g if r is None else r for g, r in zip(grads, replacing, strict=True)]
+
+
+def refuse(variables: Sequence[keras.Variable], strategy: Strategy) -> None:
+    """Refuse variables that are replaced, where workers send gradients to servers.
+
+    Args:
+        variables: The Keras variables a step trains.
+        strategy: The model's strategy.
+
+    Raises:
+        ValueError: One of them is replaced.
+    """
+    replaced = [v.path for v in variables if is_replaced(v)]
+    if replaced:
+        raise ValueError(
+            at_rank(
+                strategy.rank,
+                f"workers send gradients, and {replaced[0]!r} is a variable that each step "
+                "replaces (overwrite_with_gradient), as float8 layers have them; train those with "
+                "MirroredStrategy or AllReduceStrategy, or quantize after training",
+            )
+        )
+
+
+def in_replica(strategy: Strategy) -> bool:
+    """Return whether this thread is in a replica context of a strategy.
+
+    Args:
+        strategy: The strategy.
+    """
+    replica = tf.distribute.get_replica_context()
+    return replica is not None and replica.strategy is strategy
