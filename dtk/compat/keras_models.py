@@ -21,7 +21,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
-from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter as TFDatasetAdapter
 from keras.src.trainers.trainer import Trainer
 
 from dtk.compat.replacing import replaced

@@ -14,7 +14,6 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 from keras.src.backend.common.variables import Variable as KerasVariable
-from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter as TFDatasetAdapter
 
 # Optimizers, each for itself: one that wraps another is two.
 

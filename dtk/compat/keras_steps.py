@@ -23,7 +23,6 @@ from keras.src.backend.common.variables import Variable as KerasVariable
 from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.backend.tensorflow import numpy as keras_numpy
 from keras.src.losses import loss as keras_losses
-from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter as TFDatasetAdapter
 
 from dtk.compat.keras_models import layers_of
 from dtk.compat.replacing import replaced

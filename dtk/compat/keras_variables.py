@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import keras
 import tensorflow as tf
-from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter as TFDatasetAdapter
 
 from dtk.compat import tf_variables
 

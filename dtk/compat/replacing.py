@@ -6,8 +6,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter as TFDatasetAdapter
-
 
 @contextlib.contextmanager
 def replaced(owner: Any, **replacements: Any) -> Iterator[None]:

@@ -18,6 +18,7 @@ from dtk.parameter_server.consistency_models import Consistency
 from dtk.parameter_server.gradient_buffers import Weight
 from dtk.parameter_server.run_server import Chief
 from dtk.parameter_server.worker_pool import WorkerPool
+from dtk.trainer.contract import Strategy
 
 
 class MaybeEvaluated(Protocol):
@@ -30,7 +31,7 @@ class MaybeEvaluated(Protocol):
     has_evaluator: bool
 
 
-class ServerStrategy(MaybeEvaluated, Protocol):
+class ServerStrategy(Strategy, MaybeEvaluated, Protocol):
     """Strategy on the chief, a `ParameterServerStrategy`.
 
     Attributes:
@@ -41,7 +42,7 @@ class ServerStrategy(MaybeEvaluated, Protocol):
     """
 
     consistency: Consistency
-    exchange: Downpour | None
+    exchange: Downpour | None  # type: ignore[assignment]  # it pushes, and is no Exchange
     workers: int
     pool: WorkerPool
 
