@@ -13,7 +13,8 @@ import time
 import keras
 import tensorflow as tf
 from dtk.input import digests, slicing
-from dtk.trainer import rank_callbacks, rank_checks, replica_step
+from dtk.trainer.ranks import rank_callbacks, rank_checks
+from dtk.trainer.replica import replica_step
 
 import report
 from fits import Fitting, mean_of_ranks, take, warm, watched

@@ -14,7 +14,7 @@ from dtk.callbacks.hyperparameters.batch_size_search import bounds, last_good, t
 from dtk.callbacks.hyperparameters.rate import check_settable, multiply_rate, rate_now
 from dtk.callbacks.sample_rate import sample_rate_of
 from dtk.strategies import ParameterServerStrategy
-from dtk.trainer.snapshot import Snapshot, changed_by_training
+from dtk.trainer.replica.snapshot import Snapshot, changed_by_training
 
 
 class AutoBatchSize(StrategyCallback):

@@ -14,8 +14,8 @@ from dtk.callbacks.base import StrategyCallback
 from dtk.compat import keras_models
 from dtk.input import slicing
 from dtk.strategies import ParameterServerStrategy
-from dtk.trainer import rank_checks
-from dtk.trainer.snapshot import Snapshot
+from dtk.trainer.ranks import rank_checks
+from dtk.trainer.replica.snapshot import Snapshot
 
 
 class BatchNormStatistics(StrategyCallback):

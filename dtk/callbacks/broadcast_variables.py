@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dtk.callbacks.base import StrategyCallback
-from dtk.trainer import rank_checks, shared_weights
+from dtk.trainer.ranks import rank_checks, shared_weights
 
 
 class BroadcastVariables(StrategyCallback):

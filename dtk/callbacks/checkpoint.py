@@ -18,7 +18,7 @@ from dtk.callbacks.checkpointing.reading import CheckpointReader, restore, resum
 from dtk.callbacks.checkpointing.termination import EXIT_CODE, Termination
 from dtk.callbacks.checkpointing.writing import CheckpointWriter, Progress
 from dtk.parameter_server.evaluator import Saved
-from dtk.trainer.replica_step import metric_variables
+from dtk.trainer.replica.replica_step import metric_variables
 
 
 class Checkpoint(StrategyCallback):

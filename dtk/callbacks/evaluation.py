@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import keras
 
-from dtk.trainer import rank_checks
 from dtk.trainer.distributed_trainer import DistributedTrainer
-from dtk.trainer.replica_step import metric_variables
-from dtk.trainer.snapshot import Snapshot
+from dtk.trainer.ranks import rank_checks
+from dtk.trainer.replica.replica_step import metric_variables
+from dtk.trainer.replica.snapshot import Snapshot
 
 
 class Evaluated(NamedTuple):

@@ -9,7 +9,7 @@ import keras
 
 from dtk.callbacks.base import StrategyCallback
 from dtk.callbacks.hyperparameters.rate import Rate, Scaling, rate_now, rate_of
-from dtk.trainer import shared_optimizer
+from dtk.trainer.gradients import shared_optimizer
 
 
 def factor_for(rule: str | float, workers: int) -> float:

@@ -25,7 +25,7 @@ from dtk.data.seed import agree_on_seed
 from dtk.errors import at_rank
 from dtk.input import slicing
 from dtk.strategies.base import DtkStrategy
-from dtk.trainer import rank_checks
+from dtk.trainer.ranks import rank_checks
 
 
 class Minibatch(NamedTuple):

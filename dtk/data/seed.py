@@ -7,7 +7,7 @@ import numpy as np
 
 from dtk.communicators.base import Communicator
 from dtk.strategies.base import DtkStrategy
-from dtk.trainer.seeds import spread_seed
+from dtk.trainer.ranks.seeds import spread_seed
 
 
 def set_seed(seed: int, strategy: DtkStrategy) -> int:

@@ -24,8 +24,9 @@ from dtk.parameter_server.downpour import DownpourTraining
 from dtk.parameter_server.scheduler import Schedule
 from dtk.parameter_server.testing import Counting, Predicting, Testing
 from dtk.parameter_server.training import Training
-from dtk.trainer import epoch_data, shared_optimizer
+from dtk.trainer import epoch_data
 from dtk.trainer.distributed_trainer import DistributedTrainer
+from dtk.trainer.gradients import shared_optimizer
 
 
 class ParameterServerTrainer(DistributedTrainer):

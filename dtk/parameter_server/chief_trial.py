@@ -17,7 +17,7 @@ from dtk.compat import keras_models, keras_variables, random_draws, tf_replicas,
 from dtk.input import slicing
 from dtk.parameter_server.dispatch import whole_batch
 from dtk.parameter_server.functional_step import FunctionalStep, trace_functional_step
-from dtk.trainer import replica_step, trial
+from dtk.trainer.replica import replica_step, trial
 
 
 class ChiefTrial(trial.Trial):

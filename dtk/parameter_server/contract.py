@@ -124,5 +124,5 @@ class LoopTrainer(Protocol):
             name: "train" or "test".
 
         Returns:
-            Name of a term -> its kind, see `dtk.trainer.loss_terms`.
+            Name of a term -> its kind, see `dtk.trainer.tracing.loss_terms`.
         """

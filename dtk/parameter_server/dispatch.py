@@ -22,7 +22,8 @@ from dtk.parameter_server import gradient_buffers, worker_data
 from dtk.parameter_server.contract import LoopTrainer
 from dtk.parameter_server.functional_step import FunctionalStep
 from dtk.parameter_server.scheduler import Piece, Schedule
-from dtk.trainer import replica_step, seeds
+from dtk.trainer.ranks import seeds
+from dtk.trainer.replica import replica_step
 
 # Steps that compute at once draw their random numbers this far apart.
 RNG_STRIDE = 1 << 10

@@ -25,8 +25,8 @@ from dtk.parameter_server.contract import LoopTrainer
 from dtk.parameter_server.dispatch import Batch, Result, SliceTask, whole_batch
 from dtk.parameter_server.functional_step import trace_functional_step
 from dtk.parameter_server.training import Training
-from dtk.trainer import shared_optimizer
-from dtk.trainer.replica_step import metric_variables
+from dtk.trainer.gradients import shared_optimizer
+from dtk.trainer.replica.replica_step import metric_variables
 
 
 class Held(NamedTuple):

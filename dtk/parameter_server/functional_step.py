@@ -15,7 +15,9 @@ import tensorflow as tf
 
 from dtk.compat import keras_models, keras_steps, keras_variables, tf_tapes, tf_variables
 from dtk.parameter_server.recorded_updates import RecordedUpdates
-from dtk.trainer import replica_step, shared_optimizer, traced_step
+from dtk.trainer.gradients import shared_optimizer
+from dtk.trainer.replica import replica_step
+from dtk.trainer.tracing import traced_step
 
 
 class FunctionalStep(NamedTuple):

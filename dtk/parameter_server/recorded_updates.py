@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from dtk.compat import keras_variables
 from dtk.errors import NotDistributedError
-from dtk.trainer.traced_step import Applied
+from dtk.trainer.tracing.traced_step import Applied
 
 
 class RecordedUpdates:

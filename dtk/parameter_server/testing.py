@@ -20,7 +20,7 @@ from dtk.parameter_server.contract import LoopTrainer
 from dtk.parameter_server.dispatch import Batch, Loop, Result, SliceTask, whole_batch
 from dtk.parameter_server.functional_step import FunctionalStep, trace_functional_step
 from dtk.parameter_server.scheduler import Piece, Schedule
-from dtk.trainer import replica_step
+from dtk.trainer.replica import replica_step
 
 
 class Counting(Loop):

@@ -26,8 +26,8 @@ from dtk.parameter_server.dispatch import Result, SliceTask, whole_batch
 from dtk.parameter_server.functional_step import FunctionalStep, trace_functional_step
 from dtk.parameter_server.scheduler import Schedule
 from dtk.parameter_server.testing import Counting
-from dtk.trainer import partitioned_variables, shared_optimizer
-from dtk.trainer.traced_step import Applied
+from dtk.trainer.gradients import partitioned_variables, shared_optimizer
+from dtk.trainer.tracing.traced_step import Applied
 
 
 class Training(Counting):

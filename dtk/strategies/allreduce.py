@@ -16,7 +16,7 @@ from dtk.exchange.base import Exchange
 from dtk.parameter_server.consistency_models import check_no_exchange
 from dtk.strategies import devices, start
 from dtk.strategies.base import DtkStrategy
-from dtk.trainer.self_test import is_wanted
+from dtk.trainer.replica.self_test import is_wanted
 
 
 class AllReduceStrategy(DtkStrategy):

@@ -17,7 +17,7 @@ from dtk.errors import at_rank
 from dtk.strategies.base import DtkStrategy
 from dtk.strategies.devices import set_memory_growth
 from dtk.trainer import model_scope
-from dtk.trainer.self_test import is_wanted
+from dtk.trainer.replica.self_test import is_wanted
 
 
 class MirroredStrategy(DtkStrategy):

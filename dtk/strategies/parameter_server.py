@@ -29,9 +29,9 @@ from dtk.parameter_server import (
 from dtk.strategies import devices, start
 from dtk.strategies.base import DtkStrategy
 from dtk.strategies.cluster_resolver import JobResolver
-from dtk.trainer import self_test as self_testing
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.model_scope import trainer_of
+from dtk.trainer.replica import self_test as self_testing
 
 
 class ParameterServerStrategy(DtkStrategy, tf_servers.ServerStrategy):

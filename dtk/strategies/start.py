@@ -16,7 +16,7 @@ from dtk.communicators.base import Communicator
 from dtk.communicators.calibration import calibrate
 from dtk.compat import tf_replicas
 from dtk.strategies import devices
-from dtk.trainer import rank_checks
+from dtk.trainer.ranks import rank_checks
 from dtk.version import __version__
 
 

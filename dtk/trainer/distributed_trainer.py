@@ -20,24 +20,13 @@ import tensorflow as tf
 
 from dtk.compat import keras_data, keras_models, keras_steps
 from dtk.input import digests, slicing
-from dtk.trainer import (
-    epoch_data,
-    feed,
-    fit_calls,
-    jit,
-    local_steps,
-    predicting,
-    rank_checks,
-    replica_step,
-    self_test,
-    shared_optimizer,
-    shared_weights,
-    sync_batch_norm,
-    traced_step,
-    trial,
-)
+from dtk.trainer import epoch_data, feed, fit_calls, jit
 from dtk.trainer.contract import StrategyT
+from dtk.trainer.gradients import local_steps, shared_optimizer
 from dtk.trainer.model_state import ModelState
+from dtk.trainer.ranks import rank_checks, shared_weights
+from dtk.trainer.replica import predicting, replica_step, self_test, trial
+from dtk.trainer.tracing import sync_batch_norm, traced_step
 
 
 class DistributedTrainer(ModelState, Generic[StrategyT]):

@@ -12,8 +12,8 @@ from typing import Any
 
 import keras
 
-from dtk.trainer import rank_callbacks, rank_checks, shared_weights
 from dtk.trainer.contract import Strategy, Trainer
+from dtk.trainer.ranks import rank_callbacks, rank_checks, shared_weights
 
 # Keras's own callbacks that write files or talk to a server: once per job, not once per rank.
 WRITERS = (

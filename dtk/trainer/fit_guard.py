@@ -23,15 +23,9 @@ import tensorflow as tf
 
 from dtk.compat import keras_models, trainer_calls
 from dtk.errors import NotDistributedError, at_rank
-from dtk.trainer import (
-    distributed_trainer,
-    fit_calls,
-    model_scope,
-    saving,
-    self_test,
-    undistributed_jobs,
-)
+from dtk.trainer import distributed_trainer, fit_calls, model_scope, saving, undistributed_jobs
 from dtk.trainer.contract import Strategy
+from dtk.trainer.replica import self_test
 
 # In a thread: models trained in others are not concerned.
 _alone = threading.local()

@@ -15,12 +15,10 @@ import tensorflow as tf
 
 from dtk.compat import keras_models
 from dtk.errors import NotDistributedError, at_rank
-from dtk.trainer import (
-    traced_step,
-)
 from dtk.trainer.contract import Strategy
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.jit import refuse_jit
+from dtk.trainer.tracing import traced_step
 
 
 class ModelStrategy(Strategy, Protocol):

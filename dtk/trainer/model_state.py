@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 
 from dtk.compat import keras_models
-from dtk.trainer import shared_optimizer
+from dtk.trainer.gradients import shared_optimizer
 
 
 class ModelState:

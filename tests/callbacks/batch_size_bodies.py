@@ -99,7 +99,7 @@ def growing_refused():
 
 def all_state(model):
     """Everything a step may change, as this process holds it, bit for bit."""
-    from dtk.trainer import snapshot
+    from dtk.trainer.replica import snapshot
 
     kept = snapshot.Snapshot(snapshot.changed_by_training(model))._kept
     numpy_state = np.random.get_state(legacy=False)["state"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dtk.compat import keras_data
-from dtk.trainer import shared_optimizer
+from dtk.trainer.gradients import shared_optimizer
 
 
 def array_adapter():

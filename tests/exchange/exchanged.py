@@ -303,7 +303,7 @@ def own_logs(value):
 def tried(value):
     """What is remembered before some training, after it, and after taking it back."""
     from dtk.trainer.model_scope import trainer_of
-    from dtk.trainer.snapshot import Snapshot, changed_by_training
+    from dtk.trainer.replica.snapshot import Snapshot, changed_by_training
 
     def remembered():
         return {name: item["value"] for name, item in state().items()}

@@ -46,7 +46,7 @@ def order_of_rows(seed, devices=0):
 
 def differing(model):
     """Indices of the variables that are not the same on all ranks."""
-    from dtk.trainer import shared_weights
+    from dtk.trainer.ranks import shared_weights
 
     trainer = trainer_of(model)
     return shared_weights.differing(trainer.shared_variables(), trainer.strategy)

@@ -68,7 +68,7 @@ def trained(name, tested=True, devices=0, plain=False):
 def changed_nothing():
     """Whether weights, optimizer, metrics and seeds are as before a self-test."""
     from dtk.input import digests
-    from dtk.trainer import self_test, snapshot
+    from dtk.trainer.replica import self_test, snapshot
 
     strategy = bodies.strategy()
     x, y = cases.rows(16)

@@ -7,7 +7,7 @@ import doctest
 import keras
 import numpy as np
 
-from dtk.trainer import snapshot
+from dtk.trainer.replica import snapshot
 
 
 def test_nan_and_negative_zero_come_back():

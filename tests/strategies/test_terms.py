@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtk.trainer import loss_terms, self_test, trial
+from dtk.trainer.replica import self_test, trial
+from dtk.trainer.tracing import loss_terms
 
 ROWS = np.array([[1.0, 2.0], [3.0, -1.0], [0.5, 4.0], [2.0, 2.0], [-3.0, 1.0]], "float32")
 

@@ -9,9 +9,9 @@ import numpy as np
 import tensorflow as tf
 
 from dtk.strategies.base import DtkStrategy
-from dtk.trainer import shared_optimizer
 from dtk.trainer.distributed_trainer import DistributedTrainer
-from dtk.trainer.replica_step import metric_variables
+from dtk.trainer.gradients import shared_optimizer
+from dtk.trainer.replica.replica_step import metric_variables
 
 
 def describe(trainer: DistributedTrainer) -> list[list]:

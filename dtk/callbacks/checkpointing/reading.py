@@ -21,9 +21,9 @@ from dtk.callbacks.checkpointing.model_state import (
 )
 from dtk.compat import tf_replicas
 from dtk.parameter_server import evaluator
-from dtk.trainer import seeds, shared_weights
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.model_scope import trainer_of
+from dtk.trainer.ranks import seeds, shared_weights
 
 
 class CheckpointReader:

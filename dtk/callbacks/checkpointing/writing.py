@@ -19,7 +19,7 @@ from dtk.callbacks.checkpointing.model_state import (
 )
 from dtk.compat import tf_replicas
 from dtk.trainer.distributed_trainer import DistributedTrainer
-from dtk.trainer.replica_step import metric_variables
+from dtk.trainer.replica.replica_step import metric_variables
 
 _FORMAT = 1
 

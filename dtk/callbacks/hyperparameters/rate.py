@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from dtk.optimizers import LARS
-from dtk.trainer import shared_optimizer
+from dtk.trainer.gradients import shared_optimizer
 
 
 @keras.saving.register_keras_serializable(package="dtk")

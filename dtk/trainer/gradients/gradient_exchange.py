@@ -15,8 +15,8 @@ from dtk.exchange import Auto, Dense
 from dtk.exchange.base import Exchange, Exchanger, Portion, Trained
 from dtk.exchange.factors import Factored, factored
 from dtk.exchange.state import ExchangeState
-from dtk.trainer import traced_step
 from dtk.trainer.contract import Strategy
+from dtk.trainer.tracing import traced_step
 
 
 class GradientExchange:

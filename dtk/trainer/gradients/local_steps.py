@@ -6,7 +6,8 @@ import keras
 import tensorflow as tf
 
 from dtk.compat import keras_models, tf_replicas
-from dtk.trainer import shared_optimizer, traced_step
+from dtk.trainer.gradients import shared_optimizer
+from dtk.trainer.tracing import traced_step
 
 
 def weights_are_equal(model: keras.Model) -> tf.Tensor | None:

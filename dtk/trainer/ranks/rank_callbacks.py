@@ -14,10 +14,14 @@ import keras
 import tensorflow as tf
 
 from dtk.trainer.contract import Trainer
-from dtk.trainer.exchange_selection import ExchangeSelection
-from dtk.trainer.rank_checks import check_same_run
-from dtk.trainer.seeds import spread_seeds
-from dtk.trainer.shared_weights import check_same_weights, start_from, start_from_epoch_of_rank_0
+from dtk.trainer.gradients.exchange_selection import ExchangeSelection
+from dtk.trainer.ranks.rank_checks import check_same_run
+from dtk.trainer.ranks.seeds import spread_seeds
+from dtk.trainer.ranks.shared_weights import (
+    check_same_weights,
+    start_from,
+    start_from_epoch_of_rank_0,
+)
 
 # The callback.
 

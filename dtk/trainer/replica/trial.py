@@ -22,10 +22,11 @@ from dtk.compat import (
     tf_variables,
 )
 from dtk.input import slicing
-from dtk.trainer import replica_step, sync_batch_norm, traced_step
 from dtk.trainer.contract import StrategyT, Trainer
-from dtk.trainer.loss_terms import Term
-from dtk.trainer.snapshot import Snapshot, changed_by_training
+from dtk.trainer.replica import replica_step
+from dtk.trainer.replica.snapshot import Snapshot, changed_by_training
+from dtk.trainer.tracing import sync_batch_norm, traced_step
+from dtk.trainer.tracing.loss_terms import Term
 
 # Rows of a replica; the first one takes one more, so that shares differ.
 _ROWS = 2

@@ -8,7 +8,8 @@ import keras
 import tensorflow as tf
 
 from dtk.compat import keras_variables, tf_variables
-from dtk.trainer import replica_step, shared_optimizer
+from dtk.trainer.gradients import shared_optimizer
+from dtk.trainer.replica import replica_step
 
 
 class Snapshot:

@@ -9,8 +9,9 @@ import keras
 import tensorflow as tf
 
 from dtk.input import slicing
-from dtk.trainer import epoch_data, replica_step
+from dtk.trainer import epoch_data
 from dtk.trainer.contract import Strategy
+from dtk.trainer.replica import replica_step
 
 
 def make_predict_function(model: keras.Model, strategy: Strategy) -> Callable[[list], Any]:

@@ -25,7 +25,7 @@ import keras
 import tensorflow as tf
 
 from dtk.compat import keras_models, keras_steps, keras_variables
-from dtk.trainer.loss_terms import Terms, depends_on_data
+from dtk.trainer.tracing.loss_terms import Terms, depends_on_data
 
 # What a step needs to know while Keras traces it; one per thread, because a mirrored strategy
 # traces its replicas in threads.

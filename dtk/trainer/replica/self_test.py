@@ -30,8 +30,8 @@ import numpy as np
 from dtk.cluster.variables import SELF_TEST
 from dtk.compat import keras_models
 from dtk.errors import NotDistributedError, at_rank
-from dtk.trainer.loss_terms import RATIO, SUM
-from dtk.trainer.trial import Outcome, Trial
+from dtk.trainer.replica.trial import Outcome, Trial
+from dtk.trainer.tracing.loss_terms import RATIO, SUM
 
 
 class Verdict(NamedTuple):

@@ -13,9 +13,9 @@ from dtk.communicators.measuring import measure
 from dtk.communicators.root import on_root
 from dtk.exchange.auto import CANDIDATES, Choice, Observed, choose, overheads_of
 from dtk.exchange.base import Exchange
-from dtk.trainer import shared_optimizer
 from dtk.trainer.contract import Trainer
-from dtk.trainer.gradient_exchange import GradientExchange
+from dtk.trainer.gradients import shared_optimizer
+from dtk.trainer.gradients.gradient_exchange import GradientExchange
 
 # Calls of the train function that are left out, being traced or following on what `fit` does once;
 # and how many tell.

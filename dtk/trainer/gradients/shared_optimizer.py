@@ -18,14 +18,15 @@ import tensorflow as tf
 
 from dtk.compat import keras_optimizers, tf_replicas
 from dtk.errors import at_rank
-from dtk.trainer import partitioned_variables, replaced_variables, traced_step
 from dtk.trainer.contract import Strategy
-from dtk.trainer.gradient_exchange import (
+from dtk.trainer.gradients import partitioned_variables, replaced_variables
+from dtk.trainer.gradients.gradient_exchange import (
     GradientExchange,
     check_exchange,
     make_gradient_exchange,
     shaped,
 )
+from dtk.trainer.tracing import traced_step
 
 
 def optimizers_of(model: keras.Model) -> list[keras.Optimizer]:

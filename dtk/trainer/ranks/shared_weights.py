@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from dtk.errors import DisagreementError, at_rank
 from dtk.trainer.contract import Strategy, Trainer
-from dtk.trainer.rank_checks import _shapes, compare, number_of, numbers_of_all, same_number
-from dtk.trainer.seeds import spread_seeds
+from dtk.trainer.ranks.rank_checks import _shapes, compare, number_of, numbers_of_all, same_number
+from dtk.trainer.ranks.seeds import spread_seeds
 
 _SAME_UPDATES = (
     "every rank must change weights in the same way: through an optimizer that is an attribute of "

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from dtk.trainer import traced_step
+from dtk.trainer.tracing import traced_step
 
 
 def of_all_replicas(

@@ -19,8 +19,9 @@ import tensorflow as tf
 from dtk.compat import keras_models, tf_replicas
 from dtk.errors import NotDistributedError, at_rank
 from dtk.input import slicing
-from dtk.trainer import local_steps, shared_optimizer, traced_step
 from dtk.trainer.contract import Strategy
+from dtk.trainer.gradients import local_steps, shared_optimizer
+from dtk.trainer.tracing import traced_step
 
 
 def run_step(

@@ -1,0 +1,1 @@
+"""Gradients from a replica's tape through the exchange to the optimizer."""

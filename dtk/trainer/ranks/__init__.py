@@ -1,0 +1,1 @@
+"""What ranks must agree on: what they read, their weights and their seeds."""

@@ -1,0 +1,1 @@
+"""The step being traced: what its losses, metrics and moving statistics count."""
