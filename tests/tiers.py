@@ -16,9 +16,9 @@ FULL = (
     r"strategies/test_equivalence.py::test_n_workers_equal_one_process\[(collective|mirrored)-1",
     r"strategies/test_equivalence.py::test_n_workers_equal_one_process\[horovod-gloo-[13]",
     r"strategies/test_equivalence.py::test_n_workers_equal_one_process\[horovod-mpi-[13]",
-    r"strategies/test_equivalence.py::test_n_workers_equal_one_process\[horovod-gloo-2-(adam|ema)",
-    r"strategies/test_equivalence.py::test_n_workers_equal_one_process\[horovod-mpi-2-(adam|ema)",
-    r"strategies/test_equivalence.py::test_n_workers_equal_one_process\[collective-3-adam-",
+    r"strategies/test_equivalence.py::test_n_workers_equal\S+\[horovod-(gloo|mpi)-2-(adam|ema|sgd)",
+    r"strategies/test_equivalence.py::test_n_workers_equal_one_process\[collective-3-(adam-|loss)",
+    r"strategies/test_equivalence.py::test_n_workers_equal_one_process\[mirrored-2-(sgd|ema)",
     r"strategies/test_equivalence.py::test_n_workers_equal_one_process\[mirrored-3-\S+-clipvalue",
     r"strategies/test_equivalence.py::test_a_model_built_outside_the_scope\[horovod",
     r"strategies/test_cases.py::test_the_same_with_three_workers",
@@ -28,7 +28,11 @@ FULL = (
     r"communicators/test_contract.py::\S+\[horovod-mpi-1",
     r"communicators/test_contract.py::test_collective\[collective-2",
     r"communicators/test_contract.py::test_collective\[horovod-mpi-3-\S+-eager",
-    r"communicators/test_measuring_once.py::test_a_damaged_file_is_measured_anew\[[^]]*-[1-9]\]",
+    r"communicators/test_contract.py::test_collective\[collective-3-\S+-eager",
+    r"communicators/test_contract.py::(test_behaviour|test_split\w*|test_send\w*)\[horovod-mpi-3",
+    r"communicators/test_measuring_once.py::test_a_damaged_file_is_measured\S+\[collective-2-[{[].",
+    r"strategies/test_promises.py::\S*(horovod|collective-3)",
+    r"strategies/test_moments.py::\S*collective-3",
     # the same scripts, of which the others are shorter; Horovod is run as a command besides
     r"published/test_published.py::test_two_processes_end_as_one\[horovod-mpi-2-(vae|horovod)",
     r"published/test_published.py::test_two_processes_end_as_one\[collective-2-("
@@ -36,18 +40,27 @@ FULL = (
     r"|custom_step_sample_weight|custom_test_step|custom_training_checkpoint"
     r"|endpoint_layer_subclassed|horovod_tf2_keras_mnist|knowledge_distillation"
     r"|parameter_server_|py_dataset|save_and_load|siamese_network|subclassing_vae"
-    r"|text_transformer|vq_vae)",
+    r"|text_transformer|vq_vae|custom_training|custom_step_gan|endpoint_layer|horovod|sparse"
+    r"|one_row|multi_worker|fit_with)",
     r"published/test_published.py::test_what_is_not_made_of_rows_\S+\[collective-2-(image|simclr)",
     r"published/test_published.py::test_parameter_servers_end_as_one\[served-2-(activity|custom"
-    r"|endpoint|fit_with|save_and|siamese_network|subclassing|vae)",
+    r"|endpoint|fit_with|save_and|siamese|subclassing|vae)",
     r"published/test_published.py::test_as_a_command\[vae",
     # a step behind servers is the same step: what concerns rows, and what servers hold
     r"strategies/test_parameter_server.py::test_features_of_fit\[(class weights|compiled twice"
     r"|curves|datasets|endless|generators|lists|metrics|own train step-|py datasets|saved|schedules"
-    r"|several|strings|subclassed|two models|model and)",
+    r"|several|strings|subclassed|two models|model and|accumulation|averages|masked|own train"
+    r"|ragged|sample weights|steps per|summed|variables)",
     r"strategies/test_parameter_server.py::test_synchronous_steps_equal_one_process\[served-[13]",
     r"strategies/test_parameter_server.py::test_synchronous_\S+\[served-2-(adamw|loss|sgd)",
-    r"strategies/test_parameter_server.py::test_accuracy_on_the_digits\[(sync|Bounded)",
+    r"strategies/test_parameter_server.py::test_accuracy_on_the_digits",
+    r"strategies/test_parameter_server.py::test_synchronous_\S+\[served-2-ema",
+    r"strategies/test_parameter_server.py::test_backups_and_serial_\S+\[Bounded",
+    r"strategies/test_parameter_server.py::test_tables\[(sync-1|Bounded\S+ \S+-2)",
+    r"strategies/test_served_features.py::test_(every_gradient|pushing)\S+\[.*(Bounded|fetch_every=2)",
+    r"strategies/test_served_features.py::test_no_slot_loses_an_update\[served-2-(mom|aver)",
+    r"strategies/test_served_features.py::test_callbacks\[served-2-(broad|rate)",
+    r"strategies/test_served_steps.py::test_workers_that_reduce\S+-True",
     r"strategies/test_lost_tasks.py::test_a_killed_worker_\S+\[(plain|downpour)",
     r"strategies/test_lost_tasks.py::test_a_killed_server_ends_the_job_clearly",
     r"strategies/test_proximal.py::test_a_killed_worker_changes_nothing",
@@ -63,29 +76,34 @@ FULL = (
     r"callbacks/test_sample_rate.py::test_a_resumed_run_ends\S+\[[^]]*epochs",
     # lossy exchanges: their equations are tested by themselves
     r"exchange/test_exchange.py::test_accuracy_on_the_digits",
-    r"exchange/test_exchange.py::test_training_is_close_to_one_process\[collective-2-(8bit|bf16|16bit"
-    r"|WarmStart\(exchange=Block|Dense)",
-    r"exchange/test_exchange.py::test_features_of_fit_with_a_lossy\S+\[collective-2-(two|eager|spar)",
+    r"exchange/test_exchange.py::test_training_is_close_to_one_process\[collective-2-(8bit|bf16"
+    r"|16bit|WarmStart\(exchange=(Block|Delay)|Dense)",
+    r"exchange/test_exchange.py::test_features_of_fit_with\S+\[collective-2-(two|eager|spar)",
     r"exchange/test_exchange.py::test_ranks_hold_the_same_bits_after_500_steps",
-    r"exchange/test_exchange.py::test_bytes_of_a_step_are_counted\[horovod",
-    r"exchange/test_exchange.py::test_gradients_are_quantised_twice\S+\[collective-2",
+    r"exchange/test_exchange.py::test_bytes_of_a_step_are_counted",
+    r"exchange/test_exchange.py::test_gradients_are_quantised_twice\S+\[collective-(2|3-4|3-11)",
     r"exchange/test_exchange.py::test_block_momentum_trains\S+\[collective-3",
     r"exchange/test_factors.py::test_few_rows_send_factors\S+\[horovod",
     r"exchange/test_codec.py::test_error_feedback_makes_up\S+\[([3579]|1[0135])",
     r"optimizers/test_workers.py::test_two_workers_equal_one_process\[collective",
     # whole commands: one of each
     r"cli/test_bench_hosts.py",
-    r"cli/test_bench.py::test_(a_peer_that_cannot|the_rest_goes_on)",
+    r"cli/test_bench.py::test_(every_turn|the_tables|the_command|bytes_are|a_block|what_is_saved"
+    r"|the_setting|a_peer_that_cannot|the_rest_goes_on)",
+    r"cli/test_check.py::test_a_script_that_trains_nothing",
     r"launch/test_ssh.py::test_parameter_servers_on_two_hosts",
-    r"test_world.py::test_a_failure_ends_every_process\[[^]]*(dies|late|exit)",
+    r"test_world.py::test_a_failure_ends_every_process\[collective-2-(sleep|die)",
+    r"callbacks/test_batch_norm_statistics.py::test_(synchronized|two_ranks\[collective-2-dataset)",
+    r"callbacks/test_cross_validation.py::test_two_ranks\[collective-2-dataset",
+    r"callbacks/test_auto_batch_size.py::test_trials_in_vain\S*\[",
     r"test_benchmarks.py::test_(costs_prints|network_keeps|plan_compares|startup_prints)",
     r"test_examples.py::test_(the_showcase|parameter_servers\[sync|a_large_table|cifar10_on"
     r"|block_updates|horovod_under)",
 )
 # Whole commands, which `make test-fast` leaves out as it does worlds of several processes.
 COMMANDS = re.compile(
-    r"cli/test_(bench|check|run|doctor|install)|launch/|published/|documents/test_blocks|test_examples"
-    r"|test_benchmarks|strategies/test_(lost_tasks|evaluator|proximal|resolver|devices)"
+    r"cli/test_(bench|check|run|doctor|install)|launch/|published/|documents/test_blocks"
+    r"|test_examples|test_benchmarks|strategies/test_(lost_tasks|evaluator|proximal|resolver|devices)"
     r"|test_quiet|test_makefile|test_import_time|test_horovod_wrapper|cluster/test_(detect|slurm)"
 )
 _FULL = re.compile("|".join(FULL))

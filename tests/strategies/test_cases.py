@@ -54,6 +54,18 @@ BY_WORKERS = [
 ]
 
 
+# Of these, what goes another way between processes than between the devices of one.
+BY_RANKS = [
+    "eager steps",
+    "evaluate and predict odd rows",
+    "fewer rows than workers",
+    "gathered rows",
+    "outputs with a tail of one",
+    "own train step that logs numbers",
+    "ragged inputs and outputs",
+    "single batches",
+    "steps per execution",
+]
 FULL = [pytest.mark.full]
 
 
