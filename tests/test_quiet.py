@@ -271,12 +271,12 @@ def test_a_real_start_prints_nothing_of_its_own(tmp_path, strategy):
 def test_importing_dtk_changes_nothing_in_a_process_of_the_users_own():
     """Breaks as imports, output or garbage collection that behave otherwise beside dtk."""
     code = """
-        import atexit, gc, os, signal, sys, threading
+        import gc, os, signal, sys, threading
         def state():
             return (
                 [*sys.meta_path], [*sys.path_hooks], gc.isenabled(), gc.get_freeze_count(),
                 os.fstat(2), threading.active_count(), signal.getsignal(signal.SIGTERM),
-                sys.excepthook, atexit._ncallbacks(),
+                sys.excepthook,
             )
         before, variables = state(), dict(os.environ)
         import dtk

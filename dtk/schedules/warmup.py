@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import keras
-import tensorflow as tf
 from keras import ops
+
+if TYPE_CHECKING:
+    import tensorflow as tf
 
 # What a rate is multiplied with, from the first factor and how much of the warm-up is over, 0 to 1.
 SHAPES: dict[str, Callable[[float, tf.Tensor], tf.Tensor | float]] = {

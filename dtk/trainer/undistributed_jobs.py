@@ -1,8 +1,8 @@
-"""Jobs whose processes each train alone: training is refused, or a warning printed.
+"""Notice a job whose processes each train by themselves.
 
 Started under `mpirun -np 4`, a script that makes no strategy trains four times and reports success
-four times. Training before a strategy is made is refused; a script that does not train gets a
-warning when its process ends.
+four times. Under `dtk run`, training before a strategy is made is refused; elsewhere, and where a
+script does not train, every process says so when it ends.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from dtk.cluster.detect import detect
-from dtk.errors import ClusterError, NotDistributedError, at_rank
+from dtk.errors import NotDistributedError, at_rank
 
 if TYPE_CHECKING:
     import keras
@@ -25,11 +25,8 @@ _decided = threading.Event()
 
 
 def watch() -> None:
-    """Warn at exit of a job of several processes unless `made_strategy` is called before."""
-    # What is wrong with the variables of a job says who asks for its strategy.
-    with contextlib.suppress(ClusterError):
-        if _trains_with_others():
-            atexit.register(_warn)
+    """Warn at the end of a job of several processes unless `made_strategy` is called before."""
+    atexit.register(_warn)
 
 
 def made_strategy() -> None:
