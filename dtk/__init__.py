@@ -7,8 +7,8 @@
 
 Importing dtk costs next to nothing; TensorFlow is loaded when the first part that needs it is used.
 It changes nothing in a process but defaults of environment variables, and warns at the end of a job
-of several processes that made no strategy. In processes that `dtk run` has started it also hastens and hushes the imports of TensorFlow and Keras, and refuses to train
-before a strategy is made.
+of several processes that made no strategy. In processes that `dtk run` has started it also hastens
+and hushes the imports of TensorFlow and Keras, and refuses to train before a strategy is made.
 """
 
 from __future__ import annotations
