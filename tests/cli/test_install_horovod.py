@@ -188,13 +188,13 @@ def test_broken_tensorflow(fake):
 
 
 def test_old_python(monkeypatch):
-    monkeypatch.setattr(builder, "MIN_PYTHON", (99, 0))
+    monkeypatch.setattr(requirements, "MIN_PYTHON", (99, 0))
     with pytest.raises(HorovodBuildError, match="too old: dtk needs 3.11"):
         requirements.check_python()
 
 
 def test_python_without_pip(monkeypatch):
-    monkeypatch.setattr(builder, "PIP", (sys.executable, "-m", "no_such_pip"))
+    monkeypatch.setattr(requirements, "PIP", (sys.executable, "-m", "no_such_pip"))
     with pytest.raises(HorovodBuildError, match="has no pip.*-m ensurepip"):
         requirements.check_python()
 
