@@ -98,7 +98,8 @@ FULL = (
     r"callbacks/test_auto_batch_size.py::test_trials_in_vain\S*\[",
     r"test_benchmarks.py::test_(costs_prints|network_keeps|plan_compares|startup_prints)",
     r"test_examples.py::test_(the_showcase|parameter_servers\[sync|a_large_table|cifar10_on"
-    r"|block_updates|horovod_under)",
+    r"|block_updates|horovod_under|a_custom_loop|the_demo\[1)",
+    r"test_horovod_wrapper.py",
 )
 # Whole commands, which `make test-fast` leaves out as it does worlds of several processes.
 COMMANDS = re.compile(

@@ -66,7 +66,6 @@ BY_RANKS = [
     "single batches",
     "steps per execution",
 ]
-FULL = [pytest.mark.full]
 
 
 @pytest.mark.parametrize(
@@ -74,9 +73,7 @@ FULL = [pytest.mark.full]
     [
         *(("mirrored", 2, name) for name in cases.CASES),
         *(
-            pytest.param(
-                "collective", 2, name, marks=() if name in BY_WORKERS else pytest.mark.full
-            )
+            pytest.param("collective", 2, name, marks=() if name in BY_RANKS else pytest.mark.full)
             for name in cases.CASES
         ),
     ],
