@@ -17,6 +17,8 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter as DataAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter as TFDatasetAdapter
 
+from dtk.compat.replacing import replaced
+
 # The data adapter and the epoch iterator, which give `fit` its batches.
 
 
@@ -39,6 +41,27 @@ def shuffles(adapter: ArrayDataAdapter) -> bool | str | None:
         adapter: The adapter.
     """
     return adapter._shuffle
+
+
+def shuffled_from(adapter: ArrayDataAdapter, seed: tf.Variable) -> tf.data.Dataset:
+    """Make the pipeline of an adapter of arrays, in an order that a variable says.
+
+    Keras's own draws the order from TensorFlow's global seed as it was when the pipeline was made.
+
+    Args:
+        adapter: The adapter; one that shuffles.
+        seed: int64 scalar; read whenever the pipeline is opened.
+
+    Returns:
+        Dataset of global batches.
+    """
+
+    def shuffle(rows: tf.Tensor) -> tf.Tensor:
+        # Keras shuffles row numbers, which begin with another one in each batch.
+        return tf.random.experimental.stateless_shuffle(rows, tf.stack([seed, rows[0]]))
+
+    with replaced(tf.random, shuffle=shuffle):
+        return adapter.get_tf_dataset()
 
 
 def dataset_of(iterator: TFEpochIterator) -> tf.data.Dataset:

@@ -167,6 +167,18 @@ def build_through(model: keras.Model, build: Callable) -> None:
     model._maybe_symbolic_build = build
 
 
+def is_built(model: keras.Model) -> bool:
+    """Return whether `build_from` would find nothing to build.
+
+    Args:
+        model: A compiled model.
+    """
+    compiled = (model._compile_metrics, model._compile_loss, model.optimizer)
+    return all(part is None or part.built for part in compiled) and all(
+        layer.built for layer in model._flatten_layers()
+    )
+
+
 def build_from(model: keras.Model, data_batch: Any) -> None:
     """Build a model, its metrics and its optimizer from a batch or the specification of one.
 

@@ -9,7 +9,9 @@ Muon        _should_use_adamw
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -49,6 +51,99 @@ def clip_through(optimizer: keras.Optimizer, around: Callable) -> None:
     """
     clip = optimizer._clip_gradients
     optimizer._clip_gradients = lambda gradients: around(gradients, clip)
+
+
+def apply_through(
+    optimizer: keras.Optimizer, around: Callable[[list, Sequence | None, Callable], Any]
+) -> Callable[[Sequence, Sequence | None], Any]:
+    """Make an optimizer call `around(gradients, variables, apply)` where it is asked to `apply`.
+
+    Args:
+        optimizer: The optimizer.
+        around: Gets gradients, the variables they are for (None is all), and the optimizer's own.
+
+    Returns:
+        The optimizer's own `apply`.
+    """
+    apply = optimizer.apply
+
+    @tf.autograph.experimental.do_not_convert
+    @functools.wraps(apply)
+    def applied(grads: Sequence, trainable_variables: Sequence | None = None) -> Any:
+        return around(list(grads), trainable_variables, apply)
+
+    optimizer.apply = applied
+    return apply
+
+
+def scale_loss_through(optimizer: keras.Optimizer, change: Callable[[Any], Any]) -> None:
+    """Make an optimizer change losses before it scales them.
+
+    Args:
+        optimizer: The optimizer.
+        change: Gets a loss and returns it changed.
+    """
+    scale_loss = optimizer.scale_loss
+
+    @functools.wraps(scale_loss)
+    def changed(loss: Any) -> Any:
+        return scale_loss(change(loss))
+
+    optimizer.scale_loss = changed
+
+
+def finite_through(
+    optimizer: keras.optimizers.LossScaleOptimizer, change: Callable[[tf.Tensor], tf.Tensor]
+) -> None:
+    """Make an optimizer that scales losses decide differently whether gradients are finite.
+
+    Args:
+        optimizer: The optimizer.
+        change: Gets what the optimizer found, a bool scalar, and returns what holds.
+    """
+    check_finite = optimizer.check_finite
+    optimizer.check_finite = lambda grads: change(check_finite(grads))
+
+
+def build_through(
+    optimizer: keras.Optimizer,
+    expand: Callable[[Sequence], list],
+    built: Callable[[Sequence], None],
+) -> None:
+    """Make an optimizer hold other variables than those it is built for.
+
+    Args:
+        optimizer: The optimizer, not built yet.
+        expand: Variables -> those that stand for them, in order.
+        built: Called with the variables once it has been built for them.
+    """
+    build, finalize = optimizer.build, optimizer.finalize_variable_values
+
+    def build_expanded(variables: Sequence) -> None:
+        build(expand(variables))
+        built(variables)
+
+    optimizer.build = build_expanded
+    optimizer.finalize_variable_values = lambda variables: finalize(expand(variables))
+
+
+def note_of(optimizer: keras.Optimizer) -> Any:
+    """Return what `set_note` has left on an optimizer; None if nothing.
+
+    Args:
+        optimizer: The optimizer.
+    """
+    return getattr(optimizer, "_dtk_note", None)
+
+
+def set_note(optimizer: keras.Optimizer, note: object) -> None:
+    """Leave a note on an optimizer, which lives as long as it does.
+
+    Args:
+        optimizer: The optimizer.
+        note: Any object.
+    """
+    optimizer._dtk_note = note
 
 
 def trained_variables(optimizer: keras.Optimizer) -> list[keras.Variable]:

@@ -24,6 +24,19 @@ def stored(variable: keras.Variable) -> tf.Variable:
     return variable._value
 
 
+def is_alone(variable: keras.Variable) -> bool:
+    """Return whether a variable that replicas sum when they read it was created outside a scope.
+
+    Args:
+        variable: The Keras variable.
+    """
+    return (
+        variable.synchronization == "on_read"
+        and variable._value is not None
+        and not tf_variables.is_distributed(variable._value)
+    )
+
+
 def move_variable(variable: keras.Variable) -> None:
     """Give a Keras variable new storage, made in the current scope, with the value it has.
 

@@ -204,14 +204,20 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
         del options
         if self._communicator.size == 1:
             return in_time(dataset)
+        slicing.check_rows(dataset.element_spec)
         ranks, size = (self._communicator.rank,), self._communicator.size
-        if self._observe is not None:
+
+        def with_digests() -> tf.data.Dataset:
             cut_one = digests.with_digest(lambda batch: slicing.cut_exactly(batch, ranks, size)[0])
-            local = read_ahead(slicing.mapped(dataset.enumerate(), cut_one))
-            return PerRankDataset(local, whole=dataset, on_read=self._observe)
-        cut = slicing.cut_dataset_exactly(dataset, ranks, self._communicator.size)
-        only = tf.autograph.experimental.do_not_convert(lambda *parts: parts[0])
-        return PerRankDataset(read_ahead(cut.map(only)), whole=dataset)
+            return read_ahead(slicing.mapped(dataset.enumerate(), cut_one))
+
+        def cut() -> tf.data.Dataset:
+            only = tf.autograph.experimental.do_not_convert(lambda *parts: parts[0])
+            return read_ahead(slicing.cut_dataset_exactly(dataset, ranks, size).map(only))
+
+        if self._observe is not None:
+            return PerRankDataset(with_digests, whole=dataset, on_read=self._observe)
+        return PerRankDataset(cut, whole=dataset)
 
     @contextlib.contextmanager
     def observing_batches(self, observe: Callable[[tf.Tensor], None]) -> Iterator[None]:

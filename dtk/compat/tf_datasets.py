@@ -31,7 +31,8 @@ class PerRankDataset(input_lib.DistributedDataset):
     Keras recognises it by the name of its base class, of which nothing else is used.
 
     Args:
-        local: Dataset of this rank's rows (a tuple of parts if a process holds several replicas).
+        local: Dataset of this rank's rows (a tuple of parts if a process holds several replicas),
+            or a function that makes it, called where it is read: `fit` cuts `whole` in its own way.
         whole: The dataset of global batches it was cut from; None when every rank has a pipeline of
             its own and only the sum over ranks tells how many rows a global batch has.
         regrouped: Whether elements of `local` are tuples of parts, which a custom loop gets as
@@ -42,15 +43,22 @@ class PerRankDataset(input_lib.DistributedDataset):
 
     def __init__(
         self,
-        local: tf.data.Dataset,
+        local: tf.data.Dataset | Callable[[], tf.data.Dataset],
         whole: tf.data.Dataset | None,
         regrouped: bool = False,
         on_read: Callable[[tf.Tensor], None] | None = None,
     ):
-        self.local = local
+        self._local = local
         self.whole = whole
         self._regrouped = regrouped
         self._on_read = on_read
+
+    @property
+    def local(self) -> tf.data.Dataset:
+        """Dataset of this rank's rows."""
+        if not isinstance(self._local, tf.data.Dataset):
+            self._local = self._local()
+        return self._local
 
     @property
     def element_spec(self) -> tf.TypeSpec:
@@ -72,7 +80,7 @@ class PerRankDataset(input_lib.DistributedDataset):
             A dataset of the results.
         """
         whole = None if self.whole is None else self.whole.map(function)
-        return PerRankDataset(self.local.map(function), whole, self._regrouped)
+        return PerRankDataset(lambda: self.local.map(function), whole, self._regrouped)
 
     def prefetch(self, count: int) -> PerRankDataset:
         """Keep batches ready.
@@ -80,7 +88,7 @@ class PerRankDataset(input_lib.DistributedDataset):
         Args:
             count: How many.
         """
-        return PerRankDataset(self.local.prefetch(count), self.whole, self._regrouped)
+        return PerRankDataset(lambda: self.local.prefetch(count), self.whole, self._regrouped)
 
     def __len__(self) -> int:
         return len(self.local)

@@ -131,8 +131,12 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
         size = self._num_replicas_in_sync
         if size == 1:
             return in_time(dataset)
-        cut = slicing.cut_dataset_exactly(dataset, range(size), size)
-        return PerRankDataset(read_ahead(cut), whole=dataset, regrouped=True)
+        slicing.check_rows(dataset.element_spec)
+
+        def cut() -> tf.data.Dataset:
+            return read_ahead(slicing.cut_dataset_exactly(dataset, range(size), size))
+
+        return PerRankDataset(cut, whole=dataset, regrouped=True)
 
     def _distribute_datasets_from_function(
         self, dataset_fn: Callable, options: Any

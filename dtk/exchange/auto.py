@@ -21,7 +21,7 @@ import tensorflow as tf
 from dtk.communicators.base import Communicator
 from dtk.communicators.costs import Costs
 from dtk.communicators.null import NullCommunicator
-from dtk.exchange.base import Exchange, Exchanger, Trained
+from dtk.exchange.base import Exchange, ExchangeOp, Trained
 from dtk.exchange.dense import Dense
 from dtk.exchange.quantized import Quantized
 from dtk.exchange.state import ExchangeState
@@ -51,11 +51,11 @@ class Auto(Exchange):
         Auto()
     """
 
-    def exchanger(
+    def init(
         self, communicator: Communicator, state: ExchangeState, trained: Trained
-    ) -> Exchanger:
-        """See `Exchange.exchanger`."""
-        return Dense().exchanger(communicator, state, trained)
+    ) -> ExchangeOp:
+        """See `Exchange.init`."""
+        return Dense().init(communicator, state, trained)
 
 
 class Observed(NamedTuple):
@@ -194,11 +194,11 @@ def overheads_of(
 def _overhead(
     exchange: Exchange, gradients: list[tf.Tensor], silent: NullCommunicator, device: str
 ) -> Overhead:
-    exchanger = exchange.exchanger(silent, ExchangeState(silent, device), Trained())
+    op = exchange.init(silent, ExchangeState(silent, device), Trained())
 
     @tf.function(autograph=False, jit_compile=False)
     def reduce() -> list[tf.Tensor]:
-        return [tf.reduce_sum(tf.cast(g, tf.float32)) for g in exchanger.reduce(gradients)]
+        return [tf.reduce_sum(tf.cast(g, tf.float32)) for g in op.reduce(gradients)]
 
     def exchanged() -> None:
         for total in reduce():

@@ -1,16 +1,16 @@
 """The contract every exchange keeps: what is sent between workers, and when.
 
 An exchange is a value, such as `Quantized(bits=1)`. For each list of variables that is trained it
-makes an `Exchanger`, which holds what has to be remembered from step to step and puts the ops into
+makes an `ExchangeOp`, which holds what has to be remembered from step to step and puts the ops into
 a step:
 
-    this rank's part of the gradients  ->  exchanger  ->  their sum over all ranks  ->  optimizer
+    this rank's part of the gradients  ->  op  ->  their sum over all ranks  ->  optimizer
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import tensorflow as tf
@@ -34,16 +34,28 @@ class Trained(NamedTuple):
     momenta: Sequence[tf.Variable] = ()
 
 
-class Portion(NamedTuple):
+class BatchPart(NamedTuple):
     """This rank's part of a step's global batch.
 
     Attributes:
         rows: Rows of the global batch, int64 scalar.
-        share: This rank's part of them, float32 scalar; all ranks' add up to 1.
+        example_weight: This rank's part of them, float32 scalar; all ranks' add up to 1.
     """
 
     rows: tf.Tensor
-    share: tf.Tensor
+    example_weight: tf.Tensor
+
+
+class Update(NamedTuple):
+    """What an optimizer is to apply in a step.
+
+    Attributes:
+        gradients: In the order, shapes and dtypes of those that were given.
+        applied: Whether they are to be applied, bool scalar; None where they always are.
+    """
+
+    gradients: list[Gradient]
+    applied: tf.Tensor | None = None
 
 
 class Exchange(abc.ABC):
@@ -61,9 +73,9 @@ class Exchange(abc.ABC):
     remembers = False
 
     @abc.abstractmethod
-    def exchanger(
+    def init(
         self, communicator: Communicator, state: ExchangeState, trained: Trained
-    ) -> Exchanger:
+    ) -> ExchangeOp:
         """Make what exchanges one list of gradients.
 
         Args:
@@ -72,7 +84,7 @@ class Exchange(abc.ABC):
             trained: What the gradients are for.
 
         Returns:
-            An exchanger, the same kind on all ranks.
+            An op, the same kind on all ranks.
         """
 
     def check(self, communicator: Communicator) -> None:  # noqa: B027
@@ -86,7 +98,7 @@ class Exchange(abc.ABC):
         """
 
 
-class Exchanger(abc.ABC):
+class ExchangeOp(abc.ABC):
     """Exchanges one list of gradients; the same list, in the same order, at every step.
 
     Every rank calls it at every step. Sums are the same on all of them, bit for bit.
@@ -106,48 +118,42 @@ class Exchanger(abc.ABC):
         self.state = state
 
     @abc.abstractmethod
-    def reduce(self, gradients: list[Gradient], portion: Portion | None = None) -> list[Gradient]:
+    def reduce(self, gradients: list[Gradient], part: BatchPart | None = None) -> list[Gradient]:
         """Sum gradients over all ranks.
 
         Args:
             gradients: This rank's part of each, tensors or `tf.IndexedSlices`; or `Factored`, see
                 `factors`.
-            portion: This rank's part of the batch; None in a loop of the script's own.
+            part: This rank's part of the batch; None in a loop of the script's own.
 
         Returns:
             The sums, one for each gradient, in its shape and dtype.
         """
 
-    def apply(
-        self,
-        gradients: list[Gradient],
-        apply: Callable[[list[Gradient]], object],
-        portion: Portion | None = None,
-    ) -> object:
-        """Reduce, then apply: an order that an exchange may change.
+    def update(self, gradients: list[Gradient], part: BatchPart | None = None) -> Update:
+        """Turn this step's gradients into those that the optimizer is to apply now.
 
         Args:
             gradients: As in `reduce`.
-            apply: Called with the sums; takes a step of the optimizer.
-            portion: As in `reduce`.
+            part: As in `reduce`.
 
         Returns:
-            What `apply` returned, or a tensor that is there once it has run.
+            The sums, unless an exchange applies something else, or at times nothing.
         """
-        return apply(self.reduce(gradients, portion))
+        return Update(self.reduce(gradients, part))
 
-    def count(self, portion: Portion | None) -> None:  # noqa: B027
+    def count(self, part: BatchPart | None) -> None:  # noqa: B027
         """Note, after every step, of which batch it was.
 
         Args:
-            portion: This rank's part of the batch; None in a loop of the script's own.
+            part: This rank's part of the batch; None in a loop of the script's own.
         """
 
-    def count_exact(self, portion: Portion) -> None:  # noqa: B027
-        """Note a step whose gradients another exchanger has summed, in place of `count`.
+    def count_exact(self, part: BatchPart) -> None:  # noqa: B027
+        """Note a step whose gradients another op has summed, in place of `count`.
 
         Args:
-            portion: This rank's part of the batch.
+            part: This rank's part of the batch.
         """
 
     def together(self) -> tf.Tensor | None:
@@ -158,7 +164,7 @@ class Exchanger(abc.ABC):
         """
         return None
 
-    def share(self) -> tf.Tensor | None:
+    def averaging_weight(self) -> tf.Tensor | None:
         """Return what this rank counts in a mean over ranks that have just become equal.
 
         Returns:

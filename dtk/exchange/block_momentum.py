@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
-from dtk.exchange.local import LocalExchange, LocalExchanger
+from dtk.exchange.local import LocalExchange, LocalOp
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class BlockMomentum(LocalExchange):
         full = 1.0 - 1.0 / workers if self.momentum is None else self.momentum
         return full ** (rows / self.block_size)
 
-    def combine(self, block: LocalExchanger, start: Sequence[tf.Variable]) -> None:
+    def combine(self, block: LocalOp, start: Sequence[tf.Variable]) -> None:
         """Close a block: see the equations above.
 
         Args:
@@ -157,7 +157,7 @@ class ModelAveraging(LocalExchange):
         """See `LocalExchange.rows_in_block`."""
         return self.period * size
 
-    def combine(self, block: LocalExchanger, start: Sequence[tf.Variable]) -> None:
+    def combine(self, block: LocalOp, start: Sequence[tf.Variable]) -> None:
         """Close a block: see the equation above.
 
         Args:
@@ -166,8 +166,8 @@ class ModelAveraging(LocalExchange):
         """
         del start
         weights = block.trained.variables
-        share = block.share()
-        parts = [weight * tf.cast(share, weight.dtype) for weight in weights]
+        part = block.averaging_weight()
+        parts = [weight * tf.cast(part, weight.dtype) for weight in weights]
         for weight, mean in zip(weights, block.communicator.allreduce(parts), strict=True):
             weight.assign(mean)
 

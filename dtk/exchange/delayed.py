@@ -9,13 +9,12 @@ Source: ChainerMN's double buffering.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
-from dtk.exchange.base import Exchange, Exchanger, Gradient, Portion, Trained
+from dtk.exchange.base import BatchPart, Exchange, ExchangeOp, Gradient, Trained, Update
 from dtk.exchange.dense import Dense
 from dtk.exchange.quantized import Quantized
 from dtk.exchange.state import ExchangeState
@@ -50,55 +49,49 @@ class Delayed(Exchange):
                 "goes around it: WarmStart(Delayed(...), samples=...)"
             )
 
-    def exchanger(
+    def init(
         self, communicator: Communicator, state: ExchangeState, trained: Trained
-    ) -> Exchanger:
-        """See `Exchange.exchanger`."""
-        return DelayedExchanger(self.exchange.exchanger(communicator, state, trained))
+    ) -> ExchangeOp:
+        """See `Exchange.init`."""
+        return DelayedOp(self.exchange.init(communicator, state, trained))
 
 
-class DelayedExchanger(Exchanger):
+class DelayedOp(ExchangeOp):
     """Keeps gradients for one step.
 
     Args:
         inner: Sums them.
     """
 
-    def __init__(self, inner: Exchanger):
+    def __init__(self, inner: ExchangeOp):
         super().__init__(inner.communicator, inner.state)
         self._inner = inner
 
-    def reduce(self, gradients: list[Gradient], portion: Portion | None = None) -> list[Gradient]:
-        """Refuse: without `apply` the first step could not apply nothing.
+    def reduce(self, gradients: list[Gradient], part: BatchPart | None = None) -> list[Gradient]:
+        """Refuse: without `update` the first step could not apply nothing.
 
         Args:
             gradients: Not used.
-            portion: Not used.
+            part: Not used.
 
         Raises:
             ValueError: Always.
         """
-        del gradients, portion
+        del gradients, part
         raise ValueError(
             "Delayed does not go with gradient accumulation, whose windows sum several steps "
             "already; use one of the two"
         )
 
-    def apply(
-        self,
-        gradients: list[Gradient],
-        apply: Callable[[list[Gradient]], object],
-        portion: Portion | None = None,
-    ) -> tf.Tensor:
-        """Sum and apply the gradients of the last step, and keep these.
+    def update(self, gradients: list[Gradient], part: BatchPart | None = None) -> Update:
+        """Sum the gradients of the last step, and keep these.
 
         Args:
-            gradients: As in `Exchanger.reduce`, of static shapes.
-            apply: Called with the sums.
-            portion: Not used.
+            gradients: As in `ExchangeOp.reduce`, of static shapes.
+            part: Not used.
 
         Returns:
-            bool scalar: whether anything was applied.
+            The sums; not to be applied in the first step, which has none.
 
         Raises:
             ValueError: One of the gradients is `tf.IndexedSlices`.
@@ -114,13 +107,8 @@ class DelayedExchanger(Exchanger):
             for i, g in enumerate(gradients)
         ]
         reduced = self._inner.reduce([v.read_value() for v in kept])
-        go = started.read_value()
+        applied = started.read_value()
         for variable, gradient in zip(kept, gradients, strict=True):
             variable.assign(gradient)
         started.assign(True)
-
-        def applied() -> tf.Tensor:
-            apply(reduced)
-            return tf.constant(True)
-
-        return tf.cond(go, applied, lambda: tf.constant(False))
+        return Update(reduced, applied)

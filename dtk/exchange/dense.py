@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
-from dtk.exchange.base import Exchange, Exchanger, Gradient, Portion, Trained
+from dtk.exchange.base import BatchPart, Exchange, ExchangeOp, Gradient, Trained
 from dtk.exchange.factors import Factored, reduce_products
 from dtk.exchange.state import ExchangeState
 
@@ -56,14 +56,14 @@ class Dense(Exchange):
                 'sent; use exchange="fp16", or communicator="collective"'
             )
 
-    def exchanger(
+    def init(
         self, communicator: Communicator, state: ExchangeState, trained: Trained
-    ) -> Exchanger:
-        """See `Exchange.exchanger`."""
-        return DenseExchanger(communicator, state, self.dtype, self.factors)
+    ) -> ExchangeOp:
+        """See `Exchange.init`."""
+        return DenseOp(communicator, state, self.dtype, self.factors)
 
 
-class DenseExchanger(Exchanger):
+class DenseOp(ExchangeOp):
     """An all-reduce, or an all-gather of a gradient's factors where that is faster; see `factors`.
 
     Rows of tables (`tf.IndexedSlices`) and factors keep their dtype: they are few.
@@ -87,8 +87,8 @@ class DenseExchanger(Exchanger):
         # Every rank multiplies by itself: on unlike processors weights would part in the last bit.
         self.factors = factors and communicator.alike
 
-    def reduce(self, gradients: list[Gradient], portion: Portion | None = None) -> list[Gradient]:
-        """See `Exchanger.reduce`."""
+    def reduce(self, gradients: list[Gradient], part: BatchPart | None = None) -> list[Gradient]:
+        """See `ExchangeOp.reduce`."""
         # Those of the last layers are ready first, and leave while the others are computed.
         backwards = range(len(gradients))[::-1]
         products = [i for i in backwards if isinstance(gradients[i], Factored)]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
-from dtk.exchange.base import Exchange, Exchanger, Gradient, Portion, Trained
+from dtk.exchange.base import BatchPart, Exchange, ExchangeOp, Gradient, Trained, Update
 from dtk.exchange.state import ExchangeState
 
 
@@ -38,7 +38,7 @@ class LocalExchange(Exchange):
         """
 
     @abc.abstractmethod
-    def combine(self, block: LocalExchanger, start: Sequence[tf.Variable]) -> None:
+    def combine(self, block: LocalOp, start: Sequence[tf.Variable]) -> None:
         """Give all workers new weights, the same on all of them.
 
         Args:
@@ -46,15 +46,13 @@ class LocalExchange(Exchange):
             start: The weights it began with.
         """
 
-    def exchanger(
-        self, communicator: Communicator, state: ExchangeState, trained: Trained
-    ) -> LocalExchanger:
-        """See `Exchange.exchanger`."""
+    def init(self, communicator: Communicator, state: ExchangeState, trained: Trained) -> LocalOp:
+        """See `Exchange.init`."""
         rows = self.rows_in_block(communicator.size)
-        return LocalExchanger(communicator, state, trained, rows, self.combine)
+        return LocalOp(communicator, state, trained, rows, self.combine)
 
 
-class LocalExchanger(Exchanger):
+class LocalOp(ExchangeOp):
     """Counts rows, opens blocks and closes them.
 
     Args:
@@ -71,7 +69,7 @@ class LocalExchanger(Exchanger):
         state: ExchangeState,
         trained: Trained,
         rows: int,
-        combine: Callable[[LocalExchanger, Sequence[tf.Variable]], None],
+        combine: Callable[[LocalOp, Sequence[tf.Variable]], None],
     ):
         super().__init__(communicator, state)
         self.trained = trained
@@ -88,36 +86,31 @@ class LocalExchanger(Exchanger):
         """Rows of this worker in the open block."""
         return self.state.variable("own_rows", "sum", (), tf.float32)
 
-    def reduce(self, gradients: list[Gradient], portion: Portion | None = None) -> list[Gradient]:
+    def reduce(self, gradients: list[Gradient], part: BatchPart | None = None) -> list[Gradient]:
         """Return this worker's own estimate of the whole batch's gradients.
 
         Args:
-            gradients: As in `Exchanger.reduce`.
-            portion: This rank's part of the batch.
+            gradients: As in `ExchangeOp.reduce`.
+            part: This rank's part of the batch.
 
         Returns:
             Means over this worker's rows; zeros without any.
 
         Raises:
-            ValueError: `portion` is None.
+            ValueError: `part` is None.
         """
-        if portion is None:
+        if part is None:
             raise ValueError(
                 "this exchange counts the rows of global batches, which only fit and "
                 "train_on_batch know; in a loop of your own use Dense or Quantized"
             )
-        return [_divided(g, portion.share) for g in gradients]
+        return [_divided(g, part.example_weight) for g in gradients]
 
-    def apply(
-        self,
-        gradients: list[Gradient],
-        apply: Callable[[list[Gradient]], object],
-        portion: Portion | None = None,
-    ) -> object:
-        """See `Exchanger.apply`."""
-        own = self.reduce(gradients, portion)
+    def update(self, gradients: list[Gradient], part: BatchPart | None = None) -> Update:
+        """See `ExchangeOp.update`. A step that begins a block keeps the weights it begins with."""
+        own = self.reduce(gradients, part)
         self._open(self._start())
-        return apply(own)
+        return Update(own)
 
     def _start(self) -> list[tf.Variable]:
         # Not in checkpoints: a block is closed before one is written.
@@ -134,15 +127,15 @@ class LocalExchanger(Exchanger):
 
         tf.cond(tf.equal(self.rows, 0), keep, lambda: False)
 
-    def count(self, portion: Portion | None) -> None:
+    def count(self, part: BatchPart | None) -> None:
         """Count a step, and close the block when it is full.
 
         Args:
-            portion: This rank's part of the batch; never None.
+            part: This rank's part of the batch; never None.
         """
-        assert portion is not None
-        self.own_rows.assign_add(tf.cast(portion.rows, tf.float32) * portion.share)
-        rows = self.rows.assign_add(portion.rows, read_value=True)
+        assert part is not None
+        self.own_rows.assign_add(tf.cast(part.rows, tf.float32) * part.example_weight)
+        rows = self.rows.assign_add(part.rows, read_value=True)
 
         def close() -> bool:
             self._close()
@@ -150,31 +143,31 @@ class LocalExchanger(Exchanger):
 
         tf.cond(rows >= self._limit, close, lambda: False)
 
-    def count_exact(self, portion: Portion) -> None:
-        """See `Exchanger.count_exact`."""
-        self._share().assign(portion.share)
+    def count_exact(self, part: BatchPart) -> None:
+        """See `ExchangeOp.count_exact`."""
+        self._weight().assign(part.example_weight)
 
     def together(self) -> tf.Tensor | None:
-        """See `Exchanger.together`."""
+        """See `ExchangeOp.together`."""
         return tf.equal(self.rows, 0)
 
-    def share(self) -> tf.Tensor | None:
+    def averaging_weight(self) -> tf.Tensor | None:
         """Return this worker's part of the rows of the block that was closed last."""
-        return self._share().read_value()
+        return self._weight().read_value()
 
-    def _share(self) -> tf.Variable:
+    def _weight(self) -> tf.Variable:
         return self.state.scratch("share", (), tf.float32)
 
     def close(self) -> None:
-        """See `Exchanger.close`. Called between steps, not inside one."""
+        """See `ExchangeOp.close`. Called between steps, not inside one."""
         if int(self.rows):
             self._close()
 
     def _close(self) -> None:
-        share = tf.math.divide_no_nan(
+        weight = tf.math.divide_no_nan(
             self.own_rows.read_value(), tf.cast(self.rows.read_value(), tf.float32)
         )
-        self._share().assign(share)
+        self._weight().assign(weight)
         self._combine(self, self._start())
         self.rows.assign(0)
         self.own_rows.assign(0.0)
@@ -185,10 +178,10 @@ class LocalExchanger(Exchanger):
             variable.assign(tf.zeros_like(variable))
 
 
-def _divided(gradient: Gradient, share: tf.Tensor) -> Gradient:
+def _divided(gradient: Gradient, weight: tf.Tensor) -> Gradient:
     """Turn a mean over the whole batch into one over this worker's rows; zeros for none."""
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(
-            _divided(gradient.values, share), gradient.indices, gradient.dense_shape
+            _divided(gradient.values, weight), gradient.indices, gradient.dense_shape
         )
-    return tf.math.divide_no_nan(gradient, tf.cast(share, gradient.dtype))
+    return tf.math.divide_no_nan(gradient, tf.cast(weight, gradient.dtype))

@@ -26,7 +26,7 @@ import tensorflow as tf
 from dtk.communicators.base import Communicator
 from dtk.communicators.blocks import block_sizes
 from dtk.exchange import codec
-from dtk.exchange.base import Exchange, Exchanger, Gradient, Portion, Trained
+from dtk.exchange.base import BatchPart, Exchange, ExchangeOp, Gradient, Trained
 from dtk.exchange.dense import Dense
 from dtk.exchange.state import ExchangeState
 
@@ -83,13 +83,13 @@ class Quantized(Exchange):
         """See `Exchange`."""
         return self.codes
 
-    def exchanger(
+    def init(
         self, communicator: Communicator, state: ExchangeState, trained: Trained
-    ) -> Exchanger:
-        """See `Exchange.exchanger`."""
+    ) -> ExchangeOp:
+        """See `Exchange.init`."""
         if not self.codes:
-            return Dense().exchanger(communicator, state, trained)
-        return QuantizedExchanger(communicator, state, self.bits)
+            return Dense().init(communicator, state, trained)
+        return QuantizedOp(communicator, state, self.bits)
 
 
 def stripes(columns: int, size: int) -> list[tuple[int, int]]:
@@ -129,7 +129,7 @@ def is_coded(shape: Sequence[int], dtype: tf.DType, bits: int) -> bool:
     return 0 < 3 * codec.bytes_of(columns, entries, bits) <= 2 * whole
 
 
-class QuantizedExchanger(Exchanger):
+class QuantizedOp(ExchangeOp):
     """The two stages, for all coded gradients at once: one message each.
 
     Args:
@@ -142,8 +142,8 @@ class QuantizedExchanger(Exchanger):
         super().__init__(communicator, state)
         self.bits = bits
 
-    def reduce(self, gradients: list[Gradient], portion: Portion | None = None) -> list[Gradient]:
-        """See `Exchanger.reduce`."""
+    def reduce(self, gradients: list[Gradient], part: BatchPart | None = None) -> list[Gradient]:
+        """See `ExchangeOp.reduce`."""
         results = list(gradients)
         coded = [i for i, g in enumerate(gradients) if self._codes(g)]
         whole = [i for i in range(len(gradients)) if i not in coded]

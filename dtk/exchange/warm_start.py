@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from dtk.communicators.base import Communicator
 from dtk.exchange.auto import Auto
-from dtk.exchange.base import Exchange, Exchanger, Gradient, Portion, Trained
+from dtk.exchange.base import BatchPart, Exchange, ExchangeOp, Gradient, Trained, Update
 from dtk.exchange.dense import Dense
 from dtk.exchange.state import ExchangeState
 
@@ -65,18 +65,16 @@ class WarmStart(Exchange):
         """See `Exchange.check`."""
         self.exchange.check(communicator)
 
-    def exchanger(
+    def init(
         self, communicator: Communicator, state: ExchangeState, trained: Trained
-    ) -> Exchanger:
-        """See `Exchange.exchanger`."""
-        first = Dense().exchanger(communicator, state, trained)
-        return WarmExchanger(
-            first, self.exchange.exchanger(communicator, state, trained), self.samples
-        )
+    ) -> ExchangeOp:
+        """See `Exchange.init`."""
+        first = Dense().init(communicator, state, trained)
+        return WarmStartOp(first, self.exchange.init(communicator, state, trained), self.samples)
 
 
-class WarmExchanger(Exchanger):
-    """One exchanger at first, then another.
+class WarmStartOp(ExchangeOp):
+    """One op at first, then another.
 
     Args:
         first: Until then.
@@ -84,46 +82,43 @@ class WarmExchanger(Exchanger):
         samples: Rows until then.
     """
 
-    def __init__(self, first: Exchanger, later: Exchanger, samples: int):
+    def __init__(self, first: ExchangeOp, later: ExchangeOp, samples: int):
         super().__init__(first.communicator, first.state)
         self._first, self._later, self._samples = first, later, samples
 
-    def reduce(self, gradients: list[Gradient], portion: Portion | None = None) -> list[Gradient]:
-        """See `Exchanger.reduce`."""
+    def reduce(self, gradients: list[Gradient], part: BatchPart | None = None) -> list[Gradient]:
+        """See `ExchangeOp.reduce`."""
         return tf.cond(
             self._warm(),
-            lambda: self._first.reduce(gradients, portion),
-            lambda: self._later.reduce(gradients, portion),
+            lambda: self._first.reduce(gradients, part),
+            lambda: self._later.reduce(gradients, part),
         )
 
-    def apply(
-        self,
-        gradients: list[Gradient],
-        apply: Callable[[list[Gradient]], object],
-        portion: Portion | None = None,
-    ) -> object:
-        """See `Exchanger.apply`."""
-        if type(self._later).apply is Exchanger.apply:
-            return super().apply(gradients, apply, portion)
+    def update(self, gradients: list[Gradient], part: BatchPart | None = None) -> Update:
+        """See `ExchangeOp.update`."""
+        may_wait = False
 
-        def applied_by(exchanger: Exchanger) -> tf.Tensor:
-            exchanger.apply(gradients, apply, portion)
-            return tf.constant(True)
+        def updated_by(op: ExchangeOp) -> tuple[list[Gradient], tf.Tensor]:
+            nonlocal may_wait
+            sums, applied = op.update(gradients, part)
+            may_wait |= applied is not None
+            return sums, tf.constant(True) if applied is None else applied
 
-        return tf.cond(
-            self._warm(), lambda: applied_by(self._first), lambda: applied_by(self._later)
+        sums, applied = tf.cond(
+            self._warm(), lambda: updated_by(self._first), lambda: updated_by(self._later)
         )
+        return Update(sums, applied if may_wait else None)
 
-    def count(self, portion: Portion | None) -> None:
-        """See `Exchanger.count`."""
-        if portion is None:
+    def count(self, part: BatchPart | None) -> None:
+        """See `ExchangeOp.count`."""
+        if part is None:
             raise ValueError(
                 "WarmStart counts the rows of global batches, which only fit and train_on_batch "
                 "know; in a loop of your own use the exchange without it"
             )
 
-        def counted(count: Callable[[Portion], None]) -> bool:
-            count(portion)
+        def counted(count: Callable[[BatchPart], None]) -> bool:
+            count(part)
             return True
 
         tf.cond(
@@ -131,18 +126,18 @@ class WarmExchanger(Exchanger):
             lambda: counted(self._later.count_exact),
             lambda: counted(self._later.count),
         )
-        self._seen().assign_add(portion.rows)
+        self._seen().assign_add(part.rows)
 
     def together(self) -> tf.Tensor | None:
-        """See `Exchanger.together`."""
+        """See `ExchangeOp.together`."""
         return self._later.together()
 
-    def share(self) -> tf.Tensor | None:
-        """See `Exchanger.share`."""
-        return self._later.share()
+    def averaging_weight(self) -> tf.Tensor | None:
+        """See `ExchangeOp.averaging_weight`."""
+        return self._later.averaging_weight()
 
     def close(self) -> None:
-        """See `Exchanger.close`."""
+        """See `ExchangeOp.close`."""
         self._later.close()
 
     def _seen(self) -> tf.Variable:

@@ -70,7 +70,31 @@ def _leaves(batch: Any) -> list:
 
 
 def _has_rows(leaf: Any) -> bool:
-    return leaf is not None and not isinstance(leaf, tf.experimental.Optional)
+    return leaf is not None and not isinstance(leaf, tf.experimental.Optional | tf.OptionalSpec)
+
+
+def check_rows(batch: Any) -> list:
+    """Refuse data that is not batched.
+
+    Args:
+        batch: Any structure of tensors, or of their specifications.
+
+    Returns:
+        What has rows of it, at least one.
+
+    Raises:
+        ValueError: A leaf is a scalar, or there is no leaf.
+    """
+    leaves = _leaves(batch)
+    if not leaves:
+        raise ValueError("a batch without tensors has no rows; give fit, evaluate or predict data")
+    for leaf in leaves:
+        if leaf.shape.rank == 0:
+            raise ValueError(
+                f"every element of the dataset must be a batch of rows, but one part is a scalar "
+                f"of dtype {leaf.dtype.name}; call .batch(global_batch_size) on the dataset"
+            )
+    return leaves
 
 
 def count_rows(batch: Any) -> tf.Tensor:
@@ -85,16 +109,7 @@ def count_rows(batch: Any) -> tf.Tensor:
     Raises:
         ValueError: A leaf is a scalar, so the data is not batched; or there is no leaf.
     """
-    leaves = _leaves(batch)
-    if not leaves:
-        raise ValueError("a batch without tensors has no rows; give fit, evaluate or predict data")
-    for leaf in leaves:
-        if leaf.shape.rank == 0:
-            raise ValueError(
-                f"every element of the dataset must be a batch of rows, but one part is a scalar "
-                f"of dtype {leaf.dtype.name}; call .batch(global_batch_size) on the dataset"
-            )
-    first = leaves[0]
+    first = check_rows(batch)[0]
     if isinstance(first, tf.RaggedTensor):
         return tf.cast(first.nrows(), tf.int64)
     if isinstance(first, tf.SparseTensor):

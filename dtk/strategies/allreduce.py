@@ -17,6 +17,7 @@ from dtk.parameter_server.consistency_models import check_no_exchange
 from dtk.strategies import devices, start
 from dtk.strategies.base import DtkStrategy
 from dtk.trainer.replica.self_test import is_wanted
+from dtk.trainer.shuffle_seed import ShuffleSeed
 
 
 class AllReduceStrategy(DtkStrategy):
@@ -75,9 +76,7 @@ class AllReduceStrategy(DtkStrategy):
         self.exchange = parsed
         if exchange is not None and communicator.size == 1:
             print(f"dtk: one worker has nobody to exchange gradients with; {parsed} is not used")
-        self.shuffle_seed = self.seed_in_force = start.agree(
-            communicator, device, exchange=repr(parsed)
-        )
+        self.shuffle_seed = ShuffleSeed(start.agree(communicator, device, exchange=repr(parsed)))
         parsed.check(communicator)
 
     def local_ranks(self) -> Sequence[int]:

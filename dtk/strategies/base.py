@@ -22,6 +22,7 @@ from dtk.trainer import (
     undistributed_jobs,
     weight_check,
 )
+from dtk.trainer.shuffle_seed import ShuffleSeed
 
 
 class DtkStrategy(tf.distribute.Strategy):
@@ -29,8 +30,7 @@ class DtkStrategy(tf.distribute.Strategy):
 
     Attributes:
         communicator: How bytes move between processes.
-        shuffle_seed: What epochs are shuffled from while the script has set no seed; else None.
-        seed_in_force: The global seed dtk has set last; another one is the script's.
+        shuffle_seed: What epochs are shuffled from while the script has set no seed.
         is_evaluator: Whether this process evaluates beside the training and trains nothing.
         has_evaluator: Whether the job has such a process.
         exchange: What is sent of gradients, and when; None is all, as it is, every step.
@@ -59,8 +59,7 @@ class DtkStrategy(tf.distribute.Strategy):
     ):
         self.communicator = communicator
         self._resolver = resolver or resolve(communicator)
-        self.shuffle_seed: int | None = None
-        self.seed_in_force: int | None = None
+        self.shuffle_seed = ShuffleSeed(None)
         super().__init__(extended)
         undistributed_jobs.made_strategy()
         fit_guard.install(self)

@@ -17,6 +17,7 @@ import tensorflow as tf
 from dtk.communicators.base import Communicator
 from dtk.compat.keras_data import TFEpochIterator
 from dtk.exchange.base import Exchange
+from dtk.trainer.shuffle_seed import ShuffleSeed
 
 
 class Extended(Protocol):
@@ -52,8 +53,7 @@ class Strategy(Protocol):
     communicator: Communicator
     exchange: Exchange | None
     self_test: bool | str
-    shuffle_seed: int | None
-    seed_in_force: int | None
+    shuffle_seed: ShuffleSeed
 
     @property
     def rank(self) -> int:

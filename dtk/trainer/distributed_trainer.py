@@ -18,7 +18,7 @@ from typing import Any, Generic
 import keras
 import tensorflow as tf
 
-from dtk.compat import keras_data, keras_models, keras_steps
+from dtk.compat import keras_data, keras_models, keras_steps, keras_variables
 from dtk.input import digests, slicing
 from dtk.trainer import epoch_data, feed, fit_calls, jit
 from dtk.trainer.contract import StrategyT
@@ -104,35 +104,51 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
         Raises:
             ValueError: The model is to be compiled by XLA.
         """
-        model, strategy = self.model, self.strategy
         if iterator is not None:
             self._unread = True
-            if self.takes_over:
-                dataset = epoch_data.given_to(iterator)
-                slices = epoch_data.tuned_for(iterator.data_adapter, self.cut(dataset))
-                keras_data.set_dataset(iterator, slices)
-                data_batch = _first_part(slices.element_spec)
-            else:
-                dataset = epoch_data.tuned_for(
-                    iterator.data_adapter, keras_data.dataset_of(iterator)
-                )
-                keras_data.set_dataset(iterator, dataset)
-                data_batch = _first_part(dataset.element_spec)
+            given = self._give_cut(iterator)
             if self.callbacks is not None and self.feed.iterator is None:
-                self.feed.begin(iterator, dataset, self.callbacks)
-        with strategy.scope():
-            keras_models.build_from(model, data_batch)
-        if not self.takes_over:
-            return
-        jit.refuse_jit(model.jit_compile or None, strategy)
-        self._take_metrics()
-        self.bind_optimizers()
+                self.feed.begin(iterator, given, self.callbacks)
+            data_batch = epoch_data.spec_of(given)
+        self._build_from(data_batch)
+        if self.takes_over:
+            jit.refuse_jit(self.model.jit_compile or None, self.strategy)
+            self.bind_optimizers()
 
-    def _take_metrics(self) -> None:
-        """Make the state of metrics created outside the scope one that is summed when read."""
-        self.strategy.take_metric_state(
-            [v for v in replica_step.metric_variables(self.model) if v.synchronization == "on_read"]
+    def _give_cut(self, iterator: keras_data.TFEpochIterator) -> epoch_data.Dataset:
+        """Let Keras's epoch iterator read cut batches; return what they are cut from.
+
+        `fit` keeps the iterator of its validation data and brings it every epoch: it is cut once.
+        """
+        dataset, adapter = keras_data.dataset_of(iterator), iterator.data_adapter
+        if isinstance(dataset, epoch_data.EpochDataset):
+            return dataset.given
+        if not self.takes_over:
+            keras_data.set_dataset(iterator, epoch_data.tuned_for(adapter, dataset))
+            return dataset
+        keras_data.set_dataset(
+            iterator,
+            epoch_data.EpochDataset(
+                dataset, lambda given: epoch_data.tuned_for(adapter, self.cut(given))
+            ),
         )
+        return dataset
+
+    def _build_from(self, data_batch: Any) -> None:
+        """Build what the model still lacks; sum the state of metrics over replicas when it is read.
+
+        Args:
+            data_batch: Structure of tensors or of `tf.TensorSpec`.
+        """
+        model, strategy = self.model, self.strategy
+        if not keras_models.is_built(model):
+            with strategy.scope():
+                keras_models.build_from(model, data_batch)
+        if self.takes_over:
+            # Those of metrics that were created outside the scope are of one replica.
+            read = [v for v in replica_step.metric_variables(model) if keras_variables.is_alone(v)]
+            if read:
+                strategy.take_metric_state(read)
 
     def fit(self, method: Callable, args: tuple, kwargs: dict) -> Any:
         """Call Keras's `fit` with the checks between ranks around it.
@@ -379,9 +395,3 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
 
 def _true_or_none(flag: tf.Tensor) -> bool:
     return flag is None or bool(flag)
-
-
-def _first_part(spec: Any) -> Any:
-    """Return what Keras is to build a model from; absent parts are None, as in a batch."""
-    part = spec.parts[0] if isinstance(spec, slicing.Slices) else spec
-    return keras.tree.map_structure(lambda leaf: leaf if hasattr(leaf, "shape") else None, part)

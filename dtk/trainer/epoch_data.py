@@ -6,9 +6,11 @@ epochs another: shuffled anew, in batches of another size, or from where a check
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
+import keras
 import tensorflow as tf
 
 from dtk.compat import keras_data, tf_datasets
@@ -70,20 +72,53 @@ def as_tensors(batch: Any) -> Any:
     )
 
 
-def given_to(iterator: keras_data.TFEpochIterator) -> Dataset:
-    """Return the dataset that a Keras epoch iterator was made for.
+class EpochDataset:
+    """Dataset that Keras's epoch iterator opens, cut when it is opened first, and once.
 
     Args:
-        iterator: The epoch iterator.
+        given: What it is cut from.
+        cut: Makes of `given` the dataset that is read.
+
+    Raises:
+        ValueError: The data is not batched.
+    """
+
+    def __init__(self, given: Dataset, cut: Callable[[Dataset], Dataset]):
+        if not is_per_rank(given):
+            slicing.check_rows(spec_of(given))
+        self.given = given
+        self._cut = cut
+
+    @functools.cached_property
+    def _pipeline(self) -> Dataset:
+        return self._cut(self.given)
+
+    def __iter__(self) -> Iterator:
+        return iter(self._pipeline)
+
+
+def spec_of(given: Dataset) -> Any:
+    """Return the specification of a batch of any number of rows, as Keras builds models from it.
+
+    Args:
+        given: A dataset of global batches, or one that each rank has made for itself.
 
     Returns:
-        A dataset of global batches, or one per rank.
+        Structure of `tf.TensorSpec` and the like; None for what is absent.
     """
-    dataset = keras_data.dataset_of(iterator)
-    if isinstance(dataset, tf_datasets.PerRankDataset):
-        return dataset
-    # Used again, it holds what was made of that the first time. Asking builds the pipeline anew.
-    return iterator.data_adapter.get_tf_dataset()
+    whole = getattr(given, "whole", None)
+    spec = (given if whole is None else whole).element_spec
+    return keras.tree.map_structure(_with_any_rows, spec)
+
+
+def _with_any_rows(leaf: Any) -> Any:
+    if not hasattr(leaf, "shape"):
+        return None
+    if isinstance(leaf, tf.TensorSpec) and leaf.shape.rank:
+        return tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)
+    if isinstance(leaf, tf.SparseTensorSpec) and leaf.shape.rank:
+        return tf.SparseTensorSpec([None, *leaf.shape[1:]], leaf.dtype)
+    return leaf
 
 
 def tuned_for(adapter: keras_data.DataAdapter, dataset: Dataset) -> Dataset:

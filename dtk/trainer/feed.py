@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 import keras
 import tensorflow as tf
 
-from dtk.compat import keras_data, keras_models, tf_replicas
+from dtk.compat import keras_data, keras_models
 from dtk.compat.tf_datasets import PerRankDataset
 from dtk.trainer.contract import Strategy
-from dtk.trainer.epoch_data import Dataset, is_per_rank, tuned_for
+from dtk.trainer.epoch_data import Dataset, EpochDataset, is_per_rank, tuned_for
 
 
 class Feed:
@@ -46,6 +46,8 @@ class Feed:
         self._given_adapter: keras_data.DataAdapter = None
         self._batch_size: int | None = None
         self._openings = 0
+        # What an epoch's rows are shuffled from; None where Keras draws their order.
+        self._order: tf.Variable | None = None
 
     def begin(
         self,
@@ -66,6 +68,7 @@ class Feed:
         self._given_adapter = iterator.data_adapter
         self._batch_size = None
         self._openings = 0
+        self._order = None
         keras_data.on_opening(iterator, self._count_opening)
         self._tell_steps(iterator.num_batches)
 
@@ -89,10 +92,16 @@ class Feed:
             # Keras counts the attempt that found the data at its end.
             self._tell_steps(iterator.num_batches - iterator.steps_per_execution)
 
-    def _distributed(self, adapter: keras_data.DataAdapter, steps: int = -1) -> Dataset:
+    def _distributed(self, adapter: keras_data.DataAdapter, steps: int = -1) -> EpochDataset:
         """Return the dataset that Keras is to read of a data adapter, or of some of its batches."""
-        dataset = adapter.get_tf_dataset()
-        return tuned_for(adapter, self._distribute(dataset if steps < 0 else dataset.take(steps)))
+        if self._order is not None and _is_shuffled(adapter):
+            dataset = keras_data.shuffled_from(adapter, self._order)
+        else:
+            dataset = adapter.get_tf_dataset()
+        return EpochDataset(
+            dataset if steps < 0 else dataset.take(steps),
+            lambda given: tuned_for(adapter, self._distribute(given)),
+        )
 
     def shuffle(self, epoch: int) -> None:
         """Shuffle the rows of arrays for this epoch, in the same order on every rank.
@@ -103,16 +112,15 @@ class Feed:
         Args:
             epoch: Number of the epoch, from 0.
         """
-        iterator, strategy = self.iterator, self.strategy
-        if tf_replicas.global_seed() != strategy.seed_in_force:
-            strategy.shuffle_seed = None
-        if strategy.shuffle_seed is None or iterator is None:
+        iterator, seed = self.iterator, self.strategy.shuffle_seed.of_epoch(epoch)
+        if iterator is None or not _is_shuffled(iterator.data_adapter):
             return
-        adapter = iterator.data_adapter
-        if isinstance(adapter, keras_data.ArrayDataAdapter) and keras_data.shuffles(adapter):
-            strategy.seed_in_force = (strategy.shuffle_seed + epoch) % 2**31
-            tf.random.set_seed(strategy.seed_in_force)
-            keras_data.set_dataset(iterator, self._distributed(adapter))
+        if (seed is None) != (self._order is None):
+            with tf.device("CPU:0"):
+                self._order = None if seed is None else tf.Variable(seed, False, dtype=tf.int64)
+            keras_data.set_dataset(iterator, self._distributed(iterator.data_adapter))
+        if self._order is not None:
+            self._order.assign(seed)
 
     # Batch size between epochs.
 
@@ -322,6 +330,10 @@ class Feed:
             opened = keras_data.open_data(iterator)
             _pass_over(opened, position["seen"])
             keras_data.set_place(iterator, opened, position["seen"] - step)
+
+
+def _is_shuffled(adapter: keras_data.DataAdapter) -> bool:
+    return isinstance(adapter, keras_data.ArrayDataAdapter) and bool(keras_data.shuffles(adapter))
 
 
 def _pass_over(batches: Iterator, count: int) -> None:

@@ -211,10 +211,11 @@ def rows_of_a_trial():
 
     import dtk
     from dtk.compat import tf_replicas
+    from dtk.trainer.shuffle_seed import ShuffleSeed
 
     chosen, order = strategy(), []
-    before = chosen.shuffle_seed, chosen.seed_in_force
-    chosen.shuffle_seed, chosen.seed_in_force = 7, tf_replicas.global_seed()
+    before, chosen.shuffle_seed = chosen.shuffle_seed, ShuffleSeed(7)
+    chosen.shuffle_seed.restore(7, in_force=tf_replicas.global_seed())
 
     class Rows(keras.layers.Layer):
         def call(self, rows):
@@ -230,7 +231,7 @@ def rows_of_a_trial():
     try:
         model.fit(x, x, batch_size=8, epochs=2, verbose=0, callbacks=[searching])
     finally:
-        chosen.shuffle_seed, chosen.seed_in_force = before
+        chosen.shuffle_seed = before
     return order
 
 

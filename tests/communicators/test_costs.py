@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dtk.communicators import buckets
 from dtk.communicators.costs import ONE_HOP_MOST, Costs, line
 from dtk.communicators.null import NullCommunicator
-from dtk.exchange.dense import DenseExchanger
+from dtk.exchange.dense import DenseOp
 from dtk.exchange.factors import Factored
 from dtk.exchange.state import ExchangeState
 
@@ -96,7 +96,7 @@ def test_factors_are_sent_by_its_costs():
         nobody = NullCommunicator(0, 2)
         nobody.costs = Costs(2, message=1e-3, byte=1e-9, operation=operation)
         gradient = Factored(tf.ones([8, 256]), tf.ones([8, 256]))
-        DenseExchanger(nobody, ExchangeState(nobody, "CPU:0"), None).reduce([gradient])
+        DenseOp(nobody, ExchangeState(nobody, "CPU:0"), None).reduce([gradient])
         sent[operation] = nobody.bytes_sent
     assert sent[1e-12] < 4 * 256 * 256 < sent[1.0]
 

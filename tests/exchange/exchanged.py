@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtk import exchange as exchanges
-from dtk.exchange.base import Portion, Trained
+from dtk.exchange.base import BatchPart, Trained
 from dtk.exchange.state import ExchangeState
 
 from strategies import bodies, cases
@@ -41,11 +41,11 @@ def sums(value, steps, in_graph, broken=None):
     """
     communicator = bodies.strategy().communicator
     state = ExchangeState(communicator, "CPU:0")
-    exchanger = exchanges.parse(value).exchanger(communicator, state, Trained())
+    op = exchanges.parse(value).init(communicator, state, Trained())
 
     def reduce(given):
         with communicator.sequence(f"sums {value} {broken}"):
-            return exchanger.reduce(given)
+            return op.reduce(given)
 
     reduce = tf.function(reduce) if in_graph else reduce
     results = []
@@ -64,17 +64,18 @@ def combined(value, locals_of_rounds, rows=None):
     communicator = bodies.strategy().communicator
     state = ExchangeState(communicator, "CPU:0")
     weight, slot = tf.Variable(1.0), tf.Variable(5.0)
-    exchanger = value.exchanger(communicator, state, Trained([weight], [slot]))
+    op = value.init(communicator, state, Trained([weight], [slot]))
     after = []
     for of_ranks in locals_of_rounds:
         local = of_ranks[communicator.rank]
         count = rows or [1] * communicator.size
         share = count[communicator.rank] / sum(count)
-        portion = Portion(tf.constant(sum(count), tf.int64), tf.constant(share, tf.float32))
+        part = BatchPart(tf.constant(sum(count), tf.int64), tf.constant(share, tf.float32))
         slot.assign(5.0)
-        exchanger.apply([tf.constant(0.0)], lambda _, to=local: weight.assign(to), portion)
-        exchanger.count(portion)
-        after.append((float(weight), float(slot), bool(exchanger.together())))
+        op.update([tf.constant(0.0)], part)
+        weight.assign(local)
+        op.count(part)
+        after.append((float(weight), float(slot), bool(op.together())))
     return after
 
 

@@ -26,8 +26,8 @@ from dtk.exchange import (
     codec,
     quantized,
 )
-from dtk.exchange.base import Portion, Trained
-from dtk.exchange.dense import DenseExchanger
+from dtk.exchange.base import BatchPart, Trained
+from dtk.exchange.dense import DenseOp
 from dtk.exchange.state import ExchangeState
 from exchange import exchanged
 
@@ -108,10 +108,8 @@ ENTRIES = arrays.arrays("float32", MATRIX, elements=st.floats(-1e3, 1e3, width=3
 @given(given=ENTRIES, left=ENTRIES, bits=st.sampled_from(codec.BITS))
 def test_what_is_decoded_and_what_is_left_are_what_was_given_and_left_before(given, left, bits):
     communicator = NullCommunicator(0, 2)
-    exchanger = Quantized(bits).exchanger(
-        communicator, ExchangeState(communicator, "CPU:0"), Trained()
-    )
-    _, (decoded,), (kept,) = exchanger._quantise([tf.constant(given)], [tf.Variable(left)])
+    op = Quantized(bits).init(communicator, ExchangeState(communicator, "CPU:0"), Trained())
+    _, (decoded,), (kept,) = op._quantise([tf.constant(given)], [tf.Variable(left)])
     size = np.abs(given + left).max(1, keepdims=True)
     assert (np.abs(decoded + kept - (given + left)) <= 1e-6 * size).all()
 
@@ -289,14 +287,15 @@ def moved_by(value, changes, rows=None):
     """How far one weight is moved by each block of a world whose other ranks change nothing."""
     communicator, weight, after = NullCommunicator(0, 4), tf.Variable(0.0), []
     state = ExchangeState(communicator, "CPU:0")
-    exchanger = value.exchanger(communicator, state, Trained([weight], []))
+    op = value.init(communicator, state, Trained([weight], []))
     for index, change in enumerate(changes):
         before = float(weight)
         count = value.block_size if rows is None else rows[index]
-        portion = Portion(tf.constant(count, tf.int64), tf.constant(0.25))
-        exchanger.apply([tf.constant(0.0)], lambda _, by=change: weight.assign_add(by), portion)
-        exchanger.count(portion)
-        exchanger.close()
+        part = BatchPart(tf.constant(count, tf.int64), tf.constant(0.25))
+        op.update([tf.constant(0.0)], part)
+        weight.assign_add(change)
+        op.count(part)
+        op.close()
         after.append(float(weight) - before)
     return after
 
@@ -328,11 +327,13 @@ def test_the_step_that_reaches_the_samples_of_a_warm_start_is_the_last_exact_one
     """Delayed applies nothing in its first step, by which it is told apart."""
     communicator = NullCommunicator(0, 2)
     state, applied = ExchangeState(communicator, "CPU:0"), tf.Variable(0.0)
-    exchanger = WarmStart(Delayed(), samples=6).exchanger(communicator, state, Trained())
-    portion, seen = Portion(tf.constant(2, tf.int64), tf.constant(0.5)), []
+    op = WarmStart(Delayed(), samples=6).init(communicator, state, Trained())
+    part, seen = BatchPart(tf.constant(2, tf.int64), tf.constant(0.5)), []
     for step in range(1, 6):
-        exchanger.apply([tf.constant(float(step))], lambda g: applied.assign_add(g[0]), portion)
-        exchanger.count(portion)
+        update = op.update([tf.constant(float(step))], part)
+        if update.applied is None or update.applied:
+            applied.assign_add(update.gradients[0])
+        op.count(part)
         seen.append(float(applied))
     assert seen == [1, 3, 6, 6, 10], "steps 1 to 3 at once, 4 a step later"
 
@@ -594,8 +595,8 @@ def test_32_bits_are_whole_gradients():
     off = exchanges.parse("32bit")
     communicator = NullCommunicator(0, 2)
     state = ExchangeState(communicator, "CPU:0")
-    exchanger = off.exchanger(communicator, state, Trained())
-    assert isinstance(exchanger, DenseExchanger) and not off.remembers
+    op = off.init(communicator, state, Trained())
+    assert isinstance(op, DenseOp) and not off.remembers
     assert Quantized(1).remembers
 
 

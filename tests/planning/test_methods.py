@@ -125,10 +125,8 @@ def test_bytes_are_those_that_the_communicator_counts(exchange, workers):
     column, columns = 512, 64
     communicator = NullCommunicator(0, workers)
     memory = ExchangeState(communicator, "CPU:0")
-    exchanger = parse(None if exchange == "dense" else exchange).exchanger(
-        communicator, memory, Trained()
-    )
-    exchanger.reduce([tf.ones([column, columns])])
+    op = parse(None if exchange == "dense" else exchange).init(communicator, memory, Trained())
+    op.reduce([tf.ones([column, columns])])
     job = Job(1.0, column * columns, column=column)
     assert communicator.bytes_sent == job.size(exchange)
 
@@ -162,12 +160,12 @@ FACTORS = Factors(entries=512 * 256, width=512 + 256)
 @pytest.mark.parametrize("workers", [2, 3])
 def test_bytes_of_factors_are_those_that_the_communicator_counts(exchange, workers):
     communicator = NullCommunicator(0, workers)
-    exchanger = parse(None if exchange == "dense" else exchange).exchanger(
+    op = parse(None if exchange == "dense" else exchange).init(
         communicator, ExchangeState(communicator, "CPU:0"), Trained()
     )
     rows, biases = 8, 256
     gradients = [factors.Factored(*(tf.ones([rows, n]) for n in KERNEL)), tf.ones([biases])]
-    exchanger.reduce(gradients)
+    op.reduce(gradients)
     job = Job(1.0, FACTORS.entries + biases, rows, factors=FACTORS)
     told = methods.dense(job, Cluster(Link()), workers, exchange)
     counts = 8  # of the rows of the kernel

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from dtk.strategies import undistributed
 from dtk.trainer.model_scope import trainer_of
+from dtk.trainer.shuffle_seed import ShuffleSeed
 
 from strategies import bodies, cases
 
@@ -35,7 +36,7 @@ def order_of_rows(seed, devices=0):
     strategy = bodies.strategy(devices)
     keras.utils.set_random_seed(seed or 123)
     if not seed:  # as dtk does at its start when the script has set none
-        strategy.shuffle_seed = strategy.seed_in_force = 123
+        strategy.shuffle_seed = ShuffleSeed(123)
     model = cases.compiled(strategy, Recorder, run_eagerly=True)
     # It would remember the rows of a trial, too.
     trainer_of(model).kinds["train"] = {}

@@ -143,9 +143,8 @@ def restore(state: dict[str, Any], trainer: DistributedTrainer, epochs: int) -> 
 
 def _restore_seeds(state: dict[str, Any], trainer: DistributedTrainer) -> None:
     strategy = trainer.strategy
-    if strategy.shuffle_seed is not None and state["shuffle_seed"] is not None:
-        strategy.shuffle_seed = state["shuffle_seed"]
-        strategy.seed_in_force = state["tensorflow_seed"]
+    if strategy.shuffle_seed.value is not None and state["shuffle_seed"] is not None:
+        strategy.shuffle_seed.restore(state["shuffle_seed"], in_force=state["tensorflow_seed"])
     if state["tensorflow_seed"] not in (None, tf_replicas.global_seed()):
         tf.random.set_seed(state["tensorflow_seed"])
         trainer.feed.set_batches(trainer.feed.iterator.data_adapter)

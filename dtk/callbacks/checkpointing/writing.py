@@ -101,7 +101,7 @@ class CheckpointWriter:
             "callbacks": states.of_callbacks(trainer.callbacks.callbacks),
             "random": states.of_generators(),
             "tensorflow_seed": tf_replicas.global_seed(),
-            "shuffle_seed": strategy.shuffle_seed,
+            "shuffle_seed": strategy.shuffle_seed.value,
             "data": trainer.feed.position(in_epoch),
         }
 

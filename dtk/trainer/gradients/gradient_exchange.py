@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
@@ -12,23 +11,24 @@ import tensorflow as tf
 from dtk.compat import keras_optimizers, keras_variables, tf_replicas
 from dtk.errors import at_rank
 from dtk.exchange import Auto, Dense
-from dtk.exchange.base import Exchange, Exchanger, Portion, Trained
-from dtk.exchange.factors import Factored, factored
+from dtk.exchange.base import BatchPart, Exchange, ExchangeOp, Gradient, Trained, Update
+from dtk.exchange.factors import Factored
 from dtk.exchange.state import ExchangeState
 from dtk.trainer.contract import Strategy
+from dtk.trainer.gradients import transforms
 from dtk.trainer.tracing import traced_step
 
 
 class GradientExchange:
-    """One optimizer's exchangers, one for each list of variables it is applied to.
+    """One optimizer's exchange of gradients: an `ExchangeOp` for each list of variables it applies.
 
     Args:
         outer: The optimizer.
         inner: The same, or the one it wraps.
-        strategy: An `AllReduceStrategy`.
+        strategy: The model's strategy.
 
     Attributes:
-        state: What the exchangers remember.
+        state: What the ops remember.
         chooses: Whether the exchange is one that is chosen, see `exchange_selection`.
         seen: Shapes and dtypes of the last traced step's gradients that are summed whole.
         factored: Those of gradients that may go as their factors.
@@ -38,8 +38,9 @@ class GradientExchange:
         self._outer = outer
         self._inner = inner
         self._strategy = strategy
-        self._exchange = strategy.exchange or Dense()
-        self._exchangers: dict[tuple, Exchanger] = {}
+        alone = strategy.communicator.size == 1
+        self._exchange = (None if alone else strategy.exchange) or Dense()
+        self._ops: dict[tuple, ExchangeOp] = {}
         self.chooses = isinstance(self._exchange, Auto)
         self.seen: list[tf.TensorSpec] = []
         self.factored: list[tf.TensorSpec] = []
@@ -62,7 +63,7 @@ class GradientExchange:
             exchange: The exchange.
         """
         self._exchange = exchange
-        self._exchangers.clear()
+        self._ops.clear()
 
     @property
     def local(self) -> bool:
@@ -72,30 +73,31 @@ class GradientExchange:
     @property
     def is_traced(self) -> bool:
         """Whether a step has been traced."""
-        return bool(self._exchangers)
+        return bool(self._ops)
 
-    def of(self, variables: Sequence | None) -> Exchanger:
-        """Return the exchanger of the gradients of some variables.
+    def of(self, variables: Sequence[keras.Variable]) -> ExchangeOp:
+        """Return what exchanges the gradients of some variables.
 
         Args:
-            variables: Keras variables; None is all that the optimizer trains.
+            variables: Keras variables.
         """
-        trained = list(variables or keras_optimizers.trained_variables(self._inner))
-        key = tuple(id(v) for v in trained)
-        if key not in self._exchangers:
-            self._exchangers[key] = self._make(trained)
-        return self._exchangers[key]
+        key = tuple(id(v) for v in variables)
+        if key not in self._ops:
+            self._ops[key] = self._make(variables)
+        return self._ops[key]
 
-    def _make(self, trained: list) -> Exchanger:
+    def _make(self, trained: Sequence[keras.Variable]) -> ExchangeOp:
         strategy = self._strategy
-        if self.local and not self._exchangers:
+        if strategy.communicator.size == 1:
+            return ReplicaSum(strategy, self.state)
+        if self.local and not self._ops:
             for i, slot in enumerate(slots_of(self._outer)):
                 self.state.keep(f"slot_{i}", "mean", keras_variables.stored(slot))
         # Other variables, such as those that are not frozen any more, have gradients of their own.
         places = {id(v): i for i, v in enumerate(keras_optimizers.trained_variables(self._inner))}
         key = str([places.get(id(v)) for v in trained])
         state = self.state.part(f"{hashlib.blake2b(key.encode(), digest_size=4).hexdigest()}/")
-        return self._exchange.exchanger(
+        return self._exchange.init(
             strategy.communicator,
             state,
             Trained(
@@ -104,36 +106,27 @@ class GradientExchange:
             ),
         )
 
-    def apply(self, gradients: list, variables: Sequence | None, go: Callable[[list], Any]) -> Any:
-        """Reduce gradients, and call a function with those that are to be applied.
+    def update(self, gradients: list, variables: Sequence[keras.Variable]) -> Update:
+        """Turn this replica's gradients into those that the optimizer is to apply.
 
         Args:
             gradients: This replica's; None where there is none.
-            variables: The Keras variables they are for; None is all.
-            go: Applies gradients, given in the same order.
+            variables: The Keras variables they are for.
 
         Returns:
-            What `go` returns.
+            As many, in the same order, and whether they are to be applied.
         """
-        exchanger = self.of(variables)
-        scale = self._scale()
+        op, scale = self.of(variables), self._scale()
+        chain: list[transforms.Transform] = [transforms.AsFactors()] if op.factors else []
+        chain += [transforms.Observe(self._see), transforms.ZeroIfPadding()]
+        if scale is not None:
+            chain.append(transforms.Unscale(scale))
+        chain.append(transforms.Exchange(op, batch_part()))
+        if scale is not None:
+            chain.append(transforms.Rescale(scale))
+        return self._chained(chain, gradients, variables)
 
-        def go_with(reduced: list) -> Any:
-            return go(_put_back([_each(tf.multiply, g, scale) for g in reduced], gradients))
-
-        present = shaped(gradients, variables or keras_optimizers.trained_variables(self._inner))
-        if exchanger.factors:
-            present = [factored(g) for g in present]
-        present = [g for g in present if g is not None]
-        self._see(present)
-        present = tf_replicas.if_present(present)
-        # Not multiplied by 1 / scale, which may be too small a number.
-        present = [_each(tf.divide, g, scale) for g in present]
-        result = exchanger.apply(present, go_with, portion())
-        exchanger.count(portion())
-        return result
-
-    def reduce_window(self, gradients: list, variables: list) -> list:
+    def reduce_window(self, gradients: list, variables: Sequence[keras.Variable]) -> list:
         """Sum the gradients of an accumulation window over the replicas.
 
         Args:
@@ -143,24 +136,37 @@ class GradientExchange:
         Returns:
             The sums, in the same order.
         """
-        present = [g for g in shaped(gradients, variables) if g is not None]
-        self._see(present)
-        return _put_back(self.of(variables).reduce(present, portion()), gradients)
+        window = transforms.Reduce(self.of(variables), batch_part())
+        chain: list[transforms.Transform] = [transforms.Observe(self._see), window]
+        return self._chained(chain, gradients, variables).gradients
 
-    def _see(self, gradients: list) -> None:
+    def _chained(
+        self,
+        chain: Sequence[transforms.Transform],
+        gradients: list,
+        variables: Sequence[keras.Variable],
+    ) -> Update:
+        """Send those gradients through a chain that are there, in their static shapes."""
+        present = [i for i, g in enumerate(gradients) if g is not None]
+        shapes = transforms.StaticShapes(tuple(variables[i].shape for i in present))
+        found = transforms.chained([shapes, *chain], [gradients[i] for i in present])
+        reduced = dict(zip(present, found.gradients, strict=True))
+        return found._replace(gradients=[reduced.get(i) for i in range(len(gradients))])
+
+    def _see(self, gradients: list[Gradient]) -> None:
         self.seen, self.factored = [], []
         for g in gradients:
             if not isinstance(g, tf.IndexedSlices) and g.shape.is_fully_defined():
                 alike = self.factored if isinstance(g, Factored) else self.seen
                 alike.append(tf.TensorSpec(g.shape, g.dtype))
 
-    def count(self, variables: list) -> None:
-        """Count a step in an accumulation window.
+    def count(self, variables: Sequence[keras.Variable]) -> None:
+        """Count a step of the batch, once its gradients are applied or accumulated.
 
         Args:
             variables: The Keras variables that the step has gradients of.
         """
-        self.of(variables).count(portion())
+        self.of(variables).count(batch_part())
 
     def _scale(self) -> tf.Tensor | None:
         """Return the loss scale, which changes; what is remembered of gradients does not.
@@ -176,42 +182,44 @@ class GradientExchange:
 
     def close(self) -> None:
         """Make all ranks hold the same weights."""
-        for exchanger in self._exchangers.values():
-            exchanger.close()
+        for op in self._ops.values():
+            op.close()
 
     def together(self) -> list[tf.Tensor]:
-        """Return for each exchanger of local steps whether all ranks hold the same weights now.
+        """Return for each list of variables with local steps whether all ranks hold the same now.
 
         Returns:
             bool scalars.
         """
-        flags = [exchanger.together() for exchanger in self._exchangers.values()]
+        flags = [op.together() for op in self._ops.values()]
         return [flag for flag in flags if flag is not None]
 
-    def share(self) -> tf.Tensor | None:
-        """Return the weight of this rank in a mean over all ranks, see `Exchanger.share`.
+    def averaging_weight(self) -> tf.Tensor | None:
+        """Return the weight of this rank in a mean over all, see `ExchangeOp.averaging_weight`.
 
         Returns:
             float32 scalar; None without local steps.
         """
-        shares = [exchanger.share() for exchanger in self._exchangers.values()]
-        return next((share for share in shares if share is not None), None)
+        weights = [op.averaging_weight() for op in self._ops.values()]
+        return next((weight for weight in weights if weight is not None), None)
 
 
-def make_gradient_exchange(
-    outer: keras.Optimizer, inner: keras.Optimizer, strategy: Strategy
-) -> GradientExchange | None:
-    """Make what exchanges an optimizer's gradients.
+class ReplicaSum(ExchangeOp):
+    """Sum over the replicas of one process, which its strategy adds up.
 
     Args:
-        outer: The optimizer.
-        inner: The same, or the one it wraps.
-        strategy: The model's strategy.
-
-    Returns:
-        The exchange; None where one process holds all replicas and the strategy adds them up.
+        strategy: The strategy.
+        state: Unused.
     """
-    return None if strategy.communicator.size == 1 else GradientExchange(outer, inner, strategy)
+
+    def __init__(self, strategy: Strategy, state: ExchangeState):
+        super().__init__(strategy.communicator, state)
+        self._strategy = strategy
+
+    def reduce(self, gradients: list[Gradient], part: BatchPart | None = None) -> list[Gradient]:
+        """See `ExchangeOp.reduce`."""
+        with tf_replicas.counted_if(None):  # padding rows have been left out
+            return self._strategy.reduce_gradients(gradients) if gradients else gradients
 
 
 def check_exchange(optimizer: keras.Optimizer, strategy: Strategy) -> None:
@@ -267,47 +275,11 @@ def momenta_of(optimizer: keras.Optimizer) -> list[keras.Variable]:
     return [v for v in optimizer.variables if v.path.endswith("_momentum")]
 
 
-def shaped(gradients: list, variables: Sequence) -> list:
-    """Give gradients the static shapes of their variables.
-
-    Without them each gradient is sent by itself. Where a batch may be of any size, those of a Dense
-    layer on sequences have none.
-
-    Args:
-        gradients: Tensors or `tf.IndexedSlices`; None stays None.
-        variables: Keras variables in the same order.
-
-    Returns:
-        The gradients, in the same order.
-    """
-    return [
-        g if g is None or isinstance(g, tf.IndexedSlices) else tf.ensure_shape(g, v.shape)
-        for g, v in zip(gradients, variables, strict=True)
-    ]
-
-
-def portion() -> Portion | None:
+def batch_part() -> BatchPart | None:
     """Return this replica's part of the batch of the step being traced.
 
     Returns:
         The part; None outside dtk's steps.
     """
     step = traced_step.current()
-    return None if step is None else Portion(step.rows, step.share)
-
-
-def _each(
-    operation: Callable, gradient: tf.Tensor | tf.IndexedSlices | Factored, scale: tf.Tensor | None
-) -> Any:
-    if scale is None:
-        return gradient
-    if isinstance(gradient, tf.IndexedSlices):
-        values = _each(operation, gradient.values, scale)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return operation(gradient, tf.cast(scale, gradient.dtype))
-
-
-def _put_back(present: list, gradients: list) -> list:
-    """Put values in the places of gradients; None stays None."""
-    remaining = iter(present)
-    return [None if g is None else next(remaining) for g in gradients]
+    return None if step is None else BatchPart(step.rows, step.share)

@@ -32,8 +32,8 @@ def averaging_weight(model: keras.Model) -> tf.Tensor:
     Returns:
         Scalar; all replicas' add up to 1.
     """
-    shares = [e.share() for e in shared_optimizer.gradient_exchanges_of(model)]
-    return next(share for share in shares if share is not None)
+    weights = [e.averaging_weight() for e in shared_optimizer.gradient_exchanges_of(model)]
+    return next(weight for weight in weights if weight is not None)
 
 
 def average_statistics(step: traced_step.Step, model: keras.Model) -> bool:

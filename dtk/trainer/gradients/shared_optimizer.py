@@ -8,7 +8,7 @@ a step hands it, and applies it later.
 from __future__ import annotations
 
 import concurrent.futures
-import functools
+import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,12 +20,7 @@ from dtk.compat import keras_optimizers, tf_replicas
 from dtk.errors import at_rank
 from dtk.trainer.contract import Strategy
 from dtk.trainer.gradients import partitioned_variables, replaced_variables
-from dtk.trainer.gradients.gradient_exchange import (
-    GradientExchange,
-    check_exchange,
-    make_gradient_exchange,
-    shaped,
-)
+from dtk.trainer.gradients.gradient_exchange import GradientExchange, check_exchange
 from dtk.trainer.tracing import traced_step
 
 
@@ -104,6 +99,21 @@ def is_linear(optimizer: keras.Optimizer) -> bool:
 # Reducing.
 
 
+@dataclasses.dataclass
+class _Bond:
+    """What ties an optimizer to a strategy.
+
+    Attributes:
+        strategy: The strategy.
+        exchange: What exchanges its gradients; of the outermost optimizer only.
+        apply: Its own `apply`, where steps only note what they hand to it; of the outermost only.
+    """
+
+    strategy: Strategy
+    exchange: GradientExchange | None = None
+    apply: Callable[[Sequence, Sequence | None], Any] | None = None
+
+
 def bind(optimizer: keras.Optimizer, strategy: Strategy) -> None:
     """Make an optimizer reduce its gradients once, where every later step sees the reduced ones.
 
@@ -114,44 +124,41 @@ def bind(optimizer: keras.Optimizer, strategy: Strategy) -> None:
     Raises:
         ValueError: The optimizer belongs to another strategy, or cannot work with the exchange.
     """
-    _own(optimizer, strategy)
+    bond = _own(optimizer, strategy)
     for member in partitioned_variables.members(optimizer):
         keras_optimizers.index_variables(member)
-
-    chain = _chain(optimizer)
-    outer, inner = chain[0], chain[-1]
-    if getattr(outer, "_dtk_bound", None) is strategy:
+    if bond.exchange is not None:
         return
-    outer._dtk_exchanging = gradient_exchange = make_gradient_exchange(outer, inner, strategy)
-    outer._dtk_bound = strategy
-    _weigh_own_loss(outer)
+    outer, inner = optimizer, _chain(optimizer)[-1]
+    bond.exchange = GradientExchange(outer, inner, strategy)
+    keras_optimizers.scale_loss_through(outer, _weighed)
     if inner.gradient_accumulation_steps:
-        _reduce_windows(outer, inner, strategy, gradient_exchange)
+        _reduce_windows(outer, inner, strategy, bond.exchange)
     else:
-        _reduce_each(outer, inner, strategy, gradient_exchange)
+        _reduce_each(outer, inner, strategy, bond.exchange)
 
 
-def _weigh_own_loss(outer: keras.Optimizer) -> None:
+def _weighed(loss: tf.Tensor) -> tf.Tensor:
     """Weigh the loss of Keras's own step by the replica's share, where Keras scales it."""
-    scale_loss = outer.scale_loss
-
-    @functools.wraps(scale_loss)
-    def weighed(loss: tf.Tensor) -> tf.Tensor:
-        step = traced_step.current()
-        return scale_loss(step.weighed(loss) if step is not None and step.own else loss)
-
-    outer.scale_loss = weighed
+    step = traced_step.current()
+    return step.weighed(loss) if step is not None and step.own else loss
 
 
-def _own(optimizer: keras.Optimizer, strategy: Strategy) -> None:
+def _own(optimizer: keras.Optimizer, strategy: Strategy) -> _Bond:
     """Take over an optimizer and all that it applies; none is to reduce gradients by itself."""
     for member in partitioned_variables.members(optimizer):
-        if getattr(member, "_dtk_member_of", None) is strategy:
+        if _is_bound(member, strategy):
             continue
         _check_owner(member, strategy)
         check_exchange(member, strategy)
         keras_optimizers.own_optimizer(member, strategy)
-        member._dtk_member_of = strategy
+        keras_optimizers.set_note(member, _Bond(strategy))
+    return keras_optimizers.note_of(optimizer)
+
+
+def _is_bound(member: keras.Optimizer, strategy: Strategy) -> bool:
+    bond = keras_optimizers.note_of(member)
+    return bond is not None and bond.strategy is strategy
 
 
 def gradient_exchanges_of(model: keras.Model) -> list[GradientExchange]:
@@ -163,80 +170,89 @@ def gradient_exchanges_of(model: keras.Model) -> list[GradientExchange]:
     Returns:
         One per optimizer that has one.
     """
-    bound = [getattr(o, "_dtk_exchanging", None) for o in optimizers_of(model)]
-    return [gradient_exchange for gradient_exchange in bound if gradient_exchange is not None]
+    bonds = [keras_optimizers.note_of(o) for o in optimizers_of(model)]
+    return [b.exchange for b in bonds if b is not None and b.exchange is not None]
 
 
 def _reduce_windows(
     outer: keras.Optimizer,
     inner: keras.Optimizer,
     strategy: Strategy,
-    gradient_exchange: GradientExchange | None,
+    gradient_exchange: GradientExchange,
 ) -> None:
     """Reduce the sum of an accumulation window where it closes, which is all that is needed."""
-    apply_own = outer.apply
     # The variables that the running step changes; replicas are traced in threads.
     running = threading.local()
 
     def clip_reduced(grads: Sequence, clip: Callable) -> Any:
+        _note_reduction()
+        if not replaced_variables.in_replica(strategy):
+            return clip(grads)
         # What earlier steps of the window left counts, whether or not this one has rows.
         with tf_replicas.counted_if(None):
-            return clip(_reduce_gradients(grads, running.changed, strategy, gradient_exchange))
+            return clip(gradient_exchange.reduce_window(list(grads), running.changed))
 
-    @tf.autograph.experimental.do_not_convert
-    def apply_present(grads: Sequence, trainable_variables: Sequence | None = None) -> Any:
-        _build_in_time(outer, trainable_variables, strategy)
-        grads, only_noted = _taken(outer, grads, trainable_variables)
+    def accumulate(grads: list, variables: Sequence | None, apply: Callable) -> Any:
+        _build_in_time(outer, variables, strategy)
+        grads, only_noted = _taken(outer, grads, variables)
         if only_noted:
             return None
-        trained = list(trainable_variables or keras_optimizers.trained_variables(inner))
+        trained = list(variables or keras_optimizers.trained_variables(inner))
         replacing = replaced_variables.replacements(grads, trained, strategy)
         present = tf_replicas.if_present(replaced_variables.without(replacing, grads))
         running.changed = [v for g, v in zip(present, trained, strict=True) if g is not None]
-        result = apply_own(replaced_variables.merged(replacing, present), trainable_variables)
-        if gradient_exchange is not None and replaced_variables.in_replica(strategy):
+        result = apply(replaced_variables.merged(replacing, present), variables)
+        if replaced_variables.in_replica(strategy):
             gradient_exchange.count(running.changed)
         return result
 
     keras_optimizers.clip_through(inner, clip_reduced)
-    outer.apply = apply_present
+    keras_optimizers.apply_through(outer, accumulate)
     if outer is not inner:
-        check_finite = outer.check_finite
-        outer.check_finite = lambda grads: _everywhere(check_finite(grads))
+        keras_optimizers.finite_through(outer, _everywhere)
 
 
 def _reduce_each(
     outer: keras.Optimizer,
     inner: keras.Optimizer,
     strategy: Strategy,
-    gradient_exchange: GradientExchange | None,
+    gradient_exchange: GradientExchange,
 ) -> None:
-    apply = outer.apply
+    """Exchange every step's gradients before the optimizer sees them."""
 
-    @tf.autograph.experimental.do_not_convert
-    @functools.wraps(apply)
-    def reduced_apply(grads: Sequence, trainable_variables: Sequence | None = None) -> Any:
-        _build_in_time(outer, trainable_variables, strategy)
-        grads, only_noted = _taken(outer, grads, trainable_variables)
+    def exchange(grads: list, variables: Sequence | None, apply: Callable) -> Any:
+        _build_in_time(outer, variables, strategy)
+        grads, only_noted = _taken(outer, grads, variables)
         if only_noted:
             return None
-        trained = list(trainable_variables or keras_optimizers.trained_variables(inner))
+        _note_reduction()
+        if not replaced_variables.in_replica(strategy):
+            return apply(grads, variables)
+        trained = list(variables or keras_optimizers.trained_variables(inner))
         replacing = replaced_variables.replacements(grads, trained, strategy)
         changing = replaced_variables.without(replacing, grads)
+        reduced, applied = gradient_exchange.update(changing, trained)
+        reduced = replaced_variables.merged(replacing, reduced)
+        result = _apply_if(applied, lambda: apply(reduced, variables))
+        gradient_exchange.count(trained)
+        return result
 
-        def go(reduced: list) -> Any:
-            return apply(replaced_variables.merged(replacing, reduced), trainable_variables)
+    keras_optimizers.apply_through(outer, exchange)
 
-        if gradient_exchange is None or not replaced_variables.in_replica(strategy):
-            return go(_reduce_gradients(changing, trained, strategy))
-        _note_reduction()
-        return gradient_exchange.apply(changing, trainable_variables, go)
 
-    outer.apply = reduced_apply
+def _apply_if(condition: tf.Tensor | None, apply: Callable[[], Any]) -> Any:
+    if condition is None:
+        return apply()
+
+    def applied() -> bool:
+        apply()
+        return True
+
+    return tf.cond(condition, applied, lambda: False)
 
 
 def _taken(
-    optimizer: keras.Optimizer, gradients: Sequence, variables: Sequence | None
+    optimizer: keras.Optimizer, gradients: list, variables: Sequence | None
 ) -> tuple[list, bool]:
     """Weigh the gradients that a step hands to its optimizer by its share of the rows.
 
@@ -245,8 +261,8 @@ def _taken(
     """
     step = traced_step.current()
     if step is None:
-        return list(gradients), False
-    gradients = step.handed_over(list(gradients))
+        return gradients, False
+    gradients = step.handed_over(gradients)
     if step.noted is None:
         return gradients, False
     _note_reduction()
@@ -299,21 +315,6 @@ def _note_reduction() -> None:
         step.reductions += 1
 
 
-def _reduce_gradients(
-    grads: Sequence, variables: list, strategy: Strategy, exchange: GradientExchange | None = None
-) -> list:
-    """Sum the gradients of these variables over all replicas; None stays None."""
-    grads = shaped(list(grads), variables)
-    _note_reduction()
-    present = [g for g in grads if g is not None]
-    if not present or not replaced_variables.in_replica(strategy):
-        return grads
-    if exchange is not None:
-        return exchange.reduce_window(grads, variables)
-    reduced = iter(strategy.reduce_gradients(present))
-    return [None if g is None else next(reduced) for g in grads]
-
-
 def _everywhere(flag: tf.Tensor) -> tf.Tensor:
     """True where `flag` is true on every replica."""
     replica = tf.distribute.get_replica_context()
@@ -338,46 +339,41 @@ def note_applies(
         ValueError: The optimizer belongs to another strategy.
     """
     outer = optimizer
-    if getattr(outer, "_dtk_bound", None) is strategy:
+    bond = _take_members(outer, strategy)
+    if bond.apply is not None:
         return
-    _take_members(outer, strategy)
-    outer._dtk_bound = strategy
-    _weigh_own_loss(outer)
-    apply, build, finalize = outer.apply, outer.build, outer.finalize_variable_values
+    keras_optimizers.scale_loss_through(outer, _weighed)
     built_for: list = []
 
-    @functools.wraps(apply)
-    def noted_apply(grads: Sequence, trainable_variables: Sequence | None = None) -> Any:
+    def note(grads: list, variables: Sequence | None, apply: Callable) -> Any:
         step = traced_step.current()
         if step is None or step.noted is None:
-            return apply(grads, trainable_variables)
-        _build_in_time(outer, trainable_variables, strategy)
-        variables = trainable_variables or built_for or keras_optimizers.trained_variables(outer)
-        replaced_variables.refuse(variables, strategy)
-        step.noted.note(outer, step.handed_over(list(grads)), list(variables))
+            return apply(grads, variables)
+        _build_in_time(outer, variables, strategy)
+        noted = variables or built_for or keras_optimizers.trained_variables(outer)
+        replaced_variables.refuse(noted, strategy)
+        step.noted.note(outer, step.handed_over(grads), list(noted))
         return None
 
     def expanded(variables: Sequence) -> list:
         return [part for variable in variables for part in parts_of(variable)]
 
-    def build_parts(variables: Sequence) -> None:
+    def built(variables: Sequence) -> None:
         built_for[:] = variables
-        build(expanded(variables))
         _take_members(outer, strategy)  # a MultiOptimizer may make them while it is built
 
-    outer.apply = noted_apply
-    outer._dtk_apply = apply
-    outer.build = build_parts
-    outer.finalize_variable_values = lambda variables: finalize(expanded(variables))
+    bond.apply = keras_optimizers.apply_through(outer, note)
+    keras_optimizers.build_through(outer, expanded, built)
 
 
-def _take_members(outer: keras.Optimizer, strategy: Strategy) -> None:
+def _take_members(outer: keras.Optimizer, strategy: Strategy) -> _Bond:
     for member in partitioned_variables.members(outer):
-        if getattr(member, "_dtk_member_of", None) is not strategy:
+        if not _is_bound(member, strategy):
             _check_owner(member, strategy)
             keras_optimizers.own_optimizer(member, strategy)
             partitioned_variables.clip_wholes(member)
-            member._dtk_member_of = strategy
+            keras_optimizers.set_note(member, _Bond(strategy))
+    return keras_optimizers.note_of(outer)
 
 
 def apply_now(optimizer: keras.Optimizer, gradients: list, variables: list) -> None:
@@ -388,4 +384,4 @@ def apply_now(optimizer: keras.Optimizer, gradients: list, variables: list) -> N
         gradients: Gradients; None where there is none.
         variables: Keras variables, or parts of them, in the same order.
     """
-    optimizer._dtk_apply(gradients, variables)
+    keras_optimizers.note_of(optimizer).apply(gradients, variables)
