@@ -45,10 +45,10 @@ def measure():
     """On every rank: train with each exchange; rank 0 prints what a step took."""
     import dtk
     import keras
-    from dtk.bench.baselines.worker import clock
     from dtk.bench.measure import order
     from dtk.bench.models import PROBLEMS
     from dtk.bench.variant import Fit
+    from dtk.bench.worker import clock
     from dtk.exchange import BlockMomentum, parse
 
     strategy = dtk.strategies.AllReduceStrategy()

@@ -6,9 +6,9 @@ import statistics
 import time
 from typing import Any, NamedTuple
 
-from dtk.bench.baselines.worker import clock
 from dtk.bench.measure import order
 from dtk.bench.variant import Stopwatch, Variant
+from dtk.bench.worker import clock
 
 
 class Fitting(Variant):

@@ -12,8 +12,8 @@ import dtk
 import keras
 import numpy as np
 import tensorflow as tf
-from dtk.bench.baselines.worker import clock
 from dtk.bench.measure import order
+from dtk.bench.worker import clock
 from dtk.input import slicing
 from dtk.trainer import epoch_data
 

@@ -18,11 +18,9 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from multiprocessing import AuthenticationError, connection
-from pathlib import Path
 from typing import Any
 
-from dtk.bench import agent
-from dtk.bench.baselines import worker
+from dtk.bench import agent, worker
 from dtk.bench.measure import WorldLost
 from dtk.launch import Job, Process
 from dtk.launch.rendezvous import own_address
@@ -34,14 +32,15 @@ _POLL = 1.0
 
 
 def command(module: str, setting: Mapping[str, Any], python: str = sys.executable) -> list[str]:
-    """Return what the agents of a world run: `baselines.worker`, by its path: it needs no dtk.
+    """Return what the agents of a world run: `dtk.bench.worker`, by its path: it needs no dtk.
 
     Args:
         module: Holds the `Worker`.
         setting: For it.
         python: Of its environment.
     """
-    return [python, str(Path(worker.__file__)), module, json.dumps(setting)]
+    # -P: what is beside `worker` is dtk's, and hides nothing of others.
+    return [python, "-P", worker.__file__, module, json.dumps(setting)]
 
 
 class World:

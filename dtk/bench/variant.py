@@ -9,10 +9,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dtk.bench.baselines.worker import Tick
 from dtk.bench.models import Problem
 from dtk.bench.report import BOUND
 from dtk.bench.setting import Setting, block_of
+from dtk.bench.worker import Tick
 from dtk.communicators import Communicator
 from dtk.exchange import BlockMomentum, Exchange, parse
 from dtk.strategies import AllReduceStrategy

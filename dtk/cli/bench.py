@@ -10,8 +10,7 @@ import click
 import rich.console
 import rich.table
 
-from dtk.bench import baseline_environments, places, plot, report
-from dtk.bench.baseline_environments import BASELINES
+from dtk.bench import baselines, places, plot, report
 from dtk.bench.results import Results, read
 from dtk.bench.runner import Run
 from dtk.bench.setting import BLOCK, EXCHANGES, MODELS, TELLING, BenchError, Setting, parse_size
@@ -22,6 +21,16 @@ from dtk.launch import job_options
 _T = TypeVar("_T")
 _WORKERS = 2
 _WIDTH = 140  # of a table that goes to no terminal
+_BASELINES = baselines.find()
+_PEER_HELP = (
+    "Something else to measure: "
+    + "; ".join(f"{name}, {baseline.about}" for name, baseline in _BASELINES.items())
+    + ". May be repeated; what is not here is installed in an environment of its own, which other "
+    "hosts must have at the same path."
+    if _BASELINES
+    else "Another framework to measure; needs a clone of dtk's repository, and `pip install -e "
+    "'.[bench]'` there."
+)
 
 
 @click.command(
@@ -79,10 +88,7 @@ _WIDTH = 140  # of a table that goes to no terminal
     "peers",
     metavar="NAME",
     multiple=True,
-    help="Something else to measure: "
-    + "; ".join(f"{name}, {baseline.about}" for name, baseline in BASELINES.items())
-    + ". May be repeated; what is not here is installed in an environment of its own, which other "
-    "hosts must have at the same path.",
+    help=_PEER_HELP,
 )
 @click.option(
     "--batch-size", default=Setting.batch_size, show_default=True, help="Rows, per worker."
@@ -136,7 +142,7 @@ def bench(
         setting.steps_with(name, count)
     for name in communicators:
         places.check(name, where)
-    baseline_environments.check(peers)
+    chosen = baselines.choose(_once(peers), _BASELINES)
     saved = None if compare is None else read(compare)
     files = {"--json": json_file, "--markdown": markdown_file, "--plot": plot_file}
     for option, file in files.items():
@@ -144,7 +150,7 @@ def bench(
     if plot_file is not None:
         plot.check(plot_file)
     run = Run(setting, count, where, remote_shell)
-    code = run.measure(_once(communicators), _once(peers))
+    code = run.measure(_once(communicators), chosen)
     if code:
         sys.exit(code)
     results = run.results

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtk.bench.baselines.worker import clock
 from dtk.bench.measure import Benchmark, WorldLost
 from dtk.bench.models import PROBLEMS, Problem
 from dtk.bench.results import Results
 from dtk.bench.setting import Setting
 from dtk.bench.variant import AllReduce, DistributedFit, LocalFit, Stopwatch
+from dtk.bench.worker import clock
 from dtk.communicators import LocalCommunicator
 from dtk.strategies import AllReduceStrategy
 

@@ -41,7 +41,7 @@ def members(world):
     return [
         one
         for one in found
-        if any(part.endswith("baselines/worker.py") for part in one.cmdline()[:2])
+        if any(part.endswith("dtk/bench/worker.py") for part in one.cmdline()[:3])
     ]
 
 
