@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from dtk.bench.setting import BenchError
+from dtk.bench.setting import BenchError, check_names
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "baselines"
 
@@ -99,7 +99,5 @@ def choose(names: Sequence[str], known: Mapping[str, Baseline]) -> tuple[Baselin
                 f"and the dtk in {Path(__file__).parents[1]} is installed without; run `pip "
                 f"install -e '.[bench]'` in a clone, then `dtk bench --peer {name}` again"
             )
-        if name not in known:
-            *others, last = known
-            raise BenchError(f"--peer {name}: unknown, expected {', '.join(others)} or {last}")
+    check_names("--peer", names, known)
     return tuple(known[name] for name in names)

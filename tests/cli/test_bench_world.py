@@ -108,7 +108,7 @@ def test_a_world_that_cannot_start_says_why(make, setting, module, message):
 
 def test_who_does_not_know_the_key_is_turned_away(make):
     world = make()
-    address = world._door.getsockname()
+    address = world._ranks._door.getsockname()
 
     def intrude():
         with contextlib.suppress(OSError), socket.create_connection(address) as line:
