@@ -1,6 +1,7 @@
 """Hosts without machines: network namespaces on a bridge, each with a link of limited speed."""
 
 import contextlib
+import json
 import os
 import shlex
 import shutil
@@ -19,6 +20,9 @@ CORES = VERSION_1 if VERSION_1.is_dir() else VERSION_1.parent
 # The least that the kernel lets a control group have at a time: a host that has used it up waits,
 # and so does whoever waits for its message.
 QUOTA = 1000  # microseconds
+# As a launcher gives to as many workers as there are cores: hosts that share them look idle to it.
+THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
+ONE_THREAD = dict.fromkeys(THREADS, "1")
 
 
 @contextlib.contextmanager
@@ -117,12 +121,19 @@ def remove(path):
     print(f"{path} could not be removed: a process is still in it", file=sys.stderr)
 
 
-def run(script, options, workers, mbit, env=None, timeout=3600, burst="256kb", cores=None):
-    """Run a script on so many workers, each on a host of its own; returns what it printed.
+def run(script, options, workers, mbit, env, timeout=3600, burst="256kb", cores=None):
+    """Run a script on so many workers, each on a host of its own; returns what rank 0 found.
 
-    Without `mbit` and `cores` they are processes on loopback.
+    It prints a line of RESULT and JSON where DTK_BENCHMARK_RANK is set. Without `mbit` and `cores`
+    workers are processes on loopback.
     """
-    return dtk("run", [script, *options], workers, mbit, env, timeout, burst, cores)
+    env = {"DTK_BENCHMARK_RANK": "1", **env}
+    return result(dtk("run", [script, *options], workers, mbit, env, timeout, burst, cores))
+
+
+def result(printed):
+    """What stands behind RESULT in what a job printed."""
+    return json.loads(printed.partition("RESULT ")[2].splitlines()[0])
 
 
 def dtk(command, options, workers, mbit, env=None, timeout=3600, burst="256kb", cores=None):

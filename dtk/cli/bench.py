@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import TypeVar
 
 import click
-import rich.console
-import rich.table
 
-from dtk.bench import baselines, places, plot, report
-from dtk.bench.results import Results, read
+from dtk.bench import baselines, page, places, plot, report
+from dtk.bench.results import read
 from dtk.bench.runner import Run
 from dtk.bench.setting import BLOCK, EXCHANGES, MODELS, TELLING, BenchError, Setting, parse_size
 from dtk.cluster import Host
@@ -20,7 +18,6 @@ from dtk.launch import job_options
 
 _T = TypeVar("_T")
 _WORKERS = 2
-_WIDTH = 140  # of a table that goes to no terminal
 _BASELINES = baselines.find()
 _PEER_HELP = (
     "Something else to measure: "
@@ -154,13 +151,14 @@ def bench(
     if code:
         sys.exit(code)
     results = run.results
+    shown = report.tables(results, saved), report.notes(results, saved)
     if json_file is not None:
         results.save(json_file)
     if markdown_file is not None:
-        Path(markdown_file).write_text(report.markdown(results, saved))
+        Path(markdown_file).write_text(page.markdown(*shown))
     if plot_file is not None:
         plot.save(results, plot_file)
-    show(results, saved)
+    page.show(*shown)
 
 
 def _once(given: tuple[_T, ...]) -> tuple[_T, ...]:
@@ -190,27 +188,3 @@ def _check_writable(option: str, file: str | None) -> None:
         raise BenchError(f"{option} {file} is a directory; name a file, e.g. `{path / 'bench'}`")
     if not path.parent.is_dir():
         raise BenchError(f"{option} {file}: there is no directory {path.parent}; make it first")
-
-
-def show(results: Results, saved: Results | None = None) -> None:
-    """Print a table for each model, and the setting.
-
-    Args:
-        results: What was measured.
-        saved: Another run, to compare with.
-    """
-    console = rich.console.Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = _WIDTH
-    for model in results.turns:
-        header, *rows = report.table(results, model, saved)
-        console.print(report.title(results, model), style="bold")
-        table = rich.table.Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for number, column in enumerate(header):
-            table.add_column(column, justify="right" if number else "left", no_wrap=not number)
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
-        console.print()
-    for note in report.notes(results, saved):
-        console.print(note, soft_wrap=not console.is_terminal)

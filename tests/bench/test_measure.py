@@ -140,7 +140,7 @@ def test_a_turn_is_so_many_steps_of_so_many_rows_and_one_more(make):
     reading = clock(variant.measure)
     assert variant.model.optimizer.iterations.numpy() == 5
     assert 0 < 4 * reading["seconds"] < reading["fit"]
-    variant.model.fit(*variant._data, batch_size=3, verbose=0, callbacks=[noting])
+    variant.model.fit(**variant._data, verbose=0, callbacks=[noting])
     assert len(seen) == 5
 
 
