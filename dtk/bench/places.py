@@ -126,15 +126,21 @@ def _for_torch(process: Process, planned: Sequence[Process], interface: str) -> 
     return env
 
 
-def mpirun(command: Sequence[str], workers: int, env: Mapping[str, str]) -> Process:
+def mpirun(
+    command: Sequence[str],
+    workers: int,
+    env: Mapping[str, str],
+    binding: Sequence[str] = ("--bind-to", "none"),
+) -> Process:
     """Return one process that starts all ranks, on this machine.
 
     Args:
         command: What every rank runs.
         workers: How many there are.
         env: Variables for all of them.
+        binding: Options that say which cores each gets.
     """
-    argv = ["mpirun", "--oversubscribe", "--bind-to", "none"]
+    argv = ["mpirun", "--oversubscribe", *binding]
     if os.geteuid() == 0:
         argv.append("--allow-run-as-root")
     # A rank that waits must not keep the others from computing.
