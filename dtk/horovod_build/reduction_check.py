@@ -14,13 +14,12 @@ import json
 import os
 import pathlib
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 
-from dtk.horovod_build.requirements import HorovodBuildError
+from dtk.horovod_build.requirements import HorovodBuildError, ask, reason_of
 from dtk.launch import Job, Process, local, plan
 
 TIMEOUT = 120.0
@@ -92,19 +91,14 @@ def installed() -> Horovod:
         HorovodBuildError: When it is missing, cannot be imported, or was built for another
             TensorFlow.
     """
-    probe = subprocess.run(
-        [sys.executable, "-c", _DESCRIBE],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)} | _ON_CPU,
-    )
+    own = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+    probe = ask([sys.executable, "-c", _DESCRIBE], environ={**own, **_ON_CPU})
     if probe.returncode:
-        lines = probe.stderr.strip().splitlines() or ["no message"]
-        if "No module named 'horovod'" in lines[-1]:
+        reason = reason_of(probe)
+        if "No module named 'horovod'" in reason:
             raise HorovodBuildError("Horovod is not installed. Next: dtk install-horovod")
         raise HorovodBuildError(
-            f"Horovod cannot be imported ({lines[-1]}). Next: dtk install-horovod --rebuild"
+            f"Horovod cannot be imported ({reason}). Next: dtk install-horovod --rebuild"
         )
     found = Horovod(**json.loads(probe.stdout.strip().splitlines()[-1]))
     if found.built_for and found.built_for != found.tensorflow:
@@ -149,7 +143,7 @@ def check_mpi(timeout: float = TIMEOUT) -> float:
         raise HorovodBuildError("mpirun is not on PATH. Next: apt-get install openmpi-bin")
     with tempfile.TemporaryDirectory(prefix="dtk-") as folder:
         command = ["mpirun", "-np", "2"]
-        if _is_open_mpi():
+        if "Open MPI" in ask(["mpirun", "--version"]).stdout:
             command += ["--host", "localhost:2", "--oversubscribe", "--bind-to", "none"]
             command += ["--allow-run-as-root"] * (os.geteuid() == 0)
         command += [sys.executable, "-c", _RANK, folder]
@@ -161,11 +155,6 @@ def check_mpi(timeout: float = TIMEOUT) -> float:
         }
         mpirun = Process("mpirun", "worker", 0, "localhost", tuple(command), environ)
         return _both_read_three("MPI", [mpirun], folder, timeout, mpi=True)
-
-
-def _is_open_mpi() -> bool:
-    probe = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False)
-    return "Open MPI" in probe.stdout
 
 
 def _both_read_three(
