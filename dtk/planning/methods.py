@@ -20,6 +20,7 @@ et al. 2014 (codes); Chen and Huo 2016 (block momentum).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -130,12 +131,18 @@ def dense(job: Job, cluster: Cluster, workers: int, exchange: str = "dense") -> 
     kernels = job.factored(workers)
     if kernels is not None:
         return _factors(job, cluster, workers, exchange, kernels)
-    size, hidden = job.size(exchange), cluster.software.hidden
-    computing = job.computing(workers)
+    size, computing = job.size(exchange), job.computing(workers)
     messages, stream = cluster.parts(costs.ring_allreduce(workers, size), workers)
-    half_length = cluster.half_length(workers)
-    waiting = messages + exposed(stream, computing, hidden * early(size, half_length))
+    waiting = messages + _not_hidden(cluster, workers, computing, stream, size)
     return Cost(computing, _coding(job, cluster, workers, exchange), waiting, size)
+
+
+def _not_hidden(
+    cluster: Cluster, workers: int, computing: float, stream: float, size: float
+) -> float:
+    """Return `exposed` of gradients of so many bytes; what a backward pass hides is measured."""
+    part = cluster.software.hidden * early(size, cluster.half_length(workers))
+    return exposed(stream, computing, part)
 
 
 def _factors(job: Job, cluster: Cluster, workers: int, exchange: str, kernels: Factors) -> Cost:
@@ -143,28 +150,15 @@ def _factors(job: Job, cluster: Cluster, workers: int, exchange: str, kernels: F
 
     The rest goes as it would. Messages of both wait at the same time; bytes share a link.
     """
-    computing, mine, hidden = job.computing(workers), job.rows_of(workers), cluster.software.hidden
+    computing, mine = job.computing(workers), job.rows_of(workers)
     own, rest = kernels.size(mine), job.size(exchange) * (1 - kernels.entries / job.parameters)
     striped = costs.padded(own) * workers
     rows = cluster.parts(costs.ring_allgather(workers, striped), workers)
     others = cluster.parts(costs.ring_allreduce(workers, rest), workers)
-    stream = rows[1] + exposed(
-        others[1], computing, hidden * early(rest, cluster.half_length(workers))
-    )
+    stream = rows[1] + _not_hidden(cluster, workers, computing, others[1], rest)
     product = cluster.software.product * kernels.entries * (job.batch(workers) - mine)
     coding = _coding(job, cluster, workers, exchange) + product
     return Cost(computing, coding, max(rows[0], others[0]) + stream, own + rest)
-
-
-def fp16(job: Job, cluster: Cluster, workers: int) -> Cost:
-    """Predict `dense` in half precision.
-
-    Args:
-        job: What is trained.
-        cluster: Where.
-        workers: How many.
-    """
-    return dense(job, cluster, workers, "fp16")
 
 
 def hierarchical(job: Job, cluster: Cluster, workers: int) -> Cost:
@@ -177,13 +171,11 @@ def hierarchical(job: Job, cluster: Cluster, workers: int) -> Cost:
     """
     hosts = cluster.hosts(workers)
     per_host = -(-workers // hosts)
-    size, hidden = job.size("dense"), cluster.software.hidden
+    size, computing = job.size("dense"), job.computing(workers)
     between, within = costs.hierarchical_allreduce(hosts, per_host, size)
     parts = cluster.over(cluster.network, between), cluster.over(cluster.host, within)
     messages, stream = map(sum, zip(*parts, strict=True))
-    computing = job.computing(workers)
-    half_length = cluster.half_length(workers)
-    waiting = messages + exposed(stream, computing, hidden * early(size, half_length))
+    waiting = messages + _not_hidden(cluster, workers, computing, stream, size)
     return Cost(computing, _coding(job, cluster, workers, "dense"), waiting, size)
 
 
@@ -295,7 +287,7 @@ METHODS = (
     Method(
         "servers, sync", 'ParameterServerStrategy("sync")', servers_sync, exact=True, served=True
     ),
-    Method("fp16", 'AllReduceStrategy(exchange="fp16")', fp16),
+    Method("fp16", 'AllReduceStrategy(exchange="fp16")', functools.partial(dense, exchange="fp16")),
     Method("8bit", 'AllReduceStrategy(exchange="8bit")', coded(8)),
     Method("1bit", 'AllReduceStrategy(exchange="1bit")', coded(1)),
     Method("delayed", "AllReduceStrategy(exchange=Delayed())", delayed),
