@@ -22,6 +22,10 @@ import sys
 import time
 from pathlib import Path
 
+from dtk.bench.page import markdown_table
+
+import hosts
+
 parser = argparse.ArgumentParser(description="Speed and error by exchange on a limited link.")
 parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
 parser.add_argument("--mbit", type=int, default=100, help="of each link; 0: loopback, no limit")
@@ -170,12 +174,8 @@ def measure():
 
 def job(workers):
     """Run this script as a job; what its rank 0 measured."""
-    import hosts
-
-    env = {"DTK_BENCHMARK_RANK": "1"}
-    env |= dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"), "1")
-    printed = hosts.run(__file__, sys.argv[1:], workers, args.mbit, env, cores=args.cores)
-    return json.loads(printed.partition("RESULT ")[2].splitlines()[0])
+    threads = dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"), "1")
+    return hosts.run(__file__, sys.argv[1:], workers, args.mbit, threads, cores=args.cores)
 
 
 def setting():
@@ -194,12 +194,7 @@ def table(by_workers):
     """Speed against one worker, and error, by exchange and number of workers."""
     base = by_workers[min(by_workers)]["dense"]["images_per_second"]
     counts = sorted(by_workers)
-    lines = [
-        "| exchange | "
-        + " | ".join(f"{n} worker{'s' * (n > 1)}" for n in counts)
-        + " | sent/step |",
-        "|---" * (len(counts) + 2) + "|",
-    ]
+    rows = [("exchange", *(f"{n} worker{'s' * (n > 1)}" for n in counts), "sent/step")]
     for name in by_workers[max(counts)]:
         cells = []
         for n in counts:
@@ -208,8 +203,8 @@ def table(by_workers):
                 f"{cell['images_per_second'] / base:.2f} / {cell['error']:.2f}" if cell else ""
             )
         sent = by_workers[max(counts)][name]["bytes"]
-        lines.append(f"| {name} | " + " | ".join(cells) + f" | {sent / 1e3:.1f} kB |")
-    return lines
+        rows.append((name, *cells, f"{sent / 1e3:.1f} kB"))
+    return markdown_table(rows)
 
 
 def plot(by_workers, path):
@@ -237,20 +232,23 @@ def plot(by_workers, path):
 
 def times(found):
     """Milliseconds of a step by exchange, against dense."""
-    lines = [
-        "| exchange | ms per step (quartiles) | dense / this | sent per step | communicating |",
-        "|---|---|---|---|---|",
+    rows = [
+        ("exchange", "ms per step (quartiles)", "dense / this", "sent per step", "communicating")
     ]
     dense = statistics.median(found["dense"]["seconds"])
     for name, cell in found.items():
         seconds = cell["seconds"] if len(cell["seconds"]) > 1 else cell["seconds"] * 2
         low, middle, high = (1000 * q for q in statistics.quantiles(seconds, n=4))
-        lines.append(
-            f"| {name} | {middle:.0f} ({low:.0f} - {high:.0f}) | {1000 * dense / middle:.1f} | "
-            f"{statistics.median(cell['bytes']) / 1e6:.3f} MB | "
-            f"{100 * statistics.median(cell['share']):.0f} % |"
+        rows.append(
+            (
+                name,
+                f"{middle:.0f} ({low:.0f} - {high:.0f})",
+                f"{1000 * dense / middle:.1f}",
+                f"{statistics.median(cell['bytes']) / 1e6:.3f} MB",
+                f"{100 * statistics.median(cell['share']):.0f} %",
+            )
         )
-    return lines
+    return markdown_table(rows)
 
 
 def main():

@@ -39,10 +39,6 @@ parser.add_argument("--rounds", type=int, default=3, help="turns of each")
 parser.add_argument("--output", type=Path, default=Path("network"), help="folder of the results")
 args = parser.parse_args()
 
-# As a launcher gives to as many workers as there are cores: hosts that share them look idle to it.
-THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
-ONE_THREAD = dict.fromkeys(THREADS, "1")
-
 
 def measure(mbit):
     """`dtk bench` on links of so many Mbit/s; its tables, with a title."""
@@ -55,7 +51,7 @@ def measure(mbit):
     options += [f"--markdown={page}", f"--json={page.with_suffix('.json')}"]
     if importlib.util.find_spec("matplotlib"):
         options.append(f"--plot={page.with_suffix('.svg')}")
-    hosts.dtk("bench", options, args.workers, mbit, ONE_THREAD, burst=hosts.burst_of(mbit))
+    hosts.dtk("bench", options, args.workers, mbit, hosts.ONE_THREAD, burst=hosts.burst_of(mbit))
     return f"## {title(mbit)}\n\n{page.read_text()}"
 
 

@@ -23,6 +23,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hosts
+
 parser = argparse.ArgumentParser(description="Predicted and measured time of a step.")
 parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
 parser.add_argument("--mbit", type=int, nargs="+", default=[50, 100, 1000], help="of each link")
@@ -36,19 +38,16 @@ parser.add_argument("--output", type=Path, default=Path("plan"), help="folder of
 args = parser.parse_args()
 
 EXCHANGES = ("dense", "fp16", "1bit", "block momentum")
-# As a launcher gives to as many workers as there are cores: hosts that share them look idle to it.
-THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
-ONE_THREAD = dict.fromkeys(THREADS, "1")
 
 
 def measure():
     """On every rank: train with each exchange; rank 0 prints what a step took."""
     import dtk
     import keras
-    from dtk.bench.baselines.worker import clock
     from dtk.bench.measure import order
     from dtk.bench.models import PROBLEMS
     from dtk.bench.variant import Fit
+    from dtk.bench.worker import clock
     from dtk.exchange import BlockMomentum, parse
 
     strategy = dtk.strategies.AllReduceStrategy()
@@ -60,7 +59,8 @@ def measure():
         strategy.exchange = parse(known.get(name, name))
         with strategy.scope():
             model = problem.compiled(keras)
-        data = problem.data((args.steps + 1) * rows)
+        x, y = problem.data((args.steps + 1) * rows)
+        data = {"x": x, "y": y, "batch_size": rows}
         return Fit(name, model, data, args.steps, strategy.communicator)
 
     found = {name: [] for name in EXCHANGES}
@@ -76,12 +76,9 @@ def measure():
 
 def measured(workers, mbit):
     """Run this script as a job on links of so many Mbit/s, and keep what its rank 0 printed."""
-    import hosts
-
-    env = {"DTK_BENCHMARK_RANK": "1", **ONE_THREAD}
     burst = hosts.burst_of(mbit)
-    printed = hosts.run(__file__, sys.argv[1:], workers, mbit, env, burst=burst)
-    path("measured", workers, mbit).write_text(printed.partition("RESULT ")[2].splitlines()[0])
+    found = hosts.run(__file__, sys.argv[1:], workers, mbit, hosts.ONE_THREAD, burst=burst)
+    path("measured", workers, mbit).write_text(json.dumps(found))
 
 
 def calibrate(workers):
@@ -89,7 +86,7 @@ def calibrate(workers):
     options = f"-n {workers} --model {args.model} --batch-size {args.batch_size} --json"
     options = [*shlex.split(options), str(path("bench", workers))]
     command = [sys.executable, "-m", "dtk.cli.main", "bench", *options]
-    subprocess.run(command, check=True, env=os.environ | ONE_THREAD)
+    subprocess.run(command, check=True, env=os.environ | hosts.ONE_THREAD)
 
 
 def path(*names):
@@ -114,10 +111,10 @@ def predicted(workers, mbit):
 
 def table():
     """A line for each run that there is."""
+    from dtk.bench.page import markdown_table
     from dtk.bench.report import quartiles
 
-    lines = ["| workers | links | exchange | measured, ms (quartiles) | predicted | error |"]
-    lines.append("|---" * 6 + "|")
+    rows = [("workers", "links", "exchange", "measured, ms (quartiles)", "predicted", "error")]
     errors = []
     for workers in args.workers:
         for mbit in args.mbit:
@@ -127,13 +124,11 @@ def table():
             for name, seconds in json.loads(path("measured", workers, mbit).read_text()).items():
                 low, middle, high = (1000 * q for q in quartiles(seconds))
                 errors.append(1000 * told[name] / middle - 1)
-                lines.append(
-                    f"| {workers} | {mbit} Mbit/s | {name} | {middle:.0f} ({low:.0f} - {high:.0f}) "
-                    f"| {1000 * told[name]:.0f} | {100 * errors[-1]:+.0f} % |"
-                )
+                measured_ms = f"{middle:.0f} ({low:.0f} - {high:.0f})"
+                cells = (measured_ms, f"{1000 * told[name]:.0f}", f"{100 * errors[-1]:+.0f} %")
+                rows.append((str(workers), f"{mbit} Mbit/s", name, *cells))
     within = sum(abs(error) <= 0.15 for error in errors)
-    lines += ["", f"{within} of {len(errors)} within 15 %."]
-    return lines
+    return [*markdown_table(rows), "", f"{within} of {len(errors)} within 15 %."]
 
 
 def main():

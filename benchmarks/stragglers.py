@@ -16,6 +16,8 @@ import subprocess
 import sys
 import time
 
+import hosts
+
 parser = argparse.ArgumentParser(description="One slow worker, by consistency.")
 parser.add_argument("--workers", type=int, default=3)
 parser.add_argument(
@@ -93,7 +95,7 @@ def job(workers, slow):
     done = subprocess.run(
         [*command, __file__, *options], stdout=subprocess.PIPE, text=True, timeout=900, check=True
     )
-    return json.loads(done.stdout.partition("RESULT ")[2].splitlines()[0])
+    return hosts.result(done.stdout)
 
 
 def spread(values):

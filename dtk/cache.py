@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 
@@ -15,6 +17,9 @@ def folder(environ: Mapping[str, str] = os.environ) -> Path:
     Args:
         environ: Variables to read.
 
+    Raises:
+        RuntimeError: The user has no home.
+
     Example:
         >>> folder({"XDG_CACHE_HOME": "/tmp/cache"})
         PosixPath('/tmp/cache/dtk')
@@ -22,3 +27,36 @@ def folder(environ: Mapping[str, str] = os.environ) -> Path:
     given = environ.get("XDG_CACHE_HOME", "")
     base = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
     return base / "dtk"
+
+
+@contextlib.contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """Give the block a draft to write, which replaces a file when it ends well.
+
+    A reader never sees half of it, and a block that fails leaves no draft behind.
+
+    Args:
+        file: What is replaced; its folder is made where it is missing.
+
+    Yields:
+        The draft, an empty file that only this user may read.
+
+    Raises:
+        OSError: It cannot be written.
+
+    Example:
+        >>> with tempfile.TemporaryDirectory() as place:
+        ...     with replacing(Path(place, "new", "file")) as draft:
+        ...         _ = draft.write_text("whole")
+        ...     Path(place, "new", "file").read_text()
+        'whole'
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=".", suffix=".tmp")
+    os.close(descriptor)
+    draft = Path(name)
+    try:
+        yield draft
+        draft.replace(file)
+    finally:
+        draft.unlink(missing_ok=True)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
-import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ import pytest
 from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # whose hosts.py makes hosts
 
 import tiers  # noqa: E402
 
@@ -85,53 +83,17 @@ def pool(_worlds: _Worlds, request: pytest.FixtureRequest) -> World:
 
 
 @pytest.fixture
-def two_hosts(tmp_path: Path) -> Iterator[tuple[list[Host], str]]:
+def two_hosts() -> Iterator[tuple[list[Host], str]]:
     """Two network namespaces on a bridge: hosts with addresses of their own, and a shell there."""
     if os.getuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and iproute2")
-    mark = f"dtk{uuid.uuid4().hex[:6]}"
-    net = f"10.{200 + os.getpid() % 50}.{os.getpid() % 250}"
-    undo: list[str] = []
-    folders: list[Path] = []
-
-    def ip(command: str, cure: str | None = None) -> None:
-        subprocess.run(["ip", *shlex.split(command)], check=True, capture_output=True)
-        if cure:
-            undo.append(cure)
+    import hosts
 
     try:
-        ip(f"link add {mark}b type bridge", f"link del {mark}b")
-        ip(f"addr add {net}.254/24 dev {mark}b")
-        ip(f"link set {mark}b up")
-        for n in (1, 2):
-            ip(f"netns add {mark}{n}", f"netns del {mark}{n}")
-            ip(
-                f"link add {mark}v{n} type veth peer name eth0 netns {mark}{n}",
-                f"link del {mark}v{n}",
-            )
-            ip(f"link set {mark}v{n} master {mark}b up")
-            ip(f"-n {mark}{n} addr add {net}.{n}/24 dev eth0")
-            ip(f"-n {mark}{n} link set eth0 up")
-            ip(f"-n {mark}{n} link set lo up")
-            # `ip netns exec` shows this file as /etc/hosts. Horovod 0.28.1 makes its process sets
-            # on the address of the host's own name, whatever HOROVOD_GLOO_IFACE says.
-            hosts_file = Path("/etc/netns", f"{mark}{n}", "hosts")
-            hosts_file.parent.mkdir(parents=True)
-            folders.append(hosts_file.parent)
-            hosts_file.write_text(f"127.0.0.1 localhost\n{net}.{n} {socket.gethostname()}\n")
-        script = tmp_path / "netns-shell"
-        script.write_text(
-            f'#!/bin/sh\nn=${{1##*.}}; shift; exec ip netns exec {mark}$n sh -c "$*"\n'
-        )
-        script.chmod(0o755)
-        yield [Host(f"{net}.1", 2), Host(f"{net}.2", 1)], str(script)
+        with hosts.hosts(2) as ((first, second), shell):
+            yield [Host(first, 2), Host(second, 1)], shell
     except subprocess.CalledProcessError as error:
         pytest.skip(f"network namespaces do not work here: {error.stderr.decode().strip()}")
-    finally:
-        for command in reversed(undo):
-            subprocess.run(["ip", *shlex.split(command)], check=False, capture_output=True)
-        for folder in folders:
-            shutil.rmtree(folder)
 
 
 def pytest_configure(config: pytest.Config) -> None:

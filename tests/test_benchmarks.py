@@ -81,7 +81,6 @@ def test_costs_tells_a_workers_peak_and_its_bucket():
 def test_a_host_with_half_a_core_computes_in_a_control_group_that_goes_with_it(tmp_path):
     script = tmp_path / "groups.py"
     script.write_text("print(open('/proc/self/cgroup').read())")
-    sys.path.insert(0, str(ROOT / "benchmarks"))
     import hosts
 
     with hosts.hosts(1, cores=0.5) as ((address,), shell):

@@ -19,27 +19,24 @@ def main() -> None:
         from strategies import bodies
 
         bodies.served()
-    host, _, port = os.environ["DTK_TEST_ADDRESS"].rpartition(":")
-    key = bytes.fromhex(os.environ["DTK_TEST_KEY"])
-    with connection.Client((host, int(port)), authkey=key) as line:
-        from dtk.cluster import detect
+    from dtk.bench.agent import connect
+    from dtk.bench.ranks import Failure
+    from dtk.cluster import detect
 
-        line.send((detect().rank, os.getpid()))
-        while True:
+    with connect() as line:
+        line.send({"rank": detect().rank, "pid": os.getpid()})
+        while (task := _next(line)) is not None:
             try:
-                task = line.recv()
-            except EOFError:
-                break
-            if task is None:
-                break
-            try:
-                _answer(line, (True, _run(*task)))
+                line.send(_run(*task))
             except BaseException:
-                _answer(line, (False, traceback.format_exc()))
+                line.send(Failure(traceback.format_exc()))
 
 
-def _answer(line: connection.Connection, answer: tuple[bool, Any]) -> None:
-    line.send(answer)
+def _next(line: connection.Connection) -> Any:
+    try:
+        return line.recv()
+    except EOFError:
+        return None
 
 
 def _run(name: str, args: tuple[Any, ...]) -> Any:

@@ -21,23 +21,23 @@ A body that raises, a worker that dies and a time that runs out all end every pr
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import inspect
 import os
 import re
-import secrets
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
-from multiprocessing import connection
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from dtk.bench import places
+from dtk.bench.ranks import ENDED, Ranks, RanksFailed
+from dtk.launch import Process, plan
 
 BACKENDS = ("local", "collective", "horovod-mpi", "horovod-gloo", "served")
 SERVERS = 2
@@ -105,23 +105,24 @@ class World:
         if backend == "local" and size != 1:
             raise ValueError(f"backend 'local' has one rank, got size={size}")
         self.backend, self.size = backend, size
-        self.answering = 1 if backend == "served" else size
-        self.pids: list[int] = []
-        self._connections: list[connection.Connection] = []
-        self._stop: Callable[[], None] = lambda: None
         self._log = tempfile.TemporaryFile(  # noqa: SIM115
             "w+", encoding="utf-8", errors="replace"
         )
-        try:
-            self._start(env or {})
-        except BaseException:
-            self.close()
-            raise
+        answering = 1 if backend == "served" else size
+        processes = _processes(backend, size, env or {})
+        self._ranks = Ranks(processes, answering, output=self._log, grace=1.0)
+        with self._ended_by_failure(f"{backend} x {size} does not start"):
+            self._ranks.start(START_TIMEOUT)
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes that run bodies."""
+        return [hello["pid"] for hello in self._ranks.hello]
 
     @property
     def alive(self) -> bool:
         """Whether bodies can be run."""
-        return bool(self._connections)
+        return self._ranks.alive
 
     def run(
         self,
@@ -149,138 +150,26 @@ class World:
         if not self.alive:
             raise WorldError(f"the world {self.backend} x {self.size} has ended")
         name = function if isinstance(function, str) else _name(function)
-        deadline = time.monotonic() + timeout
-        try:
-            for line in self._connections:
-                line.send((name, args))
-            meanwhile()
-            return self._collect(name, deadline, timeout)
-        except BaseException:
-            self.close(patience=0)
-            raise
+        with self._ended_by_failure(f"{name} on {self.backend} x {self.size}"):
+            return self._ranks.ask((name, args), timeout, meanwhile)
 
-    def _collect(self, name: str, deadline: float, timeout: float) -> list[Any]:
-        results: dict[int, Any] = {}
-        failures: dict[int, str] = {}
-        while len(results) + len(failures) < self.answering:
-            waiting = {
-                line: rank
-                for rank, line in enumerate(self._connections)
-                if rank not in results and rank not in failures
-            }
-            ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
-            if not ready:
-                if failures:
-                    break
-                raise WorldError(
-                    f"{name}: no answer from ranks {sorted(waiting.values())} after {timeout:g} s"
-                    f"{self._output()}"
-                )
-            for line in ready:
-                rank = waiting[line]
-                try:
-                    ok, value = line.recv()
-                except (EOFError, OSError):
-                    ok, value = False, f"the process ended{self._output()}"
-                (results if ok else failures)[rank] = value
-            if failures:
-                # The others usually fail too, or wait for ever: hear them out, but briefly.
-                deadline = min(deadline, time.monotonic() + 1.0)
-        if failures:
-            told = "\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
-            raise WorldError(f"{name} on {self.backend} x {self.size}\n{told}")
-        return [results[rank] for rank in range(self.answering)]
+    @contextlib.contextmanager
+    def _ended_by_failure(self, what: str) -> Iterator[None]:
+        """End the world where what is done inside fails."""
+        try:
+            yield
+        except BaseException as error:
+            output = self._output()
+            self.close(patience=0)
+            if not isinstance(error, RanksFailed | TimeoutError):
+                raise
+            raised = isinstance(error, RanksFailed) and ENDED not in error.failures.values()
+            raise WorldError(f"{what}\n{error}{'' if raised else output}") from None
 
     def _output(self) -> str:
         self._log.seek(0)
         tail = self._log.read()[-4000:]
         return f"; output:\n{tail}" if tail.strip() else ""
-
-    def _start(self, extra: dict[str, str]) -> None:
-        key = secrets.token_bytes(32)
-        with connection.Listener(("127.0.0.1", 0), authkey=key) as listener:
-            env = {
-                "DTK_TEST_ADDRESS": f"{listener.address[0]}:{listener.address[1]}",
-                "DTK_TEST_KEY": key.hex(),
-                "DTK_TEST_COMMUNICATOR": self.backend.split("-")[0],
-                "TF_CPP_MIN_LOG_LEVEL": "2",
-                "OMP_NUM_THREADS": "1",
-                "TF_NUM_INTRAOP_THREADS": "1",
-                "TF_NUM_INTEROP_THREADS": "1",
-                "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
-                # Groups of some of the ranks; worlds of two have none, and run as users' do.
-                **({"HOROVOD_DYNAMIC_PROCESS_SETS": "1"} if self.size > 2 else {}),
-                # What is measured beside other tests is nothing to go by.
-                "DTK_CALIBRATE": "0",
-                **extra,
-            }
-            command = [sys.executable, str(TESTS / "worker.py")]
-            if self.backend == "horovod-mpi":
-                self._stop = self._start_mpirun(command, env)
-            else:
-                self._stop = self._start_job(command, env)
-            self._accept(listener)
-
-    def _start_job(self, command: list[str], env: dict[str, str]) -> Callable[[], None]:
-        import dataclasses
-
-        from dtk.launch import Job, plan
-
-        kind = "horovod" if self.backend == "horovod-gloo" else "collective"
-        servers = SERVERS if self.backend == "served" else 0
-        # Other worlds use the same cores.
-        planned = plan(command, workers=self.size, communicator=kind, ps=servers, bind=False)
-        processes = [
-            dataclasses.replace(process, env={**process.env, **env}) for process in planned
-        ]
-        job = Job(processes, stdout=self._log, stderr=self._log, grace=1.0)
-        job.start()
-        return job.stop
-
-    def _start_mpirun(self, command: list[str], env: dict[str, str]) -> Callable[[], None]:
-        argv = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
-        # More ranks than cores: one that waits must not keep the others from computing.
-        argv += ["--mca", "mpi_yield_when_idle", "1"]
-        process = subprocess.Popen(
-            [*argv, "-np", str(self.size), *command],
-            env={**os.environ, **env},
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-        def stop() -> None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(5)
-            except subprocess.TimeoutExpired:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait(5)
-
-        return stop
-
-    def _accept(self, listener: connection.Listener) -> None:
-        # Listener has no timeout of its own; its socket does.
-        lines: dict[int, connection.Connection] = {}
-        deadline = time.monotonic() + START_TIMEOUT
-        listener._listener._socket.settimeout(1.0)
-        while len(lines) < self.answering:
-            try:
-                line = listener.accept()
-            except TimeoutError:
-                if time.monotonic() > deadline:
-                    raise WorldError(
-                        f"{self.backend} x {self.size}: only ranks {sorted(lines)} started "
-                        f"within {START_TIMEOUT:g} s{self._output()}"
-                    ) from None
-                continue
-            rank, pid = line.recv()
-            lines[rank] = line
-            self.pids.append(pid)
-        self._connections = [lines[rank] for rank in range(self.answering)]
 
     def close(self, patience: float = 10.0) -> None:
         """End every process; safe to call twice.
@@ -288,25 +177,36 @@ class World:
         Args:
             patience: Seconds workers get to leave by themselves.
         """
-        lines, self._connections = self._connections, []
-        for line in lines:
-            with contextlib.suppress(OSError):
-                if patience:
-                    line.send(None)
-                line.close()
-        alive = [psutil.Process(pid) for pid in self.pids if psutil.pid_exists(pid)]
-        if patience:
-            _, alive = psutil.wait_procs(alive, patience)
-        for process in alive:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        stop, self._stop = self._stop, lambda: None
-        stop()
-        psutil.wait_procs(alive, 10)
+        self._ranks.close(patience)
         self._log.close()
         left = [pid for pid in self.pids if _running(pid)]
         if left:
             raise WorldError(f"processes {left} of {self.backend} x {self.size} do not end")
+
+
+def _processes(backend: str, size: int, extra: dict[str, str]) -> list[Process]:
+    """What starts the workers of a world."""
+    command = [sys.executable, str(TESTS / "worker.py")]
+    env = {
+        "DTK_TEST_COMMUNICATOR": backend.split("-")[0],
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "OMP_NUM_THREADS": "1",
+        "TF_NUM_INTRAOP_THREADS": "1",
+        "TF_NUM_INTEROP_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
+        # Groups of some of the ranks; worlds of two have none, and run as users' do.
+        **({"HOROVOD_DYNAMIC_PROCESS_SETS": "1"} if size > 2 else {}),
+        # What is measured beside other tests is nothing to go by.
+        "DTK_CALIBRATE": "0",
+        **extra,
+    }
+    if backend == "horovod-mpi":
+        return [places.mpirun(command, size, env)]
+    kind = "horovod" if backend == "horovod-gloo" else "collective"
+    servers = SERVERS if backend == "served" else 0
+    # Other worlds use the same cores.
+    planned = plan(command, workers=size, communicator=kind, ps=servers, bind=False)
+    return [dataclasses.replace(process, env={**process.env, **env}) for process in planned]
 
 
 def _running(pid: int) -> bool:

@@ -12,12 +12,13 @@ import time
 
 import keras
 import tensorflow as tf
+from dtk.bench.variant import Fit
 from dtk.input import digests, slicing
 from dtk.trainer.ranks import rank_callbacks, rank_checks
 from dtk.trainer.replica import replica_step
 
 import report
-from fits import Fitting, mean_of_ranks, take, warm, watched
+from fits import mean_of_ranks, take, warm, watched
 from models import PROBLEMS
 
 EPOCH = 100  # steps
@@ -70,7 +71,7 @@ def metered(setting, strategy):
                 model = problem.compiled(keras)
                 model.compile(keras.optimizers.SGD(0.01), model.loss, metrics=metrics)
             named = " ".join([name, *metrics])
-            variants.append(Fitting(named, model, data, setting.steps, communicator))
+            variants.append(Fit(named, model, data, setting.steps, communicator))
     return variants
 
 

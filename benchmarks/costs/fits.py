@@ -1,4 +1,4 @@
-"""Variants: `fit` on any data; and the turns they take."""
+"""The turns that variants take, and what is seen of functions meanwhile."""
 
 import contextlib
 import functools
@@ -6,30 +6,8 @@ import statistics
 import time
 from typing import Any, NamedTuple
 
-from dtk.bench.baselines.worker import clock
 from dtk.bench.measure import order
-from dtk.bench.variant import Stopwatch, Variant
-
-
-class Fitting(Variant):
-    """An epoch of `fit`.
-
-    Args:
-        name: In tables.
-        model: Compiled.
-        data: What `fit` is given, by name; one step more than `steps`.
-        steps: How many are measured.
-        communicator: Counts what is sent.
-    """
-
-    def __init__(self, name, model, data, steps, communicator):
-        self.name, self._model, self._data = name, model, data
-        self._steps, self._communicator = steps, communicator
-
-    def measure(self, tick):
-        watch = Stopwatch(self._communicator, self._steps, tick)
-        self._model.fit(**self._data, verbose=0, callbacks=[watch])
-        return watch.counts()
+from dtk.bench.worker import clock
 
 
 def warm(variants):

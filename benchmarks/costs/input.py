@@ -12,13 +12,14 @@ import dtk
 import keras
 import numpy as np
 import tensorflow as tf
-from dtk.bench.baselines.worker import clock
 from dtk.bench.measure import order
+from dtk.bench.variant import Fit
+from dtk.bench.worker import clock
 from dtk.input import slicing
 from dtk.trainer import epoch_data
 
 import report
-from fits import Fitting, mean_of_ranks, take, warm, watched
+from fits import mean_of_ranks, take, warm, watched
 from models import PROBLEMS
 
 SPEED = report.at_least(0.98)
@@ -133,7 +134,7 @@ def speeds_table(setting, strategy):
     with strategy.scope():
         model = PROBLEMS[setting.model].compiled(keras)
     variants = [
-        Fitting(name, model, {"shuffle": "y" in data, **data}, setting.steps, communicator)
+        Fit(name, model, {"shuffle": "y" in data, **data}, setting.steps, communicator)
         for name, data in sources.items()
     ]
     read = {}

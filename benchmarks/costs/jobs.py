@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
+from dtk.bench import places
 from dtk.launch import plan
 
 OWN, MPI = "collective", "horovod-mpi"
@@ -56,13 +57,7 @@ def _launcher(communicator, workers):
     if communicator != MPI:
         where = ["-n", str(workers), "--communicator", communicator]
         return [sys.executable, "-m", "dtk.cli.main", "run", *where]
-    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    # A rank that waits must not keep the others from computing.
-    idle = ["--mca", "mpi_yield_when_idle", "1"]
     # As `dtk run` does; one thread each needs one core each.
     enough = workers <= (psutil.cpu_count(logical=False) or 1)
-    bound = ["--map-by", "core", "--bind-to", "core"] if enough else ["--bind-to", "none"]
-    return [
-        *("mpirun", "--oversubscribe", *bound, *root, *idle),
-        *("-np", str(workers), sys.executable),
-    ]
+    binding = ["--map-by", "core", "--bind-to", "core"] if enough else ["--bind-to", "none"]
+    return places.mpirun([sys.executable], workers, {}, binding).argv

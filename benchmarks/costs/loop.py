@@ -8,10 +8,10 @@ import sys
 
 import keras
 import tensorflow as tf
-from dtk.bench.variant import Variant
+from dtk.bench.variant import Fit, Variant
 
 import report
-from fits import Fitting, take, warm
+from fits import take, warm
 from models import PROBLEMS
 
 SPEED = report.at_least(0.98)
@@ -71,7 +71,7 @@ def measure(setting, strategy):
     dataset = tf.data.Dataset.from_tensor_slices(rows).batch(batch)
     with strategy.scope():
         models = [problem.compiled(keras) for _ in range(2)]
-    fit = Fitting("fit", models[0], {"x": dataset, "shuffle": False}, setting.steps, communicator)
+    fit = Fit("fit", models[0], {"x": dataset, "shuffle": False}, setting.steps, communicator)
     variants = [fit, Loop(models[1], dataset, strategy)]
     sent = {name: said["sent"] for name, said in warm(variants).items()}
     # After 2, 4, 8, ... steps `fit` also compares what ranks have read: 8 bytes each time.

@@ -4,9 +4,10 @@ import sys
 
 import keras
 from dtk.bench.models import Problem
+from dtk.bench.variant import Fit
 
 import report
-from fits import Fitting, take, warm
+from fits import take, warm
 from models import PROBLEMS
 
 TIME = report.at_most(1.1)
@@ -21,7 +22,7 @@ def measure(setting, strategy):
     for name, one in {"own": problem, "synchronized": synchronized(problem)}.items():
         with strategy.scope():
             model = one.compiled(keras)
-        variants.append(Fitting(name, model, data, setting.steps, communicator))
+        variants.append(Fit(name, model, data, setting.steps, communicator))
     norms = sum(map(is_norm, model.layers))
     if not norms:
         sys.exit(f"--model {setting.model} has no BatchNormalization; take resnet20")

@@ -14,12 +14,12 @@ import statistics
 
 import keras
 from dtk.bench.report import BOUND
-from dtk.bench.variant import LocalFit
+from dtk.bench.variant import Fit, LocalFit
 from dtk.communicators.null import NullCommunicator
 from dtk.strategies import AllReduceStrategy
 
 import report
-from fits import Fitting, turns, warm
+from fits import turns, warm
 from models import PROBLEMS
 
 
@@ -70,7 +70,7 @@ def together(setting, strategy, name):
     with strategy.scope():
         model = problem.compiled(keras)
     data = {"x": x, "y": y, "batch_size": batch}
-    return Fitting(name, model, data, setting.steps, strategy.communicator)
+    return Fit(name, model, data, setting.steps, strategy.communicator)
 
 
 def silent(strategy):

@@ -4,6 +4,8 @@ import operator
 import statistics
 from typing import NamedTuple
 
+from dtk.bench.page import markdown_table
+
 MS = 1e3  # from seconds
 
 
@@ -69,9 +71,4 @@ def markdown(header, rows):
         header: Names of columns, with bars between.
         rows: Lists of cells.
     """
-    names = header.split("|")
-    return [
-        "| " + " | ".join(names).rstrip() + " |",
-        "|---" * len(names) + "|",
-        *("| " + " | ".join(row) + " |" for row in rows),
-    ]
+    return markdown_table([header.split("|"), *rows])

@@ -2,10 +2,9 @@
 
     command line    setting ──> measure ──> results ──> report, plot
                                    │ what to measure next, asked of `process_world`
-    every rank      agent ──> baselines.worker ──> a Worker: strategy_worker or
-                                                   no_communication_worker (variant, models),
-                                                   or a baseline's (baselines.torch_ddp ...)
+    every rank      agent ──> worker ──> a Worker: strategy_worker or no_communication_worker
+                                         (variant, models), or a baseline's (see `baselines`)
 
-`setting`, `measure`, `results`, `report`, `plot`, `agent` and `baselines.worker` import no
+`setting`, `measure`, `results`, `report`, `plot`, `agent`, `baselines` and `worker` import no
 TensorFlow.
 """

@@ -64,6 +64,12 @@ def _next(line: Connection) -> dict[str, object] | None:
     return request
 
 
+def connect() -> Connection:
+    """Return the connection to whoever started this process; see `dtk.bench.ranks`."""
+    host, _, port = os.environ[ADDRESS].rpartition(":")
+    return Client((host, int(port)), authkey=bytes.fromhex(os.environ.pop(KEY)))
+
+
 def main() -> None:
     """Bind this process, connect to the command line, and run the command that was given."""
     if CORES in os.environ:
@@ -71,9 +77,7 @@ def main() -> None:
         part = parts[int(os.environ["OMPI_COMM_WORLD_LOCAL_RANK"])]
         if part:
             os.sched_setaffinity(0, part)
-    host, _, port = os.environ[ADDRESS].rpartition(":")
-    key = bytes.fromhex(os.environ.pop(KEY))
-    with Client((host, int(port)), authkey=key) as line:
+    with connect() as line:
         sys.exit(run(sys.argv[1:], line))
 
 

@@ -45,7 +45,7 @@ class World(Protocol):
     essential: bool
 
     def ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
-        """Ask all processes the same (see `baselines.worker`), and wait for their answers.
+        """Ask all processes the same (see `dtk.bench.worker`), and wait for their answers.
 
         Args:
             request: What is sent to each.

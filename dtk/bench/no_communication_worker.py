@@ -8,11 +8,11 @@ import keras
 import tensorflow as tf
 
 from dtk import quiet
-from dtk.bench.baselines.worker import Measure
 from dtk.bench.models import PROBLEMS
 from dtk.bench.report import BOUND
 from dtk.bench.setting import Setting
 from dtk.bench.variant import LocalFit
+from dtk.bench.worker import Measure
 from dtk.cluster import detect
 from dtk.communicators.null import NullCommunicator
 from dtk.strategies import devices
@@ -20,7 +20,7 @@ from dtk.trainer import undistributed_jobs
 
 
 class Worker:
-    """Measures the no-communication bound; see `baselines.worker.Worker`.
+    """Measures the no-communication bound; see `dtk.bench.worker.Worker`.
 
     Args:
         setting: Fields of `Setting`.
@@ -39,7 +39,7 @@ class Worker:
         self.versions = {"TensorFlow": tf.__version__, "Keras": keras.__version__}
 
     def build(self, task: str) -> tuple[int, dict[str, Measure | str]]:
-        """See `baselines.worker.Worker`."""
+        """See `dtk.bench.worker.Worker`."""
         keras.utils.clear_session()
         if task not in PROBLEMS:
             return 0, {}

@@ -7,9 +7,10 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from dtk.bench import agent
+from dtk.bench.setting import check_names
 from dtk.cluster import Host
 from dtk.errors import ClusterError, CommunicatorError
 from dtk.launch import COMMUNICATORS, Process, job_options, plan, ssh
@@ -19,8 +20,12 @@ LAUNCHERS = (*COMMUNICATORS, MPI)
 # Their threads exchange messages all the time, also when nothing is reduced.
 BUSY = ("horovod", MPI)
 _AGENT = (sys.executable, "-m", "dtk.bench.agent")
-# A process that was stopped for as long as others were measured is not lost.
-_PATIENT = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "86400"}
+_SHARED = {
+    # A process that was stopped for as long as others were measured is not lost.
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": "86400",
+    # Worlds share a GPU: none may take all of its memory.
+    "TF_FORCE_GPU_ALLOW_GROWTH": "true",
+}
 
 Survey = Callable[[str, int], ssh.Facts]
 
@@ -33,12 +38,11 @@ def check(launcher: str, hosts: Sequence[Host]) -> None:
         hosts: Where; this machine when empty.
 
     Raises:
-        ClusterError: It is unknown, or starts processes on this machine only.
+        BenchError: It is unknown.
+        ClusterError: It starts processes on this machine only.
         CommunicatorError: It is not installed.
     """
-    if launcher not in LAUNCHERS:
-        expected = f"{', '.join(LAUNCHERS[:-1])} or {LAUNCHERS[-1]}"
-        raise ClusterError(f"--communicator {launcher}: unknown, expected {expected}")
+    check_names("--communicator", [launcher], LAUNCHERS)
     if launcher != MPI:
         job_options.check_communicator(launcher)
         return
@@ -92,10 +96,16 @@ def place(
 
     planned = plan(argv, workers, hosts=hosts, communicator=kind, survey=noted)
     if launcher == MPI:
-        return [_mpirun(planned)]
+        # Agents bind themselves, to the parts that `dtk run` would give them.
+        shares = {
+            **_SHARED,
+            **{n: v for n, v in planned[0].env.items() if not n.startswith(("HOROVOD_", "DTK_"))},
+            agent.CORES: json.dumps([one.cores for one in planned]),
+        }
+        return [mpirun(argv, workers, shares)]
     return [
         dataclasses.replace(
-            one, env={**one.env, **_PATIENT, **_for_torch(one, planned, facts[one.host].interface)}
+            one, env={**one.env, **_SHARED, **_for_torch(one, planned, facts[one.host].interface)}
         )
         for one in planned
     ]
@@ -116,18 +126,23 @@ def _for_torch(process: Process, planned: Sequence[Process], interface: str) -> 
     return env
 
 
-def _mpirun(planned: Sequence[Process]) -> Process:
-    """Return one process that starts them all, with every rank's share of the cores."""
-    shares = {
-        name: value
-        for name, value in planned[0].env.items()
-        if not name.startswith(("HOROVOD_", "DTK_"))
-    }
-    # Agents bind themselves, to the parts that `dtk run` would give them.
-    shares[agent.CORES] = json.dumps([one.cores for one in planned])
-    argv = ["mpirun", "--oversubscribe", "--bind-to", "none"]
+def mpirun(
+    command: Sequence[str],
+    workers: int,
+    env: Mapping[str, str],
+    binding: Sequence[str] = ("--bind-to", "none"),
+) -> Process:
+    """Return one process that starts all ranks, on this machine.
+
+    Args:
+        command: What every rank runs.
+        workers: How many there are.
+        env: Variables for all of them.
+        binding: Options that say which cores each gets.
+    """
+    argv = ["mpirun", "--oversubscribe", *binding]
     if os.geteuid() == 0:
         argv.append("--allow-run-as-root")
     # A rank that waits must not keep the others from computing.
-    argv += ["--mca", "mpi_yield_when_idle", "1", "-np", str(len(planned)), *planned[0].argv]
-    return Process("mpirun", "worker", 0, "localhost", tuple(argv), shares)
+    argv += ["--mca", "mpi_yield_when_idle", "1", "-np", str(workers), *command]
+    return Process("mpirun", "worker", 0, "localhost", tuple(argv), env)

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from dtk.bench import page
 from dtk.bench.results import Reading, Results, apart, in_step
 from dtk.bench.setting import block_of, bytes_of
 
@@ -320,23 +321,14 @@ def _hosts(ranks: Sequence[dict[str, Any]]) -> str:
     return f"{cores}, threads per worker: {threads}"
 
 
-def markdown(results: Results, saved: Results | None = None) -> str:
-    """Return everything as a page of Markdown tables.
+def tables(results: Results, saved: Results | None = None) -> list[tuple[str, page.Table]]:
+    """Return a title and a table for each task.
 
     Args:
         results: What was measured.
         saved: Another run, to compare with.
     """
-    lines = []
-    for model in results.turns:
-        header, *rows = table(results, model, saved)
-        lines += [f"### {title(results, model)}", "", _line(header), "|---" * len(header) + "|"]
-        lines += [*map(_line, rows), ""]
-    return "\n".join([*lines, *notes(results, saved), ""])
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+    return [(title(results, task), table(results, task, saved)) for task in results.turns]
 
 
 def notes(results: Results, saved: Results | None = None) -> list[str]:

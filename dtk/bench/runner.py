@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable
 
 import click
 import rich.console
 
-from dtk.bench import baseline_environments, places, report
+from dtk.bench import places, report
+from dtk.bench.baselines import Baseline
 from dtk.bench.measure import Benchmark, WorldLost
 from dtk.bench.process_world import World, command
 from dtk.bench.results import Results
@@ -43,7 +45,7 @@ class Run:
     worlds: list[World] = dataclasses.field(default_factory=list)
     say: Callable[[str], None] = lambda text: None
 
-    def measure(self, communicators: tuple[str, ...], peers: tuple[str, ...]) -> int:
+    def measure(self, communicators: tuple[str, ...], peers: tuple[Baseline, ...]) -> int:
         """Measure everything.
 
         Args:
@@ -59,15 +61,15 @@ class Run:
             (world.job for world in self.worlds),
         )
 
-    def _guarded(self, communicators: tuple[str, ...], peers: tuple[str, ...]) -> int:
+    def _guarded(self, communicators: tuple[str, ...], peers: tuple[Baseline, ...]) -> int:
         """Measure, and leave no process behind."""
         hurry = True
         try:
             with rich.console.Console(stderr=True).status("starting ...") as status:
                 self.say = status.update
                 self._start_own(communicators)
-                for name in peers:
-                    self._try_peer(name)
+                for baseline in peers:
+                    self._try_peer(baseline)
                 self._describe(communicators)
                 self._take_turns()
             hurry = False
@@ -96,26 +98,26 @@ class Run:
     def _command(self, module: str) -> list[str]:
         return command(f"{_PACKAGE}.{module}", dataclasses.asdict(self.setting))
 
-    def _try_peer(self, name: str) -> None:
+    def _try_peer(self, baseline: Baseline) -> None:
         """Start a baseline, or note why not."""
-        baseline = baseline_environments.BASELINES[name]
         try:
-            self._check(name)
-            self.say(f"{name}: its environment ...")
-            python = baseline_environments.python_of(
-                name, lambda text: click.echo(f"dtk bench: {text}", err=True)
-            )
-            argv = command(baseline.module, dataclasses.asdict(self.setting), python)
-            self._start(name, baseline.launcher, argv, essential=False, busy=baseline.busy)
+            self._check(baseline)
+            self.say(f"{baseline.name}: its environment ...")
+            python = sys.executable
+            if baseline.environment is not None:
+                python = baseline.environment.python(
+                    lambda text: click.echo(f"dtk bench: {text}", err=True)
+                )
+            argv = command(str(baseline.worker), dataclasses.asdict(self.setting), python)
+            self._start(baseline.name, baseline.launcher, argv, essential=False, busy=baseline.busy)
         except DtkError as error:
-            self.results.absent[name] = str(error)
+            self.results.absent[baseline.name] = str(error)
 
-    def _check(self, name: str) -> None:
+    def _check(self, baseline: Baseline) -> None:
         """Raise the reason why a baseline cannot be measured, before anything is installed."""
-        baseline = baseline_environments.BASELINES[name]
         if not baseline.trains and not self.setting.allreduce:
             raise WorldLost("trains nothing; add for example --allreduce 100MB")
-        if not baseline.packages:
+        if baseline.environment is None:
             job_options.check_communicator("horovod")
         if baseline.launcher == places.MPI:
             places.check_mpirun(self.hosts)

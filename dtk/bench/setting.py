@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dtk.errors import DtkError
@@ -52,9 +52,9 @@ class Setting:
     allreduce: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_names("--model", self.models, MODELS)
+        check_names("--model", self.models, MODELS)
         named = tuple(name for name in self.exchanges if not block_of(name))
-        _check_names("--exchange", named, EXCHANGES, BLOCK)
+        check_names("--exchange", named, EXCHANGES, BLOCK)
         for size in self.allreduce:
             if size < 4 or size % 4:
                 raise BenchError(
@@ -186,7 +186,23 @@ def block_of(exchange: str) -> int:
     return int(found[1]) if found else 0
 
 
-def _check_names(option: str, given: tuple[str, ...], known: tuple[str, ...], *more: str) -> None:
+def check_names(option: str, given: Iterable[str], known: Iterable[str], *more: str) -> None:
+    """Refuse a name that is unknown.
+
+    Args:
+        option: It was given with.
+        given: Names.
+        known: What they may be.
+        more: What else they may be, to be told.
+
+    Raises:
+        BenchError: One of them is none of these.
+
+    Example:
+        >>> check_names("--model", ["vgg"], ["mlp", "resnet20"])
+        Traceback (most recent call last):
+        dtk.bench.setting.BenchError: --model vgg: unknown, expected mlp or resnet20
+    """
     for name in given:
         if name not in known:
             *others, last = (*known, *more)

@@ -7,16 +7,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from dtk.bench.baselines.worker import Measure
 from dtk.bench.models import PROBLEMS
 from dtk.bench.setting import Setting, bytes_of
 from dtk.bench.variant import AllReduce, DistributedFit
+from dtk.bench.worker import Measure
 from dtk.strategies import AllReduceStrategy
 from dtk.version import __version__
 
 
 class Worker:
-    """Measures dtk over one communicator; see `baselines.worker.Worker`.
+    """Measures dtk over one communicator; see `dtk.bench.worker.Worker`.
 
     Args:
         setting: Fields of `Setting`.
@@ -33,7 +33,7 @@ class Worker:
         }
 
     def build(self, task: str) -> tuple[int, dict[str, Measure | str]]:
-        """See `baselines.worker.Worker`."""
+        """See `dtk.bench.worker.Worker`."""
         keras.utils.clear_session()
         count = bytes_of(task)
         if count:

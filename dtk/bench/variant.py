@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import abc
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
-from dtk.bench.baselines.worker import Tick
 from dtk.bench.models import Problem
 from dtk.bench.report import BOUND
 from dtk.bench.setting import Setting, block_of
+from dtk.bench.worker import Tick
 from dtk.communicators import Communicator
 from dtk.exchange import BlockMomentum, Exchange, parse
 from dtk.strategies import AllReduceStrategy
@@ -45,8 +46,8 @@ class Fit(Variant):
     Args:
         name: As in the table.
         model: Compiled, with a strategy or without.
-        data: Rows and labels of all steps of a measurement, as this `fit` takes them.
-        steps: How many are measured; `data` holds one more.
+        data: What `fit` is given, by name: rows of one step more than `steps`.
+        steps: How many are measured.
         communicator: Counts what is sent.
     """
 
@@ -54,7 +55,7 @@ class Fit(Variant):
         self,
         name: str,
         model: keras.Model,
-        data: tuple[np.ndarray, np.ndarray],
+        data: Mapping[str, Any],
         steps: int,
         communicator: Communicator,
     ):
@@ -65,12 +66,7 @@ class Fit(Variant):
     def measure(self, tick: Tick) -> dict[str, float]:
         """See `Variant.measure`."""
         watch = Stopwatch(self._communicator, self._steps, tick)
-        self.model.fit(
-            *self._data,
-            batch_size=len(self._data[0]) // (self._steps + 1),
-            verbose=0,
-            callbacks=[watch],
-        )
+        self.model.fit(**self._data, verbose=0, callbacks=[watch])
         return watch.counts()
 
 
@@ -146,7 +142,8 @@ class LocalFit(Fit):
         self._device = device
         with tf.device(device):
             model = problem.compiled(keras)
-        super().__init__(BOUND, model, (x[own], y[own]), setting.steps, communicator)
+        data = {"x": x[own], "y": y[own], "batch_size": setting.batch_size}
+        super().__init__(BOUND, model, data, setting.steps, communicator)
 
     def measure(self, tick: Tick) -> dict[str, float]:
         """See `Variant.measure`."""
@@ -171,7 +168,9 @@ class DistributedFit(Fit):
         with strategy.scope():
             model = problem.compiled(keras)
         steps = setting.steps_with(exchange, strategy.size)
-        data = problem.data((steps + 1) * setting.batch_size * strategy.size)
+        batch = setting.batch_size * strategy.size
+        x, y = problem.data((steps + 1) * batch)
+        data = {"x": x, "y": y, "batch_size": batch}
         super().__init__(exchange, model, data, steps, strategy.communicator)
 
 

@@ -7,12 +7,9 @@ from pathlib import Path
 from typing import TypeVar
 
 import click
-import rich.console
-import rich.table
 
-from dtk.bench import baseline_environments, places, plot, report
-from dtk.bench.baseline_environments import BASELINES
-from dtk.bench.results import Results, read
+from dtk.bench import baselines, page, places, plot, report
+from dtk.bench.results import read
 from dtk.bench.runner import Run
 from dtk.bench.setting import BLOCK, EXCHANGES, MODELS, TELLING, BenchError, Setting, parse_size
 from dtk.cluster import Host
@@ -21,7 +18,16 @@ from dtk.launch import job_options
 
 _T = TypeVar("_T")
 _WORKERS = 2
-_WIDTH = 140  # of a table that goes to no terminal
+_BASELINES = baselines.find()
+_PEER_HELP = (
+    "Something else to measure: "
+    + "; ".join(f"{name}, {baseline.about}" for name, baseline in _BASELINES.items())
+    + ". May be repeated; what is not here is installed in an environment of its own, which other "
+    "hosts must have at the same path."
+    if _BASELINES
+    else "Another framework to measure; needs a clone of dtk's repository, and `pip install -e "
+    "'.[bench]'` there."
+)
 
 
 @click.command(
@@ -79,10 +85,7 @@ _WIDTH = 140  # of a table that goes to no terminal
     "peers",
     metavar="NAME",
     multiple=True,
-    help="Something else to measure: "
-    + "; ".join(f"{name}, {baseline.about}" for name, baseline in BASELINES.items())
-    + ". May be repeated; what is not here is installed in an environment of its own, which other "
-    "hosts must have at the same path.",
+    help=_PEER_HELP,
 )
 @click.option(
     "--batch-size", default=Setting.batch_size, show_default=True, help="Rows, per worker."
@@ -136,7 +139,7 @@ def bench(
         setting.steps_with(name, count)
     for name in communicators:
         places.check(name, where)
-    baseline_environments.check(peers)
+    chosen = baselines.choose(_once(peers), _BASELINES)
     saved = None if compare is None else read(compare)
     files = {"--json": json_file, "--markdown": markdown_file, "--plot": plot_file}
     for option, file in files.items():
@@ -144,17 +147,18 @@ def bench(
     if plot_file is not None:
         plot.check(plot_file)
     run = Run(setting, count, where, remote_shell)
-    code = run.measure(_once(communicators), _once(peers))
+    code = run.measure(_once(communicators), chosen)
     if code:
         sys.exit(code)
     results = run.results
+    shown = report.tables(results, saved), report.notes(results, saved)
     if json_file is not None:
         results.save(json_file)
     if markdown_file is not None:
-        Path(markdown_file).write_text(report.markdown(results, saved))
+        Path(markdown_file).write_text(page.markdown(*shown))
     if plot_file is not None:
         plot.save(results, plot_file)
-    show(results, saved)
+    page.show(*shown)
 
 
 def _once(given: tuple[_T, ...]) -> tuple[_T, ...]:
@@ -184,27 +188,3 @@ def _check_writable(option: str, file: str | None) -> None:
         raise BenchError(f"{option} {file} is a directory; name a file, e.g. `{path / 'bench'}`")
     if not path.parent.is_dir():
         raise BenchError(f"{option} {file}: there is no directory {path.parent}; make it first")
-
-
-def show(results: Results, saved: Results | None = None) -> None:
-    """Print a table for each model, and the setting.
-
-    Args:
-        results: What was measured.
-        saved: Another run, to compare with.
-    """
-    console = rich.console.Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = _WIDTH
-    for model in results.turns:
-        header, *rows = report.table(results, model, saved)
-        console.print(report.title(results, model), style="bold")
-        table = rich.table.Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for number, column in enumerate(header):
-            table.add_column(column, justify="right" if number else "left", no_wrap=not number)
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
-        console.print()
-    for note in report.notes(results, saved):
-        console.print(note, soft_wrap=not console.is_terminal)

@@ -13,7 +13,6 @@ import os
 import platform
 import shutil
 import socket
-import subprocess
 import sys
 
 import click
@@ -25,6 +24,7 @@ import rich.table
 from dtk import cluster
 from dtk.errors import ClusterError
 from dtk.horovod_build import reduction_check
+from dtk.horovod_build.requirements import HorovodBuildError, ask
 from dtk.version import __version__
 
 OK, NOTE, BROKEN = "ok", "note", "broken"
@@ -101,13 +101,8 @@ def examine() -> list[Finding]:
 
 def libraries() -> list[Finding]:
     """Import TensorFlow and Keras in a subprocess; list the GPUs TensorFlow sees."""
-    probe = subprocess.run(
-        [sys.executable, "-c", _LIBRARIES],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
-    )
+    quiet = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    probe = ask([sys.executable, "-c", _LIBRARIES], environ=quiet)
     if probe.returncode:  # died without an exception, by a signal for example
         lines = probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"]
         return [Finding("TensorFlow", f"importing it ends Python: {lines[-1]}", BROKEN)]
@@ -136,7 +131,7 @@ def horovod() -> Finding:
     """Import Horovod, which is optional, in a subprocess and say what it was built with."""
     try:
         found = reduction_check.installed()
-    except reduction_check.HorovodBuildError as error:
+    except HorovodBuildError as error:
         missing = "not installed" in str(error)
         return Finding("Horovod", str(error), NOTE if missing else BROKEN)
     return Finding(
@@ -178,8 +173,7 @@ def mpirun() -> Finding:
     path = shutil.which("mpirun")
     if path is None:
         return Finding("mpirun", "not found. Next: apt-get install openmpi-bin", NOTE)
-    probe = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
-    first = (probe.stdout.strip().splitlines() or ["version unknown"])[0]
+    first = (ask([path, "--version"]).stdout.strip().splitlines() or ["version unknown"])[0]
     return Finding("mpirun", f"{first} ({path})")
 
 

@@ -7,9 +7,8 @@ import math
 from pathlib import Path
 
 import click
-import rich.console
-import rich.table
 
+from dtk.bench import page
 from dtk.bench.results import read
 from dtk.launch import job_options as jobs
 from dtk.planning import curve, quantity, tables
@@ -19,7 +18,6 @@ from dtk.planning.inputs import Cluster, Job, Link, Software
 from dtk.planning.prediction import sweep
 from dtk.planning.quantity import PlanError
 
-_WIDTH = 120  # of a table that goes to no terminal
 _WORKERS = "1,...,4096"
 
 
@@ -123,7 +121,7 @@ def plan(
     ):
         if file is not None:
             _write(option, file, write(predictions, job, cluster, advice))
-    _show(tables.by_title(predictions), tables.notes(job, cluster, advice))
+    page.show(tables.by_title(predictions).items(), tables.notes(job, cluster, advice))
 
 
 def _check_target(efficiency: float) -> None:
@@ -197,20 +195,3 @@ def _write(option: str, file: str, text: str) -> None:
         Path(file).write_text(text)
     except OSError as error:
         raise PlanError(f"{option} {file}: cannot be written: {error.strerror}") from None
-
-
-def _show(found: dict[str, list[tuple[str, ...]]], notes: list[str]) -> None:
-    console = rich.console.Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = _WIDTH
-    for title, (header, *rows) in found.items():
-        table = rich.table.Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for number, column in enumerate(header):
-            table.add_column(column, justify="right" if number else "left")
-        for row in rows:
-            table.add_row(*row)
-        console.print(title, style="bold")
-        console.print(table)
-        console.print()
-    for note in notes:
-        console.print(note, soft_wrap=not console.is_terminal)

@@ -22,9 +22,18 @@ import dataclasses
 import os
 from collections.abc import Mapping
 
-from dtk.cluster import mpi, single, slurm, tf_config
+from dtk.cluster import mpi, slurm, tf_config
 from dtk.cluster.environment import Environment
 from dtk.errors import ClusterError
+
+_ALONE = Environment(
+    kind="single",
+    rank=0,
+    size=1,
+    hosts=("localhost",),
+    reason="no variable of a launcher is set (HOROVOD_RANK, OMPI_COMM_WORLD_RANK, PMI_RANK, "
+    "PMIX_RANK, SLURM_STEP_ID, TF_CONFIG): one process on its own",
+)
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Environment:
@@ -50,7 +59,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Environment:
     config = tf_config.parse(environ.get("TF_CONFIG", ""))
     launched = _launched(environ)
     if launched is None:
-        return single.read() if config is None else tf_config.to_environment(config)
+        return _ALONE if config is None else tf_config.to_environment(config)
     return launched if config is None else _agree(launched, config)
 
 
@@ -66,10 +75,10 @@ def _started_by_dtk(environ: Mapping[str, str]) -> Environment:
 
 
 def _launched(environ: Mapping[str, str]) -> Environment | None:
-    found = mpi.read_horovod(environ) or mpi.read_open_mpi(environ)
+    found = mpi.read_horovod(environ) or mpi.read(mpi.OPEN_MPI, environ)
     if found is not None:
         return found
-    by_pmi, by_slurm = mpi.read_pmi(environ), slurm.read(environ)
+    by_pmi, by_slurm = mpi.read(mpi.PMI, environ), slurm.read(environ)
     if by_pmi and by_slurm:
         same = (by_pmi.rank, by_pmi.size) == (by_slurm.rank, by_slurm.size)
         return by_slurm if same else by_pmi

@@ -23,7 +23,17 @@ from dtk.cluster.variables import place
 from dtk.errors import ClusterError
 
 
-class _Launcher(NamedTuple):
+class Launcher(NamedTuple):
+    """The variables by which a launcher tells a process its place.
+
+    Attributes:
+        name: As in sentences.
+        kind: Of the `Environment`.
+        rank: Variable with the rank.
+        size: Variable with the number of ranks.
+        local: Pairs of variables with the same on one host; the first that is set counts.
+    """
+
     name: str
     kind: str
     rank: str
@@ -31,33 +41,46 @@ class _Launcher(NamedTuple):
     local: tuple[tuple[str, str], ...]
 
 
-_HOROVOD = _Launcher(
+_HOROVOD = Launcher(
     "Horovod's launcher",
     "horovod",
     "HOROVOD_RANK",
     "HOROVOD_SIZE",
     (("HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),),
 )
-_OPEN_MPI = _Launcher(
+OPEN_MPI = Launcher(
     "Open MPI",
     "mpi",
     "OMPI_COMM_WORLD_RANK",
     "OMPI_COMM_WORLD_SIZE",
     (("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),),
 )
-_PMI = _Launcher(
+PMI = Launcher(
     "MPICH (PMI)",
     "mpi",
     "PMI_RANK",
     "PMI_SIZE",
     (("MPI_LOCALRANKID", "MPI_LOCALNRANKS"), ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")),
 )
-_PMIX = _Launcher(
-    "PMIx", "mpi", "PMIX_RANK", "PMIX_SIZE", (("PMIX_LOCAL_RANK", "PMIX_LOCAL_SIZE"),)
-)
+_PMIX = Launcher("PMIx", "mpi", "PMIX_RANK", "PMIX_SIZE", (("PMIX_LOCAL_RANK", "PMIX_LOCAL_SIZE"),))
 
 
-def _read(launcher: _Launcher, environ: Mapping[str, str]) -> Environment | None:
+def read(launcher: Launcher, environ: Mapping[str, str]) -> Environment | None:
+    """Read what a launcher sets.
+
+    Args:
+        launcher: Says which variables.
+        environ: The environment, usually `os.environ`.
+
+    Returns:
+        The place in the job, or None without that launcher.
+
+    Raises:
+        ClusterError: The variables contradict each other.
+
+    >>> read(OPEN_MPI, {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}).rank
+    1
+    """
     if launcher.rank not in environ and launcher.size not in environ:
         return None
     rank, size = place(environ, launcher.rank, launcher.size)
@@ -93,49 +116,13 @@ def read_horovod(environ: Mapping[str, str]) -> Environment | None:
     >>> read_horovod({"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}).kind
     'horovod'
     """
-    found = _read(_HOROVOD, environ)
+    found = read(_HOROVOD, environ)
     if found is None:
         return None
     host = environ.get("HOROVOD_HOSTNAME")
     if host and found.local_size == found.size:
         return dataclasses.replace(found, hosts=(host,) * found.size)
     return found
-
-
-def read_open_mpi(environ: Mapping[str, str]) -> Environment | None:
-    """Read what Open MPI's `mpirun` sets.
-
-    Args:
-        environ: The environment, usually `os.environ`.
-
-    Returns:
-        The place in the job, or None without such a launcher.
-
-    Raises:
-        ClusterError: The variables contradict each other.
-
-    >>> read_open_mpi({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}).rank
-    1
-    """
-    return _read(_OPEN_MPI, environ)
-
-
-def read_pmi(environ: Mapping[str, str]) -> Environment | None:
-    """Read what MPICH's and Intel MPI's `mpiexec` set.
-
-    Args:
-        environ: The environment, usually `os.environ`.
-
-    Returns:
-        The place in the job, or None without such a launcher.
-
-    Raises:
-        ClusterError: The variables contradict each other.
-
-    >>> read_pmi({"PMI_RANK": "0", "PMI_SIZE": "2"}).size
-    2
-    """
-    return _read(_PMI, environ)
 
 
 def read_pmix(environ: Mapping[str, str]) -> Environment | None:
@@ -161,4 +148,4 @@ def read_pmix(environ: Mapping[str, str]) -> Environment | None:
             f"PMIX_RANK={environ['PMIX_RANK']} is set but nothing tells how many ranks there are; "
             "start with `mpirun -np N python train.py`, or unset PMIX_RANK to run alone"
         )
-    return _read(_PMIX, environ)
+    return read(_PMIX, environ)

@@ -47,42 +47,33 @@ class TFConfig:
     def __post_init__(self) -> None:
         for role, addresses in self.cluster.items():
             if role not in ROLES:
-                raise ClusterError(
-                    _wrong(f"the cluster has the role {role!r}, expected one of {', '.join(ROLES)}")
+                raise _wrong(
+                    f"the cluster has the role {role!r}, expected one of {', '.join(ROLES)}"
                 )
             for address in addresses:
                 _check_address(role, address)
         for role in ("chief", "evaluator"):
             if len(self.cluster.get(role, ())) > 1:
-                raise ClusterError(
-                    _wrong(
-                        f"the cluster has {len(self.cluster[role])} {role}s, expected at most one"
-                    )
+                raise _wrong(
+                    f"the cluster has {len(self.cluster[role])} {role}s, expected at most one"
                 )
         if not self.training:
-            raise ClusterError(_wrong("the cluster has neither a worker nor a chief"))
+            raise _wrong("the cluster has neither a worker nor a chief")
         every = [address for addresses in self.cluster.values() for address in addresses]
         for address in every:
             if every.count(address) > 1:
-                raise ClusterError(
-                    _wrong(f"{address} is given to two tasks, expected an address for each")
-                )
+                raise _wrong(f"{address} is given to two tasks, expected an address for each")
         self._check_task()
 
     def _check_task(self) -> None:
         if self.role not in ROLES:
-            raise ClusterError(
-                _wrong(f"task type is {self.role!r}, expected one of {', '.join(ROLES)}")
-            )
+            raise _wrong(f"task type is {self.role!r}, expected one of {', '.join(ROLES)}")
         count = len(self.cluster.get(self.role, ()))
         # TensorFlow's evaluator runs beside the cluster and need not be listed in it.
         count = 1 if self.role == "evaluator" else count
         if not 0 <= self.index < count:
-            raise ClusterError(
-                _wrong(
-                    f"this task is {self.role} {self.index}, but the cluster lists {count} of "
-                    "that role"
-                )
+            raise _wrong(
+                f"this task is {self.role} {self.index}, but the cluster lists {count} of that role"
             )
 
     @property
@@ -132,21 +123,21 @@ def parse(text: str) -> TFConfig | None:
     try:
         config = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ClusterError(_wrong(f"it is not JSON: {error}")) from None
+        raise _wrong(f"it is not JSON: {error}") from None
     if not isinstance(config, dict):
-        raise ClusterError(_wrong(f"it is a {type(config).__name__}, not an object"))
+        raise _wrong(f"it is a {type(config).__name__}, not an object")
     cluster = config.get("cluster") or {}
     if not isinstance(cluster, dict):
-        raise ClusterError(_wrong(f'"cluster" is {cluster!r}, not an object'))
+        raise _wrong(f'"cluster" is {cluster!r}, not an object')
     if not cluster:
         return None
     if "master" in cluster and "chief" in cluster:
-        raise ClusterError(
-            _wrong("the cluster has a chief and a master, which are the same role; keep the chief")
+        raise _wrong(
+            "the cluster has a chief and a master, which are the same role; keep the chief"
         )
     task = config.get("task")
     if not isinstance(task, dict) or "type" not in task or "index" not in task:
-        raise ClusterError(_wrong(f'"task" is {task!r}, expected its "type" and "index"'))
+        raise _wrong(f'"task" is {task!r}, expected its "type" and "index"')
     return TFConfig(
         {_role(role): _addresses(role, value) for role, value in cluster.items()},
         _role(task["type"]),
@@ -241,8 +232,8 @@ def host_of(address: str) -> str:
     return address.rpartition(":")[0]
 
 
-def _wrong(what: str) -> str:
-    return f"TF_CONFIG: {what}; expected e.g. {_EXAMPLE}, or unset it"
+def _wrong(what: str) -> ClusterError:
+    return ClusterError(f"TF_CONFIG: {what}; expected e.g. {_EXAMPLE}, or unset it")
 
 
 def _role(name: object) -> str:
@@ -255,33 +246,25 @@ def _index(value: object) -> int:
         return value
     if isinstance(value, str) and re.fullmatch(r"[0-9]+", value):
         return int(value)
-    raise ClusterError(_wrong(f"task index is {value!r}, expected a whole number"))
+    raise _wrong(f"task index is {value!r}, expected a whole number")
 
 
 def _addresses(role: str, value: object) -> tuple[str, ...]:
     # TensorFlow also takes {"0": "a:1", "1": "b:1"}, for sparse clusters; only without gaps here.
     if isinstance(value, dict):
         if sorted(value) != sorted(str(index) for index in range(len(value))):
-            raise ClusterError(
-                _wrong(
-                    f"role {role} has the indices {', '.join(value)}, expected 0, 1, 2 without gaps"
-                )
+            raise _wrong(
+                f"role {role} has the indices {', '.join(value)}, expected 0, 1, 2 without gaps"
             )
         value = [value[str(index)] for index in range(len(value))]
-    if (
-        isinstance(value, str)
-        or not isinstance(value, list)
-        or not all(isinstance(a, str) for a in value)
-    ):
-        raise ClusterError(_wrong(f'role {role} has {value!r}, expected a list of "host:port"'))
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise _wrong(f'role {role} has {value!r}, expected a list of "host:port"')
     return tuple(value)
 
 
 def _check_address(role: str, address: str) -> None:
     match = _ADDRESS.fullmatch(address)
     if match is None or not 1 <= int(match["port"]) <= 65535:
-        raise ClusterError(
-            _wrong(
-                f"{role} has the address {address!r}, expected host:port with a port of 1 to 65535"
-            )
+        raise _wrong(
+            f"{role} has the address {address!r}, expected host:port with a port of 1 to 65535"
         )

@@ -39,19 +39,13 @@ def integer(environ: Mapping[str, str], name: str) -> int:
         ) from None
 
 
-def place(
-    environ: Mapping[str, str],
-    rank_name: str,
-    size_name: str,
-    default: tuple[int, int] | None = None,
-) -> tuple[int, int]:
+def place(environ: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int]:
     """Read a rank and the size of its group, and check that they fit.
 
     Args:
         environ: The environment, usually `os.environ`.
         rank_name: Variable with the rank.
         size_name: Variable with the number of ranks.
-        default: What to return when neither variable is set.
 
     Returns:
         `(rank, size)` with `0 <= rank < size`.
@@ -61,11 +55,7 @@ def place(
 
     >>> place({"R": "1", "N": "4"}, "R", "N")
     (1, 4)
-    >>> place({}, "R", "N", default=(0, 1))
-    (0, 1)
     """
-    if default is not None and rank_name not in environ and size_name not in environ:
-        return default
     for present, missing in ((rank_name, size_name), (size_name, rank_name)):
         if present in environ and missing not in environ:
             raise ClusterError(

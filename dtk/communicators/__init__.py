@@ -8,8 +8,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
+from typing import TYPE_CHECKING, Any
 
 # Before TensorFlow is imported: hide its start-up notes, keep warnings of its own and errors.
 # A user who set a level gets that level.
@@ -17,13 +19,23 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 from dtk.cluster.environment import Environment
 from dtk.communicators import threads
-from dtk.communicators.base import REDUCE_OPS, Communicator
-from dtk.communicators.local import LocalCommunicator
 from dtk.errors import CommunicatorError
 
+if TYPE_CHECKING:
+    from dtk.communicators.base import REDUCE_OPS, Communicator
+    from dtk.communicators.local import LocalCommunicator
+
 NAMES = ("auto", "collective", "horovod", "local", "null")
+# Imported when asked for, since they need TensorFlow: `costs` is used without.
+_LATER = {"Communicator": "base", "REDUCE_OPS": "base", "LocalCommunicator": "local"}
 
 __all__ = ["NAMES", "REDUCE_OPS", "Communicator", "LocalCommunicator", "create"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return getattr(importlib.import_module(f"dtk.communicators.{_LATER[name]}"), name)
+    raise AttributeError(f"module 'dtk.communicators' has no attribute {name!r}")
 
 
 def create(name: str = "auto", environment: Environment | None = None) -> Communicator:
@@ -46,7 +58,7 @@ def create(name: str = "auto", environment: Environment | None = None) -> Commun
     if name not in NAMES:
         raise ValueError(f"unknown communicator {name!r}; use one of {', '.join(NAMES)}")
     if name == "local":
-        return LocalCommunicator()
+        return _alone(None)
     if environment is None:
         from dtk.cluster import detect
 
@@ -85,7 +97,13 @@ def _world(name: str, environment: Environment) -> Communicator:
 
         return start_collective(environment)
     # TensorFlow's collectives over one process need no cluster and change nothing.
-    return LocalCommunicator(environment.hosts[0] if environment.hosts else None)
+    return _alone(environment.hosts[0] if environment.hosts else None)
+
+
+def _alone(host: str | None) -> Communicator:
+    from dtk.communicators.local import LocalCommunicator
+
+    return LocalCommunicator(host)
 
 
 def horovod_installed() -> bool:

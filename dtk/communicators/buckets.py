@@ -20,9 +20,9 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from dtk.communicators.costs import Costs
+from dtk.communicators.costs import BUCKET_MOST, Costs
 
-DEFAULT_LIMIT = 16 * 2**20
+DEFAULT_LIMIT = BUCKET_MOST
 # What is exposed when a list becomes ready bit by bit is its last bucket; each costs a latency.
 _SEVERAL = 4
 _LEAST = 2**18

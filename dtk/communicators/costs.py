@@ -1,25 +1,283 @@
-"""Costs of a message, a byte and an operation in a world, and what dtk does because of them.
+"""The cost model: what a collective sends, and the seconds that a world takes to send it.
 
-    bucket       n bytes in k buckets cost k messages, and 1/k of the bytes are left to send when
-                 the last gradient is there: least at n / k = sqrt(n message / byte)
-    one hop      whether all tell all, or go round a ring: fewer messages, or fewer bytes
-    factors      whether to send a product, or its factors and let each rank multiply
+A collective is messages that wait for each other, and bytes: `Traffic`. In Hockney's model m
+messages and n bytes take m * message + n * byte seconds. With P ranks and n bytes on each:
 
+    | collective        | messages, one after the other | bytes through a link             |
+    |---|---|---|
+    | ring all-reduce   | 2 (P-1)                       | 2 (P-1)/P n                      |
+    | one-hop all-reduce | 1                            | (P-1) n                          |
+    | ring all-gather   | P-1                           | (P-1)/P n, n being the result    |
+    | all-to-all        | P-1                           | (P-1)/P n                        |
+    | hierarchical, between H hosts | 2 (H-1)           | 2 (H-1)/H n                      |
+    | ... within a host of w        | 2 (w-1)           | 2 (w-1)/w n                      |
+    | parameter servers | 2: pull and push              | 2 n a worker; 2 P n / S a server |
+
+dtk chooses by it the size of buckets, whether an all-reduce goes in one hop or round a ring, and
+whether a Dense kernel's gradient goes as its factors (`Costs`). `dtk plan` predicts steps by it.
 What is chosen decides in which order numbers are added up, so ranks must choose alike, and so
-should the job that goes on tomorrow: see `calibration`.
+should the job that goes on tomorrow: see `cost_cache`.
+
+There is no TensorFlow here, so that `dtk plan` starts at once.
 
 Sources: Hockney 1994 (the model, and the half-performance length); Thakur, Rabenseifner and Gropp
-2005, "Optimization of Collective Communication Operations in MPICH" (choosing by size).
+2005, "Optimization of Collective Communication Operations in MPICH" (costs, and choosing by size);
+Patarasuk and Yuan 2009, "Bandwidth Optimal All-reduce Algorithms" (no all-reduce sends less than a
+ring); Li et al., OSDI'14 (parameter servers).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from typing import NamedTuple
 
-# No all-reduce of more goes in one hop: in a ring ranks add up while others still send.
+# No all-reduce of more bytes goes in one hop: in a ring ranks add up while others still send.
 ONE_HOP_MOST = 1 << 16
-_BUCKET_LEAST = 1 << 16
+# Bytes of a bucket.
+BUCKET_LEAST, BUCKET_MOST = 1 << 16, 1 << 24
+# Operations that take as long as a byte, in a world whose costs were not measured.
+FLOPS_PER_BYTE = 100
+# dtk's collectives over TensorFlow's round up what varies in length to three significant bits, in
+# words of four bytes (`dtk.communicators.collective`).
+_WORD = 4
+_KEPT_BITS = 3
+
+
+class Traffic(NamedTuple):
+    """Messages and bytes that go through the link of the busiest host.
+
+    Attributes:
+        messages: One after the other.
+        bytes: In one direction; as many go in the other at the same time.
+    """
+
+    messages: float = 0.0
+    bytes: float = 0.0
+
+    def and_then(self, other: Traffic) -> Traffic:
+        """Return both, one after the other.
+
+        Args:
+            other: What comes next.
+
+        Example:
+            >>> Traffic(1, 10).and_then(Traffic(2, 5))
+            Traffic(messages=3, bytes=15)
+        """
+        return Traffic(self.messages + other.messages, self.bytes + other.bytes)
+
+    def times(self, factor: float) -> Traffic:
+        """Return a multiple of it.
+
+        Args:
+            factor: How much of it.
+
+        Example:
+            >>> Traffic(2, 10).times(0.5)
+            Traffic(messages=1.0, bytes=5.0)
+        """
+        return Traffic(self.messages * factor, self.bytes * factor)
+
+    def seconds(self, message: float, byte: float) -> tuple[float, float]:
+        """Return the seconds of the messages, and those of the bytes, in Hockney's model.
+
+        Args:
+            message: Seconds of a message of no length.
+            byte: Seconds of a byte more.
+
+        Example:
+            >>> Traffic(2, 10).seconds(message=0.5, byte=0.25)
+            (1.0, 2.5)
+        """
+        return self.messages * message, self.bytes * byte
+
+
+def ring_allreduce(ranks: int, nbytes: float) -> Traffic:
+    """Return the traffic of a reduce-scatter, then an all-gather, round a ring.
+
+    It does not matter how many ranks share a host: one neighbor of each host is on another.
+
+    Args:
+        ranks: P.
+        nbytes: n, bytes on each rank.
+
+    Example:
+        >>> ring_allreduce(4, 100)
+        Traffic(messages=6, bytes=150.0)
+
+    Source: Patarasuk and Yuan 2009.
+    """
+    return Traffic(2 * (ranks - 1), 2 * (ranks - 1) / ranks * nbytes)
+
+
+def one_hop_allreduce(ranks: int, nbytes: float) -> Traffic:
+    """Return the traffic of every rank sending all it has to every other, which adds it up.
+
+    Args:
+        ranks: P.
+        nbytes: n, bytes on each rank.
+
+    Example:
+        >>> one_hop_allreduce(4, 100)
+        Traffic(messages=1, bytes=300)
+    """
+    return Traffic(1, (ranks - 1) * nbytes)
+
+
+def ring_allgather(ranks: int, nbytes: float) -> Traffic:
+    """Return the traffic of every rank's part of n bytes going round a ring.
+
+    Args:
+        ranks: P.
+        nbytes: n, bytes of all parts.
+
+    Example:
+        >>> ring_allgather(4, 100)
+        Traffic(messages=3, bytes=75.0)
+
+    Source: Thakur et al. 2005, section 3.1.
+    """
+    return Traffic(ranks - 1, (ranks - 1) / ranks * nbytes)
+
+
+def alltoall(ranks: int, nbytes: float, per_host: int = 1) -> Traffic:
+    """Return the traffic of every rank sending every other its part of n bytes.
+
+    Ranks of a host share its link.
+
+    Args:
+        ranks: P.
+        nbytes: n, bytes of a rank's parts, its own included.
+        per_host: Ranks of a host.
+
+    Example:
+        >>> [alltoall(4, 100, per_host).bytes for per_host in (1, 2, 4)]
+        [75.0, 100.0, 75.0]
+
+    Source: Thakur et al. 2005, section 3.3 (pairwise exchange).
+    """
+    # On one host nobody's bytes share a link with another's.
+    sharing, away = (per_host, ranks - per_host) if ranks > per_host else (1, ranks - 1)
+    return Traffic(ranks - 1, sharing * away / ranks * nbytes)
+
+
+def hierarchical_allreduce(hosts: int, per_host: int, nbytes: float) -> tuple[Traffic, Traffic]:
+    """Return the traffic of a reduction within hosts, one between hosts, and a broadcast back.
+
+    Args:
+        hosts: H.
+        per_host: w, ranks of a host.
+        nbytes: n, bytes on each rank.
+
+    Returns:
+        What is between hosts, and what is within one.
+
+    Example:
+        >>> between, within = hierarchical_allreduce(2, 4, 100)
+        >>> between, within
+        (Traffic(messages=2, bytes=100.0), Traffic(messages=6, bytes=150.0))
+
+    Source: Jia et al. 2018, "Highly Scalable Deep Learning Training System with Mixed-Precision".
+    """
+    return ring_allreduce(hosts, nbytes), ring_allreduce(per_host, nbytes)
+
+
+def pull(workers: int, servers: int, per_host: int, nbytes: float) -> Traffic:
+    """Return the traffic of all workers reading all weights from parameter servers.
+
+    The busier of a server's and a host's link counts. A push is the same in the other direction.
+
+    Args:
+        workers: P.
+        servers: S, each on a host of its own.
+        per_host: Workers of a host.
+        nbytes: n, bytes of the weights.
+
+    Example:
+        >>> pull(8, 2, 1, 100), pull(8, 16, 1, 100)
+        (Traffic(messages=1, bytes=400.0), Traffic(messages=1, bytes=100))
+
+    Source: Li et al., OSDI'14.
+    """
+    return Traffic(1, max(workers / servers, min(per_host, workers)) * nbytes)
+
+
+def padded(nbytes: float) -> int:
+    """Return the bytes that a part of unequal parts takes on the wire.
+
+    See `dtk.communicators.collective`.
+
+    Args:
+        nbytes: Bytes of the part.
+
+    Example:
+        >>> padded(1000), padded(1100), padded(4)
+        (1024, 1280, 4)
+    """
+    words = max(1, -int(-nbytes // _WORD))
+    unit = 1 << max(words.bit_length() - _KEPT_BITS, 0)
+    return -(-words // unit) * unit * _WORD
+
+
+def fit_allreduces(
+    ranks: int, seconds: Mapping[int, float], least: float = 0.0
+) -> tuple[float, float]:
+    """Return the seconds of a message and of a byte that two all-reduces round a ring tell.
+
+    Args:
+        ranks: Number of ranks.
+        seconds: Seconds of each of the two, by its bytes.
+        least: Seconds that the messages of an all-reduce are taken to need at least.
+
+    Returns:
+        Seconds of a message of no length, and of a byte more; none is below 0.
+
+    Example:
+        >>> fit_allreduces(2, {100: 1.0, 300: 2.0})
+        (0.25, 0.005)
+    """
+    (few, quick), (many, slow) = sorted(seconds.items())
+    small, large = ring_allreduce(ranks, few), ring_allreduce(ranks, many)
+    byte = max(0.0, (slow - quick) / (large.bytes - small.bytes))
+    return max(least, quick - byte * small.bytes) / small.messages, byte
+
+
+def half_length(message: float, byte: float) -> float:
+    """Return the bytes that take as long as a message: Hockney's n_1/2, to a power of two.
+
+    So close, most measurements of one world agree.
+
+    Args:
+        message: Seconds of a message of no length.
+        byte: Seconds of a byte more.
+
+    Returns:
+        Bytes, 1 or more; infinity where bytes take no time.
+
+    Example:
+        >>> half_length(0.5e-3, 4e-9)
+        131072.0
+    """
+    return _power_of_two(max(1.0, message / byte)) if byte else math.inf
+
+
+def bucket(total: float, half_length: float) -> float:
+    """Return the bytes of a bucket of a list of tensors that become ready one by one.
+
+    n bytes in k buckets cost k messages, and 1/k of the bytes are left to send when the last
+    gradient is there: least at n / k = sqrt(n message / byte).
+
+    Args:
+        total: Bytes of the list.
+        half_length: Bytes that take as long as a message.
+
+    Example:
+        >>> bucket(8 << 20, 1 << 17), bucket(1000, 1 << 17)
+        (1048576.0, 65536)
+    """
+    return max(BUCKET_LEAST, math.sqrt(total * half_length))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +312,8 @@ class Costs:
 
     @property
     def half_length(self) -> int:
-        """Bytes that take as long as a message: Hockney's n_1/2, to the next power of two.
-
-        So close, most measurements of one world agree.
-        """
-        return int(_power_of_two(max(1.0, self.message / self.byte)))
+        """Bytes that take as long as a message, to the next power of two."""
+        return int(half_length(self.message, self.byte))
 
     @property
     def flops_per_byte(self) -> float:
@@ -71,46 +326,45 @@ class Costs:
         Args:
             total: Bytes of the list.
         """
-        return max(_BUCKET_LEAST, math.isqrt(total * self.half_length))
+        return int(bucket(total, self.half_length))
 
-    def allreduce(self, length: float) -> float:
-        """Return the seconds of an all-reduce round a ring: 2 (P-1) messages of a P-th.
+    def allreduce(self, nbytes: float) -> float:
+        """Return the seconds of an all-reduce round a ring.
 
         Args:
-            length: Bytes that each rank contributes.
+            nbytes: Bytes that each rank contributes.
 
         Example:
             >>> round(Costs(4, 0.5e-3, 1e-8, 1e-11).allreduce(4e6), 6)
             0.063
         """
-        return 2 * (self.size - 1) * (self.message + self.byte * length / self.size)
+        return sum(ring_allreduce(self.size, nbytes).seconds(self.message, self.byte))
 
-    def allgather(self, length: float) -> float:
-        """Return the seconds of an all-gather: P-1 messages.
+    def allgather(self, nbytes: float) -> float:
+        """Return the seconds of an all-gather round a ring.
 
         Args:
-            length: Bytes from each rank.
+            nbytes: Bytes from each rank.
 
         Example:
             >>> round(Costs(4, 0.5e-3, 1e-8, 1e-11).allgather(1e6), 6)
             0.0315
         """
-        return (self.size - 1) * (self.message + self.byte * length)
+        gathered = ring_allgather(self.size, self.size * nbytes)
+        return sum(gathered.seconds(self.message, self.byte))
 
     @property
     def one_hop(self) -> int:
         """Bytes up to which an all-reduce goes to everyone at once, and not round a ring.
 
-        With P ranks, P - 1 times n bytes and a message, against 2 (P-1)/P n bytes and 2 (P-1)
-        messages.
+        In one hop it has fewer messages, and where there are more than two ranks, more bytes.
 
         Example:
             >>> [Costs(size, 1e-4, 1e-8, 1e-11).one_hop for size in (2, 4, 64)]
             [65536, 27306, 16778]
         """
-        ranks = self.size
-        more = (ranks - 1) * (1 - 2 / ranks)
-        fewer = 2 * (ranks - 1) - 1
+        hop, ring = one_hop_allreduce(self.size, 1), ring_allreduce(self.size, 1)
+        more, fewer = hop.bytes - ring.bytes, ring.messages - hop.messages
         return min(ONE_HOP_MOST, int(fewer / more * self.half_length)) if more else ONE_HOP_MOST
 
     def __str__(self) -> str:
@@ -124,29 +378,6 @@ class Costs:
             f"and a Dense kernel's gradient goes as its factors where {self.flops_per_byte:.0f} "
             "operations are saved for a byte less"
         )
-
-
-def line(size: int, seconds: dict[int, float]) -> tuple[float, float]:
-    """Return the seconds of a message and of a byte, from two all-reduces round a ring.
-
-    A ring sends 2 (P-1) messages of n/P bytes.
-
-    Args:
-        size: Number of ranks, P.
-        seconds: Of each all-reduce, by its bytes n; more bytes take longer.
-
-    Returns:
-        Seconds of a message of no length, and of a byte more.
-
-    Example:
-        >>> line(2, {100: 1.0, 300: 2.0})
-        (0.25, 0.005)
-    """
-    (few, quick), (many, slow) = sorted(seconds.items())
-    messages = 2 * (size - 1)
-    per_byte = (slow - quick) / (many - few)
-    message = max(quick - per_byte * few, 1e-6) / messages
-    return message, per_byte * size / messages
 
 
 def _power_of_two(number: float) -> float:

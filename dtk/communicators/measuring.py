@@ -14,9 +14,11 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
-from dtk.communicators.costs import Costs, line
+from dtk.communicators.costs import Costs, fit_allreduces
 
 _FEW, _SOME, _MANY = 1 << 17, 1 << 20, 1 << 22  # bytes
+# Seconds that the messages of an all-reduce take at least.
+_LEAST = 1e-6
 # All-reduces in a turn, so that calling it costs none of them much.
 _CHAIN = 4
 _TURNS = 5
@@ -44,7 +46,8 @@ def measure(communicator: Communicator, device: str) -> Costs:
     few = _allreduce_seconds(communicator, _FEW, _TURNS)
     many, turns = (_MANY, _TURNS) if few < _SLOW else (_SOME, 1)
     much = _allreduce_seconds(communicator, many, turns)
-    message, byte = line(communicator.size, {_FEW: few, many: max(much, _APART * few)})
+    seconds = {_FEW: few, many: max(much, _APART * few)}
+    message, byte = fit_allreduces(communicator.size, seconds, _LEAST)
     return Costs(communicator.size, message, byte, operation)
 
 

@@ -21,7 +21,6 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
-import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
 
@@ -35,15 +34,9 @@ from dtk.horovod_build.requirements import (
 )
 
 CMAKE_LISTS = "horovod/tensorflow/CMakeLists.txt"
-
-
 XLA_SOURCE = "horovod/tensorflow/xla_mpi_ops.cc"
-
-
 # what Horovod imports when it runs, and its setup.py when it builds
 RUNTIME_REQUIREMENTS = ("cloudpickle", "pyyaml", "psutil", "packaging")
-
-
 BUILD_REQUIREMENTS = ("setuptools<81", "wheel", *RUNTIME_REQUIREMENTS)
 
 
@@ -100,17 +93,10 @@ def keep(wheel: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
     Raises:
         OSError: It cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / wheel.name
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".", suffix=".tmp", delete=False) as part:
-        temporary = pathlib.Path(part.name)
-    try:
-        shutil.copyfile(wheel, temporary)
-        temporary.chmod(0o644)
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return target
+    with cache.replacing(folder / wheel.name) as draft:
+        shutil.copyfile(wheel, draft)
+        draft.chmod(0o644)
+    return folder / wheel.name
 
 
 def has_tensorflow_ops(wheel: pathlib.Path) -> bool:

@@ -9,26 +9,29 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import io
 import json
 import os
 import pathlib
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-import psutil
-
-from dtk.horovod_build.requirements import HorovodBuildError
-from dtk.launch import plan
-from dtk.launch.rendezvous import Rendezvous
+from dtk.horovod_build.requirements import HorovodBuildError, ask, reason_of
+from dtk.launch import Job, Process, local, plan
 
 TIMEOUT = 120.0
 
 # another job's variables would make the ranks join that job, or start through its scheduler
 _FOREIGN = ("HOROVOD_", "OMPI_", "PMI", "MPI_", "SLURM_", "HYDI_", "TF_CONFIG")
+# on CPU: two ranks on one GPU would each take all of its memory
+_ON_CPU = {
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "CUDA_VISIBLE_DEVICES": "-1",
+    "TF_NUM_INTRAOP_THREADS": "1",
+}
 
 _DESCRIBE = """
 import json, pathlib
@@ -88,19 +91,14 @@ def installed() -> Horovod:
         HorovodBuildError: When it is missing, cannot be imported, or was built for another
             TensorFlow.
     """
-    probe = subprocess.run(
-        [sys.executable, "-c", _DESCRIBE],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=_environ({}),
-    )
+    own = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+    probe = ask([sys.executable, "-c", _DESCRIBE], environ={**own, **_ON_CPU})
     if probe.returncode:
-        lines = probe.stderr.strip().splitlines() or ["no message"]
-        if "No module named 'horovod'" in lines[-1]:
+        reason = reason_of(probe)
+        if "No module named 'horovod'" in reason:
             raise HorovodBuildError("Horovod is not installed. Next: dtk install-horovod")
         raise HorovodBuildError(
-            f"Horovod cannot be imported ({lines[-1]}). Next: dtk install-horovod --rebuild"
+            f"Horovod cannot be imported ({reason}). Next: dtk install-horovod --rebuild"
         )
     found = Horovod(**json.loads(probe.stdout.strip().splitlines()[-1]))
     if found.built_for and found.built_for != found.tensorflow:
@@ -126,12 +124,7 @@ def check_gloo(timeout: float = TIMEOUT) -> float:
     with tempfile.TemporaryDirectory(prefix="dtk-") as folder:
         ranks = plan([sys.executable, "-c", _RANK, folder], workers=2, communicator="horovod")
         importlib.invalidate_caches()  # Horovod may have been installed a moment ago
-        server = Rendezvous(ranks)
-        try:
-            commands = [(rank.argv, {**rank.env, **server.env}) for rank in ranks]
-            return _both_read_three("Gloo", commands, folder, timeout, mpi=False)
-        finally:
-            server.close()
+        return _both_read_three("Gloo", ranks, folder, timeout, mpi=False)
 
 
 def check_mpi(timeout: float = TIMEOUT) -> float:
@@ -150,7 +143,7 @@ def check_mpi(timeout: float = TIMEOUT) -> float:
         raise HorovodBuildError("mpirun is not on PATH. Next: apt-get install openmpi-bin")
     with tempfile.TemporaryDirectory(prefix="dtk-") as folder:
         command = ["mpirun", "-np", "2"]
-        if _is_open_mpi():
+        if "Open MPI" in ask(["mpirun", "--version"]).stdout:
             command += ["--host", "localhost:2", "--oversubscribe", "--bind-to", "none"]
             command += ["--allow-run-as-root"] * (os.geteuid() == 0)
         command += [sys.executable, "-c", _RANK, folder]
@@ -160,99 +153,55 @@ def check_mpi(timeout: float = TIMEOUT) -> float:
             # containers often forbid one process reading another's memory; Open MPI then warns
             "OMPI_MCA_btl_vader_single_copy_mechanism": "none",
         }
-        return _both_read_three("MPI", [(command, environ)], folder, timeout, mpi=True)
-
-
-def _is_open_mpi() -> bool:
-    probe = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False)
-    return "Open MPI" in probe.stdout
-
-
-def _environ(extra: Mapping[str, str]) -> dict[str, str]:
-    own = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
-    # on CPU: two ranks on one GPU would each take all of its memory
-    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
-    return {**own, **quiet, "TF_NUM_INTRAOP_THREADS": "1", **extra}
+        mpirun = Process("mpirun", "worker", 0, "localhost", tuple(command), environ)
+        return _both_read_three("MPI", [mpirun], folder, timeout, mpi=True)
 
 
 def _both_read_three(
-    name: str,
-    commands: Sequence[tuple[Sequence[str], Mapping[str, str]]],
-    folder: str,
-    timeout: float,
-    mpi: bool,
+    name: str, processes: Sequence[Process], folder: str, timeout: float, mpi: bool
 ) -> float:
-    """Run the commands to their end and read what each rank wrote."""
+    """Run the processes to their end and read what each rank wrote."""
     started = time.monotonic()
-    log = pathlib.Path(folder, "output.log")
-    cure = "Next: dtk install-horovod --rebuild"
-    ended = run_bounded(commands, log, timeout)
+    code, output = run(processes, timeout)
     answers = {
         rank: json.loads(file.read_text())
         for rank in range(2)
         if (file := pathlib.Path(folder, f"rank{rank}.json")).exists()
     }
     expected = {"size": 2, "sum": 3.0, "mpi": mpi}
-    if ended is True and answers == {0: expected, 1: expected}:
+    if code == 0 and answers == {0: expected, 1: expected}:
         return time.monotonic() - started
-    if ended is None:
+    if code is None:
         problem = f"two processes over {name} did not finish within {timeout:.0f} s"
-    elif ended is False:
+    elif code:
         problem = f"a process over {name} failed"
     else:
         read = {rank: answer["sum"] for rank, answer in answers.items()}
         problem = f"two processes over {name} read {read}, expected 3 on both ({answers})"
-    last = log.read_text(errors="replace").splitlines()[-15:]
-    raise HorovodBuildError("\n".join([f"{problem}. {cure}", *last]))
+    cure = "Next: dtk install-horovod --rebuild"
+    raise HorovodBuildError("\n".join([f"{problem}. {cure}", *output.splitlines()[-15:]]))
 
 
-def run_bounded(
-    commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], log: pathlib.Path, timeout: float
-) -> bool | None:
-    """Run commands side by side and leave none of their processes behind.
+def run(processes: Sequence[Process], timeout: float) -> tuple[int | None, str]:
+    """Run processes on this machine's CPU, and leave nothing of them behind.
 
     Args:
-        commands: Pairs of arguments and variables to add.
-        log: File that gets all output.
+        processes: Of a plan. What launchers of other jobs have set is kept from them.
         timeout: Seconds after which all are ended.
 
     Returns:
-        True when all ended well, False when one failed, None when time ran out.
+        The exit code of the first that failed, or 0, or None when time ran out; and what all wrote.
     """
-    deadline = time.monotonic() + timeout
-    processes: list[subprocess.Popen[bytes]] = []
-    with log.open("ab") as out:
-        try:
-            for command, environ in commands:
-                processes.append(
-                    subprocess.Popen(
-                        command,
-                        stdin=subprocess.DEVNULL,
-                        stdout=out,
-                        stderr=subprocess.STDOUT,
-                        env=_environ(environ),
-                    )
-                )
-            while time.monotonic() < deadline:
-                codes = [process.poll() for process in processes]
-                if any(codes):
-                    return False
-                if None not in codes:
-                    return True
-                time.sleep(0.05)
-            return None
-        finally:
-            for process in processes:
-                _end_tree(process)
+    output = io.StringIO()
+    job = Job([_alone(one) for one in processes], grace=1.0, stdout=output, stderr=output)
+    with job, contextlib.suppress(TimeoutError):
+        return job.wait(timeout), output.getvalue()
+    return None, output.getvalue()
 
 
-def _end_tree(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all it started: mpirun puts its ranks in process groups of their own."""
-    tree: list[psutil.Process] = []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        root = psutil.Process(process.pid)
-        tree = [*root.children(recursive=True), root]
-    for member in tree:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            member.kill()
-    process.wait()
+def _alone(process: Process) -> Process:
+    """Return a process that takes no variables of other jobs beyond what `Job` leaves out."""
+    inherited = [n for n in os.environ if n.startswith(_FOREIGN) and not local.is_foreign(n)]
+    unset = [f"--unset={name}" for name in inherited if name not in process.env]
+    argv = ("env", *unset, *process.argv)
+    return dataclasses.replace(process, argv=argv, env={**process.env, **_ON_CPU})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import pathlib
 import platform
@@ -12,27 +11,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 
 from dtk.errors import DtkError
 
 HOROVOD_VERSION = "0.28.1"
-
-
 MIN_PYTHON = (3, 11)
-
-
 MIN_TENSORFLOW = (2, 21)
-
-
 MIN_CMAKE = (3, 13)
-
-
 MAX_CMAKE = (4, 0)
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
-
-
-_TENSORFLOW_PROBE = "import json, tensorflow as tf; print(json.dumps([tf.__version__]))"
-
 
 _MPI_PROBE = """
 #include <mpi.h>
@@ -63,7 +51,35 @@ class Mpi:
     version: str
 
 
-# --- what is here ---------------------------------------------------------------------------------
+def ask(
+    command: Sequence[str], text: str = "", environ: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command that tells something about this machine.
+
+    Args:
+        command: Program and arguments.
+        text: Its standard input.
+        environ: All its variables; this process's own when None.
+
+    Returns:
+        How it ended, and what it wrote.
+
+    Raises:
+        OSError: There is no such program.
+    """
+    return subprocess.run(
+        command, input=text, capture_output=True, text=True, check=False, env=environ
+    )
+
+
+def reason_of(ended: subprocess.CompletedProcess[str], line: int = -1) -> str:
+    """Return a line of what a command that failed wrote on standard error.
+
+    Args:
+        ended: As `ask` returned it.
+        line: Which one; the last says most of a traceback, the first of a compiler's errors.
+    """
+    return (ended.stderr.strip().splitlines() or ["no message"])[line]
 
 
 def check_python() -> None:
@@ -77,7 +93,7 @@ def check_python() -> None:
             f"Python {platform.python_version()} is too old: dtk needs 3.11 or later. "
             "Next: python3.11 -m venv .venv"
         )
-    if subprocess.run([*PIP, "--version"], capture_output=True, check=False).returncode:
+    if ask([*PIP, "--version"]).returncode:
         raise HorovodBuildError(
             f"{sys.executable} has no pip, which fetches and installs Horovod. "
             f"Next: {sys.executable} -m ensurepip"
@@ -90,19 +106,13 @@ def tensorflow_version() -> str:
     Raises:
         HorovodBuildError: When it is missing, fails to import or is older than 2.21.
     """
-    probe = subprocess.run(
-        [sys.executable, "-c", _TENSORFLOW_PROBE],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
-    )
+    code = "import tensorflow as tf; print(tf.__version__)"
+    probe = ask([sys.executable, "-c", code], environ={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"})
     wanted = ".".join(map(str, MIN_TENSORFLOW))
     cure = f"Next: {sys.executable} -m pip install 'tensorflow>={wanted}'"
     if probe.returncode:
-        reason = (probe.stderr.strip().splitlines() or ["no message"])[-1]
-        raise HorovodBuildError(f"TensorFlow cannot be imported ({reason}). {cure}")
-    version = str(json.loads(probe.stdout.strip().splitlines()[-1])[0])
+        raise HorovodBuildError(f"TensorFlow cannot be imported ({reason_of(probe)}). {cure}")
+    version = probe.stdout.split()[-1]
     if numbers_in(version)[:2] < MIN_TENSORFLOW:
         raise HorovodBuildError(f"TensorFlow {version} is too old: need {wanted} or later. {cure}")
     return version
@@ -124,17 +134,10 @@ def find_mpi() -> Mpi:
     for tool, purpose in (("mpicxx", "compiles against MPI"), ("mpirun", "starts the processes")):
         if shutil.which(tool) is None:
             raise HorovodBuildError(f"{tool}, which {purpose}, is not on PATH. {cure}")
-    probe = subprocess.run(
-        ["mpicxx", "-E", "-P", "-x", "c++", "-"],
-        input=_MPI_PROBE,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    probe = ask(["mpicxx", "-E", "-P", "-x", "c++", "-"], _MPI_PROBE)
     found = re.search(r'^dtk (\w+) ([\d" .]+)$', probe.stdout, re.MULTILINE)
     if probe.returncode or found is None:
-        reason = (probe.stderr.strip().splitlines() or ["no message"])[0]
-        raise HorovodBuildError(f"mpicxx cannot read mpi.h ({reason}). {cure}")
+        raise HorovodBuildError(f"mpicxx cannot read mpi.h ({reason_of(probe, 0)}). {cure}")
     return Mpi(found[1], ".".join(re.findall(r"\d+", found[2])))
 
 
@@ -153,11 +156,10 @@ def check_compiler() -> str:
         source = pathlib.Path(folder, "probe.cc")
         source.write_text("#include <optional>\nstd::optional<int> x;\n")
         command = [*compiler.split(), "-std=c++17", "-c", str(source), "-o", os.devnull]
-        probe = subprocess.run(command, capture_output=True, text=True, check=False)
+        probe = ask(command)
     if probe.returncode:
-        reason = (probe.stderr.strip().splitlines() or ["no message"])[-1]
         raise HorovodBuildError(
-            f"{compiler} cannot compile C++17 ({reason}). Next: apt-get install g++ make"
+            f"{compiler} cannot compile C++17 ({reason_of(probe)}). Next: apt-get install g++ make"
         )
     if shutil.which("make") is None:
         raise HorovodBuildError("make is not on PATH. Next: apt-get install make")
@@ -172,8 +174,7 @@ def usable_cmake() -> str | None:
     path = shutil.which("cmake")
     if path is None:
         return None
-    probe = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
-    version = numbers_in(probe.stdout)
+    version = numbers_in(ask([path, "--version"]).stdout)
     return path if MIN_CMAKE <= version[:2] < MAX_CMAKE else None
 
 

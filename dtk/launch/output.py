@@ -12,9 +12,9 @@ from typing import IO, TextIO
 import click
 
 from dtk.errors import ClusterError
-from dtk.launch.noise import is_noise
 from dtk.launch.plan import Process
 from dtk.launch.rank import Rank
+from dtk.quiet import is_noise
 
 _COLORS = ("cyan", "yellow", "green", "magenta", "blue", "bright_red")
 

@@ -1,10 +1,10 @@
 """Predictions of `dtk plan`: time, efficiency and cost of a step on any number of workers.
 
-    quantity -> inputs      what a user says:        "85ms", "1Gbit/s", links, hosts, prices
-    calibration             what `dtk bench` found:  the same, from its file
-    traffic                 what a collective is:    messages one after the other, and bytes
-    methods -> prediction   what dtk would do:       strategies and exchanges, step by step
-    advice, tables, curve   what is said about it
+    quantity -> inputs        what a user says:         "85ms", "1Gbit/s", links, hosts, prices
+    calibration               what `dtk bench` found:   the same, from its file
+    dtk.communicators.costs   what a collective takes:  messages one after the other, and bytes
+    methods -> prediction     what dtk would do:        strategies and exchanges, step by step
+    advice, tables, curve     what is said about it
 
 A model with no more in it than what is measured: no TensorFlow, and nothing is run. Its formulas,
 and how far they were off, are in docs/plan.md.

@@ -23,10 +23,10 @@ from dataclasses import dataclass, replace
 from dtk.bench.report import BOUND, means
 from dtk.bench.results import Reading, Results, apart, in_step
 from dtk.bench.setting import TELLING, block_of, task_of
+from dtk.communicators.costs import fit_allreduces
 from dtk.planning.inputs import Cluster, Factors, Job, Link, Software
 from dtk.planning.methods import METHODS
 from dtk.planning.quantity import PlanError
-from dtk.planning.traffic import ring_allreduce
 
 Turns = Sequence[list[Reading]]
 
@@ -139,26 +139,6 @@ def _factors(sent: Mapping[str, float], parameters: int, rows: int) -> Factors |
     return found
 
 
-def line(allreduces: Mapping[int, float], workers: int) -> tuple[float, float]:
-    """Return the seconds of a message and of a byte, from two all-reduces round a ring.
-
-    Args:
-        allreduces: Seconds, by bytes.
-        workers: Round the ring.
-
-    Returns:
-        Seconds of a message, and of a byte.
-
-    Example:
-        >>> line({0: 0.5, 100: 3.5}, workers=2)
-        (0.25, 0.03)
-    """
-    (few, quick), (many, slow) = sorted(allreduces.items())
-    least, most = ring_allreduce(workers, few), ring_allreduce(workers, many)
-    byte = max(0.0, (slow - quick) / (most.bytes - least.bytes))
-    return max(0.0, quick - byte * least.bytes) / least.messages, byte
-
-
 def _software(results: Results, communicator: str, workers: int) -> Software:
     took = {}
     for size in TELLING:
@@ -169,7 +149,7 @@ def _software(results: Results, communicator: str, workers: int) -> Software:
                 "with `dtk bench --json`, which adds it"
             )
         took[size] = statistics.median(means(turns["allreduce"], "seconds"))
-    message, byte = line(took, workers)
+    message, byte = fit_allreduces(workers, took)
     return Software(message, byte, step=0.0, coding={})
 
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from dtk.communicators.costs import FLOPS_PER_BYTE, Traffic, half_length
 from dtk.planning.quantity import PlanError
-from dtk.planning.traffic import Traffic
 
 # What is left for bytes of ours. Of an Ethernet frame of 1514 bytes IP and TCP take 66; one of 66
 # goes out for every two that come in, to acknowledge them.
@@ -16,8 +16,6 @@ PAYLOAD = 1448 / (1514 + 66 / 2)
 BITS = {"dense": 32, "fp16": 16, "8bit": 8, "4bit": 4, "2bit": 2, "1bit": 1}
 _SCALES = 64
 _CODED = ("8bit", "4bit", "2bit", "1bit")
-# As in `dtk.exchange.factors`, which imports TensorFlow.
-FLOPS_PER_BYTE = 100
 _FLOAT = 4
 
 
@@ -291,7 +289,7 @@ class Cluster:
         return self.over(self._link(workers), traffic)
 
     def half_length(self, workers: int) -> float:
-        """Return the bytes that take as long as a message; 1 or more.
+        """Return the bytes that take as long as a message, to a power of two.
 
         Args:
             workers: Between how many.
@@ -299,10 +297,9 @@ class Cluster:
         Example:
             >>> software = Software(message=0.5e-3, byte=4e-9)
             >>> Cluster(Link(), software=software).half_length(2)
-            125000.0
+            131072.0
         """
-        message, byte = self.over(self._link(workers), Traffic(1, 1))
-        return max(1.0, message / byte) if byte else 2.0**62
+        return half_length(*self.over(self._link(workers), Traffic(1, 1)))
 
     def _link(self, workers: int) -> Link:
         return self.host if self.hosts(workers) == 1 else self.network
@@ -319,4 +316,4 @@ class Cluster:
         """
         message = self.software.message + link.latency
         byte = max(self.software.byte, 1 / (link.bandwidth * PAYLOAD))
-        return traffic.messages * message, traffic.bytes * byte
+        return traffic.seconds(message, byte)

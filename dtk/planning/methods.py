@@ -13,24 +13,22 @@ factors go to all (all-gather), beside the gradients that have none; codes go to
 (all-to-all) and from them to all (all-gather), after what is not coded, in one hop. Metrics go
 beside all of these, before there are gradients.
 
-Sources: as in `traffic`; Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data
-Parallel Training" (buckets and what they hide); Xie et al. 2016 (factors); Seide et al. 2014
-(codes); Chen and Huo 2016 (block momentum).
+Sources: as in `dtk.communicators.costs`; Li et al. 2020, "PyTorch Distributed: Experiences on
+Accelerating Data Parallel Training" (buckets and what they hide); Xie et al. 2016 (factors); Seide
+et al. 2014 (codes); Chen and Huo 2016 (block momentum).
 """
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dtk.planning import traffic
+from dtk.communicators import costs
+from dtk.communicators.costs import BUCKET_MOST, Traffic
 from dtk.planning.inputs import Cluster, Factors, Job
-from dtk.planning.traffic import Traffic
 
-# Bytes of a bucket, at least and at most: `dtk.communicators.costs` and `buckets`.
-_LEAST, _MOST = 2**16, 2**24
 # Of a step's computing. The backward pass does twice the work of the forward pass.
 BACKWARD = 2 / 3
 
@@ -76,20 +74,6 @@ class Method:
     served: bool = False
 
 
-def bucket(size: float, half_length: float) -> float:
-    """Return the bytes of a bucket: see `dtk.communicators.costs`.
-
-    Args:
-        size: Bytes of all gradients.
-        half_length: Bytes that take as long as a message.
-
-    Example:
-        >>> bucket(8 << 20, 1 << 17), bucket(1000, 1 << 17)
-        (1048576.0, 65536)
-    """
-    return min(_MOST, max(_LEAST, math.sqrt(size * 2.0 ** round(math.log2(half_length)))))
-
-
 def early(size: float, half_length: float) -> float:
     """Return the part of the bytes that can go before the last gradient is there.
 
@@ -103,7 +87,7 @@ def early(size: float, half_length: float) -> float:
         >>> early(8 << 20, 1 << 17), early(1000, 1 << 17)
         (0.875, 0.0)
     """
-    return max(0.0, 1 - bucket(size, half_length) / size) if size else 0.0
+    return max(0.0, 1 - min(BUCKET_MOST, costs.bucket(size, half_length)) / size) if size else 0.0
 
 
 def exposed(sending: float, computing: float, part: float) -> float:
@@ -147,12 +131,18 @@ def dense(job: Job, cluster: Cluster, workers: int, exchange: str = "dense") -> 
     kernels = job.factored(workers)
     if kernels is not None:
         return _factors(job, cluster, workers, exchange, kernels)
-    size, hidden = job.size(exchange), cluster.software.hidden
-    computing = job.computing(workers)
-    messages, stream = cluster.parts(traffic.ring_allreduce(workers, size), workers)
-    half_length = cluster.half_length(workers)
-    waiting = messages + exposed(stream, computing, hidden * early(size, half_length))
+    size, computing = job.size(exchange), job.computing(workers)
+    messages, stream = cluster.parts(costs.ring_allreduce(workers, size), workers)
+    waiting = messages + _not_hidden(cluster, workers, computing, stream, size)
     return Cost(computing, _coding(job, cluster, workers, exchange), waiting, size)
+
+
+def _not_hidden(
+    cluster: Cluster, workers: int, computing: float, stream: float, size: float
+) -> float:
+    """Return `exposed` of gradients of so many bytes; what a backward pass hides is measured."""
+    part = cluster.software.hidden * early(size, cluster.half_length(workers))
+    return exposed(stream, computing, part)
 
 
 def _factors(job: Job, cluster: Cluster, workers: int, exchange: str, kernels: Factors) -> Cost:
@@ -160,28 +150,15 @@ def _factors(job: Job, cluster: Cluster, workers: int, exchange: str, kernels: F
 
     The rest goes as it would. Messages of both wait at the same time; bytes share a link.
     """
-    computing, mine, hidden = job.computing(workers), job.rows_of(workers), cluster.software.hidden
+    computing, mine = job.computing(workers), job.rows_of(workers)
     own, rest = kernels.size(mine), job.size(exchange) * (1 - kernels.entries / job.parameters)
-    striped = traffic.padded(own) * workers
-    rows = cluster.parts(traffic.ring_allgather(workers, striped), workers)
-    others = cluster.parts(traffic.ring_allreduce(workers, rest), workers)
-    stream = rows[1] + exposed(
-        others[1], computing, hidden * early(rest, cluster.half_length(workers))
-    )
+    striped = costs.padded(own) * workers
+    rows = cluster.parts(costs.ring_allgather(workers, striped), workers)
+    others = cluster.parts(costs.ring_allreduce(workers, rest), workers)
+    stream = rows[1] + _not_hidden(cluster, workers, computing, others[1], rest)
     product = cluster.software.product * kernels.entries * (job.batch(workers) - mine)
     coding = _coding(job, cluster, workers, exchange) + product
     return Cost(computing, coding, max(rows[0], others[0]) + stream, own + rest)
-
-
-def fp16(job: Job, cluster: Cluster, workers: int) -> Cost:
-    """Predict `dense` in half precision.
-
-    Args:
-        job: What is trained.
-        cluster: Where.
-        workers: How many.
-    """
-    return dense(job, cluster, workers, "fp16")
 
 
 def hierarchical(job: Job, cluster: Cluster, workers: int) -> Cost:
@@ -194,13 +171,11 @@ def hierarchical(job: Job, cluster: Cluster, workers: int) -> Cost:
     """
     hosts = cluster.hosts(workers)
     per_host = -(-workers // hosts)
-    size, hidden = job.size("dense"), cluster.software.hidden
-    between, within = traffic.hierarchical_allreduce(hosts, per_host, size)
+    size, computing = job.size("dense"), job.computing(workers)
+    between, within = costs.hierarchical_allreduce(hosts, per_host, size)
     parts = cluster.over(cluster.network, between), cluster.over(cluster.host, within)
     messages, stream = map(sum, zip(*parts, strict=True))
-    computing = job.computing(workers)
-    half_length = cluster.half_length(workers)
-    waiting = messages + exposed(stream, computing, hidden * early(size, half_length))
+    waiting = messages + _not_hidden(cluster, workers, computing, stream, size)
     return Cost(computing, _coding(job, cluster, workers, "dense"), waiting, size)
 
 
@@ -229,10 +204,10 @@ def _codes(size: float, workers: int, per_host: int) -> Traffic:
 
     The vectors that are not coded, few and in one hop; stripes to owners; theirs to all.
     """
-    striped = traffic.padded(size / workers) * workers
-    vectors = traffic.alltoall(workers, 0)
-    to_owners = traffic.alltoall(workers, striped, min(per_host, workers))
-    return vectors.and_then(to_owners).and_then(traffic.ring_allgather(workers, striped))
+    striped = costs.padded(size / workers) * workers
+    vectors = costs.alltoall(workers, 0)
+    to_owners = costs.alltoall(workers, striped, min(per_host, workers))
+    return vectors.and_then(to_owners).and_then(costs.ring_allgather(workers, striped))
 
 
 def delayed(job: Job, cluster: Cluster, workers: int) -> Cost:
@@ -245,7 +220,7 @@ def delayed(job: Job, cluster: Cluster, workers: int) -> Cost:
     """
     size = job.size("dense")
     computing = job.computing(workers)
-    sending = cluster.seconds(traffic.ring_allreduce(workers, size), workers)
+    sending = cluster.seconds(costs.ring_allreduce(workers, size), workers)
     waiting = max(0.0, sending - computing)
     return Cost(computing, _coding(job, cluster, workers, "dense"), waiting, size)
 
@@ -258,7 +233,7 @@ def block_momentum(job: Job, cluster: Cluster, workers: int) -> Cost:
         cluster: Where.
         workers: How many.
     """
-    block = traffic.ring_allreduce(workers, job.size("dense")).times(1 / job.block_steps)
+    block = costs.ring_allreduce(workers, job.size("dense")).times(1 / job.block_steps)
     sending = cluster.seconds(block, workers)
     coding = _coding(job, cluster, workers, "block momentum")
     return Cost(job.computing(workers), coding, sending, job.size("dense") / job.block_steps)
@@ -273,7 +248,7 @@ def servers_sync(job: Job, cluster: Cluster, workers: int) -> Cost:
         workers: How many.
     """
     size = job.size("dense")
-    way = traffic.pull(workers, cluster.servers, cluster.per_host, size)
+    way = costs.pull(workers, cluster.servers, cluster.per_host, size)
     sending = sum(cluster.over(cluster.network, way.times(2)))
     return Cost(job.computing(workers), cluster.software.step, sending, 2 * size)
 
@@ -290,7 +265,7 @@ def servers_async(job: Job, cluster: Cluster, workers: int) -> Cost:
         workers: How many.
     """
     size = job.size("dense")
-    own = traffic.pull(1, cluster.servers, 1, size).times(min(cluster.per_host, workers))
+    own = costs.pull(1, cluster.servers, 1, size).times(min(cluster.per_host, workers))
     computing = job.computing(workers)
     alone = computing + sum(cluster.over(cluster.network, own.times(2)))
     served = sum(cluster.over(cluster.network, Traffic(0, workers / cluster.servers * size)))
@@ -312,7 +287,7 @@ METHODS = (
     Method(
         "servers, sync", 'ParameterServerStrategy("sync")', servers_sync, exact=True, served=True
     ),
-    Method("fp16", 'AllReduceStrategy(exchange="fp16")', fp16),
+    Method("fp16", 'AllReduceStrategy(exchange="fp16")', functools.partial(dense, exchange="fp16")),
     Method("8bit", 'AllReduceStrategy(exchange="8bit")', coded(8)),
     Method("1bit", 'AllReduceStrategy(exchange="1bit")', coded(1)),
     Method("delayed", "AllReduceStrategy(exchange=Delayed())", delayed),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from dtk.bench import page
 from dtk.bench.report import size
 from dtk.planning.advice import LOSSY, Advice
 from dtk.planning.inputs import Cluster, Job
@@ -141,15 +142,7 @@ def markdown(predictions: Predictions, job: Job, cluster: Cluster, advice: Advic
         cluster: Where.
         advice: What is recommended.
     """
-    lines: list[str] = []
-    for title, (header, *rows) in by_title(predictions).items():
-        lines += [f"### {title}", "", _line(header), "|---" * len(header) + "|"]
-        lines += [*map(_line, rows), ""]
-    return "\n".join([*lines, *notes(job, cluster, advice), ""])
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+    return page.markdown(by_title(predictions).items(), notes(job, cluster, advice))
 
 
 def dumps(predictions: Predictions, job: Job, cluster: Cluster, advice: Advice) -> str:

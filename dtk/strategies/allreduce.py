@@ -32,7 +32,7 @@ class AllReduceStrategy(DtkStrategy):
             "local" (one process), or a `dtk.communicators.Communicator`. What a message and a
             byte take is measured once in each world, and buckets and the like are chosen by it:
             `print(strategy.communicator.costs)` says what was found and chosen; see
-            `dtk.communicators.calibration`.
+            `dtk.communicators.cost_cache`.
         exchange: What is sent of gradients, and when: a value of `dtk.exchange`, or its short name
             ("auto", "fp16", "bf16", "1bit" to "16bit"); None sends them as they are.
         memory_growth: Whether TensorFlow takes the memory of this rank's GPU as it needs it; None

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
-from dtk.communicators.calibration import calibrate
+from dtk.communicators.cost_cache import calibrate
 from dtk.compat import tf_replicas
 from dtk.strategies import devices
 from dtk.trainer.ranks import rank_checks

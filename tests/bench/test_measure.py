@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtk.bench.baselines.worker import clock
 from dtk.bench.measure import Benchmark, WorldLost
 from dtk.bench.models import PROBLEMS, Problem
 from dtk.bench.results import Results
 from dtk.bench.setting import Setting
 from dtk.bench.variant import AllReduce, DistributedFit, LocalFit, Stopwatch
+from dtk.bench.worker import clock
 from dtk.communicators import LocalCommunicator
 from dtk.strategies import AllReduceStrategy
 
@@ -140,7 +140,7 @@ def test_a_turn_is_so_many_steps_of_so_many_rows_and_one_more(make):
     reading = clock(variant.measure)
     assert variant.model.optimizer.iterations.numpy() == 5
     assert 0 < 4 * reading["seconds"] < reading["fit"]
-    variant.model.fit(*variant._data, batch_size=3, verbose=0, callbacks=[noting])
+    variant.model.fit(**variant._data, verbose=0, callbacks=[noting])
     assert len(seen) == 5
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtk.bench import report
+from dtk.bench import page, report
 from dtk.bench.results import Reading, Results
 
 SETTING = {
@@ -165,11 +165,12 @@ def test_the_setting_names_hosts_cores_threads_and_versions():
 
 
 def test_markdown_holds_the_table_and_both_settings():
-    page = report.markdown(RUN, BEFORE).splitlines()
-    assert page[0] == "### mlp, 10.51 M parameters"
-    assert page[3:6] == [
+    shown = page.markdown(report.tables(RUN, BEFORE), report.notes(RUN, BEFORE))
+    lines = shown.splitlines()
+    assert lines[0] == "### mlp, 10.51 M parameters"
+    assert lines[3:6] == [
         "|---|---|---|---|---|---|---|",
         "| limit | 40.0 | 25.0 (22.5 - 27.5) | 1.00 | 0 B | 0 % | 1.00 |",
         "| none | 20.0 | 50.0 (45.0 - 75.0) | 0.50 | 42.0 MB | 50 % | 2.00 |",
     ]
-    assert sum("TensorFlow 2.21.0" in line for line in page) == 2
+    assert sum("TensorFlow 2.21.0" in line for line in lines) == 2

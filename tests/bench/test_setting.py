@@ -83,7 +83,8 @@ def test_a_size_that_is_none_says_what_is_expected(text):
 
 
 @pytest.mark.parametrize(
-    "name", ["setting", "results", "report", "measure", "plot", "baselines.worker", "variant"]
+    "name",
+    ["setting", "results", "report", "measure", "plot", "worker", "variant", "baselines", "page"],
 )
 def test_the_examples_run(name):
     failed, attempted = doctest.testmod(importlib.import_module(f"dtk.bench.{name}"))

@@ -9,15 +9,15 @@ import venv
 
 import pytest
 
-from dtk.bench import baseline_environments
+from dtk.bench import baselines
 
 
 def environment_of(baseline, cache):
     """The environment of a baseline, as far as this machine can tell; returns its interpreter."""
     folder = cache / "dtk" / "bench" / baseline
     venv.create(folder, with_pip=False)
-    contents = baseline_environments._contents(baseline_environments.BASELINES[baseline])
-    (folder / "dtk-bench.json").write_text(json.dumps(contents))
+    environment = baselines.find()[baseline].environment
+    (folder / "dtk-bench.json").write_text(json.dumps(environment.contents()))
     return folder / "bin" / "python"
 
 

@@ -2,8 +2,10 @@
 
 import contextlib
 import doctest
+import json
 import os
 import socket
+import subprocess
 import threading
 from pathlib import Path
 
@@ -41,7 +43,7 @@ def members(world):
     return [
         one
         for one in found
-        if any(part.endswith("baselines/worker.py") for part in one.cmdline()[:2])
+        if any(part.endswith("dtk/bench/worker.py") for part in one.cmdline()[:3])
     ]
 
 
@@ -76,6 +78,28 @@ def test_a_world_that_waits_is_not_stopped(make):
     assert psutil.STATUS_STOPPED not in [one.status() for one in members(world)]
 
 
+def test_a_worker_sees_what_is_beside_it_and_not_what_is_beside_dtks(tmp_path):
+    """Breaks as PyTorch that imports dtk's report.py, or its plot.py, instead of another's."""
+    (tmp_path / "beside.py").touch()
+    (tmp_path / "seen.py").write_text(
+        "import importlib.util\n"
+        "class Worker:\n"
+        "    def __init__(self, setting):\n"
+        "        names = ('report', 'plot', 'beside')\n"
+        "        seen = [name for name in names if importlib.util.find_spec(name)]\n"
+        "        self.rank, self.versions = 0, seen\n"
+    )
+    done = subprocess.run(
+        command(str(tmp_path / "seen.py"), {}),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert json.loads(done.stdout)["versions"] == ["beside"], done.stderr
+
+
 def test_a_world_ends_by_itself_also_while_it_rests(make):
     for busy in (False, True):
         world = make(busy=busy)
@@ -108,7 +132,7 @@ def test_a_world_that_cannot_start_says_why(make, setting, module, message):
 
 def test_who_does_not_know_the_key_is_turned_away(make):
     world = make()
-    address = world._door.getsockname()
+    address = world._ranks._door.getsockname()
 
     def intrude():
         with contextlib.suppress(OSError), socket.create_connection(address) as line:

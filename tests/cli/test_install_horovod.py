@@ -23,6 +23,7 @@ from click.testing import CliRunner
 from dtk.cli.install_horovod import install_horovod
 from dtk.horovod_build import builder, reduction_check, requirements
 from dtk.horovod_build.requirements import HorovodBuildError, Mpi
+from dtk.launch import Process
 
 TENSORFLOW = "__version__ = '{version}'\ndef constant(x): return x\n"
 HOROVOD = """
@@ -400,6 +401,10 @@ def test_check_says_what_it_skipped(fake):
     assert result.exit_code == 0
 
 
+def process(code: str) -> Process:
+    return Process("it", "worker", 0, "localhost", (sys.executable, "-c", code), {})
+
+
 def test_nothing_is_left_running(tmp_path):
     child = "import time; time.sleep(600)"
     parent = (
@@ -408,8 +413,7 @@ def test_nothing_is_left_running(tmp_path):
         f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid))\n"
         "time.sleep(600)"
     )
-    command = [sys.executable, "-c", parent]
-    assert reduction_check.run_bounded([(command, {})], tmp_path / "log", timeout=1.5) is None
+    assert reduction_check.run([process(parent)], timeout=1.5)[0] is None
     pid = int((tmp_path / "pid").read_text())
     deadline = time.monotonic() + 10
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
@@ -417,13 +421,10 @@ def test_nothing_is_left_running(tmp_path):
         time.sleep(0.05)
 
 
-def test_a_failure_ends_the_other_at_once(tmp_path):
-    commands = [
-        ([sys.executable, "-c", "raise SystemExit(3)"], {}),
-        ([sys.executable, "-c", "import time; time.sleep(600)"], {}),
-    ]
+def test_a_failure_ends_the_other_at_once():
+    both = [process("raise SystemExit(3)"), process("import time; time.sleep(600)")]
     started = time.monotonic()
-    assert reduction_check.run_bounded(commands, tmp_path / "log", timeout=60) is False
+    assert reduction_check.run(both, timeout=60)[0] == 3
     assert time.monotonic() - started < 10
 
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 
-from dtk.communicators import calibration
+from dtk.communicators import cost_cache
 from dtk.errors import DtkError
 from dtk.strategies import AllReduceStrategy
 from dtk.strategies.start import processor
@@ -34,7 +34,7 @@ def calibrated(way, cache, cpu=None, **variables):
     communicator = world.communicator()
     names = [cpu or processor()] * communicator.size
     with environment(DTK_CALIBRATE=way, XDG_CACHE_HOME=cache, **variables):
-        costs = calibration.calibrate(communicator, "CPU:0", names)
+        costs = cost_cache.calibrate(communicator, "CPU:0", names)
     return None if costs is None else dataclasses.asdict(costs)
 
 

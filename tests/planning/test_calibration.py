@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 
 from dtk.bench.results import Reading, Results
 from dtk.bench.setting import TELLING, task_of
+from dtk.communicators.costs import ring_allreduce
 from dtk.planning.calibration import calibrated
 from dtk.planning.inputs import Cluster, Factors, Job, Link, Software
 from dtk.planning.methods import METHODS
 from dtk.planning.quantity import PlanError
-from dtk.planning.traffic import ring_allreduce
 
 COST = {method.name: method.cost for method in METHODS}
 PARAMETERS = 1_000_000

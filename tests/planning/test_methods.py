@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtk.bench.setting import TELLING
-from dtk.communicators import buckets
+from dtk.communicators import buckets, costs
 from dtk.communicators.collective import _round_up
-from dtk.communicators.costs import ONE_HOP_MOST, Costs
+from dtk.communicators.costs import FLOPS_PER_BYTE, ONE_HOP_MOST, Costs
 from dtk.communicators.null import NullCommunicator
 from dtk.exchange import factors, parse
 from dtk.exchange.base import Trained
 from dtk.exchange.state import ExchangeState
-from dtk.planning import methods, traffic
-from dtk.planning.inputs import FLOPS_PER_BYTE, Cluster, Factors, Job, Link, Software
+from dtk.planning import methods
+from dtk.planning.inputs import Cluster, Factors, Job, Link, Software
 from dtk.planning.methods import METHODS
 from dtk.planning.prediction import predict
 
@@ -102,10 +102,10 @@ def test_what_is_late_hides_more_than_what_is_early(job, cluster, workers):
 
 @given(st.integers(2, 200), st.floats(1, 1e12))
 def test_no_allreduce_sends_less_than_a_ring_and_a_hierarchy_sends_fewer_messages(workers, size):
-    ring = traffic.ring_allreduce(workers, size)
+    ring = costs.ring_allreduce(workers, size)
     assert size <= ring.bytes < 2 * size  # Patarasuk and Yuan 2009
-    between, within = traffic.hierarchical_allreduce(workers, 4, size)
-    flat = traffic.ring_allreduce(4 * workers, size)
+    between, within = costs.hierarchical_allreduce(workers, 4, size)
+    flat = costs.ring_allreduce(4 * workers, size)
     assert between.messages + within.messages < flat.messages
     assert between.bytes <= flat.bytes
 
@@ -113,7 +113,7 @@ def test_no_allreduce_sends_less_than_a_ring_and_a_hierarchy_sends_fewer_message
 @given(st.integers(2, 64), st.integers(1, 16), st.floats(1, 1e9))
 def test_workers_of_a_host_share_its_link(hosts, per_host, size):
     workers = hosts * per_host
-    shared = traffic.alltoall(workers, size, per_host).bytes
+    shared = costs.alltoall(workers, size, per_host).bytes
     # every pair of workers on two hosts sends size/P through each of their links
     pairs = per_host * (workers - per_host)
     assert shared == pytest.approx(pairs * size / workers)
@@ -134,7 +134,7 @@ def test_bytes_are_those_that_the_communicator_counts(exchange, workers):
 @given(st.integers(1, 10**9))
 def test_padding_is_the_communicators(size):
     words = -(-size // 4)
-    assert traffic.padded(size) == 4 * int(_round_up(tf.constant(words, tf.int64)))
+    assert costs.padded(size) == 4 * int(_round_up(tf.constant(words, tf.int64)))
 
 
 def test_what_calibrates_goes_round_a_ring():
@@ -146,10 +146,12 @@ def test_what_calibrates_goes_round_a_ring():
 def test_buckets_are_the_communicators(megabytes, message):
     size = int(megabytes * 2**20)
     flat = tf.TensorSpec([size // 4])
-    costs = Costs(2, message, 3e-9, 1e-11)
+    world = Costs(2, message, 3e-9, 1e-11)
     cluster = Cluster(Link(), software=Software(message, 3e-9))
-    expected = buckets.limit_for([flat], costs=costs)
-    assert int(methods.bucket(size, cluster.half_length(2))) == expected
+    expected = buckets.limit_for([flat], costs=world)
+    assert cluster.half_length(2) == world.half_length
+    early = methods.early(size, cluster.half_length(2))
+    assert early == pytest.approx(max(0.0, 1 - expected / size), abs=1 / size)  # to a byte
 
 
 KERNEL = (512, 256)

@@ -122,12 +122,15 @@ def _say(answers: TextIO, answer: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Serve the module named first, with the setting named second."""
+    """Serve the module or file named first, with the setting named second."""
     module, setting = sys.argv[1:]
+    folder, name = os.path.split(module)
+    if folder:  # of a baseline's file, which may import what is beside it
+        sys.path.insert(0, folder)
     # What libraries print goes to standard error; standard output is for answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    worker = importlib.import_module(module).Worker(json.loads(setting))
+    worker = importlib.import_module(name.removesuffix(".py")).Worker(json.loads(setting))
     serve(worker, iter(sys.stdin.readline, ""), answers)
 
 

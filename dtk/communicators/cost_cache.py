@@ -17,7 +17,6 @@ import hashlib
 import json
 import os
 import socket
-import tempfile
 from pathlib import Path
 
 import tensorflow as tf
@@ -95,15 +94,6 @@ def _read(file: Path | None) -> Costs | None:
 
 def _keep(costs: Costs, file: Path | None) -> None:
     """Write the file, whole or not at all; where that is not possible each job measures."""
-    if file is None:
-        return
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, part = tempfile.mkstemp(dir=file.parent)
-        try:
-            with os.fdopen(descriptor, "w") as writer:
-                json.dump(dataclasses.asdict(costs), writer)
-            os.replace(part, file)
-        except OSError:
-            os.unlink(part)
-            raise
+    if file is not None:
+        with contextlib.suppress(OSError), cache.replacing(file) as draft:
+            draft.write_text(json.dumps(dataclasses.asdict(costs)))

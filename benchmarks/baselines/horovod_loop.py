@@ -13,16 +13,15 @@ import horovod
 import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
-
-from dtk.bench.baselines.worker import Measure, Tick
 from dtk.bench.models import PROBLEMS
 from dtk.bench.setting import bytes_of
+from dtk.bench.worker import Measure, Tick
 
 Reduce = Callable[[list[Any]], list[Any]]
 
 
 class Worker:
-    """See `worker.Worker`."""
+    """See `dtk.bench.worker.Worker`."""
 
     def __init__(self, setting: dict[str, Any]):
         hvd.init()
@@ -31,7 +30,7 @@ class Worker:
         self._batch, self._steps = setting["batch_size"], setting["steps"]
 
     def build(self, task: str) -> tuple[int, dict[str, Measure | str]]:
-        """See `worker.Worker`."""
+        """See `dtk.bench.worker.Worker`."""
         keras.utils.clear_session()
         size = bytes_of(task)
         if size:

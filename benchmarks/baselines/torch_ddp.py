@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
+
 from torch_models import PROBLEMS
 
 
 class Worker:
-    """See `worker.Worker`."""
+    """See `dtk.bench.worker.Worker`."""
 
     def __init__(self, setting: dict[str, Any]):
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -23,7 +24,7 @@ class Worker:
         self._batch, self._steps = setting["batch_size"], setting["steps"]
 
     def build(self, task: str) -> tuple[int, dict[str, Any]]:
-        """See `worker.Worker`."""
+        """See `dtk.bench.worker.Worker`."""
         kind, _, size = task.partition(" ")
         if kind == "allreduce":
             return 0, {"all_reduce": self._sum(int(size))}

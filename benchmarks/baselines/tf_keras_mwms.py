@@ -9,13 +9,12 @@ from typing import Any
 
 import tensorflow as tf
 import tf_keras
-
-from dtk.bench.baselines.worker import Measure, Tick
 from dtk.bench.models import PROBLEMS
+from dtk.bench.worker import Measure, Tick
 
 
 class Worker:
-    """See `worker.Worker`."""
+    """See `dtk.bench.worker.Worker`."""
 
     def __init__(self, setting: dict[str, Any]):
         config = json.loads(os.environ["TF_CONFIG"])
@@ -25,7 +24,7 @@ class Worker:
         self._batch, self._steps = setting["batch_size"], setting["steps"]
 
     def build(self, task: str) -> tuple[int, dict[str, Measure | str]]:
-        """See `worker.Worker`."""
+        """See `dtk.bench.worker.Worker`."""
         tf_keras.backend.clear_session()
         if task not in PROBLEMS:
             return 0, {}

@@ -1,0 +1,211 @@
+"""Processes that are started together and asked the same, by whoever started them.
+
+    Ranks ──── Job ──── processes ──── agent.connect()
+      └── socket ──────────────────────────┴── says hello, {"rank": 0, ...}; then answers
+
+Tests start theirs by it, too (tests/world.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import secrets
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import AuthenticationError, connection
+from typing import Any, TextIO
+
+from dtk.bench import agent
+from dtk.errors import DtkError
+from dtk.launch import Job, Process, ssh
+from dtk.launch.rendezvous import own_address
+
+_POLL = 1.0
+_OTHERS = 1.0  # seconds that others have to answer after one has failed
+
+
+class Failure(str):
+    """Why a rank has no answer."""
+
+
+ENDED = Failure("the process ended")
+
+
+class RanksFailed(DtkError, RuntimeError):
+    """Some ranks failed, or ended before they could be asked.
+
+    Args:
+        failures: Why, by rank; empty where none was there yet.
+    """
+
+    def __init__(self, failures: Mapping[int, Failure]):
+        self.failures = failures
+        told = [f"rank {rank}: {why}" for rank, why in sorted(failures.items())]
+        super().__init__("\n".join(told) or "the processes ended before they could be asked")
+
+
+class Ranks:
+    """Processes that connect to this one, and wait to be asked.
+
+    Args:
+        processes: What to start; each connects (see `agent.connect`), or starts those that do.
+        size: How many connect.
+        output: Where all that they print goes.
+        grace: Seconds between SIGTERM and SIGKILL.
+        remote_shell: Reaches other hosts.
+
+    Attributes:
+        job: Runs them.
+        hello: What each said first, in rank order.
+    """
+
+    def __init__(
+        self,
+        processes: Sequence[Process],
+        size: int,
+        *,
+        output: TextIO,
+        grace: float = 5.0,
+        remote_shell: str = ssh.DEFAULT_REMOTE_SHELL,
+    ):
+        self._size = size
+        self._lines: list[connection.Connection] = []
+        self._key = secrets.token_bytes(32)
+        address = own_address([process.host for process in processes])
+        self._door = socket.create_server((address, 0), backlog=size)
+        host, port = self._door.getsockname()
+        env = {agent.ADDRESS: f"{host}:{port}", agent.KEY: self._key.hex()}
+        self.job = Job(
+            [dataclasses.replace(one, env={**one.env, **env}) for one in processes],
+            remote_shell=remote_shell,
+            grace=grace,
+            stdout=output,
+            stderr=output,
+        )
+        self.hello: list[dict[str, Any]] = []
+
+    @property
+    def alive(self) -> bool:
+        """Whether they can be asked."""
+        return bool(self._lines)
+
+    def start(self, timeout: float) -> None:
+        """Start the processes, and wait until every rank has said hello.
+
+        Args:
+            timeout: Seconds.
+
+        Raises:
+            RanksFailed: One of them has ended.
+            TimeoutError: Some did not say hello in time.
+        """
+        self.job.start()
+        with self._door:
+            deadline = time.monotonic() + timeout
+            while len(self._lines) < self._size:
+                self._lines.append(self._accept(deadline))
+        said = list(zip(self._hear(timeout), self._lines, strict=True))
+        said.sort(key=lambda pair: pair[0]["rank"])
+        self.hello = [hello for hello, _ in said]
+        self._lines = [line for _, line in said]
+
+    def _accept(self, deadline: float) -> connection.Connection:
+        """Wait for a process that knows the key, as long as the job runs."""
+        self._door.settimeout(_POLL)
+        while time.monotonic() < deadline:
+            try:
+                accepted, _ = self._door.accept()
+            except TimeoutError:
+                if self.ended(0.0):
+                    raise RanksFailed({}) from None
+                continue
+            accepted.setblocking(True)
+            line = connection.Connection(accepted.detach())
+            with contextlib.suppress(AuthenticationError, EOFError, OSError):
+                connection.deliver_challenge(line, self._key)
+                connection.answer_challenge(line, self._key)
+                return line
+        raise TimeoutError(f"only {len(self._lines)} of {self._size} ranks connected in time")
+
+    def ask(
+        self, request: Any, timeout: float, meanwhile: Callable[[], Any] = lambda: None
+    ) -> list[Any]:
+        """Ask all ranks the same, and wait for their answers.
+
+        Args:
+            request: What is sent to each.
+            timeout: Seconds they have to answer, `meanwhile` not counted.
+            meanwhile: Called once they have been asked.
+
+        Returns:
+            Their answers, in rank order.
+
+        Raises:
+            RanksFailed: Some have ended, or answered with a `Failure`.
+            TimeoutError: Some did not answer in time.
+        """
+        for line in self._lines:
+            with contextlib.suppress(OSError):  # it has ended, which is found out below
+                line.send(request)
+        meanwhile()
+        return self._hear(timeout)
+
+    def _hear(self, timeout: float) -> list[Any]:
+        """Wait for a message of every rank."""
+        deadline = time.monotonic() + timeout
+        heard: dict[int, Any] = {}
+        failures: dict[int, Failure] = {}
+        while len(heard) < self._size:
+            missing = {line: rank for rank, line in enumerate(self._lines) if rank not in heard}
+            ready = connection.wait(list(missing), max(0.0, deadline - time.monotonic()))
+            if not ready and not failures:
+                late = sorted(missing.values())
+                raise TimeoutError(f"no answer from ranks {late} after {timeout:g} s")
+            if not ready:
+                break
+            heard |= {rank: _received(line) for line, rank in missing.items() if line in ready}
+            failures = {rank: one for rank, one in heard.items() if isinstance(one, Failure)}
+            if failures:
+                # The others usually fail too, or wait for ever: hear them out, but briefly.
+                deadline = min(deadline, time.monotonic() + _OTHERS)
+        if failures:
+            raise RanksFailed(failures)
+        return [heard[rank] for rank in range(self._size)]
+
+    def ended(self, timeout: float) -> bool:
+        """Return whether all processes end in time.
+
+        Args:
+            timeout: Seconds.
+        """
+        with contextlib.suppress(TimeoutError):
+            self.job.wait(timeout)
+            return True
+        return False
+
+    def close(self, patience: float = 0.0, hurry: bool = False) -> None:
+        """End every process; safe to call twice.
+
+        Args:
+            patience: Seconds they get to end by themselves.
+            hurry: Give those that have not no grace.
+        """
+        for line in self._lines:
+            with contextlib.suppress(OSError):
+                line.send(None)
+        if self._lines:
+            self.ended(patience)
+        self.job.stop(hurry)
+        for line in self._lines:
+            line.close()
+        self._lines = []
+        self._door.close()
+
+
+def _received(line: connection.Connection) -> Any:
+    try:
+        return line.recv()
+    except (EOFError, OSError):
+        return ENDED
