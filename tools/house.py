@@ -113,6 +113,8 @@ class Walk:
         file = frame.f_code.co_filename
         if event not in ("call", "return") or not file.startswith(str(PACKAGE)):
             return
+        if frame.f_code.co_name in ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"):
+            return
         self.changes += file not in (self._last, None)
         self._last = file
         if event == "call":
@@ -139,7 +141,7 @@ def walks() -> list[tuple[str, Walk]]:
     import keras
     import numpy as np
 
-    from dtk.trainer import model_scope
+    from dtk.trainer import epoch_data, model_scope
 
     strategy = dtk.strategies.MirroredStrategy(devices=2)
     with strategy.scope():
@@ -157,6 +159,13 @@ def walks() -> list[tuple[str, Walk]]:
             original(*args, **kwargs)
 
     model._maybe_symbolic_build = followed
+    opened = epoch_data.EpochDataset.__iter__
+
+    def followed_opening(dataset: epoch_data.EpochDataset) -> Iterator:
+        with batch.followed():
+            return opened(dataset)
+
+    epoch_data.EpochDataset.__iter__ = followed_opening
     apply = model.optimizer.apply
 
     def applied(*args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,8 @@
 
 Each mutant is one change of a few characters. It is made in a copy of the checkout, and the tests
 named beside it that `make test` has are run there until the first failure: one that passes them
-survives, and is a rule that no test holds. The exit code is 1 if one survives, or does not apply any more.
+survives, and is a rule that no test holds. The exit code is 1 if one survives, or does not apply
+any more.
 """
 
 from __future__ import annotations

@@ -34,11 +34,11 @@ class Layout:
 
     Attributes:
         members: For each bucket the indices of its tensors, in order.
-        count: Number of tensors.
+        sizes: Elements of each tensor; None where its static shape does not tell.
     """
 
     members: tuple[tuple[int, ...], ...]
-    count: int
+    sizes: tuple[int | None, ...]
 
 
 def plan(dtypes: Sequence[tf.DType], sizes: Sequence[int | None], limit: int) -> Layout:
@@ -70,7 +70,7 @@ def plan(dtypes: Sequence[tf.DType], sizes: Sequence[int | None], limit: int) ->
             buckets.append(bucket)
         bucket.append(index)
         open_bucket[dtype] = (bucket, filled + size * dtype.size)
-    return Layout(tuple(tuple(bucket) for bucket in buckets), len(sizes))
+    return Layout(tuple(tuple(bucket) for bucket in buckets), tuple(sizes))
 
 
 def limit_for(
@@ -91,7 +91,8 @@ def limit_for(
         >>> limit_for([tf.zeros([2**20])] * 2) // 2**20  # 8 MiB in all
         2
     """
-    total = sum((static_size(t) or 0) * t.dtype.size for t in tensors)
+    sizes = zip(static_sizes(tensors), tensors, strict=True)
+    total = sum(size * tensor.dtype.size for size, tensor in sizes if size)
     return min(most, costs.bucket(total) if costs else max(_LEAST, -(-total // _SEVERAL)))
 
 
@@ -107,7 +108,7 @@ def pack(
     Returns:
         The buckets, and the layout `unpack` needs.
     """
-    layout = plan([t.dtype for t in tensors], [static_size(t) for t in tensors], limit)
+    layout = plan([t.dtype for t in tensors], static_sizes(tensors), limit)
     return [_join([tensors[i] for i in members]) for members in layout.members], layout
 
 
@@ -126,24 +127,24 @@ def unpack(
     Returns:
         One tensor for each of `like`, in its shape.
     """
-    tensors: list[tf.Tensor | None] = [None] * layout.count
+    tensors: list[tf.Tensor | None] = [None] * len(layout.sizes)
     for bucket, members in zip(buckets, layout.members, strict=True):
         if len(members) == 1:
             parts = [bucket]
         else:
-            parts = tf.split(bucket, [static_size(like[i]) for i in members])
+            parts = tf.split(bucket, [layout.sizes[i] for i in members])
         for index, part in zip(members, parts, strict=True):
             tensors[index] = shaped_like(part, like[index])
     return tensors
 
 
-def static_size(tensor: tf.Tensor) -> int | None:
-    """Return the number of elements when the static shape tells, else None.
+def static_sizes(tensors: Sequence[tf.Tensor]) -> list[int | None]:
+    """Return each tensor's number of elements where its static shape tells, else None.
 
     Args:
-        tensor: Any tensor.
+        tensors: Any tensors.
     """
-    return math.prod(tensor.shape) if tensor.shape.is_fully_defined() else None
+    return [math.prod(t.shape) if t.shape.is_fully_defined() else None for t in tensors]
 
 
 def shaped_like(flat: tf.Tensor, like: tf.Tensor) -> tf.Tensor:

@@ -184,8 +184,7 @@ class PackedCommunicator(Communicator):
         if not isinstance(value, (list, tuple)):
             return self.allreduce([value], op)[0]
         results = [v if isinstance(v, tf.IndexedSlices) else tf.convert_to_tensor(v) for v in value]
-        for item in results:
-            wire.check(item.dtype, op)
+        wire.check_all((item.dtype for item in results), op)
         tables = [i for i, item in enumerate(results) if isinstance(item, tf.IndexedSlices)]
         dense = [i for i in range(len(results)) if i not in tables]
         summed = [self._row_sum(results[i], op) for i in tables]

@@ -7,7 +7,7 @@ so a value is *converted* to a wider dtype of its own kind: never an integer to 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import tensorflow as tf
 
@@ -26,6 +26,20 @@ _WIDER = {
     tf.float16: (tf.float32,),
     tf.bfloat16: (tf.float32,),
 }
+
+
+def check_all(dtypes: Iterable[tf.DType], op: str = "sum") -> None:
+    """Refuse what no backend can do, alike on all of them.
+
+    Args:
+        dtypes: Of what is sent.
+        op: The reduction asked for.
+
+    Raises:
+        ValueError: For an unknown op, a dtype that is no number, or the mean of integers.
+    """
+    for dtype in dict.fromkeys(dtypes):
+        check(dtype, op)
 
 
 def check(dtype: tf.DType, op: str = "sum") -> None:

@@ -138,13 +138,17 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
             return value
         return all_reduce(self._communicator, reduce_op, if_present(value))
 
-    def all_reduce_max(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Return the maximum of each tensor over the replicas, in a replica context.
+    def reduce_over_replicas(self, values: list, op: str = "sum") -> list:
+        """Reduce tensors over the replicas, in a replica context.
 
         Args:
-            tensors: Of this replica, of the same shapes on all.
+            values: Of this replica: tensors of the same shapes on all, or `tf.IndexedSlices`.
+            op: "sum" or "max".
+
+        Returns:
+            One for each of `values`, equal on all replicas.
         """
-        return self._communicator.allreduce(if_present(tensors), "max")
+        return values if is_whole() else self._communicator.allreduce(values, op)
 
     def _reduce_to(
         self, reduce_op: tf.distribute.ReduceOp, value: Any, destinations: Any, options: Any

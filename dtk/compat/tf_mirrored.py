@@ -69,26 +69,34 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
         if is_whole():
             return value
         if tf.executing_eagerly():
-            # Eager replicas take turns, so a collective op would wait for ever: merge them.
-            return distribute_lib.StrategyExtendedV2._replica_ctx_all_reduce(
-                self, reduce_op, if_present(value), options
-            )
+            return self._merge(reduce_op, if_present(value))
         return all_reduce(self.replica_communicator(), reduce_op, if_present(value))
 
-    def all_reduce_max(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Return the maximum of each tensor over the replicas, in a replica context.
+    def _merge(self, reduce_op: tf.distribute.ReduceOp, value: Any) -> Any:
+        # Eager replicas take turns, so a collective op would wait for ever: merge them.
+        return distribute_lib.StrategyExtendedV2._replica_ctx_all_reduce(self, reduce_op, value)
+
+    def reduce_over_replicas(self, values: list, op: str = "sum") -> list:
+        """Reduce tensors over the replicas, in a replica context.
 
         Args:
-            tensors: Of this replica, of the same shapes on all.
+            values: Of this replica: tensors of the same shapes on all, or `tf.IndexedSlices`.
+            op: "sum" or "max".
+
+        Returns:
+            One for each of `values`, equal on all replicas.
         """
-        tensors = if_present(tensors)
+        if is_whole():
+            return values
         if not tf.executing_eagerly():
-            return self.replica_communicator().allreduce(tensors, "max")
+            return self.replica_communicator().allreduce(values, op)
+        if op == "sum":
+            return self._merge(tf.distribute.ReduceOp.SUM, values)
 
         def largest(_: Any, merged: list) -> list:
             return [tf.reduce_max(components(value), axis=0) for value in merged]
 
-        return tf.distribute.get_replica_context().merge_call(largest, args=(tensors,))
+        return tf.distribute.get_replica_context().merge_call(largest, args=(values,))
 
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
         # Each replica updates its own copy with the same value. TensorFlow's aggregation on

@@ -253,20 +253,6 @@ class DtkStrategy(tf.distribute.Strategy):
         """
         return (variable,)
 
-    def reduce_gradients(self, gradients: list) -> list:
-        """Sum gradients over all replicas, in a replica context.
-
-        Those of the last layers are ready first, and leave while the others are computed.
-
-        Args:
-            gradients: This replica's, tensors or `tf.IndexedSlices`.
-
-        Returns:
-            The sums, in the same order.
-        """
-        replica = tf.distribute.get_replica_context()
-        return replica.all_reduce(tf.distribute.ReduceOp.SUM, gradients[::-1])[::-1]
-
     def gather_outputs(self, outputs: Any) -> Any:
         """Gather the rows that other processes hold, in a replica context.
 

@@ -27,11 +27,12 @@ class Extended(Protocol):
     def worker_devices(self) -> Sequence[str]:
         """Devices of this process's replicas."""
 
-    def all_reduce_max(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Return the maximum of each tensor over the replicas, in a replica context.
+    def reduce_over_replicas(self, values: list, op: str = "sum") -> list:
+        """Reduce tensors over the replicas, in a replica context.
 
         Args:
-            tensors: This replica's.
+            values: This replica's.
+            op: "sum" or "max".
         """
 
     def observing_batches(
@@ -164,13 +165,6 @@ class Strategy(Protocol):
 
         Args:
             variable: The variable.
-        """
-
-    def reduce_gradients(self, gradients: list) -> list:
-        """Sum gradients over all replicas, in a replica context.
-
-        Args:
-            gradients: This replica's, tensors or `tf.IndexedSlices`.
         """
 
     def gather_outputs(self, outputs: Any) -> Any:

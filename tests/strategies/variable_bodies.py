@@ -35,7 +35,9 @@ def largest(devices=0):
         return tf.distribute.get_replica_context().replica_id_in_sync_group
 
     def reduced():
-        return strategy.extended.all_reduce_max([tf.cast([index(), 1 - index()], tf.float32)])[0]
+        return strategy.extended.reduce_over_replicas(
+            [tf.cast([index(), 1 - index()], tf.float32)], "max"
+        )[0]
 
     found = [strategy.run(reduced), tf.function(lambda: strategy.run(reduced))()]
     return [value.numpy() for f in found for value in strategy.experimental_local_results(f)]

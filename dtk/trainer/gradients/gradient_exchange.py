@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
-from dtk.compat import keras_optimizers, keras_variables, tf_replicas
+from dtk.compat import keras_optimizers, keras_variables
 from dtk.errors import at_rank
 from dtk.exchange import Auto, Dense
 from dtk.exchange.base import BatchPart, Exchange, ExchangeOp, Gradient, Trained, Update
@@ -218,8 +218,8 @@ class ReplicaSum(ExchangeOp):
 
     def reduce(self, gradients: list[Gradient], part: BatchPart | None = None) -> list[Gradient]:
         """See `ExchangeOp.reduce`."""
-        with tf_replicas.counted_if(None):  # padding rows have been left out
-            return self._strategy.reduce_gradients(gradients) if gradients else gradients
+        # Those of the last layers are ready first, and leave while the others are computed.
+        return self._strategy.extended.reduce_over_replicas(gradients[::-1])[::-1]
 
 
 def check_exchange(optimizer: keras.Optimizer, strategy: Strategy) -> None:

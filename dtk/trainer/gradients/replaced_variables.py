@@ -6,11 +6,12 @@ counts of the replicas' is not the sum, but the largest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import keras
 import tensorflow as tf
 
+from dtk.compat import tf_replicas
 from dtk.errors import at_rank
 from dtk.trainer.contract import Strategy
 
@@ -24,7 +25,7 @@ def is_replaced(variable: keras.Variable) -> bool:
     return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
-def replacements(grads: Sequence, variables: list, strategy: Strategy) -> list:
+def replacements(grads: Sequence, variables: list, strategy: Strategy) -> dict[int, tf.Tensor]:
     """Compute what is to replace variables: the largest over the replicas.
 
     Each replica knows of its own rows. Keras takes the largest, too, over the steps of an
@@ -36,38 +37,44 @@ def replacements(grads: Sequence, variables: list, strategy: Strategy) -> list:
         strategy: The model's strategy.
 
     Returns:
-        One value per variable; None for a variable that its gradient changes.
+        Values of the variables that are replaced, by their index; the others' gradients change
+        them.
     """
-    given = zip(grads, variables, strict=True)
-    mine = {i: g for i, (g, v) in enumerate(given) if g is not None and is_replaced(v)}
+    mine = {
+        i: grads[i]
+        for i, v in enumerate(variables)
+        if getattr(v, "overwrite_with_gradient", False) and grads[i] is not None
+    }
     # Replicas that take local steps send nothing, and average their weights later.
     local_steps = strategy.exchange is not None and strategy.exchange.local
     if mine and not local_steps and in_replica(strategy):
-        mine = dict(zip(mine, strategy.extended.all_reduce_max(list(mine.values())), strict=True))
-    return [mine.get(i) for i in range(len(variables))]
+        given = tf_replicas.if_present(list(mine.values()))
+        largest = strategy.extended.reduce_over_replicas(given, "max")
+        mine = dict(zip(mine, largest, strict=True))
+    return mine
 
 
-def without(replacing: list, grads: Sequence) -> list:
+def without(replacing: Mapping[int, tf.Tensor], grads: list) -> list:
     """Leave out the gradients of variables that are replaced.
 
     Args:
         replacing: As returned by `replacements`.
-        grads: Gradients in the same order.
+        grads: Gradients in the order of the variables.
 
     Returns:
         The gradients, with None for what is left out.
     """
-    return [g if r is None else None for g, r in zip(grads, replacing, strict=True)]
+    return [None if i in replacing else g for i, g in enumerate(grads)] if replacing else grads
 
 
-def merged(replacing: list, grads: Sequence) -> list:
+def merged(replacing: Mapping[int, tf.Tensor], grads: list) -> list:
     """Put replacements in the places of gradients.
 
     Args:
         replacing: As returned by `replacements`.
-        grads: Gradients in the same order.
+        grads: Gradients in the order of the variables.
     """
-    return [g if r is None else r for g, r in zip(grads, replacing, strict=True)]
+    return [replacing.get(i, g) for i, g in enumerate(grads)] if replacing else grads
 
 
 def refuse(variables: Sequence[keras.Variable], strategy: Strategy) -> None:
