@@ -130,13 +130,10 @@ def libraries() -> list[Finding]:
 def horovod() -> Finding:
     """Import Horovod, which is optional, in a subprocess and say what it was built with."""
     try:
-        found = reduction_check.installed()
+        return Finding("Horovod", str(reduction_check.installed()))
     except HorovodBuildError as error:
         missing = "not installed" in str(error)
         return Finding("Horovod", str(error), NOTE if missing else BROKEN)
-    return Finding(
-        "Horovod", f"{found.version} with {found.controllers()}, for TensorFlow {found.built_for}"
-    )
 
 
 def environment() -> tuple[str, Finding]:

@@ -150,9 +150,7 @@ def check_installed(without_mpi: bool) -> None:
     """
     with step("importing Horovod"):
         found = reduction_check.installed()
-    click.echo(
-        f"Horovod {found.version} with {found.controllers()}, for TensorFlow {found.built_for}"
-    )
+    click.echo(f"Horovod {found}")
     if not (found.gloo or found.mpi):
         raise HorovodBuildError(
             "this Horovod can reduce over nothing. Next: dtk install-horovod --rebuild"

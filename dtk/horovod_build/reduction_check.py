@@ -75,10 +75,11 @@ class Horovod:
     built_for: str
     tensorflow: str
 
-    def controllers(self) -> str:
-        """Return what it was built with, such as "MPI and Gloo"."""
+    def __str__(self) -> str:
+        """Say what it is, such as "0.28.1 with MPI and Gloo, for TensorFlow 2.21.0"."""
         names = {"MPI": self.mpi, "Gloo": self.gloo, "NCCL": self.nccl}
-        return " and ".join(name for name, built in names.items() if built) or "no transport"
+        built = " and ".join(name for name, there in names.items() if there) or "no transport"
+        return f"{self.version} with {built}, for TensorFlow {self.built_for}"
 
 
 def installed() -> Horovod:

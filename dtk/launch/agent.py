@@ -194,6 +194,43 @@ def bound_to(cores: Sequence[int]) -> Iterator[None]:
             os.sched_setaffinity(0, before)
 
 
+def start(
+    argv: Sequence[str], environ: Mapping[str, str], job: str, cores: Sequence[int], **options: Any
+) -> subprocess.Popen[bytes]:
+    """Start a process of a job, in a session of its own and without input.
+
+    Args:
+        argv: The command.
+        environ: All its variables but the mark.
+        job: Value of DTK_JOB, the mark by which `members` finds it.
+        cores: Those it is bound to; all when empty.
+        options: Others of `subprocess.Popen`.
+
+    Returns:
+        The process.
+
+    Raises:
+        OSError: It cannot be started.
+    """
+    with bound_to(cores):
+        process = subprocess.Popen(
+            argv,
+            env={**environ, "DTK_JOB": job},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            **options,
+        )
+    # A moment passes between loading the program, when Popen returns, and being able to read its
+    # variables: `members`, and so `end`, would miss it.
+    with contextlib.suppress(OSError):
+        while process.poll() is None:
+            with open(f"/proc/{process.pid}/environ", "rb") as file:
+                if file.read(1):
+                    break
+            time.sleep(0.001)
+    return process
+
+
 def _interface(host: str) -> str:
     """Name the interface that has this host's address; "" lets the library choose."""
     try:
@@ -242,16 +279,9 @@ def run_rank(spec: Mapping[str, Any]) -> int:
     if host:
         with contextlib.suppress(OSError):  # a port in use is reported by the rank itself
             held = reserve(host, int(port))
-    environ = {**os.environ, **spec["env"], "DTK_JOB": spec["job"]}
+    environ = {**os.environ, **spec["env"]}
     try:
-        with bound_to(spec["cores"]):
-            rank = subprocess.Popen(
-                spec["argv"],
-                env=environ,
-                cwd=spec["cwd"],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+        rank = start(spec["argv"], environ, spec["job"], spec["cores"], cwd=spec["cwd"])
     except OSError as error:
         print(f"cannot start {spec['argv'][0]} in {spec['cwd']}: {error.strerror}", file=sys.stderr)
         return 127

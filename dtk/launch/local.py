@@ -109,15 +109,8 @@ def start(
     b'hello\\n'
     """
     inherited = {name: value for name, value in os.environ.items() if not is_foreign(name)}
-    with agent.bound_to(cores):
-        return subprocess.Popen(
-            argv,
-            env={**inherited, **env, "DTK_JOB": job},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return agent.start(argv, {**inherited, **env}, job, cores, **pipes)
 
 
 class Guard:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from dtk.errors import ClusterError
-from dtk.launch import Job, agent, plan
+from dtk.launch import Job, agent, local, plan
 from dtk.launch.plan import Process
 
 RANK = (
@@ -267,6 +267,17 @@ def test_a_reader_that_goes_away_ends_the_job(run):
 
     with Job(python("print('x')\ntime.sleep(600)"), stdout=Closed(), grace=1.0) as job:
         assert job.wait(timeout=10) == 141
+
+
+def test_a_process_is_found_as_soon_as_it_was_started():
+    """It was missed for a moment, and a job that was ended then left it running."""
+    missed = 0
+    for count in range(200):
+        job = f"found-{os.getpid()}-{count}"
+        with local.start(("sleep", "600"), {}, job) as process:
+            missed += agent.members(job) != [process.pid]
+            process.kill()
+    assert not missed
 
 
 def test_a_launcher_that_is_killed_leaves_nothing_running():
