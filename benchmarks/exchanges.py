@@ -195,15 +195,13 @@ def table(by_workers):
     base = by_workers[min(by_workers)]["dense"]["images_per_second"]
     counts = sorted(by_workers)
     rows = [("exchange", *(f"{n} worker{'s' * (n > 1)}" for n in counts), "sent/step")]
-    for name in by_workers[max(counts)]:
-        cells = []
-        for n in counts:
-            cell = by_workers[n].get(name)
-            cells.append(
-                f"{cell['images_per_second'] / base:.2f} / {cell['error']:.2f}" if cell else ""
-            )
-        sent = by_workers[max(counts)][name]["bytes"]
-        rows.append((name, *cells, f"{sent / 1e3:.1f} kB"))
+    for name, last in by_workers[max(counts)].items():
+        of_counts = (by_workers[n].get(name) for n in counts)
+        cells = (
+            f"{cell['images_per_second'] / base:.2f} / {cell['error']:.2f}" if cell else ""
+            for cell in of_counts
+        )
+        rows.append((name, *cells, f"{last['bytes'] / 1e3:.1f} kB"))
     return markdown_table(rows)
 
 
