@@ -213,6 +213,7 @@ class ParameterServerTrainer(DistributedTrainer):
                 strategy,
                 functools.partial(Schedule.of, strategy.consistency, strategy.workers),
                 job,
+                # Where every worker has one slice of each step.
                 in_turns=strategy.slices == strategy.workers,
                 serial_phase=serial_phase,
                 batcher=batcher,

@@ -67,6 +67,16 @@ class LocalReport(TrainReport):
     read: np.ndarray
 
 
+class _Trained(NamedTuple):
+    """What a worker has after the batches of a push, and how often it has fetched for them."""
+
+    values: list[tf.Tensor]
+    rate: tf.Tensor
+    accrued: list[tf.Tensor]
+    reports: list[LocalReport]
+    fetches: int
+
+
 class FetchAndPush:
     """Functions that get weights from the servers, and gradients there; traced when it is made.
 
@@ -77,7 +87,10 @@ class FetchAndPush:
     Attributes:
         state_spec: Specification of what a worker holds: its weights, the learning rate, and the
             sum of its gradients as `Layout.contents`.
+        fetch: Called as `fetch()`: the weights, the learning rate, and a gradient of nothing.
         fetched: Bytes that a fetch reads.
+        push: Called as `push(accrued, kept, rate, handles)`: writes what is to be sent of the sum
+            of two gradients into a buffer; returns the bytes of it, and what the worker keeps.
     """
 
     def __init__(self, trainer: JobTrainer, commit: GradientCommit):
@@ -115,7 +128,7 @@ class FetchAndPush:
         rate: tf.Tensor,
         handles: list[tf.Tensor],
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """Write what is to be sent into a buffer; the bytes of it, and what is kept; traced."""
+        """Write what is to be sent into a buffer; traced."""
         layout = self._commit.layout
         sent, kept = layout.compress(layout.add(accrued, kept), rate)
         return layout.put(sent, handles), kept
@@ -224,35 +237,16 @@ class DownpourJob:
         Returns:
             What they reported, and the buffer.
         """
-        batch, exchange, functions = task.work, self._exchange, self._exchanging
-        commit = self._update.commit
+        commit, exchange = self._update.commit, self._exchange
         buffer = commit.take_buffer()
-        step = self.traces.function(batch.spec)
-        reports: list[LocalReport] = []
-        pulled = 0
         with tf.device(tf_servers.CHIEF):
             rng_states = tf.constant(self.rng_states.of(task.piece, schedule))
         try:
-            held = self._held.pop(worker, None)
-            if held is None:
-                values, rate, nothing = functions.fetch()
-                held = Held(values, rate, nothing, schedule.finished)
-            values, rate, nothing = held.values, held.rate, held.nothing
-            pulled += functions.fetched if not held.pushes else 0
+            held = self._held.pop(worker, None) or self._fetch(schedule)
             older = max(0, schedule.finished - held.finished - held.pushes)
-            accrued = nothing
-            for number, data in enumerate(batch.parts[task.part]):
-                if number and number % exchange.fetch == 0:
-                    values, rate, _ = functions.fetch()
-                    pulled += functions.fetched
-                call = functools.partial(_called, step, rng_states, values, rate, accrued)
-                if batch.pipelines is None:
-                    report, rng_states, values, accrued = call(data)
-                else:
-                    report, rng_states, values, accrued = batch.pipelines.call(call, worker)
-                reports.append(self.traces.read(batch.spec, report.numpy()))
-            kept = self._kept.get(worker, nothing)
-            sent, kept = functions.push(accrued, kept, rate, buffer.handles)
+            trained = self._train(task, worker, held, rng_states)
+            kept = self._kept.get(worker, held.nothing)
+            sent, kept = self._exchanging.push(trained.accrued, kept, trained.rate, buffer.handles)
             sent = int(sent.numpy())
         except tf.errors.OpError:
             self._kept.pop(worker, None)
@@ -260,13 +254,37 @@ class DownpourJob:
         # Serial steps read what the one before has written.
         pushes = held.pushes + 1 if schedule.tau else exchange.fetch
         if pushes * exchange.push_every < exchange.fetch:
-            self._held[worker] = held._replace(values=values, pushes=pushes)
+            self._held[worker] = held._replace(values=trained.values, pushes=pushes)
         if exchange.keeps:
             self._kept[worker] = kept
-        traffic = np.array([pulled + sum(int(r["read"]) for r in reports), sent], np.int64)
+        reports = trained.reports
+        pulled = trained.fetches * self._exchanging.fetched + sum(int(r["read"]) for r in reports)
+        traffic = np.array([pulled, sent], np.int64)
         self._trainer.strategy.note_traffic(worker, traffic, len(reports))
         outputs = TrainOutputs(_merge_reports(reports), 1.0, buffer, len(reports))
         return Result(outputs, older, functools.partial(commit.release, buffer))
+
+    def _fetch(self, schedule: Schedule) -> Held:
+        values, rate, nothing = self._exchanging.fetch()
+        return Held(values, rate, nothing, schedule.finished)
+
+    def _train(self, task: Task[Batch], worker: int, held: Held, rng_states: tf.Tensor) -> _Trained:
+        """Train on the batches of a push, one after the other; fetch anew in between if asked."""
+        batch, step = task.work, self.traces.function(task.work.spec)
+        values, rate, accrued = held.values, held.rate, held.nothing
+        reports: list[LocalReport] = []
+        fetches = 0 if held.pushes else 1
+        for number, data in enumerate(batch.parts[task.part]):
+            if number and number % self._exchange.fetch == 0:
+                values, rate, _ = self._exchanging.fetch()
+                fetches += 1
+            call = functools.partial(_called, step, rng_states, values, rate, accrued)
+            if batch.pipelines is None:
+                report, rng_states, values, accrued = call(data)
+            else:
+                report, rng_states, values, accrued = batch.pipelines.call(call, worker)
+            reports.append(self.traces.read(batch.spec, report.numpy()))
+        return _Trained(values, rate, accrued, reports, fetches)
 
     def apply(
         self, work: Batch, results: Sequence[Result[TrainOutputs]], schedule: Schedule
