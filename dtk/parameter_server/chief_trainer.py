@@ -2,12 +2,14 @@
 
 Keras's own loop runs on the chief. Where it would call the train function, dtk reads the next
 global batch, hands its slices to workers, applies what came back, and returns the logs so far; see
-`dispatch.py` and `training.py`.
+`jobs/batch_dispatch.py`.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,12 +20,15 @@ from dtk.input import slicing
 from dtk.input.pipelines import read_ahead
 from dtk.parameter_server import evaluator, gradient_buffers, worker_data
 from dtk.parameter_server.chief_trial import ChiefTrial
+from dtk.parameter_server.consistency_models import Async
 from dtk.parameter_server.contract import ServerStrategy
-from dtk.parameter_server.dispatch import Loop
-from dtk.parameter_server.downpour import DownpourTraining
+from dtk.parameter_server.jobs.batch_dispatch import BatchDispatcher, SerialPhase
+from dtk.parameter_server.jobs.batches import Batch, Batcher
+from dtk.parameter_server.jobs.downpour import DownpourJob
+from dtk.parameter_server.jobs.predict import PredictJob
+from dtk.parameter_server.jobs.test import TestJob
+from dtk.parameter_server.jobs.train import TrainJob
 from dtk.parameter_server.scheduler import Schedule
-from dtk.parameter_server.testing import Counting, Predicting, Testing
-from dtk.parameter_server.training import Training
 from dtk.trainer import epoch_data
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.gradients import shared_optimizer
@@ -42,7 +47,7 @@ class ParameterServerTrainer(DistributedTrainer):
     def __init__(self, model: keras.Model, strategy: ServerStrategy):
         super().__init__(model, strategy)
         self._parts: dict[int, list[gradient_buffers.Weight]] = {}
-        self._loops: dict[str, Loop] = {}
+        self._dispatchers: dict[str, BatchDispatcher] = {}
 
     @property
     def takes_over(self) -> bool:
@@ -65,8 +70,8 @@ class ParameterServerTrainer(DistributedTrainer):
     @property
     def schedule(self) -> Schedule | None:
         """Schedule of training; None before the first step."""
-        loop = self._loops.get("train")
-        return None if loop is None else loop.schedule
+        dispatcher = self._dispatchers.get("train")
+        return None if dispatcher is None else dispatcher.schedule
 
     def rng_state_variables(self) -> list[keras.Variable]:
         """Return the state variables of the model's random number generators.
@@ -132,28 +137,28 @@ class ParameterServerTrainer(DistributedTrainer):
         Args:
             epoch: Number of the epoch that begins, from 0.
         """
-        loop = self._loops.get("train")
-        if loop is not None:
-            loop.new_epoch(epoch)
+        dispatcher = self._dispatchers.get("train")
+        if dispatcher is not None:
+            dispatcher.new_epoch(epoch)
 
     def flush(self) -> None:
         """Wait until every step handed out is applied, and every batch counted."""
         # Inside `fit` the workers go back to training, and may have to finish some of it.
-        for name, loop in sorted(self._loops.items(), key=lambda item: item[0] == "train"):
-            loop.drain()
+        for name, dispatcher in sorted(self._dispatchers.items(), key=_is_training):
+            dispatcher.drain()
             if name != "train":
-                loop.close()
+                dispatcher.close()
 
     def resume(self) -> None:
         """Let workers go back to training: a call inside `fit` is over, well or not."""
-        for name, loop in self._loops.items():
+        for name, dispatcher in self._dispatchers.items():
             if name != "train":
-                loop.close()
+                dispatcher.close()
 
     def release(self) -> None:
         """Stop the workers: the outermost call is over."""
-        for loop in self._loops.values():
-            loop.close()
+        for dispatcher in self._dispatchers.values():
+            dispatcher.close()
 
     def _read(self, iterator: Any) -> Iterator[tuple[Any, Any]]:
         """Batches and the specification of their slices."""
@@ -196,8 +201,24 @@ class ParameterServerTrainer(DistributedTrainer):
         """
         if self.model.train_function is None or force:
             self.bind_optimizers()
-            loop = Training if self.strategy.exchange is None else DownpourTraining
-            self.model.train_function = self._make_function("train", loop(self))
+            strategy = self.strategy
+            serial_phase = SerialPhase(strategy.consistency, self.model)
+            job: TrainJob | DownpourJob
+            if strategy.exchange is None:
+                job, batcher = TrainJob(self, serial_phase), None
+            else:
+                job = DownpourJob(self, strategy.exchange, serial_phase)
+                batcher = Batcher(strategy.exchange.push_every)
+            dispatcher = BatchDispatcher(
+                strategy,
+                functools.partial(Schedule.of, strategy.consistency, strategy.workers),
+                job,
+                # Where every worker has one slice of each step.
+                in_turns=strategy.slices == strategy.workers,
+                serial_phase=serial_phase,
+                batcher=batcher,
+            )
+            self.model.train_function = self._make_function("train", job, dispatcher)
         return self.model.train_function
 
     def make_test_function(self, force: bool = False) -> Callable:
@@ -213,16 +234,21 @@ class ParameterServerTrainer(DistributedTrainer):
             ValueError: The model was compiled with run_eagerly=True.
         """
         if self.model.test_function is None or force:
-            self.model.test_function = self._make_function("test", Testing(self))
+            job = TestJob(self)
+            new_schedule = functools.partial(Schedule, Async().tau, self.strategy.slices)
+            dispatcher = BatchDispatcher(self.strategy, new_schedule, job, in_turns=True)
+            self.model.test_function = self._make_function("test", job, dispatcher)
         return self.model.test_function
 
-    def _make_function(self, name: str, loop: Counting) -> Callable:
+    def _make_function(
+        self, name: str, job: TrainJob | DownpourJob | TestJob, dispatcher: BatchDispatcher
+    ) -> Callable:
         if self.model.run_eagerly:
             raise ValueError(
                 "run_eagerly=True, but steps run on workers, as graphs; to debug them in Python "
                 "start the script without parameter servers, with dtk.auto_strategy()"
             )
-        self._loops[name] = loop
+        self._dispatchers[name] = dispatcher
 
         def run(iterator: Any) -> dict:
             done = 0
@@ -230,16 +256,16 @@ class ParameterServerTrainer(DistributedTrainer):
                 # One worker that computes a whole batch has no parts to add up.
                 if isinstance(batch, slicing.Slices) and len(batch.parts) > 1:
                     self.try_step(name, getattr(self.model, f"{name}_step"), batch)
-                loop.step(batch, spec)
+                dispatcher.submit(Batch.of(batch, spec, self.strategy.slices))
                 done += 1
                 if done == self.model.steps_per_execution:
                     break
             if not done:
-                loop.drain()
+                dispatcher.drain()
                 raise StopIteration
             if not isinstance(iterator, tf.data.Iterator | worker_data.Pipelines):
-                loop.drain()
-            return loop.logs
+                dispatcher.drain()
+            return job.logs
 
         return run
 
@@ -255,23 +281,22 @@ class ParameterServerTrainer(DistributedTrainer):
         """
         if self.model.predict_function is not None and not force:
             return self.model.predict_function
-        loop = self._loops["predict"] = Predicting(self)
-        workers = self.strategy.workers
+        job, workers = PredictJob(self), self.strategy.workers
+        new_schedule = functools.partial(Schedule, math.inf, workers)
+        dispatcher = BatchDispatcher(self.strategy, new_schedule, job, in_order=True)
+        self._dispatchers["predict"] = dispatcher
 
         def run(batches: list) -> Any:
-            loop.outputs = []
             for data in batches:
                 if isinstance(data, worker_data.Pipelines):
                     raise ValueError(
                         "predict gives a result for every row, in order, which pipelines of the "
                         "workers' own do not have; give it arrays or a tf.data.Dataset"
                     )
-                loop.step(
-                    slicing.cut(data, range(workers), workers), gradient_buffers.spec_of(data)
-                )
-            loop.drain()
-            outputs, loop.outputs = loop.outputs, []
-            return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
+                slices = slicing.cut(data, range(workers), workers)
+                dispatcher.submit(Batch.of(slices, gradient_buffers.spec_of(data), workers))
+            dispatcher.drain()
+            return job.take_outputs()
 
         self.model.predict_function = run
         return run
@@ -290,3 +315,7 @@ class ParameterServerTrainer(DistributedTrainer):
         return keras.tree.map_structure(
             lambda leaf: leaf if isinstance(leaf, tf.RaggedTensor) else leaf.numpy(), outputs
         )
+
+
+def _is_training(item: tuple[str, BatchDispatcher]) -> bool:
+    return item[0] == "train"

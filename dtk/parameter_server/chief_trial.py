@@ -15,8 +15,8 @@ import tensorflow as tf
 
 from dtk.compat import keras_models, keras_variables, random_draws, tf_replicas, tf_servers
 from dtk.input import slicing
-from dtk.parameter_server.dispatch import whole_batch
 from dtk.parameter_server.functional_step import FunctionalStep, trace_functional_step
+from dtk.parameter_server.jobs.batches import whole_batch
 from dtk.trainer.replica import replica_step, trial
 
 

@@ -1,4 +1,4 @@
-"""Protocols of what loops see of the strategy and of the trainer, and the trainer of the strategy.
+"""Protocols of what jobs see of the strategy and of the trainer, and the trainer of the strategy.
 
 Strategies are a room above this one and construct what is here, so that they are known by these
 protocols only: nothing is in them that is not used here.
@@ -87,8 +87,8 @@ class EvaluatorStrategy(Protocol):
     chief: Chief
 
 
-class LoopTrainer(Protocol):
-    """Trainer of a model, as its loops see it.
+class JobTrainer(Protocol):
+    """Trainer of a model, as its jobs see it.
 
     Attributes:
         model: The model that is trained, tested or predicted with.

@@ -1,362 +1,173 @@
-"""Hand batches out to workers behind parameter servers, and take results back.
+"""Dispatch steps to workers behind parameter servers, and apply what they computed.
 
-A loop is what Keras calls as its train, test or predict function: it hands a batch's slices to
-workers and uses what they made of them. Everything but the workers' computing happens on the main
-thread, between Keras's callbacks: a callback that reads weights never sees half a step.
+Everything but the workers' computing happens on the main thread, inside the calls of a dispatcher:
+a callback that reads weights never sees half a step.
+
+    main thread   submit ------------------- wait: complete --- apply --- applied ...
+    workers          \\-- take, compute, hand in --/                         \\-- the next may start
+
+What is computed and applied is a job's business (`jobs`, `proximal`); when a step may start is the
+schedule's, and which worker takes what is the queue's.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
-from collections.abc import Callable, Collection
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Collection, Sequence
+from typing import Generic, Protocol, cast
 
-import keras
-import numpy as np
-import tensorflow as tf
-
-from dtk.input import slicing
-from dtk.parameter_server import gradient_buffers, worker_data
-from dtk.parameter_server.contract import LoopTrainer
-from dtk.parameter_server.functional_step import FunctionalStep
-from dtk.parameter_server.scheduler import Piece, Schedule
-from dtk.trainer.ranks import seeds
-from dtk.trainer.replica import replica_step
-
-# Steps that compute at once draw their random numbers this far apart.
-RNG_STRIDE = 1 << 10
+from dtk.parameter_server.scheduler import Schedule
+from dtk.parameter_server.task_queue import CompleteStep, OutputsT, Result, Task, TaskQueue, WorkT
+from dtk.parameter_server.worker_pool import WorkerPool
 
 
-class Result:
-    """Result of one slice that a worker has computed.
+class Job(Protocol[WorkT, OutputsT]):
+    """What workers compute of a step's work, and what becomes of it."""
+
+    def compute(self, task: Task[WorkT], worker: int, schedule: Schedule) -> Result[OutputsT]:
+        """Compute a part of a step; called on the worker's thread.
+
+        Args:
+            task: The part.
+            worker: Index of the worker.
+            schedule: The schedule of the steps.
+
+        Returns:
+            Its result.
+        """
+
+    def apply(self, work: WorkT, results: Sequence[Result[OutputsT]], schedule: Schedule) -> None:
+        """Apply a complete step; called on the main thread, one step after the other.
+
+        Args:
+            work: The work of the step.
+            results: The results of its parts, in their order, those without rows left out.
+            schedule: The schedule of the steps; the step is not finished yet.
+        """
+
+
+def _none(schedule: Schedule) -> float:
+    del schedule
+    return 0
+
+
+def _ignore(schedule: Schedule) -> None:
+    del schedule
+
+
+class Dispatcher(Generic[WorkT, OutputsT]):
+    """Dispatches steps to the workers of a pool, and applies them when they are complete.
 
     Args:
-        outputs: What came back to the chief, as arrays.
-        share: The slice's part of the rows of its batch, 0 to 1.
-        buffer: The buffer that holds its gradients; None where a step has none.
-        release: Takes the gradient buffer back.
-        older: Applied steps that were not in the weights it used, besides those under way.
+        pool: The workers.
+        new_queue: Makes an empty queue; called again when steps were left unfinished.
+        job: What is computed and applied.
+        ahead: Steps that may be under way when `submit` returns, by the schedule; 0 if not given.
+        on_applied: Called between steps whenever one has been applied, with the schedule.
     """
 
     def __init__(
         self,
-        outputs: Any,
-        share: float,
-        buffer: gradient_buffers.GradientBuffer | None = None,
-        release: Callable[[gradient_buffers.GradientBuffer], None] = lambda buffer: None,
-        older: int = 0,
+        pool: WorkerPool,
+        new_queue: Callable[[], TaskQueue[WorkT, OutputsT]],
+        job: Job[WorkT, OutputsT],
+        ahead: Callable[[Schedule], float] = _none,
+        on_applied: Callable[[Schedule], None] = _ignore,
     ):
-        self.outputs, self.share, self.buffer, self._release = outputs, share, buffer, release
-        self.older = older
-
-    def drop(self) -> None:
-        """Give the gradient buffer back: the result is not needed any more."""
-        if self.buffer is not None:
-            self._release(self.buffer)
-
-
-class Batch(NamedTuple):
-    """Global batch in slices.
-
-    Attributes:
-        parts: The slices.
-        counts: Rows of each slice that are its own; 0 for one that holds a padding row only.
-        rows: Rows of all slices.
-        spec: Specification of a slice of any number of rows.
-        pipelines: Where workers take the rows from, if the chief has none.
-        bound: Whether slices go round the workers; for pipelines only.
-    """
-
-    parts: tuple
-    counts: tuple[int, ...]
-    rows: int
-    spec: Any
-    pipelines: worker_data.Pipelines | None = None
-    bound: bool = False
-
-    @property
-    def holders(self) -> float:
-        """Slices that have rows."""
-        return float(sum(count > 0 for count in self.counts))
-
-
-def whole_batch(data: Any) -> Any:
-    """Return a batch as Keras's steps take it; called while tracing.
-
-    Args:
-        data: A structure of tensors, or the iterator of a worker's own pipeline, whose next batch
-            it is.
-
-    Returns:
-        A structure of tensors, without optionals.
-    """
-    if isinstance(data, tf.data.Iterator):
-        data = data.get_next()
-    return replica_step.without_optionals(data)
-
-
-def rng_offset(steps: int) -> np.uint32:
-    """Return how far apart steps draw their random numbers.
-
-    Args:
-        steps: How many steps lie between.
-
-    Returns:
-        The offset of the state's counter, modulo 2^32.
-    """
-    return np.uint32(steps * RNG_STRIDE % 2**32)
-
-
-# A slice of a batch, as a worker is given it.
-SliceTask = tuple[Piece, Batch]
-
-
-class Steps:
-    """Queue of the slices of batches, handed out as the schedule allows; see `worker_pool.Work`.
-
-    Args:
-        schedule: Which slice may start.
-        workers: Number of workers.
-        lost_workers: Indices of the workers that are lost at the moment; changes from outside.
-    """
-
-    def __init__(self, schedule: Schedule, workers: int, lost_workers: Collection[int]):
-        self.schedule, self._workers, self._lost_workers = schedule, workers, lost_workers
-        self._batches: dict[int, Batch] = {}
-        self._results: dict[int, dict[int, Result | None]] = {}
-        self._complete: collections.deque[int] = collections.deque()
-
-    def add(self, batch: Batch) -> None:
-        """Add a batch, which is one step.
-
-        Args:
-            batch: The batch, in as many slices as the schedule gives a step.
-        """
-        step = self.schedule.offer()
-        self._batches[step], self._results[step] = batch, {}
-
-    def take(self, worker: int) -> SliceTask | None:
-        """Hand out the next slice for a worker; slices without rows are finished at once.
-
-        Args:
-            worker: Index of the worker.
-
-        Returns:
-            The slice and its batch; None if nothing may start yet.
-        """
-        while self._is_turn_of(worker) and (piece := self.schedule.take(worker)) is not None:
-            work = (piece, self._batches[piece.step])
-            if work[1].counts[piece.slice] > 0:
-                return work
-            self.finished(work, worker, None)
-        return None
-
-    def _is_turn_of(self, worker: int) -> bool:
-        """Return whether the next slice may be this worker's.
-
-        Workers that read pipelines of their own take turns, so that each is read as far as any
-        other. Another takes its turn while one is lost.
-        """
-        step, part = self.schedule.next_slice
-        batch = self._batches.get(step)
-        if batch is None or batch.pipelines is None or not batch.bound:
-            return True
-        owner = (step * self.schedule.slices + part) % self._workers
-        return owner == worker or owner in self._lost_workers
-
-    def finished(self, work: SliceTask, worker: int, result: Result | None) -> None:
-        """Take the result of a slice.
-
-        Args:
-            work: The slice and its batch, as `take` returned them.
-            worker: Index of the worker that has computed it.
-            result: Its result; None for a slice without rows.
-        """
-        piece, _ = work
-        if self.schedule.returned(piece, worker, 0 if result is None else result.older):
-            self._results[piece.step][piece.slice] = result
-            if self.schedule.complete(piece.step):
-                self._complete.append(piece.step)
-        elif result is not None:
-            result.drop()
-
-    def lost(self, work: SliceTask, worker: int) -> None:
-        """Hand a slice out again, whose worker was lost with it.
-
-        Args:
-            work: The slice and its batch, as `take` returned them.
-            worker: Index of the lost worker.
-        """
-        self.schedule.lost(work[0], worker)
-
-    def next_complete(self) -> tuple[int, list[Result]] | None:
-        """Remove and return a step whose slices are all computed.
-
-        The slices without rows are left out.
-
-        Returns:
-            The step's number and the results in the order of slices; None if no step is complete.
-        """
-        if not self._complete:
-            return None
-        step = self._complete.popleft()
-        results = self._results.pop(step)
-        # A copy of one of its slices may still be computing, and holds the batch.
-        del self._batches[step]
-        return step, [r for _, r in sorted(results.items()) if r is not None]
-
-
-# A complete step and its results, or whether no more steps are under way than allowed.
-_Ready = tuple[int, list[Result]] | bool
-
-
-class Loop:
-    """Hands batches out to workers and takes results back: base of training, testing, predicting.
-
-    Args:
-        trainer: The model's trainer.
-        schedule: Makes what decides which slice may start.
-    """
-
-    def __init__(self, trainer: LoopTrainer, schedule: Callable[[], Schedule]):
-        self.model, self.strategy = trainer.model, trainer.strategy
-        self.trainer = trainer
-        self._new_schedule = schedule
-        self._steps = self._new_steps()
-        self._functions: dict[str, tf.types.experimental.ConcreteFunction] = {}
-        self._reports: dict[str, gradient_buffers.Report] = {}
+        self._pool, self._new_queue, self._job = pool, new_queue, job
+        self._ahead, self._on_applied = ahead, on_applied
+        self._queue = new_queue()
         self._open = contextlib.ExitStack()
         self._is_open = False
-        # States of random layers, shape (layers, 2), and the step they are the states of.
-        self._rng_state: np.ndarray | None = None
-        self._first = 0
-        self._draws = False
 
     @property
     def schedule(self) -> Schedule:
-        """Schedule that decides which slice may start."""
-        return self._steps.schedule
+        """Schedule that decides which step may start."""
+        return self._queue.schedule
 
-    @property
-    def ahead(self) -> int:
-        """Batches that may be under way when `step` returns."""
-        return 0
-
-    def new_epoch(self, epoch: int) -> None:
-        """Begin what is observed anew; loops without statistics observe nothing.
+    def submit(self, work: WorkT, empty: Collection[int] = ()) -> None:
+        """Dispatch one step; return once no more than `ahead` are under way.
 
         Args:
-            epoch: Number of the epoch that begins, from 0.
-        """
-
-    def step(self, batch: slicing.Slices | worker_data.Pipelines, spec: Any) -> None:
-        """Hand out one batch; return once no more than `ahead` are under way.
-
-        Args:
-            batch: The batch in slices, or the pipelines that workers read themselves.
-            spec: Specification of its slices, of any number of rows.
+            work: The step's work.
+            empty: Its parts without rows.
 
         Raises:
             ClusterError: A parameter server is gone, or no worker has been there for too long.
         """
-        self._prepare(spec)
-        self._hand_out(self._batch(batch, spec))
+        self._start()
+        self._pool.offer(functools.partial(self._queue.add, work, empty))
+        self._apply_until(self._ahead(self.schedule))
 
-    def _hand_out(self, batch: Batch) -> None:
-        if not self._is_open:
-            self._open.enter_context(self.strategy.pool.working(self._steps, self._compute))
-            self._is_open = True
-        self.strategy.pool.offer(lambda: self._steps.add(batch))
-        self._flush(self.ahead)
+    def run(self, works: Sequence[WorkT]) -> None:
+        """Dispatch steps, all of which are known; return once they are applied.
 
-    def _batch(self, batch: slicing.Slices | worker_data.Pipelines, spec: Any) -> Batch:
-        if isinstance(batch, worker_data.Pipelines):
-            slices = self.strategy.slices
-            # Every slice counts alike: they have the same number of rows, see `worker_dataset`.
-            return Batch((), (1,) * slices, slices, spec, batch, slices == self.strategy.workers)
-        return Batch(batch.parts, tuple(map(int, batch.counts)), int(batch.rows), spec)
+        Args:
+            works: The work of each step, without empty parts.
+
+        Raises:
+            ClusterError: A parameter server is gone, or no worker has been there for too long.
+        """
+
+        def add_all() -> None:
+            for work in works:
+                self._queue.add(work)
+
+        self._start()
+        self._pool.offer(add_all)
+        self._apply_until(0)
 
     def drain(self) -> None:
-        """Wait until all that was handed out is finished; keep the layers' random state."""
+        """Wait until every step submitted is applied.
+
+        Raises:
+            ClusterError: A parameter server is gone, or no worker has been there for too long.
+        """
         if self._is_open:
-            self._flush(0)
-        if self._rng_state is not None and self._draws:
-            if self.schedule.tau:
-                self._rng_state[:, 1] += rng_offset(self.schedule.offered - self._first)
-            for variable, state in zip(
-                self.trainer.rng_state_variables(), self._rng_state, strict=True
-            ):
-                variable.assign(state)
-        self._rng_state = None
+            self._apply_until(0)
+
+    def loosen(self, tau: float) -> None:
+        """Let steps from now on start earlier than before; see `Schedule.loosen`.
+
+        Args:
+            tau: The new bound, at least the old one.
+
+        Raises:
+            ValueError: It is less.
+        """
+        self._pool.offer(functools.partial(self.schedule.loosen, tau))
 
     def close(self) -> None:
-        """Stop the workers, and forget what is not finished: an exception left the loop."""
+        """Let the workers go, and forget steps that are not finished: an exception left them."""
         self._open.close()
         self._is_open = False
-        self._rng_state = None
         if self.schedule.unfinished:
-            self._steps = self._new_steps()
+            self._queue = self._new_queue()
 
-    def _new_steps(self) -> Steps:
-        strategy = self.strategy
-        return Steps(self._new_schedule(), strategy.workers, strategy.pool.lost_workers)
+    def _start(self) -> None:
+        if not self._is_open:
+            compute = functools.partial(self._compute, self.schedule)
+            self._open.enter_context(self._pool.working(self._queue, compute))
+            self._is_open = True
 
-    def _flush(self, allowed: int) -> None:
-        pool = self.strategy.pool
+    def _compute(self, schedule: Schedule, task: Task[WorkT], worker: int) -> Result[OutputsT]:
+        return self._job.compute(task, worker, schedule)
 
-        def ready() -> _Ready:
-            return self._steps.next_complete() or self.schedule.unfinished <= allowed
+    def _apply_until(self, allowed: float) -> None:
+        """Apply steps as they become complete, until no more than `allowed` are under way."""
+
+        def ready() -> CompleteStep[WorkT, OutputsT] | bool:
+            return self._queue.next_complete() or self.schedule.unfinished <= allowed
 
         while True:
-            found = cast(_Ready, pool.wait(ready))
+            # mypy takes what two types have in common for their union.
+            found = cast(CompleteStep[WorkT, OutputsT] | bool, self._pool.wait(ready))
             if isinstance(found, bool):
                 return
-            step, results = found
-            with pool.asking_servers():
-                self._finish(step, results)
-            pool.offer(functools.partial(self.schedule.applied, step))
-            for result in results:
-                result.drop()
-
-    def _take_rng_state(self) -> tf.TensorSpec:
-        """Find out what random layers go on from."""
-        if self._rng_state is None:
-            states = [v.numpy() for v in self.trainer.rng_state_variables()]
-            self._rng_state = np.array(states, "uint32").reshape(-1, 2)
-            self._first = self.schedule.offered
-        return tf.TensorSpec(self._rng_state.shape, tf.uint32)
-
-    def _rng_states(self, rng_state: tf.Tensor) -> list[tuple[keras.Variable, tf.Tensor]]:
-        """Return the states of random layers in a traced step."""
-        states = self.trainer.rng_state_variables()
-        return list(zip(states, tf.unstack(rng_state, num=len(states)), strict=True))
-
-    def _note_draws(
-        self, traced: FunctionalStep, given: list[tuple[keras.Variable, tf.Tensor]]
-    ) -> None:
-        now = traced.scope.get_current_value
-        self._draws |= any(now(variable) is not state for variable, state in given)
-
-    def _rng_state_of(self, piece: Piece) -> np.ndarray:
-        """Return the random states of a slice: the same on every worker, and at any time."""
-        assert self._rng_state is not None
-        states = self._rng_state.copy()
-        if self.schedule.tau:
-            states[:, 1] += rng_offset(piece.step - self._first)
-        return np.array(
-            [seeds.fold_seed(state, piece.slice) for state in states], "uint32"
-        ).reshape(-1, 2)
-
-    def _prepare(self, spec: Any) -> None:
-        """Trace, here and not on a worker's thread, what batches like this one need."""
-        raise NotImplementedError
-
-    def _compute(self, work: SliceTask, worker: int) -> Result:
-        """Compute a slice; called on a worker's thread."""
-        raise NotImplementedError
-
-    def _finish(self, step: int, results: list[Result]) -> None:
-        """Use the results of a batch, on the main thread."""
-        raise NotImplementedError
+            with self._pool.asking_servers():
+                self._job.apply(found.work, found.results, self.schedule)
+            self._pool.offer(functools.partial(self.schedule.applied, found.number))
+            for result in found.results:
+                result.release()
+            self._on_applied(self.schedule)

@@ -6,7 +6,7 @@ changed; tables are not part of its state but looked up where they are, a few ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -91,6 +91,36 @@ def trace_functional_step(
         logs = step_function(data)
     recorded.check(set(step.assigned))
     return FunctionalStep(logs, recorded.applied, scope, step, tf.add_n(step.rows_read))
+
+
+def pulled_variables(
+    model: keras.Model, *elsewhere: Iterable[keras.Variable]
+) -> list[keras.Variable]:
+    """Return the variables whose values a step reads from the servers.
+
+    Args:
+        model: The model.
+        elsewhere: Variables that it gets in other ways: tables, states of random layers.
+
+    Returns:
+        All other variables of the model, without those of metrics, which begin at zero.
+    """
+    without = {id(variable) for variables in elsewhere for variable in variables}
+    without |= {id(variable) for variable in replica_step.metric_variables(model)}
+    return [variable for variable in model.variables if id(variable) not in without]
+
+
+def zero_metrics(model: keras.Model) -> list[tuple[keras.Variable, tf.Tensor]]:
+    """Return the metrics' variables and the zeros that a step counts from; called while tracing.
+
+    Args:
+        model: The model.
+
+    Returns:
+        (Keras variable, its value) pairs.
+    """
+    metrics = replica_step.metric_variables(model)
+    return [(v, tf.zeros(v.shape, keras_variables.stored(v).dtype)) for v in metrics]
 
 
 def _tapes_watching(

@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as draw
 
 from dtk.parameter_server import scheduler
-from dtk.parameter_server.proximal import descent
 from dtk.parameter_server.proximal.methods import soft_threshold
+from dtk.parameter_server.task_queue import Result, TaskQueue, own_part
 from dtk.strategies import (
     MirroredStrategy,
     block_minimization,
@@ -162,9 +162,9 @@ class Late:
 
     def __init__(self, tau, steps):
         self.schedule = scheduler.Schedule(tau, slices=2)
-        self.steps = descent.BlockSteps(self.schedule, 2)
+        self.steps = TaskQueue(self.schedule, choose_part=own_part)
         for _ in range(steps):
-            self.schedule.offer()
+            self.steps.add(None)
         # One worker for every piece that may be under way.
         self.idle, self.running = list(range(2 * (tau + 1))), []
 
@@ -176,13 +176,12 @@ class Late:
                 gradient = x[rows, mine].T @ (x[rows] @ w - y[rows])
                 self.running.append((task, self.idle.pop(), gradient))
             task, worker, gradient = self.running.pop()
-            self.steps.finished(task, worker, gradient)
+            self.steps.finished(task, worker, Result(gradient))
             self.idle.append(worker)
             if found := self.steps.next_complete():
-                step, gradients = found
-                block = step % len(spans)
-                w[slice(*spans[block])] -= rate[block] * sum(gradients)
-                self.schedule.applied(step)
+                block = found.number % len(spans)
+                w[slice(*spans[block])] -= rate[block] * sum(r.outputs for r in found.results)
+                self.schedule.applied(found.number)
         return value(x, y, w, 0)
 
 
@@ -250,9 +249,9 @@ def test_every_part_of_a_step_is_computed_once(data):
     """A part that two slices share, or that a lost slice leaves, would be missing or double."""
     tau, parts = data.draw(draw.integers(0, 3)), data.draw(draw.integers(1, 4))
     schedule = scheduler.Schedule(tau, slices=parts)
-    steps = descent.BlockSteps(schedule, parts)
+    steps = TaskQueue(schedule, choose_part=own_part)
     for _ in range(5):
-        schedule.offer()
+        steps.add(None)
     running, losses = {}, 3
     while schedule.unfinished:
         worker = data.draw(draw.integers(0, parts))
@@ -267,9 +266,9 @@ def test_every_part_of_a_step_is_computed_once(data):
             losses -= 1
             steps.lost(task, worker)
         else:
-            steps.finished(task, worker, (task.piece.step, task.part))
+            steps.finished(task, worker, Result((task.piece.step, task.part)))
         while found := steps.next_complete():
-            step, results = found
+            step, results = found.number, [result.outputs for result in found.results]
             assert results == [(step, part) for part in range(parts)]
             schedule.applied(step)
     assert schedule.statistics.max <= tau
@@ -278,15 +277,15 @@ def test_every_part_of_a_step_is_computed_once(data):
 def test_a_worker_computes_its_own_part():
     """Handed out in turn, every part's rows would end on every worker."""
     schedule = scheduler.Schedule(0, slices=2)
-    steps = descent.BlockSteps(schedule, 2)
+    steps = TaskQueue(schedule, choose_part=own_part)
     for _ in range(4):
-        schedule.offer()
+        steps.add(None)
     for first in (1, 0, 1, 1):
         tasks = {worker: steps.take(worker) for worker in (first, 1 - first)}
         assert {worker: task.part for worker, task in tasks.items()} == {0: 0, 1: 1}
         for worker, task in tasks.items():
-            steps.finished(task, worker, worker)
-        schedule.applied(steps.next_complete()[0])
+            steps.finished(task, worker, Result(worker))
+        schedule.applied(steps.next_complete().number)
 
 
 # The proximal operator.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -124,6 +125,15 @@ class Copy:
         self._updates = [-1] * len(self._blocks)
         self._rows: dict[int, list[tf.Tensor]] = {}
         self._pulled = 0
+
+    @contextlib.contextmanager
+    def forgetting_on_error(self) -> Iterator[None]:
+        """While inside, let an error make the copy forget everything."""
+        try:
+            yield
+        except BaseException:
+            self.forget()
+            raise
 
     def weights(self) -> list[tf.Tensor]:
         """Return every block, pulled again if it was updated since; call on the worker."""

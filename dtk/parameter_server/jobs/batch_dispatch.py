@@ -1,0 +1,197 @@
+"""Dispatch the batches that Keras's loop reads: what comes before a step, and after an epoch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Generic, Protocol
+
+import keras
+import tensorflow as tf
+
+from dtk.parameter_server import consistency_models
+from dtk.parameter_server.contract import ServerStrategy
+from dtk.parameter_server.dispatch import Dispatcher, Job
+from dtk.parameter_server.jobs.batches import Batch, Batcher, is_read_by_workers
+from dtk.parameter_server.jobs.rng_states import RngStates
+from dtk.parameter_server.jobs.trace_cache import ConcreteFunction, TraceCache
+from dtk.parameter_server.scheduler import Schedule
+from dtk.parameter_server.task_queue import InTurns, OutputsT, TaskQueue
+from dtk.trainer.gradients import shared_optimizer
+
+
+class BatchJob(Job[Batch, OutputsT], Protocol[OutputsT]):
+    """Job whose work are batches, computed by functions that are traced for them.
+
+    Attributes:
+        rng_states: States of random layers, from which every slice draws its own.
+        traces: The functions.
+    """
+
+    rng_states: RngStates
+    traces: TraceCache
+
+    def trace(self, spec: Any, rng_states: tf.TensorSpec) -> ConcreteFunction:
+        """Trace the function that workers call for batches like this one.
+
+        Args:
+            spec: Specification of a slice, of any number of rows.
+            rng_states: That of the states of random layers, of shape `[layers, 2]`.
+
+        Returns:
+            The function.
+
+        Raises:
+            NotDistributedError: The model's step cannot be computed by workers.
+        """
+
+    def closed(self) -> None:
+        """Forget what belongs to steps that are over, or were left."""
+
+
+class SerialPhase:
+    """Serial steps that a training may begin with; see `consistency_models.SerialStart`.
+
+    Args:
+        consistency: When a step may start, after them.
+        model: The model, whose optimizer knows the steps of a run that is resumed.
+    """
+
+    def __init__(self, consistency: consistency_models.Consistency, model: keras.Model):
+        self._consistency, self._model = consistency, model
+        self._epoch = self._rows = 0
+
+    @property
+    def tau(self) -> float:
+        """Step t may start once every step before t - tau is applied, after the serial steps."""
+        return self._consistency.tau
+
+    def new_epoch(self, epoch: int) -> None:
+        """Note that an epoch begins.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+        """
+        self._epoch = epoch
+
+    def ends_before(self, schedule: Schedule) -> bool:
+        """Return whether the steps so far were serial, and the next one is not.
+
+        Args:
+            schedule: The schedule of the steps.
+        """
+        if schedule.tau == self.tau:
+            return False
+        start = self._consistency.warm_start
+        return start is None or start.is_over(self._epoch, self._rows)
+
+    def count(self, rows: int, batches: int, schedule: Schedule) -> None:
+        """Count the rows of a step that was applied, if it was a serial one.
+
+        Args:
+            rows: Rows of the step.
+            batches: Batches they were in.
+            schedule: The schedule of the steps.
+        """
+        if schedule.tau == self.tau:
+            return
+        if not self._rows:
+            # A batch of a run that is resumed counts as each of those before it.
+            optimizer = shared_optimizer.optimizers_of(self._model)[0]
+            self._rows = (int(optimizer.iterations.numpy()) - 1) * rows // batches
+        self._rows += rows
+
+
+class BatchDispatcher(Generic[OutputsT]):
+    """Dispatcher of batches: what Keras calls its train, test or predict function for.
+
+    Args:
+        strategy: The strategy on the chief.
+        new_schedule: Makes a schedule, with nothing offered.
+        job: What is computed of a batch.
+        in_turns: Whether workers that read pipelines of their own take turns.
+        in_order: Whether batches follow one another; else workers shall find work waiting.
+        serial_phase: Serial steps at the start; None for none.
+        batcher: Collects batches that a worker is given at once; None to give each by itself.
+    """
+
+    def __init__(
+        self,
+        strategy: ServerStrategy,
+        new_schedule: Callable[[], Schedule],
+        job: BatchJob[OutputsT],
+        *,
+        in_turns: bool = False,
+        in_order: bool = False,
+        serial_phase: SerialPhase | None = None,
+        batcher: Batcher | None = None,
+    ):
+        workers, pool = strategy.workers, strategy.pool
+        turns = InTurns(workers, pool.lost_workers, is_read_by_workers) if in_turns else None
+
+        def new_queue() -> TaskQueue[Batch, OutputsT]:
+            return TaskQueue(new_schedule(), turns)
+
+        def ahead(schedule: Schedule) -> float:
+            return 0 if in_order else consistency_models.ahead(schedule.tau, workers)
+
+        self._job, self._serial_phase, self._batcher = job, serial_phase, batcher
+        self._dispatcher = Dispatcher(pool, new_queue, job, ahead)
+
+    @property
+    def schedule(self) -> Schedule:
+        """Schedule that decides which step may start."""
+        return self._dispatcher.schedule
+
+    def new_epoch(self, epoch: int) -> None:
+        """Begin the statistics of staleness anew.
+
+        Args:
+            epoch: Number of the epoch that begins, from 0.
+        """
+        if self._serial_phase is not None:
+            self._serial_phase.new_epoch(epoch)
+        self.schedule.take_statistics()
+
+    def submit(self, batch: Batch) -> None:
+        """Dispatch one batch; return once few enough are under way; see `consistency_models.ahead`.
+
+        Args:
+            batch: The batch.
+
+        Raises:
+            ClusterError: A parameter server is gone, or no worker has been there for too long.
+        """
+        serial_phase = self._serial_phase
+        if serial_phase is not None and serial_phase.ends_before(self.schedule):
+            # Serial steps draw their random numbers one after the other; these have their own.
+            self.drain()
+            self._dispatcher.loosen(serial_phase.tau)
+        # Traced here, and not on a worker's thread.
+        rng_states = self._job.rng_states.begin(self.schedule)
+        trace = functools.partial(self._job.trace, batch.spec, rng_states)
+        self._job.traces.add(batch.spec, trace)
+        self._submit([batch] if self._batcher is None else self._batcher.add(batch))
+
+    def _submit(self, ready: list[Batch]) -> None:
+        for batch in ready:
+            self._dispatcher.submit(batch, batch.empty)
+
+    def drain(self) -> None:
+        """Wait until all that was submitted is applied, also what waits for more batches.
+
+        Raises:
+            ClusterError: A parameter server is gone, or no worker has been there for too long.
+        """
+        if self._batcher is not None:
+            self._submit(self._batcher.take())
+        self._dispatcher.drain()
+        self._job.rng_states.write_back(self.schedule)
+
+    def close(self) -> None:
+        """Let the workers go, and forget steps that are not finished: an exception left them."""
+        if self._batcher is not None:
+            self._batcher.take()
+        self._dispatcher.close()
+        self._job.rng_states.forget()
+        self._job.closed()

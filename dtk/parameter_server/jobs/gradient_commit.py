@@ -1,0 +1,210 @@
+"""Gradients from the buffers that workers fill into weights, on the servers."""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dtk.compat import keras_models, keras_variables, tf_replicas
+from dtk.errors import NotDistributedError
+from dtk.parameter_server import gradient_buffers
+from dtk.parameter_server.contract import JobTrainer
+from dtk.parameter_server.functional_step import FunctionalStep
+from dtk.trainer.gradients import partitioned_variables, shared_optimizer
+from dtk.trainer.tracing.traced_step import Applied
+
+# Makes a layout from weights, and the ids of those whose gradients are rows.
+NewLayout: TypeAlias = Callable[[list[gradient_buffers.Weight], set[int]], gradient_buffers.Layout]
+
+
+class GradientCommit:
+    """Applies a step's gradients, and what else it moves, to the weights on the servers.
+
+    Args:
+        trainer: The model's trainer.
+        new_layout: Makes the layout of gradient buffers.
+    """
+
+    def __init__(
+        self,
+        trainer: JobTrainer,
+        new_layout: NewLayout = gradient_buffers.Layout,
+    ):
+        self._trainer, self._new_layout = trainer, new_layout
+        self._model = trainer.model
+        self._buffers: collections.deque[gradient_buffers.GradientBuffer] = collections.deque()
+        self._plan: list[tuple[keras.Optimizer, list[gradient_buffers.Weight]]] = []
+        self._without_gradient: set[int] = set()
+        self._moving: list[keras.Variable] = []
+        self._commits: dict[int, tf.types.experimental.ConcreteFunction] = {}
+
+    @functools.cached_property
+    def tables(self) -> list[keras.Variable]:
+        """Variables that steps look rows up in; known when the first step is traced."""
+        return list(keras_models.tables_of(self._model))
+
+    @functools.cached_property
+    def layout(self) -> gradient_buffers.Layout:
+        """Layout of gradient buffers; known when the first step is traced."""
+        parts_of = self._trainer.parts_of
+        weights = [part for v in self._model.trainable_variables for part in parts_of(v)]
+        return self._new_layout(weights, {id(part) for v in self.tables for part in parts_of(v)})
+
+    # While a step is traced.
+
+    def plan(self, applied: Sequence[Applied]) -> list[gradient_buffers.Gradient]:
+        """Put gradients into the layout's order, and note which optimizer is to apply them.
+
+        Args:
+            applied: The gradients by optimizer, as the step handed them over.
+
+        Returns:
+            One gradient per weight of the layout; None where there is none.
+
+        Raises:
+            NotDistributedError: There are none, or more than one of a weight, or one of something
+                that is no trainable weight of the model.
+        """
+        if not applied and self._model.trainable_variables:
+            raise NotDistributedError(
+                f"the train_step of model {self._model.name!r} handed no gradient to an optimizer "
+                "that is an attribute of the model, so nothing would be trained; it must call "
+                "self.optimizer.apply(gradients, self.trainable_variables)"
+            )
+        found: dict[int, gradient_buffers.Gradient] = {}
+        self._plan = []
+        for optimizer, gradients, variables in applied:
+            parts = [p for v in variables for p in self._checked_parts(optimizer, v)]
+            split = [
+                g
+                for gradient, v in zip(gradients, variables, strict=True)
+                for g in gradient_buffers.split_gradient(gradient, v)
+            ]
+            if set(found) & {id(p) for p in parts}:
+                raise NotDistributedError(
+                    f"the train_step of model {self._model.name!r} updates a weight twice in a "
+                    "step; behind parameter servers a step applies one gradient to each weight"
+                )
+            found |= {id(p): g for p, g in zip(parts, split, strict=True)}
+            self._plan.append((optimizer, parts))
+        gradients = [found.get(id(w)) for w in self.layout.weights]
+        self._without_gradient = {
+            id(w) for w, g in zip(self.layout.weights, gradients, strict=True) if g is None
+        }
+        return gradients
+
+    def _checked_parts(
+        self, optimizer: keras.Optimizer, variable: keras.Variable
+    ) -> list[gradient_buffers.Weight]:
+        parts = self._trainer.parts_of(variable)
+        if not {id(part) for part in parts} <= {id(weight) for weight in self.layout.weights}:
+            raise NotDistributedError(
+                f"the train_step of model {self._model.name!r} hands a gradient of "
+                f"{variable.path!r} to optimizer {optimizer.name!r}, which is no trainable weight "
+                "of the model, so workers have no place to send it to; make the layer that "
+                "has it an attribute of the model"
+            )
+        partitioned_variables.check_parts(optimizer, variable, parts)
+        return parts
+
+    def moved_by(
+        self, traced: FunctionalStep, given: Sequence[tuple[keras.Variable, tf.Tensor]]
+    ) -> list[tf.Tensor]:
+        """Return by how much a step moves statistics, such as those of batch normalization.
+
+        Args:
+            traced: The step.
+            given: (Keras variable, its value) pairs that the step began with.
+
+        Returns:
+            The changes of the variables that are to be moved when it is applied.
+        """
+        before = {id(v): value for v, value in given}
+        states = {id(v) for v in self._trainer.rng_state_variables()}
+        moving = (traced.assigned & set(before)) - states
+        self._moving = [v for v in self._model.non_trainable_variables if id(v) in moving]
+        now = traced.scope.get_current_value
+        return [now(v) - before[id(v)] for v in self._moving]
+
+    # While steps are computed.
+
+    def take_buffer(self) -> gradient_buffers.GradientBuffer:
+        """Return a gradient buffer that nobody uses.
+
+        One whose worker was lost is never used again: the lost may come back and write to it.
+        """
+        try:
+            return self._buffers.pop()
+        except IndexError:
+            return gradient_buffers.GradientBuffer(self.layout)
+
+    def release(self, buffer: gradient_buffers.GradientBuffer) -> None:
+        """Take a gradient buffer back.
+
+        Args:
+            buffer: The buffer, whose content is not needed any more.
+        """
+        self._buffers.append(buffer)
+
+    # On the servers.
+
+    def apply(
+        self,
+        buffers: Sequence[gradient_buffers.GradientBuffer],
+        shares: Sequence[float],
+        moved: Sequence[Sequence[np.ndarray]],
+    ) -> None:
+        """Have the servers apply the gradients that lie in some buffers.
+
+        Args:
+            buffers: The gradient buffer of each slice.
+            shares: Each slice's part of the rows, 0 to 1.
+            moved: What each slice reported of `moved_by`.
+        """
+        count = len(buffers)
+        if count not in self._commits:
+            self._commits[count] = self._commit_function(count)
+        changes = [
+            sum((share * m[i] for share, m in zip(shares, moved, strict=True)), start=0.0)
+            for i in range(len(self._moving))
+        ]
+        changes = [
+            _as(keras_variables.stored(v).dtype, change)
+            for change, v in zip(changes, self._moving, strict=True)
+        ]
+        self._commits[count]([buffer.handles for buffer in buffers], changes)
+
+    def _commit_function(self, count: int) -> tf.types.experimental.ConcreteFunction:
+        # A handle's own specification would tell the buffer's declared length, which is no length.
+        handle = tf.TensorSpec([], tf.resource)
+        function = tf.function(self._commit, autograph=False)
+        return function.get_concrete_function(
+            [[handle for _ in self.layout.slots] for _ in range(count)],
+            [tf.TensorSpec(v.shape, keras_variables.stored(v).dtype) for v in self._moving],
+        )
+
+    def _commit(self, buffers: list[list[tf.Tensor]], moved: list[tf.Tensor]) -> None:
+        """Apply the gradients in some buffers; traced on the chief, runs on the servers."""
+        with (
+            tf_replicas.in_replica(self._trainer.strategy),
+            tf.compat.v1.device(gradient_buffers.near_inputs),
+        ):
+            gradients = {
+                id(w): None if id(w) in self._without_gradient else g
+                for w, g in zip(self.layout.weights, self.layout.take(buffers), strict=True)
+            }
+            for optimizer, parts in self._plan:
+                shared_optimizer.apply_now(optimizer, [gradients[id(p)] for p in parts], parts)
+            for variable, change in zip(self._moving, moved, strict=True):
+                keras_variables.stored(variable).assign_add(change)
+
+
+def _as(dtype: tf.DType, change: np.ndarray | float) -> tf.Tensor:
+    """Cast a change to a variable's type; a count that sixths add up to is a whole number."""
+    return tf.cast(np.rint(change) if dtype.is_integer else change, dtype)

@@ -1,0 +1,110 @@
+"""Metrics that workers count and the chief adds up."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dtk.compat import keras_variables
+from dtk.input import slicing
+from dtk.parameter_server.functional_step import FunctionalStep
+from dtk.trainer.replica import replica_step
+
+
+class Counted(TypedDict):
+    """What a step has counted: tensors while it is traced, arrays when it is reported.
+
+    Attributes:
+        metrics: What it adds to each of the metrics' variables.
+        logs: Other numbers that Keras's step returned, by name, as this slice's part of them.
+        rows: Rows of the slice.
+    """
+
+    metrics: list[np.ndarray]
+    logs: dict[str, np.ndarray]
+    rows: np.ndarray
+
+
+class MetricSum:
+    """Sum over slices and steps of what workers count, as the logs that Keras is given.
+
+    Args:
+        model: The model, whose metrics' variables on the chief hold the sum.
+
+    Attributes:
+        logs: Loss and metrics of the batches so far, by name.
+    """
+
+    def __init__(self, model: keras.Model):
+        self._model = model
+        self.logs: dict[str, Any] = {}
+        self._logged: list = []
+        self._add: tf.types.experimental.PolymorphicFunction | None = None
+
+    def count(self, traced: FunctionalStep, data: Any) -> Counted:
+        """Collect what a step adds to the metrics, other numbers it returned, and its rows.
+
+        Args:
+            traced: The step, which has counted from zero.
+            data: Its slice of a batch.
+
+        Returns:
+            What it counts; called while tracing.
+        """
+        self._logged = replica_step.results_in(traced.step, traced.logs)
+        return {
+            "metrics": [
+                traced.scope.get_current_value(v)
+                for v in replica_step.metric_variables(self._model)
+            ],
+            "logs": {
+                name: traced.step.weighed(value)
+                for name, value in replica_step.numbers_of(traced.step, traced.logs)
+            },
+            "rows": slicing.count_rows(data),
+        }
+
+    def add(self, counted: Sequence[Counted]) -> None:
+        """Add what a batch's slices counted to the chief's metrics; renew the logs.
+
+        Args:
+            counted: What each slice has counted.
+        """
+        deltas = []
+        for variable, *column in zip(
+            replica_step.metric_variables(self._model),
+            *(c["metrics"] for c in counted),
+            strict=True,
+        ):
+            deltas.append(tf.cast(np.sum(column, axis=0), keras_variables.stored(variable).dtype))
+        if self._add is None:
+            self._add = tf.function(self._adder(), autograph=False)
+        self.logs.update(self._add(deltas))
+        for name in counted[0]["logs"]:
+            self.logs[name] = sum(c["logs"][name] for c in counted)
+
+    def _adder(self) -> Callable[[list[tf.Tensor]], dict]:
+        model = self._model
+
+        def add(deltas: list[tf.Tensor]) -> dict:
+            for variable, delta in zip(replica_step.metric_variables(model), deltas, strict=True):
+                keras_variables.stored(variable).assign_add(delta)
+            logs: dict = {}
+            for path, metric, part in self._logged:
+                _put(logs, path, functools.reduce(operator.getitem, part, metric.result()))
+            return logs
+
+        return add
+
+
+def _put(logs: dict, path: tuple, value: Any) -> None:
+    """Put a value, as a tensor, into a dictionary of dictionaries."""
+    for name in path[:-1]:
+        logs = logs.setdefault(name, {})
+    logs[path[-1]] = tf.convert_to_tensor(value)

@@ -1,0 +1,118 @@
+"""Predict with workers behind parameter servers: the job of `predict`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from dtk.compat import keras_models, tf_replicas, tf_servers
+from dtk.parameter_server import gradient_buffers
+from dtk.parameter_server.contract import JobTrainer
+from dtk.parameter_server.functional_step import pulled_variables, trace_functional_step
+from dtk.parameter_server.jobs.batches import Batch
+from dtk.parameter_server.jobs.rng_states import RngStates
+from dtk.parameter_server.jobs.trace_cache import ConcreteFunction, TraceCache
+from dtk.parameter_server.scheduler import Schedule
+from dtk.parameter_server.task_queue import Result, Task
+from dtk.trainer.replica import replica_step
+
+
+class PredictJob:
+    """Job of `predict`'s batches: a slice per worker, rows put together in order.
+
+    See `batch_dispatch.BatchJob`.
+
+    Args:
+        trainer: The model's trainer.
+    """
+
+    def __init__(self, trainer: JobTrainer):
+        self._trainer = trainer
+        self.rng_states = RngStates(trainer.rng_state_variables)
+        self.traces = TraceCache()
+        self._outputs: list = []
+
+    def trace(self, spec: Any, rng_states: tf.TensorSpec) -> ConcreteFunction:
+        """Trace the step for batches like this one.
+
+        Args:
+            spec: Specification of a slice, of any number of rows.
+            rng_states: That of the states of random layers, of shape `[layers, 2]`.
+
+        Returns:
+            The function.
+        """
+        function = tf.function(self._step, autograph=False)
+        return function.get_concrete_function(spec, rng_states)
+
+    def _step(self, data: Any, rng_states: tf.Tensor) -> Any:
+        """Keras's step on one slice; traced on the chief, runs on a worker."""
+        model = self._trainer.model
+        tables = keras_models.tables_of(model)
+        with tf_replicas.in_replica(self._trainer.strategy):
+            random = self._trainer.rng_state_variables()
+            pulled, _ = gradient_buffers.pull(pulled_variables(model, tables, random))
+            given = self.rng_states.values(rng_states)
+            traced = trace_functional_step(
+                model.predict_step,
+                replica_step.without_optionals(data),
+                model,
+                share=tf.constant(1.0),
+                size=tf.constant(1.0),
+                world_sum=lambda value: value,
+                state=[*pulled, *given],
+                tables=tables,
+            )
+            self.rng_states.note_draws(traced, given)
+            return traced.logs
+
+    def compute(self, task: Task[Batch], worker: int, schedule: Schedule) -> Result[Any]:
+        """Predict for a slice.
+
+        Args:
+            task: The slice of a batch.
+            worker: Index of the worker whose thread this is.
+            schedule: The schedule of the steps.
+
+        Returns:
+            The model's outputs, a structure of tensors on the chief.
+        """
+        function = self.traces.function(task.work.spec)
+        with tf.device(tf_servers.CHIEF):
+            rng_states = tf.constant(self.rng_states.of(task.piece, schedule))
+        outputs = function(task.work.parts[task.part], rng_states)
+        with tf.device(tf_servers.CHIEF):  # fetched here, where a lost worker is noticed
+            outputs = tf.nest.map_structure(tf.identity, outputs, expand_composites=True)
+        return Result(outputs)
+
+    def apply(self, work: Batch, results: Sequence[Result[Any]], schedule: Schedule) -> None:
+        """Put the rows of a batch's slices together, in order.
+
+        Args:
+            work: The batch.
+            results: The results of its slices.
+            schedule: The schedule of the steps.
+        """
+        del work, schedule
+        with tf.device(tf_servers.CHIEF):
+            self._outputs.append(_concatenated([result.outputs for result in results]))
+
+    def take_outputs(self) -> Any:
+        """Return the outputs of all batches since the last call, their rows in order.
+
+        Returns:
+            A structure of tensors, of shape `[rows, ...]`.
+        """
+        outputs, self._outputs = self._outputs, []
+        return _concatenated(outputs)
+
+    def closed(self) -> None:
+        """Forget outputs that nobody took: an exception left them."""
+        self._outputs = []
+
+
+def _concatenated(outputs: Sequence[Any]) -> Any:
+    """Put the rows of structures of tensors one after the other."""
+    return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)

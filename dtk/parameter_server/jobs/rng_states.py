@@ -1,0 +1,147 @@
+"""States of random layers while workers compute steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dtk.parameter_server.functional_step import FunctionalStep
+from dtk.parameter_server.scheduler import Piece, Schedule
+from dtk.trainer.ranks import seeds
+
+# Steps that compute at once draw their random numbers this far apart.
+RNG_STRIDE = 1 << 10
+
+
+def rng_offset(steps: int) -> np.uint32:
+    """Return how far apart steps draw their random numbers.
+
+    Args:
+        steps: How many steps lie between.
+
+    Returns:
+        The offset of the state's counter, modulo 2^32.
+    """
+    return np.uint32(steps * RNG_STRIDE % 2**32)
+
+
+class _Begun(NamedTuple):
+    """States of random layers, uint32 of shape (layers, 2), and the step they are the states of."""
+
+    states: np.ndarray
+    first: int
+
+
+class RngStates:
+    """States of a model's random layers, from which every slice of every step draws its own.
+
+    The chief keeps them from the first step until all steps are applied, and then gives them back
+    to the model. Serial steps go on from where the one before has stopped; steps that compute at
+    once draw numbers of their own, whichever is computed first.
+
+    Args:
+        variables: Returns the state variables, Keras variables of shape `[2]`, uint32.
+        draws: Whether steps are known to draw; otherwise their traces show it.
+    """
+
+    def __init__(self, variables: Callable[[], list[keras.Variable]], *, draws: bool = False):
+        self._variables, self._draws = variables, draws
+        self._begun: _Begun | None = None
+
+    def begin(self, schedule: Schedule) -> tf.TensorSpec:
+        """Find out what random layers go on from, if steps do not go on already.
+
+        Args:
+            schedule: The schedule of the steps.
+
+        Returns:
+            The specification of the states, of shape `[layers, 2]`.
+        """
+        if self._begun is None:
+            states = [v.numpy() for v in self._variables()]
+            self._begun = _Begun(np.array(states, "uint32").reshape(-1, 2), schedule.offered)
+        return tf.TensorSpec(self._begun.states.shape, tf.uint32)
+
+    def of(self, piece: Piece, schedule: Schedule) -> np.ndarray:
+        """Return the random states of a slice: the same on every worker, and at any time.
+
+        Args:
+            piece: The slice.
+            schedule: The schedule of the steps.
+
+        Returns:
+            The states, uint32 of shape `[layers, 2]`.
+        """
+        assert self._begun is not None
+        states = self._begun.states.copy()
+        if schedule.tau:
+            states[:, 1] += rng_offset(piece.step - self._begun.first)
+        return np.array(
+            [seeds.fold_seed(state, piece.slice) for state in states], "uint32"
+        ).reshape(-1, 2)
+
+    def values(self, rng_states: tf.Tensor) -> list[tuple[keras.Variable, tf.Tensor]]:
+        """Return what state variables are in a traced step.
+
+        Args:
+            rng_states: The states, of shape `[layers, 2]`.
+
+        Returns:
+            (Keras variable, its value) pairs.
+        """
+        variables = self._variables()
+        return list(zip(variables, tf.unstack(rng_states, num=len(variables)), strict=True))
+
+    def note_draws(
+        self, traced: FunctionalStep, given: Sequence[tuple[keras.Variable, tf.Tensor]]
+    ) -> None:
+        """Note whether a traced step draws random numbers.
+
+        Args:
+            traced: The step.
+            given: The states it was given, as `values` returned them.
+        """
+        now = traced.scope.get_current_value
+        self._draws |= any(now(variable) is not state for variable, state in given)
+
+    def left_by(self, traced: FunctionalStep) -> list[tf.Tensor]:
+        """Return the states that a traced step leaves.
+
+        Args:
+            traced: The step.
+
+        Returns:
+            One of shape `[2]` per random layer.
+        """
+        return [traced.scope.get_current_value(v) for v in self._variables()]
+
+    def go_on_from(self, states: Sequence[np.ndarray]) -> None:
+        """Let the next step go on from where a serial one has stopped.
+
+        Args:
+            states: The states it has left, one of shape `[2]` per random layer.
+        """
+        assert self._begun is not None
+        self._begun = self._begun._replace(states=np.array(states, "uint32"))
+
+    def write_back(self, schedule: Schedule) -> None:
+        """Give the states back to the model, when all steps are applied.
+
+        Args:
+            schedule: The schedule of the steps.
+        """
+        if self._begun is not None and self._draws:
+            states, first = self._begun
+            if schedule.tau:
+                states[:, 1] += rng_offset(schedule.offered - first)
+            for variable, state in zip(self._variables(), states, strict=True):
+                variable.assign(state)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the states of steps that are over, or were left."""
+        self._begun = None

@@ -1,0 +1,119 @@
+"""Update of a model by a complete training step: its weights, random states, metrics and logs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dtk.parameter_server import gradient_buffers
+from dtk.parameter_server.contract import JobTrainer
+from dtk.parameter_server.functional_step import FunctionalStep
+from dtk.parameter_server.jobs.batch_dispatch import SerialPhase
+from dtk.parameter_server.jobs.gradient_commit import GradientCommit, NewLayout
+from dtk.parameter_server.jobs.metric_sum import Counted, MetricSum
+from dtk.parameter_server.jobs.rng_states import RngStates
+from dtk.parameter_server.scheduler import Schedule
+
+
+class TrainReport(Counted):
+    """What a training step reports: tensors while it is traced, arrays when it has run.
+
+    Attributes:
+        moved: By how much it moves statistics; see `GradientCommit.moved_by`.
+        rng_state: States that random layers go on from, one of shape `[2]` per layer.
+    """
+
+    moved: list[np.ndarray]
+    rng_state: list[np.ndarray]
+
+
+class TrainOutputs(NamedTuple):
+    """What a worker has computed of a training step.
+
+    Attributes:
+        report: What it reported.
+        share: The slice's part of the rows of its batch, 0 to 1.
+        buffer: The buffer that its gradients lie in.
+        batches: How many batches they are of.
+    """
+
+    report: TrainReport
+    share: float
+    buffer: gradient_buffers.GradientBuffer
+    batches: int = 1
+
+
+class StepUpdate:
+    """What training steps of either job report, and what the chief does with it.
+
+    Args:
+        trainer: The model's trainer.
+        serial_phase: Serial steps at the start, which are counted here.
+        new_layout: Makes the layout of gradient buffers.
+
+    Attributes:
+        commit: Applies gradients.
+        rng_states: States of random layers.
+        metrics: Sum of the metrics.
+    """
+
+    def __init__(
+        self,
+        trainer: JobTrainer,
+        serial_phase: SerialPhase,
+        new_layout: NewLayout = gradient_buffers.Layout,
+    ):
+        self._serial_phase = serial_phase
+        self.commit = GradientCommit(trainer, new_layout)
+        self.rng_states = RngStates(trainer.rng_state_variables, draws=True)
+        self.metrics = MetricSum(trainer.model)
+
+    def report(
+        self,
+        traced: FunctionalStep,
+        data: Any,
+        given: Sequence[tuple[keras.Variable, tf.Tensor]],
+    ) -> TrainReport:
+        """Collect what is reported of a traced step, besides its gradients.
+
+        Args:
+            traced: The step.
+            data: Its slice of a batch.
+            given: (Keras variable, its value) pairs that the step began with.
+
+        Returns:
+            A structure of tensors; called while tracing.
+        """
+        return {
+            **self.metrics.count(traced, data),
+            "moved": self.commit.moved_by(traced, given),
+            "rng_state": self.rng_states.left_by(traced),
+        }
+
+    def apply(self, outputs: Sequence[TrainOutputs], schedule: Schedule) -> None:
+        """Apply a complete step.
+
+        Args:
+            outputs: What workers have computed of it, in the order of slices.
+            schedule: The schedule of the steps; the step is not finished yet.
+        """
+        reports = [found.report for found in outputs]
+        self.commit.apply(
+            [found.buffer for found in outputs],
+            [found.share for found in outputs],
+            [report["moved"] for report in reports],
+        )
+        if not schedule.tau and reports[0]["rng_state"]:
+            # One after the other, steps go on from where the last one stopped.
+            self.rng_states.go_on_from(reports[0]["rng_state"])
+        self.metrics.add(reports)
+        rows = sum(int(report["rows"]) for report in reports)
+        self._serial_phase.count(rows, sum(found.batches for found in outputs), schedule)
+        if schedule.tau:
+            statistics = schedule.statistics
+            self.metrics.logs["staleness_mean"] = statistics.mean
+            self.metrics.logs["staleness_max"] = float(statistics.max)

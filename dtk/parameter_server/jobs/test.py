@@ -1,0 +1,110 @@
+"""Test with workers behind parameter servers: the job of `evaluate`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from dtk.compat import keras_models, tf_replicas
+from dtk.parameter_server import gradient_buffers
+from dtk.parameter_server.contract import JobTrainer
+from dtk.parameter_server.functional_step import (
+    pulled_variables,
+    trace_functional_step,
+    zero_metrics,
+)
+from dtk.parameter_server.jobs.batches import Batch, whole_batch
+from dtk.parameter_server.jobs.metric_sum import Counted, MetricSum
+from dtk.parameter_server.jobs.rng_states import RngStates
+from dtk.parameter_server.jobs.trace_cache import ConcreteFunction, TraceCache
+from dtk.parameter_server.scheduler import Schedule
+from dtk.parameter_server.task_queue import Result, Task
+
+
+class TestJob:
+    """Job of `evaluate`'s batches: any order, nothing applied. See `batch_dispatch.BatchJob`.
+
+    Args:
+        trainer: The model's trainer.
+    """
+
+    def __init__(self, trainer: JobTrainer):
+        self._trainer = trainer
+        self._metrics = MetricSum(trainer.model)
+        self.rng_states = RngStates(trainer.rng_state_variables)
+        self.traces = TraceCache()
+
+    @property
+    def logs(self) -> dict[str, Any]:
+        """Loss and metrics of the batches so far, by name."""
+        return self._metrics.logs
+
+    def trace(self, spec: Any, rng_states: tf.TensorSpec) -> ConcreteFunction:
+        """Trace the step for batches like this one.
+
+        Args:
+            spec: Specification of a slice, of any number of rows.
+            rng_states: That of the states of random layers, of shape `[layers, 2]`.
+
+        Returns:
+            The function.
+        """
+        scalar = tf.TensorSpec([], tf.float32)
+        function = tf.function(self._step, autograph=False)
+        return function.get_concrete_function(spec, scalar, scalar, rng_states)
+
+    def _step(
+        self, data: Any, share: tf.Tensor, size: tf.Tensor, rng_states: tf.Tensor
+    ) -> tf.Tensor:
+        """Keras's step on one slice; traced on the chief, runs on a worker."""
+        model, strategy = self._trainer.model, self._trainer.strategy
+        tables = keras_models.tables_of(model)
+        with tf_replicas.in_replica(strategy):
+            random = self._trainer.rng_state_variables()
+            pulled, _ = gradient_buffers.pull(pulled_variables(model, tables, random))
+            state = [*pulled, *zero_metrics(model)]
+            data = whole_batch(data)
+            given = self.rng_states.values(rng_states)
+            traced = trace_functional_step(
+                model.test_step,
+                data,
+                model,
+                share=share,
+                size=size,
+                world_sum=strategy.sum_over_slices,
+                state=[*state, *given],
+                tables=tables,
+                kinds=self._trainer.kinds_of("test"),
+            )
+            self.rng_states.note_draws(traced, given)
+            return self.traces.report(self._metrics.count(traced, data))
+
+    def compute(self, task: Task[Batch], worker: int, schedule: Schedule) -> Result[Counted]:
+        """Count metrics of a slice.
+
+        Args:
+            task: The slice of a batch.
+            worker: Index of the worker whose thread this is.
+            schedule: The schedule of the steps.
+
+        Returns:
+            What it counted.
+        """
+        rng_states = self.rng_states.of(task.piece, schedule)
+        return Result(self.traces.call(task, worker, rng_states))
+
+    def apply(self, work: Batch, results: Sequence[Result[Counted]], schedule: Schedule) -> None:
+        """Add up what a batch's slices have counted.
+
+        Args:
+            work: The batch.
+            results: The results of its slices.
+            schedule: The schedule of the steps.
+        """
+        del work, schedule
+        self._metrics.add([result.outputs for result in results])
+
+    def closed(self) -> None:
+        """Forget nothing: workers keep nothing of a batch."""

@@ -1,0 +1,101 @@
+"""Functions that workers are sent, traced once for each specification of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+import tensorflow as tf
+
+from dtk.compat import tf_servers
+from dtk.parameter_server import gradient_buffers
+from dtk.parameter_server.jobs.batches import Batch
+from dtk.parameter_server.task_queue import Task
+
+# A traced function, which workers can be sent.
+ConcreteFunction: TypeAlias = tf.types.experimental.ConcreteFunction
+
+
+class TraceCache:
+    """Traced functions by the specification of batches, and how to read what they report."""
+
+    def __init__(self) -> None:
+        self._functions: dict[str, ConcreteFunction] = {}
+        self._reports: dict[str, gradient_buffers.Report] = {}
+        self._traced: gradient_buffers.Report | None = None
+
+    def add(self, spec: Any, trace: Callable[[], ConcreteFunction]) -> None:
+        """Trace a function, unless there is one for such batches.
+
+        Args:
+            spec: Specification of a slice, of any number of rows.
+            trace: Traces it; what it reports goes through `report`.
+        """
+        key = gradient_buffers.key_of(spec)
+        if key not in self._functions:
+            self._functions[key] = trace()
+            if self._traced is not None:
+                self._reports[key] = self._traced
+
+    def report(self, results: Any) -> tf.Tensor:
+        """Put what a function reports into one tensor; called while tracing.
+
+        Args:
+            results: A structure of numbers; see `gradient_buffers.Report`.
+
+        Returns:
+            The numbers, float64 of shape `[n]`.
+        """
+        self._traced = gradient_buffers.Report(results)
+        return self._traced.tensor
+
+    def function(self, spec: Any) -> ConcreteFunction:
+        """Return the function for some batches.
+
+        Args:
+            spec: Their specification.
+        """
+        return self._functions[gradient_buffers.key_of(spec)]
+
+    def read(self, spec: Any, numbers: np.ndarray) -> Any:
+        """Return what the function for some batches has reported.
+
+        Args:
+            spec: Their specification.
+            numbers: The value of the tensor that `report` returned.
+
+        Returns:
+            The structure that `report` was given, of arrays.
+        """
+        return self._reports[gradient_buffers.key_of(spec)].read(numbers)
+
+    def call(self, task: Task[Batch], worker: int, rng_states: np.ndarray, *more: Any) -> Any:
+        """Call a function on a slice, on the worker whose thread this is.
+
+        Args:
+            task: The slice of a batch.
+            worker: Index of the worker.
+            rng_states: States of random layers, of shape `[layers, 2]`.
+            more: Further arguments of the function. It is called with the slice, its part of the
+                batch's rows, how many slices have rows, the random states, and these.
+
+        Returns:
+            What it reported.
+        """
+        batch, function = task.work, self.function(task.work.spec)
+        # Made on the chief, they go along with the call; made on the worker, each is a message.
+        with tf.device(tf_servers.CHIEF):
+            numbers = [
+                tf.constant(n, tf.float32) for n in (batch.share_of(task.part), batch.holders)
+            ]
+            numbers.append(tf.constant(rng_states))
+
+        def step(data: Any) -> np.ndarray:
+            return function(data, *numbers, *more).numpy()
+
+        if batch.pipelines is None:
+            found = step(batch.parts[task.part])
+        else:
+            found = batch.pipelines.call(step, worker)
+        return self.read(batch.spec, found)

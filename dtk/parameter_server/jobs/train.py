@@ -1,0 +1,144 @@
+"""Train with workers behind parameter servers: the job of `fit`.
+
+A step is traced once, on the chief. A worker computes it as a function of a slice and of weights it
+reads, and puts gradients into a gradient buffer on the servers; when all slices of a step are
+there, the chief has the servers apply them. Weights and gradients never pass the chief.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from dtk.compat import tf_replicas
+from dtk.parameter_server import gradient_buffers
+from dtk.parameter_server.contract import JobTrainer
+from dtk.parameter_server.functional_step import (
+    pulled_variables,
+    trace_functional_step,
+    zero_metrics,
+)
+from dtk.parameter_server.jobs.batch_dispatch import SerialPhase
+from dtk.parameter_server.jobs.batches import Batch, whole_batch
+from dtk.parameter_server.jobs.step_update import StepUpdate, TrainOutputs, TrainReport
+from dtk.parameter_server.jobs.trace_cache import ConcreteFunction, TraceCache
+from dtk.parameter_server.scheduler import Schedule
+from dtk.parameter_server.task_queue import Result, Task
+
+
+class SliceReport(TrainReport):
+    """What a step on one slice reports.
+
+    Attributes:
+        traffic: Bytes pulled and bytes pushed, int64 of shape `[2]`.
+    """
+
+    traffic: np.ndarray
+
+
+class TrainJob:
+    """Job of `fit`'s steps; see `batch_dispatch.BatchJob`.
+
+    Args:
+        trainer: The model's trainer.
+        serial_phase: Serial steps at the start.
+    """
+
+    def __init__(self, trainer: JobTrainer, serial_phase: SerialPhase):
+        self._trainer = trainer
+        self._update = StepUpdate(trainer, serial_phase)
+        self.rng_states, self.traces = self._update.rng_states, TraceCache()
+
+    @property
+    def logs(self) -> dict[str, Any]:
+        """Loss, metrics and staleness of the steps so far, by name."""
+        return self._update.metrics.logs
+
+    def trace(self, spec: Any, rng_states: tf.TensorSpec) -> ConcreteFunction:
+        """Trace the step for batches like this one.
+
+        Args:
+            spec: Specification of a slice, of any number of rows.
+            rng_states: That of the states of random layers, of shape `[layers, 2]`.
+
+        Returns:
+            The function.
+        """
+        handles = [tf.TensorSpec([], tf.resource) for _ in self._update.commit.layout.slots]
+        scalar = tf.TensorSpec([], tf.float32)
+        function = tf.function(self._step, autograph=False)
+        return function.get_concrete_function(spec, scalar, scalar, rng_states, handles)
+
+    def _step(
+        self,
+        data: Any,
+        share: tf.Tensor,
+        size: tf.Tensor,
+        rng_states: tf.Tensor,
+        handles: list[tf.Tensor],
+    ) -> tf.Tensor:
+        """Keras's step on one slice; traced on the chief, runs on a worker, fills a buffer."""
+        model, strategy, update = self._trainer.model, self._trainer.strategy, self._update
+        tables, layout = update.commit.tables, update.commit.layout
+        with tf_replicas.in_replica(strategy):
+            random = self._trainer.rng_state_variables()
+            pulled, read = gradient_buffers.pull(pulled_variables(model, tables, random))
+            state = [*pulled, *zero_metrics(model)]
+            data = whole_batch(data)
+            state += self.rng_states.values(rng_states)
+            traced = trace_functional_step(
+                model.train_step,
+                data,
+                model,
+                share=share,
+                size=size,
+                world_sum=strategy.sum_over_slices,
+                state=state,
+                tables=tables,
+                kinds=self._trainer.kinds_of("train"),
+            )
+            sent = layout.put(layout.contents(update.commit.plan(traced.applied)), handles)
+            report: SliceReport = {
+                **update.report(traced, data, state),
+                "traffic": tf.stack([read + traced.rows_read, sent]),
+            }
+            return self.traces.report(report)
+
+    def compute(self, task: Task[Batch], worker: int, schedule: Schedule) -> Result[TrainOutputs]:
+        """Compute the gradients of a slice, and leave them in a buffer on the servers.
+
+        Args:
+            task: The slice of a batch.
+            worker: Index of the worker whose thread this is.
+            schedule: The schedule of the steps.
+
+        Returns:
+            What it reported, and the buffer.
+        """
+        commit = self._update.commit
+        buffer = commit.take_buffer()
+        rng_states = self.rng_states.of(task.piece, schedule)
+        report: SliceReport = self.traces.call(task, worker, rng_states, buffer.handles)
+        self._trainer.strategy.note_traffic(worker, report["traffic"])
+        outputs = TrainOutputs(report, task.work.share_of(task.part), buffer)
+        return Result(outputs, release=functools.partial(commit.release, buffer))
+
+    def apply(
+        self, work: Batch, results: Sequence[Result[TrainOutputs]], schedule: Schedule
+    ) -> None:
+        """Have the servers apply a step's gradients; add up what it counted.
+
+        Args:
+            work: The batch.
+            results: The results of its slices.
+            schedule: The schedule of the steps.
+        """
+        del work
+        self._update.apply([result.outputs for result in results], schedule)
+
+    def closed(self) -> None:
+        """Forget nothing: workers keep nothing of a step."""

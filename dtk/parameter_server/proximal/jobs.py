@@ -1,0 +1,131 @@
+"""Jobs of block descent: take a step of one block, and measure the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from dtk.compat import tf_servers
+from dtk.parameter_server.proximal.blocks import Blocks, Copy
+from dtk.parameter_server.proximal.row_loss import RowLoss
+from dtk.parameter_server.scheduler import Schedule
+from dtk.parameter_server.task_queue import Result, Task
+
+
+class BlockJob:
+    """Job of steps; the work of a step is the index of its block. See `dispatch.Job`.
+
+    Args:
+        loss: The loss.
+        blocks: The weights.
+        copies: What each worker keeps.
+        rate: The rate of each block, of shape (blocks,).
+        l1: Weight of |w|_1.
+        note_traffic: Called on workers' threads as `note_traffic(worker, moved)`, with the bytes
+            pulled and pushed, of shape `[2]`.
+    """
+
+    def __init__(
+        self,
+        loss: RowLoss,
+        blocks: Blocks,
+        copies: Sequence[Copy],
+        rate: np.ndarray,
+        l1: float,
+        note_traffic: Callable[[int, np.ndarray], None],
+    ):
+        self._loss, self._blocks, self._copies = loss, blocks, copies
+        self._rate, self._l1, self._note_traffic = rate, l1, note_traffic
+
+    def compute(self, task: Task[int], worker: int, schedule: Schedule) -> Result[tf.Variable]:
+        """Compute the gradient of a block over a part of the rows, and push it to its server.
+
+        Args:
+            task: The block, and the part of the rows.
+            worker: Index of the worker whose thread this is.
+            schedule: The schedule of the steps.
+
+        Returns:
+            The variable that its gradient is in.
+        """
+        del schedule
+        block, copy = task.work, self._copies[worker]
+        buffer = self._blocks.buffer(block)
+        with copy.forgetting_on_error():
+            # Made on the chief, they go along with the call; made on the worker, each is a message.
+            with tf.device(tf_servers.CHIEF):
+                span = [tf.constant(bound) for bound in self._blocks.spans[block]]
+            weights, rows = copy.weights(), copy.rows(task.part)
+            pushed = self._loss.push(weights, rows, *span, buffer.handle).numpy()
+            self._note_traffic(worker, np.array([copy.take_pulled(), pushed]))
+        return Result(buffer)
+
+    def apply(self, work: int, results: Sequence[Result[tf.Variable]], schedule: Schedule) -> None:
+        """Have the block's server take the proximal step.
+
+        Args:
+            work: Index of the block.
+            results: The gradients of the parts of the rows.
+            schedule: The schedule of the steps.
+        """
+        del schedule
+        buffers = [result.outputs for result in results]
+        self._blocks.apply(work, buffers, float(self._rate[work]), self._l1)
+
+
+class MeasureJob:
+    """Job of one measurement of the loss; its work is nothing but to do so. See `dispatch.Job`.
+
+    Args:
+        loss: The loss.
+        copies: What each worker keeps.
+        part_rows: Number of rows of each part.
+
+    Attributes:
+        total: Sum of the loss over all rows.
+        norm: |w|_1.
+    """
+
+    def __init__(self, loss: RowLoss, copies: Sequence[Copy], part_rows: Sequence[int]):
+        self._loss, self._copies, self._part_rows = loss, copies, part_rows
+        self.total = self.norm = np.nan
+
+    def compute(self, task: Task[None], worker: int, schedule: Schedule) -> Result[np.ndarray]:
+        """Compute the loss over a part of the rows.
+
+        Args:
+            task: The part of the rows.
+            worker: Index of the worker whose thread this is.
+            schedule: The schedule, of one step.
+
+        Returns:
+            What `RowLoss.value` returned.
+        """
+        del schedule
+        copy = self._copies[worker]
+        with copy.forgetting_on_error():
+            return Result(self._loss.value(copy.weights(), copy.rows(task.part)).numpy())
+
+    def apply(self, work: None, results: Sequence[Result[np.ndarray]], schedule: Schedule) -> None:
+        """Add up the loss of all parts.
+
+        Args:
+            work: Nothing.
+            results: The losses of the parts of the rows.
+            schedule: The schedule, of one step.
+
+        Raises:
+            ValueError: The loss gives another number of values than there are rows.
+        """
+        del work, schedule
+        for rows, result in zip(self._part_rows, results, strict=True):
+            values = result.outputs[1]
+            if values != rows:
+                raise ValueError(
+                    f"loss(weights, *rows) returned {values:.0f} numbers for {rows} rows; "
+                    "expected one number per row, for they are summed over all workers"
+                )
+        self.total = float(sum(result.outputs[0] for result in results))
+        self.norm = float(results[0].outputs[2])

@@ -1,0 +1,236 @@
+"""Queue of tasks: the parts of steps, handed to workers as the schedule allows.
+
+    add             work of one step
+    take            a part of it, for a worker     <-----.
+    finished        the worker's result                  |  lost: another worker takes it
+    next_complete   the results of a step that has them all
+
+The schedule says that some worker may take one more piece of a step. Whether it may be this one,
+and which part of the step's work the piece is, is said here.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Collection, Set
+from typing import Generic, NamedTuple, TypeVar
+
+from dtk.parameter_server.scheduler import Piece, Schedule
+
+WorkT = TypeVar("WorkT")
+OutputsT = TypeVar("OutputsT")
+
+
+class Task(NamedTuple, Generic[WorkT]):
+    """Part of a step's work, as a worker is given it.
+
+    Attributes:
+        piece: What the schedule has handed out.
+        part: Which part of the work it is, `0 <= part < schedule.slices`.
+        work: The step's work.
+    """
+
+    piece: Piece
+    part: int
+    work: WorkT
+
+
+def _keep() -> None:
+    """Release nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result(Generic[OutputsT]):
+    """Result of one task.
+
+    Attributes:
+        outputs: What the worker has computed.
+        older: Applied steps that were not in the weights it used, besides those under way.
+        release: Called once when the outputs are not needed any more, such as to take back the
+            gradient buffer that they lie in.
+    """
+
+    outputs: OutputsT
+    older: int = 0
+    release: Callable[[], None] = _keep
+
+
+class InTurns(Generic[WorkT]):
+    """Turns of workers that read pipelines of their own, so that each is read as far as any other.
+
+    Else a fast worker's rows would count more often than a slow one's. Another takes a worker's
+    turn while it is lost.
+
+    Args:
+        workers: Number of workers.
+        lost_workers: Indices of the workers that are lost at the moment; changes from outside.
+        has_turns: Whether workers take turns at some work; the parts of other work go to any.
+    """
+
+    def __init__(
+        self, workers: int, lost_workers: Collection[int], has_turns: Callable[[WorkT], bool]
+    ):
+        self._workers, self._lost_workers, self._has_turns = workers, lost_workers, has_turns
+
+    def allows(self, worker: int, number: int, work: WorkT) -> bool:
+        """Return whether a worker may take the next slice: it is its turn, or that of a lost one.
+
+        Args:
+            worker: Index of the worker.
+            number: How many slices were before it, of all steps.
+            work: The work of its step.
+        """
+        owner = number % self._workers
+        return not self._has_turns(work) or owner == worker or owner in self._lost_workers
+
+
+class CompleteStep(NamedTuple, Generic[WorkT, OutputsT]):
+    """Step whose parts are all computed.
+
+    Attributes:
+        number: Its number.
+        work: Its work.
+        results: The results in the order of parts, those without rows left out.
+    """
+
+    number: int
+    work: WorkT
+    results: list[Result[OutputsT]]
+
+
+def in_order(worker: int, index: int, free: Set[int]) -> int:
+    """Choose the part of a step's work that a slice is: that of its own number.
+
+    Args:
+        worker: Index of the worker that takes the slice first.
+        index: Which slice of the step, from 0.
+        free: Parts that no slice is yet.
+
+    Returns:
+        `index`.
+    """
+    del worker, free
+    return index
+
+
+def own_part(worker: int, index: int, free: Set[int]) -> int:
+    """Choose the part of the worker's own number, or the first one if another worker has that.
+
+    A worker that keeps the rows it was sent has those of this part already.
+
+    Args:
+        worker: Index of the worker that takes the slice first.
+        index: Which slice of the step; it does not matter.
+        free: Parts that no slice is yet, at least one.
+
+    Returns:
+        One of `free`.
+    """
+    del index
+    return worker if worker in free else min(free)
+
+
+@dataclasses.dataclass
+class _Step(Generic[WorkT, OutputsT]):
+    """Step that is not complete."""
+
+    work: WorkT
+    empty: Collection[int]  # parts
+    parts: dict[int, int] = dataclasses.field(default_factory=dict)  # slice -> part
+    results: dict[int, Result[OutputsT]] = dataclasses.field(default_factory=dict)  # by part
+
+
+class TaskQueue(Generic[WorkT, OutputsT]):
+    """Queue of the parts of steps; see `worker_pool.Work`.
+
+    Args:
+        schedule: Which step may start; its steps have as many slices as the work has parts.
+        turns: Which worker may take a slice; None if any may.
+        choose_part: Which part of the work a slice is: `in_order` or `own_part`.
+
+    Attributes:
+        schedule: The schedule.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        turns: InTurns[WorkT] | None = None,
+        choose_part: Callable[[int, int, Set[int]], int] = in_order,
+    ):
+        self.schedule, self._turns, self._choose_part = schedule, turns, choose_part
+        self._steps: dict[int, _Step[WorkT, OutputsT]] = {}
+        self._complete: collections.deque[int] = collections.deque()
+
+    def add(self, work: WorkT, empty: Collection[int] = ()) -> None:
+        """Add the work of one step.
+
+        Args:
+            work: The work, of as many parts as the schedule gives a step slices.
+            empty: The parts without rows, which are finished as soon as they are handed out.
+        """
+        self._steps[self.schedule.offer()] = _Step(work, empty)
+
+    def take(self, worker: int) -> Task[WorkT] | None:
+        """Hand out the next task for a worker. A piece that was lost keeps its part.
+
+        Args:
+            worker: Index of the worker.
+
+        Returns:
+            The task; None if nothing may start yet.
+        """
+        while self._is_allowed(worker) and (piece := self.schedule.take(worker)) is not None:
+            step = self._steps[piece.step]
+            if piece.slice not in step.parts:
+                free = set(range(self.schedule.slices)).difference(step.parts.values())
+                part = self._choose_part(worker, piece.slice, free)
+                step.parts[piece.slice] = part
+            task = Task(piece, step.parts[piece.slice], step.work)
+            if task.part not in step.empty:
+                return task
+            self.finished(task, worker, None)
+        return None
+
+    def _is_allowed(self, worker: int) -> bool:
+        number, index = self.schedule.next_slice
+        step = self._steps.get(number)
+        if step is None or self._turns is None:
+            return True
+        return self._turns.allows(worker, number * self.schedule.slices + index, step.work)
+
+    def finished(self, task: Task[WorkT], worker: int, result: Result[OutputsT] | None) -> None:
+        """Take the result of a task; release it if another one was first.
+
+        Args:
+            task: The task, as `take` returned it.
+            worker: Index of the worker that has computed it.
+            result: Its result; None for a part without rows.
+        """
+        number = task.piece.step
+        if self.schedule.returned(task.piece, worker, 0 if result is None else result.older):
+            if result is not None:
+                self._steps[number].results[task.part] = result
+            if self.schedule.complete(number):
+                self._complete.append(number)
+        elif result is not None:
+            result.release()
+
+    def lost(self, task: Task[WorkT], worker: int) -> None:
+        """Hand a task out again, whose worker was lost with it.
+
+        Args:
+            task: The task, as `take` returned it.
+            worker: Index of the lost worker.
+        """
+        self.schedule.lost(task.piece, worker)
+
+    def next_complete(self) -> CompleteStep[WorkT, OutputsT] | None:
+        """Remove and return a step whose parts are all computed; None if there is none."""
+        if not self._complete:
+            return None
+        number = self._complete.popleft()
+        # A copy of one of its parts may still be computing, and has the work with it.
+        step = self._steps.pop(number)
+        return CompleteStep(number, step.work, [r for _, r in sorted(step.results.items())])
