@@ -75,3 +75,10 @@ def test_unknown_backend():
         harness.World("smoke", 1)
     with pytest.raises(ValueError, match="one rank, got size=2"):
         harness.World("local", 2)
+
+
+def test_a_world_that_cannot_start_says_why_at_once():
+    began = time.monotonic()
+    with pytest.raises(harness.WorldError, match="(?s)collective x 1 does not start.*PYTHONHOME"):
+        harness.World("collective", 1, env={"PYTHONHOME": "/nowhere"})
+    assert time.monotonic() - began < harness.START_TIMEOUT / 3

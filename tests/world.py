@@ -163,7 +163,8 @@ class World:
             self.close(patience=0)
             if not isinstance(error, RanksFailed | TimeoutError):
                 raise
-            raised = isinstance(error, RanksFailed) and ENDED not in error.failures.values()
+            failures = error.failures.values() if isinstance(error, RanksFailed) else ()
+            raised = failures and ENDED not in failures  # and so told by their tracebacks
             raise WorldError(f"{what}\n{error}{'' if raised else output}") from None
 
     def _output(self) -> str:
