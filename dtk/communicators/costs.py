@@ -37,7 +37,8 @@ from typing import NamedTuple
 ONE_HOP_MOST = 1 << 16
 # Bytes of a bucket.
 BUCKET_LEAST, BUCKET_MOST = 1 << 16, 1 << 24
-# Operations that take as long as a byte, in a world whose costs were not measured.
+# Floating point operations a worker does in the time one byte takes, where that was not measured:
+# less than most machines do. One core with AVX-512 on loopback does 450, eight on 10 Gbit/s 600.
 FLOPS_PER_BYTE = 100
 # dtk's collectives over TensorFlow's round up what varies in length to three significant bits, in
 # words of four bytes (`dtk.communicators.collective`).

@@ -165,7 +165,7 @@ class ParameterServerTrainer(DistributedTrainer):
         if isinstance(iterator, worker_data.Pipelines):
             yield from itertools.repeat((iterator, tf.data.IteratorSpec(iterator.element_spec)))
         if isinstance(iterator, tf.data.Iterator):
-            spec = gradient_buffers.spec_of(iterator.element_spec.parts[0])
+            spec = slicing.spec_of(iterator.element_spec.parts[0])
             for batch in iterator:
                 yield batch, spec
             return
@@ -174,7 +174,7 @@ class ParameterServerTrainer(DistributedTrainer):
             whole = tf.nest.map_structure(
                 lambda leaf: leaf if leaf is None else tf.convert_to_tensor(leaf), given
             )
-            yield slicing.cut(whole, range(slices), slices), gradient_buffers.spec_of(whole)
+            yield slicing.cut(whole, range(slices), slices), slicing.spec_of(whole)
 
     def make_trial(self, step_function: Callable, batch: slicing.Slices) -> ChiefTrial:
         """Make the trial of a step that is cut over workers; see `DistributedTrainer.make_trial`.
@@ -294,7 +294,7 @@ class ParameterServerTrainer(DistributedTrainer):
                         "workers' own do not have; give it arrays or a tf.data.Dataset"
                     )
                 slices = slicing.cut(data, range(workers), workers)
-                dispatcher.submit(Batch.of(slices, gradient_buffers.spec_of(data), workers))
+                dispatcher.submit(Batch.of(slices, slicing.spec_of(data), workers))
             dispatcher.drain()
             return job.take_outputs()
 

@@ -343,30 +343,6 @@ class Report:
         return tf.nest.pack_sequence_as(self._structure, results)
 
 
-def spec_of(data: Any) -> Any:
-    """Return the specification of batches like this one, with any number of rows.
-
-    Args:
-        data: A structure of tensors, or of their specifications.
-
-    Returns:
-        The same structure of specifications.
-    """
-    return tf.nest.map_structure(_without_rows, data)
-
-
-def _without_rows(leaf: Any) -> Any:
-    if isinstance(leaf, tf.RaggedTensor | tf.RaggedTensorSpec):
-        splits = leaf.row_splits_dtype if isinstance(leaf, tf.RaggedTensorSpec) else None
-        splits = splits or leaf.row_splits.dtype
-        return tf.RaggedTensorSpec([None, *leaf.shape[1:]], leaf.dtype, leaf.ragged_rank, splits)
-    if isinstance(leaf, tf.SparseTensor | tf.SparseTensorSpec):
-        return tf.SparseTensorSpec([None, *leaf.shape[1:]], leaf.dtype)
-    if isinstance(leaf, tf.Tensor | tf.TensorSpec):
-        return tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)
-    return leaf
-
-
 def key_of(spec: Any) -> str:
     """Return a specification as a dictionary key.
 

@@ -107,18 +107,8 @@ def spec_of(given: Dataset) -> Any:
         Structure of `tf.TensorSpec` and the like; None for what is absent.
     """
     whole = getattr(given, "whole", None)
-    spec = (given if whole is None else whole).element_spec
-    return keras.tree.map_structure(_with_any_rows, spec)
-
-
-def _with_any_rows(leaf: Any) -> Any:
-    if not hasattr(leaf, "shape"):
-        return None
-    if isinstance(leaf, tf.TensorSpec) and leaf.shape.rank:
-        return tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)
-    if isinstance(leaf, tf.SparseTensorSpec) and leaf.shape.rank:
-        return tf.SparseTensorSpec([None, *leaf.shape[1:]], leaf.dtype)
-    return leaf
+    spec = slicing.spec_of((given if whole is None else whole).element_spec)
+    return keras.tree.map_structure(lambda leaf: leaf if hasattr(leaf, "shape") else None, spec)
 
 
 def tuned_for(adapter: keras_data.DataAdapter, dataset: Dataset) -> Dataset:

@@ -175,7 +175,6 @@ def test_bytes_of_factors_are_those_that_the_communicator_counts(exchange, worke
 
 
 def test_factors_are_sent_as_long_as_the_exchange_does():
-    assert FLOPS_PER_BYTE == factors.FLOPS_PER_BYTE
     kernel = factors.Factored(*(tf.ones([1, n]) for n in KERNEL))
     most = math.floor(FACTORS.most_rows)
     for rows in (1, most, most + 1):
