@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import ArrayLike
 
-from dtk.parameter_server.proximal.descent import Descent
+from dtk.parameter_server.proximal.descent import BlockCoordinateDescent
 from dtk.parameter_server.proximal.methods import check_blocks, check_tau, is_whole, rate_bound
 from dtk.parameter_server.scheduler import Staleness
 from dtk.strategies.parameter_server import ParameterServerStrategy
@@ -123,7 +123,7 @@ def minimize_blocks(
     chosen = _checked_order(order, blocks, steps, seed)
     rows = _checked_data(data, weights.dtype)
 
-    descent = Descent(strategy, loss, weights, rows, blocks)
+    descent = BlockCoordinateDescent(strategy, loss, weights, rows, blocks)
     before = strategy.traffic
     objective: dict[int, float] = {}
 

@@ -32,7 +32,7 @@ from dtk.parameter_server.scheduler import Schedule
 from dtk.parameter_server.task_queue import OutputsT, TaskQueue, WorkT, own_part
 
 
-class Descent:
+class BlockCoordinateDescent:
     """Block coordinate descent with the workers of a strategy.
 
     Args:
