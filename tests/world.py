@@ -5,15 +5,15 @@
 
 Starting TensorFlow costs seconds, so a world lives on and runs one body after another. It is
 started as users start theirs: by dtk's launcher, or by the real `mpirun`. A body is an ordinary
-function in a module beside the test; it runs on every rank at once, and `run` returns the results
-in rank order:
+function beside the test that asserts on what it returns; workers import the test's module to run
+it, on every rank at once, and `run` returns the results in rank order:
 
-    def body(scale):                                  # tests/strategies/bodies.py
-        comm = world.communicator()
+    def collective(scale):
+        comm = communicator()
         return comm.allreduce(tf.constant(scale)).numpy()
 
-    def test_it(world):                               # tests/strategies/test_it.py
-        assert world("collective", 2).run("strategies.bodies:body", 3.0) == [6.0, 6.0]
+    def test_it(world):
+        assert world("collective", 2).run(collective, 3.0) == [6.0, 6.0]
 
 A body that raises, a worker that dies and a time that runs out all end every process of the world.
 """

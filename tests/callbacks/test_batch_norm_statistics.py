@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
+import dtk
 from dtk.callbacks import BatchNormStatistics
 
-from callbacks import evaluation_bodies as bodies
+from callbacks.bodies import (
+    data,
+    fails,
+    strategy,
+)
 
 two_ranks = pytest.mark.worlds(("collective", 2))
 
@@ -27,6 +34,42 @@ def check(results, rows):
             np.testing.assert_array_equal(one, other)
 
 
+def normalized(form, batches, size=16, kind="world", synchronized=False, **options):
+    """Statistics after training, and the same training without the callback."""
+    x, y = data()
+    x = x * 3 + np.arange(37, dtype="float32")[:, None]  # ranks' rows differ in their mean
+    given, of_rows = x, size
+    if form == "dataset":
+        given, of_rows = tf.data.Dataset.from_tensor_slices((x, y)).batch(size), None
+
+    def run(*callbacks):
+        keras.utils.set_random_seed(3)
+        norms = [keras.layers.BatchNormalization(synchronized=synchronized) for _ in range(2)]
+        with strategy(kind).scope():
+            layers = [norms[0], keras.layers.Dense(3), keras.layers.Dropout(0.3), norms[1]]
+            model = keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(1)])
+            model.compile("adam", "mse", metrics=["mae"], **options)
+        held_out = (x[:9], y[:9])
+        model.fit(
+            x,
+            y,
+            batch_size=16,
+            epochs=2,
+            verbose=0,
+            callbacks=callbacks,
+            validation_data=held_out,
+        )
+        assert norms[0].momentum == 0.99
+        weights = [v.numpy().tobytes() for v in model.trainable_variables]
+        found = [(n.moving_mean.numpy(), n.moving_variance.numpy()) for n in norms]
+        val_loss = model.history.history["val_loss"][-1]
+        evaluated = model.evaluate(*held_out, verbose=0)[0]
+        return weights, found, (val_loss, evaluated), model.history.history["loss"]
+
+    statistics = dtk.callbacks.BatchNormStatistics(given, batches, of_rows)
+    return run(statistics), run() if synchronized else None, x
+
+
 @two_ranks
 @pytest.mark.parametrize(
     "form, batches, size, rows",
@@ -36,21 +79,36 @@ def check(results, rows):
     ],
 )
 def test_two_ranks(pool, form, batches, size, rows):
-    check(pool.run(bodies.normalized, form, batches, size, timeout=90), rows)
+    check(pool.run(normalized, form, batches, size, timeout=90), rows)
+
+
+def normalized_in_executions():
+    return normalized("arrays", 2, synchronized=True, steps_per_execution=3)
 
 
 @two_ranks
 def test_synchronized_layers_and_several_steps_per_execution(pool):
-    check(pool.run(bodies.normalized_in_executions, timeout=90), 32)
+    check(pool.run(normalized_in_executions, timeout=90), 32)
 
 
 def test_two_devices(alone):
-    check(alone.run(bodies.normalized, "arrays", 1, 15, "mirrored", timeout=90), 15)
+    check(alone.run(normalized, "arrays", 1, 15, "mirrored", timeout=90), 15)
+
+
+def normalization_refused():
+    def run(*layers):
+        with strategy().scope():
+            model = keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        x, y = data()
+        model.fit(x, y, verbose=0, callbacks=[dtk.callbacks.BatchNormStatistics(x)])
+
+    return [fails(run), fails(run, keras.layers.BatchNormalization(renorm=True))]
 
 
 @two_ranks
 def test_a_model_without_is_refused(pool):
-    for (kind, none), (other_kind, renorm) in pool.run(bodies.normalization_refused):
+    for (kind, none), (other_kind, renorm) in pool.run(normalization_refused):
         assert kind == other_kind == "ValueError"
         assert "has no BatchNormalization that is trained" in none
         assert "renorm=True" in renorm

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import pathlib
+
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
+import dtk
 from dtk.callbacks import CrossValidation, HalveRate
 from dtk.callbacks.halve_rate import gains_enough
 
-from callbacks import evaluation_bodies as bodies
+from callbacks.bodies import (
+    crash_at,
+    data,
+    everything,
+    fails,
+    fit,
+    strategy,
+)
+from strategies.bodies import served_with
 
 two_ranks = pytest.mark.worlds(("collective", 2))
 
@@ -46,32 +61,107 @@ def test_the_table_of_steps():
         assert due_at(samples, 20) == list(enumerate(steps))
 
 
+class Calls:
+    """A callback for CrossValidation that notes what it is told, after how many steps."""
+
+    def __init__(self, last=None):
+        self.noted = []
+        self.last = last
+
+    def __call__(self, index, average_error, samples, minibatches):
+        self.noted.append((index, average_error, samples, minibatches, self.steps()))
+        return self.last is None or len(self.noted) < self.last
+
+
+def cross_validation(every, calls, form="arrays", **options):
+    """One whose data are arrays or a dataset, as those of `fit` are."""
+    x, y = data(21)
+    given = (x, y) if form == "arrays" else tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+    size = 4 if form == "arrays" else None
+    callback = dtk.callbacks.CrossValidation(every, calls, given, size, **options)
+    calls.steps = lambda: int(callback.model.optimizer.iterations.numpy())
+    return callback
+
+
+def cross_validated(form, every=20, kind="world", epochs=2):
+    """What the callback was told; and the same training without, for comparison."""
+    strategy(kind)  # before the first dataset: TensorFlow's collectives come first
+    calls = Calls()
+    more = []
+    if form == "schedule":
+        more, form = [dtk.callbacks.BatchSizeSchedule([8, 16])], "arrays"
+    validating = [cross_validation(every, calls, form)]
+    model, _ = fit([*more, *validating], form, epochs, kind)
+    plain, _ = fit(more, form, epochs, kind)
+    runs = [(everything(m).tobytes(), m.history.history) for m in (model, plain)]
+    return calls.noted, runs
+
+
 @two_ranks
 @pytest.mark.parametrize("form", ["dataset", "schedule"])
 def test_two_ranks(pool, form):
-    check(pool.run(bodies.cross_validated, form, timeout=90), form)
+    check(pool.run(cross_validated, form, timeout=90), form)
 
 
 def test_two_devices_go_on_in_their_data(alone):
-    check(alone.run(bodies.cross_validated, "stream", 20, "mirrored", timeout=90), "stream")
+    check(alone.run(cross_validated, "stream", 20, "mirrored", timeout=90), "stream")
 
 
 def test_batches_larger_than_the_interval(alone):
-    [(noted, (validated, plain))] = alone.run(bodies.cross_validated, "arrays", 5, "world", 1)
+    [(noted, (validated, plain))] = alone.run(cross_validated, "arrays", 5, "world", 1)
     assert [(index, steps) for index, *_, steps in noted] == due_at(BY_8[:5], 5)
     assert validated == plain
 
 
+def evaluated_as_outside():
+    """The errors told, and what `evaluate` says of the weights of those steps."""
+    errors, model_weights = [], []
+
+    def callback(index, average_error, samples, minibatches):
+        errors.append(average_error)
+        model_weights.append(validating.model.get_weights())
+
+    x, y = data(21)
+    validating = dtk.callbacks.CrossValidation(20, callback, (x, y), monitor="mae")
+    model, _ = fit([validating])
+    expected = []
+    for weights in model_weights:
+        model.set_weights(weights)
+        expected.append(model.evaluate(x, y, verbose=0, return_dict=True)["mae"])
+    return errors, expected
+
+
 def test_the_error_is_that_of_evaluate(alone):
-    [(errors, expected)] = alone.run(bodies.evaluated_as_outside)
+    [(errors, expected)] = alone.run(evaluated_as_outside)
     assert len(errors) == 3
     assert errors == pytest.approx(expected, rel=1e-6)
+
+
+def stopped_by_one_rank():
+    """The last rank alone says False, at the second evaluation."""
+    chosen = strategy()
+    calls = Calls(2 if chosen.rank == chosen.communicator.size - 1 else None)
+    model, seen = fit([cross_validation(20, calls)], epochs=3)
+    return len(calls.noted), seen[-1], int(model.optimizer.iterations)
 
 
 @two_ranks
 def test_false_on_one_rank_stops_all_after_that_step(pool):
     # The second evaluation is after step 6, the first of epoch 1.
-    assert pool.run(bodies.stopped_by_one_rank) == [(2, (1, 0), 6)] * 2
+    assert pool.run(stopped_by_one_rank) == [(2, (1, 0), 6)] * 2
+
+
+def counted_on(directory):
+    """Calls, and the steps before, in two pieces of a run that crashed between evaluations."""
+    place = pathlib.Path(directory, str(strategy().rank))
+
+    def run(*more):
+        calls = Calls()
+        fit([cross_validation(20, calls, "dataset"), *more], "dataset", epochs=3)
+        return [(index, steps) for index, *_, steps in calls.noted]
+
+    first = run(dtk.callbacks.Checkpoint(place, 4), crash_at(1, 4))
+    return first, run(dtk.callbacks.Checkpoint(place, 4))
 
 
 @two_ranks
@@ -79,17 +169,41 @@ def test_a_resumed_run_counts_on(pool, tmp_path):
     """Saved after step 8 of 15, with 61 rows seen; crashed at step 9."""
     whole = due_at([*BY_8, 82, 90, 98, 106, 111], 20)
     assert whole == [(0, 3), (1, 6), (2, 8), (3, 11), (4, 14)]
-    for first, second in pool.run(bodies.counted_on, str(tmp_path), timeout=90):
+    for first, second in pool.run(counted_on, str(tmp_path), timeout=90):
         assert first == whole[:3]
         assert second == whole[3:]
+
+
+def served(consistency):
+    """On the chief of parameter servers: what was told, runs with and without, what is refused."""
+    chosen = served_with(consistency)
+    x, y = data(64)
+
+    def run(*callbacks, dataset=False):
+        keras.utils.set_random_seed(3)
+        with chosen.scope():
+            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+            model.compile(keras.optimizers.SGD(0.01), "mse")
+        rows = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+        given = {"x": rows} if dataset else {"x": x, "y": y, "batch_size": 8}
+        model.fit(**given, epochs=2, verbose=0, callbacks=callbacks)
+        return model.get_weights()[0], model.history.history["loss"]
+
+    calls, testing = Calls(), dtk.callbacks.FinalTest(x[:9], y[:9])
+    validating = cross_validation(24, calls)
+    runs = [run(validating, testing), run()]
+    refused = [
+        fails(run, cross_validation(24, calls), dataset=True),
+        fails(run, dtk.callbacks.AutoBatchSize()),
+        fails(run, dtk.callbacks.BatchNormStatistics(x)),
+    ]
+    return calls.noted, testing.result, runs, refused
 
 
 @pytest.mark.worlds(("served", 2))
 @pytest.mark.parametrize("consistency", ["sync", "async"])
 def test_behind_parameter_servers(pool, consistency):
-    [(noted, tested, (validated, plain), refused)] = pool.run(
-        bodies.served, consistency, timeout=90
-    )
+    [(noted, tested, (validated, plain), refused)] = pool.run(served, consistency, timeout=90)
     # The chief hands out 8 rows a step; steps handed out are done before it evaluates.
     assert [(index, steps) for index, *_, steps in noted] == [
         (0, 3),
@@ -108,9 +222,36 @@ def test_behind_parameter_servers(pool, consistency):
     assert all(cure in text for (_, text), cure in zip(refused, told, strict=True))
 
 
+def validation_refused():
+    x, y = data()
+    other = x + strategy().rank
+
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, x):
+            return self.dense(x)
+
+        def train_step(self, batch):
+            return super().train_step(batch)
+
+    with strategy().scope():
+        own = Own()
+        own.compile("sgd", "mse")
+    rows = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+    validate = dtk.callbacks.CrossValidation
+    return [
+        fails(fit, [validate(20, print, (other, y))]),
+        fails(fit, [validate(20, print, (x, y), monitor="accuracy")]),
+        fails(own.fit, rows, verbose=0, callbacks=[validate(20, print, (x, y))]),
+    ]
+
+
 @two_ranks
 def test_what_cannot_work_is_refused(pool):
-    for other, unknown, own in pool.run(bodies.validation_refused):
+    for other, unknown, own in pool.run(validation_refused):
         assert other[0] == "DisagreementError"
         assert "cross-validation data" in other[1]
         assert unknown[0] == own[0] == "ValueError"
@@ -149,9 +290,31 @@ def test_gain_is_relative(before, error, gain):
 RATES = [0.08] * 4 + [0.04] * 3 + [0.02] * 2
 
 
+# HalveRate.
+
+
+def halved(directory=None, gain=0.99, crash=None):
+    """A rule that is never content: rates of every step, and what was said."""
+    rates = []
+
+    class Rates(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            rates.append(float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate)))
+
+    strategy()  # before the optimizer: TensorFlow's collectives come first
+    x, y = data(16)
+    halving = dtk.callbacks.HalveRate(16, (x, y), gain, cuts=2)
+    more = [] if directory is None else [dtk.callbacks.Checkpoint(directory, 3)]
+    more += [] if crash is None else [crash_at(*crash)]
+    screen = io.StringIO()
+    with contextlib.redirect_stdout(screen):
+        model, _ = fit([halving, Rates(), *more], optimizer=keras.optimizers.SGD(0.08), epochs=3)
+    return rates, int(model.optimizer.iterations), screen.getvalue()
+
+
 @two_ranks
 def test_the_rate_is_halved_and_then_training_ends(pool):
-    results = pool.run(bodies.halved)
+    results = pool.run(halved)
     for rates, iterations, _ in results:
         assert rates == pytest.approx(RATES)
         assert iterations == 9
@@ -166,9 +329,9 @@ def test_the_rate_is_halved_and_then_training_ends(pool):
 
 def test_a_resumed_run_knows_its_cuts(alone, tmp_path):
     """Saved after step 6, after the first cut."""
-    [(first, *_)] = alone.run(bodies.halved, str(tmp_path), 0.99, (1, 2))
+    [(first, *_)] = alone.run(halved, str(tmp_path), 0.99, (1, 2))
     assert first == pytest.approx(RATES[:8])
-    [(second, iterations, told)] = alone.run(bodies.halved, str(tmp_path))
+    [(second, iterations, told)] = alone.run(halved, str(tmp_path))
     assert second == pytest.approx(RATES[6:])
     assert iterations == 9
     assert "cut 2 of 2" in told
@@ -181,7 +344,14 @@ def test_where_enough_is_gained_nothing_is_done(first, errors):
     assert all(halving.callback(index, error, 1, 1) for index, error in enumerate(errors))
 
 
+def halving_refused():
+    strategy()  # before the optimizer: TensorFlow's collectives come first
+    decay = keras.optimizers.schedules.ExponentialDecay(0.1, 5, 0.9)
+    halving = dtk.callbacks.HalveRate(16, data())
+    return fails(fit, [halving], optimizer=keras.optimizers.SGD(decay))
+
+
 def test_an_optimizer_with_a_schedule_is_refused(alone):
-    [(kind, text)] = alone.run(bodies.halving_refused)
+    [(kind, text)] = alone.run(halving_refused)
     assert kind == "ValueError"
     assert "HalveRate sets the learning rate" in text

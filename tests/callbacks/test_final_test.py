@@ -2,18 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+
+import keras
 import pytest
 
-from callbacks import evaluation_bodies as bodies
+import dtk
+
+from callbacks.bodies import (
+    crash_at,
+    data,
+    fit,
+    strategy,
+)
+
+
+def run_final_test(crash=False):
+    """Result, history, screen, and what `evaluate` says after `fit`."""
+    strategy()  # before the optimizer: TensorFlow's collectives come first
+    x, y = data(21)
+    testing = dtk.callbacks.FinalTest(x, y, batch_size=4)
+    # The first epoch is the best, and is restored when training ends, after FinalTest's turn.
+    restoring = keras.callbacks.EarlyStopping("loss", patience=9, restore_best_weights=True)
+    worsening = keras.callbacks.LearningRateScheduler(lambda epoch: 0.01 if epoch == 0 else 1.0)
+    callbacks = [testing, restoring, worsening, *([crash_at(1, 1)] if crash else [])]
+    screen = io.StringIO()
+    with contextlib.redirect_stdout(screen):
+        model, _ = fit(callbacks, optimizer=keras.optimizers.SGD(0.01))
+    expected = model.evaluate(x, y, verbose=0, return_dict=True)
+    history = model.history.history
+    tests = {key: value for key, value in history.items() if key.startswith("test_")}
+    return testing.result, tests, screen.getvalue(), expected
 
 
 @pytest.mark.worlds(("collective", 2))
 def test_two_ranks(pool):
-    check(pool.run(bodies.tested))
+    check(pool.run(run_final_test))
 
 
 def test_one_process(alone):
-    check(alone.run(bodies.tested))
+    check(alone.run(run_final_test))
 
 
 def check(results):
@@ -28,7 +57,7 @@ def check(results):
 
 @pytest.mark.worlds(("collective", 2))
 def test_no_test_when_training_failed(pool):
-    for result, history, screen, _ in pool.run(bodies.tested, True):
+    for result, history, screen, _ in pool.run(run_final_test, True):
         assert result is None
         assert history == {}
         assert screen == ""

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import keras
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import dtk
 from dtk.callbacks import GrowBatchInsteadOfDecay
 from dtk.callbacks.grow_batch_instead_of_decay import grow, rates_of
 
-from callbacks import batch_size_bodies as bodies
-from callbacks.bodies import difference
+from callbacks.batch_size_bodies import BATCH, train
+from callbacks.bodies import (
+    difference,
+    fails,
+    strategy,
+)
 
 two_ranks = pytest.mark.worlds(("collective", 2))
 rates = st.lists(st.floats(1e-6, 10.0), min_size=1, max_size=20)
@@ -63,27 +69,52 @@ def test_arguments():
         GrowBatchInsteadOfDecay([0.1], max_batch_size=0)
 
 
+def grown(max_batch_size=None, form="arrays", kind="world"):
+    strategy(kind)  # before the optimizer: TensorFlow's collectives come first
+    given = BATCH if form == "dataset" else None
+    growing = dtk.callbacks.GrowBatchInsteadOfDecay(
+        [0.1, 0.05, 0.025, 0.0125], max_batch_size, batch_size=given
+    )
+    return train([growing], keras.optimizers.SGD(1.0, momentum=0.9), form=form, kind=kind)
+
+
 # 96 rows at 8, 16, 32, 64, or no more than 32.
 @two_ranks
 def test_two_ranks_train_as_one_process(pool, alone):
-    first, second = pool.run(bodies.grown, 32, "dataset")
+    first, second = pool.run(grown, 32, "dataset")
     steps, seen, weights, _ = first
     assert steps == [12, 6, 3, 3]
     assert seen == pytest.approx([0.1, 0.1, 0.1, 0.05])
     assert second[:2] == first[:2]
-    [(_, _, whole, _)] = alone.run(bodies.grown, 32, "dataset")
+    [(_, _, whole, _)] = alone.run(grown, 32, "dataset")
     assert difference(weights, whole) <= 1e-5
 
 
 def test_one_process_has_no_limit_but_its_rows(alone):
-    [(steps, seen, _, _)] = alone.run(bodies.grown)
+    [(steps, seen, _, _)] = alone.run(grown)
     assert steps == [12, 6, 3, 2]
     assert seen == pytest.approx([0.1] * 4)
 
 
+def growing_refused():
+    strategy()  # before the optimizer: TensorFlow's collectives come first
+    grow = dtk.callbacks.GrowBatchInsteadOfDecay
+    decay = keras.optimizers.schedules.ExponentialDecay(0.1, 5, 0.9)
+    beside = [grow([0.1]), dtk.callbacks.BatchSizeSchedule([8])]
+    scaled = [grow([0.1]), dtk.callbacks.LearningRateScaling()]
+    return [
+        fails(train, [grow([0.1], max_batch_size=4)], "sgd"),
+        fails(train, [grow([0.1])], "sgd", form="dataset"),
+        fails(train, [grow([0.1])], keras.optimizers.SGD(decay)),
+        fails(train, beside, "sgd"),
+        fails(train, scaled, "sgd"),
+        fails(train, [grow(lambda epoch: 0.1 - 0.1 * epoch)], "sgd"),
+    ]
+
+
 @two_ranks
 def test_what_cannot_work_is_refused_before_the_first_step(pool):
-    for answers in pool.run(bodies.growing_refused):
+    for answers in pool.run(growing_refused):
         assert [kind for kind, _ in answers] == ["ValueError"] * len(answers)
         for (_, text), told in zip(
             answers,

@@ -2,41 +2,123 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+
+import keras
 import numpy as np
 import pytest
 
-from callbacks import bodies
+import dtk
+
+from callbacks.bodies import compiled, data, difference, fails, strategy
 
 two_ranks = pytest.mark.worlds(("collective", 2))
 
 WARM_UP = [0.1 * (1 + 3 * min(1, step / 6)) for step in range(12)]
 
 
+def warming(kind="world", scheduled=False, momentum_correction=True):
+    """Rates seen by every step, and the same training written out by hand in numpy."""
+    keras.utils.set_random_seed(3)
+    rate = 0.1
+    if scheduled:
+        rate = keras.optimizers.schedules.PiecewiseConstantDecay([4], [0.1, 0.05])
+    with strategy(kind).scope():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1, use_bias=False)])
+        model.compile(optimizer=keras.optimizers.SGD(rate, momentum=0.9), loss="mse")
+    begin = model.get_weights()[0].astype("float64")
+    x, y = data(32)
+    rates = []
+
+    class Rates(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            value = self.model.optimizer.learning_rate
+            rates.append(float(keras.ops.convert_to_tensor(value).numpy()))
+
+    scaling = dtk.callbacks.LearningRateScaling(
+        4.0, warmup_epochs=1.5, momentum_correction=momentum_correction
+    )
+    model.fit(x, y, batch_size=8, epochs=3, shuffle=False, verbose=0, callbacks=[scaling, Rates()])
+    return rates, difference(model.get_weights()[0], by_hand(begin, x, y, momentum_correction))
+
+
+def by_hand(weights, x, y, corrected):
+    """Momentum SGD of Goyal et al. (eq. 9 and 10), rates as in `warming`, no schedule."""
+    u = v = np.zeros_like(weights)
+    for step in range(12):
+        rate = 0.1 * (1 + 3 * min(1, step / 4 / 1.5))
+        part = slice(step % 4 * 8, step % 4 * 8 + 8)
+        residual = x[part] @ weights - y[part]
+        gradient = 2 * x[part].T.astype("float64") @ residual / 8
+        u = 0.9 * u + gradient
+        v = 0.9 * v - rate * gradient
+        weights = weights - rate * u if corrected else weights + v
+    return weights
+
+
 @two_ranks
 @pytest.mark.parametrize("corrected", [True, False])
 def test_warm_up_equals_the_paper_written_out(pool, corrected):
-    for rates, difference in pool.run(bodies.warming, "world", False, corrected):
+    for rates, apart in pool.run(warming, "world", False, corrected):
         np.testing.assert_allclose(rates, WARM_UP, rtol=1e-5)
-        assert difference <= 1e-5
+        assert apart <= 1e-5
 
 
 def test_warm_up_under_mirrored(alone):
-    [(rates, difference)] = alone.run(bodies.warming, "mirrored")
+    [(rates, apart)] = alone.run(warming, "mirrored")
     np.testing.assert_allclose(rates, WARM_UP, rtol=1e-5)
-    assert difference <= 1e-5
+    assert apart <= 1e-5
 
 
 @two_ranks
 def test_a_schedule_is_multiplied(pool):
     scheduled = [rate / (1 if step < 4 else 2) for step, rate in enumerate(WARM_UP)]
-    for rates, _ in pool.run(bodies.warming, "world", True):
+    for rates, _ in pool.run(warming, "world", True):
         # Read after the step, when the schedule's own count has gone on by one.
         np.testing.assert_allclose(rates[:3] + rates[5:], scheduled[:3] + scheduled[5:], rtol=1e-5)
 
 
+def scaled_once(directory):
+    """Rates after one fit, a second one, one with a new callback, and after resuming."""
+
+    def rate_of(model):
+        return round(float(keras.ops.convert_to_tensor(model.optimizer.learning_rate).numpy()), 6)
+
+    x, y = data()
+    rates = []
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        model = compiled(keras.optimizers.SGD(0.1))
+        scaling = dtk.callbacks.LearningRateScaling()
+        for callback in (scaling, scaling, dtk.callbacks.LearningRateScaling()):
+            saved = dtk.callbacks.Checkpoint(directory, resume=False)
+            model.fit(x, y, batch_size=8, verbose=0, callbacks=[callback, saved])
+            rates.append(rate_of(model))
+        for order in (1, -1):
+            model = compiled(keras.optimizers.SGD(0.1))
+            again = [dtk.callbacks.LearningRateScaling(), dtk.callbacks.Checkpoint(directory)]
+            model.fit(x, y, batch_size=8, epochs=4, verbose=0, callbacks=again[::order])
+            rates.append(rate_of(model))
+        # Absolute rates of other callbacks stand, and a new optimizer is scaled anew.
+        with strategy().scope():
+            model.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
+        absolute = keras.callbacks.LearningRateScheduler(lambda epoch: 0.1 if epoch == 0 else 0.03)
+        model.fit(
+            x,
+            y,
+            batch_size=8,
+            epochs=2,
+            verbose=0,
+            callbacks=[dtk.callbacks.LearningRateScaling(), absolute],
+        )
+        rates.append(rate_of(model))
+    return rates, told.getvalue()
+
+
 @two_ranks
 def test_scaled_once_whatever_happens(pool, tmp_path):
-    first, second = pool.run(bodies.scaled_once, str(tmp_path), timeout=90)
+    first, second = pool.run(scaled_once, str(tmp_path), timeout=90)
     assert first[0] == second[0] == [0.2, 0.2, 0.2, 0.2, 0.2, 0.03]
     lines = [line for line in first[1].splitlines() if line.startswith("LearningRateScaling")]
     line = "LearningRateScaling: 2 workers, global batch 8 (4 per worker), learning rate 0.1 -> 0.2"
@@ -44,9 +126,15 @@ def test_scaled_once_whatever_happens(pool, tmp_path):
     assert second[1] == "", "rank 0 alone prints"
 
 
+def rate_function_refused():
+    model = compiled(keras.optimizers.SGD(lambda: 0.1))
+    x, y = data()
+    return fails(model.fit, x, y, verbose=0, callbacks=[dtk.callbacks.LearningRateScaling()])
+
+
 @two_ranks
 def test_a_rate_that_is_a_function_is_refused(pool):
-    for kind, text in pool.run(bodies.rate_function_refused):
+    for kind, text in pool.run(rate_function_refused):
         assert kind == "ValueError"
         assert "give it a number or a LearningRateSchedule" in text
 

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import os
+
 import pytest
 
-from communicators import calibration_bodies as bodies
+from dtk.communicators import cost_cache
+from dtk.errors import DtkError
+from dtk.strategies import AllReduceStrategy
+from dtk.strategies.start import processor
+
+import world
 
 some_worlds = pytest.mark.worlds(("collective", 2), ("horovod-gloo", 2))
 
@@ -18,37 +27,65 @@ def kept(cache_folder):
     return sorted((cache_folder / "dtk" / "costs").iterdir())
 
 
+@contextlib.contextmanager
+def environment(**variables):
+    """While inside, these are set."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def calibrated(way, cache, cpu=None, **variables):
+    """The costs this rank was told, with every processor called `cpu`."""
+    communicator = world.communicator()
+    names = [cpu or processor()] * communicator.size
+    with environment(DTK_CALIBRATE=way, XDG_CACHE_HOME=cache, **variables):
+        costs = cost_cache.calibrate(communicator, "CPU:0", names)
+    return None if costs is None else dataclasses.asdict(costs)
+
+
 @some_worlds
 def test_measured_once_and_the_same_on_all_ranks(pool, cache, tmp_path):
-    first, other = pool.run(bodies.calibrated, "", cache)
+    first, other = pool.run(calibrated, "", cache)
     assert first == other
     assert 1e-7 < first["message"] < 1 and 1e-13 < first["byte"] < 1e-5
     assert 1e-14 < first["operation"] < 1e-8
     assert len(kept(tmp_path)) == 1
-    assert pool.run(bodies.calibrated, "", cache) == [first, first]
-    again = pool.run(bodies.calibrated, "again", cache)
+    assert pool.run(calibrated, "", cache) == [first, first]
+    again = pool.run(calibrated, "again", cache)
     assert again[0] == again[1] != first
-    assert pool.run(bodies.calibrated, "1", cache) == again
+    assert pool.run(calibrated, "1", cache) == again
 
 
 @pytest.mark.worlds(("collective", 2))
 def test_other_processors_are_another_world(pool, cache, tmp_path):
-    mine, _ = pool.run(bodies.calibrated, "", cache, "one kind")
-    others, _ = pool.run(bodies.calibrated, "", cache, "another kind")
+    mine, _ = pool.run(calibrated, "", cache, "one kind")
+    others, _ = pool.run(calibrated, "", cache, "another kind")
     assert mine != others
-    assert pool.run(bodies.calibrated, "", cache, "one kind") == [mine, mine]
+    assert pool.run(calibrated, "", cache, "one kind") == [mine, mine]
     assert len(kept(tmp_path)) == 2
+
+
+def calibrated_in(cache, variables):
+    return calibrated("", cache, **variables)
 
 
 @pytest.mark.worlds(("collective", 2))
 def test_settings_of_a_transport_make_another_world_and_what_differs_by_job_does_not(
     pool, cache, tmp_path
 ):
-    mine, _ = pool.run(bodies.calibrated_in, cache, {"OMPI_MCA_orte_hnp_uri": "job 1"})
-    assert pool.run(bodies.calibrated_in, cache, {"OMPI_MCA_orte_hnp_uri": "job 2"})[0] == mine
+    mine, _ = pool.run(calibrated_in, cache, {"OMPI_MCA_orte_hnp_uri": "job 1"})
+    assert pool.run(calibrated_in, cache, {"OMPI_MCA_orte_hnp_uri": "job 2"})[0] == mine
     assert len(kept(tmp_path)) == 1
-    pool.run(bodies.calibrated_in, cache, {"HOROVOD_CYCLE_TIME": "7"})
-    pool.run(bodies.calibrated_in, cache, {"HOROVOD_GLOO_IFACE": "ib0"})
+    pool.run(calibrated_in, cache, {"HOROVOD_CYCLE_TIME": "7"})
+    pool.run(calibrated_in, cache, {"HOROVOD_GLOO_IFACE": "ib0"})
     assert len(kept(tmp_path)) == 3
 
 
@@ -65,40 +102,64 @@ def test_settings_of_a_transport_make_another_world_and_what_differs_by_job_does
     ],
 )
 def test_a_damaged_file_is_measured_anew(pool, cache, tmp_path, text):
-    pool.run(bodies.calibrated, "", cache)
+    pool.run(calibrated, "", cache)
     (file,) = kept(tmp_path)
     file.write_text(text)
-    first, other = pool.run(bodies.calibrated, "", cache)
+    first, other = pool.run(calibrated, "", cache)
     assert first == other is not None
-    assert pool.run(bodies.calibrated, "", cache) == [first, first]
+    assert pool.run(calibrated, "", cache) == [first, first]
 
 
 @pytest.mark.worlds(("collective", 2))
 def test_a_cache_that_cannot_be_written_is_none(pool, cache, tmp_path):
     (tmp_path / "dtk").write_text("a file where a directory should be")
-    first, other = pool.run(bodies.calibrated, "", cache)
+    first, other = pool.run(calibrated, "", cache)
     assert first == other is not None
 
 
 @pytest.mark.worlds(("collective", 2))
 def test_it_can_be_turned_off(pool, cache, tmp_path):
-    assert pool.run(bodies.calibrated, "0", cache) == [None, None]
+    assert pool.run(calibrated, "0", cache) == [None, None]
     assert list(tmp_path.iterdir()) == []
+
+
+def raised(way, cache):
+    try:
+        calibrated(way, cache)
+    except DtkError as error:
+        return str(error)
+    return None
 
 
 @pytest.mark.worlds(("collective", 2))
 def test_a_way_there_is_not(pool, cache):
-    for told in pool.run(bodies.raised, "never", cache):
+    for told in pool.run(raised, "never", cache):
         assert "DTK_CALIBRATE='never' on rank 0: expected again" in told
+
+
+def of_strategy(cache):
+    """What a strategy has, and what a collective after that sums."""
+    with environment(DTK_CALIBRATE="1", XDG_CACHE_HOME=cache):
+        strategy = AllReduceStrategy(communicator=os.environ["DTK_TEST_COMMUNICATOR"])
+    communicator = strategy.communicator
+    total = communicator.allreduce([float(strategy.rank + 1)])[0]
+    costs, communicator.costs = communicator.costs, None  # other tests' are not measured
+    return dataclasses.asdict(costs), float(total)
 
 
 @some_worlds
 def test_a_strategy_has_costs(pool, cache):
-    (costs, total), (others, _) = pool.run(bodies.of_strategy, cache)
+    (costs, total), (others, _) = pool.run(of_strategy, cache)
     assert costs == others and costs["size"] == 2
     assert total == 3.0
 
 
+def of_null(cache):
+    """A strategy that sends nothing has nothing to measure."""
+    with environment(DTK_CALIBRATE="1", XDG_CACHE_HOME=cache):
+        return AllReduceStrategy(communicator="null").communicator.costs
+
+
 @pytest.mark.worlds(("collective", 2))
 def test_what_sends_nothing_has_none(pool, cache):
-    assert pool.run(bodies.of_null, cache) == [None, None]
+    assert pool.run(of_null, cache) == [None, None]

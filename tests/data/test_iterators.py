@@ -4,19 +4,69 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
-from data import bodies
+from dtk.data import broadcast_iterator, synchronized_iterator
 from dtk.data.order import permutation
+
+from strategies import bodies
 
 pytestmark = pytest.mark.parametrize("backend, size", [("collective", 2)])
 
 
+def broadcast_batches(root):
+    """(types, values) of every batch that `root` reads."""
+    strategy = bodies.strategy()
+
+    def batches():
+        for begin in range(0, 5, 2):
+            rows = np.arange(begin, min(begin + 2, 5))
+            yield {"x": tf.constant(rows), "y": rows / 2}
+
+    source = batches() if strategy.rank == root else None
+    return [
+        (
+            tuple(type(batch[name]).__name__ for name in "xy"),
+            [batch["x"].numpy().tolist(), batch["y"].tolist()],
+        )
+        for batch in broadcast_iterator(source, strategy, root)
+    ]
+
+
 def test_what_root_reads_everyone_gets_and_all_end_together(world, backend, size):
-    first, second = world(backend, size).run(bodies.broadcast_batches, 1)
+    first, second = world(backend, size).run(broadcast_batches, 1)
     assert first == second
     kinds, values = zip(*first, strict=True)
     assert kinds == (("EagerTensor", "ndarray"),) * 3
     assert values == ([[0, 1], [0.0, 0.5]], [[2, 3], [1.0, 1.5]], [[4], [2.0]])
+
+
+class Peculiar(Exception):
+    """Cannot be unpickled: its arguments are not those of its constructor."""
+
+    def __init__(self, done, of):
+        super().__init__(f"{done} of {of}")
+
+
+def broken_batches(how):
+    """Batches seen, and the error: its type, its words and its notes."""
+
+    def batches():
+        if how == "cannot be sent":
+            yield lambda: None
+        yield np.arange(2)
+        raise Peculiar(3, 4) if how == "raises its own" else OSError("shard 2 is broken")
+
+    strategy, seen = bodies.strategy(), 0
+    source = None if how == "is nothing" else batches()
+    try:
+        for _ in broadcast_iterator(source, strategy):
+            seen += 1
+    except Exception as error:
+        # Everyone can go on.
+        strategy.communicator.barrier()
+        return seen, type(error).__name__, str(error), getattr(error, "__notes__", [])
+    return seen, None, None, None
 
 
 @pytest.mark.parametrize(
@@ -29,20 +79,36 @@ def test_what_root_reads_everyone_gets_and_all_end_together(world, backend, size
 )
 def test_what_breaks_on_root_breaks_on_all(world, backend, size, how, kind, message):
     """Breaks as a rank that waits for a batch for ever."""
-    root, other = world(backend, size).run(bodies.broken_batches, how)
+    root, other = world(backend, size).run(broken_batches, how)
     assert root[:2] == other[:2] == (1 if how == "raises" else 0, kind)
     assert message in root[2] and message in other[2]
     assert root[3] == [] and other[3] == ["rank 1: this happened on rank 0"]
 
 
 def test_an_error_that_cannot_be_pickled_still_says_what_it_is(world, backend, size):
-    root, other = world(backend, size).run(bodies.broken_batches, "raises its own")
+    root, other = world(backend, size).run(broken_batches, "raises its own")
     assert root[1:3] == ("Peculiar", "3 of 4")
     assert other[1:3] == ("RuntimeError", "Peculiar: 3 of 4")
 
 
+def synchronized():
+    """Row orders: of seeds that differ by rank, and of one that is drawn."""
+    strategy = bodies.strategy()
+    np.random.seed(strategy.rank)
+
+    def order(seed):
+        return np.random.RandomState(seed).permutation(8)
+
+    def of_tensorflow(seed):
+        return tf.data.Dataset.range(8).shuffle(8, seed=seed)
+
+    first = synchronized_iterator(order, strategy, 1 + strategy.rank)
+    second = synchronized_iterator(of_tensorflow, strategy)
+    return [int(row) for row in first], [int(row) for row in second]
+
+
 def test_every_rank_draws_the_same_order(world, backend, size):
-    given, drawn = zip(*world(backend, size).run(bodies.synchronized), strict=True)
+    given, drawn = zip(*world(backend, size).run(synchronized), strict=True)
     assert list(given) == [permutation(8, 1).tolist()] * 2
     assert drawn[0] == drawn[1] != list(range(8))
     assert np.sort(drawn[0]).tolist() == list(range(8))

@@ -10,16 +10,21 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import bodies
+from dtk.communicators import create
 from dtk.data import PartitionedMinibatches
 from dtk.data.order import minibatch_at, permutation, sweep_order
+from dtk.errors import DisagreementError
+from dtk.strategies import undistributed
+
+from data.bodies import Twin
+from strategies import bodies, cases
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 
 
 def pool(workers, rows=17, **kwargs):
     """One reader per rank."""
-    ranks = [bodies.Twin(rank, workers) for rank in range(workers)]
+    ranks = [Twin(rank, workers) for rank in range(workers)]
     return [PartitionedMinibatches(np.arange(rows), group, **kwargs) for group in ranks]
 
 
@@ -98,7 +103,7 @@ def test_without_shuffling_rows_keep_their_places():
 def test_rows_of_several_arrays_stay_together():
     x, y = np.arange(20.0).reshape(10, 2), np.arange(10)
     data = {"image": (x, tf.constant(x)), "label": y}
-    minibatch = PartitionedMinibatches(data, bodies.Twin(1, 3)).next_minibatch(7)
+    minibatch = PartitionedMinibatches(data, Twin(1, 3)).next_minibatch(7)
     label = minibatch.data["label"]
     assert label.tolist() == sweep_order(10, 0, 0)[3:5].tolist() and minibatch.rows == 7
     for image in minibatch.data["image"]:
@@ -107,9 +112,9 @@ def test_rows_of_several_arrays_stay_together():
 
 def test_a_drawn_seed_is_saved():
     np.random.seed(1)
-    first = PartitionedMinibatches(np.arange(30), bodies.Twin(0, 1), seed=None)
+    first = PartitionedMinibatches(np.arange(30), Twin(0, 1), seed=None)
     state = first.get_state()
-    again = PartitionedMinibatches(np.arange(30), bodies.Twin(0, 1), seed=None)
+    again = PartitionedMinibatches(np.arange(30), Twin(0, 1), seed=None)
     assert state["seed"] != again.get_state()["seed"]
     again.set_state(state)
     assert again.next_minibatch(30).data.tolist() == first.next_minibatch(30).data.tolist()
@@ -134,7 +139,7 @@ def test_a_dataset_goes_on_from_here_without_moving():
 )
 def test_what_cannot_be_read_is_refused(data, kwargs, error, message):
     with pytest.raises(error, match=message):
-        PartitionedMinibatches(data, bodies.Twin(0, 1), **kwargs)
+        PartitionedMinibatches(data, Twin(0, 1), **kwargs)
 
 
 def test_wrong_sizes_and_states_are_refused():
@@ -145,15 +150,52 @@ def test_wrong_sizes_and_states_are_refused():
         reader.set_state({"position": 3, "rows": 99, "seed": 0})
 
 
+READ_SIZES = (5, 1, 4, 9, 2, 8)
+
+
+def read_alone():
+    """All rows that one process reads."""
+    reader = PartitionedMinibatches(np.arange(13), create("local"), seed=3)
+    return [row for size in READ_SIZES for row in reader.next_minibatch(size).data.tolist()]
+
+
+def read_minibatches():
+    """This rank's rows by minibatch, and what is said where seeds differ."""
+    strategy = bodies.strategy()
+    with strategy.scope():
+        reader = PartitionedMinibatches(np.arange(13), seed=3)
+    mine = [reader.next_minibatch(size).data.tolist() for size in READ_SIZES]
+    try:
+        PartitionedMinibatches(np.arange(13), strategy, seed=strategy.rank)
+    except DisagreementError as error:
+        return mine, str(error)
+    return mine, None
+
+
 @pytest.mark.parametrize("backend, size", [("collective", 2)])
 def test_two_processes_read_what_one_reads(world, backend, size):
-    (first, said), (second, heard) = world(backend, size).run(bodies.read_minibatches)
-    assert sum([a + b for a, b in zip(first, second, strict=True)], []) == bodies.read_alone()
+    (first, said), (second, heard) = world(backend, size).run(read_minibatches)
+    assert sum([a + b for a, b in zip(first, second, strict=True)], []) == read_alone()
     assert "ranks disagree on the seed: rank 0 has 0, rank 1 has 1" in said
     assert "ranks disagree on the seed: rank 1 has 1, rank 0 has 0" in heard
 
 
+def fitted_on_minibatches():
+    """Weights of `fit`, and of a plain loop over the same minibatches in one process."""
+    strategy = bodies.strategy()
+    data = cases.rows(45)
+    reader = PartitionedMinibatches(data, strategy, seed=2)
+    model = cases.compiled(strategy)
+    model.fit(reader.dataset(16), epochs=2, steps_per_epoch=reader.steps(16), verbose=0)
+    alone = PartitionedMinibatches(data, create("local"), seed=2)
+    plain = cases.compiled(None)
+    for _ in range(2 * reader.steps(16)):
+        with undistributed():
+            plain.train_on_batch(*alone.next_minibatch(16).data)
+    return [bodies.flat(m.get_weights()) for m in (model, plain)]
+
+
 @pytest.mark.parametrize("backend, size", [("collective", 2)])
 def test_fit_on_minibatches_is_one_process_s(world, backend, size):
-    for mine, plain in world(backend, size).run(bodies.fitted_on_minibatches):
+    for mine, plain in world(backend, size).run(fitted_on_minibatches):
         assert np.linalg.norm(mine - plain) <= 1e-5 * np.linalg.norm(plain)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,13 +11,15 @@ import tensorflow as tf
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from data import bodies
 from dtk.communicators import LocalCommunicator
-from dtk.data import empty_dataset, scatter_dataset, scatter_index
+from dtk.data import empty_dataset, scatter, scatter_dataset, scatter_index
 from dtk.data.group import group_of
 from dtk.data.order import permutation
 from dtk.data.rows import count_rows
 from dtk.data.scatter import block
+
+from data.bodies import Twin, dataset
+from strategies import bodies
 
 COLLECTIVE = pytest.mark.parametrize("backend, size", [("collective", 2)])
 
@@ -67,7 +70,7 @@ def test_unequal_blocks_hold_every_row_once_and_the_first_ranks_one_more(n_total
 def test_shuffled_parts_are_blocks_of_one_permutation(n_total, size, equal, seed):
     rows = np.arange(n_total)
     parts = [
-        scatter_dataset(rows, bodies.Twin(rank, size), 0, True, seed, force_equal_length=equal)
+        scatter_dataset(rows, Twin(rank, size), 0, True, seed, force_equal_length=equal)
         for rank in range(size)
     ]
     order = permutation(n_total, seed)
@@ -79,15 +82,37 @@ def test_shuffled_parts_are_blocks_of_one_permutation(n_total, size, equal, seed
     assert equal or set(counts.values()) <= {1}
 
 
+KINDS = ("array", "arrays", "tensor", "samples", "strings", "dataset")
+
+
+def rows_of(kind, part):
+    """Row numbers of a part of `dataset(kind, ...)`, which must be of its kind still."""
+    if kind == "arrays":
+        (first, second), x = part["y"], part["x"]
+        assert x.shape == (len(first), 1) and x[:, 0].tolist() == first.tolist()
+        assert (second - first == 1).all()
+        return first.tolist()
+    if kind == "samples":
+        assert all(values.tolist() == [1.5] * number for number, values in part)
+        return [number for number, _ in part]
+    if kind == "dataset":
+        assert part.element_spec == dataset(kind, 1).element_spec
+        elements = [(int(number), int(other)) for number, other in part]
+        assert all(other == number + 1 for number, other in elements)
+        return [number for number, _ in elements]
+    assert isinstance(part, tf.Tensor if kind == "tensor" else np.ndarray)
+    return [int(row) for row in (part.numpy() if kind == "tensor" else part)]
+
+
 @pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("kind", bodies.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_data_gives_the_same_rows(kind, shuffle):
     """Of a rank that has the data itself."""
-    group = bodies.Twin(1, 3)
+    group = Twin(1, 3)
     begin, end = scatter_index(11, group)
     expected = (permutation(11, 5) if shuffle else np.arange(11))[begin:end].tolist()
-    part = scatter_dataset(bodies.dataset(kind, 11), group, shuffle=shuffle, seed=5)
-    assert bodies.rows_of(kind, part) == expected
+    part = scatter_dataset(dataset(kind, 11), group, shuffle=shuffle, seed=5)
+    assert rows_of(kind, part) == expected
     assert count_rows(part) == len(empty_dataset(part)) == len(expected)
 
 
@@ -102,7 +127,7 @@ def test_samples_are_read_when_asked_for():
             read.append(index)
             return index * 10
 
-    part = scatter_dataset(Images(), bodies.Twin(2, 3), shuffle=True, seed=1)
+    part = scatter_dataset(Images(), Twin(2, 3), shuffle=True, seed=1)
     assert read == []
     order = permutation(9, 1)
     assert part[0] == order[6] * 10 and part[-1] == order[8] * 10
@@ -112,16 +137,16 @@ def test_samples_are_read_when_asked_for():
 
 def test_ragged_elements_keep_their_order_or_are_refused():
     ragged = tf.data.Dataset.from_tensor_slices(tf.ragged.range([3, 0, 2]))
-    part = scatter_dataset(ragged, bodies.Twin(0, 2))
+    part = scatter_dataset(ragged, Twin(0, 2))
     assert [element.numpy().tolist() for element in part] == [[0, 1, 2], []]
     with pytest.raises(ValueError, match="elements of RaggedTensorSpec cannot be kept in memory"):
-        scatter_dataset(ragged, bodies.Twin(0, 2), shuffle=True)
+        scatter_dataset(ragged, Twin(0, 2), shuffle=True)
 
 
 def test_a_seed_that_is_not_given_follows_the_script_s():
     def drawn():
         np.random.seed(3)
-        return scatter_dataset(np.arange(50), bodies.Twin(0, 2), shuffle=True).tolist()
+        return scatter_dataset(np.arange(50), Twin(0, 2), shuffle=True).tolist()
 
     assert drawn() == drawn()
     assert drawn() != list(range(25))
@@ -145,7 +170,7 @@ def test_an_empty_dataset_has_the_elements_but_nothing_in_them():
 )
 def test_what_cannot_be_counted_is_refused(dataset, message):
     with pytest.raises(ValueError, match=f"rank 1: .*{message}"):
-        scatter_dataset(dataset, bodies.Twin(1, 2))
+        scatter_dataset(dataset, Twin(1, 2))
 
 
 def test_whose_ranks_must_be_told():
@@ -153,7 +178,7 @@ def test_whose_ranks_must_be_told():
         scatter_dataset(np.arange(3))
     with pytest.raises(ValueError, match="got a str"):
         scatter_index(3, "horovod")
-    group = bodies.Twin(1, 2)
+    group = Twin(1, 2)
     assert group_of(group) is group
     with pytest.raises(ValueError, match="rank 1: n_total=-1 on rank 0"):
         scatter_index(-1, group)
@@ -161,17 +186,51 @@ def test_whose_ranks_must_be_told():
         scatter_index(4, LocalCommunicator(), 2)
 
 
+def scattered_from(root):
+    """Row numbers by kind, of data that `root` alone has."""
+    strategy = bodies.strategy()
+    parts = {}
+    with mock.patch.object(scatter, "_MESSAGE", 100), strategy.scope():
+        for kind in KINDS:
+            whole = dataset(kind, 11) if strategy.rank == root else None
+            parts[kind] = rows_of(kind, scatter.scatter_dataset(whole, None, root, True, 4))
+    return parts
+
+
 @COLLECTIVE
 def test_a_dataset_that_one_rank_has_reaches_all(world, backend, size):
     """In messages of a few bytes, so that it takes many."""
-    for rank, parts in enumerate(world(backend, size).run(bodies.scattered_from, 1)):
+    for rank, parts in enumerate(world(backend, size).run(scattered_from, 1)):
         order = permutation(11, 4)[slice(*block(11, rank, 2))].tolist()
-        assert parts == dict.fromkeys(bodies.KINDS, order)
+        assert parts == dict.fromkeys(KINDS, order)
+
+
+class _Unreadable(list):
+    def __getitem__(self, index):
+        raise OSError("no such image")
+
+
+def scattered_apart():
+    """What the ranks get that ask for different orders, and what they hear that gave wrong data."""
+    strategy = bodies.strategy()
+    rank = strategy.rank
+    mine = scatter_dataset(np.arange(8), strategy, 0, rank == 0, 1 + rank)
+    said = []
+    for offered, root in (
+        (np.arange(8 + rank), 0),
+        (_Unreadable("ab") if rank == 0 else None, 0),
+        (np.arange(8) if rank == 0 else None, 1),
+    ):
+        try:
+            scatter_dataset(offered, strategy, root)
+        except (ValueError, OSError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return mine.tolist(), said
 
 
 @COLLECTIVE
 def test_root_s_order_counts_and_everyone_hears_what_is_wrong(world, backend, size):
-    (first, wrongs), (second, heard) = world(backend, size).run(bodies.scattered_apart)
+    (first, wrongs), (second, heard) = world(backend, size).run(scattered_apart)
     order = permutation(8, 1).tolist()
     assert (first, second) == (order[:4], order[4:])
     for rank, said in enumerate((wrongs, heard)):

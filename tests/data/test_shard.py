@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+
 import numpy as np
 import pytest
+import tensorflow as tf
 
-from data import bodies
+import dtk
+from dtk.strategies import undistributed
+
+from strategies import bodies, cases
 
 pytestmark = pytest.mark.parametrize("backend, size", [("collective", 2)])
 
@@ -18,8 +25,23 @@ def write(folder, lines):
     return [str(name) for name in names]
 
 
+def elements_of(files, batch_size, steps=None):
+    """Rows each step of this rank reads, as numbers."""
+    strategy = bodies.strategy()  # before TensorFlow's first operation
+    if files is None:
+        source, read = tf.data.Dataset.range(23), None
+    else:
+        source, read = files, lambda name: tf.data.TextLineDataset(name).map(_number)
+    dataset = dtk.data.shard(source, strategy, batch_size, read=read, steps=steps)
+    return [batch.numpy().tolist() for batch in dataset]
+
+
+def _number(line):
+    return tf.strings.to_number(line, tf.int64)
+
+
 def test_elements_are_dealt_out_once(world, backend, size):
-    ranks = world(backend, size).run(bodies.elements_of, None, 6)
+    ranks = world(backend, size).run(elements_of, None, 6)
     assert len({len(steps) for steps in ranks}) == 1
     rows = [row for steps in ranks for batch in steps for row in batch]
     assert sorted(rows) == list(range(23))
@@ -28,19 +50,37 @@ def test_elements_are_dealt_out_once(world, backend, size):
 def test_whole_files_go_to_one_rank_and_steps_agree(world, backend, size, tmp_path):
     """Breaks as a deadlock: rank 0 has 9 rows, rank 1 has 4."""
     files = write(tmp_path, [range(5), range(5, 9), range(9, 13)])
-    first, second = world(backend, size).run(bodies.elements_of, files, 4)
+    first, second = world(backend, size).run(elements_of, files, 4)
     assert len(first) == len(second) == 2
     assert [row for batch in second for row in batch] == [5, 6, 7, 8]
     assert [row for batch in first for row in batch] == [0, 1, 2, 3]
 
 
+def said_about(files, batch_size):
+    """What is printed while the files are divided."""
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        elements_of(files, batch_size)
+    return told.getvalue()
+
+
 def test_rows_that_are_left_out_are_said_once(world, backend, size, tmp_path):
     files = write(tmp_path, [range(5), range(5, 9), range(9, 13)])
-    first, second = world(backend, size).run(bodies.said_about, files, 4)
+    first, second = world(backend, size).run(said_about, files, 4)
     assert first.startswith("shard: 5 of 13 rows are left out of every epoch, because ranks hold ")
     assert "[9, 4] rows and all take the 2 steps of the shortest" in first
     assert second == ""
-    assert world(backend, size).run(bodies.said_about, None, 6) == ["", ""]
+    assert world(backend, size).run(said_about, None, 6) == ["", ""]
+
+
+def refused(files, batch_size, steps):
+    """What a rank says about its number of steps, given per rank."""
+    rank = bodies.strategy().rank
+    try:
+        elements_of(files, batch_size, steps[rank])
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 @pytest.mark.parametrize(
@@ -54,39 +94,88 @@ def test_rows_that_are_left_out_are_said_once(world, backend, size, tmp_path):
 )
 def test_steps_no_rank_has_data_for_are_refused_on_all(world, backend, size, steps, message):
     """Breaks as TensorFlow's cardinality error on one rank, while the other waits for it."""
-    for rank, text in enumerate(world(backend, size).run(bodies.refused, None, 2, steps)):
+    for rank, text in enumerate(world(backend, size).run(refused, None, 2, steps)):
         assert message.format(rank=rank) in text
 
 
 def test_steps_that_everyone_has_data_for_are_taken(world, backend, size):
-    ranks = world(backend, size).run(bodies.elements_of, None, 2, 11)
+    ranks = world(backend, size).run(elements_of, None, 2, 11)
     assert [len(steps) for steps in ranks] == [11, 11]
 
 
 def test_fewer_files_than_workers_is_fine(world, backend, size, tmp_path):
     files = write(tmp_path, [range(7)])
-    ranks = world(backend, size).run(bodies.elements_of, files, 4)
+    ranks = world(backend, size).run(elements_of, files, 4)
     rows = [row for steps in ranks for batch in steps for row in batch]
     assert sorted(rows) == list(range(7))
+
+
+def trained_on_shards(whole_first=False):
+    """`fit` on shards of a dataset, and the plain fit on the same global batches."""
+    strategy = bodies.strategy()
+    x, y = cases.rows(45)
+    whole = tf.data.Dataset.from_tensor_slices((x, y))
+    model = cases.compiled(strategy, metrics=["accuracy"])
+    if whole_first:
+        model.fit(whole.batch(15), verbose=0, shuffle=False)
+    dataset = dtk.data.shard(whole, strategy, 15)
+    history = model.fit(dataset, epochs=3, verbose=0, shuffle=False)
+
+    order = []  # step by step: rank 0's eight rows, then rank 1's seven
+    queues = [list(range(45))[rank::2] for rank in range(2)]
+    for _ in range(3):
+        for queue, count in zip(queues, (8, 7), strict=True):
+            order += queue[:count]
+            del queue[:count]
+    plain = cases.compiled(None, metrics=["accuracy"])
+    if whole_first:
+        with undistributed():
+            plain.fit(whole.batch(15), verbose=0, shuffle=False)
+    batches = [len(order[i * 15 : i * 15 + 15]) for i in range(3)]
+    assert batches[:2] == [15, 15]
+    with undistributed():
+        expected = plain.fit(
+            tf.data.Dataset.from_tensor_slices((x[order], y[order])).batch(15),
+            epochs=3,
+            verbose=0,
+            shuffle=False,
+        )
+    weights = [bodies.flat(m.get_weights()) for m in (model, plain)]
+    return weights, history.history, expected.history
 
 
 @pytest.mark.parametrize("whole_first", [False, True])
 def test_training_on_shards_weighs_rows_exactly(world, backend, size, whole_first):
     """With a fit on the whole dataset before, its step knew the rows of a batch; this must not."""
-    results = world(backend, size).run(bodies.trained_on_shards, whole_first)
+    results = world(backend, size).run(trained_on_shards, whole_first)
     for (mine, plain), logged, expected in results:
         assert np.linalg.norm(mine - plain) <= 1e-5 * np.linalg.norm(plain)
         for name, values in expected.items():
             np.testing.assert_allclose(logged[name], values, rtol=1e-5)
 
 
+def no_end_no_start():
+    strategy, said = bodies.strategy(), []
+    for dataset in (tf.data.Dataset.range(4).repeat(), tf.data.Dataset.range(1)):
+        try:
+            dtk.data.shard(dataset, strategy, 2)
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
 def test_an_endless_source_or_none_at_all_is_refused_on_all(world, backend, size):
-    for rank, (endless, nothing) in enumerate(world(backend, size).run(bodies.no_end_no_start)):
+    for rank, (endless, nothing) in enumerate(world(backend, size).run(no_end_no_start)):
         assert endless.startswith(f"rank {rank}: shard of an endless dataset needs steps=")
         assert "rank 1 has no data at all (rows by rank: [1, 0])" in nothing
 
 
+def seeds():
+    own = dtk.data.set_seed(7, bodies.strategy())
+    return own, np.random.rand()
+
+
 def test_seeds_agree_where_they_must(world, backend, size):
-    (first, drawn), (second, drawn_too) = world(backend, size).run(bodies.seeds)
+    (first, drawn), (second, drawn_too) = world(backend, size).run(seeds)
     assert first == 7 != second
     assert drawn == drawn_too

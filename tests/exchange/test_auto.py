@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import time
+
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+import dtk
 from dtk.communicators.costs import Costs
 from dtk.communicators.null import NullCommunicator
 from dtk.exchange import Auto, Dense, Quantized, WarmStart, parse
 from dtk.exchange.auto import CANDIDATES, Observed, Overhead, choose, overheads_of
-from exchange import chosen
+
+from exchange.exchanged import exchanging, perceptron
+from strategies import bodies, cases
 
 KERNEL = tf.TensorSpec([512, 512])
 SIZE = 4 * 512 * 512
@@ -109,11 +115,45 @@ def test_candidates_are_from_mild_to_rough():
 FEWER = pytest.mark.parametrize("options", [{}, {"steps_per_execution": 2}], ids=["one", "two"])
 
 
+class SlowBefore(keras.callbacks.Callback):
+    """Lets every other rank wait in its collectives, as on a slow link."""
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self.rank:
+            time.sleep(0.06)
+
+
+def fit(byte, epochs, directory=None, value="auto", options=None, window=None):
+    """Train where a byte is said to take so many seconds.
+
+    Returns weights, bytes per step of each epoch, and rank 0's words are in its log.
+    """
+    x, y = cases.rows(128)
+    strategy = bodies.strategy()
+    communicator, before = strategy.communicator, strategy.communicator.costs
+    communicator.costs = Costs(communicator.size, 1e-4, byte, 1e-11)
+    slow = SlowBefore()
+    slow.rank = strategy.rank
+    callbacks = [slow, dtk.callbacks.CommunicationStats()]
+    if directory is not None:
+        callbacks.append(dtk.callbacks.Checkpoint(directory, resume=True))
+    try:
+        with exchanging(value):
+            optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=window)
+            model = perceptron(strategy, optimizer, **options or {})
+            history = model.fit(
+                x, y, batch_size=16, epochs=epochs, verbose=0, callbacks=callbacks
+            ).history
+    finally:
+        communicator.costs = before
+    return bodies.flat(model.get_weights()), np.array(history["comm_bytes"]), history["loss"]
+
+
 @pytest.mark.worlds(("collective", 2))
 @FEWER
 def test_once_enough_was_seen_fewer_bytes_travel(pool, options):
     # Four calls of the train function in an epoch are not enough, where each takes two steps.
-    (weights, sent, _), (others, *_) = pool.run(chosen.fit, 1e-5, 4, None, "auto", options)
+    (weights, sent, _), (others, *_) = pool.run(fit, 1e-5, 4, None, "auto", options)
     assert np.array_equal(weights, others)
     assert sent[2] < 0.6 * sent[0] and sent[3] == pytest.approx(sent[2], rel=0.01)
     assert (sent[1] == pytest.approx(sent[0], rel=0.01)) == bool(options)
@@ -121,23 +161,23 @@ def test_once_enough_was_seen_fewer_bytes_travel(pool, options):
 
 @pytest.mark.worlds(("collective", 2))
 def test_windows_of_gradients_too(pool):
-    (weights, sent, _), (others, *_) = pool.run(chosen.fit, 1e-5, 3, None, "auto", {}, 2)
+    (weights, sent, _), (others, *_) = pool.run(fit, 1e-5, 3, None, "auto", {}, 2)
     assert np.array_equal(weights, others)
     assert sent[1] < 0.7 * sent[0]
 
 
 @pytest.mark.worlds(("collective", 2))
 def test_where_nothing_can_be_saved_it_is_whole_gradients_to_the_bit(pool):
-    auto = pool.run(chosen.fit, 1e-13, 2)
-    plain = pool.run(chosen.fit, 1e-13, 2, None, None)
+    auto = pool.run(fit, 1e-13, 2)
+    plain = pool.run(fit, 1e-13, 2, None, None)
     assert np.array_equal(auto[0][0], plain[0][0])
     assert auto[0][1][1] == pytest.approx(auto[0][1][0], rel=0.01)
 
 
 @pytest.mark.worlds(("collective", 2))
 def test_a_resumed_run_goes_on_with_what_was_chosen(pool, tmp_path):
-    (_, sent, _), _ = pool.run(chosen.fit, 1e-5, 2, str(tmp_path))
+    (_, sent, _), _ = pool.run(fit, 1e-5, 2, str(tmp_path))
     # Now the link is fast: who measured anew would choose whole gradients.
-    resumed = pool.run(chosen.fit, 1e-13, 3, str(tmp_path))
+    resumed = pool.run(fit, 1e-13, 3, str(tmp_path))
     assert resumed[0][1][2] == pytest.approx(sent[1], rel=0.01)
     assert np.array_equal(resumed[0][0], resumed[1][0])

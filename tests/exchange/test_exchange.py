@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import doctest
-import functools
 import importlib
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as arrays
 
 from dtk import exchange as exchanges
+from dtk.callbacks import CommunicationStats
 from dtk.communicators.local import LocalCommunicator
 from dtk.communicators.null import NullCommunicator
 from dtk.exchange import (
@@ -23,153 +22,27 @@ from dtk.exchange import (
     ModelAveraging,
     Quantized,
     WarmStart,
-    codec,
-    quantized,
 )
-from dtk.exchange.base import BatchPart, Trained
+from dtk.exchange.base import Trained
 from dtk.exchange.dense import DenseOp
 from dtk.exchange.state import ExchangeState
+
 from exchange import exchanged
+from exchange.exchanged import (
+    ROUNDING,
+    apart,
+    exchanging,
+    make,
+    perceptron,
+    plain,
+    same_everywhere,
+    train,
+)
+from strategies import bodies, cases
 
 two = pytest.mark.worlds(("collective", 2))
 two_and_three = pytest.mark.worlds(("collective", 2), ("collective", 3))
 two_ways = pytest.mark.worlds(("collective", 2), ("horovod-mpi", 2))
-
-# A step of float32 sums in another order.
-ROUNDING = 1e-5
-
-
-def apart(one, other):
-    return np.linalg.norm(one - other) / np.linalg.norm(other)
-
-
-def same_everywhere(results):
-    """All ranks' weights, which must be one bit pattern; returns them."""
-    for result in results:
-        assert np.array_equal(result[0], results[0][0])
-    return results[0][0]
-
-
-@functools.cache
-def plain(*args, **kwargs):
-    return exchanged.train("plain", *args, **kwargs)
-
-
-# The two stages.
-
-
-def quantise(matrix, residual, bits):
-    """By the codec, whose own test compares it with the equations."""
-    wanted = matrix + residual
-    made = codec.decode(codec.encode(wanted, bits), matrix.shape[1], bits).numpy()
-    return made, wanted - made
-
-
-def two_stages(size, steps, bits, shape):
-    """What a gradient of one shape becomes, step by step, and what is left at the end."""
-    columns, entries = codec.matrix_shape(shape)
-    residuals = [np.zeros((columns, entries), "float32") for _ in range(size)]
-    owner = np.zeros((columns, entries), "float32")
-    index, results = exchanged.SHAPES.index(shape), []
-    for step in range(steps):
-        total = np.zeros((columns, entries), "float32")
-        for rank in range(size):
-            matrix = codec.to_columns(exchanged.gradients(rank, step)[index]).numpy()
-            made, residuals[rank] = quantise(matrix, residuals[rank], bits)
-            total += made
-        made, owner = quantise(total, owner, bits)
-        results.append(codec.from_columns(made, shape, "float32").numpy())
-    return results, residuals, owner
-
-
-@two_and_three
-@pytest.mark.parametrize(
-    "bits, in_graph",
-    [(1, True), pytest.param(1, False, marks=pytest.mark.full), (4, False), (11, True)],
-    ids=["1-graph", "1-eager", "4-eager", "11-graph"],
-)
-def test_gradients_are_quantised_twice_and_what_is_left_is_kept(pool, bits, in_graph):
-    results = pool.run(exchanged.sums, Quantized(bits), 3, in_graph)
-    for coded, shape in enumerate([(3, 3, 4, 6), (40, 12)]):
-        made, residuals, owner = two_stages(pool.size, 3, bits, shape)
-        for outputs, remembered, _ in results:
-            for step in range(3):
-                np.testing.assert_allclose(outputs[step][coded], made[step], atol=1e-4)
-                assert np.array_equal(outputs[step][coded], results[0][0][step][coded])
-            np.testing.assert_allclose(remembered[f"residual_{coded}"], residuals, atol=1e-4)
-            np.testing.assert_allclose(remembered[f"owner_residual_{coded}"], owner, atol=1e-4)
-
-
-MATRIX = (2, 5)
-ENTRIES = arrays.arrays("float32", MATRIX, elements=st.floats(-1e3, 1e3, width=32))
-
-
-@settings(max_examples=40)
-@given(given=ENTRIES, left=ENTRIES, bits=st.sampled_from(codec.BITS))
-def test_what_is_decoded_and_what_is_left_are_what_was_given_and_left_before(given, left, bits):
-    communicator = NullCommunicator(0, 2)
-    op = Quantized(bits).init(communicator, ExchangeState(communicator, "CPU:0"), Trained())
-    _, (decoded,), (kept,) = op._quantise([tf.constant(given)], [tf.Variable(left)])
-    size = np.abs(given + left).max(1, keepdims=True)
-    assert (np.abs(decoded + kept - (given + left)) <= 1e-6 * size).all()
-
-
-@two
-def test_nothing_is_lost_only_late(pool):
-    """All that came out, and all that is left, is all that went in."""
-    outputs, remembered, _ = pool.run(exchanged.sums, Quantized(1), 4, True)[0]
-    given = sum(exchanged.gradients(rank, step)[1] for rank in range(2) for step in range(4))
-    left = remembered["residual_1"].sum(0) + remembered["owner_residual_1"]
-    np.testing.assert_allclose(sum(out[1] for out in outputs) + left.T, given, atol=1e-4)
-
-
-@two
-def test_vectors_and_scalars_travel_whole(pool):
-    outputs, remembered, _ = pool.run(exchanged.sums, Quantized(1), 1, True)[0]
-    for i in (2, 3):
-        given = sum(exchanged.gradients(rank, 0)[i] for rank in range(2))
-        np.testing.assert_allclose(outputs[0][i], given, rtol=1e-6)
-    assert set(remembered) == {f"{name}residual_{i}" for name in ("", "owner_") for i in range(2)}
-
-
-@two
-def test_a_step_that_is_not_finite_says_so_everywhere_and_leaves_no_trace(pool):
-    left = pool.run(exchanged.sums, Quantized(1), 2, True, 1)
-    before = pool.run(exchanged.sums, Quantized(1), 1, True)
-    for (_, remembered, _), (_, expected, _) in zip(left, before, strict=True):
-        # On the other rank, and of other columns, as well: what it sent was not applied.
-        for name, value in expected.items():
-            np.testing.assert_array_equal(remembered[name], value, err_msg=name)
-    broken = pool.run(exchanged.sums, Quantized(1), 3, True, 1)
-    for outputs, remembered, _ in broken:
-        assert not np.isfinite(outputs[1][1]).all()
-        assert all(np.isfinite(value).all() for value in remembered.values())
-        assert all(np.isfinite(out).all() for out in outputs[2])
-
-
-@two
-def test_the_wire_carries_packed_bits(pool):
-    _, _, sent = pool.run(exchanged.sums, Quantized(1), 2, True)[0]
-    codes = sum(codec.bytes_of(*codec.matrix_shape(shape), 1) for shape in [(3, 3, 4, 6), (40, 12)])
-    whole = 4 * (7 + 1)
-    # Half of the codes goes to the other owner, and the other half to everyone, in words.
-    assert sent <= codes + whole + 16
-    _, _, dense = pool.run(exchanged.sums, Dense(), 2, True)[0]
-    assert dense == 4 * sum(int(np.prod(shape)) for shape in exchanged.SHAPES)
-
-
-@pytest.mark.parametrize("bits", codec.BITS)
-def test_every_number_of_bits_codes_kernels(bits):
-    """16 bits once coded nothing, and tests that took them for "nearly lossless" tested Dense."""
-    assert quantized.is_coded((64, 32), tf.float32, bits)
-    assert quantized.is_coded((3, 3, 4, 6), tf.float32, bits)
-    assert not quantized.is_coded((64,), tf.float32, bits)
-
-
-def test_columns_are_striped_as_in_cntk():
-    assert quantized.stripes(10, 4) == [(0, 3), (3, 6), (6, 8), (8, 10)]
-    assert quantized.stripes(2, 3) == [(0, 1), (1, 2), (2, 2)]
-
 
 # Training.
 
@@ -193,13 +66,19 @@ def test_columns_are_striped_as_in_cntk():
 )
 def test_training_is_close_to_one_process(pool, value, optimizer, tolerance):
     weights, history, steps = plain(optimizer)
-    results = pool.run(exchanged.train, value, optimizer)
+    results = pool.run(train, value, optimizer)
     assert apart(same_everywhere(results), weights) <= tolerance
     for _, own, taken in results:
         assert taken == steps
         assert own == results[0][1]
         for name, values in history.items():
             np.testing.assert_allclose(own[name], values, rtol=50 * tolerance)
+
+
+def feature(name, value):
+    """One case of tests/strategies/cases.py with an exchange."""
+    with exchanging(value) as strategy:
+        return cases.CASES[name](strategy)
 
 
 # What an exchange must not get in the way of; 16 bits lose next to nothing.
@@ -225,7 +104,7 @@ def test_training_is_close_to_one_process(pool, value, optimizer, tolerance):
 def test_features_of_fit_with_a_lossy_exchange(pool, name):
     from strategies import bodies
 
-    expected, results = bodies.run_plain(name), pool.run(exchanged.feature, name, "16bit")
+    expected, results = bodies.run_plain(name), pool.run(feature, name, "16bit")
     for result in results:
         for key, value in expected.items():
             np.testing.assert_allclose(result[key], value, rtol=5e-2, atol=5e-3, err_msg=key)
@@ -234,9 +113,19 @@ def test_features_of_fit_with_a_lossy_exchange(pool, name):
 @two
 def test_ranks_hold_the_same_bits_after_500_steps(pool):
     options = {"steps_per_execution": 10}
-    results = pool.run(exchanged.train, "1bit", "momentum", 160, 16, 50, options, timeout=120)
+    results = pool.run(train, "1bit", "momentum", 160, 16, 50, options, timeout=120)
     same_everywhere(results)
     assert results[0][1]["loss"][-1] < 0.1 * results[0][1]["loss"][0]
+
+
+def accuracy(value, optimizer, epochs):
+    """Train on 1437 of the digits and test on the other 360."""
+    x, y = bodies.digits()
+    with contextlib.nullcontext() if value == "plain" else exchanging(value) as strategy:
+        model = perceptron(strategy, make(optimizer))
+        model.fit(x[:1437], y[:1437], batch_size=32, epochs=epochs, verbose=0)
+        tested = model.evaluate(x[1437:], y[1437:], verbose=0)[1]
+    return tested, bodies.flat(model.get_weights())
 
 
 @two
@@ -250,209 +139,99 @@ def test_ranks_hold_the_same_bits_after_500_steps(pool):
     ids=str,
 )
 def test_accuracy_on_the_digits(pool, value, optimizer, points):
-    expected, _ = exchanged.accuracy("plain", optimizer, 12)
-    for tested, _ in pool.run(exchanged.accuracy, value, optimizer, 12, timeout=120):
+    expected, _ = accuracy("plain", optimizer, 12)
+    for tested, _ in pool.run(accuracy, value, optimizer, 12, timeout=120):
         assert tested >= expected - points
+
+
+def delayed_by_hand(steps=10, batch=16):
+    """Gradients at each step's weights, applied one step later; by one process."""
+    x, y = cases.rows(160)
+    model = perceptron(None, "sgd")
+    optimizer, kept = keras.optimizers.SGD(0.05, momentum=0.9), None
+    for start in range(0, steps * batch, batch):
+        with tf.GradientTape() as tape:
+            made = model(x[start : start + batch], training=True)
+            loss = cases.crossentropy()(y[start : start + batch], made)
+        now = tape.gradient(loss, model.trainable_variables)
+        if kept is not None:
+            optimizer.apply_gradients(zip(kept, model.trainable_variables, strict=True))
+        kept = now
+    return bodies.flat(model.get_weights())
+
+
+def delayed(value, steps=10, batch=16):
+    x, y = cases.rows(steps * batch)
+    with exchanging(value) as strategy:
+        model = perceptron(strategy, make("momentum"))
+        model.fit(x, y, batch_size=batch, shuffle=False, verbose=0)
+    return bodies.flat(model.get_weights()), int(model.optimizer.iterations)
 
 
 @two
 @pytest.mark.parametrize("value", [Delayed(), Delayed(Dense("float16"))], ids=str)
 def test_delayed_applies_each_gradient_one_step_later(pool, value):
-    expected = exchanged.delayed_by_hand()
-    results = pool.run(exchanged.delayed, value)
+    expected = delayed_by_hand()
+    results = pool.run(delayed, value)
     assert apart(same_everywhere(results), expected) <= (
         ROUNDING if value.exchange == Dense() else 1e-2
     )
     assert [steps for _, steps in results] == [9, 9], "the first step applies nothing"
 
 
-# Blocks.
-
-
-@two
-@pytest.mark.parametrize(
-    "nesterov, expected", [(True, [0.7, 0.25]), (False, [0.8, 0.5])], ids=["nesterov", "plain"]
-)
-def test_block_momentum_is_the_vector_of_the_original(pool, nesterov, expected):
-    """W = 1, locals .9 and .7: V = .2; then changes of -.1 and -.3: V = .3."""
-    value = BlockMomentum(block_size=2, nesterov=nesterov)
-    locals_ = [(0.9, 0.7), (expected[0] - 0.1, expected[0] - 0.3)]
-    for after in pool.run(exchanged.combined, value, locals_):
-        np.testing.assert_allclose([weight for weight, _, _ in after], expected, rtol=1e-6)
-        assert [slot for _, slot, _ in after] == [0.0, 0.0], "local momentum is forgotten"
-        assert all(together for _, _, together in after)
-
-
-def moved_by(value, changes, rows=None):
-    """How far one weight is moved by each block of a world whose other ranks change nothing."""
-    communicator, weight, after = NullCommunicator(0, 4), tf.Variable(0.0), []
-    state = ExchangeState(communicator, "CPU:0")
-    op = value.init(communicator, state, Trained([weight], []))
-    for index, change in enumerate(changes):
-        before = float(weight)
-        count = value.block_size if rows is None else rows[index]
-        part = BatchPart(tf.constant(count, tf.int64), tf.constant(0.25))
-        op.update([tf.constant(0.0)], part)
-        weight.assign_add(change)
-        op.count(part)
-        op.close()
-        after.append(float(weight) - before)
-    return after
-
-
-@pytest.mark.parametrize("momentum, eta", [(None, 0.75), (0.5, 0.5), (0.0, 0.0)])
-@pytest.mark.parametrize("rate", [1.0, 0.4])
-def test_a_blocks_changes_go_into_the_weights_over_several(momentum, eta, rate):
-    """In all 1 + eta times as far with Nesterov's momentum: the docstring once said once."""
-    for nesterov, gain in ((False, 1.0), (True, 1.0 + eta)):
-        value = BlockMomentum(64, momentum=momentum, rate=rate, nesterov=nesterov)
-        moved = moved_by(value, [100.0] + [0.0] * 60)
-        parts = 100.0 * rate * gain * (1 - eta) * eta ** np.arange(61)
-        np.testing.assert_allclose(moved, parts, rtol=1e-4, atol=1e-4)
-        assert sum(moved) == pytest.approx(100.0 * rate * gain, rel=1e-4)
-
-
-def test_the_rate_that_takes_nesterovs_gain_back():
-    value = BlockMomentum(64, rate=4 / (2 * 4 - 1))
-    assert sum(moved_by(value, [100.0] + [0.0] * 60)) == pytest.approx(100.0, rel=1e-4)
-
-
-def test_less_than_a_block_counts_for_less():
-    value = BlockMomentum(64, nesterov=False)
-    moved = moved_by(value, [100.0] + [0.0] * 60, [16] + [64] * 60)
-    assert sum(moved) == pytest.approx(100.0 * (1 - 0.75**0.25) / (1 - 0.75), rel=1e-4)
-
-
-def test_the_step_that_reaches_the_samples_of_a_warm_start_is_the_last_exact_one():
-    """Delayed applies nothing in its first step, by which it is told apart."""
-    communicator = NullCommunicator(0, 2)
-    state, applied = ExchangeState(communicator, "CPU:0"), tf.Variable(0.0)
-    op = WarmStart(Delayed(), samples=6).init(communicator, state, Trained())
-    part, seen = BatchPart(tf.constant(2, tf.int64), tf.constant(0.5)), []
-    for step in range(1, 6):
-        update = op.update([tf.constant(float(step))], part)
-        if update.applied is None or update.applied:
-            applied.assign_add(update.gradients[0])
-        op.count(part)
-        seen.append(float(applied))
-    assert seen == [1, 3, 6, 6, 10], "steps 1 to 3 at once, 4 a step later"
-
-
-@two
-def test_an_open_block_leaves_weights_apart(pool):
-    first, second = pool.run(exchanged.combined, BlockMomentum(block_size=4), [(0.9, 0.7)])
-    assert first == [(pytest.approx(0.9), 5.0, False)]
-    assert second == [(pytest.approx(0.7), 5.0, False)]
-
-
-@two
-def test_model_averaging_weighs_by_rows(pool):
-    value = ModelAveraging(period=2)
-    for after in pool.run(exchanged.combined, value, [(0.9, 0.5)], [3, 1]):
-        assert after == [(pytest.approx(0.8), 5.0, True)]
-
-
-@two_and_three
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_block_momentum_trains_as_its_equations_say(pool, nesterov):
-    value = BlockMomentum(block_size=48, nesterov=nesterov)
-    eta = 1 - 1 / pool.size
-    expected = exchanged.apart_by_hand(pool.size, eta, nesterov, 0.9, 3)
-    results = pool.run(exchanged.apart, value, 0.9)
-    assert apart(same_everywhere(results), expected) <= ROUNDING
-    assert all(own == results[0][1] for _, own in results), "logs are the same everywhere"
-
-
-@two
-def test_averaging_every_step_of_plain_sgd_is_one_process(pool):
-    """The mean of steps from the same weights is the step of the mean."""
-    weights, history, _ = plain("sgd", 160)
-    results = pool.run(exchanged.train, ModelAveraging(period=8), "sgd", 160)
-    assert apart(same_everywhere(results), weights) <= ROUNDING
-    np.testing.assert_allclose(results[0][1]["accuracy"], history["accuracy"])
-
-
-@two
-def test_evaluating_closes_a_block_and_averages_statistics(pool):
-    first, second = pool.run(exchanged.statistics_apart)
-    assert not np.array_equal(first[0], second[0]), "between blocks workers train apart"
-    assert first[1] == second[1]
-    assert np.array_equal(first[2], second[2])
-    np.testing.assert_allclose(first[2], (first[0] + second[0]) / 2, atol=1e-6)
-
-
-@two
-def test_a_block_is_closed_before_anything_looks_at_the_weights(pool):
-    """Single batches and `fit` once went on from rank 0's weights; callbacks saw a rank's own."""
-    (own, found, changed), (other, others, also) = pool.run(exchanged.around_open_blocks)
-    for i in range(3):
-        assert not np.array_equal(own[i], other[i])
-        np.testing.assert_allclose(found[i], (own[i] + other[i]) / 2, atol=1e-6)
-    for one, another in zip(found, others, strict=True):
-        assert np.array_equal(one, another)
-    assert changed == also == 0.0, "evaluating leaves the optimizer's state alone"
-
-
-@two
-@pytest.mark.parametrize("value", [BlockMomentum(10_000), Quantized(8)], ids=str)
-def test_numbers_that_no_metric_counts_are_the_same_everywhere(pool, value):
-    """ReduceLROnPlateau and the like once decided on each rank by its own loss."""
-    first, second = pool.run(exchanged.own_logs, value)
-    assert first == second
-
-
-@two
-def test_moving_statistics_are_exact_in_a_warm_start(pool):
-    """19 rows are 16 and 3, and the 3 are two and one: they weigh by their rows."""
-    warm = pool.run(exchanged.normalised, WarmStart(BlockMomentum(64), samples=10_000), 19)
-    dense = pool.run(exchanged.normalised, Dense(), 19)
-    for one, other in zip(warm, dense, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-6)
-
-
-@two
-@pytest.mark.parametrize("value", [Quantized(1), BlockMomentum(32)], ids=str)
-def test_training_that_is_taken_back_leaves_no_trace(pool, value):
-    """AutoBatchSize trains a little with each size, and puts everything back."""
-    before, changed, after = pool.run(exchanged.tried, value)[0]
-    assert before.keys() == changed.keys() == after.keys() and before
-    assert any(not np.array_equal(before[name], changed[name]) for name in before)
-    for name, kept in before.items():
-        assert np.array_equal(after[name], kept), name
-
-
-@two
-def test_blocks_within_one_execution(pool):
-    arguments = BlockMomentum(block_size=32), "momentum", 155, 16, 2
-    alone = pool.run(exchanged.train, *arguments)
-    several = pool.run(exchanged.train, *arguments, {"steps_per_execution": 5})
-    assert apart(same_everywhere(several), same_everywhere(alone)) <= ROUNDING
-
-
 # What it costs.
+
+
+def stats(value, validation=False):
+    """The logs of CommunicationStats."""
+    x, y = cases.rows(96)
+    with exchanging(value) as strategy:
+        model = perceptron(strategy, make("sgd"))
+        history = model.fit(
+            x,
+            y,
+            batch_size=16,
+            epochs=3,
+            verbose=0,
+            callbacks=[CommunicationStats()],
+            validation_data=(x, y) if validation else None,
+        )
+    return history.history["comm_bytes"], history.history["comm_share"]
 
 
 @two_ways
 def test_bytes_of_a_step_are_counted(pool):
     parameters = 64 * 32 + 32 + 32 * 10 + 10
-    dense, share = pool.run(exchanged.stats, Dense())[0]
+    dense, share = pool.run(stats, Dense())[0]
     # Gradients, and two metrics of two numbers.
     assert all(4 * parameters <= sent <= 4 * parameters + 64 for sent in dense)
     assert all(0 < part < 1 for part in share)
-    half, _ = pool.run(exchanged.stats, "fp16", True)[0]
+    half, _ = pool.run(stats, "fp16", True)[0]
     assert all(2 * parameters <= sent <= 2 * parameters + 64 for sent in half)
-    coded, _ = pool.run(exchanged.stats, "1bit")[0]
+    coded, _ = pool.run(stats, "1bit")[0]
     assert all(sent < dense[0] / 8 for sent in coded)
     # 96 rows an epoch are three blocks; between them nothing is sent.
-    blocks, _ = pool.run(exchanged.stats, BlockMomentum(block_size=32))[0]
+    blocks, _ = pool.run(stats, BlockMomentum(block_size=32))[0]
     assert all(sent == pytest.approx(4 * parameters / 2, rel=0.05) for sent in blocks)
+
+
+def bytes_of_sequences(value):
+    """Bytes per step of a Dense layer on sequences."""
+    x, y = np.ones((32, 4, 64), "float32"), np.ones((32, 32), "float32")
+    layers = [keras.layers.Dense(32), keras.layers.GlobalAveragePooling1D()]
+    with exchanging(value) as strategy:
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((4, 64)), *layers])
+            model.compile("sgd", "mse")
+        history = model.fit(x, y, batch_size=16, verbose=0, callbacks=[CommunicationStats()])
+    return history.history["comm_bytes"]
 
 
 @two_ways
 def test_kernels_of_dense_layers_on_sequences_are_coded(pool):
     # Their gradients did not tell their shapes, and travelled whole.
-    [dense] = pool.run(exchanged.bytes_of_sequences, Dense())[0]
-    [coded] = pool.run(exchanged.bytes_of_sequences, "1bit")[0]
+    [dense] = pool.run(bytes_of_sequences, Dense())[0]
+    [coded] = pool.run(bytes_of_sequences, "1bit")[0]
     assert coded < dense / 8
 
 
@@ -600,6 +379,26 @@ def test_32_bits_are_whole_gradients():
     assert Quantized(1).remembers
 
 
+def refused(options):
+    """The message of the error that training raises."""
+    x, y = cases.rows(16)
+    optimizer = options.get("optimizer", "sgd")
+    try:
+        with exchanging(options["value"]) as strategy:
+            if options.get("sparse"):
+                cases.sparse_embedding_gradients_clipped(strategy)
+                return None
+            ema = keras.optimizers.SGD(0.1, use_ema=True)
+            model = perceptron(strategy, ema if optimizer == "ema" else make(optimizer))
+            if options.get("own_loop"):
+                gradients = [tf.zeros_like(v) for v in model.trainable_variables]
+                strategy.run(lambda: model.optimizer.apply(gradients, model.trainable_variables))
+            model.fit(x, y, batch_size=8, verbose=0)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 @two
 @pytest.mark.parametrize(
     "options, message",
@@ -614,7 +413,7 @@ def test_32_bits_are_whole_gradients():
     ids=lambda value: None if isinstance(value, str) else str(value),
 )
 def test_what_cannot_work_together_is_refused(pool, options, message):
-    for told in pool.run(exchanged.refused, options):
+    for told in pool.run(refused, options):
         assert message in told
 
 

@@ -9,14 +9,50 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from dtk.communicators.local import LocalCommunicator
 from dtk.communicators.null import NullCommunicator
 from dtk.exchange import factors
-from exchange import factored
-from exchange.factored import KERNEL
+
+from strategies import bodies
+
+KERNEL = (200, 160)
 
 KERNEL_BYTES = 4 * KERNEL[0] * KERNEL[1]
 
-plain = functools.cache(functools.partial(factored.train, "plain"))
+
+def data(rows):
+    random = np.random.default_rng(1)
+    return random.normal(size=(rows, KERNEL[0])).astype("float32"), random.integers(0, 10, rows)
+
+
+def compiled(optimizer):
+    keras.utils.set_random_seed(4)
+    hidden = keras.layers.Dense(KERNEL[1], activation="relu")
+    model = keras.Sequential([keras.Input(KERNEL[:1]), hidden, keras.layers.Dense(10)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.get(optimizer), loss)
+    return model
+
+
+def train(where, rows, batch, optimizer="adam", alike=True):
+    """Weights after two epochs, and the bytes this rank sent in the second."""
+    if where == "plain":
+        model, counted = compiled(optimizer), LocalCommunicator()
+    else:
+        strategy = bodies.strategy()
+        counted = strategy.communicator
+        assert counted.alike  # one host
+        counted.alike = alike
+        with strategy.scope():
+            model = compiled(optimizer)
+    for _ in range(2):
+        before = counted.bytes_sent
+        model.fit(*data(rows), batch_size=batch, shuffle=False, verbose=0)
+    counted.alike = True
+    return np.concatenate([w.ravel() for w in model.get_weights()]), counted.bytes_sent - before
+
+
+plain = functools.cache(functools.partial(train, "plain"))
 
 
 def apart(one, other):
@@ -26,7 +62,7 @@ def apart(one, other):
 @pytest.mark.worlds(("collective", 2), ("horovod-mpi", 3))
 @pytest.mark.parametrize("rows, batch", [(57, 8), (9, 4)], ids=["uneven", "fewer-than-ranks"])
 def test_few_rows_send_factors_and_end_at_the_same_weights(pool, rows, batch):
-    results = pool.run(factored.train, "dtk", rows, batch)
+    results = pool.run(train, "dtk", rows, batch)
     for weights, sent in results:
         assert np.array_equal(weights, results[0][0])
         assert apart(weights, plain(rows, batch)[0]) <= 1e-5
@@ -36,14 +72,14 @@ def test_few_rows_send_factors_and_end_at_the_same_weights(pool, rows, batch):
 
 @pytest.mark.worlds(("collective", 2))
 def test_processors_of_different_kinds_do_not_multiply_each_for_itself(pool):
-    for _, sent in pool.run(factored.train, "dtk", 9, 4, "adam", False):
+    for _, sent in pool.run(train, "dtk", 9, 4, "adam", False):
         assert sent > 3 * KERNEL_BYTES  # in every step
 
 
 @pytest.mark.worlds(("collective", 2))
 def test_many_rows_send_the_gradient(pool):
     rows = batch = 1200  # of 360 numbers, against a kernel of 32,000
-    results = pool.run(factored.train, "dtk", rows, batch)
+    results = pool.run(train, "dtk", rows, batch)
     for weights, sent in results:
         assert apart(weights, plain(rows, batch)[0]) <= 1e-5
         assert KERNEL_BYTES < sent < 2 * KERNEL_BYTES
@@ -122,23 +158,97 @@ def test_factors_pay_up_to_some_number_of_rows_of_all_ranks(size):
     assert abs(size * wanted.count(True) - most) <= 2 * size
 
 
+def order(beside):
+    """Whether the second of two independent all-reduces waits for the first."""
+    communicator = bodies.strategy().communicator
+
+    @tf.function
+    def step(one, other):
+        with communicator.sequence(f"order {beside}"):
+            first = communicator.allreduce(one)
+            if not beside:
+                return first, communicator.allreduce(other)
+            with communicator.concurrent("test"):
+                return first, communicator.allreduce(other)
+
+    before = communicator.bytes_sent
+    one, other = step(tf.ones([3]), tf.ones([5]))
+    sums = float(one[0]), float(other[0])
+    sent = communicator.bytes_sent - before
+    graph = step.get_concrete_function(tf.ones([3]), tf.ones([5])).graph
+    sending = [o for o in graph.get_operations() if o.type.startswith(("Collective", "Horovod"))]
+    return len(sending), _comes_after(sending[-1], sending[0]), sums, sent
+
+
+def _comes_after(operation, earlier):
+    seen, left = set(), [operation]
+    while left:
+        current = left.pop()
+        if current not in seen:
+            seen.add(current)
+            left += [t.op for t in current.inputs] + list(current.control_inputs)
+    return earlier in seen
+
+
 @pytest.mark.worlds(("collective", 2), ("horovod-mpi", 2))
 def test_what_runs_beside_does_not_wait_for_what_was_traced_before(pool):
-    for count, waits, sums, sent in pool.run(factored.order, True):
+    for count, waits, sums, sent in pool.run(order, True):
         assert (count, waits, sums, sent) == (2, False, (pool.size, pool.size), 32)
-    for count, waits, _, _ in pool.run(factored.order, False):
+    for count, waits, _, _ in pool.run(order, False):
         assert (count, waits) == (2, True)
+
+
+def order_of_rows():
+    """What of a table's rows waits for a whole gradient, and for its all-reduce."""
+    communicator = bodies.strategy().communicator
+
+    @tf.function
+    def step(whole, values, indices):
+        with communicator.sequence("order of rows"):
+            gradient = tf.exp(whole)
+            slices = tf.IndexedSlices(tf.exp(values), indices, (7, 2))
+            summed, rows = communicator.allreduce([gradient, slices])
+            return summed, rows.values, rows.indices
+
+    given = tf.zeros([3]), tf.zeros([4, 2]), tf.constant([1, 5, 1, 0])
+    summed, values, indices = step(*given)
+    graph = step.get_concrete_function(*given).graph.get_operations()
+    whole, values_of = (o for o in graph if o.type == "Exp")
+    sending = [o for o in graph if o.type.startswith(("Collective", "Horovod"))]
+    early = [o for o in sending if not _comes_after(o, whole) and not _comes_after(o, values_of)]
+    (reduced,) = (o for o in sending if _comes_after(o, whole))
+    (gathered,) = (o for o in sending if _comes_after(o, values_of))
+    waits = _comes_after(gathered, reduced) or _comes_after(reduced, gathered)
+    sums = float(summed[0]), float(values[0, 0]), indices.numpy().tolist()
+    return len(sending), len(early), waits, sums
 
 
 @pytest.mark.worlds(("collective", 2), ("horovod-mpi", 2))
 def test_rows_of_tables_and_whole_gradients_do_not_wait_for_each_other(pool):
     expected = [1.0 * pool.size, 1.0, [1, 5, 1, 0] * pool.size]
-    for count, early, waits, sums in pool.run(factored.order_of_rows):
+    for count, early, waits, sums in pool.run(order_of_rows):
         assert (count, early, waits) == (4, 2, False), "counts and indices go ahead"
         assert list(sums) == expected
+
+
+def clocks():
+    """How often a graph reads the clock before a message, and whether it waits for one beside."""
+    communicator = bodies.strategy().communicator
+
+    @tf.function
+    def step(one, other):
+        with communicator.sequence("clocks"):
+            with communicator.concurrent("clocks"):
+                beside = communicator.allreduce(other)
+            return communicator.allreduce(one), beside
+
+    graph = step.get_concrete_function(tf.ones([3]), tf.ones([5])).graph.get_operations()
+    beside, sending = (o for o in graph if o.type.startswith(("Collective", "Horovod")))
+    clocks = [o for o in graph if o.type == "Timestamp" and not _comes_after(o, sending)]
+    return len(clocks), any(_comes_after(clock, beside) for clock in clocks)
 
 
 @pytest.mark.worlds(("collective", 2), ("horovod-mpi", 2))
 def test_the_clock_does_not_wait_for_what_runs_beside(pool):
     # It did, and where that took longer than a message, the message took no time.
-    assert pool.run(factored.clocks) == [(1, False)] * pool.size
+    assert pool.run(clocks) == [(1, False)] * pool.size

@@ -8,7 +8,7 @@ import time
 import dtk
 
 from strategies import served_bodies
-from strategies.proximal_bodies import BLOCKS, L1, problem, squares
+from strategies.block_problem import BLOCKS, L1, problem, squares
 
 STEPS = 600
 

@@ -2,36 +2,132 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
+import sys
+import time
+
+import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 
-from dtk.input import slicing
-
-from strategies import feeding_bodies
+import dtk
+from dtk.compat import keras_data
+from dtk.input import digests, slicing
+from dtk.strategies import AllReduceStrategy, undistributed
 
 two_ranks = pytest.mark.parametrize("backend, size", [("collective", 2)])
+
+
+def fit():
+    """How often Keras's adapters built pipelines, and the files of the code that cut batches."""
+    built, files = [], set()
+    build, count_rows = keras_data.ArrayDataAdapter.get_tf_dataset, slicing.count_rows
+
+    def counted_build(adapter):
+        built.append(adapter)
+        return build(adapter)
+
+    def seen_count_rows(batch):
+        files.add(sys._getframe(1).f_code.co_filename)
+        return count_rows(batch)
+
+    keras.utils.set_random_seed(1)  # without, every epoch has an order, and a pipeline, of its own
+    x, y = np.zeros((8, 2), "float32"), np.zeros((8, 1), "float32")
+    strategy = AllReduceStrategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    keras_data.ArrayDataAdapter.get_tf_dataset, slicing.count_rows = counted_build, seen_count_rows
+    try:
+        model.fit(x, y, verbose=0, epochs=2)
+        return len(built), sorted(files)
+    finally:
+        keras_data.ArrayDataAdapter.get_tf_dataset, slicing.count_rows = build, count_rows
 
 
 @two_ranks
 def test_cutting_is_not_converted_by_autograph(world, backend, size):
     """Converting took ten times as long as tracing; converted code is in files of its own."""
-    for _, files in world(backend, size).run(feeding_bodies.fit):
+    for _, files in world(backend, size).run(fit):
         assert files == [slicing.__file__]
 
 
 @two_ranks
 def test_fit_builds_a_pipeline_once(world, backend, size):
     """Keras builds one, which is cut as it is. dtk asked for another, and cut that."""
-    for built, _ in world(backend, size).run(feeding_bodies.fit):
+    for built, _ in world(backend, size).run(fit):
         assert built == 1
 
 
 here = pytest.mark.parametrize("backend, size", [("local", 1), ("collective", 2)])
 
 
+def _told(cores, pid):
+    """Cores a process may use, which are not bound for it: the world goes on to other tests."""
+    del pid
+    return cores
+
+
+def tuned():
+    """For each pipeline that was opened, by who opened it, whether TensorFlow tunes it."""
+    opened, now = {}, []
+    open_own = tf.data.Dataset.__iter__
+
+    def noted_open(dataset):
+        # What dtk has read to look at it, and gives `fit` as it was, has nothing to tune.
+        if dataset.options().dataset_name == digests.FIRST_BATCHES:
+            return open_own(dataset)
+        opened.setdefault(now[-1], []).append(dataset.options().autotune.enabled)
+        return open_own(dataset)
+
+    rows = np.zeros((8, 2), "float32"), np.zeros((8, 1), "float32")
+    dataset = tf.data.Dataset.from_tensor_slices(rows)
+    wanted = tf.data.Options()
+    wanted.autotune.enabled = True
+    strategy = AllReduceStrategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+
+    def own(context):
+        return dataset.batch(2)
+
+    def loop():
+        return list(strategy.experimental_distribute_dataset(dataset.batch(4)))
+
+    given = {
+        "predict": lambda: model.predict(rows[0], verbose=0),
+        "dataset": lambda: model.evaluate(dataset.batch(4), verbose=0),
+        "own loop": lambda: list(strategy.distribute_datasets_from_function(own)),
+        "shard": lambda: model.fit(dtk.data.shard(dataset, strategy, 4), verbose=0),
+        "loop": loop,
+        "asked for": lambda: model.fit(dataset.batch(4).with_options(wanted), verbose=0),
+    }
+    actions = {
+        "fit": lambda: model.fit(*rows, validation_data=rows, epochs=2, verbose=0),
+        **given,
+        **{f"{name}, on one core": act for name, act in given.items()},
+    }
+    own_cores = os.sched_getaffinity
+    tf.data.Dataset.__iter__ = noted_open
+    try:
+        for name, act in actions.items():
+            now.append(name)
+            cores = {0} if "one core" in name else {0, 1}
+            os.sched_getaffinity = functools.partial(_told, cores)
+            act()
+        return opened
+    finally:
+        tf.data.Dataset.__iter__, os.sched_getaffinity = open_own, own_cores
+
+
 @here
 def test_no_pipeline_waits_for_a_tuner_that_gains_nothing(world, backend, size):
     """See `strategies/pipelines.py`: on one core an epoch took up to twice its steps."""
-    for opened in world(backend, size).run(feeding_bodies.tuned):
+    for opened in world(backend, size).run(tuned):
         for asked in ("asked for", "asked for, on one core"):
             assert all(opened.pop(asked)), "a script that asks for tuning gets it"
         names = ("predict", "dataset", "shard", "loop", "own loop")
@@ -44,16 +140,89 @@ def test_no_pipeline_waits_for_a_tuner_that_gains_nothing(world, backend, size):
         )
 
 
+def steps_ahead():
+    """For each batch of a loop on one core, how many steps before its own it was made."""
+    asked, made = [], []
+
+    def make(number):
+        made.append(len(asked))
+        return number
+
+    # TensorFlow would make the calls of a map before a batch ahead by itself.
+    dataset = tf.data.Dataset.range(4).batch(1)
+    dataset = dataset.map(
+        lambda number: tf.ensure_shape(tf.numpy_function(make, [number], tf.int64), [1])
+    )
+    strategy = AllReduceStrategy()
+    own_cores = os.sched_getaffinity
+    os.sched_getaffinity = functools.partial(_told, {0})
+    try:
+        for _ in strategy.experimental_distribute_dataset(dataset):
+            asked.append(time.sleep(0.2))
+    finally:
+        os.sched_getaffinity = own_cores
+    return [step - made[step] for step in range(4)]
+
+
 @pytest.mark.parametrize("backend, size", [("local", 1)])
 def test_a_loop_reads_ahead_on_one_core(world, backend, size):
     """TensorFlow adds that to a pipeline only where it tunes it."""
-    for lead in world(backend, size).run(feeding_bodies.lead):
+    for lead in world(backend, size).run(steps_ahead):
         assert lead[0] == 0 and all(steps > 0 for steps in lead[1:])
+
+
+class Counted(keras.utils.PyDataset):
+    """Batches from workers of its own, which stop when an epoch is over."""
+
+    def __init__(self, batches):
+        super().__init__(workers=2, use_multiprocessing=False, max_queue_size=2)
+        self.batches = batches
+
+    @property
+    def num_batches(self):
+        """How many there are; None when there is no end of them."""
+        return self.batches
+
+    def __getitem__(self, index):
+        time.sleep(0.05)  # whoever reads ahead still waits for it when the epoch ends
+        return np.full((4, 2), index, "float32"), np.zeros((4, 1), "float32")
+
+
+def fit_workers(batches, steps):
+    """Losses of three epochs whose batches a `PyDataset` makes in threads, with time between them.
+
+    Args:
+        batches: How many it has, or None.
+        steps: Those of an epoch; fewer than there are batches.
+
+    Returns:
+        Those of a plain `fit`, and under a strategy.
+    """
+    return [fit_counted(scope, batches, steps) for scope in (None, AllReduceStrategy().scope())]
+
+
+def fit_counted(scope, batches, steps):
+    with scope or contextlib.nullcontext():
+        model = keras.Sequential(
+            [keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="ones")]
+        )
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+    pause = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: time.sleep(0.3))
+    with undistributed():  # the plain one
+        history = model.fit(
+            Counted(batches),
+            steps_per_epoch=steps,
+            epochs=3,
+            shuffle=False,
+            verbose=0,
+            callbacks=[pause],
+        )
+    return history.history["loss"]
 
 
 @pytest.mark.parametrize("backend, size", [("collective", 2)])
 @pytest.mark.parametrize("batches, steps", [(None, 3), (12, 4)])
 def test_workers_of_a_py_dataset_are_not_read_ahead(world, backend, size, batches, steps):
     """They stop when an epoch ends; a batch asked for by then was an error in the next epoch."""
-    for plain, losses in world(backend, size).run(feeding_bodies.fit_workers, batches, steps):
+    for plain, losses in world(backend, size).run(fit_workers, batches, steps):
         assert losses == plain

@@ -7,19 +7,398 @@ import subprocess
 import sys
 import time
 
+import keras
+import numpy as np
 import psutil
 import pytest
+import tensorflow as tf
+
+import dtk
+from dtk.communicators.local import LocalCommunicator
+from dtk.strategies import AllReduceStrategy, start
 
 import world as harness
-from strategies import mistakes
+from strategies import bodies, cases
 
 pytestmark = pytest.mark.parametrize("backend, size", [("collective", 2)])
 
+MISTAKES = {}
+EXPECTED = {}
 
-@pytest.mark.parametrize("name", list(mistakes.MISTAKES))
+
+def mistake(kind, *message):
+    def register(function):
+        name = function.__name__.replace("_", " ")
+        MISTAKES[name] = function
+        EXPECTED[name] = (kind, message)
+        return function
+
+    return register
+
+
+def make(name):
+    """Class and message of what the mistake raised."""
+    try:
+        MISTAKES[name](bodies.strategy())
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+@mistake(
+    "NotDistributedError",
+    "rank {rank}: fit of model",
+    "compiled outside strategy.scope()",
+    "each of the 2 processes would train a model of its own",
+    "`with dtk.strategies.undistributed():`",
+)
+def built_and_compiled_outside(strategy):
+    x, y = cases.rows(8)
+    cases.compiled(None).fit(x, y, verbose=0)
+
+
+@mistake("NotDistributedError", "train_on_batch of model", "compiled outside strategy.scope()")
+def single_batches_of_a_model_compiled_outside(strategy):
+    x, y = cases.rows(8)
+    cases.compiled(None).train_on_batch(x, y)
+
+
+@mistake("ValueError", "jit_compile=True", "leave jit_compile at 'auto'")
+def jit_set_as_an_attribute(strategy):
+    x, y = cases.rows(8)
+    model = cases.compiled(strategy)
+    model.jit_compile = True
+    model.fit(x, y, verbose=0)
+
+
+@mistake("ValueError", "jit_compile=True", "leave jit_compile at 'auto'")
+def jit_asked_for(strategy):
+    cases.compiled(strategy, jit_compile=True)
+
+
+@mistake("ValueError", "was made for another strategy (OneDeviceStrategy)", "scope")
+def optimizer_of_another_strategy(strategy):
+    with tf.distribute.OneDeviceStrategy("/cpu:0").scope():
+        optimizer = keras.optimizers.SGD()
+    cases.compiled(strategy, optimizer=optimizer)
+
+
+@mistake("ValueError", "was built under another strategy (OneDeviceStrategy)")
+def model_of_another_strategy(strategy):
+    with tf.distribute.OneDeviceStrategy("/cpu:0").scope():
+        model = cases.small()
+    with strategy.scope():
+        model.compile(optimizer="sgd", loss="mse")
+
+
+@mistake("ValueError", "inside the scope of another strategy", "AllReduceStrategy")
+def scopes_of_two_strategies(strategy):
+    with tf.distribute.OneDeviceStrategy("/cpu:0").scope(), strategy.scope():
+        pass
+
+
+def another_dtk_strategy():
+    """One that talks to nobody."""
+    return AllReduceStrategy(LocalCommunicator())
+
+
+@mistake("ValueError", "inside the scope of another strategy (AllReduceStrategy)", "leave that")
+def scopes_of_two_dtk_strategies(strategy):
+    with another_dtk_strategy().scope(), strategy.scope():
+        pass
+
+
+@mistake("ValueError", "was made for another strategy (AllReduceStrategy)", "a new optimizer")
+def optimizer_of_another_dtk_strategy(strategy):
+    other = another_dtk_strategy()
+    optimizer = cases.compiled(other, optimizer=keras.optimizers.SGD()).optimizer
+    cases.compiled(strategy, optimizer=optimizer)
+
+
+@mistake("ValueError", "under another strategy (AllReduceStrategy)", "the same one")
+def model_of_another_dtk_strategy(strategy):
+    model = cases.compiled(another_dtk_strategy())
+    with strategy.scope():
+        model.compile(optimizer="sgd", loss="mse")
+
+
+@mistake("DisagreementError", "rank {rank}: ranks disagree on the dtk version", "0.1.0", "9.9.9")
+def another_version_of_dtk_on_rank_1(strategy):
+    mine = start.__version__
+    start.__version__ = "9.9.9" if strategy.rank == 1 else "0.1.0"
+    try:
+        AllReduceStrategy(strategy.communicator)
+    finally:
+        start.__version__ = mine
+
+
+class Alone(cases.Subclassed):
+    """Applies its gradients by hand, without any optimizer."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+        for v, g in zip(
+            self.trainable_variables,
+            tape.gradient(loss, self.trainable_variables),
+            strict=True,
+        ):
+            v.assign_sub(0.1 * g)
+        return {"loss": loss}
+
+
+@mistake("NotDistributedError", "rank {rank}: ", "without reducing any gradient over 2 replicas")
+def a_step_that_reduces_nothing(strategy):
+    x, y = cases.rows(8)
+    cases.compiled(strategy, Alone).fit(x, y, verbose=0)
+
+
+@mistake("DisagreementError", "rank {rank}: ranks disagree on the number of var", "has 4", "has 6")
+def different_models(strategy):
+    x, y = cases.rows(8)
+
+    def build():
+        layers = [keras.layers.Dense(10) for _ in range(1 + strategy.rank)]
+        return keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten(), *layers])
+
+    optimizer = keras.optimizers.SGD()
+    cases.compiled(strategy, build, optimizer=optimizer).fit(x, y, verbose=0)
+
+
+@mistake("DisagreementError", "ranks disagree on the variable 0", "(64, 10)", "(64, 11)")
+def different_shapes(strategy):
+    x, y = cases.rows(8)
+
+    def build():
+        layers = [keras.layers.Dense(10 + strategy.rank), keras.layers.Dense(10)]
+        return keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten(), *layers])
+
+    cases.compiled(strategy, build).fit(x, y, verbose=0)
+
+
+@mistake("DisagreementError", "ranks disagree on the steps per epoch", "has 2", "has 3")
+def different_steps(strategy):
+    x, y = cases.rows(8)
+    steps = 2 + strategy.rank
+    cases.compiled(strategy).fit(x, y, batch_size=4, steps_per_epoch=steps, verbose=0)
+
+
+@mistake("DisagreementError", "ranks disagree on the training data", "8 rows", "12 rows", "shard")
+def different_numbers_of_rows(strategy):
+    x, y = cases.rows(8 + 4 * strategy.rank)
+    cases.compiled(strategy).fit(x, y, batch_size=4, verbose=0)
+
+
+@mistake("DisagreementError", "ranks disagree on the training data", "hash", "dtk.data.shard")
+def a_part_of_the_data_per_rank(strategy):
+    x, y = cases.rows(16)
+    mine = slice(8 * strategy.rank, 8 * strategy.rank + 8)
+    cases.compiled(strategy).fit(x[mine], y[mine], batch_size=4, verbose=0)
+
+
+@mistake("DisagreementError", "ranks disagree on the data", "8 rows", "12 rows")
+def predict_different_numbers_of_rows(strategy):
+    x, _ = cases.rows(8 + 4 * strategy.rank)
+    cases.compiled(strategy).predict(x, verbose=0)
+
+
+@mistake("DisagreementError", "callbacks of dtk", "['ProgressPrinter']", "[]", "every rank")
+def a_callback_on_rank_0_alone(strategy):
+    x, y = cases.rows(8)
+    callbacks = [dtk.callbacks.ProgressPrinter()] if strategy.is_chief else []
+    cases.compiled(strategy).fit(x, y, callbacks=callbacks, verbose=0)
+
+
+@mistake("DisagreementError", "after epoch 1", "learning_rate", "same callbacks on every rank")
+def another_learning_rate_on_rank_0(strategy):
+    class Halve(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.optimizer.learning_rate = 0.005
+
+    x, y = cases.rows(8)
+    callbacks = [Halve()] if strategy.is_chief else []
+    cases.compiled(strategy).fit(x, y, epochs=2, callbacks=callbacks, verbose=0)
+
+
+@mistake("NotDistributedError", "assigns other values to the variable", "bias", "nothing was upd")
+def a_weight_updated_by_hand(strategy):
+    class ByHand(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, x):
+            return self.dense(x)
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x))
+            kernel, bias = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply([kernel, tf.zeros_like(bias)], self.trainable_variables)
+            self.trainable_variables[1].assign_sub(0.1 * bias)
+            return {"loss": loss}
+
+    x, y = cases.rows(8)
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = ByHand()
+        model.compile(optimizer="sgd", loss="mse")
+    model.fit(x.reshape(8, -1), y.astype("float32"), batch_size=4, verbose=0)
+
+
+@mistake("DisagreementError", "ranks disagree on the random seed", "rank 0 has 7", "rank 1 has 8")
+def seeds_by_rank(strategy):
+    x, y = cases.rows(8)
+    model = cases.compiled(strategy)
+    keras.utils.set_random_seed(7 + strategy.rank)
+    model.fit(x, y, verbose=0)
+
+
+@mistake("ValueError", "must be a batch of rows", ".batch(global_batch_size)")
+def unbatched_dataset(strategy):
+    x, y = cases.rows(8)
+    dataset = tf.data.Dataset.from_tensor_slices((np.float32(y), np.float32(y)))
+    del x
+    cases.compiled(strategy).fit(dataset, verbose=0, shuffle=False)
+
+
+def of_each_rank(strategy, rows=16):
+    """What Horovod's scripts give each rank."""
+    x, y = cases.rows(rows)
+    return tf.data.Dataset.from_tensor_slices((x, y)).shard(strategy.size, strategy.rank).batch(4)
+
+
+@mistake("DisagreementError", "on the first batch", "no shard(size, rank)", "dtk.data.shard")
+def a_shard_per_rank(strategy):
+    cases.compiled(strategy).fit(of_each_rank(strategy), verbose=0, shuffle=False)
+
+
+@mistake("DisagreementError", "ranks disagree on the first batch", "dtk.data.shard")
+def evaluate_a_shard_per_rank(strategy):
+    cases.compiled(strategy).evaluate(of_each_rank(strategy), verbose=0)
+
+
+@mistake("DisagreementError", "at the first batch, ranks have read different", "dtk.data.shard")
+def predict_a_shard_per_rank(strategy):
+    cases.compiled(strategy).predict(of_each_rank(strategy).map(lambda x, y: x), verbose=0)
+
+
+@mistake("DisagreementError", "after step 4, ranks have read different batches", "ranks [1]")
+def a_generator_that_differs_later(strategy):
+    x, y = cases.rows(32)
+
+    def batches():
+        for i in range(8):
+            differs = 0.5 if i == 3 and strategy.rank else 0.0
+            yield x[4 * i : 4 * i + 4] + np.float32(differs), y[4 * i : 4 * i + 4]
+
+    spec = (tf.TensorSpec([None, 8, 8, 1]), tf.TensorSpec([None], tf.int64))
+    dataset = tf.data.Dataset.from_generator(batches, output_signature=spec)
+    cases.compiled(strategy).fit(dataset, verbose=0, shuffle=False)
+
+
+@mistake("DisagreementError", "after evaluate, ranks have read different batches", "ranks [1]")
+def evaluate_rows_that_differ_later(strategy):
+    x, y = cases.rows(16)
+    x[12] += 0.1 * strategy.rank
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+    cases.compiled(strategy).evaluate(dataset, verbose=0)
+
+
+@mistake("DisagreementError", "at the end of the data, ranks have read different", "ranks [1]")
+def predict_rows_that_differ_later(strategy):
+    x, _ = cases.rows(16)
+    x[12] += 0.1 * strategy.rank
+    cases.compiled(strategy).predict(tf.data.Dataset.from_tensor_slices(x).batch(4), verbose=0)
+
+
+@mistake("DisagreementError", "ranks disagree on the training data", "hash of all bytes")
+def arrays_that_differ_in_the_middle(strategy):
+    x, y = cases.rows(16)
+    x[8] += strategy.rank
+    cases.compiled(strategy).fit(x, y, batch_size=4, verbose=0)
+
+
+@mistake("DisagreementError", "ranks disagree on the training data", "hash of all bytes")
+def targets_that_differ(strategy):
+    x, y = cases.rows(16)
+    cases.compiled(strategy).fit(x, (y + strategy.rank) % 10, batch_size=4, verbose=0)
+
+
+@mistake("DisagreementError", "ranks disagree on the batch of train_on_batch", "hash of all bytes")
+def single_batches_that_differ(strategy):
+    x, y = cases.rows(16)
+    part = slice(8 * strategy.rank, 8 * strategy.rank + 8)
+    cases.compiled(strategy).train_on_batch(x[part], y[part])
+
+
+class InBatch(cases.Subclassed):
+    """Contrasts rows with each other."""
+
+    def train_step(self, data):
+        x, _ = data
+        with tf.GradientTape() as tape:
+            z = tf.math.l2_normalize(self(x, training=True), 1)
+            rows = tf.eye(tf.shape(z)[0])
+            likeness = tf.matmul(z, z, transpose_b=True)
+            loss = tf.reduce_mean(tf.nn.softmax_cross_entropy_with_logits(rows, likeness))
+        self.optimizer.apply(
+            tape.gradient(loss, self.trainable_variables), self.trainable_variables
+        )
+        return {"loss": loss}
+
+
+@mistake(
+    "NotDistributedError",
+    "does not add up over 2 replicas: 5 rows computed by one, and as parts of [3, 2] rows",
+    "gradient 0 is",
+    "neither a mean",
+    "nothing was updated",
+    "self_test=False",
+)
+def a_loss_between_rows(strategy):
+    x, y = cases.rows(16)
+    cases.compiled(strategy, InBatch).fit(x, y, batch_size=8, verbose=0)
+
+
+class Summing(keras.layers.Layer):
+    """Keeps a number of a batch that is no mean over its rows."""
+
+    def build(self, shape):
+        self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False, name="seen")
+
+    def call(self, x):
+        self.seen.assign(tf.reduce_sum(x))
+        return x
+
+
+@mistake("NotDistributedError", "assigns other values to the variable", "seen", "nothing was upd")
+def a_layer_whose_state_is_a_sum(strategy):
+    x, y = cases.rows(16)
+
+    def build():
+        layers = [keras.Input((8, 8, 1)), keras.layers.Flatten(), Summing()]
+        return keras.Sequential([*layers, keras.layers.Dense(10)])
+
+    cases.compiled(strategy, build).fit(x, y, batch_size=8, verbose=0)
+
+
+@mistake("ValueError", "exchange='17bit'", "expected one of 'auto', 'fp16', 'bf16', '1bit'")
+def unknown_exchange(strategy):
+    AllReduceStrategy(strategy.communicator, exchange="17bit")
+
+
+@mistake("DisagreementError", "ranks disagree on the exchange", "Quantized(bits=1)")
+def another_exchange_on_rank_1(strategy):
+    AllReduceStrategy(strategy.communicator, exchange="1bit" if strategy.rank else None)
+
+
+@pytest.mark.parametrize("name", list(MISTAKES))
 def test_every_rank_says_what_is_wrong(world, backend, size, name):
-    kind, message = mistakes.EXPECTED[name]
-    for rank, (raised, text) in enumerate(world(backend, size).run(mistakes.make, name)):
+    kind, message = EXPECTED[name]
+    for rank, (raised, text) in enumerate(world(backend, size).run(make, name)):
         assert raised == kind, f"rank {rank}: {raised}: {text}"
         for part in message:
             assert part.format(rank=rank) in text

@@ -5,6 +5,11 @@ Tolerance of the synchronous mode as in test_equivalence: 1e-5 relative after 50
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
+
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -12,7 +17,9 @@ import tensorflow as tf
 from dtk.parameter_server.consistency_models import BoundedDelay, Sync
 
 from once import once
-from strategies import bodies, cases, served_bodies
+from strategies import bodies, cases
+from strategies.bodies import digits, flat, served_with
+from strategies.served_bodies import Partitioner, line, task
 from strategies.test_cases import plain as plain_case
 from strategies.test_equivalence import TOLERANCE
 
@@ -106,25 +113,55 @@ def test_features_of_fit(world, backend, size, name, consistency):
         np.testing.assert_allclose(result[part], value, rtol=2e-5, atol=2e-5, err_msg=part)
 
 
+def every_gradient_once(consistency, steps=100):
+    """Weights after `steps` constant gradients, the optimizer's count, and what was observed."""
+    strategy = served_with(consistency)
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = line()
+        model.layers[0].kernel.assign(tf.zeros((3, 1)))
+    x = np.tile(np.float32([1, 2, 3]), (8 * steps, 1))
+    history = model.fit(x, x[:, :1], batch_size=8, epochs=1, verbose=0).history
+    iterations = int(model.optimizer.iterations.numpy())
+    return flat(model.get_weights()), iterations, history
+
+
 @THREE
 @pytest.mark.parametrize(
     "consistency", ["sync", "async", BoundedDelay(0), BoundedDelay(2)], ids=str
 )
 def test_every_gradient_is_applied_once(world, backend, size, consistency):
     """A lost update, or one applied twice, would show in the sum of constant gradients."""
-    ((weights, iterations, history),) = world(backend, size).run(
-        served_bodies.every_gradient_once, consistency
-    )
+    ((weights, iterations, history),) = world(backend, size).run(every_gradient_once, consistency)
     assert iterations == 100
     np.testing.assert_allclose(weights, [-1.0, -2.0, -3.0], rtol=1e-5)
     assert history["loss"][0] == history["loss"][0]  # a number
+
+
+def left_and_fitted_again(consistency):
+    """A callback leaves `fit` in the middle; the next `fit` has nothing of it. Steps of both."""
+    strategy = served_with(consistency)
+    x = np.tile(np.float32([1, 2, 3]), (80, 1))
+
+    class Leave(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 4:
+                raise KeyError("enough")
+
+    with strategy.scope():
+        model = line()
+    with contextlib.suppress(KeyError):
+        model.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=[Leave()])
+    first = int(model.optimizer.iterations.numpy())
+    model.fit(x, x[:, :1], batch_size=8, verbose=0)
+    return first, int(model.optimizer.iterations.numpy()) - first
 
 
 @THREE
 @pytest.mark.parametrize("consistency", ["sync", "async"])
 def test_a_fit_that_was_left_leaves_nothing_behind(world, backend, size, consistency):
     """Steps of the first `fit` that nobody applied must not be applied by the second."""
-    ((first, second),) = world(backend, size).run(served_bodies.left_and_fitted_again, consistency)
+    ((first, second),) = world(backend, size).run(left_and_fitted_again, consistency)
     assert first <= 5 and second == 10
 
 
@@ -143,12 +180,72 @@ def test_the_end_of_an_epoch_is_told_once():
     assert ends == ["end"] * 3
 
 
+@contextlib.contextmanager
+def slowed(process, share):
+    """Let a process run only this share of the time, by stopping and continuing it."""
+    over = threading.Event()
+
+    def stutter():
+        while not over.is_set():
+            process.suspend()
+            over.wait(0.2 * (1 - share))
+            process.resume()
+            time.sleep(0.2 * share)
+
+    thread = threading.Thread(target=stutter, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        process.resume()
+
+
+def staleness(consistency, slow):
+    """Statistics of 60 steps, one worker slowed down to a fifth."""
+    strategy = served_with(consistency)
+    x, y = digits()
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.Dense(10)]
+        )
+        model.compile(
+            keras.optimizers.Adam(0.01),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )
+    model.fit(x[:64], y[:64], batch_size=16, verbose=0)
+    seen = {}
+    before = [worker["steps"] for worker in strategy.traffic]
+
+    class Slow(keras.callbacks.Callback):
+        """From the second step on: functions are made before, on every task, slow ones too."""
+
+        stack = contextlib.ExitStack()
+
+        def on_train_batch_begin(self, batch, logs=None):
+            seen["schedule"] = strategy.schedule_of(model)
+            if batch == 1 and slow:
+                self.stack.enter_context(slowed(task("worker", 0), 0.2))
+
+    with Slow.stack:
+        history = model.fit(x[:960], y[:960], batch_size=16, verbose=0, callbacks=[Slow()]).history
+    statistics = seen["schedule"].statistics
+    return {
+        "max": statistics.max,
+        "lag": statistics.lag,
+        "steps": statistics.steps,
+        "by worker": [w["steps"] - old for w, old in zip(strategy.traffic, before, strict=True)],
+        "history": history,
+        "iterations": int(model.optimizer.iterations.numpy()),
+    }
+
+
 @TWO
 @pytest.mark.parametrize("tau", [0, 1, 4])
 def test_a_slow_worker_stays_within_the_bound(world, backend, size, tau):
-    (seen,) = world(backend, size).run(
-        served_bodies.staleness, BoundedDelay(tau), True, timeout=120
-    )
+    (seen,) = world(backend, size).run(staleness, BoundedDelay(tau), True, timeout=120)
     assert seen["max"] <= tau and seen["lag"] <= tau
     assert seen["steps"] == 60 and seen["iterations"] == 64
     if tau:
@@ -158,22 +255,82 @@ def test_a_slow_worker_stays_within_the_bound(world, backend, size, tau):
 
 @TWO
 def test_asynchronous_workers_do_not_wait_for_a_slow_one(world, backend, size):
-    (seen,) = world(backend, size).run(served_bodies.staleness, "async", True, timeout=120)
+    (seen,) = world(backend, size).run(staleness, "async", True, timeout=120)
     slow, fast = seen["by worker"]
     assert fast > 1.5 * slow and seen["steps"] == 60
     assert seen["max"] <= 4, "two steps of each worker may wait to be applied"
+
+
+def accuracy(consistency):
+    """On the digits' last 360 images after 8 epochs on the others."""
+    keras.utils.set_random_seed(7)
+    x, y = digits()
+    with served_with(consistency).scope() if consistency else contextlib.nullcontext():
+        model = keras.Sequential(
+            [
+                keras.Input((8, 8, 1)),
+                keras.layers.Flatten(),
+                keras.layers.Dense(64, activation="relu"),
+                keras.layers.Dense(10),
+            ]
+        )
+        model.compile(
+            keras.optimizers.Adam(0.005),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+        )
+    model.fit(x[:-360], y[:-360], batch_size=32, epochs=12, verbose=0)
+    return model.evaluate(x[-360:], y[-360:], verbose=0)[1]
 
 
 @TWO
 @pytest.mark.parametrize("consistency", ["sync", "async", BoundedDelay(8)], ids=str)
 def test_accuracy_on_the_digits(world, backend, size, consistency):
     (mine,) = world(backend, size).run(
-        served_bodies.accuracy,
+        accuracy,
         consistency,
         timeout=120,
-        meanwhile=lambda: once(served_bodies.accuracy, None),
+        meanwhile=lambda: once(accuracy, None),
     )
-    assert mine >= once(served_bodies.accuracy, None) - 0.01
+    assert mine >= once(accuracy, None) - 0.01
+
+
+def tables(consistency, parts):
+    """Two steps of a partitioned embedding, with one and without a strategy: weights, traffic."""
+    keras.utils.set_random_seed(5)
+    strategy = served_with(consistency) if consistency else None
+    tokens = np.random.default_rng(0).integers(0, 1001, (48, 6))
+    labels = (tokens.sum(1) % 4).astype("int64")
+    if strategy is not None:
+        strategy.extended._variable_partitioner = Partitioner(parts)
+    try:
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            model = keras.Sequential(
+                [
+                    keras.Input((6,), dtype="int32"),
+                    keras.layers.Embedding(1001, 8),
+                    keras.layers.Flatten(),
+                    keras.layers.Dense(4),
+                ]
+            )
+            model.compile(
+                keras.optimizers.SGD(0.1, momentum=0.9),
+                keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            )
+        before = strategy.traffic if strategy else []
+        history = model.fit(tokens, labels, batch_size=16, epochs=3, verbose=0).history
+        moved = [
+            {name: after[name] - old[name] for name in after}
+            for after, old in zip(strategy.traffic if strategy else [], before, strict=True)
+        ]
+        devices = sorted(
+            {shard.device for shard in getattr(model.layers[0]._embeddings._value, "variables", [])}
+        )
+        predicted = model.predict(tokens, verbose=0)
+        return flat(model.get_weights()), history, moved, devices, predicted
+    finally:
+        if strategy is not None:
+            strategy.extended._variable_partitioner = None
 
 
 @TWO
@@ -181,9 +338,9 @@ def test_accuracy_on_the_digits(world, backend, size, consistency):
 @pytest.mark.parametrize("consistency", ["sync", BoundedDelay(0)], ids=str)
 def test_tables(world, backend, size, consistency, parts):
     ((weights, history, moved, devices, predicted),) = world(backend, size).run(
-        served_bodies.tables, consistency, parts
+        tables, consistency, parts
     )
-    expected, expected_history, _, _, expected_predictions = once(served_bodies.tables, None, 0)
+    expected, expected_history, _, _, expected_predictions = once(tables, None, 0)
     assert np.linalg.norm(weights - expected) <= TOLERANCE * np.linalg.norm(expected)
     np.testing.assert_allclose(history["loss"], expected_history["loss"], rtol=TOLERANCE)
     np.testing.assert_allclose(predicted, expected_predictions, rtol=1e-4, atol=1e-5)
@@ -198,11 +355,72 @@ def test_tables(world, backend, size, consistency, parts):
     assert pushed >= steps * (dense + rows), "did not count the rows it pushed"
 
 
+def placement():
+    """Bytes on each server after a model was made, and of its largest variable."""
+    strategy = served_with("async")
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((100,)), *(keras.layers.Dense(n) for n in (300, 100, 300, 10))]
+        )
+    return strategy.placement, max(4 * int(np.prod(v.shape)) for v in model.trainable_variables)
+
+
 @TWO
 def test_variables_are_spread_by_bytes(world, backend, size):
-    ((placed, largest),) = world(backend, size).run(served_bodies.placement)
+    ((placed, largest),) = world(backend, size).run(placement)
     assert len(placed) == 2
     assert max(placed) - min(placed) <= largest, placed
+
+
+def refused(name):
+    """Class and message of what a mistake raised."""
+    try:
+        MISTAKES[name]()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def _fit(consistency, layers, loss=None, **compiled):
+    x, y = digits()
+    with served_with(consistency).scope():
+        model = keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten(), *layers])
+        loss = loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", loss, **compiled)
+    model.fit(x[:32], y[:32], batch_size=16, verbose=0)
+
+
+def _no_gradient():
+    class Idle(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, x):
+            return self.dense(x)
+
+        def train_step(self, data):
+            x, y = data
+            return {"loss": tf.reduce_mean(self(x))}
+
+    with served_with("async").scope():
+        model = Idle()
+        model.compile("sgd", "mse")
+    model.fit(np.ones((8, 2), "float32"), np.ones((8, 1), "float32"), batch_size=4, verbose=0)
+
+
+MISTAKES = {
+    "synchronized normalisation": lambda: _fit(
+        "sync", [keras.layers.BatchNormalization(synchronized=True), keras.layers.Dense(10)]
+    ),
+    "eager steps": lambda: _fit("async", [keras.layers.Dense(10)], run_eagerly=True),
+    "no gradient": _no_gradient,
+    "too many backups": lambda: _fit_with_backups(2),
+}
+
+
+def _fit_with_backups(count):
+    _fit(Sync(count), [keras.layers.Dense(10)])
 
 
 @TWO
@@ -216,7 +434,7 @@ def test_variables_are_spread_by_bytes(world, backend, size):
     ],
 )
 def test_mistakes(world, backend, size, name, kind, parts):
-    ((raised, text),) = world(backend, size).run(served_bodies.refused, name)
+    ((raised, text),) = world(backend, size).run(refused, name)
     assert raised == kind, text
     for part in parts:
         assert part in text

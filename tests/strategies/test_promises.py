@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import sys
+import warnings
+
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
+from keras.src.losses import loss
+from keras.src.trainers.trainer import Trainer
+
+from dtk.strategies import MirroredStrategy, undistributed
+from dtk.trainer.model_scope import trainer_of
+from dtk.trainer.ranks import shared_weights
+from dtk.trainer.shuffle_seed import ShuffleSeed
 
 from once import once
-from strategies import promises
+from strategies import bodies, cases
 
 TWO = pytest.mark.parametrize("backend, size", [("collective", 2)])
 SEVERAL = pytest.mark.parametrize(
@@ -14,11 +28,40 @@ SEVERAL = pytest.mark.parametrize(
 )
 
 
+class Recorder(cases.Subclassed):
+    """Remembers which rows each step saw; x holds the row's number."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def call(self, x):
+        return self.outer(self.inner(tf.repeat(x, 64, axis=1)))
+
+    def train_step(self, data):
+        self.seen.append(np.ravel(data[0]).astype(int).tolist())
+        return super().train_step(data)
+
+
+def order_of_rows(seed, devices=0):
+    """Rows this process saw, per epoch and step; with a seed of the script's own, or none."""
+    strategy = bodies.strategy(devices)
+    keras.utils.set_random_seed(seed or 123)
+    if not seed:  # as dtk does at its start when the script has set none
+        strategy.shuffle_seed = ShuffleSeed(123)
+    model = cases.compiled(strategy, Recorder, run_eagerly=True)
+    # It would remember the rows of a trial, too.
+    trainer_of(model).kinds["train"] = {}
+    x = np.arange(23, dtype="float32")[:, None]
+    model.fit(x, x[:, 0] % 10, batch_size=5, epochs=2, verbose=0)
+    return model.seen[:5], model.seen[5:]
+
+
 @SEVERAL
 @pytest.mark.parametrize("seed", [5, None])
 def test_every_row_is_seen_once_an_epoch(world, backend, size, seed):
     """Breaks when ranks shuffle apart, or, without a seed, when epochs repeat one order."""
-    ranks = world(backend, size).run(promises.order_of_rows, seed)
+    ranks = world(backend, size).run(order_of_rows, seed)
     orders = []
     for epoch in range(2):
         steps = [[row for rank in ranks for row in rank[epoch][step]] for step in range(5)]
@@ -28,9 +71,26 @@ def test_every_row_is_seen_once_an_epoch(world, backend, size, seed):
     assert (orders[0] == orders[1]) == (seed is not None)
 
 
+def differing(model):
+    """Indices of the variables that are not the same on all ranks."""
+    trainer = trainer_of(model)
+    return shared_weights.differing(trainer.shared_variables(), trainer.strategy)
+
+
+def starts_apart():
+    """Ranks build different weights and train; returns the paths that differ afterwards."""
+    strategy = bodies.strategy()
+    x, y = cases.rows(16)
+    model = cases.compiled(strategy, lambda: cases.small(seed=strategy.rank))
+    keras.utils.set_random_seed(1)  # the rows must come in one order, whatever the weights
+    before = differing(model)
+    model.fit(x, y, batch_size=8, verbose=0)
+    return before, differing(model), model.get_weights()
+
+
 @SEVERAL
 def test_ranks_that_start_apart_train_together(world, backend, size):
-    results = world(backend, size).run(promises.starts_apart)
+    results = world(backend, size).run(starts_apart)
     for before, after, weights in results:
         assert before, "the test needs different weights to begin with"
         assert after == []
@@ -38,41 +98,97 @@ def test_ranks_that_start_apart_train_together(world, backend, size):
             np.testing.assert_array_equal(mine, first)
 
 
+def weights_of_rank_0_alone():
+    """Rank 0 alone is given other weights, then single batches: who trains from which?"""
+    strategy = bodies.strategy()
+    x, y = cases.rows(16)
+    trained = []
+    for under, given in ((strategy, strategy.is_chief), (None, True)):
+        model = cases.compiled(under)
+        if given:
+            model.set_weights([weight + 0.1 for weight in model.get_weights()])
+        with undistributed():
+            for rows in (16, 16, 7):
+                model.train_on_batch(x[:rows], y[:rows])
+        trained.append(model)
+    return differing(trained[0]), *(bodies.flat(model.get_weights()) for model in trained)
+
+
 @SEVERAL
 def test_single_batches_train_all_ranks_from_rank_0s_weights(world, backend, size):
     """Breaks when only `fit` makes ranks start equal."""
-    for differing, mine, plain in world(backend, size).run(promises.weights_of_rank_0_alone):
+    for differing, mine, plain in world(backend, size).run(weights_of_rank_0_alone):
         assert differing == []
         assert np.linalg.norm(mine - plain) <= 2e-5 * np.linalg.norm(plain)
+
+
+def one_model_more_on_rank_0():
+    """Keras then names all later ones differently; returns names and weights."""
+    strategy = bodies.strategy()
+    if strategy.is_chief:
+        cases.small()
+    x, y = cases.rows(16)
+    model = cases.compiled(strategy)
+    model.fit(x, y, batch_size=8, epochs=2, verbose=0)
+    return [v.path for v in model.variables], bodies.flat(model.get_weights())
 
 
 @TWO
 def test_a_model_more_on_rank_0_changes_nothing(world, backend, size):
     """Breaks as ranks that disagree on the names of variables, which are numbered by process."""
-    (names, mine), (other_names, other) = world(backend, size).run(
-        promises.one_model_more_on_rank_0
-    )
+    (names, mine), (other_names, other) = world(backend, size).run(one_model_more_on_rank_0)
     assert names != other_names, "the case needs names that differ"
     np.testing.assert_array_equal(mine, other)
 
 
+def dropout_masks(devices=0):
+    """What dropout lets through, on every replica, and again from the same seed."""
+    strategy = bodies.strategy(devices)
+
+    def once():
+        keras.utils.set_random_seed(1)
+        model = cases.compiled(strategy, lambda: keras.Sequential([
+            keras.Input((64,)), keras.layers.Dropout(0.5, seed=7), keras.layers.Dense(2)
+        ]))  # fmt: skip
+        model.fit(np.ones((4, 64), "float32"), np.ones(4), batch_size=4, verbose=0)
+
+        @tf.function
+        def masks():
+            return strategy.run(lambda: model.layers[0](tf.ones([1, 64]), training=True))
+
+        values = strategy.experimental_local_results(masks())
+        return [v.numpy().ravel().tolist() for v in values]
+
+    return once(), once()
+
+
 @TWO
 def test_dropout_masks_differ_by_rank_and_repeat_with_the_seed(world, backend, size):
-    first, second = world(backend, size).run(promises.dropout_masks)
+    first, second = world(backend, size).run(dropout_masks)
     assert first[0] != second[0]
     assert first[0] == first[1] and second[0] == second[1]
 
 
 @pytest.mark.parametrize("backend, size", [("local", 1)])
 def test_dropout_masks_differ_by_device(world, backend, size):
-    ((masks, again),) = world(backend, size).run(promises.dropout_masks, 2)
+    ((masks, again),) = world(backend, size).run(dropout_masks, 2)
     assert masks[0] != masks[1]
     assert masks == again
 
 
+def local_normalisation():
+    """Moving statistics of a BatchNormalization that is not synchronized, with an empty slice."""
+    strategy = bodies.strategy()
+    x, y = cases.rows(9)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)  # the last batch has one row
+    model = cases.compiled(strategy, lambda: cases.small(sync=False))
+    model.fit(dataset, epochs=2, verbose=0, shuffle=False)
+    return [v.numpy() for v in model.layers[2].non_trainable_variables], model.get_weights()
+
+
 @pytest.mark.parametrize("backend, size", [("collective", 2), ("collective", 3)])
 def test_statistics_that_are_not_synchronized_stay_equal_and_finite(world, backend, size):
-    results = world(backend, size).run(promises.local_normalisation)
+    results = world(backend, size).run(local_normalisation)
     for statistics, weights in results:
         for value, first in zip(statistics, results[0][0], strict=True):
             assert np.all(np.isfinite(value)), "an empty slice got into the statistics"
@@ -80,22 +196,141 @@ def test_statistics_that_are_not_synchronized_stay_equal_and_finite(world, backe
         assert all(np.all(np.isfinite(w)) for w in weights)
 
 
+def half_precision():
+    """mixed_float16 with dynamic loss scaling: weights with and without the strategy."""
+    strategy = bodies.strategy()
+
+    def train(under):
+        keras.mixed_precision.set_global_policy("mixed_float16")
+        try:
+            x, y = cases.rows(75)
+            # A scale that never overflows: whether a sum of float16 overflows depends on its parts.
+            inner = keras.optimizers.SGD(0.05, momentum=0.9)
+            optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0**8)
+            model = cases.compiled(under, optimizer=optimizer)
+            with undistributed():
+                model.fit(x, y, batch_size=16, epochs=4, verbose=0)
+        finally:
+            keras.mixed_precision.set_global_policy("float32")
+        return bodies.flat(model.get_weights())
+
+    return train(strategy), train(None)
+
+
 @TWO
 def test_mixed_precision(world, backend, size):
     """float16 rounds at 5e-4, and ranks add their halves in another order."""
-    for weights, plain in world(backend, size).run(promises.half_precision):
+    for weights, plain in world(backend, size).run(half_precision):
         assert np.linalg.norm(weights - plain) <= 5e-3 * np.linalg.norm(plain)
+
+
+def own_loop(devices=0):
+    """A custom loop as tf.distribute documents it; returns the weights and the reduced loss."""
+    return _loop(bodies.strategy(devices))
+
+
+def own_loop_plain():
+    """The same under TensorFlow's default strategy, which is one process without any."""
+    return _loop(tf.distribute.get_strategy())
+
+
+def _loop(strategy):
+    x, y = cases.rows(48)
+    with strategy.scope():
+        model = cases.small()
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        optimizer.build(model.trainable_variables)
+    dataset = strategy.experimental_distribute_dataset(
+        tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
+    )
+
+    def replica_step(x, y):
+        with tf.GradientTape() as tape:
+            per_row = keras.losses.sparse_categorical_crossentropy(
+                y, model(x, training=True), from_logits=True
+            )
+            loss = tf.reduce_sum(per_row) / 16
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply(gradients, model.trainable_variables)
+        return loss
+
+    @tf.function
+    def step(x, y):
+        return strategy.reduce("SUM", strategy.run(replica_step, args=(x, y)), axis=None)
+
+    losses = [float(step(*batch)) for batch in dataset]
+    return bodies.flat(model.get_weights()), losses, strategy.num_replicas_in_sync
 
 
 @pytest.mark.parametrize("backend, size", [("collective", 2), ("horovod-gloo", 2), ("local", 1)])
 def test_custom_loops(world, backend, size):
     devices = 2 if backend == "local" else 0
-    results = world(backend, size).run(promises.own_loop, devices)
-    plain, losses, _ = once(promises.own_loop_plain)
+    results = world(backend, size).run(own_loop, devices)
+    plain, losses, _ = once(own_loop_plain)
     for weights, reduced, replicas in results:
         assert replicas == 2
         assert np.linalg.norm(weights - plain) <= 1e-5 * np.linalg.norm(plain)
         np.testing.assert_allclose(reduced, losses, rtol=1e-5)
+
+
+def own_loop_in_a_function(pipelines, devices=0):
+    """The same, with the loop over an epoch inside one `tf.function` that gets the dataset.
+
+    With `pipelines` every worker makes a dataset of its own, of rows that together are the same.
+    Returns the weights, the loss of both epochs, and how often the function was traced.
+    """
+    return _loop_in_a_function(pipelines, bodies.strategy(devices))
+
+
+def own_loop_in_a_function_plain(pipelines):
+    """The same under TensorFlow's default strategy, which is one process without any."""
+    return _loop_in_a_function(pipelines, tf.distribute.get_strategy())
+
+
+def _loop_in_a_function(pipelines, strategy):
+    x, y = cases.rows(45)
+    with strategy.scope():
+        model = cases.small()
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        optimizer.build(model.trainable_variables)
+
+    def pipeline(context):
+        # Worker 0 reads ten rows of every fifteen, worker 1 the other five; alone it reads all.
+        mine = np.arange(45) % 15
+        chosen = (mine < 10) == (context.input_pipeline_id == 0)
+        alone = context.num_input_pipelines == 1
+        size = 15 if alone else int(chosen[:15].sum())
+        rows = slice(None) if alone else chosen
+        return tf.data.Dataset.from_tensor_slices((x[rows], y[rows])).batch(size)
+
+    if pipelines:
+        dataset = strategy.distribute_datasets_from_function(pipeline)
+    else:
+        # The last batch has one row: the second worker has none.
+        whole = tf.data.Dataset.from_tensor_slices((x[:31], y[:31])).batch(15)
+        dataset = strategy.experimental_distribute_dataset(whole)
+    traced = []
+
+    def replica_step(x, y):
+        with tf.GradientTape() as tape:
+            per_row = keras.losses.sparse_categorical_crossentropy(
+                y, model(x, training=True), from_logits=True
+            )
+            loss = tf.reduce_sum(per_row) / 15
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        return loss
+
+    @tf.function
+    def epoch(batches):
+        traced.append(1)
+        total = tf.zeros(())
+        for x, y in batches:
+            losses = strategy.run(replica_step, args=(x, y))
+            total += strategy.reduce("SUM", losses, axis=None)
+        return total
+
+    losses = [float(epoch(dataset)) for _ in range(2)]
+    return bodies.flat(model.get_weights()), losses, len(traced)
 
 
 @pytest.mark.parametrize(
@@ -108,35 +343,129 @@ def test_custom_loops_inside_a_function(world, backend, size, pipelines):
     Traced again for every epoch, or a batch at a time, it would also be slow.
     """
     devices = 2 if backend == "local" else 0
-    results = world(backend, size).run(promises.own_loop_in_a_function, pipelines, devices)
-    plain, losses, _ = once(promises.own_loop_in_a_function_plain, pipelines)
+    results = world(backend, size).run(own_loop_in_a_function, pipelines, devices)
+    plain, losses, _ = once(own_loop_in_a_function_plain, pipelines)
     for weights, reduced, traced in results:
         assert traced == 1
         assert np.linalg.norm(weights - plain) <= 1e-5 * np.linalg.norm(plain)
         np.testing.assert_allclose(reduced, losses, rtol=1e-5)
 
 
+def own_pipelines():
+    """`fit` on a dataset made per worker: rows of the global batch are known only by summing."""
+    strategy = bodies.strategy()
+    x, y = cases.rows(30)
+
+    def pipeline(context):
+        # Worker 0 reads two rows of every three, worker 1 the third.
+        mine = np.arange(30) % 3
+        chosen = mine < 2 if context.input_pipeline_id == 0 else mine == 2
+        size = 10 if context.input_pipeline_id == 0 else 5
+        return tf.data.Dataset.from_tensor_slices((x[chosen], y[chosen])).batch(size)
+
+    model = cases.compiled(strategy, metrics=["accuracy"])
+    dataset = strategy.distribute_datasets_from_function(pipeline)
+    history = model.fit(dataset, epochs=3, verbose=0, shuffle=False)
+    return bodies.flat(model.get_weights()), history.history
+
+
+def own_pipelines_plain():
+    """The same global batches in one process."""
+    x, y = cases.rows(30)
+    order = np.concatenate([np.arange(30).reshape(2, 5, 3)[i].T.ravel() for i in range(2)])
+    model = cases.compiled(None, metrics=["accuracy"])
+    dataset = tf.data.Dataset.from_tensor_slices((x[order], y[order])).batch(15)
+    history = model.fit(dataset, epochs=3, verbose=0, shuffle=False)
+    return bodies.flat(model.get_weights()), history.history
+
+
 @TWO
 def test_pipelines_per_worker_weigh_rows_exactly(world, backend, size):
-    plain, history = promises.own_pipelines_plain()
-    for weights, logged in world(backend, size).run(promises.own_pipelines):
+    plain, history = own_pipelines_plain()
+    for weights, logged in world(backend, size).run(own_pipelines):
         assert np.linalg.norm(weights - plain) <= 1e-5 * np.linalg.norm(plain)
         for name, values in history.items():
             np.testing.assert_allclose(logged[name], values, rtol=1e-5)
 
 
+def nothing_left_patched():
+    """Keras as it was, after a scope and a fit."""
+
+    def patched():
+        of_losses = loss.reduce_weighted_values, loss.scale_loss_for_distribution
+        return Trainer.compile, keras.metrics.Mean.update_state, *of_losses
+
+    x, y = cases.rows(8)
+    before = patched()
+    cases.compiled(bodies.strategy()).fit(x, y, verbose=0)
+    after = patched()
+    plain = cases.compiled(None)
+    return before == after, "fit" in vars(plain)
+
+
 @TWO
 def test_nothing_stays_patched(world, backend, size):
-    assert world(backend, size).run(promises.nothing_left_patched) == [(True, False)] * 2
+    assert world(backend, size).run(nothing_left_patched) == [(True, False)] * 2
+
+
+def one_reduction_per_window():
+    """Bytes sent in an epoch of 4 steps, without and with a window of 4."""
+    strategy = bodies.strategy()
+    x, y = cases.rows(32)
+    sent = []
+    for steps in (None, 4):
+        optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=steps)
+        model = cases.compiled(strategy, cases.Subclassed, optimizer=optimizer)
+        model.fit(x, y, batch_size=8, verbose=0)
+        before = strategy.communicator.bytes_sent
+        model.fit(x, y, batch_size=8, verbose=0)
+        sent.append(strategy.communicator.bytes_sent - before)
+    return sent, 4 * sum(int(np.prod(v.shape)) for v in model.trainable_variables)
 
 
 @TWO
 def test_accumulation_reduces_once_per_window(world, backend, size):
     for (every_step, every_window), gradient_bytes in world(backend, size).run(
-        promises.one_reduction_per_window
+        one_reduction_per_window
     ):
         # Three of four gradient reductions are gone; metric state still travels every step.
         assert every_step - every_window == pytest.approx(3 * gradient_bytes, rel=0.05)
+
+
+class Stop(keras.callbacks.Callback):
+    """Wants to stop after a batch, and counts the batches it sees."""
+
+    def __init__(self, after):
+        super().__init__()
+        self.after, self.batches = after, 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.batches += 1
+        if self.batches == self.after:
+            self.model.stop_training = True
+
+
+def stopped_by(given):
+    """`fit` of 2 epochs of 5 steps, which the last rank wants to stop after 3 steps.
+
+    Returns the batches seen (None without a callback), the optimizer's count, the epochs logged,
+    and the weights.
+    """
+    strategy = bodies.strategy()
+    wishes = strategy.rank == strategy.size - 1
+    x, y = cases.rows(40)
+    stop = Stop(after=3 if wishes else None)
+    kinds = {
+        "a callback of the script's own": [stop],
+        "a callback on one rank alone": [stop] if wishes else [],
+        "a function": [keras.callbacks.LambdaCallback(on_train_batch_end=stop.on_train_batch_end)],
+    }
+    model = cases.compiled(strategy)
+    stop.set_model(model)
+    fitted = model.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=kinds[given])
+    seen = stop.batches if kinds[given] else None
+    steps, epochs = int(model.optimizer.iterations.numpy()), len(fitted.history["loss"])
+    return seen, steps, epochs, bodies.flat(model.get_weights())
 
 
 @TWO
@@ -147,31 +476,52 @@ def test_one_rank_that_stops_in_an_epoch_stops_all_at_that_step(world, backend, 
     """Breaks when wishes are compared at the end of an epoch only: the ranks are then at different
     steps, and one waits in a sum for what the other will never send.
     """
-    results = world(backend, size).run(promises.stopped_by, given, timeout=30)
+    results = world(backend, size).run(stopped_by, given, timeout=30)
     for seen, steps, epochs, weights in results:
         assert seen in (3, None) and steps == 3 and epochs == 1
         np.testing.assert_array_equal(weights, results[0][3])
     assert results[-1][0] == 3
 
 
+def mirrored_in_this_job():
+    """What MirroredStrategy warns of: class, text and file of each warning."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        MirroredStrategy(devices=1)
+    return [(w.category.__name__, str(w.message), w.filename) for w in caught]
+
+
 @TWO
 def test_mirrored_strategy_in_a_job_of_several_processes_warns(world, backend, size):
     """Without a word every process would train a model of its own, on all of the data."""
-    for rank, warned in enumerate(world(backend, size).run(promises.mirrored_in_this_job)):
+    for rank, warned in enumerate(world(backend, size).run(mirrored_in_this_job)):
         ((kind, text, file),) = warned
         assert kind == "RuntimeWarning"
         assert f"rank {rank}: MirroredStrategy" in text and "the job has 2 processes" in text
         assert "use dtk.auto_strategy() or AllReduceStrategy()" in text
-        assert file == promises.__file__, "the warning must point at the script's own line"
+        assert file == __file__, "the warning must point at the script's own line"
 
 
 @pytest.mark.parametrize("backend, size", [("local", 1)])
 def test_mirrored_strategy_in_a_process_of_its_own_does_not_warn(world, backend, size):
-    assert world(backend, size).run(promises.mirrored_in_this_job) == [[]]
+    assert world(backend, size).run(mirrored_in_this_job) == [[]]
+
+
+def output_of_fit():
+    """What rank prints during a fit with a progress bar."""
+    x, y = cases.rows(16)
+    model = cases.compiled(bodies.strategy())
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        model.fit(x, y, batch_size=8)
+        model.evaluate(x, y)
+        model.predict(x)
+    sys.stdout.flush()
+    return text.getvalue()
 
 
 @TWO
 def test_only_rank_0_draws_progress(world, backend, size):
-    first, second = world(backend, size).run(promises.output_of_fit)
+    first, second = world(backend, size).run(output_of_fit)
     assert first.count("step") >= 3
     assert second == ""

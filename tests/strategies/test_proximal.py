@@ -10,10 +10,12 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as draw
 
@@ -28,8 +30,9 @@ from dtk.strategies import (
     rate_bound,
 )
 
-from strategies import proximal_bodies
-from strategies.proximal_bodies import BLOCKS, L1, problem
+from strategies import served_bodies
+from strategies.block_problem import BLOCKS, L1, problem, squares
+from strategies.bodies import served_with
 
 HERE = Path(__file__).resolve().parent
 STEPS = 60
@@ -81,13 +84,23 @@ def distance(mine, other):
 
 two_workers = pytest.mark.worlds(("served", 2))
 
+
 # Equal to one process.
+
+
+def minimize(given, dtype="float64", columns=None):
+    """What `minimize_blocks` finds on the problem."""
+    strategy = served_with("async")
+    x, y, start = problem(dtype, columns)
+    return minimize_blocks(
+        strategy, squares, start, (x, y), **{"blocks": BLOCKS, "l1": L1, **given}
+    )
 
 
 @pytest.mark.worlds(("served", 1), ("served", 2), ("served", 3))
 def test_without_delay_it_is_one_process(pool):
     """A part's gradient that is lost, counted twice, late, or of another block would show."""
-    (found,) = pool.run(proximal_bodies.minimize, {"steps": STEPS, "smoothness": smoothness()})
+    (found,) = pool.run(minimize, {"steps": STEPS, "smoothness": smoothness()})
     weights, objective = serial(*problem(), cyclic(STEPS), rate_bound(smoothness(), 0), L1)
     assert distance(found.weights, weights) <= TOLERANCE
     assert sorted(found.objective) == list(range(0, STEPS + 1, BLOCKS))
@@ -101,7 +114,7 @@ def test_a_matrix_of_float32_in_random_order(pool):
     """Cut along another axis, cast, or in an order that the seed does not give, it would differ."""
     x, y, start = problem(columns=3)
     (found,) = pool.run(
-        proximal_bodies.minimize,
+        minimize,
         {"steps": STEPS, "rate": rate_bound(smoothness(), 0), "order": "random", "seed": 3},
         "float32",
         3,
@@ -138,20 +151,31 @@ def test_a_killed_worker_changes_nothing():
 @pytest.mark.parametrize("tau", [2, 4])
 def test_late_gradients_reach_the_same_minimum(pool, tau):
     """Relative 1e-6 after 500 steps; steps applied twice, never, or later would end elsewhere."""
-    (found,) = pool.run(
-        proximal_bodies.minimize, {"steps": 500, "smoothness": smoothness(), "tau": tau}
-    )
+    (found,) = pool.run(minimize, {"steps": 500, "smoothness": smoothness(), "tau": tau})
     assert found.objective[500] == pytest.approx(minimum()[1], rel=1e-6)
     assert 1 <= found.staleness.max <= tau and found.staleness.lag <= tau
     assert found.staleness.steps == 500
 
 
+def minimize_with_a_pause(given):
+    """The same; after step 20, worker 0 stands still for three seconds."""
+
+    def on_record(step, objective):
+        if step == 20:
+            process = served_bodies.task("worker", 0)
+            process.suspend()
+            threading.Timer(3.0, process.resume).start()
+
+    # Another record is due long after the pause: TensorFlow makes and deletes functions on every
+    # It goes on long before the end: TensorFlow deletes functions on every task with Python's lock
+    # held, and then nobody could let this one go on.
+    return minimize({"steps": 60, "record_every": 20, "on_record": on_record, **given})
+
+
 @two_workers
 def test_a_worker_that_stands_still_is_waited_for_after_tau_steps(pool):
     """No bound, or one for each part alone, would let the other worker run away from it."""
-    (found,) = pool.run(
-        proximal_bodies.minimize_with_a_pause, {"smoothness": smoothness(), "tau": 3}
-    )
+    (found,) = pool.run(minimize_with_a_pause, {"smoothness": smoothness(), "tau": 3})
     assert found.staleness.lag == 3
     assert found.staleness.max <= 3, "fewer when the steps between are already applied"
     assert found.staleness.steps == 60
@@ -204,9 +228,7 @@ def test_the_bound_on_the_rate_is_neither_too_high_nor_idle(tau):
 @two_workers
 def test_the_norm_gives_exact_zeros(pool):
     """Applied as a subgradient, or to another block, it would leave tiny numbers instead."""
-    (found,) = pool.run(
-        proximal_bodies.minimize, {"steps": 150, "smoothness": smoothness(), "record_every": 50}
-    )
+    (found,) = pool.run(minimize, {"steps": 150, "smoothness": smoothness(), "record_every": 50})
     weights, _ = minimum()
     np.testing.assert_array_equal(found.weights != 0, weights != 0)
     assert np.count_nonzero(weights) == 8
@@ -217,9 +239,7 @@ def test_the_norm_gives_exact_zeros(pool):
 def test_a_norm_beyond_every_gradient_leaves_nothing(pool):
     x, y, _ = problem()
     l1 = 1.01 * np.abs(x.T @ y).max()
-    (found,) = pool.run(
-        proximal_bodies.minimize, {"steps": 30, "smoothness": smoothness(), "l1": l1}
-    )
+    (found,) = pool.run(minimize, {"steps": 30, "smoothness": smoothness(), "l1": l1})
     assert not found.weights.any()
     assert found.objective[30] == pytest.approx((y**2).sum() / 2)
 
@@ -229,7 +249,7 @@ def test_a_step_moves_one_block_and_no_rows(pool):
     """Whole gradients, whole weights, or rows sent again in each step would be many times that."""
     x, y, start = problem()
     (found,) = pool.run(
-        proximal_bodies.minimize,
+        minimize,
         {"steps": 120, "smoothness": least_squares_smoothness(x, 6), "blocks": 6},
     )
     whole, rows = start.nbytes, x.nbytes + y.nbytes
@@ -324,6 +344,43 @@ def test_soft_threshold_brings_nothing_apart(v, u, t):
 # Mistakes.
 
 
+def refused(name):
+    """Class and message of what a mistake raised."""
+    try:
+        MISTAKES[name]()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def _with_loss(loss, **given):
+    x, y, start = problem()
+    strategy = served_with("sync")
+    given = {"blocks": 2, "steps": 2, "rate": 0.1, **given}
+    minimize_blocks(strategy, loss, start, (x, y), **given)
+
+
+def _in_scope():
+    with served_with("sync").scope():
+        minimize({"steps": 2, "rate": 0.1})
+
+
+def _in_rows():
+    x, y, start = problem()
+    x[50, 3] = np.nan
+    minimize_blocks(served_with("sync"), squares, start, (x, y), blocks=2, steps=2, rate=0.1)
+
+
+MISTAKES = {
+    "a mean": lambda: _with_loss(lambda w, x, y: tf.reduce_mean(squares(w, x, y))),
+    "another axis": lambda: _with_loss(lambda w, x, y: tf.reduce_sum(x, 0) * w),
+    "no gradient": lambda: _with_loss(lambda w, x, y: y),
+    "in the scope": _in_scope,
+    "rate too high": lambda: minimize({"steps": 300, "rate": 1.0}),
+    "rows not finite": _in_rows,
+}
+
+
 @two_workers
 @pytest.mark.parametrize(
     "name, kind, parts",
@@ -337,7 +394,7 @@ def test_soft_threshold_brings_nothing_apart(v, u, t):
     ],
 )
 def test_mistakes_of_the_loss_and_the_numbers(pool, name, kind, parts):
-    ((raised, text),) = pool.run(proximal_bodies.refused, name)
+    ((raised, text),) = pool.run(refused, name)
     assert raised == kind, text
     for part in parts:
         assert part in text

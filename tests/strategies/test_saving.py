@@ -2,45 +2,135 @@
 
 from __future__ import annotations
 
+import pickle
+from pathlib import Path
+
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
-from strategies import saved
+from dtk.exchange import Quantized, WarmStart
+from dtk.strategies import AllReduceStrategy
+
+from strategies import bodies, cases
 
 TWO = pytest.mark.parametrize("backend, size", [("collective", 2)])
+
+
+def trained(strategy):
+    """A model whose optimizer and metrics have state, and rows to predict."""
+    x, y = cases.rows(16)
+    model = cases.compiled(strategy, metrics=["accuracy"])
+    model.fit(x, y, batch_size=8, verbose=0)
+    return model, x
+
+
+def assert_equal(one, other):
+    mine, theirs = (bodies.flat(model.get_weights()) for model in (one, other))
+    np.testing.assert_array_equal(mine, theirs)
+
+
+def every_rank(folder, times=6):
+    """All save to one path and load at once, without meeting in between; what was loaded."""
+    model, x = trained(bodies.strategy())
+    wanted = model.predict(x, verbose=0)
+    for _ in range(times):
+        model.save(f"{folder}/model.keras")
+        loaded = keras.saving.load_model(f"{folder}/model.keras", compile=False)
+        assert_equal(loaded, model)
+        model.save_weights(f"{folder}/model.weights.h5")
+        loaded.load_weights(f"{folder}/model.weights.h5")
+        model.save(Path(folder, "model.h5"))
+        keras.saving.load_model(f"{folder}/model.h5", compile=False)
+        model.export(f"{folder}/exported", verbose=False)
+        exported = tf.saved_model.load(f"{folder}/exported")
+        served = exported.serve(x)
+        np.testing.assert_allclose(served, wanted, 1e-5, 1e-6)
+    return sorted(path.name for path in Path(folder).glob("[!.]*"))
 
 
 @TWO
 def test_every_rank_may_save_to_one_path_and_load_at_once(world, backend, size, tmp_path):
     """Breaks as BadZipFile, or as variables of another shape in an export."""
     names = ["exported", "model.h5", "model.keras", "model.weights.h5"]
-    assert world(backend, size).run(saved.every_rank, str(tmp_path)) == [names] * 2
+    assert world(backend, size).run(every_rank, str(tmp_path)) == [names] * 2
+
+
+def rank_0_alone(folder):
+    """Only rank 0 saves, in every way; nobody may wait for the others."""
+    strategy = bodies.strategy()
+    model, _ = trained(strategy)
+    if strategy.is_chief:
+        model.save(f"{folder}/model.keras")
+        model.save_weights(f"{folder}/model.weights.h5")
+        model.export(f"{folder}/exported", verbose=False)
+        copy = pickle.loads(pickle.dumps(model))
+        assert_equal(copy, model)
+        Path(folder, "model.json").write_text(model.to_json())
+    return sorted(path.name for path in Path(folder).glob("[!.]*"))
 
 
 @TWO
 def test_rank_0_may_save_alone(world, backend, size, tmp_path):
     """Breaks as a rank that waits for others to read a metric."""
-    names = world(backend, size).run(saved.rank_0_alone, str(tmp_path))[0]
+    names = world(backend, size).run(rank_0_alone, str(tmp_path))[0]
     assert names == ["exported", "model.json", "model.keras", "model.weights.h5"]
+
+
+def exported_anew(folder):
+    """The second of two exports to one path is of other weights."""
+    model, x = trained(bodies.strategy())
+    model.export(f"{folder}/exported", verbose=False)
+    model.set_weights([weight + 0.5 for weight in model.get_weights()])
+    model.export(f"{folder}/exported", verbose=False)
+    exported = tf.saved_model.load(f"{folder}/exported")
+    return exported.serve(x).numpy(), model.predict(x, verbose=0)
 
 
 @TWO
 def test_a_later_export_replaces_an_earlier_one(world, backend, size, tmp_path):
-    for served, predicted in world(backend, size).run(saved.exported_anew, str(tmp_path)):
+    for served, predicted in world(backend, size).run(exported_anew, str(tmp_path)):
         np.testing.assert_allclose(served, predicted, 1e-5, 1e-6)
+
+
+def two_strategies():
+    """A second strategy in one process, over the same communicator; its weights."""
+    x, y = cases.rows(32)
+    communicator = bodies.strategy().communicator
+    found = []
+    for exchange in (Quantized(1), WarmStart(Quantized(1), samples=16)):
+        strategy = AllReduceStrategy(communicator, exchange=exchange)
+        model = cases.compiled(strategy)
+        model.fit(x, y, batch_size=8, epochs=2, verbose=0)
+        found.append(bodies.flat(model.get_weights()))
+    return found
 
 
 @TWO
 def test_a_second_strategy_in_one_process(world, backend, size):
     """Breaks as collectives of two strategies that have one name."""
-    first, second = world(backend, size).run(saved.two_strategies)
+    first, second = world(backend, size).run(two_strategies)
     for mine, other in zip(first, second, strict=True):
         np.testing.assert_array_equal(mine, other)
 
 
+def uncompiled(folder):
+    """Predictions of a model built in the scope and never compiled, and of a loaded one."""
+    strategy = bodies.strategy()
+    x, _ = cases.rows(37)
+    with strategy.scope():
+        model = cases.small()
+        model.save(f"{folder}/model.keras")
+        loaded = keras.saving.load_model(f"{folder}/model.keras", compile=False)
+    return [m.predict(x, batch_size=8, verbose=0) for m in (model, loaded)] + [
+        model.predict_on_batch(x), model(x).numpy(),
+    ]  # fmt: skip
+
+
 @TWO
 def test_models_that_are_not_compiled_predict_every_row(world, backend, size, tmp_path):
-    for predictions in world(backend, size).run(saved.uncompiled, str(tmp_path)):
+    for predictions in world(backend, size).run(uncompiled, str(tmp_path)):
         *distributed, wanted = predictions
         for predicted in distributed:
             np.testing.assert_allclose(predicted, wanted, 1e-5, 1e-6)

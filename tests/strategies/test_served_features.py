@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+import dtk
+from dtk.callbacks import (
+    AsynchronousWarmup,
+    BatchSizeSchedule,
+    BroadcastVariables,
+    Checkpoint,
+    LearningRateScaling,
+    ServerReport,
+)
 from dtk.exchange import Downpour, codec
 from dtk.parameter_server.consistency_models import Async, BoundedDelay, SerialStart
 
-from strategies import served_features
+from strategies.bodies import digits, flat, served_with
+from strategies.served_bodies import exchanging, line
 
 TOLERANCE = 1e-5
 
@@ -22,12 +35,67 @@ def close(mine, expected):
     return np.linalg.norm(mine - expected) <= TOLERANCE * np.linalg.norm(expected)
 
 
+LAYERS = {
+    "dropout": lambda: keras.layers.Dropout(0.2),
+    "normalisation": lambda: keras.layers.BatchNormalization(),
+}
+
+
+def network(*more):
+    """A classifier with some of LAYERS, which draw their seeds after the model's has been set."""
+    keras.utils.set_random_seed(4)
+    model = keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            keras.layers.Flatten(),
+            keras.layers.Dense(32, activation="relu"),
+            *(LAYERS[name]() for name in more),
+            keras.layers.Dense(10),
+        ]
+    )
+    model.compile(
+        keras.optimizers.SGD(0.05),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    return model
+
+
+def shard(count, index, rows):
+    """Every `count`-th of the digits' first 160, in batches of `rows`."""
+    data = tf.data.Dataset.from_tensor_slices(tuple(a[:160] for a in digits()))
+    return data.shard(count, index).batch(rows, drop_remainder=True)
+
+
+def pipelines(consistency, slices, epochs=2):
+    """Ten steps an epoch; with a consistency of None in one process, from the same batches."""
+    strategy = served_with(consistency) if consistency else None
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = network()
+    if strategy is None:
+        shards = [shard(slices, index, 16 // slices) for index in range(slices)]
+        data = tf.data.Dataset.zip(*shards).map(
+            lambda *parts: tuple(tf.concat(column, 0) for column in zip(*parts, strict=True))
+        )
+    else:
+        data = strategy.distribute_datasets_from_function(
+            lambda context: shard(
+                context.num_input_pipelines,
+                context.input_pipeline_id,
+                context.get_per_replica_batch_size(16),
+            )
+        )
+    steps = 10 if strategy else None
+    shuffle = {"shuffle": False}
+    history = model.fit(data, epochs=epochs, steps_per_epoch=steps, verbose=0, **shuffle).history
+    evaluated = model.evaluate(data, steps=steps, verbose=0)
+    return flat(model.get_weights()), history, evaluated, int(model.optimizer.iterations.numpy())
+
+
 def test_synchronous_workers_that_read_for_themselves_equal_one_process(pool):
     """Breaks when a worker reads another's rows, or its gradient counts for more than its rows."""
-    ((weights, history, evaluated, steps),) = pool.run(
-        served_features.pipelines, "sync", 2, timeout=120
-    )
-    expected, logs, plain, _ = served_features.pipelines(None, 2)
+    ((weights, history, evaluated, steps),) = pool.run(pipelines, "sync", 2, timeout=120)
+    expected, logs, plain, _ = pipelines(None, 2)
     assert steps == 20 and close(weights, expected)
     np.testing.assert_allclose(history["loss"], logs["loss"], rtol=TOLERANCE)
     np.testing.assert_allclose(evaluated, plain, rtol=TOLERANCE)
@@ -35,8 +103,74 @@ def test_synchronous_workers_that_read_for_themselves_equal_one_process(pool):
 
 def test_asynchronous_workers_that_read_for_themselves(pool):
     """More steps than a pipeline has batches: it begins anew."""
-    ((_, history, _, steps),) = pool.run(served_features.pipelines, "async", 1, 4, timeout=120)
+    ((_, history, _, steps),) = pool.run(pipelines, "async", 1, 4, timeout=120)
     assert steps == 40 and history["loss"][-1] < history["loss"][0]
+
+
+def _fit_from(dataset_fn, steps=2, consistency="sync"):
+    strategy = served_with(consistency)
+    with strategy.scope():
+        model = network()
+    data = strategy.distribute_datasets_from_function(dataset_fn)
+    model.fit(data, steps_per_epoch=steps, verbose=0, shuffle=False)
+    return model, data
+
+
+def _raises(context):
+    raise OSError("no such file: rows-00001")
+
+
+def tuple_of(*row):
+    return row
+
+
+def _made_before(change):
+    data = shard(1, 0, 4)
+    return _fit_from(lambda context: change(data))
+
+
+def _uneven(context):
+    return shard(1, 0, 8 + context.input_pipeline_id)
+
+
+WRONG = {
+    "raises": lambda: _fit_from(_raises),
+    "rows": lambda: _fit_from(lambda context: shard(1, 0, 4).unbatch()),
+    "no dataset": lambda: _fit_from(lambda context: [1, 2]),
+    "any size": lambda: _fit_from(lambda context: shard(1, 0, 4).unbatch().batch(4)),
+    "no batch": lambda: _fit_from(lambda context: shard(1, 0, 4).take(0)),
+    "uneven": lambda: _fit_from(_uneven),
+    "made before": lambda: _made_before(lambda data: data),
+    "made from what was made before": lambda: _made_before(lambda data: data.map(tuple_of)),
+    "no steps": lambda: _fit_from(lambda context: shard(1, 0, 4), steps=None),
+    "predict": lambda: (lambda pair: pair[0].predict(pair[1], steps=1, verbose=0))(
+        _fit_from(lambda context: shard(1, 0, 4))
+    ),
+    "loss scaling": lambda: _push_rarely("loss scaling"),
+    "accumulation": lambda: _push_rarely("accumulation"),
+}
+
+
+def _push_rarely(what):
+    strategy = served_with("async")
+    optimizer = keras.optimizers.SGD(
+        gradient_accumulation_steps=2 * (what == "accumulation") or None
+    )
+    if what == "loss scaling":
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+    with exchanging(strategy, Downpour(2)), strategy.scope():
+        model = line()
+        model.compile(optimizer, "mse")
+        model.fit(np.ones((8, 3), "float32"), np.ones((8, 1), "float32"), batch_size=4, verbose=0)
+
+
+def wrong(name):
+    """Class, message and notes of what a mistake raised."""
+    try:
+        WRONG[name]()
+    except Exception as error:
+        return type(error).__name__, " ".join([str(error), *getattr(error, "__notes__", [])])
+    return "nothing", ""
 
 
 @pytest.mark.parametrize(
@@ -61,18 +195,35 @@ def test_asynchronous_workers_that_read_for_themselves(pool):
     ],
 )
 def test_mistakes(pool, name, kind, parts):
-    ((raised, text),) = pool.run(served_features.wrong, name)
+    ((raised, text),) = pool.run(wrong, name)
     assert raised == kind, text
     for part in parts:
         assert part in text
+
+
+def warmed_up(consistency, epochs=3):
+    """By epoch: weights, and the statistics of its schedule. 8 steps of 20 rows an epoch."""
+    strategy = served_with(consistency) if consistency else None
+    seen = []
+
+    class Look(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            statistics = strategy.schedule_of(model).statistics if strategy else None
+            seen.append((flat(model.get_weights()), statistics))
+
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = network("dropout")
+    x, y = digits()
+    model.fit(x[:160], y[:160], batch_size=20, epochs=epochs, verbose=0, callbacks=[Look()])
+    return seen, int(model.optimizer.iterations.numpy())
 
 
 @pytest.mark.parametrize(
     "warm_start, serial", [(SerialStart(epochs=1), 8), (SerialStart(samples=200), 10)], ids=str
 )
 def test_the_first_steps_of_a_warm_start_are_those_of_one_process(pool, warm_start, serial):
-    ((seen, steps),) = pool.run(served_features.warmed_up, Async(warm_start), timeout=120)
-    expected, _ = served_features.warmed_up(None, epochs=1)
+    ((seen, steps),) = pool.run(warmed_up, Async(warm_start), timeout=120)
+    expected, _ = warmed_up(None, epochs=1)
     assert steps == 24
     assert close(seen[0][0], expected[0][0]), "the first epoch was not that of one process"
     assert seen[0][1].histogram == {0: 8}
@@ -81,14 +232,30 @@ def test_the_first_steps_of_a_warm_start_are_those_of_one_process(pool, warm_sta
     assert seen[1][1].histogram.get(0, 0) >= serial - 8
 
 
+def push_often(consistency, exchange, *more):
+    """Weights, steps, the history of 3 epochs of 13 steps, and bytes by worker."""
+    strategy = served_with(consistency) if consistency else None
+    with exchanging(strategy, exchange):
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            model = network(*more)
+        before = strategy.traffic if strategy else []
+        x, y = digits()
+        history = model.fit(x[:200], y[:200], batch_size=16, epochs=3, verbose=0).history
+    moved = [
+        {name: after[name] - old[name] for name in after}
+        for after, old in zip(strategy.traffic if strategy else [], before, strict=True)
+    ]
+    return flat(model.get_weights()), int(model.optimizer.iterations.numpy()), history, moved
+
+
 @pytest.mark.parametrize("more", [(), ("dropout", "normalisation")], ids=str)
 @pytest.mark.parametrize("exchange", [Downpour(4), Downpour(4, fetch_every=2)], ids=str)
 def test_pushing_every_fourth_step_of_plain_sgd_is_plain_sgd(pool, exchange, more):
     """One at a time, a worker's own steps are those the server takes when they are pushed."""
     ((weights, steps, history, moved),) = pool.run(
-        served_features.pushed, BoundedDelay(0), exchange, *more, timeout=120
+        push_often, BoundedDelay(0), exchange, *more, timeout=120
     )
-    expected, _, logs, _ = served_features.pushed(None, None, *more)
+    expected, _, logs, _ = push_often(None, None, *more)
     assert steps == 39, "the optimizer counts every batch"
     if exchange.fetch_every == 4:
         assert close(weights, expected)
@@ -101,11 +268,23 @@ def test_pushing_every_fourth_step_of_plain_sgd_is_plain_sgd(pool, exchange, mor
     assert sum(worker["pulled"] for worker in moved) == fetches * pulled
 
 
+def constant_gradients(consistency, exchange, steps=100, inputs=3):
+    """Weights after constant gradients of -rate * (1 ... 3) in all, and the optimizer's count."""
+    strategy = served_with(consistency)
+    with exchanging(strategy, exchange):
+        with strategy.scope():
+            model = line(inputs=inputs)
+            model.layers[0].kernel.assign(tf.zeros((inputs, 1)))
+        x = np.tile(np.linspace(1, 3, inputs, dtype="float32"), (8 * steps, 1))
+        model.fit(x, x[:, :1], batch_size=8, verbose=0)
+    return flat(model.get_weights()), int(model.optimizer.iterations.numpy())
+
+
 @pytest.mark.parametrize("consistency", ["async", BoundedDelay(2)], ids=str)
 @pytest.mark.parametrize("push_every", [1, 3])
 def test_every_gradient_is_applied_once_however_rarely_it_is_pushed(pool, consistency, push_every):
     ((weights, steps),) = pool.run(
-        served_features.constant_gradients, consistency, Downpour(push_every, significant=1e-9)
+        constant_gradients, consistency, Downpour(push_every, significant=1e-9)
     )
     assert steps == 100
     np.testing.assert_allclose(weights, [-1.0, -2.0, -3.0], rtol=1e-5)
@@ -114,7 +293,7 @@ def test_every_gradient_is_applied_once_however_rarely_it_is_pushed(pool, consis
 def test_fetching_less_often_than_pushing(pool):
     """A worker goes on with its own weights after a push; no gradient is lost by that."""
     ((_, steps, history, moved),) = pool.run(
-        served_features.pushed, "async", Downpour(1, fetch_every=4), "normalisation", timeout=120
+        push_often, "async", Downpour(1, fetch_every=4), "normalisation", timeout=120
     )
     assert steps == 39 and history["loss"][-1] < history["loss"][0]
     pushed, pulled = (sum(worker[way] for worker in moved) for way in ("pushed", "pulled"))
@@ -126,9 +305,7 @@ def test_fetching_less_often_than_pushing(pool):
 
 def test_what_is_not_significant_waits_on_the_worker(pool):
     """Steps of 0.01, 0.02 and 0.03 are pushed once they add up to more than 0.05."""
-    ((weights, steps),) = pool.run(
-        served_features.constant_gradients, BoundedDelay(0), Downpour(significant=0.05)
-    )
+    ((weights, steps),) = pool.run(constant_gradients, BoundedDelay(0), Downpour(significant=0.05))
     assert steps == 100
     missing = np.abs(weights - np.array([-1.0, -2.0, -3.0]))
     assert (missing <= 2 * 0.05 + 1e-5).all(), "more is missing than two workers may keep"
@@ -137,7 +314,7 @@ def test_what_is_not_significant_waits_on_the_worker(pool):
 
 def test_a_filter_sends_less(pool):
     whole, sifted = (
-        pool.run(served_features.pushed, BoundedDelay(0), exchange, timeout=120)[0]
+        pool.run(push_often, BoundedDelay(0), exchange, timeout=120)[0]
         for exchange in (Downpour(), Downpour(significant=2e-3))
     )
     sent = [sum(worker["pushed"] for worker in found[3]) for found in (whole, sifted)]
@@ -147,7 +324,7 @@ def test_a_filter_sends_less(pool):
 
 def test_a_few_bits_of_each_gradient_are_pushed_and_the_rest_later(pool):
     whole, fine, coarse = (
-        pool.run(served_features.pushed, BoundedDelay(0), exchange, timeout=120)[0]
+        pool.run(push_often, BoundedDelay(0), exchange, timeout=120)[0]
         for exchange in (Downpour(), Downpour(bits=16), Downpour(bits=1))
     )
     assert np.linalg.norm(fine[0] - whole[0]) < 1e-3 * np.linalg.norm(whole[0])
@@ -159,9 +336,7 @@ def test_a_few_bits_of_each_gradient_are_pushed_and_the_rest_later(pool):
 
 def test_what_a_code_loses_is_pushed_later(pool):
     """One bit makes the same of gradients from 1 to 3; only what is kept tells them apart."""
-    ((weights, steps),) = pool.run(
-        served_features.constant_gradients, BoundedDelay(0), Downpour(bits=1), 100, 24
-    )
+    ((weights, steps),) = pool.run(constant_gradients, BoundedDelay(0), Downpour(bits=1), 100, 24)
     assert steps == 100
     given, kept, most = np.linspace(1, 3, 24, dtype="float32")[None], 0.0, 0.0
     for _ in range(100):
@@ -173,35 +348,111 @@ def test_what_a_code_loses_is_pushed_later(pool):
     assert 2 * 0.01 * most < 0.5, "and without keeping it, 1 would be missing at either end"
 
 
+def constant_gradients_with(name, consistency, steps=60):
+    """What is left of constant gradients in weights and slots, whatever the order of steps."""
+    strategy = served_with(consistency) if consistency else None
+    optimizer = {
+        "momentum": lambda: keras.optimizers.SGD(0.01, momentum=0.9),
+        "adam": lambda: keras.optimizers.Adam(0.01),
+        "schedule": lambda: keras.optimizers.SGD(
+            keras.optimizers.schedules.InverseTimeDecay(0.1, 10, 1.0)
+        ),
+        "averages": lambda: keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.9),
+    }[name]()
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = line()
+        model.compile(optimizer, loss=lambda y, prediction: prediction)
+        model.layers[0].kernel.assign(tf.ones((3, 1)))
+    x = np.tile(np.float32([1, 2, 3]), (8 * steps, 1))
+    model.fit(x, x[:, :1], batch_size=8, verbose=0)
+    return flat([v.numpy() for v in [*model.weights, *model.optimizer.variables]])
+
+
 @pytest.mark.parametrize("name", ["momentum", "adam", "schedule", "averages"])
 def test_no_slot_loses_an_update(pool, name):
     """Constant gradients leave the same behind in whatever order asynchronous steps are applied."""
-    (mine,) = pool.run(served_features.constant_gradients_with, name, "async")
-    assert close(mine, served_features.constant_gradients_with(name, None))
+    (mine,) = pool.run(constant_gradients_with, name, "async")
+    assert close(mine, constant_gradients_with(name, None))
+
+
+def with_callbacks(name, directory, consistency):
+    """Weights, steps and history under a strategy of this process, or of one alone."""
+    alone = consistency is None
+    strategy = dtk.strategies.AllReduceStrategy("local") if alone else served_with(consistency)
+    callbacks = {
+        "broadcast": lambda: [BroadcastVariables()],
+        "batch sizes": lambda: [BatchSizeSchedule([16, 32, 48])],
+        "rate": lambda: [LearningRateScaling(2.0, warmup_epochs=1.5)],
+        "checkpoint": lambda: [Checkpoint(directory, save_freq=7)],
+    }
+    x, y = digits()
+
+    def fit(epochs):
+        with strategy.scope():
+            model = network("dropout") if name == "checkpoint" else network()
+        history = model.fit(
+            x[:200], y[:200], batch_size=16, epochs=epochs, verbose=0, callbacks=callbacks[name]()
+        )
+        return model, history.history
+
+    if name == "checkpoint":
+        fit(2)
+    model, history = fit(3)
+    return flat(model.get_weights()), int(model.optimizer.iterations.numpy()), history
 
 
 @pytest.mark.parametrize("name", ["broadcast", "batch sizes", "rate", "checkpoint"])
 def test_callbacks(pool, name, tmp_path):
     """Of dtk's own, on workers as in one process."""
     ((weights, steps, history),) = pool.run(
-        served_features.with_callbacks, name, tmp_path / "served", BoundedDelay(0), timeout=120
+        with_callbacks, name, tmp_path / "served", BoundedDelay(0), timeout=120
     )
-    expected = served_features.with_callbacks(name, tmp_path / "alone", None)
+    expected = with_callbacks(name, tmp_path / "alone", None)
     assert steps == expected[1] and close(weights, expected[0])
     np.testing.assert_allclose(history["loss"], expected[2]["loss"], rtol=1e-4)
 
 
+def saved_steps(directory):
+    """What checkpoints taken in the middle of asynchronous training say, against the weights."""
+    strategy = served_with("async")
+    with strategy.scope():
+        model = line()
+        model.layers[0].kernel.assign(tf.zeros((3, 1)))
+    x = np.tile(np.float32([1, 2, 3]), (8 * 40, 1))
+    saver = Checkpoint(directory, save_freq=7, max_to_keep=None)
+    model.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=[saver])
+    found = []
+    for name in reversed(saver.files.names()):
+        saved = saver.load_weights(model, name)
+        found.append((saved.step or 40, saved.iterations, float(model.get_weights()[0][0, 0])))
+    return found
+
+
 def test_a_checkpoint_in_the_middle_has_every_step_it_counts(pool, tmp_path):
     """Steps under way when it was taken would be passed over on resuming, and be lost."""
-    (found,) = pool.run(served_features.saved_steps, tmp_path)
+    (found,) = pool.run(saved_steps, tmp_path)
     assert [step for step, _, _ in found] == [7, 14, 21, 28, 35, 40]
     for step, iterations, weight in found:
         assert iterations == step
         np.testing.assert_allclose(weight, -0.01 * step, rtol=1e-5)
 
 
+def reported(consistency):
+    """What ServerReport printed, its histograms, and the logs."""
+    strategy = served_with(consistency)
+    with strategy.scope():
+        model = network()
+    x, y = digits()
+    report = ServerReport()
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        history = model.fit(
+            x[:160], y[:160], batch_size=16, epochs=2, verbose=0, callbacks=[report]
+        ).history
+    return told.getvalue(), report.epochs, history
+
+
 def test_the_report(pool):
-    ((told, epochs, history),) = pool.run(served_features.reported, "async")
+    ((told, epochs, history),) = pool.run(reported, "async")
     assert [sum(histogram.values()) for histogram in epochs] == [10, 10]
     model = 4 * (64 * 32 + 32 + 320 + 10)
     assert history["pushed_bytes"] == history["pulled_bytes"] == [model, model]
@@ -209,6 +460,23 @@ def test_the_report(pool):
     assert told.count(f"pulled {model / 1e3:.1f} kB and pushed {model / 1e3:.1f} kB in each") == 2
     ages = re.search(r"staleness \(missing steps x times\): (.*)", told)[1]
     assert sum(int(part.split(" x ")[1]) for part in ages.split(", ")) == 20
+
+
+def warming_rates(shape, warm_start):
+    """The learning rate of each step, and whether it was taken asynchronously."""
+    strategy = served_with(Async(warm_start))
+    rates = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            rates.append(float(model.optimizer.learning_rate.numpy()))
+
+    with strategy.scope():
+        model = line(0.1)
+    x = np.ones((8 * 6, 3), "float32")
+    callbacks = [AsynchronousWarmup(0.25, 3, shape), Look()]
+    model.fit(x, x[:, :1], batch_size=8, epochs=3, verbose=0, callbacks=callbacks)
+    return rates
 
 
 @pytest.mark.parametrize(
@@ -220,35 +488,136 @@ def test_the_report(pool):
 )
 def test_the_rate_of_asynchronous_steps_warms_up(pool, shape, warm_start, factors):
     """Of serial ones it does not; the first asynchronous step is announced one step late."""
-    (rates,) = pool.run(served_features.warming_rates, shape, warm_start)
+    (rates,) = pool.run(warming_rates, shape, warm_start)
     np.testing.assert_allclose(rates, 0.1 * np.array(factors), rtol=1e-5)
+
+
+class AlwaysDropping(keras.layers.Layer):
+    """Dropout outside of training, too."""
+
+    def build(self, shape):
+        self.seed = keras.random.SeedGenerator()
+
+    def call(self, x):
+        return keras.random.dropout(x, 0.5, seed=self.seed)
+
+
+def masks():
+    """Losses of epochs whose weights and rows never change, only their masks; predictions, too."""
+    strategy = served_with("async")
+    keras.utils.set_random_seed(6)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((50,)), AlwaysDropping()])
+        model.compile(keras.optimizers.SGD(0.0), loss=lambda y, prediction: prediction)
+    x = np.random.default_rng(0).random((1, 50)).repeat(16, 0).astype("float32")
+    losses = [
+        loss
+        for _ in range(2)
+        for loss in model.fit(x, x, batch_size=4, epochs=2, verbose=0).history["loss"]
+    ]
+    predicted = [model.predict(x, batch_size=8, verbose=0) for _ in range(2)]
+    evaluated = [model.evaluate(x, x, batch_size=8, verbose=0) for _ in range(2)]
+    return losses, np.concatenate(predicted), evaluated
 
 
 def test_random_layers_never_repeat_themselves(pool):
     """Breaks when epochs, calls or batches begin again with the same masks."""
-    ((losses, predicted, evaluated),) = pool.run(served_features.masks)
+    ((losses, predicted, evaluated),) = pool.run(masks)
     assert len(set(losses)) == 4, losses
     assert len({row.tobytes() for row in predicted}) == 32, "two rows have the same mask"
     assert evaluated[0] != evaluated[1]
 
 
+def asked_in_the_middle(consistency):
+    """Predictions, evaluations and single batches from callbacks. Steps, and what they gave."""
+    strategy = served_with(consistency)
+    x, y = (a[:64] for a in digits())
+    given = []
+
+    class Ask(keras.callbacks.Callback):
+        def ask(self):
+            given.append(self.model.predict(x[:5], verbose=0).shape)
+            given.append(self.model.predict_on_batch(x[:3]).shape)
+            given.append(len(self.model.evaluate(x[:9], y[:9], batch_size=4, verbose=0)))
+            given.append(len(self.model.test_on_batch(x[:9], y[:9])))
+
+        def on_train_begin(self, logs=None):
+            self.ask()
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.ask()
+
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch in (0, 2):
+                self.ask()
+
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 1:
+                self.ask()
+
+    with strategy.scope():
+        model = network()
+    model.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=[Ask()])
+    return int(model.optimizer.iterations.numpy()), given
+
+
 @pytest.mark.parametrize("consistency", ["sync", "async"])
 def test_callbacks_may_predict_and_evaluate_at_any_time(pool, consistency):
     """Breaks when the workers do not go back to training: it hangs."""
-    ((steps, given),) = pool.run(served_features.asked_in_the_middle, consistency, timeout=90)
+    ((steps, given),) = pool.run(asked_in_the_middle, consistency, timeout=90)
     assert steps == 16
     assert given == [(5, 10), (3, 10), 2, 2] * 9
 
 
+def left_in_validation(consistency):
+    """Leaves `fit` while it validates; then everything works as before. Steps of the second."""
+    strategy = served_with(consistency)
+    x, y = (a[:64] for a in digits())
+
+    class Leave(keras.callbacks.Callback):
+        def on_test_batch_end(self, batch, logs=None):
+            raise KeyError("enough")
+
+    with strategy.scope():
+        model = network()
+    data = {"validation_data": (x, y), "batch_size": 8, "verbose": 0}
+    with contextlib.suppress(KeyError):
+        model.fit(x, y, callbacks=[Leave()], **data)
+    before = int(model.optimizer.iterations.numpy())
+    history = model.fit(x, y, epochs=2, **data).history
+    return int(model.optimizer.iterations.numpy()) - before, sorted(history)
+
+
 @pytest.mark.parametrize("consistency", ["sync", "async"])
 def test_a_validation_that_was_left_leaves_nothing_behind(pool, consistency):
-    ((steps, logged),) = pool.run(served_features.left_in_validation, consistency)
+    ((steps, logged),) = pool.run(left_in_validation, consistency)
     assert steps == 16 and "val_loss" in logged
+
+
+class Taken(keras.layers.Layer):
+    """Looks rows up in a weight that is no embedding layer's, so that its gradient is sparse."""
+
+    def build(self, shape):
+        self.table = self.add_weight(shape=(5, 4), initializer="ones")
+
+    def call(self, ids):
+        return keras.ops.sum(keras.ops.take(self.table, ids, axis=0), axis=(1, 2))
+
+
+def sparse_gradient_of_a_lone_weight(consistency):
+    """The weight after two steps; rows 1 and 3 are taken three and two times."""
+    strategy = served_with(consistency) if consistency else None
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = keras.Sequential([keras.Input((5,), dtype="int32"), Taken()])
+        model.compile(keras.optimizers.SGD(0.1), loss=lambda y, prediction: prediction)
+    ids = np.array([[1, 1, 1, 3, 3]] * 8, "int32")
+    model.fit(ids, np.zeros(8), batch_size=4, verbose=0)
+    return model.get_weights()[0]
 
 
 @pytest.mark.parametrize("consistency", ["sync", BoundedDelay(0)], ids=str)
 def test_a_sparse_gradient_of_a_lone_weight(pool, consistency):
     """Breaks when its row numbers are lost on the way to the server."""
-    (mine,) = pool.run(served_features.sparse_gradient_of_a_lone_weight, consistency)
-    expected = served_features.sparse_gradient_of_a_lone_weight(None)
+    (mine,) = pool.run(sparse_gradient_of_a_lone_weight, consistency)
+    expected = sparse_gradient_of_a_lone_weight(None)
     np.testing.assert_allclose(mine, expected, rtol=1e-5)

@@ -7,19 +7,25 @@ one process, and nobody was told.
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
 import textwrap
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
+from keras import layers, ops
 
 from dtk.exchange import Downpour
 from dtk.parameter_server.consistency_models import BoundedDelay
 
 from once import once
-from strategies import served_steps
+from strategies import bodies
+from strategies.bodies import digits, flat, scope_of, served_with
+from strategies.served_bodies import exchanging
 
 TOLERANCE = 1e-5
 SERVED, TOGETHER = (pytest.mark.worlds(world) for world in (("served", 2), ("collective", 2)))
@@ -31,6 +37,261 @@ def check(mine, expected):
         np.testing.assert_allclose(mine[1][name], values, rtol=TOLERANCE)
 
 
+LATENT = 6
+
+
+class GAN(keras.Model):
+    """Two networks, two optimizers, as keras.io overrides `train_step`; the noise is given."""
+
+    def __init__(self, joint):
+        super().__init__()
+        self.discriminator = keras.Sequential(
+            [
+                keras.Input((8, 8, 1)),
+                layers.Conv2D(4, 4, strides=2, padding="same"),
+                layers.LeakyReLU(0.2),
+                layers.Flatten(),
+                layers.Dense(1),
+            ],
+            name="discriminator",
+        )
+        self.generator = keras.Sequential(
+            [
+                keras.Input((LATENT,)),
+                layers.Dense(4 * 4 * 4),
+                layers.Reshape((4, 4, 4)),
+                layers.Conv2DTranspose(1, 4, strides=2, padding="same", activation="sigmoid"),
+            ],
+            name="generator",
+        )
+        self.joint = joint
+
+    def compile(self, d_optimizer, g_optimizer, loss_fn):
+        super().compile()
+        self.d_optimizer, self.g_optimizer, self.loss_fn = d_optimizer, g_optimizer, loss_fn
+        self.d_loss_metric = keras.metrics.Mean(name="d_loss")
+        self.g_loss_metric = keras.metrics.Mean(name="g_loss")
+
+    @property
+    def metrics(self):
+        return [self.d_loss_metric, self.g_loss_metric]
+
+    def call(self, images):
+        return self.discriminator(images)
+
+    def train_step(self, data):
+        images, noise = data
+        with tf.GradientTape() as tape:
+            both = ops.concatenate([self.generator(noise), images], axis=0)
+            labels = ops.concatenate([ops.ones_like(noise[:, :1]), ops.zeros_like(noise[:, :1])], 0)
+            d_loss = self.loss_fn(labels, self.discriminator(both))
+        d_gradients = tape.gradient(d_loss, self.discriminator.trainable_weights)
+        if not self.joint:
+            self.d_optimizer.apply(d_gradients, self.discriminator.trainable_weights)
+        with tf.GradientTape() as tape:
+            predictions = self.discriminator(self.generator(noise))
+            g_loss = self.loss_fn(ops.zeros_like(predictions), predictions)
+        g_gradients = tape.gradient(g_loss, self.generator.trainable_weights)
+        if self.joint:
+            self.d_optimizer.apply(d_gradients, self.discriminator.trainable_weights)
+        self.g_optimizer.apply(g_gradients, self.generator.trainable_weights)
+        self.d_loss_metric.update_state(d_loss)
+        self.g_loss_metric.update_state(g_loss)
+        return {"d_loss": self.d_loss_metric.result(), "g_loss": self.g_loss_metric.result()}
+
+
+def adversaries(strategy, joint):
+    """Weights and logs after 12 steps; `joint`: all gradients come before the first update."""
+    x, _ = digits()
+    noise = keras.utils.normalize(x[:96, 2:4, 2:5, 0].reshape(96, LATENT))
+    keras.utils.set_random_seed(5)
+    with scope_of(strategy):
+        model = GAN(joint)
+        model.compile(
+            keras.optimizers.Adam(0.002),
+            keras.optimizers.Adam(0.001),
+            keras.losses.BinaryCrossentropy(from_logits=True),
+        )
+    history = model.fit(x[:96], noise, batch_size=16, epochs=2, verbose=0).history
+    return flat(model.get_weights()), history
+
+
+def served(consistency, joint):
+    return adversaries(served_with(consistency), joint)
+
+
+class Stepping(keras.Model):
+    """A table and a kernel, and one of STEPS."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.table, self.other = layers.Embedding(20, 3), layers.Embedding(20, 3)
+        self.dense = layers.Dense(1)
+        self.step = step
+        self.second = keras.optimizers.SGD(0.1)
+
+    def build(self, shape):
+        self.table.build()
+        self.other.build()
+        self.dense.build((None, 3))
+        self.built = True
+
+    def call(self, ids):
+        return self.dense(self.table(ids) + self.other(ids))
+
+    def gradients(self, ids, weights, output=None):
+        with tf.GradientTape() as tape:
+            found = self(ids) if output is None else output()
+            loss = keras.losses.MeanSquaredError()(ops.ones_like(found), found)
+        return tape.gradient(loss, weights), loss
+
+    def train_step(self, ids):
+        loss = STEPS[self.step](self, ids)
+        return {"loss": loss}
+
+
+def _update(model, ids):
+    weights = model.trainable_weights
+    gradients, loss = model.gradients(ids, weights)
+    model.optimizer.apply(gradients, weights)
+    return loss
+
+
+def _then_read(read):
+    def step(model, ids):
+        loss = _update(model, ids)
+        return loss + 0.0 * ops.sum(read(model, ids))
+
+    return step
+
+
+def _without_names(model, ids):
+    """Gradients alone: the optimizer knows what they are of."""
+    gradients, loss = model.gradients(ids, model.trainable_weights)
+    model.optimizer.apply(gradients)
+    return loss
+
+
+def _disjoint(model, ids):
+    """Two optimizers; the second's gradients are computed without what the first updates."""
+    first, second = model.table.trainable_weights, model.other.trainable_weights
+    gradients, loss = model.gradients(
+        ids, first, output=lambda: ops.sum(model.table(ids), -1)[:, None]
+    )
+    model.optimizer.apply(gradients, first)
+    gradients, more = model.gradients(
+        ids, second, output=lambda: ops.sum(model.other(ids), -1)[:, None] * 2.0
+    )
+    model.second.apply(gradients, second)
+    return loss + more
+
+
+def _persistent(model, ids):
+    """The second gradient is taken after the first update, but of what was computed before."""
+    first, second = model.table.trainable_weights, model.other.trainable_weights
+    loss_of = keras.losses.MeanSquaredError()
+    with tf.GradientTape(persistent=True) as tape:
+        found = model(ids)
+        losses = [loss_of(target * ops.ones_like(found), found) for target in (1.0, 2.0)]
+    model.optimizer.apply(tape.gradient(losses[0], first), first)
+    model.second.apply(tape.gradient(losses[1], second), second)
+    return losses[0]
+
+
+def _twice(model, ids):
+    """As WGANs train their critic: again, with what it has become."""
+    _update(model, ids)
+    return _update(model, ids)
+
+
+def _in_a_branch(model, ids):
+    weights = model.trainable_weights
+    gradients, loss = model.gradients(ids, weights)
+
+    def apply():
+        model.optimizer.apply(gradients, weights)
+        return 1
+
+    tf.cond(loss > 0.0, apply, lambda: 0)
+    return loss
+
+
+def _compiled(model, ids):
+    return tf.function(lambda: _update(model, ids), autograph=False)()
+
+
+@functools.cache
+def stranger():
+    """A layer that no model has."""
+    layer = layers.Dense(1)
+    layer.build((None, 3))
+    return layer
+
+
+def _of_a_stranger(model, ids):
+    loss, weights = _update(model, ids), stranger().trainable_weights
+    with tf.GradientTape() as tape:
+        more = ops.sum(stranger()(ops.ones((1, 3))))
+    model.second.apply(tape.gradient(more, weights), weights)
+    return loss
+
+
+def _by_hand(model, ids):
+    loss = _update(model, ids)
+    model.dense.bias.assign(ops.ones((1,)))
+    return loss
+
+
+def _clipping(model, ids):
+    loss = _update(model, ids)
+    model.dense.kernel.assign(ops.clip(model.dense.kernel, -0.1, 0.1))
+    return loss
+
+
+STEPS = {
+    "kernel": _then_read(lambda model, ids: model.dense(ops.ones((1, 3)))),
+    "table": _then_read(lambda model, ids: model.table(ids)),
+    "whole table": _then_read(lambda model, ids: ops.transpose(model.table.embeddings)),
+    "kernel in a function": _then_read(
+        lambda model, ids: tf.function(lambda: model.dense(ops.ones((1, 3))))()
+    ),
+    "rate": _then_read(lambda model, ids: model.optimizer.learning_rate),
+    "disjoint": _disjoint,
+    "persistent": _persistent,
+    "without names": _without_names,
+    "twice": _twice,
+    "branch": _in_a_branch,
+    "compiled": _compiled,
+    "stranger": _of_a_stranger,
+    "by hand": _by_hand,
+    "clipping": _clipping,
+}
+
+
+def stepped(strategy, name):
+    ids = (tf.range(48) * 7 % 20).numpy()
+    keras.utils.set_random_seed(5)
+    with scope_of(strategy):
+        model = Stepping(name)
+        model.build(None)
+        model.compile(keras.optimizers.SGD(0.1))
+        model.optimizer.build(model.trainable_variables)
+        stranger()
+    model.fit(ids, batch_size=8, verbose=0)
+    return flat(model.get_weights())
+
+
+def refused(name, consistency="sync", exchange=None):
+    """Class and message of what a step raises, and the steps taken before."""
+    strategy = served_with(consistency)
+    with exchanging(strategy, exchange):
+        try:
+            served(consistency, False) if name == "adversaries" else stepped(strategy, name)
+        except Exception as error:
+            return type(error).__name__, str(error), [w["steps"] for w in strategy.traffic]
+    return "nothing", "", None
+
+
 @SERVED
 @pytest.mark.parametrize(
     "consistency, exchange",
@@ -38,7 +299,7 @@ def check(mine, expected):
     ids=str,
 )
 def test_adversaries_who_see_each_other_updated_are_refused(pool, consistency, exchange):
-    found = pool.run(served_steps.refused, "adversaries", consistency, exchange)
+    found = pool.run(refused, "adversaries", consistency, exchange)
     ((raised, text, _),) = found
     assert raised == "NotDistributedError", text
     for part in ("'discriminator/", "'adam'", "its own update", "AllReduceStrategy", "first apply"):
@@ -48,23 +309,41 @@ def test_adversaries_who_see_each_other_updated_are_refused(pool, consistency, e
 @SERVED
 @pytest.mark.parametrize("consistency", ["sync", BoundedDelay(0)], ids=str)
 def test_adversaries_whose_gradients_all_come_first_equal_one_process(pool, consistency):
-    (mine,) = pool.run(served_steps.served, consistency, True)
-    check(mine, once(served_steps.adversaries, None, True))
+    (mine,) = pool.run(served, consistency, True)
+    check(mine, once(adversaries, None, True))
+
+
+def everywhere(joint):
+    """The same on every rank."""
+    return adversaries(bodies.strategy(), joint)
 
 
 @TOGETHER
 @pytest.mark.parametrize("joint", [False, True])
 def test_workers_that_reduce_take_both_kinds_of_adversaries(pool, joint):
-    expected = once(served_steps.adversaries, None, joint)
-    for mine in pool.run(served_steps.everywhere, joint):
+    expected = once(adversaries, None, joint)
+    for mine in pool.run(everywhere, joint):
         check(mine, expected)
+
+
+def stepped_served(name, consistency="sync"):
+    """With every table in two parts."""
+    strategy = served_with(consistency)
+    strategy.extended._variable_partitioner = lambda shape, dtype, axis=0: [
+        2 if shape[0] == 20 else 1,
+        *[1] * (len(shape) - 1),
+    ]
+    try:
+        return stepped(strategy, name)
+    finally:
+        strategy.extended._variable_partitioner = None
 
 
 @SERVED
 @pytest.mark.parametrize("name", ["disjoint", "persistent", "rate", "without names"])
 def test_steps_that_need_no_update_of_their_own(pool, name):
-    (mine,) = pool.run(served_steps.stepped_served, name)
-    expected = served_steps.stepped(None, name)
+    (mine,) = pool.run(stepped_served, name)
+    expected = stepped(None, name)
     assert np.linalg.norm(mine - expected) <= TOLERANCE * np.linalg.norm(expected)
 
 
@@ -85,7 +364,7 @@ def test_steps_that_need_no_update_of_their_own(pool, name):
     ],
 )
 def test_steps_that_need_what_they_have_updated(pool, name, parts):
-    ((raised, text, _),) = pool.run(served_steps.refused, name)
+    ((raised, text, _),) = pool.run(refused, name)
     assert raised == "NotDistributedError", text
     for part in (*parts, "model 'stepping'"):
         assert part in text

@@ -1,0 +1,153 @@
+"""SIGTERM in the middle of training saves what has been reached, and ends every rank."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+
+import keras
+import pytest
+import tensorflow as tf
+
+import dtk
+from dtk.callbacks import checkpoint
+
+from callbacks.bodies import BATCH, compiled, data, difference, everything, recorder, strategy
+from callbacks.test_checkpoint import EXACT, check
+
+two_ranks = pytest.mark.worlds(("collective", 2))
+
+
+def terminated(directory):
+    """The last rank alone gets SIGTERM at step 2 of epoch 1; all leave together, then resume."""
+    chosen = strategy()
+    mine = signal.getsignal(signal.SIGTERM)
+
+    class Preempted(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.epoch = epoch
+
+        def on_train_batch_end(self, batch, logs=None):
+            last = chosen.rank == chosen.communicator.size - 1
+            if last and (self.epoch, batch) == (1, 1):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def run(*callbacks, seen=None):
+        keras.utils.set_random_seed(5)
+        model = compiled(keras.optimizers.SGD(0.05, momentum=0.9))
+        x, y = data(400)
+        note = recorder([] if seen is None else seen)
+        model.fit(x, y, batch_size=BATCH, epochs=3, verbose=0, callbacks=[*callbacks, note])
+        return everything(model)
+
+    whole = run()
+    code = None
+    try:
+        run(dtk.callbacks.Checkpoint(directory), Preempted())
+    except SystemExit as ending:
+        code = ending.code
+    restored = signal.getsignal(signal.SIGTERM) is mine
+    seen = []
+    again = run(dtk.callbacks.Checkpoint(directory), seen=seen)
+    return code, restored, seen[0], difference(again, whole)
+
+
+@two_ranks
+def test_sigterm_on_one_rank_saves_and_ends_all(pool, tmp_path):
+    results = pool.run(terminated, str(tmp_path), timeout=120)
+    assert results[0] == results[1]
+    code, restored, (epoch, step, _), difference = results[0]
+    assert code == 143
+    assert restored, "SIGTERM must be given back"
+    assert (1, 0) < (epoch, step) < (3, 0), "left after the signal, before the end"
+    assert difference <= EXACT
+
+
+def preempted_in_validation(directory, form, patience=3.0):
+    """SIGTERM on the last rank early in a validation that lasts longer than ranks are patient."""
+    chosen = strategy()
+    x, y = data(40)
+
+    class Preempted(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.epoch = epoch
+
+        def on_test_batch_end(self, batch, logs=None):
+            if self.epoch == 1:
+                time.sleep(0.25)
+                last = chosen.rank == chosen.communicator.size - 1
+                if last and batch == 2:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+    class Other(keras.callbacks.Callback):
+        """Validates other weights than it trains: these must not be what is saved."""
+
+        def on_test_begin(self, logs=None):
+            self.weights = self.model.get_weights()
+            self.model.set_weights([weight / 2 for weight in self.weights])
+
+        def on_test_end(self, logs=None):
+            self.model.set_weights(self.weights)
+
+    def run(*callbacks, seen=None):
+        keras.utils.set_random_seed(5)
+        rows = tf.data.Dataset.from_tensor_slices((x, y))  # shuffled by the seed above
+        given = {
+            "arrays": {"x": x, "y": y, "batch_size": BATCH},
+            "dataset": {"x": rows.shuffle(40).batch(BATCH)},
+            "stream": {"x": rows.shuffle(40).repeat().batch(BATCH), "steps_per_epoch": 3},
+        }[form]
+        model = compiled(keras.optimizers.SGD(0.05, momentum=0.9), dropout=0.3)
+        swap = [Other()] if form == "arrays" else []
+        note = recorder([] if seen is None else seen)
+        model.fit(
+            **given,
+            epochs=3,
+            verbose=0,
+            callbacks=[*callbacks, *swap, note],
+            validation_data=rows.batch(2),
+        )
+        return everything(model), model.history.history
+
+    whole, history = run()
+    code, original = None, checkpoint.Termination
+    checkpoint.Termination = functools.partial(original, patience=patience)
+    try:
+        run(dtk.callbacks.Checkpoint(directory), Preempted())
+    except SystemExit as ending:
+        code = ending.code
+    finally:
+        checkpoint.Termination = original
+    seen = []
+    again, resumed_history = run(dtk.callbacks.Checkpoint(directory), seen=seen)
+    return {
+        "code": code,
+        "start": seen[0][:2],
+        "expected start": (2, 0),
+        "difference": difference(again, whole),
+        "history": history,
+        "resumed history": resumed_history,
+    }
+
+
+@two_ranks
+@pytest.mark.parametrize("form", ["arrays", "dataset", "stream"])
+def test_sigterm_during_validation_saves_what_training_has_reached(pool, tmp_path, form):
+    """Breaks as the death of a worker: it used to be deaf until the validation was over."""
+    results = pool.run(preempted_in_validation, str(tmp_path), form, timeout=120)
+    check(results)
+    assert [result["code"] for result in results] == [143, 143]
+
+
+def test_sigterm_during_validation_in_one_process(alone, tmp_path):
+    results = alone.run(preempted_in_validation, str(tmp_path), "arrays", timeout=120)
+    check(results)
+    assert results[0]["code"] == 143
+
+
+def test_sigterm_in_one_process(alone, tmp_path):
+    [(code, restored, (epoch, step, _), difference)] = alone.run(terminated, str(tmp_path))
+    assert (code, restored, epoch, step) == (143, True, 1, 2)
+    assert difference <= EXACT

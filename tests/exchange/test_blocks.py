@@ -1,0 +1,356 @@
+"""Blocks of local steps: what is averaged, when, and that nothing is left apart."""
+
+from __future__ import annotations
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dtk import exchange as exchanges
+from dtk.communicators.null import NullCommunicator
+from dtk.exchange import (
+    BlockMomentum,
+    Delayed,
+    Dense,
+    ModelAveraging,
+    Quantized,
+    WarmStart,
+)
+from dtk.exchange.base import BatchPart, Trained
+from dtk.exchange.state import ExchangeState
+from dtk.trainer.model_scope import trainer_of
+from dtk.trainer.replica.snapshot import Snapshot, changed_by_training
+
+from exchange.exchanged import (
+    ROUNDING,
+    apart,
+    exchanging,
+    make,
+    perceptron,
+    plain,
+    same_everywhere,
+    train,
+)
+from strategies import bodies, cases
+
+two = pytest.mark.worlds(("collective", 2))
+two_and_three = pytest.mark.worlds(("collective", 2), ("collective", 3))
+two_ways = pytest.mark.worlds(("collective", 2), ("horovod-mpi", 2))
+
+
+def combined(value, locals_of_rounds, rows=None):
+    """One weight: start, local values of each rank in each round -> the weight after each."""
+    communicator = bodies.strategy().communicator
+    state = ExchangeState(communicator, "CPU:0")
+    weight, slot = tf.Variable(1.0), tf.Variable(5.0)
+    op = value.init(communicator, state, Trained([weight], [slot]))
+    after = []
+    for of_ranks in locals_of_rounds:
+        local = of_ranks[communicator.rank]
+        count = rows or [1] * communicator.size
+        share = count[communicator.rank] / sum(count)
+        part = BatchPart(tf.constant(sum(count), tf.int64), tf.constant(share, tf.float32))
+        slot.assign(5.0)
+        op.update([tf.constant(0.0)], part)
+        weight.assign(local)
+        op.count(part)
+        after.append((float(weight), float(slot), bool(op.together())))
+    return after
+
+
+@two
+@pytest.mark.parametrize(
+    "nesterov, expected", [(True, [0.7, 0.25]), (False, [0.8, 0.5])], ids=["nesterov", "plain"]
+)
+def test_block_momentum_is_the_vector_of_the_original(pool, nesterov, expected):
+    """W = 1, locals .9 and .7: V = .2; then changes of -.1 and -.3: V = .3."""
+    value = BlockMomentum(block_size=2, nesterov=nesterov)
+    locals_ = [(0.9, 0.7), (expected[0] - 0.1, expected[0] - 0.3)]
+    for after in pool.run(combined, value, locals_):
+        np.testing.assert_allclose([weight for weight, _, _ in after], expected, rtol=1e-6)
+        assert [slot for _, slot, _ in after] == [0.0, 0.0], "local momentum is forgotten"
+        assert all(together for _, _, together in after)
+
+
+def moved_by(value, changes, rows=None):
+    """How far one weight is moved by each block of a world whose other ranks change nothing."""
+    communicator, weight, after = NullCommunicator(0, 4), tf.Variable(0.0), []
+    state = ExchangeState(communicator, "CPU:0")
+    op = value.init(communicator, state, Trained([weight], []))
+    for index, change in enumerate(changes):
+        before = float(weight)
+        count = value.block_size if rows is None else rows[index]
+        part = BatchPart(tf.constant(count, tf.int64), tf.constant(0.25))
+        op.update([tf.constant(0.0)], part)
+        weight.assign_add(change)
+        op.count(part)
+        op.close()
+        after.append(float(weight) - before)
+    return after
+
+
+@pytest.mark.parametrize("momentum, eta", [(None, 0.75), (0.5, 0.5), (0.0, 0.0)])
+@pytest.mark.parametrize("rate", [1.0, 0.4])
+def test_a_blocks_changes_go_into_the_weights_over_several(momentum, eta, rate):
+    """In all 1 + eta times as far with Nesterov's momentum: the docstring once said once."""
+    for nesterov, gain in ((False, 1.0), (True, 1.0 + eta)):
+        value = BlockMomentum(64, momentum=momentum, rate=rate, nesterov=nesterov)
+        moved = moved_by(value, [100.0] + [0.0] * 60)
+        parts = 100.0 * rate * gain * (1 - eta) * eta ** np.arange(61)
+        np.testing.assert_allclose(moved, parts, rtol=1e-4, atol=1e-4)
+        assert sum(moved) == pytest.approx(100.0 * rate * gain, rel=1e-4)
+
+
+def test_the_rate_that_takes_nesterovs_gain_back():
+    value = BlockMomentum(64, rate=4 / (2 * 4 - 1))
+    assert sum(moved_by(value, [100.0] + [0.0] * 60)) == pytest.approx(100.0, rel=1e-4)
+
+
+def test_less_than_a_block_counts_for_less():
+    value = BlockMomentum(64, nesterov=False)
+    moved = moved_by(value, [100.0] + [0.0] * 60, [16] + [64] * 60)
+    assert sum(moved) == pytest.approx(100.0 * (1 - 0.75**0.25) / (1 - 0.75), rel=1e-4)
+
+
+def test_the_step_that_reaches_the_samples_of_a_warm_start_is_the_last_exact_one():
+    """Delayed applies nothing in its first step, by which it is told apart."""
+    communicator = NullCommunicator(0, 2)
+    state, applied = ExchangeState(communicator, "CPU:0"), tf.Variable(0.0)
+    op = WarmStart(Delayed(), samples=6).init(communicator, state, Trained())
+    part, seen = BatchPart(tf.constant(2, tf.int64), tf.constant(0.5)), []
+    for step in range(1, 6):
+        update = op.update([tf.constant(float(step))], part)
+        if update.applied is None or update.applied:
+            applied.assign_add(update.gradients[0])
+        op.count(part)
+        seen.append(float(applied))
+    assert seen == [1, 3, 6, 6, 10], "steps 1 to 3 at once, 4 a step later"
+
+
+@two
+def test_an_open_block_leaves_weights_apart(pool):
+    first, second = pool.run(combined, BlockMomentum(block_size=4), [(0.9, 0.7)])
+    assert first == [(pytest.approx(0.9), 5.0, False)]
+    assert second == [(pytest.approx(0.7), 5.0, False)]
+
+
+@two
+def test_model_averaging_weighs_by_rows(pool):
+    value = ModelAveraging(period=2)
+    for after in pool.run(combined, value, [(0.9, 0.5)], [3, 1]):
+        assert after == [(pytest.approx(0.8), 5.0, True)]
+
+
+def apart_by_hand(size, eta, nesterov, momentum, block, rows=75, batch=16, epochs=2):
+    """Block momentum over `size` models that one process trains one after the other.
+
+    A block holds `block` steps; an epoch's last may hold fewer.
+    """
+    x, y = cases.rows(rows)
+    models = [perceptron(None, keras.optimizers.SGD(0.05, momentum=momentum)) for _ in range(size)]
+    start = [w.astype("float64") for w in models[0].get_weights()]
+    moved = [np.zeros_like(w) for w in start]
+    for _ in range(epochs):
+        batches = [(x[i : i + batch], y[i : i + batch]) for i in range(0, rows, batch)]
+        for first in range(0, len(batches), block):
+            seen = 0
+            for images, labels in batches[first : first + block]:
+                seen += len(images)
+                cuts = np.cumsum(
+                    [len(images) // size + (r < len(images) % size) for r in range(size)]
+                )
+                for model, (a, b) in zip(models, itertools.pairwise([0, *cuts]), strict=True):
+                    if b > a:
+                        model.train_on_batch(images[a:b], labels[a:b])
+            power = eta ** (seen / (block * batch))
+            for i, before in enumerate(start):
+                changes = sum(before - model.get_weights()[i] for model in models)
+                moved[i] = power * moved[i] + (1 - power) * changes
+                start[i] = before - moved[i] * (1 + power if nesterov else 1)
+            for model in models:
+                model.set_weights(start)
+                for variable in model.optimizer.variables:
+                    if variable.path.endswith("_momentum"):
+                        variable.assign(keras.ops.zeros_like(variable))
+    return bodies.flat(start)
+
+
+def trained_apart(value, momentum, rows=75, batch=16, epochs=2):
+    x, y = cases.rows(rows)
+    with exchanging(value) as strategy:
+        model = perceptron(strategy, keras.optimizers.SGD(0.05, momentum=momentum))
+        history = model.fit(x, y, batch_size=batch, epochs=epochs, shuffle=False, verbose=0)
+    return bodies.flat(model.get_weights()), history.history
+
+
+@two_and_three
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_block_momentum_trains_as_its_equations_say(pool, nesterov):
+    value = BlockMomentum(block_size=48, nesterov=nesterov)
+    eta = 1 - 1 / pool.size
+    expected = apart_by_hand(pool.size, eta, nesterov, 0.9, 3)
+    results = pool.run(trained_apart, value, 0.9)
+    assert apart(same_everywhere(results), expected) <= ROUNDING
+    assert all(own == results[0][1] for _, own in results), "logs are the same everywhere"
+
+
+@two
+def test_averaging_every_step_of_plain_sgd_is_one_process(pool):
+    """The mean of steps from the same weights is the step of the mean."""
+    weights, history, _ = plain("sgd", 160)
+    results = pool.run(train, ModelAveraging(period=8), "sgd", 160)
+    assert apart(same_everywhere(results), weights) <= ROUNDING
+    np.testing.assert_allclose(results[0][1]["accuracy"], history["accuracy"])
+
+
+def statistics_apart():
+    """Moving statistics between blocks, and what evaluate makes of them."""
+    x, y = cases.rows(48)
+    with exchanging(exchanges.ModelAveraging(period=10_000)) as strategy:
+        model = cases.compiled(strategy, lambda: cases.small(sync=False), optimizer=make("sgd"))
+        model.fit(x[:16], y[:16], batch_size=16, verbose=0)
+        for i in range(3):
+            model.train_on_batch(x[16 * i : 16 * i + 16], y[16 * i : 16 * i + 16])
+        between = bodies.flat(model.get_weights())
+        evaluated = model.evaluate(x, y, verbose=0)
+    return between, evaluated, bodies.flat(model.get_weights())
+
+
+@two
+def test_evaluating_closes_a_block_and_averages_statistics(pool):
+    first, second = pool.run(statistics_apart)
+    assert not np.array_equal(first[0], second[0]), "between blocks workers train apart"
+    assert first[1] == second[1]
+    assert np.array_equal(first[2], second[2])
+    np.testing.assert_allclose(first[2], (first[0] + second[0]) / 2, atol=1e-6)
+
+
+def around_open_blocks():
+    """What single test batches, `fit` and `evaluate` make of a block that is open.
+
+    Returns the weight as everything finds it, and how much `evaluate` changes the slots.
+    """
+    x, y = cases.rows(48)
+    with exchanging(exchanges.ModelAveraging(period=10_000)) as strategy:
+        model = perceptron(strategy, make("momentum"))
+        seen = keras.callbacks.LambdaCallback(
+            on_epoch_begin=lambda epoch, logs: found.append(bodies.flat(model.get_weights())),
+            on_epoch_end=lambda epoch, logs: found.append(bodies.flat(model.get_weights())),
+        )
+        found, own = [], []
+        for look in (
+            lambda: model.test_on_batch(x[:16], y[:16]),
+            lambda: model.predict_on_batch(x[:2]),
+            lambda: model.fit(x, y, batch_size=16, verbose=0, callbacks=[seen]),
+        ):
+            for i in range(3):
+                model.train_on_batch(x[16 * i : 16 * i + 16], y[16 * i : 16 * i + 16])
+            own.append(bodies.flat(model.get_weights()))
+            look()
+            if len(own) < 3:
+                found.append(bodies.flat(model.get_weights()))
+        slots = bodies.flat([v.numpy() for v in model.optimizer.variables])
+        model.evaluate(x, y, verbose=0)
+        after = bodies.flat([v.numpy() for v in model.optimizer.variables])
+    return own, found, float(abs(after - slots).max())
+
+
+@two
+def test_a_block_is_closed_before_anything_looks_at_the_weights(pool):
+    """Single batches and `fit` once went on from rank 0's weights; callbacks saw a rank's own."""
+    (own, found, changed), (other, others, also) = pool.run(around_open_blocks)
+    for i in range(3):
+        assert not np.array_equal(own[i], other[i])
+        np.testing.assert_allclose(found[i], (own[i] + other[i]) / 2, atol=1e-6)
+    for one, another in zip(found, others, strict=True):
+        assert np.array_equal(one, another)
+    assert changed == also == 0.0, "evaluating leaves the optimizer's state alone"
+
+
+def own_logs(value):
+    """The history of a train step that returns a loss which no metric counts."""
+
+    class Own(keras.Sequential):
+        def train_step(self, data):
+            images, labels = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(y=labels, y_pred=self(images, training=True))
+            variables = self.trainable_variables
+            self.optimizer.apply(tape.gradient(loss, variables), variables)
+            return {"own": loss}
+
+    x, y = cases.rows(48)
+    with exchanging(value) as strategy:
+        with bodies.scope_of(strategy):
+            keras.utils.set_random_seed(3)
+            model = Own([keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.Dense(10)])
+            model.compile(optimizer=make("sgd"), loss=cases.crossentropy())
+        return model.fit(x, y, batch_size=16, epochs=2, verbose=0).history["own"]
+
+
+@two
+@pytest.mark.parametrize("value", [BlockMomentum(10_000), Quantized(8)], ids=str)
+def test_numbers_that_no_metric_counts_are_the_same_everywhere(pool, value):
+    """ReduceLROnPlateau and the like once decided on each rank by its own loss."""
+    first, second = pool.run(own_logs, value)
+    assert first == second
+
+
+def normalised(value, rows):
+    """Moving statistics after batches that are cut unevenly."""
+    x, y = cases.rows(rows)
+    with exchanging(value) as strategy:
+        model = cases.compiled(strategy, lambda: cases.small(sync=False), optimizer=make("sgd"))
+        model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+    return bodies.flat(model.get_weights())
+
+
+@two
+def test_moving_statistics_are_exact_in_a_warm_start(pool):
+    """19 rows are 16 and 3, and the 3 are two and one: they weigh by their rows."""
+    warm = pool.run(normalised, WarmStart(BlockMomentum(64), samples=10_000), 19)
+    dense = pool.run(normalised, Dense(), 19)
+    for one, other in zip(warm, dense, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+def tried(value):
+    """What is remembered before some training, after it, and after taking it back."""
+
+    def remembered():
+        return {name: item["value"] for name, item in state().items()}
+
+    x, y = cases.rows(64)
+    with exchanging(value) as strategy:
+        model = perceptron(strategy, make("sgd"))
+        state = trainer_of(model).exchange_state
+        model.fit(x, y, batch_size=16, verbose=0)
+        found = [remembered()]
+        kept = Snapshot(changed_by_training(model))
+        model.fit(x, y, batch_size=16, verbose=0)
+        found.append(remembered())
+        kept.restore()
+        found.append(remembered())
+    return found
+
+
+@two
+@pytest.mark.parametrize("value", [Quantized(1), BlockMomentum(32)], ids=str)
+def test_training_that_is_taken_back_leaves_no_trace(pool, value):
+    """AutoBatchSize trains a little with each size, and puts everything back."""
+    before, changed, after = pool.run(tried, value)[0]
+    assert before.keys() == changed.keys() == after.keys() and before
+    assert any(not np.array_equal(before[name], changed[name]) for name in before)
+    for name, kept in before.items():
+        assert np.array_equal(after[name], kept), name
+
+
+@two
+def test_blocks_within_one_execution(pool):
+    arguments = BlockMomentum(block_size=32), "momentum", 155, 16, 2
+    alone = pool.run(train, *arguments)
+    several = pool.run(train, *arguments, {"steps_per_execution": 5})
+    assert apart(same_everywhere(several), same_everywhere(alone)) <= ROUNDING
