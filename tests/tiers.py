@@ -78,7 +78,7 @@ FULL = (
     r"strategies/test_served_features.py::test_callbacks_may_predict_and_evaluate\S+\[[^]]*async",
     r"strategies/test_served_optimizers.py::test_every_optimizer_trains_tables",
     # these worlds take four and six processes: when steps may start is tested by itself
-    r"strategies/\S+\[\S*served-[13]",
+    r"strategies/\S+\[.*served-[13]",
     r"strategies/test_served_steps.py::test_the_job_of_a_refused_step_ends",
     r"strategies/test_served_steps.py::test_workers_that_reduce_take",
     r"strategies/test_proximal.py::test_late_gradients",
