@@ -36,9 +36,9 @@ FULL = (
     # one communicator of each kind, and three ranks where a ring differs from a pair
     r"communicators/test_contract.py::(?!test_horovod_makes)\S+\[horovod-gloo",
     r"communicators/test_contract.py::\S+\[horovod-mpi-[13]",
-    r"communicators/test_contract.py::test_(collective|places|null)\S*\[horovod-mpi-2-\S*eager",
-    r"communicators/test_contract.py::test_collective\[collective-2",
-    r"communicators/test_contract.py::test_collective\[collective-3-\S+-eager",
+    r"communicators/test_contract.py::test_(collectives|places|null)\[horovod-mpi-2-eager",
+    r"communicators/test_contract.py::test_collectives\[collective-2",
+    r"communicators/test_contract.py::test_collectives\[collective-3-eager",
     r"communicators/test_measuring_once.py::test_a_damaged_file_is_measured\S+\[collective-2-[{[].",
     r"strategies/test_promises.py::\S*(horovod|collective-3)",
     r"strategies/test_moments.py::\S*collective-3",

@@ -1,13 +1,24 @@
 """Every communicator keeps the contract of `dtk/communicators/base.py`.
 
-The bodies (contract_bodies.py) compare with numpy on every rank; here is only where they run.
+What all must do alike is in contract.py, which compares with numpy on every rank; here is where it
+runs, and what depends on the world.
 """
 
 from __future__ import annotations
 
-import pytest
+import sys
+import time
 
-from communicators import contract_bodies as bodies
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dtk.communicators.null import NullCommunicator
+from dtk.errors import CommunicatorError
+
+import world
+from communicators import contract
+from communicators.contract import SHAPES, call, communicator, make, pairs, same
 
 WORLDS = [
     ("local", 1),
@@ -34,9 +45,15 @@ several_ranks = worlds(lambda backend, size: size > 1)
 both_modes = pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 
 
+def places():
+    comm = communicator()
+    assert world.communicator() is comm or comm.size == 1
+    return comm.name, comm.rank, comm.size, comm.local_rank, comm.local_size, comm.hosts
+
+
 @worlds(lambda backend, size: True)
 def test_places(pool):
-    found = pool.run(bodies.places)
+    found = pool.run(places)
     name = pool.backend.split("-")[0]
     # TensorFlow's collectives need no runtime for one process
     assert {f[0] for f in found} == {"local" if (name, pool.size) == ("collective", 1) else name}
@@ -45,76 +62,106 @@ def test_places(pool):
     assert len(found[0][5]) == pool.size
 
 
+def check(subtests, names, found):
+    """A subtest for each check: what ranks, or replicas, found wrong."""
+    for name in names:
+        with subtests.test(name):
+            wrong = [f"rank {rank}: {on[name]}" for rank, on in enumerate(found) if name in on]
+            assert not wrong, "\n".join(wrong)
+
+
 @every_world
 @both_modes
-@pytest.mark.parametrize(
-    "body",
-    [
-        bodies.allreduce_every_dtype_and_shape,
-        bodies.allreduce_single_and_constant,
-        bodies.allreduce_large,
-        bodies.allreduce_many_tiny,
-        bodies.allreduce_mixed_list,
-        bodies.indexed_slices_mean,
-        bodies.allgather,
-        bodies.alltoall,
-        bodies.reduce_scatter,
-        bodies.broadcast,
-    ],
-    ids=lambda body: body.__name__,
-)
-def test_collective(pool, graph, body):
-    pool.run(body, graph)
+def test_collectives(pool, graph, subtests):
+    names = contract.COLLECTIVES
+    check(subtests, names, pool.run(contract.failures, names, graph, timeout=240))
 
 
 @pytest.mark.worlds(("local", 1))
 @pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.full)])
-@pytest.mark.parametrize(
-    "body",
-    [
-        bodies.allreduce_every_dtype_and_shape,
-        bodies.allreduce_single_and_constant,
-        bodies.allreduce_large,
-        bodies.allreduce_many_tiny,
-        bodies.allreduce_mixed_list,
-        bodies.indexed_slices_mean,
-        bodies.allgather,
-        bodies.alltoall,
-        bodies.reduce_scatter,
-        bodies.broadcast,
-    ],
-    ids=lambda body: body.__name__,
-)
-def test_collective_between_the_devices_of_one_process(pool, count, body):
-    pool.run(bodies.between_devices, body.__name__, count)
+def test_collectives_between_the_devices_of_one_process(pool, count, subtests):
+    names = contract.COLLECTIVES
+    (found,) = pool.run(contract.failures_between_devices, names, count, timeout=240)
+    check(subtests, names, found)
+
+
+def null_returns(graph):
+    """No peer exists, so whatever returns has sent nothing."""
+    comm = NullCommunicator(rank=1, size=3)
+    cases = [(dtype, make(1, shape, dtype)) for dtype, shape in pairs(graph, SHAPES)]
+    values = [tf.constant(value, dtype) for dtype, value in cases]
+    for outputs in (call(graph, comm.allreduce, values), call(graph, comm.broadcast, values)):
+        for output, (dtype, value) in zip(outputs, cases, strict=True):
+            same(output, value, context=f"{dtype.name} {value.shape}")
+
+    def others(values):
+        rows = [value for value in values if value.shape.rank]
+        return (
+            [comm.allgather(value) for value in values],
+            [comm.reduce_scatter(value) for value in rows],
+            [comm.alltoall(value, [0, value.shape[0], 0]) for value in rows],
+            [comm.recv(value.shape, value.dtype, 0) for value in values],
+        )
+
+    gathered, scattered, exchanged, received = call(graph, others, values)
+    for output, (_, value) in zip(gathered, cases, strict=True):
+        same(output, np.concatenate([np.reshape(value, value.shape or (1,))] * 3))
+    rows = [value for _, value in cases if value.shape]
+    for output, value in zip(scattered, rows, strict=True):
+        block = np.array_split(value, 3)[1]
+        assert (output.shape, output.dtype.as_numpy_dtype) == (block.shape, block.dtype)
+    for (output, counts), value in zip(exchanged, rows, strict=True):
+        same(output, np.concatenate([value] * 3))
+        same(counts, np.full(3, len(value), np.int32))
+    for output, value in zip(received, values, strict=True):
+        assert (output.shape, output.dtype) == (value.shape, value.dtype)
+    slices = tf.IndexedSlices(tf.ones([2, 4]), tf.constant([0, 5]), tf.constant([9, 4]))
+    same(call(graph, comm.allreduce, slices).values, np.ones([6, 4], np.float32))
+    call(graph, comm.barrier)
+    call(graph, lambda: comm.send(tf.ones([2]), 0))
+    assert comm.allgather_object("x") == ["x"] * 3
 
 
 @pytest.mark.worlds(("local", 1))
 @both_modes
 def test_null_keeps_shapes_and_dtypes(pool, graph):
-    pool.run(bodies.null_keeps_shapes_and_dtypes, graph)
+    pool.run(null_returns, graph)
+
+
+def rewritten():
+    """Names under which a communicator's code ran while it was traced; AutoGraph has others."""
+    names = []
+
+    class Seen(NullCommunicator):
+        def _reduce(self, flat, op, label):
+            names.append(sys._getframe().f_code.co_name)
+            return super()._reduce(flat, op, label)
+
+    seen = Seen(0, 2)
+    tf.function(lambda: seen.allreduce(tf.ones(2)))()
+    return names
 
 
 @pytest.mark.worlds(("local", 1))
 def test_autograph_rewrites_no_communicator(pool):
     """Nor one that dtk knows nothing of."""
-    assert pool.run(bodies.rewritten) == [["_reduce"]]
+    assert pool.run(rewritten) == [["_reduce"]]
 
 
 @every_world
 @pytest.mark.parametrize(
     "body",
     [
-        bodies.allreduce_keeps_static_shapes,
-        bodies.allreduce_unknown_shape,
-        bodies.allgather_sizes_change,
-        bodies.objects,
-        bodies.order_in_a_graph,
-        bodies.unused_results_still_take_part,
-        bodies.bytes_are_counted_per_execution,
-        bodies.keys_do_not_pile_up,
-        bodies.retrace_on_one_rank,
-        bodies.refuses,
+        contract.allreduce_keeps_static_shapes,
+        contract.allreduce_unknown_shape,
+        contract.allgather_sizes_change,
+        contract.objects,
+        contract.order_in_a_graph,
+        contract.unused_results_still_take_part,
+        contract.bytes_are_counted_per_execution,
+        contract.keys_do_not_pile_up,
+        contract.retrace_on_one_rank,
+        contract.refuses,
     ],
     ids=lambda body: body.__name__,
 )
@@ -124,43 +171,117 @@ def test_behaviour(pool, body):
 
 @several_ranks
 @both_modes
-def test_send_and_recv(pool, graph):
-    pool.run(bodies.send_and_recv, graph)
+def test_send_and_recv(pool, graph, subtests):
+    names = ("send_and_recv",)
+    check(subtests, names, pool.run(contract.failures, names, graph))
+
+
+def times_at_a_barrier(graph):
+    comm = communicator()
+    call(graph, comm.barrier)
+    if comm.rank == 0:
+        time.sleep(0.3)
+    arrived = time.time()
+    call(graph, comm.barrier)
+    left = time.time()
+    return arrived, left
 
 
 @several_ranks
 @both_modes
 def test_barrier_waits_for_the_last(pool, graph):
-    times = pool.run(bodies.barrier_waits, graph)
+    times = pool.run(times_at_a_barrier, graph)
     last_arrival = max(arrived for arrived, _ in times)
     assert all(left >= last_arrival for _, left in times)
+
+
+def split(color, key):
+    """`color` and `key` hold a value per rank."""
+    comm = communicator()
+    group = comm.split(color[comm.rank], None if key is None else key[comm.rank])
+    order = key or list(range(comm.size))
+    members = sorted(
+        (r for r in range(comm.size) if color[r] == color[comm.rank]), key=lambda r: (order[r], r)
+    )
+    assert group.size == len(members)
+    assert members[group.rank] == comm.rank
+    assert group.hosts == tuple(comm.hosts[r] for r in members)
+    for graph in (False, True):
+        # Each group works by itself: only the first one does the extra round.
+        for _ in range(2 if comm.rank in (0, members[0]) or 0 in members else 1):
+            same(
+                call(graph, group.allreduce, tf.constant(comm.rank + 1)),
+                np.int32(sum(members) + len(members)),
+            )
+        rows = call(graph, group.allgather, tf.fill([comm.rank], comm.rank))
+        same(rows, np.repeat(np.int32(members), members))
+        same(call(graph, group.broadcast, tf.constant(comm.rank)), np.int32(members[0]))
+        swapped, counts = call(graph, group.alltoall, tf.fill([group.size], comm.rank))
+        same(swapped, np.int32(members))
+        same(counts, np.ones(group.size, np.int32))
+        mine = call(graph, group.reduce_scatter, tf.range(group.size))
+        same(mine, np.int32([group.rank * group.size]))
+    assert group.allgather_object(comm.rank) == members
+    # The world still works, and a group can be left alone.
+    same(comm.allreduce(tf.constant(1)), np.int32(comm.size))
+    return group.name
 
 
 @every_world
 def test_split_of_one_color_and_of_all_colors(pool):
     n = pool.size
-    assert set(pool.run(bodies.split, [0] * n, None)) <= {"local", pool.backend.split("-")[0]}
-    assert set(pool.run(bodies.split, list(range(n)), None)) == {"local"}
+    assert set(pool.run(split, [0] * n, None)) <= {"local", pool.backend.split("-")[0]}
+    assert set(pool.run(split, list(range(n)), None)) == {"local"}
 
 
 @worlds(lambda backend, size: size == 3)
 def test_split_in_three(pool):
     name = pool.backend.split("-")[0]
-    assert pool.run(bodies.split, [0, 1, 0], None) == [name, "local", name]
-    assert pool.run(bodies.split, [0, 1, 0], [2, 0, 1]) == [name, "local", name]
-    assert pool.run(bodies.split, [5, 5, 5], [1, 2, 0]) == [name] * 3
+    assert pool.run(split, [0, 1, 0], None) == [name, "local", name]
+    assert pool.run(split, [0, 1, 0], [2, 0, 1]) == [name, "local", name]
+    assert pool.run(split, [5, 5, 5], [1, 2, 0]) == [name] * 3
+
+
+def split_a_group():
+    """TensorFlow's collectives only: groups of groups."""
+    comm = communicator()
+    group = comm.split(0, key=-comm.rank)
+    pair = group.split(int(comm.rank == 1))
+    if comm.rank != 1:
+        assert pair.size == comm.size - 1
+    same(pair.allreduce(tf.constant(1)), np.int32(pair.size))
 
 
 @pytest.mark.worlds(("collective", 3))
 def test_split_of_a_group(pool):
-    pool.run(bodies.split_a_group)
+    pool.run(split_a_group)
+
+
+def horovod_needs_links():
+    comm = communicator()
+    from dtk.communicators.horovod import HorovodCommunicator, _Sets
+
+    fresh = HorovodCommunicator(comm.rank, comm.hosts, range(comm.size), _Sets())
+    if comm.rank == 0:
+        with pytest.raises(CommunicatorError, match=r"connect\(\[\(0, 2\)"):
+            fresh.send(tf.ones([1]), 2)
+    group = comm.split(int(comm.rank == 1))
+    if comm.rank != 1:
+        with pytest.raises(CommunicatorError, match="call split on the world communicator"):
+            group.split(0)
 
 
 @pytest.mark.worlds(("horovod-mpi", 3))
 def test_horovod_says_what_it_cannot_open_by_itself(pool):
-    pool.run(bodies.horovod_needs_links)
+    pool.run(horovod_needs_links)
+
+
+def horovod_makes_groups_if_told_so():
+    comm = communicator()
+    with pytest.raises(CommunicatorError, match="set HOROVOD_DYNAMIC_PROCESS_SETS=1 for every"):
+        comm._sets.make([comm.rank])
 
 
 @pytest.mark.worlds(("horovod-gloo", 2))
 def test_horovod_makes_groups_only_if_told_so(pool):
-    pool.run(bodies.horovod_makes_groups_if_told_so)
+    pool.run(horovod_makes_groups_if_told_so)
