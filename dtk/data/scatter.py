@@ -165,7 +165,8 @@ def _agreed_rows(dataset: Any, communicator: Communicator, root: int) -> tuple[i
         )
     if wrong is not None:
         raise ValueError(at_rank(communicator.rank, wrong))
-    return held[root], None not in held
+    counts = [told for told in held if told is not None and not isinstance(told, str)]
+    return counts[0], len(counts) == len(held)
 
 
 def _counted(dataset: Any) -> int | str | None:
