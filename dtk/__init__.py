@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dtk.trainer import undistributed_jobs
 from dtk.version import __version__
@@ -70,7 +70,7 @@ if os.environ.get("DTK_RUN") == "1":
 undistributed_jobs.watch()
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in _PARTS:
         return importlib.import_module(f"dtk.{name}")
     if name == "auto_strategy":

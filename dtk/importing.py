@@ -10,7 +10,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 
-def inside(name: str, *contexts: Callable[[], AbstractContextManager]) -> None:
+def inside(name: str, *contexts: Callable[[], AbstractContextManager[object]]) -> None:
     """Import a module within contexts, the first one outermost, if that is still to come.
 
     Args:
@@ -30,7 +30,9 @@ def inside(name: str, *contexts: Callable[[], AbstractContextManager]) -> None:
 class _Hook:
     """Finds one module as Python would, and has it executed in the contexts. Then it is gone."""
 
-    def __init__(self, name: str, contexts: Sequence[Callable[[], AbstractContextManager]]) -> None:
+    def __init__(
+        self, name: str, contexts: Sequence[Callable[[], AbstractContextManager[object]]]
+    ) -> None:
         self.name = name
         self._contexts = contexts
 

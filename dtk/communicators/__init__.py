@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 # Before TensorFlow is imported: hide its start-up notes, keep warnings of its own and errors.
 # A user who set a level gets that level.
@@ -32,7 +32,7 @@ _LATER = {"Communicator": "base", "REDUCE_OPS": "base", "LocalCommunicator": "lo
 __all__ = ["NAMES", "REDUCE_OPS", "Communicator", "LocalCommunicator", "create"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in _LATER:
         return getattr(importlib.import_module(f"dtk.communicators.{_LATER[name]}"), name)
     raise AttributeError(f"module 'dtk.communicators' has no attribute {name!r}")

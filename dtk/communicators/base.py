@@ -10,14 +10,16 @@ import abc
 import contextlib
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TypeVar, overload
 
 import numpy as np
 import tensorflow as tf
 
 from dtk.cluster.environment import Environment
 from dtk.communicators.costs import Costs
+from dtk.nests import Array
 
+_Value = TypeVar("_Value")
 REDUCE_OPS = ("sum", "mean", "min", "max", "prod")
 _COLLECTIVES = frozenset(
     ("allreduce", "allgather", "reduce_scatter", "alltoall", "broadcast", "send", "recv", "barrier")
@@ -46,7 +48,7 @@ class Communicator(abc.ABC):
         local_size: Number of ranks on this host.
         hosts: One host name per rank, in rank order.
         alike: Whether all ranks compute with the same kind of processor and as many threads, so
-            that equal operations give equal bits. A strategy finds out.
+            that equal operations give equal bits; False until `learn` is told.
         costs: What a message and a byte take, if that was measured; `print` says what follows.
         environment: What the launcher told, of a communicator over all ranks of a job; None of one
             over a part of them, or over this process alone.
@@ -63,7 +65,7 @@ class Communicator(abc.ABC):
     local_size: int
     hosts: tuple[str, ...]
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         """Keep AutoGraph out, which rewrites whatever a step calls: slow, and gains nothing."""
         super().__init_subclass__(**kwargs)
         for name in _COLLECTIVES & vars(cls).keys():
@@ -86,8 +88,16 @@ class Communicator(abc.ABC):
         """
         return 0.0
 
+    @overload
+    def allreduce(self, value: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]: ...
+
+    @overload
+    def allreduce(self, value: tf.Tensor, op: str = "sum") -> tf.Tensor: ...
+
     @abc.abstractmethod
-    def allreduce(self, value: Any, op: str = "sum") -> Any:
+    def allreduce(
+        self, value: tf.Tensor | Sequence[tf.Tensor], op: str = "sum"
+    ) -> tf.Tensor | list[tf.Tensor]:
         """Combine `value` over all ranks; every rank gets the result.
 
         Args:
@@ -160,8 +170,16 @@ class Communicator(abc.ABC):
             ValueError: `splits` has another shape or, eagerly, another sum than there are rows.
         """
 
+    @overload
+    def broadcast(self, value: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]: ...
+
+    @overload
+    def broadcast(self, value: tf.Tensor, root: int = 0) -> tf.Tensor: ...
+
     @abc.abstractmethod
-    def broadcast(self, value: Any, root: int = 0) -> Any:
+    def broadcast(
+        self, value: tf.Tensor | Sequence[tf.Tensor], root: int = 0
+    ) -> tf.Tensor | list[tf.Tensor]:
         """Give every rank `root`'s value.
 
         Shapes and dtypes must agree on all ranks.
@@ -279,7 +297,7 @@ class Communicator(abc.ABC):
 
     # Small Python values ride on the tensor collectives.
 
-    def broadcast_object(self, value: Any = None, root: int = 0) -> Any:
+    def broadcast_object(self, value: _Value | None = None, root: int = 0) -> _Value:
         """Give every rank `root`'s Python value.
 
         It is pickled: use it only between ranks you started.
@@ -295,9 +313,9 @@ class Communicator(abc.ABC):
         length = self.broadcast(tf.constant(payload.size, tf.int64), root)
         if self.rank != root:
             payload = np.zeros(int(length), np.uint8)
-        return _from_bytes(self.broadcast(tf.constant(payload), root))
+        return pickle.loads(_bytes(self.broadcast(tf.constant(payload), root)))
 
-    def allgather_object(self, value: Any) -> list[Any]:
+    def allgather_object(self, value: _Value) -> list[_Value]:
         """Return one Python value per rank, in rank order, on every rank.
 
         Args:
@@ -307,15 +325,28 @@ class Communicator(abc.ABC):
         lengths = self.allgather(tf.constant([payload.size], tf.int64), [1] * self.size).numpy()
         rows = self.allgather(tf.constant(payload), lengths.tolist()).numpy()
         ends = np.cumsum(lengths)
-        return [_from_bytes(rows[end - n : end]) for n, end in zip(lengths, ends, strict=True)]
+        return [
+            pickle.loads(_bytes(rows[end - n : end])) for n, end in zip(lengths, ends, strict=True)
+        ]
+
+    def learn(self, alike: bool, costs: Costs | None) -> None:
+        """Take note of what ranks have found out about how they compute and what messages take.
+
+        Every rank calls it, with equal arguments: the order of sums depends on them.
+
+        Args:
+            alike: Whether all ranks compute with the same kind of processor.
+            costs: What a message and a byte take; None where that was not measured.
+        """
+        self.alike, self.costs = alike, costs
 
     def close(self) -> None:  # noqa: B027
         """Release what the communicator holds; safe to call twice."""
 
 
-def _to_bytes(value: Any) -> np.ndarray:
+def _to_bytes(value: object) -> Array:
     return np.frombuffer(pickle.dumps(value), np.uint8)
 
 
-def _from_bytes(payload: Any) -> Any:
-    return pickle.loads(np.asarray(payload, np.uint8).tobytes())
+def _bytes(payload: tf.Tensor | Array) -> bytes:
+    return np.asarray(payload, np.uint8).tobytes()

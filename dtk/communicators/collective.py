@@ -27,7 +27,6 @@ import itertools
 import os
 import socket
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -155,7 +154,7 @@ class CollectiveCommunicator(PackedCommunicator):
         names = sorted(self._members, key=lambda member: f"task:{member}/")
         self._slots = [names.index(member) for member in self._members]
 
-    def _group(self, label: str, size: int | tf.Tensor) -> dict[str, Any]:
+    def _group(self, label: str, size: int | tf.Tensor) -> dict[str, int | tf.Tensor]:
         """Return the keys of one collective; `size` is whatever varies in its shape."""
         if tf.executing_eagerly():
             key = self._eager_keys.setdefault(
@@ -257,7 +256,7 @@ class CollectiveCommunicator(PackedCommunicator):
         return outputs
 
     @staticmethod
-    def _cast(tensor: tf.Tensor, sending: bool, group: dict[str, Any]) -> tf.Tensor:
+    def _cast(tensor: tf.Tensor, sending: bool, group: dict[str, int | tf.Tensor]) -> tf.Tensor:
         # The broadcast of an empty tensor divides by zero and ends the process.
         filled = tf.pad(tensor, [[0, tf.cast(tf.equal(tf.size(tensor), 0), tf.int32)]])
         if sending:
@@ -268,7 +267,9 @@ class CollectiveCommunicator(PackedCommunicator):
             )
         return tf.ensure_shape(output[: tf.size(tensor)], tensor.shape)
 
-    def _pair(self, source: int, dest: int, label: str, size: int | tf.Tensor) -> dict[str, Any]:
+    def _pair(
+        self, source: int, dest: int, label: str, size: int | tf.Tensor
+    ) -> dict[str, int | tf.Tensor]:
         """Return the keys of a group of two.
 
         There is one for each direction, so that both ways can be under way at once.

@@ -20,7 +20,6 @@ import os
 import re
 import socket
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
@@ -128,7 +127,7 @@ class HorovodCommunicator(PackedCommunicator):
         self._slots = [ordered.index(member) for member in self._members]
         self._ranks = [self._members.index(member) for member in ordered]
 
-    def _options(self, label: str) -> dict[str, Any]:
+    def _options(self, label: str) -> dict[str, object]:
         # Horovod takes an op's name up to its last slash as a scope; TensorFlow limits letters.
         return {
             "name": "dtk_" + re.sub(r"[^A-Za-z0-9_]", lambda m: f".{ord(m[0]):x}.", label),
@@ -170,7 +169,7 @@ class HorovodCommunicator(PackedCommunicator):
             for i, t in enumerate(flat)
         ]
 
-    def _pair(self, source: int, dest: int, tag: int) -> dict[str, Any]:
+    def _pair(self, source: int, dest: int, tag: int) -> dict[str, object]:
         pair = [self._members[source], self._members[dest]]
         process_set = self._sets.get(pair)
         if process_set is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -34,7 +33,9 @@ class LocalCommunicator(Communicator):
         """Nothing leaves this process."""
         return 0
 
-    def allreduce(self, value: Any, op: str = "sum") -> Any:
+    def allreduce(
+        self, value: tf.Tensor | Sequence[tf.Tensor], op: str = "sum"
+    ) -> tf.Tensor | list[tf.Tensor]:
         """See `Communicator.allreduce`."""
         if isinstance(value, (list, tuple)):
             return [self.allreduce(item, op) for item in value]
@@ -45,13 +46,13 @@ class LocalCommunicator(Communicator):
             return value
         return self._checked(value, op)
 
-    def allgather(self, value: Any, rows: Sequence[int] | None = None) -> tf.Tensor:
+    def allgather(self, value: tf.Tensor, rows: Sequence[int] | None = None) -> tf.Tensor:
         """See `Communicator.allgather`."""
         del rows
         value = self._checked(value)
         return tf.reshape(value, [1]) if value.shape.rank == 0 else value
 
-    def reduce_scatter(self, value: Any, op: str = "sum") -> tf.Tensor:
+    def reduce_scatter(self, value: tf.Tensor, op: str = "sum") -> tf.Tensor:
         """See `Communicator.reduce_scatter`."""
         value = self._checked(value, op)
         if value.shape.rank == 0:
@@ -59,7 +60,7 @@ class LocalCommunicator(Communicator):
         return value
 
     def alltoall(
-        self, value: Any, splits: Sequence[int] | tf.Tensor | None = None
+        self, value: tf.Tensor, splits: Sequence[int] | tf.Tensor | None = None
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """See `Communicator.alltoall`."""
         value = self._checked(value)
@@ -81,7 +82,9 @@ class LocalCommunicator(Communicator):
                 )
         return value, rows
 
-    def broadcast(self, value: Any, root: int = 0) -> Any:
+    def broadcast(
+        self, value: tf.Tensor | Sequence[tf.Tensor], root: int = 0
+    ) -> tf.Tensor | list[tf.Tensor]:
         """See `Communicator.broadcast`."""
         if root != 0:
             raise ValueError(f"root={root} is not a rank of 1 (0 to 0)")
@@ -89,7 +92,7 @@ class LocalCommunicator(Communicator):
             return [self._checked(item) for item in value]
         return self._checked(value)
 
-    def send(self, value: Any, dest: int, tag: int = 0) -> None:
+    def send(self, value: tf.Tensor, dest: int, tag: int = 0) -> None:
         """See `Communicator.send`; there is nobody to send to."""
         del value, tag
         raise ValueError(f"dest={dest}: a world of one has nobody to send to")
@@ -116,7 +119,7 @@ class LocalCommunicator(Communicator):
         yield
 
     @staticmethod
-    def _checked(value: Any, op: str = "sum") -> tf.Tensor:
+    def _checked(value: tf.Tensor, op: str = "sum") -> tf.Tensor:
         tensor = tf.convert_to_tensor(value)
         wire.check(tensor.dtype, op)
         return tensor

@@ -17,7 +17,6 @@ import abc
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -179,7 +178,9 @@ class PackedCommunicator(Communicator):
 
     # -- the contract
 
-    def allreduce(self, value: Any, op: str = "sum") -> Any:
+    def allreduce(
+        self, value: tf.Tensor | Sequence[tf.Tensor], op: str = "sum"
+    ) -> tf.Tensor | list[tf.Tensor]:
         """See `Communicator.allreduce`."""
         if not isinstance(value, (list, tuple)):
             return self.allreduce([value], op)[0]
@@ -221,7 +222,9 @@ class PackedCommunicator(Communicator):
 
         return gathering._replace(finish=finish)
 
-    def allgather(self, value: Any, rows: Sequence[int] | tf.Tensor | None = None) -> tf.Tensor:
+    def allgather(
+        self, value: tf.Tensor, rows: Sequence[int] | tf.Tensor | None = None
+    ) -> tf.Tensor:
         """See `Communicator.allgather`."""
         tensor = tf.convert_to_tensor(value)
         wire.check(tensor.dtype)
@@ -253,7 +256,7 @@ class PackedCommunicator(Communicator):
         return self._sequencer.run([mine], lambda flat: [self._gather_sizes(flat[0], label)])[0]
 
     def alltoall(
-        self, value: Any, splits: Sequence[int] | tf.Tensor | None = None
+        self, value: tf.Tensor, splits: Sequence[int] | tf.Tensor | None = None
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """See `Communicator.alltoall`."""
         value = tf.convert_to_tensor(value)
@@ -279,7 +282,7 @@ class PackedCommunicator(Communicator):
         parts = self._sequencer.run([joined], lambda flat: self._exchange(flat[0], words, label))
         return parts, decode
 
-    def reduce_scatter(self, value: Any, op: str = "sum") -> tf.Tensor:
+    def reduce_scatter(self, value: tf.Tensor, op: str = "sum") -> tf.Tensor:
         """See `Communicator.reduce_scatter`.
 
         Blocks go straight to their owner, who adds them in rank order: each rank sends
@@ -305,7 +308,9 @@ class PackedCommunicator(Communicator):
         mine = None if count is None else block_sizes(count, self.size)[self.rank]
         return tf.ensure_shape(decode(reduced), [mine, *value.shape[1:]])
 
-    def broadcast(self, value: Any, root: int = 0) -> Any:
+    def broadcast(
+        self, value: tf.Tensor | Sequence[tf.Tensor], root: int = 0
+    ) -> tf.Tensor | list[tf.Tensor]:
         """See `Communicator.broadcast`."""
         if not isinstance(value, (list, tuple)):
             return self.broadcast([value], root)[0]
@@ -327,7 +332,7 @@ class PackedCommunicator(Communicator):
         ]
         return buckets.unpack(decoded, tensors, layout)
 
-    def send(self, value: Any, dest: int, tag: int = 0) -> None:
+    def send(self, value: tf.Tensor, dest: int, tag: int = 0) -> None:
         """See `Communicator.send`."""
         self._check_peer(dest, "dest")
         value = tf.convert_to_tensor(value)

@@ -100,7 +100,9 @@ def check_free(rank: int, address: str) -> None:
         ) from error
 
 
-def _resolve(address: str) -> tuple[int, tuple]:
+def _resolve(
+    address: str,
+) -> tuple[int, tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]]:
     host, port = parse_address(address)
     family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     return family, target

@@ -1,11 +1,21 @@
-"""What the extended objects here use of the strategies that contain them."""
+"""Protocols of what is given to the files here from above.
+
+The extended objects see the strategies that contain them, and what is put in the places of Keras's
+and TensorFlow's own functions has these signatures.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
 
+import keras
 import tensorflow as tf
+
+from dtk.nests import Function, Nest
+
+# Makes the pipeline of one of several processes or workers.
+MakesDataset: TypeAlias = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 
 
 class AllReduceContainer(Protocol):
@@ -27,11 +37,119 @@ class ServerContainer(Protocol):
             ValueError: A step is cut over several workers.
         """
 
-    def per_worker_dataset(
-        self, dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset]
-    ) -> tf.data.Dataset:
+    def per_worker_dataset(self, dataset_fn: MakesDataset) -> tf.data.Dataset:
         """Return a dataset of pipelines that workers read themselves.
 
         Args:
             dataset_fn: Makes a worker's pipeline.
+        """
+
+
+# What is called in the place of Keras's own function, which comes as `original`.
+
+
+class ScaleLoss(Protocol):
+    """Function in the place of Keras's that divide a loss by the replicas, or multiply it."""
+
+    def __call__(
+        self, value: tf.Tensor, *, original: Callable[[tf.Tensor], tf.Tensor]
+    ) -> tf.Tensor:
+        """Scale a loss.
+
+        Args:
+            value: The loss.
+            original: Keras's own function.
+        """
+
+
+class WeighLosses(Protocol):
+    """Function in the place of Keras's that makes one loss of those of rows."""
+
+    def __call__(
+        self,
+        values: tf.Tensor,
+        sample_weight: tf.Tensor | None = None,
+        mask: tf.Tensor | None = None,
+        reduction: str | None = "sum_over_batch_size",
+        dtype: tf.DType = None,
+        *,
+        original: Function[tf.Tensor],
+    ) -> tf.Tensor:
+        """Weigh and reduce losses.
+
+        Args:
+            values: One loss for each row or element.
+            sample_weight: Their weights; None for none.
+            mask: Which of them count; None for all.
+            reduction: Name of the reduction, as of `keras.Loss`.
+            dtype: Of the result; None for that of the losses.
+            original: Keras's own function.
+        """
+
+
+class UpdateMean(Protocol):
+    """Function in the place of a metric's `update_state`."""
+
+    def __call__(
+        self,
+        metric: keras.Metric,
+        values: tf.Tensor,
+        sample_weight: tf.Tensor | None = None,
+        /,
+        *,
+        original: Function[object],
+    ) -> object:
+        """Count values in a metric.
+
+        Args:
+            metric: A `keras.metrics.Mean` or `Sum`.
+            values: One for each row, or a scalar.
+            sample_weight: Their weights; None for none.
+            original: Keras's own method, of the class.
+        """
+
+
+class Differentiate(Protocol):
+    """Function in the place of `tf.GradientTape.gradient`."""
+
+    def __call__(
+        self,
+        tape: tf.GradientTape,
+        target: Nest,
+        sources: Nest,
+        output_gradients: Nest,
+        *,
+        original: Function[Nest],
+        **more: object,
+    ) -> Nest:
+        """Differentiate what a tape has recorded.
+
+        Args:
+            tape: The tape.
+            target: What is differentiated.
+            sources: With respect to what.
+            output_gradients: Gradients of each element of `target`; None for ones.
+            original: TensorFlow's own method, of the class.
+            **more: What else the method was called with.
+        """
+
+
+class Moments(Protocol):
+    """Function in the place of Keras's that computes what synchronized layers normalize with."""
+
+    def __call__(
+        self,
+        x: tf.Tensor,
+        axes: int | Sequence[int],
+        keepdims: bool,
+        *,
+        original: Function[tuple[tf.Tensor, tf.Tensor]],
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Compute mean and variance.
+
+        Args:
+            x: What is to be normalized.
+            axes: Axes to reduce.
+            keepdims: Whether results keep them, with size 1.
+            original: Keras's own function.
         """

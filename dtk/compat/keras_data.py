@@ -9,7 +9,7 @@ TFEpochIterator   _distributed_dataset, _num_batches, _current_iterator, _steps_
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TypeAlias
 
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TFEpochIterator as TFEpochIterator
@@ -18,11 +18,16 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter as DataAda
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter as TFDatasetAdapter
 
 from dtk.compat.replacing import replaced
+from dtk.nests import Nest
+
+# The steps of an epoch: numbers of an execution's first and last step, and the iterator over the
+# data that it reads.
+Steps: TypeAlias = Iterator[tuple[int, int, Iterator[Nest]]]
 
 # The data adapter and the epoch iterator, which give `fit` its batches.
 
 
-def arrays_of(adapter: ArrayDataAdapter) -> Any:
+def arrays_of(adapter: ArrayDataAdapter) -> tuple[Nest, ...]:
     """Return what an adapter of arrays was given: inputs, targets and row weights.
 
     Args:
@@ -132,7 +137,7 @@ def forget_place(iterator: TFEpochIterator) -> None:
     iterator._current_iterator = None
 
 
-def set_place(iterator: TFEpochIterator, current: Iterator, seen: int) -> None:
+def set_place(iterator: TFEpochIterator, current: Iterator[Nest], seen: int) -> None:
     """Make the next epoch go on with a given iterator over the data.
 
     Args:
@@ -143,7 +148,7 @@ def set_place(iterator: TFEpochIterator, current: Iterator, seen: int) -> None:
     iterator._current_iterator, iterator._steps_seen = current, seen
 
 
-def open_data(iterator: TFEpochIterator) -> Iterator:
+def open_data(iterator: TFEpochIterator) -> Iterator[Nest]:
     """Open the data as an epoch does; a dataset shuffles anew each time.
 
     Args:
@@ -173,7 +178,7 @@ def on_opening(iterator: TFEpochIterator, call: Callable[[], None]) -> None:
 
 def steps_through(
     iterator: TFEpochIterator,
-    change: Callable[[Iterator[tuple]], Iterator[tuple]],
+    change: Callable[[Steps], Steps],
     once: bool = False,
 ) -> None:
     """Put a generator between Keras and the steps of an epoch.
@@ -186,12 +191,34 @@ def steps_through(
     """
     enumerate_steps = iterator._enumerate_iterator
 
-    def changed() -> Iterator[tuple]:
+    def changed() -> Steps:
         if once:
             iterator._enumerate_iterator = enumerate_steps
         yield from change(enumerate_steps())
 
     iterator._enumerate_iterator = changed
+
+
+def at_end_of_data(iterator: TFEpochIterator, call: Callable[[], None]) -> None:
+    """Call a function whenever an epoch of a Keras epoch iterator has had all its steps.
+
+    Not when it is left before that: then the generator ends when it is collected as garbage, at any
+    time and on any thread. `fit` keeps the iterator of its validation data and brings it every
+    epoch: once is enough.
+
+    Args:
+        iterator: The epoch iterator.
+        call: Called without arguments.
+    """
+    if getattr(iterator, "_dtk_tells_its_end", False):
+        return
+    iterator._dtk_tells_its_end = True
+
+    def until_end(steps: Steps) -> Steps:
+        yield from steps
+        call()
+
+    steps_through(iterator, until_end)
 
 
 def end_quietly(iterator: TFEpochIterator) -> None:

@@ -16,14 +16,48 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Protocol, TypeAlias, TypeVar
 
 import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.trainers.trainer import Trainer
 
+from dtk.compat.keras_data import TFEpochIterator
 from dtk.compat.replacing import replaced
+from dtk.nests import Function, Logs, Nest, Specs
+
+# What `compile` takes for a loss or a metric that Keras knows by name.
+_Identifier: TypeAlias = str | dict[str, object]
+
+_Found = TypeVar("_Found")
+_Batch = TypeVar("_Batch")
+_Logs = TypeVar("_Logs")
+
+
+class MakeFunction(Protocol):
+    """Function that makes one of a model's three step functions."""
+
+    def __call__(self, force: bool = False) -> Callable[[tf.data.Iterator], Nest]:
+        """Make the function, or return the one made before.
+
+        Args:
+            force: Whether to make it anew.
+        """
+
+
+class BuildFrom(Protocol):
+    """Function that builds a model from what its first step reads."""
+
+    def __call__(
+        self, iterator: TFEpochIterator | None = None, data_batch: Nest | None = None
+    ) -> None:
+        """Build the model.
+
+        Args:
+            iterator: Keras's epoch iterator; None for a single batch.
+            data_batch: The single batch; None with an iterator.
+        """
 
 
 def metrics_of(model: keras.Model) -> list[keras.Metric]:
@@ -50,7 +84,7 @@ def takes_own_step(model: keras.Model) -> bool:
     return type(model).train_step is own and "train_step" not in vars(model)
 
 
-def is_from_keras(function: Any) -> bool:
+def is_from_keras(function: object) -> bool:
     """Return whether a function, class or instance of one is Keras's own, and not a script's.
 
     Args:
@@ -61,7 +95,7 @@ def is_from_keras(function: Any) -> bool:
     return str(module).partition(".")[0] == "keras"
 
 
-def _given(identifiers: Any, get: Callable) -> Iterator[Any]:
+def _given(identifiers: object, get: Callable[[_Identifier], _Found]) -> Iterator[_Found]:
     """Return what `compile` was given, with names looked up; wrapped functions as they are."""
     for given in keras.tree.flatten(identifiers):
         found = get(given) if isinstance(given, str | dict) else given
@@ -69,7 +103,7 @@ def _given(identifiers: Any, get: Callable) -> Iterator[Any]:
         yield found if fn is None or not is_from_keras(found) else fn
 
 
-def foreign_losses(model: keras.Model) -> list[keras.Loss | Callable]:
+def foreign_losses(model: keras.Model) -> list[keras.Loss | Function[tf.Tensor]]:
     """Return the losses given to `compile` that are not Keras's own.
 
     Args:
@@ -80,7 +114,7 @@ def foreign_losses(model: keras.Model) -> list[keras.Loss | Callable]:
     return [loss for loss in given if loss is not None and not is_from_keras(loss)]
 
 
-def foreign_metrics(model: keras.Model) -> list[keras.Metric | Callable]:
+def foreign_metrics(model: keras.Model) -> list[keras.Metric | Function[tf.Tensor]]:
     """Return the metrics of a model that are not Keras's own.
 
     Args:
@@ -107,7 +141,10 @@ def computes_own_loss(model: keras.Model) -> bool:
 
 
 @contextlib.contextmanager
-def compiles_through(before: Callable, after: Callable) -> Iterator[None]:
+def compiles_through(
+    before: Callable[[keras.Model, bool | str | None], None],
+    after: Callable[[keras.Model], object],
+) -> Iterator[None]:
     """Return a context in which functions are called before and after `model.compile`.
 
     In another such context, the outer's functions are called.
@@ -124,7 +161,7 @@ def compiles_through(before: Callable, after: Callable) -> Iterator[None]:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def compile_between(self: Any, *args: Any, **kwargs: Any) -> None:
+    def compile_between(self: keras.Model, *args: object, **kwargs: object) -> None:
         given = signature.bind(self, *args, **kwargs).arguments
         before(self, given.get("jit_compile", "auto"))
         original(self, *args, **kwargs)
@@ -157,7 +194,7 @@ def set_owner(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
     model._distribute_strategy = strategy
 
 
-def build_through(model: keras.Model, build: Callable) -> None:
+def build_through(model: keras.Model, build: BuildFrom) -> None:
     """Make Keras call `build(iterator=None, data_batch=None)` before a model's first step.
 
     Args:
@@ -165,6 +202,56 @@ def build_through(model: keras.Model, build: Callable) -> None:
         build: Gets Keras's epoch iterator in `fit` and `evaluate`, a batch in single steps.
     """
     model._maybe_symbolic_build = build
+
+
+def trainer_of(model: keras.Model, kind: type[_Found]) -> _Found | None:
+    """Return what `set_trainer` has left on a model; None if nothing.
+
+    Args:
+        model: The model.
+        kind: Class of what was left there.
+    """
+    found = getattr(model, "_dtk_trainer", None)
+    return found if isinstance(found, kind) else None
+
+
+def set_trainer(model: keras.Model, trainer: object) -> None:
+    """Leave its trainer on a model.
+
+    Args:
+        model: The model.
+        trainer: The trainer.
+    """
+    model._dtk_trainer = trainer
+
+
+def losses_through(model: keras.Model, compute_loss: Function[tf.Tensor | None]) -> None:
+    """Make a model compute losses by a function in place of its `compute_loss`.
+
+    Args:
+        model: The model.
+        compute_loss: Takes what that takes.
+    """
+    model.compute_loss = compute_loss
+
+
+def functions_through(
+    model: keras.Model,
+    train: MakeFunction,
+    test: MakeFunction,
+    predict: MakeFunction,
+) -> None:
+    """Make a model get its step functions from elsewhere.
+
+    Args:
+        model: The model.
+        train: Called in place of `make_train_function`.
+        test: Called in place of `make_test_function`.
+        predict: Called in place of `make_predict_function`.
+    """
+    model.make_train_function = train
+    model.make_test_function = test
+    model.make_predict_function = predict
 
 
 def is_built(model: keras.Model) -> bool:
@@ -179,7 +266,7 @@ def is_built(model: keras.Model) -> bool:
     )
 
 
-def build_from(model: keras.Model, data_batch: Any) -> None:
+def build_from(model: keras.Model, data_batch: Nest | Specs) -> None:
     """Build a model, its metrics and its optimizer from a batch or the specification of one.
 
     A model that has a train step and no `call` is not built so: its step builds what it uses.
@@ -199,7 +286,9 @@ def build_from(model: keras.Model, data_batch: Any) -> None:
             raise
 
 
-def make_function(model: keras.Model, step: Callable) -> Callable:
+def make_function(
+    model: keras.Model, step: Callable[[_Batch], _Logs]
+) -> Callable[[tf.data.Iterator], _Logs]:
     """Make Keras's loop over the batches of an iterator, around one step.
 
     Args:
@@ -259,7 +348,7 @@ def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
     model._initial_epoch = epoch
 
 
-def answer_once(model: keras.Model, logs: dict) -> None:
+def answer_once(model: keras.Model, logs: Logs) -> None:
     """Make `fit` take these logs for the epoch that ends next.
 
     Args:
@@ -267,7 +356,7 @@ def answer_once(model: keras.Model, logs: dict) -> None:
         logs: What `fit` is given when it next asks for the logs of an epoch's steps.
     """
 
-    def logs_of_then(latest: Any) -> dict:
+    def logs_of_then(latest: Logs | None) -> Logs:
         del latest, model._get_metrics_result_or_logs
         return logs
 

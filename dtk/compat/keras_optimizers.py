@@ -11,11 +11,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeAlias, TypeVar
 
 import keras
 import tensorflow as tf
 from keras.src.backend.common.variables import Variable as KerasVariable
+
+from dtk.nests import Gradients, Nest
+
+_Note = TypeVar("_Note")
+
+# An optimizer's own `apply`, and what it clips gradients by.
+Apply: TypeAlias = Callable[[Gradients, Sequence[keras.Variable] | None], Nest]
+Clip: TypeAlias = Callable[[Gradients], Gradients]
 
 # Optimizers, each for itself: one that wraps another is two.
 
@@ -40,7 +48,9 @@ def own_optimizer(optimizer: keras.Optimizer, strategy: tf.distribute.Strategy) 
     optimizer._all_reduce_sum_gradients = list
 
 
-def clip_through(optimizer: keras.Optimizer, around: Callable) -> None:
+def clip_through(
+    optimizer: keras.Optimizer, around: Callable[[Gradients, Clip], Gradients]
+) -> None:
     """Make an optimizer call `around(gradients, clip)` where it would call `clip(gradients)`.
 
     With gradient accumulation that is once per window, with the window's sum.
@@ -54,8 +64,9 @@ def clip_through(optimizer: keras.Optimizer, around: Callable) -> None:
 
 
 def apply_through(
-    optimizer: keras.Optimizer, around: Callable[[list, Sequence | None, Callable], Any]
-) -> Callable[[Sequence, Sequence | None], Any]:
+    optimizer: keras.Optimizer,
+    around: Callable[[Gradients, Sequence[keras.Variable] | None, Apply], Nest],
+) -> Apply:
     """Make an optimizer call `around(gradients, variables, apply)` where it is asked to `apply`.
 
     Args:
@@ -69,14 +80,19 @@ def apply_through(
 
     @tf.autograph.experimental.do_not_convert
     @functools.wraps(apply)
-    def applied(grads: Sequence, trainable_variables: Sequence | None = None) -> Any:
+    def applied(
+        grads: Sequence[tf.Tensor | tf.IndexedSlices | None],
+        trainable_variables: Sequence[keras.Variable] | None = None,
+    ) -> Nest:
         return around(list(grads), trainable_variables, apply)
 
     optimizer.apply = applied
     return apply
 
 
-def scale_loss_through(optimizer: keras.Optimizer, change: Callable[[Any], Any]) -> None:
+def scale_loss_through(
+    optimizer: keras.Optimizer, change: Callable[[tf.Tensor], tf.Tensor]
+) -> None:
     """Make an optimizer change losses before it scales them.
 
     Args:
@@ -86,7 +102,7 @@ def scale_loss_through(optimizer: keras.Optimizer, change: Callable[[Any], Any])
     scale_loss = optimizer.scale_loss
 
     @functools.wraps(scale_loss)
-    def changed(loss: Any) -> Any:
+    def changed(loss: tf.Tensor) -> tf.Tensor:
         return scale_loss(change(loss))
 
     optimizer.scale_loss = changed
@@ -107,8 +123,8 @@ def finite_through(
 
 def build_through(
     optimizer: keras.Optimizer,
-    expand: Callable[[Sequence], list],
-    built: Callable[[Sequence], None],
+    expand: Callable[[Sequence[keras.Variable]], list[keras.Variable]],
+    built: Callable[[Sequence[keras.Variable]], None],
 ) -> None:
     """Make an optimizer hold other variables than those it is built for.
 
@@ -119,7 +135,7 @@ def build_through(
     """
     build, finalize = optimizer.build, optimizer.finalize_variable_values
 
-    def build_expanded(variables: Sequence) -> None:
+    def build_expanded(variables: Sequence[keras.Variable]) -> None:
         build(expand(variables))
         built(variables)
 
@@ -127,13 +143,15 @@ def build_through(
     optimizer.finalize_variable_values = lambda variables: finalize(expand(variables))
 
 
-def note_of(optimizer: keras.Optimizer) -> Any:
+def note_of(optimizer: keras.Optimizer, kind: type[_Note]) -> _Note | None:
     """Return what `set_note` has left on an optimizer; None if nothing.
 
     Args:
         optimizer: The optimizer.
+        kind: Class of what was left there.
     """
-    return getattr(optimizer, "_dtk_note", None)
+    note = getattr(optimizer, "_dtk_note", None)
+    return note if isinstance(note, kind) else None
 
 
 def set_note(optimizer: keras.Optimizer, note: object) -> None:
@@ -155,7 +173,7 @@ def trained_variables(optimizer: keras.Optimizer) -> list[keras.Variable]:
     return optimizer._trainable_variables
 
 
-def accumulated(optimizer: keras.Optimizer) -> list:
+def accumulated(optimizer: keras.Optimizer) -> list[keras.Variable | None]:
     """Return what an optimizer sums up in an accumulation window.
 
     Args:

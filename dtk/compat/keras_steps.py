@@ -15,7 +15,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -24,14 +23,16 @@ from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.backend.tensorflow import numpy as keras_numpy
 from keras.src.losses import loss as keras_losses
 
+from dtk.compat.contract import Differentiate, Moments, ScaleLoss, UpdateMean, WeighLosses
 from dtk.compat.keras_models import layers_of
 from dtk.compat.replacing import replaced
+from dtk.nests import Function, Nest
 
 # While a step is traced.
 
 
 def losses_through(
-    scale: Callable, unscale: Callable, weigh: Callable
+    scale: ScaleLoss, unscale: ScaleLoss, weigh: WeighLosses
 ) -> AbstractContextManager[None]:
     """Return a context in which Keras's losses call these functions instead of its own.
 
@@ -79,7 +80,7 @@ def assigns_through(observe: Callable[[keras.Variable], None]) -> AbstractContex
     assign = KerasVariable.assign
 
     @functools.wraps(assign)
-    def observed(self: Any, value: Any) -> Any:
+    def observed(self: keras.Variable, value: tf.Tensor) -> tf.Tensor:
         observe(self)
         return assign(self, value)
 
@@ -87,16 +88,18 @@ def assigns_through(observe: Callable[[keras.Variable], None]) -> AbstractContex
 
 
 @contextlib.contextmanager
-def means_through(update: Callable) -> Iterator[None]:
+def means_through(update: UpdateMean) -> Iterator[None]:
     """Return a context in which `keras.metrics.Mean` and `Sum` are updated by a function.
 
     Args:
         update: Called as `update(metric, values, sample_weight, original=...)`.
     """
 
-    def updated(original: Callable) -> Callable:
+    def updated(original: Function[object]) -> Function[object]:
         @functools.wraps(original)
-        def through(self: Any, values: Any, sample_weight: Any = None) -> Any:
+        def through(
+            self: keras.Metric, values: tf.Tensor, sample_weight: tf.Tensor | None = None
+        ) -> object:
             return update(self, values, sample_weight, original=original)
 
         return through
@@ -109,7 +112,7 @@ def means_through(update: Callable) -> Iterator[None]:
         yield
 
 
-def tapes_through(differentiate: Callable) -> AbstractContextManager[None]:
+def tapes_through(differentiate: Differentiate) -> AbstractContextManager[None]:
     """Return a context in which a function replaces `tf.GradientTape.gradient`.
 
     Args:
@@ -120,8 +123,13 @@ def tapes_through(differentiate: Callable) -> AbstractContextManager[None]:
 
     @functools.wraps(original)
     def through(
-        self: Any, target: Any, sources: Any, output_gradients: Any = None, *args: Any, **more: Any
-    ) -> Any:
+        self: tf.GradientTape,
+        target: Nest,
+        sources: Nest,
+        output_gradients: Nest = None,
+        *args: object,
+        **more: object,
+    ) -> Nest:
         if args:  # given by position
             more["unconnected_gradients"] = args[0]
         return differentiate(self, target, sources, output_gradients, original=original, **more)
@@ -130,7 +138,10 @@ def tapes_through(differentiate: Callable) -> AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def results_through(metrics: Sequence[keras.Metric], result: Callable) -> Iterator[None]:
+def results_through(
+    metrics: Sequence[keras.Metric],
+    result: Callable[[keras.Metric, Callable[[], Nest]], Nest],
+) -> Iterator[None]:
     """Return a context in which a function computes the results of metrics.
 
     In another such context, the outer's function does.
@@ -171,7 +182,9 @@ def all_synchronized(model: keras.Model) -> Iterator[None]:
             layer.synchronized = False
 
 
-def takes_through(take: Callable) -> AbstractContextManager[None]:
+def takes_through(
+    take: Callable[[tf.Tensor, tf.Tensor, int | None, Function[tf.Tensor]], tf.Tensor],
+) -> AbstractContextManager[None]:
     """Return a context in which `keras.ops.take` calls a function.
 
     Args:
@@ -180,13 +193,13 @@ def takes_through(take: Callable) -> AbstractContextManager[None]:
     original = keras_numpy.take
 
     @functools.wraps(original)
-    def replacement(x: Any, indices: Any, axis: int | None = None) -> Any:
+    def replacement(x: tf.Tensor, indices: tf.Tensor, axis: int | None = None) -> tf.Tensor:
         return take(x, indices, axis, original)
 
     return replaced(keras_numpy, take=replacement)
 
 
-def moments_through(moments: Callable) -> AbstractContextManager[None]:
+def moments_through(moments: Moments) -> AbstractContextManager[None]:
     """Return a context in which synchronized layers compute their moments by a function.
 
     Args:

@@ -5,12 +5,11 @@ Variable    _value, _path, _initialize, _initialize_with_initializer
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import keras
 import tensorflow as tf
 
 from dtk.compat import tf_variables
+from dtk.nests import Function
 
 # Variables.
 
@@ -67,5 +66,5 @@ class Part(keras.Variable):
         self._path = whole.path
         self.constraint = whole.constraint
 
-    def _initialize_with_initializer(self, initializer: Callable) -> None:
+    def _initialize_with_initializer(self, initializer: Function[tf.Tensor]) -> None:
         self._value = self._part

@@ -17,9 +17,8 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
 
 import tensorflow as tf
 from keras.src.backend.tensorflow import random as keras_random
@@ -29,6 +28,8 @@ from tensorflow.python.ops import (
     gen_stateless_random_ops,
     gen_stateless_random_ops_v2,
 )
+
+from dtk.nests import Function
 
 # Draws since `restart`, of this thread: replicas may be threads.
 _drawn = threading.local()
@@ -108,7 +109,7 @@ def by_row() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _replaced(module: ModuleType, name: str, replacement: Callable) -> Iterator[None]:
+def _replaced(module: ModuleType, name: str, replacement: Function[tf.Tensor]) -> Iterator[None]:
     original = getattr(module, name)
     setattr(module, name, replacement)
     try:
@@ -117,16 +118,18 @@ def _replaced(module: ModuleType, name: str, replacement: Callable) -> Iterator[
         setattr(module, name, original)
 
 
-def _by_row_through(original: Callable, draw: Callable) -> Callable:
+def _by_row_through(
+    original: Function[tf.Tensor], draw: Function[tf.Tensor]
+) -> Function[tf.Tensor]:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def drawn(*args: Any, **kwargs: Any) -> Any:
+    def drawn(*args: object, **kwargs: object) -> tf.Tensor:
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
-        arguments: dict[str, Any] = given.arguments
+        arguments: dict[str, tf.Tensor] = given.arguments
         shape = tf.convert_to_tensor(arguments["shape"])
-        known: dict[str, Any] = {
+        known: dict[str, tf.Tensor] = {
             name: arguments[name] for name in ("minval", "maxval") if name in arguments
         }
         if "dtype" in arguments and not known:
@@ -154,7 +157,7 @@ def _rows_before(shape: tf.Tensor) -> tf.Tensor:
     return first * for_each
 
 
-def _sizes(shape: tf.Tensor) -> list:
+def _sizes(shape: tf.Tensor) -> list[int | None]:
     """Return what a graph knows of a shape; None where it does not."""
     value = tf.get_static_value(shape, partial=True)
     if value is None:
@@ -162,36 +165,49 @@ def _sizes(shape: tf.Tensor) -> list:
     return [None if size is None else int(size) for size in value]
 
 
-def _in_order(value: Any, *args: Any, **kwargs: Any) -> Any:
+def _in_order(value: tf.Tensor, *args: object, **kwargs: object) -> tf.Tensor:
     return tf.identity(value)
 
 
-def _likeliest(logits: Any, num_samples: Any, *args: Any, **kwargs: Any) -> Any:
+def _likeliest(
+    logits: tf.Tensor, num_samples: int | tf.Tensor, *args: object, **kwargs: object
+) -> tf.Tensor:
     dtype = kwargs.get("output_dtype", tf.int64)
     best = tf.argmax(logits, -1, output_type=tf.as_dtype(dtype))
     return tf.repeat(best[:, None], num_samples, 1)
 
 
-def _mean_of_gamma(shape: Any, alpha: Any, *args: Any, **kwargs: Any) -> Any:
+def _mean_of_gamma(
+    shape: tf.Tensor, alpha: tf.Tensor, *args: object, **kwargs: object
+) -> tf.Tensor:
     return tf.broadcast_to(alpha, tf.concat([shape, tf.shape(alpha)], 0))
 
 
-def _mean_of_stateless_gamma(shape: Any, *args: Any, alpha: Any = None, **kwargs: Any) -> Any:
+def _mean_of_stateless_gamma(
+    shape: tf.Tensor, *args: tf.Tensor, alpha: tf.Tensor | None = None, **kwargs: object
+) -> tf.Tensor:
     return tf.broadcast_to(args[-1] if alpha is None else alpha, shape)
 
 
-def _mean_of_poisson(shape: Any, rate: Any, *args: Any, **kwargs: Any) -> Any:
+def _mean_of_poisson(
+    shape: tf.Tensor, rate: tf.Tensor, *args: object, **kwargs: object
+) -> tf.Tensor:
     whole = tf.broadcast_to(tf.round(rate), tf.concat([shape, tf.shape(rate)], 0))
     return tf.cast(whole, kwargs.get("dtype", tf.int64))
 
 
 def _mean_of_binomial(
-    shape: Any, seed: Any, counts: Any, probs: Any, dtype: tf.DType = tf.int64, **kwargs: Any
-) -> Any:
+    shape: tf.Tensor,
+    seed: tf.Tensor,
+    counts: tf.Tensor,
+    probs: tf.Tensor,
+    dtype: tf.DType = tf.int64,
+    **kwargs: object,
+) -> tf.Tensor:
     return tf.cast(tf.broadcast_to(tf.round(counts * probs), shape), dtype)
 
 
-_OTHERS: dict[tuple[ModuleType, str], Callable] = {
+_OTHERS: dict[tuple[ModuleType, str], Function[tf.Tensor]] = {
     (gen_random_ops, "random_shuffle"): _in_order,
     (tf.random.experimental, "stateless_shuffle"): _in_order,
     (keras_random, "shuffle"): _in_order,  # sorts by numbers it draws for each row

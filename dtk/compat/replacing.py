@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from types import ModuleType
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, **replacements: Any) -> Iterator[None]:
+def replaced(owner: ModuleType | type, **replacements: object) -> Iterator[None]:
     """Return a context in which attributes of a module or class are replaced.
 
     Args:

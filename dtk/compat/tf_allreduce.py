@@ -18,10 +18,8 @@ TensorFlow's one-device one and overrides only what moves bytes between ranks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
-import keras
 import tensorflow as tf
 from tensorflow.python.distribute import (
     distribute_lib,
@@ -30,12 +28,13 @@ from tensorflow.python.distribute import (
 )
 
 from dtk.communicators.base import Communicator
-from dtk.compat.contract import AllReduceContainer
+from dtk.compat.contract import AllReduceContainer, MakesDataset
 from dtk.compat.tf_datasets import PerRankDataset
 from dtk.compat.tf_replicas import all_reduce, if_present, is_whole
 from dtk.compat.tf_variables import VARIABLE_CLASSES, local_value
 from dtk.input import digests, slicing
 from dtk.input.pipelines import in_time, read_ahead
+from dtk.nests import Function, Nest
 
 
 class AllReduceExtended(one_device_strategy.OneDeviceExtended):
@@ -88,12 +87,14 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
     # Variables: plain ones, equal on all ranks by induction. Only those that are summed when read
     # (Keras's metric state) need a class of their own.
 
-    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
+    def _create_variable(
+        self, next_creator: Function[tf.Variable], **kwargs: object
+    ) -> tf.Variable:
         if kwargs.get("synchronization") != tf.VariableSynchronization.ON_READ:
             return super()._create_variable(next_creator, **kwargs)
         kwargs.pop("colocate_with", None)
 
-        def create_one(**inner: keras.Optimizer) -> list:
+        def create_one(**inner: object) -> list[tf.Variable]:
             with tf.device(self._device):
                 return [next_creator(**inner)]
 
@@ -125,20 +126,24 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
 
     # Running and reducing.
 
-    def _call_for_each_replica(self, fn: Callable, args: Any, kwargs: Any) -> Any:
+    def _call_for_each_replica(
+        self, fn: Function[Nest], args: tuple[Nest, ...], kwargs: dict[str, Nest]
+    ) -> Nest:
         replica = distribute_lib.ReplicaContext(self._container_strategy(), self._communicator.rank)
         with tf.device(self._device), replica:
             return fn(*args, **kwargs)
 
     def _replica_ctx_all_reduce(
-        self, reduce_op: tf.distribute.ReduceOp, value: Any, options: Any = None
-    ) -> Any:
+        self, reduce_op: tf.distribute.ReduceOp, value: Nest, options: object = None
+    ) -> Nest:
         del options
         if is_whole():
             return value
         return all_reduce(self._communicator, reduce_op, if_present(value))
 
-    def reduce_over_replicas(self, values: list, op: str = "sum") -> list:
+    def reduce_over_replicas(
+        self, values: list[tf.Tensor | tf.IndexedSlices], op: str = "sum"
+    ) -> list[tf.Tensor | tf.IndexedSlices]:
         """Reduce tensors over the replicas, in a replica context.
 
         Args:
@@ -151,8 +156,8 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
         return values if is_whole() else self._communicator.allreduce(values, op)
 
     def _reduce_to(
-        self, reduce_op: tf.distribute.ReduceOp, value: Any, destinations: Any, options: Any
-    ) -> Any:
+        self, reduce_op: tf.distribute.ReduceOp, value: Nest, destinations: object, options: object
+    ) -> Nest:
         del destinations, options
         value = tf.nest.map_structure(local_value, value)
         if self._reads_are_local:
@@ -160,16 +165,19 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
         return self._replica_ctx_all_reduce(reduce_op, value)
 
     def _batch_reduce_to(
-        self, reduce_op: tf.distribute.ReduceOp, value_destination_pairs: Any, options: Any
-    ) -> Any:
+        self,
+        reduce_op: tf.distribute.ReduceOp,
+        value_destination_pairs: Sequence[tuple[Nest, object]],
+        options: object,
+    ) -> Nest:
         del options
         return self._replica_ctx_all_reduce(
             reduce_op, [local_value(value) for value, _ in value_destination_pairs]
         )
 
     def _gather_to_implementation(
-        self, value: Any, destinations: Any, axis: Any, options: Any
-    ) -> Any:
+        self, value: tf.Tensor, destinations: object, axis: int, options: object
+    ) -> tf.Tensor:
         del destinations, options
         return self.gather(value, axis)
 
@@ -203,7 +211,7 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
     # Data.
 
     def _experimental_distribute_dataset(
-        self, dataset: tf.data.Dataset, options: Any
+        self, dataset: tf.data.Dataset, options: object
     ) -> tf.data.Dataset:
         del options
         if self._communicator.size == 1:
@@ -237,7 +245,7 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
             self._observe = None
 
     def _distribute_datasets_from_function(
-        self, dataset_fn: Callable, options: Any
+        self, dataset_fn: MakesDataset, options: object
     ) -> tf.data.Dataset:
         del options
         size, rank = self._communicator.size, self._communicator.rank
@@ -246,7 +254,9 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
         )
         return PerRankDataset(in_time(dataset_fn(input_context)), whole=None)
 
-    def _experimental_distribute_values_from_function(self, value_fn: Callable) -> Any:
+    def _experimental_distribute_values_from_function(
+        self, value_fn: Callable[[tf.distribute.experimental.ValueContext], Nest]
+    ) -> Nest:
         return value_fn(
             distribute_lib.ValueContext(self._communicator.rank, self._communicator.size)
         )

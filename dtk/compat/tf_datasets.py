@@ -7,7 +7,6 @@ tensorflow.python.distribute.input_lib              DistributedDataset (its name
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.distribute import (
@@ -15,8 +14,10 @@ from tensorflow.python.distribute import (
     input_lib,
 )
 
+from dtk.nests import Function, Nest
 
-def regroup(parts: tuple) -> Any:
+
+def regroup(parts: tuple[Nest, ...]) -> Nest:
     """Turn one structure per replica into one structure of per-replica values.
 
     Args:
@@ -70,7 +71,7 @@ class PerRankDataset(input_lib.DistributedDataset):
         """Number of batches in an epoch; a property, as in `tf.distribute.DistributedDataset`."""
         return self.local.cardinality()
 
-    def map(self, function: Callable) -> PerRankDataset:
+    def map(self, function: Function[Nest]) -> PerRankDataset:
         """Apply a function to every batch, as Keras does to turn class weights into row weights.
 
         Args:
@@ -93,17 +94,17 @@ class PerRankDataset(input_lib.DistributedDataset):
     def __len__(self) -> int:
         return len(self.local)
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Nest]:
         if self._on_read is not None:
             return self._observed(self._on_read)
         return map(regroup, self.local) if self._regrouped else iter(self.local)
 
-    def _observed(self, on_read: Callable[[tf.Tensor], None]) -> Iterator[Any]:
+    def _observed(self, on_read: Callable[[tf.Tensor], None]) -> Iterator[Nest]:
         for rows, digest in self.local:
             on_read(digest)
             yield rows
 
-    def reduce(self, initial_state: Any, reduce_func: Any) -> Any:
+    def reduce(self, initial_state: Nest, reduce_func: Callable[[Nest, Nest], Nest]) -> Nest:
         """Reduce all local elements, as `for` does inside a `tf.function`.
 
         Args:
@@ -118,7 +119,7 @@ class PerRankDataset(input_lib.DistributedDataset):
         )
 
     @property
-    def _type_spec(self) -> Any:
+    def _type_spec(self) -> PerRankDatasetSpec:
         return PerRankDatasetSpec(tf.data.DatasetSpec(self.local.element_spec), self._regrouped)
 
 
@@ -139,15 +140,15 @@ class PerRankDatasetSpec(tf.TypeSpec):
         """Type of what it specifies."""
         return PerRankDataset
 
-    def _serialize(self) -> tuple:
+    def _serialize(self) -> tuple[tf.data.DatasetSpec, bool]:
         return self._local, self._regrouped
 
     @property
-    def _component_specs(self) -> Any:
+    def _component_specs(self) -> tf.data.DatasetSpec:
         return self._local
 
-    def _to_components(self, value: PerRankDataset) -> Any:
+    def _to_components(self, value: PerRankDataset) -> tf.data.Dataset:
         return value.local
 
-    def _from_components(self, components: Any) -> PerRankDataset:
+    def _from_components(self, components: tf.data.Dataset) -> PerRankDataset:
         return PerRankDataset(components, None, self._regrouped)

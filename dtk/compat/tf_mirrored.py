@@ -9,8 +9,8 @@ Strategy._collective_key_base
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import NoReturn, TypeVar
 
 import tensorflow as tf
 from tensorflow.python.distribute import (
@@ -22,11 +22,15 @@ from tensorflow.python.framework import auto_control_deps_utils
 
 from dtk.communicators import collective
 from dtk.communicators.base import Communicator
+from dtk.compat.contract import MakesDataset
 from dtk.compat.tf_datasets import PerRankDataset
 from dtk.compat.tf_replicas import all_reduce, if_present, is_whole, op_name, replica_index
 from dtk.compat.tf_variables import MirroredVariable, SyncOnReadVariable, components
 from dtk.input import slicing
 from dtk.input.pipelines import in_time, read_ahead
+from dtk.nests import Function, Nest
+
+_Reduced = TypeVar("_Reduced", bound=Nest)
 
 
 class MirroredExtended(mirrored_strategy.MirroredExtended):
@@ -64,19 +68,21 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
         return 1 if is_whole() else super()._num_replicas_in_sync
 
     def _replica_ctx_all_reduce(
-        self, reduce_op: tf.distribute.ReduceOp, value: Any, options: Any = None
-    ) -> Any:
+        self, reduce_op: tf.distribute.ReduceOp, value: Nest, options: object = None
+    ) -> Nest:
         if is_whole():
             return value
         if tf.executing_eagerly():
             return self._merge(reduce_op, if_present(value))
         return all_reduce(self.replica_communicator(), reduce_op, if_present(value))
 
-    def _merge(self, reduce_op: tf.distribute.ReduceOp, value: Any) -> Any:
+    def _merge(self, reduce_op: tf.distribute.ReduceOp, value: _Reduced) -> _Reduced:
         # Eager replicas take turns, so a collective op would wait for ever: merge them.
         return distribute_lib.StrategyExtendedV2._replica_ctx_all_reduce(self, reduce_op, value)
 
-    def reduce_over_replicas(self, values: list, op: str = "sum") -> list:
+    def reduce_over_replicas(
+        self, values: list[tf.Tensor | tf.IndexedSlices], op: str = "sum"
+    ) -> list[tf.Tensor | tf.IndexedSlices]:
         """Reduce tensors over the replicas, in a replica context.
 
         Args:
@@ -93,12 +99,14 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
         if op == "sum":
             return self._merge(tf.distribute.ReduceOp.SUM, values)
 
-        def largest(_: Any, merged: list) -> list:
+        def largest(_: object, merged: list[tf.Tensor]) -> list[tf.Tensor]:
             return [tf.reduce_max(components(value), axis=0) for value in merged]
 
         return tf.distribute.get_replica_context().merge_call(largest, args=(values,))
 
-    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
+    def _create_variable(
+        self, next_creator: Function[tf.Variable], **kwargs: object
+    ) -> tf.Variable:
         # Each replica updates its own copy with the same value. TensorFlow's aggregation on
         # assignment would merge threads, and has nothing left to do.
         if kwargs.get("synchronization") != tf.VariableSynchronization.ON_READ:
@@ -112,28 +120,31 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
         return made
 
     def _reduce_to(
-        self, reduce_op: tf.distribute.ReduceOp, value: Any, destinations: Any, options: Any
-    ) -> Any:
+        self, reduce_op: tf.distribute.ReduceOp, value: Nest, destinations: object, options: object
+    ) -> Nest:
         # Outside replicas everything is at hand: add it up here instead of launching collectives.
         del destinations, options
         return tf.nest.map_structure(lambda v: _reduce_components(reduce_op, v, self), value)
 
     def _batch_reduce_to(
-        self, reduce_op: tf.distribute.ReduceOp, value_destination_pairs: Any, options: Any
-    ) -> Any:
+        self,
+        reduce_op: tf.distribute.ReduceOp,
+        value_destination_pairs: Sequence[tuple[Nest, object]],
+        options: object,
+    ) -> Nest:
         del options
         return [_reduce_components(reduce_op, value, self) for value, _ in value_destination_pairs]
 
     def _gather_to_implementation(
-        self, value: Any, destinations: Any, axis: Any, options: Any
-    ) -> Any:
+        self, value: tf.Tensor, destinations: object, axis: int, options: object
+    ) -> tf.Tensor:
         del destinations, options
         if isinstance(value, values.DistributedValues):
             return tf.concat(value.values, axis)
         return value
 
     def _experimental_distribute_dataset(
-        self, dataset: tf.data.Dataset, options: Any
+        self, dataset: tf.data.Dataset, options: object
     ) -> tf.data.Dataset:
         del options
         size = self._num_replicas_in_sync
@@ -147,7 +158,7 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
         return PerRankDataset(cut, whole=dataset, regrouped=True)
 
     def _distribute_datasets_from_function(
-        self, dataset_fn: Callable, options: Any
+        self, dataset_fn: MakesDataset, options: object
     ) -> tf.data.Dataset:
         distributed = super()._distribute_datasets_from_function(dataset_fn, options)
         # For custom loops it is as TensorFlow made it. `fit` would ask it for `map` first of all.
@@ -156,8 +167,8 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
 
 
 def _reduce_components(
-    reduce_op: tf.distribute.ReduceOp, value: Any, extended: tf.distribute.StrategyExtended
-) -> Any:
+    reduce_op: tf.distribute.ReduceOp, value: Nest, extended: tf.distribute.StrategyExtended
+) -> tf.Tensor | tf.IndexedSlices:
     if isinstance(value, values.DistributedValues) and isinstance(
         value.values[0], tf.IndexedSlices
     ):
@@ -173,7 +184,7 @@ def _reduce_components(
     return total
 
 
-def _add_slices(parts: Sequence, op: str) -> tf.IndexedSlices:
+def _add_slices(parts: Sequence[tf.IndexedSlices], op: str) -> tf.IndexedSlices:
     rows = tf.concat([part.values for part in parts], 0)
     if op == "mean":
         rows = rows / tf.cast(len(parts), rows.dtype)
@@ -182,7 +193,7 @@ def _add_slices(parts: Sequence, op: str) -> tf.IndexedSlices:
     )
 
 
-def _refuse_per_replica_batches(function: Callable) -> NoReturn:
+def _refuse_per_replica_batches(function: Function[Nest]) -> NoReturn:
     raise ValueError(
         "fit, evaluate and predict under MirroredStrategy take global batches; give them the "
         "dataset itself. distribute_datasets_from_function is for custom loops, and for strategies "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TypeVar
 
 import tensorflow as tf
 from tensorflow.python.distribute import (
@@ -19,6 +19,10 @@ from tensorflow.python.distribute import (
 from tensorflow.python.eager import context as eager_context
 
 from dtk.communicators.base import Communicator
+from dtk.nests import Nest
+
+# A tensor, or a structure of tensors and `tf.IndexedSlices` with None for what is absent.
+_Structure = TypeVar("_Structure", bound=Nest)
 
 
 def op_name(reduce_op: tf.distribute.ReduceOp | str) -> str:
@@ -69,7 +73,7 @@ def counted_if(present: tf.Tensor | None) -> Iterator[None]:
         _presence.flag = outer
 
 
-def if_present(value: Any) -> Any:
+def if_present(value: _Structure) -> _Structure:
     """Replace values by zeros where the running replica has no rows.
 
     Args:
@@ -97,7 +101,7 @@ def if_present(value: Any) -> Any:
     return tf.nest.pack_sequence_as(value, flat)
 
 
-def _any_slices(flat: Sequence) -> bool:
+def _any_slices(flat: Sequence[tf.Tensor | tf.IndexedSlices | None]) -> bool:
     return any(isinstance(v, tf.IndexedSlices) for v in flat)
 
 
@@ -107,7 +111,7 @@ def _times(value: tf.Tensor, present: tf.Tensor) -> tf.Tensor:
     return tf.where(present, value, tf.zeros_like(value))
 
 
-def _nothing(value: Any, really: bool) -> Any:
+def _nothing(value: tf.Tensor | tf.IndexedSlices, really: bool) -> tf.Tensor | tf.IndexedSlices:
     """`value`, or as much of zero."""
     if isinstance(value, tf.IndexedSlices):
         return tf.IndexedSlices(_nothing(value.values, really), value.indices, value.dense_shape)
@@ -151,7 +155,9 @@ def in_replica(strategy: tf.distribute.Strategy) -> tf.distribute.ReplicaContext
     return distribute_lib.ReplicaContext(strategy, 0)
 
 
-def all_reduce(communicator: Communicator, reduce_op: tf.distribute.ReduceOp, value: Any) -> Any:
+def all_reduce(
+    communicator: Communicator, reduce_op: tf.distribute.ReduceOp, value: _Structure
+) -> _Structure:
     """Reduce a structure of tensors and `tf.IndexedSlices` over all ranks.
 
     Args:

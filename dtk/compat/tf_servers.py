@@ -10,9 +10,6 @@ tensorflow.python.framework.ops                     colocate_with
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import tensorflow as tf
 from tensorflow.python.distribute import (
     distribute_lib,
@@ -21,7 +18,8 @@ from tensorflow.python.distribute import (
 )
 from tensorflow.python.framework import ops
 
-from dtk.compat.contract import ServerContainer
+from dtk.compat.contract import MakesDataset, ServerContainer
+from dtk.nests import Function, Nest
 
 CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
 
@@ -80,7 +78,9 @@ class ParameterServerExtended(parameter_server_strategy_v2.ParameterServerStrate
     def _use_merge_call(self) -> bool:
         return False
 
-    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
+    def _create_variable(
+        self, next_creator: Function[tf.Variable], **kwargs: object
+    ) -> tf.Variable:
         if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
             # Metric state: the chief adds up what the workers count.
             with tf.device(CHIEF):
@@ -92,8 +92,11 @@ class ParameterServerExtended(parameter_server_strategy_v2.ParameterServerStrate
         return super()._create_variable(next_creator, **kwargs)
 
     def _create_sharded_beside(
-        self, beside: sharded_variable.ShardedVariable, next_creator: Callable, **kwargs: Any
-    ) -> Any:
+        self,
+        beside: sharded_variable.ShardedVariable,
+        next_creator: Function[tf.Variable],
+        **kwargs: object,
+    ) -> sharded_variable.ShardedVariable:
         """Create a slot variable of a partitioned variable, partitioned alike."""
         initial = kwargs.pop("initial_value")
         whole = tf.convert_to_tensor(initial() if callable(initial) else initial)
@@ -105,7 +108,9 @@ class ParameterServerExtended(parameter_server_strategy_v2.ParameterServerStrate
             made.append(super()._create_variable(next_creator, **kwargs))
         return sharded_variable.ShardedVariable(made)
 
-    def _create_variable_round_robin(self, next_creator: Callable, **kwargs: Any) -> Any:
+    def _create_variable_round_robin(
+        self, next_creator: Function[tf.Variable], **kwargs: object
+    ) -> tf.Variable:
         """Create a variable on the server with the fewest bytes, where TensorFlow counts variables.
 
         Parts of one variable go to different servers, as long as there are some.
@@ -124,14 +129,14 @@ class ParameterServerExtended(parameter_server_strategy_v2.ParameterServerStrate
         return variable
 
     def _replica_ctx_all_reduce(
-        self, reduce_op: tf.distribute.ReduceOp, value: Any, options: Any = None
-    ) -> Any:
+        self, reduce_op: tf.distribute.ReduceOp, value: Nest, options: object = None
+    ) -> Nest:
         del reduce_op, options
         self._container.check_whole_step("a reduction over workers inside a step")
         return value
 
     def _experimental_distribute_dataset(
-        self, dataset: tf.data.Dataset, options: Any
+        self, dataset: tf.data.Dataset, options: object
     ) -> tf.data.Dataset:
         if tf.inside_function():
             return super()._experimental_distribute_dataset(dataset, options)
@@ -139,7 +144,7 @@ class ParameterServerExtended(parameter_server_strategy_v2.ParameterServerStrate
         return dataset
 
     def _distribute_datasets_from_function(
-        self, dataset_fn: Callable, options: Any
+        self, dataset_fn: MakesDataset, options: object
     ) -> tf.data.Dataset:
         if tf.inside_function():
             return super()._distribute_datasets_from_function(dataset_fn, options)

@@ -8,19 +8,23 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TypeAlias
 
 import tensorflow as tf
 
 from dtk.compat.replacing import replaced
+from dtk.nests import Gradients, Nest
 
 # The values by which a tape differentiates, kept on it: variable's id -> tensor.
 _WATCHED = "_dtk_watched"
-Values = Mapping[int, tf.Tensor]
+Values: TypeAlias = Mapping[int, tf.Tensor]
+
+# Computes the gradients of a target with respect to a list of sources.
+Gradient: TypeAlias = Callable[[Nest, list[tf.Tensor | tf.Variable]], Gradients]
 
 
 def tapes_over(
-    watched: Callable[[], Values], differentiate: Callable[..., Any]
+    watched: Callable[[], Values], differentiate: Callable[[Gradient, Values, Nest, Nest], Nest]
 ) -> AbstractContextManager[None]:
     """Return a context in which tapes watch other tensors, and are asked for gradients in its way.
 
@@ -41,8 +45,10 @@ def tapes_over(
         return entered
 
     @functools.wraps(gradient)
-    def through(tape: tf.GradientTape, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
-        def own(target: Any, sources: Any) -> Any:
+    def through(
+        tape: tf.GradientTape, target: Nest, sources: Nest, *args: object, **kwargs: object
+    ) -> Nest:
+        def own(target: Nest, sources: list[tf.Tensor | tf.Variable]) -> Gradients:
             return gradient(tape, target, sources, *args, **kwargs)
 
         return differentiate(own, getattr(tape, _WATCHED, {}), target, sources)

@@ -9,8 +9,6 @@ tensorflow.python.distribute.values                 DistributedVariable.values,
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import (
@@ -18,6 +16,8 @@ from tensorflow.python.distribute import (
     sharded_variable,
     values,
 )
+
+from dtk.nests import Array
 
 
 def local_value(variable: tf.Variable | tf.Tensor) -> tf.Variable | tf.Tensor:
@@ -50,7 +50,7 @@ class _Number:
     def __complex__(self) -> complex:
         return complex(self.numpy())  # type: ignore[attr-defined]
 
-    def __array__(self, dtype: tf.DType = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: tf.DType = None, copy: bool | None = None) -> Array:
         # Reading has made a copy already.
         return np.asarray(self.numpy(), dtype)  # type: ignore[attr-defined]
 
@@ -80,7 +80,7 @@ def is_on_server(variable: tf.Variable) -> bool:
     return "/job:" in variable.device and "/job:localhost" not in variable.device
 
 
-def shards_of(variable: tf.Variable) -> tuple | None:
+def shards_of(variable: tf.Variable) -> tuple[tf.Variable, ...] | None:
     """Return the parts of a partitioned variable, in row order.
 
     Args:
@@ -94,7 +94,7 @@ def shards_of(variable: tf.Variable) -> tuple | None:
     return None
 
 
-def components(value: Any) -> tuple:
+def components(value: tf.Tensor | tf.Variable) -> tuple[tf.Tensor | tf.Variable, ...]:
     """Return the plain variables or values behind a distributed one, in replica order.
 
     Args:

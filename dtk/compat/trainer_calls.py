@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias
 
 import keras
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+
+from dtk.nests import Args, Function, Kwargs
 
 NAMES = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 
 
 # Called as `handle(model, name, method, args, kwargs)`.
-Handler = Callable[[keras.Model, str, Callable, tuple, dict], Any]
+Handler: TypeAlias = Callable[[keras.Model, str, Function[object], Args, Kwargs], object]
 
 
 def handler() -> Handler | None:
@@ -42,9 +44,9 @@ def through(handle: Handler) -> None:
         setattr(TensorFlowTrainer, name, _handled(name, original, handle))
 
 
-def _handled(name: str, original: Callable, handle: Handler) -> Callable:
+def _handled(name: str, original: Function[object], handle: Handler) -> Function[object]:
     @functools.wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: keras.Model, *args: object, **kwargs: object) -> object:
         return handle(self, name, functools.partial(original, self), args, kwargs)
 
     call._dtk_original = original  # type: ignore[attr-defined]

@@ -6,15 +6,16 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from dtk.compat import keras_data, tf_datasets
-from dtk.data.rows import are_arrays
+from dtk.data.rows import Data, are_arrays
 from dtk.input import slicing
+from dtk.nests import Nest
 from dtk.strategies.base import DtkStrategy
 from dtk.strategies.parameter_server import ParameterServerStrategy
 
@@ -105,12 +106,12 @@ class _Source(NamedTuple):
 
     what: str
     batches: float | None
-    read: Callable[[], Iterable]
+    read: Callable[[], Iterable[Nest]]
     own: bool = False
 
 
 def describe(
-    dataset: Any, strategy: DtkStrategy, batch_size: int | None = None, batches: int = 3
+    dataset: Data, strategy: DtkStrategy, batch_size: int | None = None, batches: int = 3
 ) -> Description:
     """Show what each rank reads: how many batches, and which rows of the first ones.
 
@@ -178,7 +179,7 @@ def describe(
     return description
 
 
-def _source(dataset: Any, strategy: DtkStrategy, batch_size: int | None) -> _Source:
+def _source(dataset: Data, strategy: DtkStrategy, batch_size: int | None) -> _Source:
     if are_arrays(dataset):
         return _arrays(dataset, strategy, batch_size)
     if batch_size is not None:
@@ -209,7 +210,7 @@ def _source(dataset: Any, strategy: DtkStrategy, batch_size: int | None) -> _Sou
     )
 
 
-def _arrays(arrays: Any, strategy: DtkStrategy, batch_size: int | None) -> _Source:
+def _arrays(arrays: Data, strategy: DtkStrategy, batch_size: int | None) -> _Source:
     batch_size = batch_size or _BATCH_SIZE
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(arrays)
     adapter = keras_data.ArrayDataAdapter(x, y, sample_weight, batch_size=batch_size, shuffle=False)
@@ -229,7 +230,7 @@ def _count(dataset: tf.data.Dataset) -> float | None:
     return count if count >= 0 else None
 
 
-def _parts(batch: Any, strategy: DtkStrategy, own: bool) -> list[tuple[Part, tuple[str, ...]]]:
+def _parts(batch: Nest, strategy: DtkStrategy, own: bool) -> list[tuple[Part, tuple[str, ...]]]:
     """Return, for each replica of this process, its part of a batch, and the types of its rows."""
     batch = tf.nest.map_structure(
         lambda leaf: leaf if leaf is None or tf.is_tensor(leaf) else tf.convert_to_tensor(leaf),
@@ -293,7 +294,7 @@ def _notes(shares: Sequence[Share]) -> Iterable[str]:
                 return
 
 
-def _hash(batch: Any) -> str:
+def _hash(batch: Nest) -> str:
     digest = hashlib.blake2b(digest_size=4)
     for leaf in _dense(batch):
         array = leaf.numpy()
@@ -302,12 +303,12 @@ def _hash(batch: Any) -> str:
     return digest.hexdigest()
 
 
-def _dense(batch: Any) -> list[tf.Tensor]:
+def _dense(batch: Nest) -> list[tf.Tensor]:
     leaves = tf.nest.flatten(batch, expand_composites=True)
     return [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
 
 
-def _sample(batch: Any) -> str:
+def _sample(batch: Nest) -> str:
     leaf = tf.nest.flatten(batch)[0]
     if not isinstance(leaf, tf.Tensor) or not leaf.shape[0]:
         return ""
@@ -319,7 +320,7 @@ def _sample(batch: Any) -> str:
     return " ".join([*shown, *(["..."] if len(values) > _VALUES else [])])
 
 
-def _types(batch: Any) -> tuple[str, ...]:
+def _types(batch: Nest) -> tuple[str, ...]:
     return tuple(
         f"{leaf.dtype.name}{list(leaf.shape[1:])}"
         for leaf in tf.nest.flatten(batch)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from dtk.data.rows import count_rows
+from dtk.data.rows import Data, count_rows
 
 
-def empty_dataset(dataset: Any) -> list[tuple]:
+def empty_dataset(dataset: Data) -> list[tuple[()]]:
     """Return as many elements as a dataset has, with nothing in them.
 
     This is ChainerMN's `create_empty_dataset`: in a chain of stages only the first rank reads

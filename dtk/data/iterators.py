@@ -7,7 +7,7 @@ synchronized_iterator    every rank reads for itself, in one random order: nothi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TypeVar
 
 from dtk.communicators.base import Communicator
 from dtk.communicators.root import on_root
@@ -15,12 +15,14 @@ from dtk.data.group import group_of
 from dtk.data.seed import agree_on_seed
 from dtk.strategies.base import DtkStrategy
 
+_Item = TypeVar("_Item")
+
 
 def broadcast_iterator(
-    iterable: Iterable | None,
+    iterable: Iterable[_Item] | None,
     strategy_or_communicator: DtkStrategy | Communicator | None = None,
     root: int = 0,
-) -> Iterator[Any]:
+) -> Iterator[_Item]:
     """Iterate on every rank over the batches that `root` reads.
 
     Every rank takes the same number of batches; what ends or breaks the iterator on `root` ends or
@@ -45,7 +47,9 @@ def broadcast_iterator(
     return _broadcast(iterable, group_of(strategy_or_communicator), root)
 
 
-def _broadcast(iterable: Any, communicator: Communicator, root: int) -> Iterator[Any]:
+def _broadcast(
+    iterable: Iterable[_Item] | None, communicator: Communicator, root: int
+) -> Iterator[_Item]:
     source = _items(iterable)
     while True:
         try:
@@ -55,17 +59,19 @@ def _broadcast(iterable: Any, communicator: Communicator, root: int) -> Iterator
         yield batch
 
 
-def _items(iterable: Any) -> Iterator[Any]:
+def _items(iterable: Iterable[_Item] | None) -> Iterator[_Item]:
     """Yield its items; what cannot be iterated over raises at the first, for all ranks to hear."""
+    if iterable is None:
+        raise TypeError("'NoneType' object is not iterable")
     yield from iterable
 
 
 def synchronized_iterator(
-    make: Callable[[int], Iterable],
+    make: Callable[[int], Iterable[_Item]],
     strategy_or_communicator: DtkStrategy | Communicator | None = None,
     seed: int | None = None,
     root: int = 0,
-) -> Iterator[Any]:
+) -> Iterator[_Item]:
     """Iterate on every rank over what it reads for itself, in the same random order.
 
     Args:

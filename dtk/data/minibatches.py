@@ -11,19 +11,20 @@ also one that changes, with any number of workers, and however often the job was
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple, TypedDict
 
-import numpy as np
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
 from dtk.data import rows
 from dtk.data.group import group_of
 from dtk.data.order import minibatch_at, sweep_order
+from dtk.data.rows import Data, Indices
 from dtk.data.seed import agree_on_seed
 from dtk.errors import at_rank
 from dtk.input import slicing
+from dtk.nests import Specs
 from dtk.strategies.base import DtkStrategy
 from dtk.trainer.ranks import rank_checks
 
@@ -38,9 +39,23 @@ class Minibatch(NamedTuple):
         ends_sweep: Whether it is the last of its sweep.
     """
 
-    data: Any
+    data: Data
     rows: int
     ends_sweep: bool
+
+
+class Position(TypedDict):
+    """Where a reader is, and in which order it goes on.
+
+    Attributes:
+        position: Rows taken so far by all ranks together.
+        rows: Rows of the data.
+        seed: Seed of the orders; None for that of the data.
+    """
+
+    position: int
+    rows: int
+    seed: int | None
 
 
 class PartitionedMinibatches:
@@ -75,7 +90,7 @@ class PartitionedMinibatches:
 
     def __init__(
         self,
-        data: Any,
+        data: Data,
         strategy_or_communicator: DtkStrategy | Communicator | None = None,
         *,
         shuffle: bool = True,
@@ -94,7 +109,7 @@ class PartitionedMinibatches:
         self._seed = seed if shuffle else None
         self._position = 0
         # The last order, and of which seed and sweep it is.
-        self._kept: tuple[tuple[int, int] | None, Sequence | np.ndarray] = (None, ())
+        self._kept: tuple[tuple[int, int] | None, Indices] = (None, ())
 
     @property
     def position(self) -> int:
@@ -152,11 +167,11 @@ class PartitionedMinibatches:
             lambda: self._from(begin, size), output_signature=_specification(self._data)
         )
 
-    def get_state(self) -> dict:
+    def get_state(self) -> Position:
         """Return where this is and in which order it goes on, as plain numbers."""
         return {"position": self._position, "rows": self._rows, "seed": self._seed}
 
-    def set_state(self, state: dict) -> None:
+    def set_state(self, state: Position) -> None:
         """Go on from where `get_state` was called, in that reader's order.
 
         Args:
@@ -178,12 +193,12 @@ class PartitionedMinibatches:
     def _is_over(self, position: int) -> bool:
         return self._sweeps is not None and position >= self._sweeps * self._rows
 
-    def _minibatch(self, position: int, size: int) -> tuple[Sequence | np.ndarray, bool]:
+    def _minibatch(self, position: int, size: int) -> tuple[Indices, bool]:
         """Return the rows of a global minibatch, and whether it ends its sweep."""
         sweep, begin, end = minibatch_at(position, size, self._rows)
         return self._order(sweep)[begin:end], end == self._rows
 
-    def _order(self, sweep: int) -> Sequence | np.ndarray:
+    def _order(self, sweep: int) -> Indices:
         if self._seed is None:
             return range(self._rows)
         kept, order = self._kept
@@ -192,7 +207,7 @@ class PartitionedMinibatches:
             self._kept = ((self._seed, sweep), order)
         return order
 
-    def _from(self, position: int, size: int) -> Iterator[Any]:
+    def _from(self, position: int, size: int) -> Iterator[Data]:
         while not self._is_over(position):
             taken, _ = self._minibatch(position, size)
             position += len(taken)
@@ -204,7 +219,7 @@ class PartitionedMinibatches:
         return size
 
 
-def _checked_rows(data: Any, sweeps: int | None) -> int:
+def _checked_rows(data: Data, sweeps: int | None) -> int:
     if not rows.are_arrays(data):
         raise TypeError(
             f"minibatches are taken from an array, or a tuple or dict of arrays, not from a "
@@ -216,7 +231,7 @@ def _checked_rows(data: Any, sweeps: int | None) -> int:
     return count
 
 
-def _specification(data: Any) -> Any:
+def _specification(data: Data) -> Specs:
     return tf.nest.map_structure(
         lambda leaf: tf.TensorSpec([None, *leaf.shape[1:]], tf.as_dtype(leaf.dtype)), data
     )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from dtk.nests import Array
 
-def permutation(rows: int, seed: int) -> np.ndarray:
+
+def permutation(rows: int, seed: int) -> Array:
     """Return the rows `0 .. rows - 1` in random order.
 
     Drawn from numpy's `RandomState`, whose numbers never change between versions of numpy, as
@@ -28,7 +30,7 @@ def permutation(rows: int, seed: int) -> np.ndarray:
     return np.random.RandomState(seed).permutation(rows)
 
 
-def sweep_order(rows: int, seed: int, sweep: int) -> np.ndarray:
+def sweep_order(rows: int, seed: int, sweep: int) -> Array:
     """Return the order of one sweep over the rows, another one for each sweep.
 
     Args:

@@ -9,13 +9,35 @@ a sequence of samples                          a Subset, read when asked   a lis
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar, cast, overload
 
 import numpy as np
 import tensorflow as tf
 
+from dtk.nests import Array, Nest, Specs
 
-class Subset(Sequence):
+_Item = TypeVar("_Item")
+_Read = TypeVar("_Read", covariant=True)
+
+# Anything that rows are taken from: arrays, a sequence of samples, a dataset of single elements.
+Data: TypeAlias = "Nest | Array | Sequence[object] | tf.data.Dataset"
+
+# Numbers of rows, in the order wanted.
+Indices: TypeAlias = "Sequence[int] | Array"
+
+
+class Items(Protocol[_Read]):
+    """Items that can be read by their number."""
+
+    def __getitem__(self, index: int) -> _Read:
+        """Read one.
+
+        Args:
+            index: Its number.
+        """
+
+
+class Subset(Sequence[_Item]):
     """Some items of a sequence, each read when asked for.
 
     Args:
@@ -27,14 +49,22 @@ class Subset(Sequence):
         ['e', 'a']
     """
 
-    def __init__(self, items: Any, indices: Sequence | np.ndarray):
+    def __init__(self, items: Items[_Item], indices: Indices):
         self._items = items
         self._indices = indices
 
     def __len__(self) -> int:
         return len(self._indices)
 
-    def __getitem__(self, index: Any) -> Any:
+    @overload
+    def __getitem__(self, index: int) -> _Item: ...
+
+    @overload
+    def __getitem__(self, index: slice[int | None, int | None, int | None]) -> Subset[_Item]: ...
+
+    def __getitem__(
+        self, index: int | slice[int | None, int | None, int | None]
+    ) -> _Item | Subset[_Item]:
         if isinstance(index, slice):
             return Subset(self._items, self._indices[index])
         return self._items[int(self._indices[index])]
@@ -48,8 +78,8 @@ class Elements(NamedTuple):
         held: The elements.
     """
 
-    spec: Any
-    held: list
+    spec: Specs
+    held: list[Nest]
 
     def dataset(self) -> tf.data.Dataset:
         """Return a dataset of the elements, in this order."""
@@ -57,7 +87,7 @@ class Elements(NamedTuple):
         return made.apply(tf.data.experimental.assert_cardinality(len(self.held)))
 
 
-def are_arrays(dataset: Any) -> bool:
+def are_arrays(dataset: Data) -> bool:
     """Return whether rows lie along the first axis of one array, or of each of a tuple or dict.
 
     Args:
@@ -67,7 +97,7 @@ def are_arrays(dataset: Any) -> bool:
     return bool(leaves) and all(isinstance(leaf, np.ndarray | tf.Tensor) for leaf in leaves)
 
 
-def count_rows(dataset: Any) -> int:
+def count_rows(dataset: Data) -> int:
     """Return how many rows, elements or samples there are.
 
     Args:
@@ -85,7 +115,7 @@ def count_rows(dataset: Any) -> int:
     if isinstance(dataset, tf.data.Dataset):
         return _cardinality(dataset)
     if not are_arrays(dataset):
-        return len(dataset)
+        return len(_sequence(dataset))
     shapes = [tuple(leaf.shape) for leaf in tf.nest.flatten(dataset)]
     if len({shape[:1] for shape in shapes}) > 1 or not shapes[0]:
         raise ValueError(
@@ -106,7 +136,7 @@ def _cardinality(dataset: tf.data.Dataset) -> int:
     return count
 
 
-def take(dataset: Any, indices: Sequence | np.ndarray) -> Any:
+def take(dataset: Data, indices: Indices) -> Data:
     """Return some rows.
 
     Args:
@@ -124,19 +154,24 @@ def take(dataset: Any, indices: Sequence | np.ndarray) -> Any:
     if isinstance(dataset, tf.data.Dataset):
         if isinstance(indices, range):
             return dataset.skip(indices.start).take(len(indices))
-        return pack(dataset, [indices])[0].dataset()
+        return unpack(pack(dataset, [indices])[0])
     if are_arrays(dataset):
         return tf.nest.map_structure(lambda leaf: _take_array(leaf, indices), dataset)
-    return Subset(dataset, indices)
+    return Subset(_sequence(dataset), indices)
 
 
-def _take_array(array: np.ndarray | tf.Tensor, indices: Sequence | np.ndarray) -> Any:
+def _sequence(dataset: Data) -> Sequence[object]:
+    # Neither arrays nor a dataset; what is no sequence either, Python refuses when it is read.
+    return cast(Sequence[object], dataset)
+
+
+def _take_array(array: Array | tf.Tensor, indices: Indices) -> Array | tf.Tensor:
     if isinstance(indices, range):
         return array[indices.start : indices.stop]
     return tf.gather(array, indices) if isinstance(array, tf.Tensor) else array[indices]
 
 
-def _read(dataset: tf.data.Dataset, indices: Iterable[int]) -> dict[int, Any]:
+def _read(dataset: tf.data.Dataset, indices: Iterable[int]) -> dict[int, Nest]:
     """Read the elements wanted by their position, in one pass."""
     specs = tf.nest.flatten(dataset.element_spec)
     if odd := [spec for spec in specs if not isinstance(spec, tf.TensorSpec)]:
@@ -148,7 +183,7 @@ def _read(dataset: tf.data.Dataset, indices: Iterable[int]) -> dict[int, Any]:
     return {index: element for index, element in enumerate(dataset) if index in wanted}
 
 
-def pack(dataset: Any, blocks: Sequence[Sequence | np.ndarray]) -> list:
+def pack(dataset: Data, blocks: Sequence[Indices]) -> list[Data | Elements]:
     """Return several blocks of rows, each as a value that can be pickled; `unpack` is the way back.
 
     Args:
@@ -166,10 +201,10 @@ def pack(dataset: Any, blocks: Sequence[Sequence | np.ndarray]) -> list:
         return [Elements(dataset.element_spec, [held[i] for i in block]) for block in blocks]
     if are_arrays(dataset):
         return [take(dataset, block) for block in blocks]
-    return [list(Subset(dataset, block)) for block in blocks]
+    return [list(Subset(_sequence(dataset), block)) for block in blocks]
 
 
-def unpack(packed: Any) -> Any:
+def unpack(packed: Data | Elements) -> Data:
     """Undo `pack` for one of its values.
 
     Args:

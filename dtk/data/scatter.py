@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -24,6 +23,7 @@ from dtk.communicators.root import on_root
 from dtk.data import rows
 from dtk.data.group import group_of
 from dtk.data.order import permutation
+from dtk.data.rows import Data, Indices
 from dtk.data.seed import drawn
 from dtk.errors import at_rank
 from dtk.input import slicing
@@ -97,14 +97,14 @@ def scatter_index(
 
 
 def scatter_dataset(
-    dataset: Any,
+    dataset: Data,
     strategy_or_communicator: DtkStrategy | Communicator | None = None,
     root: int = 0,
     shuffle: bool = False,
     seed: int | None = None,
     *,
     force_equal_length: bool = True,
-) -> Any:
+) -> Data:
     """Give every rank its block of a dataset's rows. Every rank calls it.
 
     Where every rank has the dataset, each takes its own rows and nothing is sent. Where a rank has
@@ -153,7 +153,7 @@ def scatter_dataset(
     return rows.unpack(_deal(dataset, blocks, communicator, root))
 
 
-def _agreed_rows(dataset: Any, communicator: Communicator, root: int) -> tuple[int, bool]:
+def _agreed_rows(dataset: Data, communicator: Communicator, root: int) -> tuple[int, bool]:
     """Return the rows of `root`'s dataset, and whether every rank has one; errors rise on all."""
     held = communicator.allgather_object(_counted(dataset))
     wrong = next((told for told in held if isinstance(told, str)), None)
@@ -165,10 +165,11 @@ def _agreed_rows(dataset: Any, communicator: Communicator, root: int) -> tuple[i
         )
     if wrong is not None:
         raise ValueError(at_rank(communicator.rank, wrong))
-    return held[root], None not in held
+    counts = [told for told in held if told is not None and not isinstance(told, str)]
+    return counts[0], len(counts) == len(held)
 
 
-def _counted(dataset: Any) -> int | str | None:
+def _counted(dataset: Data) -> int | str | None:
     """Return its rows; what is wrong with it; or None for no dataset."""
     try:
         return None if dataset is None else rows.count_rows(dataset)
@@ -176,9 +177,7 @@ def _counted(dataset: Any) -> int | str | None:
         return str(error)
 
 
-def _deal(
-    dataset: Any, blocks: Sequence[Sequence | np.ndarray], communicator: Communicator, root: int
-) -> Any:
+def _deal(dataset: Data, blocks: Sequence[Indices], communicator: Communicator, root: int) -> Data:
     """Give rank i the i-th block of rows that `root` reads."""
     letters = [b""] * communicator.size
 

@@ -137,7 +137,9 @@ def _agreed_steps(
     return steps
 
 
-def _wrong_steps(asked: int | None, everyone: list, held: list[tuple[int, int]]) -> str | None:
+def _wrong_steps(
+    asked: int | None, everyone: list[int | None], held: list[tuple[int, int]]
+) -> str | None:
     """Return what is wrong with the steps asked for, given (rows, rows of a batch) by rank."""
     if len(set(everyone)) > 1:
         return f"steps={asked}, but it must be the same on all ranks (by rank: {everyone})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import tensorflow as tf
@@ -103,7 +104,7 @@ class DenseOp(ExchangeOp):
         results.update(zip(products, sums, strict=True))
         return [results[i] for i in range(len(gradients))]
 
-    def _reduce_whole(self, gradients: list) -> list:
+    def _reduce_whole(self, gradients: Sequence[Gradient]) -> list[tf.Tensor | tf.IndexedSlices]:
         reduced = self.communicator.allreduce([self._narrow(g) for g in gradients])
         return [
             r if isinstance(r, tf.IndexedSlices) else tf.cast(r, g.dtype)

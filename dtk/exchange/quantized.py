@@ -161,7 +161,9 @@ class QuantizedOp(ExchangeOp):
             return False
         return is_coded(tuple(gradient.shape), gradient.dtype, self.bits)
 
-    def _reduce_coded(self, given: dict[int, tf.Tensor], whole: list) -> list[tf.Tensor]:
+    def _reduce_coded(
+        self, given: dict[int, tf.Tensor], whole: list[tf.Tensor | tf.IndexedSlices]
+    ) -> list[tf.Tensor]:
         gradients = list(given.values())
         shapes = [codec.matrix_shape(g.shape) for g in gradients]
         owned = [stripes(columns, self.communicator.size) for columns, _ in shapes]
@@ -200,7 +202,7 @@ class QuantizedOp(ExchangeOp):
         residuals: list[tf.Variable],
         left: list[tf.Tensor],
         codes: list[codec.Code],
-        whole: list,
+        whole: list[tf.Tensor | tf.IndexedSlices],
     ) -> None:
         """Remember what is left, unless some rank's gradients were not finite.
 

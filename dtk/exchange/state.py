@@ -14,12 +14,13 @@ from __future__ import annotations
 import concurrent.futures
 import copy
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypedDict, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
+from dtk.nests import Array
 
 _T = TypeVar("_T")
 KINDS = ("same", "sum", "mean", "stripe")
@@ -37,6 +38,18 @@ class StateVariable(NamedTuple):
     variable: tf.Variable
     kind: str
     rows: tuple[int, int] | None
+
+
+class Saved(TypedDict):
+    """What a checkpoint holds of a variable.
+
+    Attributes:
+        kind: One of KINDS.
+        value: Of all ranks, one after the other along a first axis unless the kind is "same".
+    """
+
+    kind: str
+    value: Array
 
 
 class ExchangeState:
@@ -61,7 +74,7 @@ class ExchangeState:
         self.prefix = ""
         self._kept: dict[str, StateVariable] = {}
         self._scratch: dict[str, tf.Variable] = {}
-        self._restored: dict[str, dict] = {}
+        self._restored: dict[str, Saved] = {}
 
     @property
     def variables(self) -> list[tf.Variable]:
@@ -134,7 +147,7 @@ class ExchangeState:
 
         return _outside(make)
 
-    def collect(self, root: int | None = None) -> dict[str, dict]:
+    def collect(self, root: int | None = None) -> dict[str, Saved]:
         """Return everything remembered, of all ranks; all ranks call it together.
 
         Args:
@@ -157,7 +170,7 @@ class ExchangeState:
                 saved[name] = {"kind": kept.kind, "value": value.numpy()}
         return saved
 
-    def restore(self, saved: dict[str, dict]) -> None:
+    def restore(self, saved: dict[str, Saved]) -> None:
         """Go on from what `collect` returned, in a world of any size.
 
         Variables that no step has asked for yet take their values when one does.
@@ -175,7 +188,7 @@ class ExchangeState:
             else:
                 self._restored[name] = item
 
-    def _assign(self, name: str, kept: StateVariable, saved: dict) -> None:
+    def _assign(self, name: str, kept: StateVariable, saved: Saved) -> None:
         rank, size = self._communicator.rank, self._communicator.size
         value = np.asarray(saved["value"])
         if kept.kind == "stripe":
@@ -191,7 +204,7 @@ class ExchangeState:
         kept.variable.assign(tf.cast(value, kept.variable.dtype))
 
 
-def _shared_out(values: np.ndarray, kind: str, size: int) -> np.ndarray:
+def _shared_out(values: Array, kind: str, size: int) -> Array:
     """Return what each rank of another world gets of what every rank had."""
     mean = values.mean(0, dtype=np.float64)
     mean = mean if kind == "mean" else mean * (len(values) / size)

@@ -11,12 +11,12 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from dtk.input import slicing
+from dtk.nests import Array, Nest
 
 # Of how many batches at its start a pipeline digests all bytes, and how many entries of later ones.
 _WHOLE_BATCHES = 4
@@ -29,7 +29,9 @@ FIRST_BATCHES = "dtk_first_batches"
 _FACTOR = 0x5851F42D4C957F2D
 
 
-def with_digest(cut: Callable[[Any], Any]) -> Callable:
+def with_digest(
+    cut: Callable[[Nest], Nest],
+) -> Callable[[tf.Tensor, Nest], tuple[Nest, tf.Tensor]]:
     """Return a function for `dataset.enumerate().map` that cuts a batch and computes its digest.
 
     Args:
@@ -41,18 +43,18 @@ def with_digest(cut: Callable[[Any], Any]) -> Callable:
     """
 
     @tf.autograph.experimental.do_not_convert
-    def cut_with_digest(number: tf.Tensor, batch: Any) -> tuple[Any, tf.Tensor]:
+    def cut_with_digest(number: tf.Tensor, batch: Nest) -> tuple[Nest, tf.Tensor]:
         return cut(batch), digest_of(number, batch)
 
     return cut_with_digest
 
 
-def digest_of(number: tf.Tensor, batch: Any) -> tf.Tensor:
+def digest_of(number: tf.Tensor, batch: Nest) -> tf.Tensor:
     """Compute the digest of the batch that a pipeline makes as its `number`-th.
 
     Args:
         number: Number of the batch, from 0, int64 scalar.
-        batch: Any structure of tensors.
+        batch: Nest structure of tensors.
 
     Returns:
         int64 scalar; of all bytes for the first batches of a pipeline, of some entries for later
@@ -61,11 +63,11 @@ def digest_of(number: tf.Tensor, batch: Any) -> tf.Tensor:
     return digest(batch, number < _WHOLE_BATCHES)
 
 
-def digest(batch: Any, whole: bool | tf.Tensor = True) -> tf.Tensor:
+def digest(batch: Nest, whole: bool | tf.Tensor = True) -> tf.Tensor:
     """Compute a number that tells a batch from others.
 
     Args:
-        batch: Any structure of tensors, ragged and sparse ones among them.
+        batch: Nest structure of tensors, ragged and sparse ones among them.
         whole: Whether all bytes count; else some entries of each tensor, and its shape.
 
     Returns:
@@ -153,10 +155,10 @@ def _of_shape(value: tf.Tensor, spec: tf.TypeSpec) -> tf.Tensor:
 
 # Arrays.
 
-_hashes: dict[int, tuple[weakref.ref, int, int]] = {}
+_hashes: dict[int, tuple[weakref.ref[Array], int, int]] = {}
 
 
-def hash_of(array: np.ndarray) -> int:
+def hash_of(array: Array) -> int:
     """Compute a hash of all bytes of an array, once for each array and its place in memory.
 
     Arrays that a script changes between two calls are looked at again where a sample has changed.
@@ -176,7 +178,7 @@ def hash_of(array: np.ndarray) -> int:
     return found
 
 
-def _hash(array: np.ndarray) -> int:
+def _hash(array: Array) -> int:
     if array.dtype == object:
         return zlib.crc32(repr(array.tolist()).encode())
     if not array.dtype.isnative or array.dtype.kind in "OV":

@@ -15,11 +15,17 @@ and whatever it contributes is counted as nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
 import tensorflow as tf
 
 from dtk.input import pipelines
+from dtk.nests import Leaf, Nest, Specs
+
+# A number of rows, known or still to be computed.
+_Rows = TypeVar("_Rows", int, tf.Tensor)
+_Made = TypeVar("_Made", covariant=True)
+_Given = ParamSpec("_Given")
 
 
 class Slices(NamedTuple):
@@ -35,13 +41,13 @@ class Slices(NamedTuple):
             int64 scalar; () where ranks are to read different ones, or there is one process.
     """
 
-    parts: tuple
+    parts: tuple[Nest, ...]
     counts: tuple[tf.Tensor, ...]
     rows: tf.Tensor
     digest: tf.Tensor = ()
 
 
-def bounds(rows: Any, rank: int, size: int) -> tuple[Any, Any]:
+def bounds(rows: _Rows, rank: int, size: int) -> tuple[_Rows, _Rows]:
     """Return the first row of a rank's slice and the row after its last.
 
     Args:
@@ -65,19 +71,19 @@ def bounds(rows: Any, rank: int, size: int) -> tuple[Any, Any]:
     )
 
 
-def _leaves(batch: Any) -> list:
+def _leaves(batch: Nest | Specs) -> list[Leaf | tf.TypeSpec]:
     return [leaf for leaf in tf.nest.flatten(batch) if _has_rows(leaf)]
 
 
-def _has_rows(leaf: Any) -> bool:
+def _has_rows(leaf: Leaf | tf.TypeSpec | None) -> bool:
     return leaf is not None and not isinstance(leaf, tf.experimental.Optional | tf.OptionalSpec)
 
 
-def check_rows(batch: Any) -> list:
+def check_rows(batch: Nest | Specs) -> list[Leaf | tf.TypeSpec]:
     """Refuse data that is not batched.
 
     Args:
-        batch: Any structure of tensors, or of their specifications.
+        batch: Nest structure of tensors, or of their specifications.
 
     Returns:
         What has rows of it, at least one.
@@ -97,11 +103,11 @@ def check_rows(batch: Any) -> list:
     return leaves
 
 
-def count_rows(batch: Any) -> tf.Tensor:
+def count_rows(batch: Nest) -> tf.Tensor:
     """Count the rows of a batch: the leading dimension that its leaves share.
 
     Args:
-        batch: Any structure of tensors: dense, ragged or sparse.
+        batch: Nest structure of tensors: dense, ragged or sparse.
 
     Returns:
         int64 scalar.
@@ -117,7 +123,7 @@ def count_rows(batch: Any) -> tf.Tensor:
     return tf.shape(first, out_type=tf.int64)[0]
 
 
-def _take(leaf: Any, begin: tf.Tensor, end: tf.Tensor) -> Any:
+def _take(leaf: Leaf, begin: tf.Tensor, end: tf.Tensor) -> Leaf:
     if not _has_rows(leaf):
         return leaf
     if isinstance(leaf, tf.SparseTensor):
@@ -135,11 +141,11 @@ def _size(leaf: tf.SparseTensor, axis: int) -> tf.Tensor:
     return leaf.dense_shape[axis] if known is None else tf.constant(known, tf.int64)
 
 
-def cut(batch: Any, ranks: Sequence[int], size: int) -> Slices:
+def cut(batch: Nest, ranks: Sequence[int], size: int) -> Slices:
     """Cut one global batch for the given ranks.
 
     Args:
-        batch: Any structure of tensors with the same number of rows: dense, ragged or sparse.
+        batch: Nest structure of tensors with the same number of rows: dense, ragged or sparse.
         ranks: The ranks whose slices are wanted.
         size: Number of slices the batch is cut into.
 
@@ -161,11 +167,11 @@ def cut(batch: Any, ranks: Sequence[int], size: int) -> Slices:
     return Slices(tuple(parts), tuple(counts), rows)
 
 
-def rows_of(batch: Any, begin: int, end: int) -> Any:
+def rows_of(batch: Nest, begin: int, end: int) -> Nest:
     """Take some rows of a batch.
 
     Args:
-        batch: Any structure of tensors; None marks an absent part.
+        batch: Nest structure of tensors; None marks an absent part.
         begin: First row.
         end: The row after the last.
 
@@ -178,11 +184,11 @@ def rows_of(batch: Any, begin: int, end: int) -> Any:
     )
 
 
-def cut_exactly(batch: Any, ranks: Sequence[int], size: int) -> tuple:
+def cut_exactly(batch: Nest, ranks: Sequence[int], size: int) -> tuple[Nest, ...]:
     """Cut one global batch without padding rows, as a custom loop iterates over it.
 
     Args:
-        batch: Any structure of tensors with the same number of rows.
+        batch: Nest structure of tensors with the same number of rows.
         ranks: The ranks whose slices are wanted.
         size: Number of slices the batch is cut into.
 
@@ -196,11 +202,11 @@ def cut_exactly(batch: Any, ranks: Sequence[int], size: int) -> tuple:
     )
 
 
-def padding_row(batch: Any) -> Any:
+def padding_row(batch: Nest) -> Nest:
     """Append a row of zeros to the dense parts of a batch that has no rows.
 
     Args:
-        batch: Any structure of tensors.
+        batch: Nest structure of tensors.
 
     Returns:
         The batch itself where it has rows, else one padding row.
@@ -209,21 +215,21 @@ def padding_row(batch: Any) -> Any:
     return tf.nest.map_structure(lambda leaf: _pad_rows(leaf, missing), batch)
 
 
-def _pad_rows(leaf: Any, missing: tf.Tensor) -> Any:
+def _pad_rows(leaf: Leaf | None, missing: tf.Tensor) -> Leaf | None:
     if not isinstance(leaf, tf.Tensor):
         return leaf
     shape = tf.concat([[missing], tf.shape(leaf)[1:]], 0)
     return tf.concat([leaf, tf.zeros(shape, leaf.dtype)], 0)
 
 
-def forget_rows(batch: Any) -> Any:
+def forget_rows(batch: Nest) -> Nest:
     """Hide the number of rows from tracing, so that every rank traces the same ops.
 
     Slices differ by a row, and a static row count changes the graph (a constant has no gradient, so
     synchronized batch norm would call one collective fewer on some ranks and wait for ever).
 
     Args:
-        batch: Any structure of tensors.
+        batch: Nest structure of tensors.
 
     Returns:
         The same values; in a graph, of unknown leading dimension.
@@ -233,7 +239,7 @@ def forget_rows(batch: Any) -> Any:
     return tf.nest.map_structure(_forget, batch)
 
 
-def _forget(leaf: Any) -> Any:
+def _forget(leaf: Leaf | None) -> Leaf | None:
     if isinstance(leaf, tf.SparseTensor):
         rows = tf.raw_ops.PlaceholderWithDefault(input=leaf.dense_shape[0], shape=[])
         # Stacked, and not concatenated, they stay known: layers are built from them.
@@ -247,7 +253,7 @@ def _forget(leaf: Any) -> Any:
     return tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=[None, *leaf.shape[1:]])
 
 
-def spec_of(data: Any) -> Any:
+def spec_of(data: Nest | Specs) -> Specs:
     """Return the specification of batches like this one, with any number of rows.
 
     Args:
@@ -259,7 +265,7 @@ def spec_of(data: Any) -> Any:
     return tf.nest.map_structure(_without_rows, data)
 
 
-def _without_rows(leaf: Any) -> Any:
+def _without_rows(leaf: tf.TypeSpec) -> tf.TypeSpec:
     if isinstance(leaf, tf.RaggedTensor | tf.RaggedTensorSpec):
         splits = leaf.row_splits_dtype if isinstance(leaf, tf.RaggedTensorSpec) else None
         splits = splits or leaf.row_splits.dtype
@@ -275,7 +281,7 @@ def cut_dataset(
     dataset: tf.data.Dataset,
     ranks: Sequence[int],
     size: int,
-    digest: Callable[[tf.Tensor, Any], tf.Tensor] | None = None,
+    digest: Callable[[tf.Tensor, Nest], tf.Tensor] | None = None,
 ) -> tf.data.Dataset:
     """Cut every global batch of a dataset for the given ranks.
 
@@ -292,7 +298,7 @@ def cut_dataset(
         return _map(dataset, cut, ranks, size)
 
     @tf.autograph.experimental.do_not_convert
-    def cut_with_digest(number: tf.Tensor, batch: Any) -> Slices:
+    def cut_with_digest(number: tf.Tensor, batch: Nest) -> Slices:
         return cut(batch, ranks, size)._replace(digest=digest(number, batch))
 
     return mapped(dataset.enumerate(), cut_with_digest)
@@ -315,14 +321,17 @@ def cut_dataset_exactly(
 
 
 def _map(
-    dataset: tf.data.Dataset, how: Callable, ranks: Sequence[int], size: int
+    dataset: tf.data.Dataset,
+    how: Callable[[Nest, Sequence[int], int], Nest],
+    ranks: Sequence[int],
+    size: int,
 ) -> tf.data.Dataset:
     # Converting this file with AutoGraph would find nothing to convert, in half a second.
     cutting = tf.autograph.experimental.do_not_convert(lambda batch: how(batch, ranks, size))
     return mapped(dataset, on_elements(dataset, cutting))
 
 
-def mapped(dataset: tf.data.Dataset, function: Callable) -> tf.data.Dataset:
+def mapped(dataset: tf.data.Dataset, function: Callable[_Given, Nest]) -> tf.data.Dataset:
     """Apply a function to every element of a dataset, in order and in parallel where allowed.
 
     Args:
@@ -339,7 +348,20 @@ def mapped(dataset: tf.data.Dataset, function: Callable) -> tf.data.Dataset:
     )
 
 
-def on_elements(dataset: tf.data.Dataset, function: Callable) -> Callable:
+class OfParts(Protocol[_Made]):
+    """Function of the parts of an element that is a tuple."""
+
+    def __call__(self, *parts: Nest) -> _Made:
+        """Compute something of an element.
+
+        Args:
+            *parts: The parts of the tuple.
+        """
+
+
+def on_elements(
+    dataset: tf.data.Dataset, function: Callable[[Nest], _Made]
+) -> Callable[[Nest], _Made] | OfParts[_Made]:
     """Return what `dataset.map` is given so that a function gets each element as it is.
 
     TensorFlow passes the parts of a tuple as arguments, which loses whether an element was the pair

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
 from keras import ops
 
+from dtk.nests import Config
 from dtk.optimizers.dense import dense
 from dtk.optimizers.layerwise import LayerwiseOptimizer, LearningRate, both_positive, norm
 
@@ -60,7 +60,7 @@ class LAMB(LayerwiseOptimizer):
         epsilon: float = 1e-6,
         weight_decay: float | None = None,
         exclude: Sequence[str] = (),
-        **kwargs: Any,
+        **kwargs: object,
     ):
         super().__init__(learning_rate, exclude=exclude, weight_decay=weight_decay, **kwargs)
         for name, beta in (("beta_1", beta_1), ("beta_2", beta_2)):
@@ -116,7 +116,7 @@ class LAMB(LayerwiseOptimizer):
         vhat = v / (1.0 - ops.power(ops.cast(self.beta_2, variable.dtype), t))
         return mhat / (ops.sqrt(vhat) + self.epsilon)
 
-    def get_config(self) -> dict:
+    def get_config(self) -> Config:
         """Return what the constructor takes, as Keras saves it."""
         return {
             **super().get_config(),

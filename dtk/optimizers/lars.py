@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
 from keras import ops
 
+from dtk.nests import Config
 from dtk.optimizers.dense import dense
 from dtk.optimizers.layerwise import LayerwiseOptimizer, LearningRate, both_positive, norm
 
@@ -59,7 +59,7 @@ class LARS(LayerwiseOptimizer):
         trust_coefficient: float = 0.001,
         weight_decay: float | None = None,
         exclude: Sequence[str] = (),
-        **kwargs: Any,
+        **kwargs: object,
     ):
         super().__init__(learning_rate, exclude=exclude, weight_decay=weight_decay, **kwargs)
         if not 0.0 <= momentum < 1.0:
@@ -107,7 +107,7 @@ class LARS(LayerwiseOptimizer):
         ratio = self.trust_coefficient * weights / (slope + decay * weights)
         return both_positive(weights, slope, ratio)
 
-    def get_config(self) -> dict:
+    def get_config(self) -> Config:
         """Return what the constructor takes, as Keras saves it."""
         return {
             **super().get_config(),

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import keras
 import tensorflow as tf
 from keras import ops
+
+from dtk.nests import Config
 
 # What Keras takes for a learning rate.
 LearningRate: TypeAlias = (
@@ -77,7 +79,7 @@ class LayerwiseOptimizer(keras.optimizers.Optimizer):
         learning_rate: LearningRate,
         exclude: Sequence[str] = (),
         weight_decay: float | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ):
         super().__init__(learning_rate=learning_rate, weight_decay=weight_decay, **kwargs)
         if isinstance(exclude, str):
@@ -125,6 +127,6 @@ class LayerwiseOptimizer(keras.optimizers.Optimizer):
     def _apply_weight_decay(self, variables: Sequence[keras.Variable]) -> None:
         """Keras would decay before the step; here decay is in the step."""
 
-    def get_config(self) -> dict:
+    def get_config(self) -> Config:
         """Return what the constructor takes, as Keras saves it."""
         return {**super().get_config(), "exclude": list(self.exclude)}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
 from keras import ops
 
+from dtk.nests import Config
 from dtk.optimizers.dense import dense
 from dtk.optimizers.layerwise import LearningRate
 
@@ -88,7 +88,7 @@ class RMSpropWarmup(keras.optimizers.Optimizer):
         momentum: float = 0.9,
         rho: float = 0.99,
         epsilon: float = 1e-8,
-        **kwargs: Any,
+        **kwargs: object,
     ):
         super().__init__(learning_rate=learning_rate, **kwargs)
         for name, value in (("momentum", momentum), ("rho", rho)):
@@ -153,7 +153,7 @@ class RMSpropWarmup(keras.optimizers.Optimizer):
         self.assign(step, self.momentum * step - share * gradient)
         self.assign_add(variable, rate * step)
 
-    def get_config(self) -> dict:
+    def get_config(self) -> Config:
         """Return what the constructor takes, as Keras saves it."""
         names = ("center", "period", "rmsprop_rate", "momentum", "rho", "epsilon")
         own = {name: getattr(self, name) for name in ("steps_per_epoch", *names)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import keras
 from keras import ops
@@ -18,6 +18,22 @@ SHAPES: dict[str, Callable[[float, tf.Tensor], tf.Tensor | float]] = {
     "exponential": lambda start, progress: start ** (1.0 - progress),
     "constant": lambda start, progress: start,
 }
+
+
+class WarmupConfig(TypedDict):
+    """What `LearningRateWarmup` takes, as Keras saves it.
+
+    Attributes:
+        learning_rate: A number, or what Keras makes of another schedule.
+        steps: Length of the warm-up in steps.
+        start: The factor of the first step.
+        shape: Name of one of SHAPES.
+    """
+
+    learning_rate: float | dict[str, object]
+    steps: int
+    start: float
+    shape: str
 
 
 @keras.saving.register_keras_serializable(package="dtk")
@@ -92,7 +108,7 @@ class LearningRateWarmup(keras.optimizers.schedules.LearningRateSchedule):
         factor = SHAPES[self.shape](self.start, progress)
         return rate * ops.where(ops.cast(step, "float32") < self.steps, factor, 1.0)
 
-    def get_config(self) -> dict:
+    def get_config(self) -> WarmupConfig:
         """Return what the constructor takes, as Keras saves it."""
         rate = self.learning_rate
         if callable(rate):
@@ -105,7 +121,7 @@ class LearningRateWarmup(keras.optimizers.schedules.LearningRateSchedule):
         }
 
     @classmethod
-    def from_config(cls, config: dict) -> LearningRateWarmup:
+    def from_config(cls, config: WarmupConfig) -> LearningRateWarmup:
         """Make the schedule again.
 
         Args:
@@ -114,7 +130,7 @@ class LearningRateWarmup(keras.optimizers.schedules.LearningRateSchedule):
         rate = config["learning_rate"]
         if isinstance(rate, dict):
             rate = keras.optimizers.schedules.deserialize(rate)
-        return cls(**{**config, "learning_rate": rate})
+        return cls(rate, steps=config["steps"], start=config["start"], shape=config["shape"])
 
 
 def _is_rate(value: object) -> bool:

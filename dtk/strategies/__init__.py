@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 from dtk.parameter_server.consistency_models import Async, BoundedDelay, SerialStart, Sync
 from dtk.parameter_server.proximal.methods import least_squares_smoothness, rate_bound
@@ -30,7 +29,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name == "WarmStart":
         warnings.warn(
             "dtk.strategies.WarmStart is now dtk.strategies.SerialStart (dtk.exchange.WarmStart is "

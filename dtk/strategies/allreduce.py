@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeVar
 
 import keras
 import tensorflow as tf
@@ -13,11 +13,14 @@ from dtk.communicators.base import Communicator
 from dtk.compat.tf_allreduce import AllReduceExtended
 from dtk.exchange import parse
 from dtk.exchange.base import Exchange
+from dtk.nests import Nest
 from dtk.parameter_server.consistency_models import check_no_exchange
 from dtk.strategies import devices, start
 from dtk.strategies.base import DtkStrategy
 from dtk.trainer.replica.self_test import is_wanted
 from dtk.trainer.shuffle_seed import ShuffleSeed
+
+_Made = TypeVar("_Made")
 
 
 class AllReduceStrategy(DtkStrategy):
@@ -87,7 +90,7 @@ class AllReduceStrategy(DtkStrategy):
         """Return 0: this process holds one replica."""
         return 0
 
-    def per_replica(self, parts: tuple) -> Any:
+    def per_replica(self, parts: tuple[Nest, ...]) -> Nest:
         """Return the only part.
 
         Args:
@@ -95,14 +98,14 @@ class AllReduceStrategy(DtkStrategy):
         """
         return parts[0]
 
-    def take_variables(self, variables: Sequence) -> None:
+    def take_variables(self, variables: Sequence[keras.Variable]) -> None:
         """Leave plain variables as they are; they belong to every strategy.
 
         Args:
             variables: Keras variables.
         """
 
-    def set_per_replica(self, variable: keras.Variable, values: Sequence) -> None:
+    def set_per_replica(self, variable: keras.Variable, values: Sequence[tf.Tensor]) -> None:
         """Assign the value of this process's replica.
 
         Args:
@@ -111,7 +114,7 @@ class AllReduceStrategy(DtkStrategy):
         """
         variable.assign(values[0])
 
-    def gather_outputs(self, outputs: Any) -> Any:
+    def gather_outputs(self, outputs: _Made) -> _Made:
         """Gather the rows of all ranks, on every rank.
 
         Args:
@@ -122,12 +125,12 @@ class AllReduceStrategy(DtkStrategy):
         """
         return keras.tree.map_structure(self._gather_rows, outputs)
 
-    def _gather_rows(self, rows: Any) -> Any:
+    def _gather_rows(self, rows: tf.Tensor) -> tf.Tensor:
         if isinstance(rows, tf.RaggedTensor):
             return _gather_ragged(rows, self.communicator)
         return self.communicator.allgather(rows)
 
-    def join_outputs(self, outputs: Any) -> Any:
+    def join_outputs(self, outputs: _Made) -> _Made:
         """Return outputs as they are; `gather_outputs` has put them together.
 
         Args:

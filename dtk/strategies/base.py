@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import keras
 import tensorflow as tf
@@ -14,6 +14,7 @@ from dtk.compat import keras_variables
 from dtk.errors import at_rank
 from dtk.exchange import Downpour
 from dtk.exchange.base import Exchange
+from dtk.nests import Function, Nest
 from dtk.strategies.cluster_resolver import JobResolver, resolve
 from dtk.trainer import (
     distributed_trainer,
@@ -22,7 +23,10 @@ from dtk.trainer import (
     undistributed_jobs,
     weight_check,
 )
+from dtk.trainer.contract import Strategy
 from dtk.trainer.shuffle_seed import ShuffleSeed
+
+_Made = TypeVar("_Made")
 
 
 class DtkStrategy(tf.distribute.Strategy):
@@ -44,7 +48,7 @@ class DtkStrategy(tf.distribute.Strategy):
     exchange: Exchange | Downpour | None = None
     self_test: bool | str = "auto"
 
-    def __init_subclass__(cls, **kwargs: Any):
+    def __init_subclass__(cls, **kwargs: object):
         super().__init_subclass__(**kwargs)
         # Without a docstring of its own, help() shows that of TensorFlow's constructor, which
         # takes other arguments. The class's docstring describes these.
@@ -96,7 +100,7 @@ class DtkStrategy(tf.distribute.Strategy):
         """
         return self._resolver
 
-    def scope(self) -> contextlib.AbstractContextManager[Any]:
+    def scope(self) -> contextlib.AbstractContextManager[object]:
         """Return the context in which models are built and compiled for this strategy.
 
         Raises:
@@ -113,7 +117,13 @@ class DtkStrategy(tf.distribute.Strategy):
             )
         return _scope(super().scope(), self)
 
-    def run(self, fn: Callable, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+    def run(
+        self,
+        fn: Function[_Made],
+        args: tuple[Nest, ...] = (),
+        kwargs: dict[str, Nest] | None = None,
+        options: tf.distribute.RunOptions | None = None,
+    ) -> _Made:
         """Run a function on every replica of this process, as `tf.distribute.Strategy.run` does.
 
         Args:
@@ -167,7 +177,7 @@ class DtkStrategy(tf.distribute.Strategy):
         """Processes of the job that take part in training."""
         return self.communicator.size
 
-    def make_trainer(self, model: keras.Model) -> distributed_trainer.DistributedTrainer:
+    def make_trainer(self, model: keras.Model) -> distributed_trainer.DistributedTrainer[Strategy]:
         """Make the trainer of a model compiled in this strategy's scope.
 
         Args:
@@ -207,7 +217,7 @@ class DtkStrategy(tf.distribute.Strategy):
         """Return which of `local_ranks` is running; call in a replica context."""
         raise NotImplementedError
 
-    def per_replica(self, parts: tuple) -> Any:
+    def per_replica(self, parts: tuple[Nest, ...]) -> Nest:
         """Return what `run` is given so that replica i gets `parts[i]`.
 
         Args:
@@ -215,7 +225,7 @@ class DtkStrategy(tf.distribute.Strategy):
         """
         raise NotImplementedError
 
-    def take_variables(self, variables: Sequence) -> None:
+    def take_variables(self, variables: Sequence[keras.Variable]) -> None:
         """Make variables created outside the scope usable under this strategy.
 
         Args:
@@ -223,7 +233,7 @@ class DtkStrategy(tf.distribute.Strategy):
         """
         raise NotImplementedError
 
-    def take_metric_state(self, variables: Sequence) -> None:
+    def take_metric_state(self, variables: Sequence[keras.Variable]) -> None:
         """Make the state of metrics created outside the scope one that is summed when read.
 
         Args:
@@ -233,7 +243,7 @@ class DtkStrategy(tf.distribute.Strategy):
             for variable in variables:
                 keras_variables.move_variable(variable)
 
-    def set_per_replica(self, variable: keras.Variable, values: Sequence) -> None:
+    def set_per_replica(self, variable: keras.Variable, values: Sequence[tf.Tensor]) -> None:
         """Assign a value of its own to every local replica's copy of a Keras variable.
 
         Args:
@@ -242,7 +252,7 @@ class DtkStrategy(tf.distribute.Strategy):
         """
         raise NotImplementedError
 
-    def copies(self, variable: keras.Variable) -> Sequence:
+    def copies(self, variable: keras.Variable) -> Sequence[tf.Tensor | tf.Variable]:
         """Return what this process's replicas hold of a Keras variable.
 
         Args:
@@ -253,7 +263,7 @@ class DtkStrategy(tf.distribute.Strategy):
         """
         return (variable,)
 
-    def gather_outputs(self, outputs: Any) -> Any:
+    def gather_outputs(self, outputs: _Made) -> _Made:
         """Gather the rows that other processes hold, in a replica context.
 
         Args:
@@ -264,7 +274,7 @@ class DtkStrategy(tf.distribute.Strategy):
         """
         raise NotImplementedError
 
-    def join_outputs(self, outputs: Any) -> Any:
+    def join_outputs(self, outputs: _Made) -> _Made:
         """Concatenate the rows of this process's replicas, outside a replica context.
 
         Args:
@@ -277,6 +287,8 @@ class DtkStrategy(tf.distribute.Strategy):
 
 
 @contextlib.contextmanager
-def _scope(scope: contextlib.AbstractContextManager[Any], strategy: DtkStrategy) -> Iterator[Any]:
+def _scope(
+    scope: contextlib.AbstractContextManager[object], strategy: DtkStrategy
+) -> Iterator[object]:
     with scope as entered, model_scope.distributing(strategy):
         yield entered

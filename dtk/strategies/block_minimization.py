@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from numpy.typing import ArrayLike
 
+from dtk.nests import Array, Function, Numbers
 from dtk.parameter_server.proximal.descent import BlockCoordinateDescent
 from dtk.parameter_server.proximal.methods import check_blocks, check_tau, is_whole, rate_bound
 from dtk.parameter_server.scheduler import Staleness
@@ -34,29 +33,29 @@ class BlockResult:
         rate: The rate of each block, of shape (blocks,).
     """
 
-    weights: np.ndarray
+    weights: Array
     objective: dict[int, float]
     staleness: Staleness
     traffic: list[dict[str, int]]
-    rate: np.ndarray
+    rate: Array
 
 
 def minimize_blocks(
     strategy: ParameterServerStrategy,
-    loss: Callable,
-    weights: ArrayLike,
-    data: ArrayLike | tuple[ArrayLike, ...],
+    loss: Function[tf.Tensor],
+    weights: Numbers,
+    data: Numbers | tuple[Numbers, ...],
     *,
     blocks: int,
     steps: int,
     l1: float = 0.0,
-    rate: ArrayLike | None = None,
-    smoothness: ArrayLike | None = None,
+    rate: Numbers | None = None,
+    smoothness: Numbers | None = None,
     tau: int = 0,
     order: str | Sequence[int] | Callable[[int], int] = "cyclic",
     seed: int = 0,
     record_every: int | None = None,
-    on_record: Callable[[int, float], Any] | None = None,
+    on_record: Callable[[int, float], object] | None = None,
 ) -> BlockResult:
     """Minimise a loss summed over rows plus `l1 * |weights|_1`, one block of weights a step.
 
@@ -160,7 +159,7 @@ def _check_strategy(strategy: tf.distribute.Strategy) -> None:
         )
 
 
-def _checked_weights(weights: ArrayLike) -> np.ndarray:
+def _checked_weights(weights: Numbers) -> Array:
     weights = np.array(weights)
     if weights.dtype not in (np.float32, np.float64) or not weights.ndim or not weights.size:
         raise ValueError(
@@ -175,12 +174,10 @@ def _check_count(name: str, count: int) -> None:
         raise ValueError(f"{name}={count!r}; expected 1 or more")
 
 
-def _checked_rate(
-    rate: ArrayLike | None, smoothness: ArrayLike | None, blocks: int, tau: int
-) -> np.ndarray:
+def _checked_rate(rate: Numbers | None, smoothness: Numbers | None, blocks: int, tau: int) -> Array:
     bound = None
     if smoothness is not None:
-        bound = _per_block("smoothness", rate_bound(smoothness, tau), blocks)
+        bound = _per_block("smoothness", rate_bound(np.asarray(smoothness), tau), blocks)
     if rate is None:
         if bound is None:
             raise ValueError(
@@ -201,7 +198,7 @@ def _checked_rate(
     return rates
 
 
-def _per_block(name: str, values: ArrayLike, blocks: int) -> np.ndarray:
+def _per_block(name: str, values: Numbers, blocks: int) -> Array:
     values = np.asarray(values, np.float64)
     if values.shape not in ((), (blocks,)):
         raise ValueError(
@@ -211,7 +208,9 @@ def _per_block(name: str, values: ArrayLike, blocks: int) -> np.ndarray:
     return np.array(np.broadcast_to(values, (blocks,)))
 
 
-def _checked_order(order: Any, blocks: int, steps: int, seed: int) -> list[int]:
+def _checked_order(
+    order: str | Sequence[int] | Callable[[int], int], blocks: int, steps: int, seed: int
+) -> list[int]:
     if isinstance(order, str):
         if order not in ("cyclic", "random"):
             raise ValueError(
@@ -220,11 +219,11 @@ def _checked_order(order: Any, blocks: int, steps: int, seed: int) -> list[int]:
             )
         if order == "random":
             return np.random.default_rng(seed).integers(0, blocks, steps).tolist()
-        order = range(blocks)
-    if callable(order):
-        chosen = [order(step) for step in range(steps)]
-    elif isinstance(order, Sequence | np.ndarray) and len(order):
-        chosen = [order[step % len(order)] for step in range(steps)]
+    listed = range(blocks) if isinstance(order, str) else order
+    if callable(listed):
+        chosen = [listed(step) for step in range(steps)]
+    elif isinstance(listed, Sequence | np.ndarray) and len(listed):
+        chosen = [listed[step % len(listed)] for step in range(steps)]
     else:
         raise ValueError(f"order={order!r}; expected at least one block")
     for step, block in enumerate(chosen):
@@ -233,7 +232,9 @@ def _checked_order(order: Any, blocks: int, steps: int, seed: int) -> list[int]:
     return [int(block) for block in chosen]
 
 
-def _checked_data(data: ArrayLike | tuple[ArrayLike, ...], dtype: np.dtype) -> tuple:
+def _checked_data(
+    data: Numbers | tuple[Numbers, ...], dtype: np.dtype[tf.DType]
+) -> tuple[Array, ...]:
     arrays = [np.asarray(array) for array in (data if isinstance(data, tuple | list) else (data,))]
     shapes = ", ".join(str(array.shape) for array in arrays)
     if not arrays or any(not array.ndim for array in arrays):
@@ -249,7 +250,7 @@ def _checked_data(data: ArrayLike | tuple[ArrayLike, ...], dtype: np.dtype) -> t
     )
 
 
-def _not_finite(objective: float, step: int, rates: np.ndarray) -> str:
+def _not_finite(objective: float, step: int, rates: Array) -> str:
     if not step:
         return (
             f"the objective is {objective} at the weights given; look for such numbers in the "

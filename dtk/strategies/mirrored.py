@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TypeVar
 
 import keras
 import tensorflow as tf
@@ -14,10 +14,13 @@ from dtk import cluster, quiet
 from dtk.communicators.local import LocalCommunicator
 from dtk.compat import keras_variables, tf_datasets, tf_mirrored, tf_replicas, tf_variables
 from dtk.errors import at_rank
+from dtk.nests import Function, Nest
 from dtk.strategies.base import DtkStrategy
 from dtk.strategies.devices import set_memory_growth
 from dtk.trainer import model_scope
 from dtk.trainer.replica.self_test import is_wanted
+
+_Made = TypeVar("_Made")
 
 
 class MirroredStrategy(DtkStrategy):
@@ -72,7 +75,13 @@ class MirroredStrategy(DtkStrategy):
         """
         return self.extended.replica_communicator().concurrent(name)
 
-    def run(self, fn: Callable, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+    def run(
+        self,
+        fn: Function[_Made],
+        args: tuple[Nest, ...] = (),
+        kwargs: dict[str, Nest] | None = None,
+        options: tf.distribute.RunOptions | None = None,
+    ) -> _Made:
         """Run a function on every replica; in `tf.function` each replica is a function of its own.
 
         In one graph TensorFlow runs stateful ops (an Assert, say) in the order they were traced:
@@ -102,7 +111,7 @@ class MirroredStrategy(DtkStrategy):
         """Return the index of the running replica."""
         return tf_replicas.replica_index()
 
-    def per_replica(self, parts: tuple) -> Any:
+    def per_replica(self, parts: tuple[Nest, ...]) -> Nest:
         """Return per-replica values of one part per device.
 
         Args:
@@ -110,7 +119,7 @@ class MirroredStrategy(DtkStrategy):
         """
         return tf_datasets.regroup(parts)
 
-    def take_variables(self, variables: Sequence) -> None:
+    def take_variables(self, variables: Sequence[keras.Variable]) -> None:
         """Mirror variables that were created outside the scope, keeping their values.
 
         Args:
@@ -120,7 +129,7 @@ class MirroredStrategy(DtkStrategy):
             for variable in variables:
                 keras_variables.move_variable(variable)
 
-    def set_per_replica(self, variable: keras.Variable, values: Sequence) -> None:
+    def set_per_replica(self, variable: keras.Variable, values: Sequence[tf.Tensor]) -> None:
         """Assign a value to each device's copy.
 
         Args:
@@ -130,7 +139,7 @@ class MirroredStrategy(DtkStrategy):
         for component, value in zip(tf_variables.components(variable.value), values, strict=True):
             component.assign(value)
 
-    def copies(self, variable: keras.Variable) -> Sequence:
+    def copies(self, variable: keras.Variable) -> Sequence[tf.Tensor | tf.Variable]:
         """Return each device's copy of a Keras variable.
 
         Args:
@@ -138,7 +147,7 @@ class MirroredStrategy(DtkStrategy):
         """
         return tf_variables.components(variable.value)
 
-    def gather_outputs(self, outputs: Any) -> Any:
+    def gather_outputs(self, outputs: _Made) -> _Made:
         """Return outputs as they are; `join_outputs` puts those of all replicas together.
 
         Args:
@@ -146,7 +155,7 @@ class MirroredStrategy(DtkStrategy):
         """
         return outputs
 
-    def join_outputs(self, outputs: Any) -> Any:
+    def join_outputs(self, outputs: _Made) -> _Made:
         """Concatenate the replicas' rows, in order.
 
         Args:
@@ -172,14 +181,14 @@ def _warn_of_others() -> None:
         )
 
 
-def _isolated(fn: Callable) -> Callable:
+def _isolated(fn: Function[_Made]) -> Function[_Made]:
     if tf.executing_eagerly():
         return fn
     function = tf.function(fn)
 
     # Given a tf.function, TensorFlow would trace all replicas into that one; so it gets this.
     @tf.autograph.experimental.do_not_convert
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Nest, **kwargs: Nest) -> _Made:
         return function(*args, **kwargs)
 
     return call

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import keras
 import numpy as np
@@ -15,8 +15,10 @@ from dtk.cluster import tf_config
 from dtk.communicators import startup
 from dtk.communicators.local import LocalCommunicator
 from dtk.compat import keras_variables, tf_allreduce, tf_coordinator, tf_servers, tf_variables
+from dtk.compat.contract import MakesDataset
 from dtk.errors import ClusterError
 from dtk.exchange import Downpour, Quantized, parse
+from dtk.nests import Array
 from dtk.parameter_server import (
     chief_trainer,
     consistency_models,
@@ -29,6 +31,7 @@ from dtk.parameter_server import (
 from dtk.strategies import devices, start
 from dtk.strategies.base import DtkStrategy
 from dtk.strategies.cluster_resolver import JobResolver
+from dtk.trainer.contract import Strategy
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.model_scope import trainer_of
 from dtk.trainer.replica import self_test as self_testing
@@ -146,7 +149,7 @@ class ParameterServerStrategy(DtkStrategy, tf_servers.ServerStrategy):
         """Number of parts a global batch is cut into: one per worker if synchronous, else one."""
         return self.consistency.slices(self.workers)
 
-    def make_trainer(self, model: keras.Model) -> DistributedTrainer:
+    def make_trainer(self, model: keras.Model) -> DistributedTrainer[Strategy]:
         """Make a trainer whose steps run on workers, or the evaluator's, which takes none.
 
         Args:
@@ -163,7 +166,7 @@ class ParameterServerStrategy(DtkStrategy, tf_servers.ServerStrategy):
         """Return rank 0: Keras runs once, in this process."""
         return (0,)
 
-    def take_variables(self, variables: Sequence) -> None:
+    def take_variables(self, variables: Sequence[keras.Variable]) -> None:
         """Move variables that were created outside the scope to the servers.
 
         Args:
@@ -176,7 +179,7 @@ class ParameterServerStrategy(DtkStrategy, tf_servers.ServerStrategy):
                 if not tf_variables.is_on_server(keras_variables.stored(variable)):
                     keras_variables.move_variable(variable)
 
-    def take_metric_state(self, variables: Sequence) -> None:
+    def take_metric_state(self, variables: Sequence[keras.Variable]) -> None:
         """Move the state of metrics that was created outside the scope to the chief.
 
         Args:
@@ -184,7 +187,7 @@ class ParameterServerStrategy(DtkStrategy, tf_servers.ServerStrategy):
         """
         self.take_variables(variables)
 
-    def set_per_replica(self, variable: keras.Variable, values: Sequence) -> None:
+    def set_per_replica(self, variable: keras.Variable, values: Sequence[tf.Tensor]) -> None:
         """Assign the one value that all workers read.
 
         Args:
@@ -193,7 +196,7 @@ class ParameterServerStrategy(DtkStrategy, tf_servers.ServerStrategy):
         """
         variable.assign(values[0])
 
-    def per_worker_dataset(self, dataset_fn: Callable) -> worker_data.WorkerDataset:
+    def per_worker_dataset(self, dataset_fn: MakesDataset) -> worker_data.WorkerDataset:
         """Make a dataset of pipelines that workers read themselves.
 
         Args:
@@ -264,7 +267,7 @@ class ParameterServerStrategy(DtkStrategy, tf_servers.ServerStrategy):
 
     # Traffic.
 
-    def note_traffic(self, worker: int, moved: np.ndarray, steps: int = 1) -> None:
+    def note_traffic(self, worker: int, moved: Array, steps: int = 1) -> None:
         """Count the bytes that steps of a worker pulled and pushed.
 
         Args:

@@ -40,10 +40,11 @@ def agree(communicator: Communicator, device: str, **chosen: str) -> int | None:
     gathered = communicator.allgather_object((processor(), devices.given(device)))
     processors = [kind for kind, _ in gathered]
     devices.warn_of_shared([name for _, name in gathered], communicator)
-    communicator.alike = len(set(processors)) == 1
+    costs = communicator.costs
     # What sends nothing has nothing to measure.
-    if communicator.name != "null" and communicator.costs is None:
-        communicator.costs = calibrate(communicator, device, processors)
+    if communicator.name != "null" and costs is None:
+        costs = calibrate(communicator, device, processors)
+    communicator.learn(alike=len(set(processors)) == 1, costs=costs)
     return share_seed(communicator)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import keras
 import tensorflow as tf
@@ -17,7 +17,16 @@ import tensorflow as tf
 from dtk.communicators.base import Communicator
 from dtk.compat.keras_data import TFEpochIterator
 from dtk.exchange.base import Exchange
+from dtk.nests import Args, Function, Kwargs, Nest
 from dtk.trainer.shuffle_seed import ShuffleSeed
+
+_Made = TypeVar("_Made")
+
+# A model's `train_step` or `test_step`: takes a batch, returns what is logged.
+StepFunction: TypeAlias = Callable[[Nest], Nest]
+
+# A model's train or test function: takes an iterator over batches, returns what is logged.
+Loop: TypeAlias = Callable[[tf.data.Iterator], Nest]
 
 
 class Extended(Protocol):
@@ -27,7 +36,9 @@ class Extended(Protocol):
     def worker_devices(self) -> Sequence[str]:
         """Devices of this process's replicas."""
 
-    def reduce_over_replicas(self, values: list, op: str = "sum") -> list:
+    def reduce_over_replicas(
+        self, values: list[tf.Tensor | tf.IndexedSlices], op: str = "sum"
+    ) -> list[tf.Tensor | tf.IndexedSlices]:
         """Reduce tensors over the replicas, in a replica context.
 
         Args:
@@ -76,10 +87,10 @@ class Strategy(Protocol):
     def extended(self) -> Extended:
         """The object that makes variables and reduces values."""
 
-    def scope(self) -> AbstractContextManager[Any]:
+    def scope(self) -> AbstractContextManager[object]:
         """Return the context in which models are built and compiled."""
 
-    def run(self, fn: Callable, args: tuple = ()) -> Any:
+    def run(self, fn: Function[_Made], args: tuple[Nest, ...] = ()) -> _Made:
         """Run a function on every replica of this process.
 
         Args:
@@ -97,7 +108,7 @@ class Strategy(Protocol):
             dataset: Dataset of global batches.
         """
 
-    def experimental_local_results(self, value: Any) -> tuple:
+    def experimental_local_results(self, value: Nest) -> tuple[tf.Tensor, ...]:
         """Return what each replica of this process holds of a value.
 
         Args:
@@ -131,7 +142,7 @@ class Strategy(Protocol):
     def local_index(self) -> int:
         """Return which of `local_ranks` is running, in a replica context."""
 
-    def per_replica(self, parts: tuple) -> Any:
+    def per_replica(self, parts: tuple[Nest, ...]) -> Nest:
         """Return what `run` is given so that replica i gets `parts[i]`.
 
         Args:
@@ -152,7 +163,7 @@ class Strategy(Protocol):
             variables: They keep their values.
         """
 
-    def set_per_replica(self, variable: keras.Variable, values: Sequence) -> None:
+    def set_per_replica(self, variable: keras.Variable, values: Sequence[tf.Tensor]) -> None:
         """Assign a value of its own to every local replica's copy of a variable.
 
         Args:
@@ -167,14 +178,14 @@ class Strategy(Protocol):
             variable: The variable.
         """
 
-    def gather_outputs(self, outputs: Any) -> Any:
+    def gather_outputs(self, outputs: _Made) -> _Made:
         """Gather the rows of all ranks, in a replica context.
 
         Args:
             outputs: Structure of this replica's rows.
         """
 
-    def join_outputs(self, outputs: Any) -> Any:
+    def join_outputs(self, outputs: _Made) -> _Made:
         """Concatenate the rows of this process's replicas, outside a replica context.
 
         Args:
@@ -183,7 +194,7 @@ class Strategy(Protocol):
 
 
 # A base class that leaves this open takes a strategy with more to it, such as parameter servers.
-StrategyT = TypeVar("StrategyT", bound=Strategy)
+StrategyT = TypeVar("StrategyT", bound=Strategy, covariant=True)
 
 
 class EpochData(Protocol):
@@ -233,7 +244,7 @@ class Trainer(Protocol):
     def has_local_steps(self) -> bool:
         """Whether replicas take steps of their own, and weights are equal at times only."""
 
-    def fit(self, method: Callable, args: tuple, kwargs: dict) -> Any:
+    def fit(self, method: Function[object], args: Args, kwargs: Kwargs) -> object:
         """Call Keras's `fit`.
 
         Args:
@@ -245,21 +256,21 @@ class Trainer(Protocol):
             Keras's `History`.
         """
 
-    def predict_on_batch(self, x: Any) -> Any:
+    def predict_on_batch(self, x: Nest) -> Nest:
         """Predict a global batch; every rank gets all rows.
 
         Args:
             x: The batch.
         """
 
-    def make_train_function(self, force: bool = False) -> Callable:
+    def make_train_function(self, force: bool = False) -> Loop:
         """Make the model's train function.
 
         Args:
             force: Whether to make it anew.
         """
 
-    def leaves_validation(self, asked: dict[str, Any]) -> bool:
+    def leaves_validation(self, asked: dict[str, object]) -> bool:
         """Return whether another process validates.
 
         Args:

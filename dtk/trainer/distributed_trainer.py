@@ -13,15 +13,16 @@ from __future__ import annotations
 import collections
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Generic
+from typing import Generic
 
 import keras
 import tensorflow as tf
 
 from dtk.compat import keras_data, keras_models, keras_steps, keras_variables
 from dtk.input import digests, slicing
+from dtk.nests import Args, Function, Kwargs, Nest, Specs
 from dtk.trainer import epoch_data, feed, fit_calls, jit
-from dtk.trainer.contract import StrategyT
+from dtk.trainer.contract import Loop, StepFunction, StrategyT
 from dtk.trainer.gradients import local_steps, shared_optimizer
 from dtk.trainer.model_state import ModelState
 from dtk.trainer.ranks import rank_checks, shared_weights
@@ -93,7 +94,7 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
         return self.strategy.experimental_distribute_dataset(dataset)
 
     def take_epoch_iterator(
-        self, iterator: keras_data.TFEpochIterator | None = None, data_batch: Any = None
+        self, iterator: keras_data.TFEpochIterator | None = None, data_batch: Nest = None
     ) -> None:
         """Give Keras's epoch iterator cut batches, and build the model from their shapes.
 
@@ -134,7 +135,7 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
         )
         return dataset
 
-    def _build_from(self, data_batch: Any) -> None:
+    def _build_from(self, data_batch: Nest | Specs) -> None:
         """Build what the model still lacks; sum the state of metrics over replicas when it is read.
 
         Args:
@@ -150,7 +151,7 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
             if read:
                 strategy.take_metric_state(read)
 
-    def fit(self, method: Callable, args: tuple, kwargs: dict) -> Any:
+    def fit(self, method: Function[object], args: Args, kwargs: Kwargs) -> object:
         """Call Keras's `fit` with the checks between ranks around it.
 
         Args:
@@ -163,7 +164,7 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
         """
         return fit_calls.fit(method, self, args, kwargs)
 
-    def leaves_validation(self, asked: dict[str, Any]) -> bool:
+    def leaves_validation(self, asked: dict[str, object]) -> bool:
         """Return whether another process validates in place of this one.
 
         Args:
@@ -174,7 +175,7 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
 
     # Step functions.
 
-    def make_step_function(self, step_function: Callable, name: str) -> Callable:
+    def make_step_function(self, step_function: StepFunction, name: str) -> Loop:
         """Make Keras's loop around one step, over cut batches.
 
         Args:
@@ -189,7 +190,7 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
         read = self._digests[name] = tf.Variable(0, dtype=tf.int64, trainable=False)
 
         @tf.autograph.experimental.do_not_convert
-        def step(batch: slicing.Slices) -> Any:
+        def step(batch: slicing.Slices) -> Nest:
             if not isinstance(batch.digest, tuple):
                 read.assign(digests.add(read, batch.digest))
             with strategy.sequence(sequence):
@@ -199,11 +200,11 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
 
         function = keras_models.make_function(model, step)
 
-        def run(iterator: tf.data.Iterator | Iterable) -> Any:
+        def run(iterator: tf.data.Iterator | Iterable[Nest]) -> Nest:
             if not isinstance(iterator, tf.data.Iterator):
-                iterator = list(epoch_data.cut_batches(iterator, strategy))
-                self.try_step(name, step_function, iterator[0])
-                iterator = iter(iterator)
+                slices = list(epoch_data.cut_batches(iterator, strategy))
+                self.try_step(name, step_function, slices[0])
+                iterator = iter(slices)
             elif self._unread:
                 self._unread = False
                 first, iterator = digests.first_of(iterator, model.steps_per_execution)
@@ -233,7 +234,7 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
         """
         return self.kinds.get(name) or self.kinds.get("train") or {}
 
-    def try_step(self, name: str, step_function: Callable, first: slicing.Slices) -> None:
+    def try_step(self, name: str, step_function: StepFunction, first: slicing.Slices) -> None:
         """Check before the first step of its kind that the replicas' parts add up to it.
 
         Args:
@@ -264,7 +265,9 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
         if asked == "only":
             self_test.end_check()
 
-    def make_trial(self, step_function: Callable, batch: slicing.Slices) -> trial.Trial:
+    def make_trial(
+        self, step_function: StepFunction, batch: slicing.Slices
+    ) -> trial.Trial[StrategyT]:
         """Make what tries a step on a few rows before it is trusted, see `self_test`.
 
         Args:
@@ -309,7 +312,7 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
             yield
         check.end()
 
-    def make_train_function(self, force: bool = False) -> Callable:
+    def make_train_function(self, force: bool = False) -> Loop:
         """Make the model's train function, in place of `Model.make_train_function`.
 
         Args:
@@ -327,7 +330,7 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
             model.train_function = self.make_step_function(model.train_step, "train")
         return model.train_function
 
-    def make_test_function(self, force: bool = False) -> Callable:
+    def make_test_function(self, force: bool = False) -> Loop:
         """Make the model's test function, in place of `Model.make_test_function`.
 
         Args:
@@ -341,7 +344,7 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
             model.test_function = self.make_step_function(model.test_step, "test")
         return model.test_function
 
-    def make_predict_function(self, force: bool = False) -> Callable:
+    def make_predict_function(self, force: bool = False) -> Callable[[list[Nest]], Nest]:
         """Make the model's predict function: every rank gets every row, in order.
 
         Args:
@@ -355,7 +358,7 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
             model.predict_function = predicting.make_predict_function(model, self.strategy)
         return model.predict_function
 
-    def predict_on_batch(self, x: Any) -> Any:
+    def predict_on_batch(self, x: Nest) -> Nest:
         """Predict a global batch, in place of `Model.predict_on_batch`.
 
         Args:

@@ -7,8 +7,8 @@ epochs another: shuffled anew, in batches of another size, or from where a check
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeAlias
 
 import keras
 import tensorflow as tf
@@ -16,10 +16,14 @@ import tensorflow as tf
 from dtk.compat import keras_data, tf_datasets
 from dtk.input import digests, slicing
 from dtk.input.pipelines import read_ahead, untuned
+from dtk.nests import Nest, Specs
 from dtk.trainer.contract import Strategy
 
 # What `fit` is given, and what Keras reads.
 Dataset: TypeAlias = "tf.data.Dataset | tf_datasets.PerRankDataset"
+
+
+at_end_of_data = keras_data.at_end_of_data
 
 
 def cut(dataset: Dataset, strategy: Strategy) -> tf.data.Dataset:
@@ -43,11 +47,11 @@ def cut(dataset: Dataset, strategy: Strategy) -> tf.data.Dataset:
     return read_ahead(slicing.cut_dataset(dataset, ranks, size, digests.digest_of))
 
 
-def _own_rows(batch: Any) -> slicing.Slices:
+def _own_rows(batch: Nest) -> slicing.Slices:
     return slicing.Slices((batch,), (slicing.count_rows(batch),), ())
 
 
-def cut_batches(batches: Any, strategy: Strategy) -> Iterator[slicing.Slices]:
+def cut_batches(batches: Iterable[Nest], strategy: Strategy) -> Iterator[slicing.Slices]:
     """Cut single global batches, which need not be tensors yet.
 
     Args:
@@ -61,7 +65,7 @@ def cut_batches(batches: Any, strategy: Strategy) -> Iterator[slicing.Slices]:
         yield slicing.cut(as_tensors(batch), strategy.local_ranks(), strategy.num_replicas_in_sync)
 
 
-def as_tensors(batch: Any) -> Any:
+def as_tensors(batch: Nest) -> Nest:
     """Convert every leaf of a batch to a tensor.
 
     Args:
@@ -93,11 +97,11 @@ class EpochDataset:
     def _pipeline(self) -> Dataset:
         return self._cut(self.given)
 
-    def __iter__(self) -> Iterator:
+    def __iter__(self) -> Iterator[Nest]:
         return iter(self._pipeline)
 
 
-def spec_of(given: Dataset) -> Any:
+def spec_of(given: Dataset) -> Specs:
     """Return the specification of a batch of any number of rows, as Keras builds models from it.
 
     Args:
@@ -128,25 +132,3 @@ def is_per_rank(dataset: Dataset) -> bool:
         dataset: What `fit` was given, as a dataset.
     """
     return isinstance(dataset, tf_datasets.PerRankDataset) and dataset.whole is None
-
-
-def at_end_of_data(iterator: keras_data.TFEpochIterator, call: Callable[[], None]) -> None:
-    """Call a function whenever an epoch of a Keras epoch iterator has had all its steps.
-
-    Not when it is left before that: then the generator ends when it is collected as garbage, at any
-    time and on any thread. `fit` keeps the iterator of its validation data and brings it every
-    epoch: once is enough.
-
-    Args:
-        iterator: The epoch iterator.
-        call: Called without arguments.
-    """
-    if getattr(iterator, "_dtk_tells_its_end", False):
-        return
-    iterator._dtk_tells_its_end = True
-
-    def until_end(steps: Iterator[tuple]) -> Iterator[tuple]:
-        yield from steps
-        call()
-
-    keras_data.steps_through(iterator, until_end)

@@ -7,14 +7,34 @@ size, or from where a checkpoint was saved.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TypedDict
 
 import keras
 import tensorflow as tf
 
 from dtk.compat import keras_data, keras_models
 from dtk.compat.tf_datasets import PerRankDataset
+from dtk.nests import Logs, Nest
 from dtk.trainer.contract import Strategy
 from dtk.trainer.epoch_data import Dataset, EpochDataset, is_per_rank, tuned_for
+
+
+class Position(TypedDict):
+    """Position of a `fit` in its data, as plain numbers.
+
+    Attributes:
+        iterators: How often the data was opened.
+        seen: Steps read of what was opened last.
+        open: Whether an epoch goes on with it.
+        batch_size: Rows of a global batch; None where the data does not say.
+        batches: Batches of an epoch; None where unknown.
+    """
+
+    iterators: int
+    seen: int
+    open: bool
+    batch_size: int | None
+    batches: int | None
 
 
 class Feed:
@@ -228,7 +248,7 @@ class Feed:
         whole: tf.data.Dataset = data.whole if isinstance(data, PerRankDataset) else data
         return keras_data.TFDatasetAdapter(whole.rebatch(size))
 
-    def peek(self, size: int, rows: int) -> tuple[Iterator, int]:
+    def peek(self, size: int, rows: int) -> tuple[Iterator[Nest], int]:
         """Read the first rows of the data in other batches, beside what `fit` reads.
 
         Args:
@@ -249,7 +269,7 @@ class Feed:
 
     # Position in the data, to go on from it later.
 
-    def position(self, in_epoch: bool) -> dict:
+    def position(self, in_epoch: bool) -> Position:
         """Return the position of the running `fit` in its data, as plain numbers.
 
         Args:
@@ -269,7 +289,7 @@ class Feed:
             "batches": None if self._batch_size else keras_data.batches_in(iterator),
         }
 
-    def resume_at(self, step: int, position: dict) -> None:
+    def resume_at(self, step: int, position: Position) -> None:
         """Make the next epoch begin at a step, with the rows that would have come there.
 
         Iterators over a dataset shuffle anew each time one is made, so as many are made as before;
@@ -284,7 +304,7 @@ class Feed:
         """
         iterator = self.iterator
 
-        def resumed(steps: Iterator[tuple]) -> Iterator[tuple]:
+        def resumed(steps: keras_data.Steps) -> keras_data.Steps:
             if step and position["batch_size"] != self.batch_size():
                 raise ValueError(
                     f"step {step} of an epoch was reached with batch_size="
@@ -300,7 +320,7 @@ class Feed:
 
         keras_data.steps_through(iterator, resumed, once=True)
 
-    def resume_after_steps(self, logs: dict, position: dict) -> None:
+    def resume_after_steps(self, logs: Logs, position: Position) -> None:
         """Make the next epoch have no steps: they are done, and only its validation is left.
 
         Args:
@@ -308,7 +328,7 @@ class Feed:
             position: Where the data is after them.
         """
 
-        def none_left(steps: Iterator[tuple]) -> Iterator[tuple]:
+        def none_left(steps: keras_data.Steps) -> keras_data.Steps:
             del steps
             self._find_position(0, position)
             # Keras asks for an epoch's numbers when its steps are over.
@@ -317,7 +337,7 @@ class Feed:
 
         keras_data.steps_through(self.iterator, none_left, once=True)
 
-    def _find_position(self, step: int, position: dict) -> None:
+    def _find_position(self, step: int, position: Position) -> None:
         iterator = self.iterator
         stream = iterator.steps_per_epoch is not None
         inside = position["open"] if stream else step > 0
@@ -336,6 +356,6 @@ def _is_shuffled(adapter: keras_data.DataAdapter) -> bool:
     return isinstance(adapter, keras_data.ArrayDataAdapter) and bool(keras_data.shuffles(adapter))
 
 
-def _pass_over(batches: Iterator, count: int) -> None:
+def _pass_over(batches: Iterator[Nest], count: int) -> None:
     for _ in range(count):
         next(batches, None)

@@ -7,11 +7,11 @@ only, and `rank_callbacks.RankChecks` joins the callbacks.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import keras
 
+from dtk.nests import Args, Function, Kwargs
 from dtk.trainer.contract import Strategy, Trainer
 from dtk.trainer.ranks import rank_callbacks, rank_checks, shared_weights
 
@@ -25,7 +25,9 @@ WRITERS = (
 )
 
 
-def call(trainer: Trainer, name: str, method: Callable, args: tuple, kwargs: dict) -> Any:
+def call(
+    trainer: Trainer, name: str, method: Function[object], args: Args, kwargs: Kwargs
+) -> object:
     """Call one of Keras's own methods with the checks between ranks around it.
 
     Args:
@@ -47,7 +49,7 @@ def call(trainer: Trainer, name: str, method: Callable, args: tuple, kwargs: dic
     return _on_batch(method, name, trainer, args, kwargs)
 
 
-def fit(method: Callable, trainer: Trainer, args: tuple, kwargs: dict) -> Any:
+def fit(method: Function[object], trainer: Trainer, args: Args, kwargs: Kwargs) -> object:
     """Call Keras's `fit` with the checks between ranks around it.
 
     Args:
@@ -103,7 +105,7 @@ def fit(method: Callable, trainer: Trainer, args: tuple, kwargs: dict) -> Any:
         trainer.release()
 
 
-def data_of(asked: Mapping[str, Any]) -> Any:
+def data_of(asked: Mapping[str, object]) -> object:
     """Return what a call was given to read.
 
     Args:
@@ -118,8 +120,8 @@ def data_of(asked: Mapping[str, Any]) -> Any:
 
 
 def _evaluate_or_predict(
-    method: Callable, name: str, trainer: Trainer, args: tuple, kwargs: dict
-) -> Any:
+    method: Function[object], name: str, trainer: Trainer, args: Args, kwargs: Kwargs
+) -> object:
     """Call `evaluate` or `predict` with the checks between ranks around it."""
     given = inspect.signature(method).bind(*args, **kwargs)
     asked, strategy = given.arguments, trainer.strategy
@@ -143,7 +145,9 @@ def _evaluate_or_predict(
             trainer.resume()
 
 
-def _on_batch(method: Callable, name: str, trainer: Trainer, args: tuple, kwargs: dict) -> Any:
+def _on_batch(
+    method: Function[object], name: str, trainer: Trainer, args: Args, kwargs: Kwargs
+) -> object:
     """Take a single step: compare ranks before the first, and after 1, 2, 4, 8, ... of them."""
     trains = name == "train_on_batch"
     calls = trainer.calls[name] + 1
@@ -169,7 +173,8 @@ def _on_batch(method: Callable, name: str, trainer: Trainer, args: tuple, kwargs
 
 
 def on_this_rank(
-    callbacks: keras.callbacks.Callback | Sequence | None, strategy: Strategy
+    callbacks: keras.callbacks.Callback | Sequence[keras.callbacks.Callback] | None,
+    strategy: Strategy,
 ) -> list[keras.callbacks.Callback]:
     """Select the callbacks that run on this rank: all on rank 0, none that write files elsewhere.
 
@@ -188,7 +193,9 @@ def on_this_rank(
 
 
 def join(
-    callbacks: keras.callbacks.CallbackList, last: rank_callbacks.RankChecks, params: dict
+    callbacks: keras.callbacks.CallbackList,
+    last: rank_callbacks.RankChecks,
+    params: dict[str, object],
 ) -> None:
     """Add dtk's callbacks to a `CallbackList` that the script has built.
 
@@ -207,7 +214,7 @@ def join(
     callbacks.set_params({**params, **(callbacks.params or {})})
 
 
-def with_history(callbacks: list) -> list[keras.callbacks.Callback]:
+def with_history(callbacks: list[keras.callbacks.Callback]) -> list[keras.callbacks.Callback]:
     """Add Keras's `History` to callbacks without one, so that it comes before `RankChecks`.
 
     Args:

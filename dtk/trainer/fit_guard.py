@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
 
 from dtk.compat import keras_models, trainer_calls
 from dtk.errors import NotDistributedError, at_rank
+from dtk.nests import Args, Function, Kwargs
 from dtk.trainer import distributed_trainer, fit_calls, model_scope, saving, undistributed_jobs
 from dtk.trainer.contract import Strategy
 from dtk.trainer.replica import self_test
@@ -66,8 +66,8 @@ class _Calls:
         self.strategy = strategy
 
     def __call__(
-        self, model: keras.Model, name: str, method: Callable, args: tuple, kwargs: dict
-    ) -> Any:
+        self, model: keras.Model, name: str, method: Function[object], args: Args, kwargs: Kwargs
+    ) -> object:
         found = model_scope.trainer_of(model) or self._distributed_now(model, name)
         if found is not None:
             return fit_calls.call(found, name, method, args, kwargs)
@@ -77,7 +77,7 @@ class _Calls:
 
     def _distributed_now(
         self, model: keras.Model, name: str
-    ) -> distributed_trainer.DistributedTrainer | None:
+    ) -> distributed_trainer.DistributedTrainer[Strategy] | None:
         """Make the trainer of a model that was built in a scope, or is called in one."""
         owner = keras_models.owner_of(model)
         current = tf.distribute.get_strategy()

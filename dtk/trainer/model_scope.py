@@ -7,7 +7,7 @@ does around them; once the scope is left, nothing of Keras stays patched.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Protocol
 
 import keras
@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from dtk.compat import keras_models
 from dtk.errors import NotDistributedError, at_rank
+from dtk.nests import Function, Nest
 from dtk.trainer.contract import Strategy
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.jit import refuse_jit
@@ -24,7 +25,7 @@ from dtk.trainer.tracing import traced_step
 class ModelStrategy(Strategy, Protocol):
     """A strategy that makes the trainers of the models compiled in its scope."""
 
-    def make_trainer(self, model: keras.Model) -> DistributedTrainer:
+    def make_trainer(self, model: keras.Model) -> DistributedTrainer[Strategy]:
         """Make the trainer of a model compiled in this strategy's scope.
 
         Args:
@@ -32,7 +33,7 @@ class ModelStrategy(Strategy, Protocol):
         """
 
 
-def trainer_of(model: keras.Model) -> DistributedTrainer | None:
+def trainer_of(model: keras.Model) -> DistributedTrainer[Strategy] | None:
     """Return the trainer of a model.
 
     Args:
@@ -41,10 +42,10 @@ def trainer_of(model: keras.Model) -> DistributedTrainer | None:
     Returns:
         The trainer; None when no dtk strategy compiled the model.
     """
-    return getattr(model, "_dtk_trainer", None)
+    return keras_models.trainer_of(model, DistributedTrainer)
 
 
-def distribute(model: keras.Model, strategy: ModelStrategy) -> DistributedTrainer:
+def distribute(model: keras.Model, strategy: ModelStrategy) -> DistributedTrainer[Strategy]:
     """Give a compiled model the strategy's step functions; compiling again starts afresh.
 
     Args:
@@ -72,13 +73,16 @@ def distribute(model: keras.Model, strategy: ModelStrategy) -> DistributedTraine
     trainer.compiled()
     if before is not None:
         return before
-    model._dtk_trainer = trainer
+    keras_models.set_trainer(model, trainer)
     keras_models.build_through(model, trainer.take_epoch_iterator)
-    model.compute_loss = traced_step.checking_loss(model)
+    keras_models.losses_through(model, traced_step.checking_loss(model))
     if trainer.takes_over:
-        model.make_train_function = trainer.make_train_function
-        model.make_test_function = trainer.make_test_function
-        model.make_predict_function = trainer.make_predict_function
+        keras_models.functions_through(
+            model,
+            train=trainer.make_train_function,
+            test=trainer.make_test_function,
+            predict=trainer.make_predict_function,
+        )
     return trainer
 
 
@@ -124,7 +128,7 @@ def check_and_own(model: keras.Model, jit_compile: bool | str | None, strategy: 
 
 
 @tf.autograph.experimental.do_not_convert  # `run` is called in graphs; rewriting this took 0.1 s
-def check_distributed(function: Callable, strategy: Strategy) -> None:
+def check_distributed(function: Function[Nest], strategy: Strategy) -> None:
     """Refuse to run the step of a model that was compiled outside the strategy's scope.
 
     Args:
@@ -137,7 +141,7 @@ def check_distributed(function: Callable, strategy: Strategy) -> None:
     model = getattr(function, "__self__", None)
     if not isinstance(model, keras.Model) or strategy.num_replicas_in_sync == 1:
         return
-    if function.__name__ not in ("train_step", "test_step", "predict_step"):
+    if getattr(function, "__name__", None) not in ("train_step", "test_step", "predict_step"):
         return
     if trainer_of(model) is None:
         raise NotDistributedError(

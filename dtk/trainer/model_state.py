@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 
 from dtk.compat import keras_models
+from dtk.exchange.state import Saved
 from dtk.trainer.gradients import shared_optimizer
 
 
@@ -17,7 +18,7 @@ class ModelState:
 
     def __init__(self, model: keras.Model):
         self.model = model
-        self._carried: dict[str, dict] = {}
+        self._carried: dict[str, Saved] = {}
 
     @property
     def has_local_steps(self) -> bool:
@@ -69,7 +70,7 @@ class ModelState:
         traced = any(one.is_traced for one in shared_optimizer.gradient_exchanges_of(self.model))
         return self.equal_variables() if traced else self.shared_variables()
 
-    def exchange_state(self) -> dict:
+    def exchange_state(self) -> dict[str, Saved]:
         """Collect the state of the exchange of gradients, of all ranks. All ranks call it together.
 
         A world of one exchanges nothing, and keeps the state that a larger one has left.
@@ -83,7 +84,7 @@ class ModelState:
             for name, item in one.state.collect(root=0).items()
         }
 
-    def restore_exchange(self, state: dict) -> None:
+    def restore_exchange(self, state: dict[str, Saved]) -> None:
         """Restore the state of the exchange of gradients.
 
         Args:

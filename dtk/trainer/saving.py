@@ -18,7 +18,6 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import keras
 
@@ -33,7 +32,7 @@ def install() -> None:
     saving_calls.through(write)
 
 
-def write(model: keras.Model, path: Any, save: Callable[[Any], Any], how: str) -> Any:
+def write(model: keras.Model, path: object, save: Callable[[object], object], how: str) -> object:
     """Write a model to a path, such that no process ever reads half of it.
 
     Args:

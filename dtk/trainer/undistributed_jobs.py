@@ -11,11 +11,12 @@ import atexit
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from dtk.cluster.detect import detect
 from dtk.errors import NotDistributedError, at_rank
+from dtk.nests import Args, Function, Kwargs
 
 if TYPE_CHECKING:
     import keras
@@ -54,7 +55,9 @@ def _trains_with_others() -> bool:
     return environment.size > 1 and environment.role in ("worker", "chief")
 
 
-def _refuse(model: keras.Model, name: str, method: Callable, args: tuple, kwargs: dict) -> Any:
+def _refuse(
+    model: keras.Model, name: str, method: Function[object], args: Args, kwargs: Kwargs
+) -> object:
     if name in ("fit", "train_on_batch") and not _decided.is_set():
         environment = detect()
         raise NotDistributedError(

@@ -13,6 +13,7 @@ from dtk.communicators.measuring import measure
 from dtk.communicators.root import on_root
 from dtk.exchange.auto import CANDIDATES, Choice, Observed, choose, overheads_of
 from dtk.exchange.base import Exchange
+from dtk.nests import Logs
 from dtk.trainer.contract import Trainer
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.gradients.gradient_exchange import GradientExchange
@@ -67,7 +68,7 @@ class ExchangeSelection:
         if self._undecided:
             self._first, self._began = first, self._read()
 
-    def end_step(self, last: int, logs: dict | None) -> None:
+    def end_step(self, last: int, logs: Logs | None) -> None:
         """Read the clocks again, once the steps are over: then their logs can be read.
 
         Args:

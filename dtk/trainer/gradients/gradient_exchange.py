@@ -14,6 +14,7 @@ from dtk.exchange import Auto, Dense
 from dtk.exchange.base import BatchPart, Exchange, ExchangeOp, Gradient, Trained, Update
 from dtk.exchange.factors import Factored
 from dtk.exchange.state import ExchangeState
+from dtk.nests import Gradients
 from dtk.trainer.contract import Strategy
 from dtk.trainer.gradients import transforms
 from dtk.trainer.tracing import traced_step
@@ -40,7 +41,7 @@ class GradientExchange:
         self._strategy = strategy
         alone = strategy.communicator.size == 1
         self._exchange = (None if alone else strategy.exchange) or Dense()
-        self._ops: dict[tuple, ExchangeOp] = {}
+        self._ops: dict[tuple[int, ...], ExchangeOp] = {}
         self.chooses = isinstance(self._exchange, Auto)
         self.seen: list[tf.TensorSpec] = []
         self.factored: list[tf.TensorSpec] = []
@@ -106,7 +107,7 @@ class GradientExchange:
             ),
         )
 
-    def update(self, gradients: list, variables: Sequence[keras.Variable]) -> Update:
+    def update(self, gradients: Gradients, variables: Sequence[keras.Variable]) -> Update:
         """Turn this replica's gradients into those that the optimizer is to apply.
 
         Args:
@@ -126,7 +127,7 @@ class GradientExchange:
             chain.append(transforms.Rescale(scale))
         return self._chained(chain, gradients, variables)
 
-    def reduce_window(self, gradients: list, variables: Sequence[keras.Variable]) -> list:
+    def reduce_window(self, gradients: Gradients, variables: Sequence[keras.Variable]) -> Gradients:
         """Sum the gradients of an accumulation window over the replicas.
 
         Args:
@@ -143,7 +144,7 @@ class GradientExchange:
     def _chained(
         self,
         chain: Sequence[transforms.Transform],
-        gradients: list,
+        gradients: Gradients,
         variables: Sequence[keras.Variable],
     ) -> Update:
         """Send those gradients through a chain that are there, in their static shapes."""

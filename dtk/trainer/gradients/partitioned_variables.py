@@ -11,13 +11,13 @@ optimizer. That is the same as long as a row's step depends on nothing but that 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from dtk.compat import keras_optimizers, keras_variables
+from dtk.nests import Gradients, Nest
 from dtk.optimizers.layerwise import LayerwiseOptimizer
 
 
@@ -40,7 +40,9 @@ def members(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
 # What parts would make something else of.
 
 
-def check_parts(optimizer: keras.Optimizer, variable: keras.Variable, parts: Sequence) -> None:
+def check_parts(
+    optimizer: keras.Optimizer, variable: keras.Variable, parts: Sequence[keras.Variable]
+) -> None:
     """Refuse an optimizer or a constraint that needs the whole of a variable in parts.
 
     Args:
@@ -72,7 +74,7 @@ def check_parts(optimizer: keras.Optimizer, variable: keras.Variable, parts: Seq
         )
 
 
-def _updates(member: keras.Optimizer, parts: Sequence) -> bool:
+def _updates(member: keras.Optimizer, parts: Sequence[keras.Variable]) -> bool:
     """Return whether an optimizer updates these parts; several may share a model's variables."""
     if not member.built:
         return True
@@ -94,7 +96,7 @@ def _needs_whole(member: keras.Optimizer, variable: keras.Variable) -> str | Non
     return None
 
 
-def _is_by_rows(constraint: Callable, variable: keras.Variable) -> bool:
+def _is_by_rows(constraint: Callable[[tf.Tensor], tf.Tensor], variable: keras.Variable) -> bool:
     """Return whether a constraint makes the same of two rows together and of each alone."""
     shape = (2, *variable.shape[1:])
     values = np.random.default_rng(0).normal(size=shape)
@@ -115,14 +117,17 @@ def clip_wholes(optimizer: keras.Optimizer) -> None:
         optimizer: One that wraps no other.
     """
     applied = optimizer.apply
-    updated: list = []
+    updated: list[keras.Variable] = []
 
-    def apply(grads: Sequence, trainable_variables: Sequence | None = None) -> Any:
+    def apply(
+        grads: Sequence[tf.Tensor | tf.IndexedSlices | None],
+        trainable_variables: Sequence[keras.Variable] | None = None,
+    ) -> Nest:
         variables = trainable_variables or keras_optimizers.trained_variables(optimizer)
         updated[:] = [v for g, v in zip(grads, variables, strict=True) if g is not None]
         return applied(grads, trainable_variables)
 
-    def clip(gradients: list, clip_each: Callable) -> list:
+    def clip(gradients: Gradients, clip_each: keras_optimizers.Clip) -> Gradients:
         clipped = list(clip_each(gradients))
         wholes: dict[int, list[int]] = {}
         for index, variable in enumerate(updated):
@@ -139,7 +144,9 @@ def clip_wholes(optimizer: keras.Optimizer) -> None:
         keras_optimizers.clip_through(optimizer, clip)
 
 
-def _clipped_together(gradients: Sequence, most: float) -> list:
+def _clipped_together(
+    gradients: Sequence[tf.Tensor | tf.IndexedSlices], most: float
+) -> list[tf.Tensor | tf.IndexedSlices]:
     """Clip gradients of a variable's parts as `tf.clip_by_norm` clips that of the whole."""
     squares = [tf.reduce_sum(tf.square(_rows(g))) for g in gradients]
     norm = tf.sqrt(tf.add_n(squares))

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from dtk.compat import tf_replicas
 from dtk.errors import at_rank
+from dtk.nests import Gradients
 from dtk.trainer.contract import Strategy
 
 
@@ -25,7 +26,9 @@ def is_replaced(variable: keras.Variable) -> bool:
     return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
-def replacements(grads: Sequence, variables: list, strategy: Strategy) -> dict[int, tf.Tensor]:
+def replacements(
+    grads: Gradients, variables: Sequence[keras.Variable], strategy: Strategy
+) -> dict[int, tf.Tensor]:
     """Compute what is to replace variables: the largest over the replicas.
 
     Each replica knows of its own rows. Keras takes the largest, too, over the steps of an
@@ -54,7 +57,7 @@ def replacements(grads: Sequence, variables: list, strategy: Strategy) -> dict[i
     return mine
 
 
-def without(replacing: Mapping[int, tf.Tensor], grads: list) -> list:
+def without(replacing: Mapping[int, tf.Tensor], grads: Gradients) -> Gradients:
     """Leave out the gradients of variables that are replaced.
 
     Args:
@@ -67,7 +70,7 @@ def without(replacing: Mapping[int, tf.Tensor], grads: list) -> list:
     return [None if i in replacing else g for i, g in enumerate(grads)] if replacing else grads
 
 
-def merged(replacing: Mapping[int, tf.Tensor], grads: list) -> list:
+def merged(replacing: Mapping[int, tf.Tensor], grads: Gradients) -> Gradients:
     """Put replacements in the places of gradients.
 
     Args:

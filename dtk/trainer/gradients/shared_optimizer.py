@@ -11,17 +11,21 @@ import concurrent.futures
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import keras
 import tensorflow as tf
 
 from dtk.compat import keras_optimizers, tf_replicas
+from dtk.compat.keras_optimizers import Apply, Clip
 from dtk.errors import at_rank
+from dtk.nests import Gradients, Nest
 from dtk.trainer.contract import Strategy
 from dtk.trainer.gradients import partitioned_variables, replaced_variables
 from dtk.trainer.gradients.gradient_exchange import GradientExchange, check_exchange
 from dtk.trainer.tracing import traced_step
+
+_Variables: TypeAlias = Sequence[keras.Variable]
 
 
 def optimizers_of(model: keras.Model) -> list[keras.Optimizer]:
@@ -111,7 +115,7 @@ class _Bond:
 
     strategy: Strategy
     exchange: GradientExchange | None = None
-    apply: Callable[[Sequence, Sequence | None], Any] | None = None
+    apply: Apply | None = None
 
 
 def bind(optimizer: keras.Optimizer, strategy: Strategy) -> None:
@@ -147,17 +151,22 @@ def _weighed(loss: tf.Tensor) -> tf.Tensor:
 def _own(optimizer: keras.Optimizer, strategy: Strategy) -> _Bond:
     """Take over an optimizer and all that it applies; none is to reduce gradients by itself."""
     for member in partitioned_variables.members(optimizer):
-        if _is_bound(member, strategy):
-            continue
-        _check_owner(member, strategy)
-        check_exchange(member, strategy)
-        keras_optimizers.own_optimizer(member, strategy)
-        keras_optimizers.set_note(member, _Bond(strategy))
-    return keras_optimizers.note_of(optimizer)
+        if not _is_bound(member, strategy):
+            _check_owner(member, strategy)
+            check_exchange(member, strategy)
+            keras_optimizers.own_optimizer(member, strategy)
+            keras_optimizers.set_note(member, _Bond(strategy))
+    return _bond_of(optimizer)
+
+
+def _bond_of(optimizer: keras.Optimizer) -> _Bond:
+    bond = keras_optimizers.note_of(optimizer, _Bond)
+    assert bond is not None
+    return bond
 
 
 def _is_bound(member: keras.Optimizer, strategy: Strategy) -> bool:
-    bond = keras_optimizers.note_of(member)
+    bond = keras_optimizers.note_of(member, _Bond)
     return bond is not None and bond.strategy is strategy
 
 
@@ -170,7 +179,7 @@ def gradient_exchanges_of(model: keras.Model) -> list[GradientExchange]:
     Returns:
         One per optimizer that has one.
     """
-    bonds = [keras_optimizers.note_of(o) for o in optimizers_of(model)]
+    bonds = [keras_optimizers.note_of(o, _Bond) for o in optimizers_of(model)]
     return [b.exchange for b in bonds if b is not None and b.exchange is not None]
 
 
@@ -184,7 +193,7 @@ def _reduce_windows(
     # The variables that the running step changes; replicas are traced in threads.
     running = threading.local()
 
-    def clip_reduced(grads: Sequence, clip: Callable) -> Any:
+    def clip_reduced(grads: Gradients, clip: Clip) -> Gradients:
         _note_reduction()
         if not replaced_variables.in_replica(strategy):
             return clip(grads)
@@ -192,7 +201,7 @@ def _reduce_windows(
         with tf_replicas.counted_if(None):
             return clip(gradient_exchange.reduce_window(list(grads), running.changed))
 
-    def accumulate(grads: list, variables: Sequence | None, apply: Callable) -> Any:
+    def accumulate(grads: Gradients, variables: _Variables | None, apply: Apply) -> Nest:
         _build_in_time(outer, variables, strategy)
         grads, only_noted = _taken(outer, grads, variables)
         if only_noted:
@@ -220,7 +229,7 @@ def _reduce_each(
 ) -> None:
     """Exchange every step's gradients before the optimizer sees them."""
 
-    def exchange(grads: list, variables: Sequence | None, apply: Callable) -> Any:
+    def exchange(grads: Gradients, variables: _Variables | None, apply: Apply) -> Nest:
         _build_in_time(outer, variables, strategy)
         grads, only_noted = _taken(outer, grads, variables)
         if only_noted:
@@ -240,7 +249,7 @@ def _reduce_each(
     keras_optimizers.apply_through(outer, exchange)
 
 
-def _apply_if(condition: tf.Tensor | None, apply: Callable[[], Any]) -> Any:
+def _apply_if(condition: tf.Tensor | None, apply: Callable[[], Nest]) -> Nest:
     if condition is None:
         return apply()
 
@@ -252,8 +261,8 @@ def _apply_if(condition: tf.Tensor | None, apply: Callable[[], Any]) -> Any:
 
 
 def _taken(
-    optimizer: keras.Optimizer, gradients: list, variables: Sequence | None
-) -> tuple[list, bool]:
+    optimizer: keras.Optimizer, gradients: Gradients, variables: _Variables | None
+) -> tuple[Gradients, bool]:
     """Weigh the gradients that a step hands to its optimizer by its share of the rows.
 
     Returns:
@@ -289,7 +298,7 @@ def _check_owner(member: keras.Optimizer, strategy: Strategy) -> None:
 
 
 def _build_in_time(
-    optimizer: keras.Optimizer, variables: Sequence | None, strategy: Strategy
+    optimizer: keras.Optimizer, variables: _Variables | None, strategy: Strategy
 ) -> None:
     """Make an optimizer's variables outside the step being traced.
 
@@ -326,7 +335,7 @@ def _everywhere(flag: tf.Tensor) -> tf.Tensor:
 
 
 def note_applies(
-    optimizer: keras.Optimizer, strategy: Strategy, parts_of: Callable[[keras.Variable], list]
+    optimizer: keras.Optimizer, strategy: Strategy, parts_of: Callable[[keras.Variable], _Variables]
 ) -> None:
     """Make an optimizer note what a traced step hands it, and see partitioned variables as parts.
 
@@ -343,9 +352,9 @@ def note_applies(
     if bond.apply is not None:
         return
     keras_optimizers.scale_loss_through(outer, _weighed)
-    built_for: list = []
+    built_for: list[keras.Variable] = []
 
-    def note(grads: list, variables: Sequence | None, apply: Callable) -> Any:
+    def note(grads: Gradients, variables: _Variables | None, apply: Apply) -> Nest:
         step = traced_step.current()
         if step is None or step.noted is None:
             return apply(grads, variables)
@@ -355,10 +364,10 @@ def note_applies(
         step.noted.note(outer, step.handed_over(grads), list(noted))
         return None
 
-    def expanded(variables: Sequence) -> list:
+    def expanded(variables: _Variables) -> list[keras.Variable]:
         return [part for variable in variables for part in parts_of(variable)]
 
-    def built(variables: Sequence) -> None:
+    def built(variables: _Variables) -> None:
         built_for[:] = variables
         _take_members(outer, strategy)  # a MultiOptimizer may make them while it is built
 
@@ -373,10 +382,12 @@ def _take_members(outer: keras.Optimizer, strategy: Strategy) -> _Bond:
             keras_optimizers.own_optimizer(member, strategy)
             partitioned_variables.clip_wholes(member)
             keras_optimizers.set_note(member, _Bond(strategy))
-    return keras_optimizers.note_of(outer)
+    return _bond_of(outer)
 
 
-def apply_now(optimizer: keras.Optimizer, gradients: list, variables: list) -> None:
+def apply_now(
+    optimizer: keras.Optimizer, gradients: Gradients, variables: list[keras.Variable]
+) -> None:
     """Apply gradients by the optimizer's own `apply`, which is not noted.
 
     Args:
@@ -384,4 +395,6 @@ def apply_now(optimizer: keras.Optimizer, gradients: list, variables: list) -> N
         gradients: Gradients; None where there is none.
         variables: Keras variables, or parts of them, in the same order.
     """
-    keras_optimizers.note_of(optimizer).apply(gradients, variables)
+    bond = _bond_of(optimizer)
+    assert bond.apply is not None
+    bond.apply(gradients, variables)

@@ -8,11 +8,11 @@ differs is named.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
 
+from dtk.nests import Logs
 from dtk.trainer.contract import Trainer
 from dtk.trainer.gradients.exchange_selection import ExchangeSelection
 from dtk.trainer.ranks.rank_checks import check_same_run
@@ -26,7 +26,7 @@ from dtk.trainer.ranks.shared_weights import (
 # The callback.
 
 
-def notify(callbacks: Sequence, event: str, *args: Any) -> None:
+def notify(callbacks: Sequence[keras.callbacks.Callback], event: str, *args: object) -> None:
     """Call a method of the callbacks that define it.
 
     Args:
@@ -51,7 +51,7 @@ class SynchronizeWeights(keras.callbacks.Callback):
         super().__init__()
         self.trainer = trainer
 
-    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Average the weights of replicas with local steps, and numbers that no metric counts.
 
         Args:
@@ -96,7 +96,7 @@ class RankChecks(keras.callbacks.Callback):
     def _alone(self) -> bool:
         return self.trainer.strategy.communicator.size == 1
 
-    def on_train_begin(self, logs: dict | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Compare ranks, then start from rank 0's weights, optimizer state and epoch.
 
         Args:
@@ -116,7 +116,7 @@ class RankChecks(keras.callbacks.Callback):
         self._stepped = False
         self._steps = 0
 
-    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Shuffle the data anew, alike on every rank.
 
         Args:
@@ -127,7 +127,7 @@ class RankChecks(keras.callbacks.Callback):
         self.trainer.new_epoch(epoch)
         self.trainer.feed.shuffle(epoch)
 
-    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         """Read the clocks, after all other callbacks, so that they are not measured.
 
         Args:
@@ -136,7 +136,7 @@ class RankChecks(keras.callbacks.Callback):
         """
         self._selection.begin_step(batch)
 
-    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Check after the first step that it was the same step on all ranks.
 
         Args:
@@ -159,7 +159,7 @@ class RankChecks(keras.callbacks.Callback):
         if self.model.stop_training:
             self.trainer.flush()
 
-    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Stop all ranks when one of them wants to stop; go on from equal weights.
 
         Args:
@@ -177,7 +177,7 @@ class RankChecks(keras.callbacks.Callback):
         self._selection.end_epoch()
         notify(self.trainer.callbacks.callbacks, "on_epoch_agreed", epoch, logs)
 
-    def on_train_end(self, logs: dict | None = None) -> None:
+    def on_train_end(self, logs: Logs | None = None) -> None:
         """Tell callbacks that training is over, and weights no longer change.
 
         Args:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import keras
 import numpy as np
@@ -20,6 +20,7 @@ from dtk.communicators.base import Communicator
 from dtk.compat import tf_replicas
 from dtk.errors import DisagreementError, at_rank
 from dtk.input import digests, slicing
+from dtk.nests import Array
 from dtk.trainer.contract import Strategy, Trainer
 
 SAME_SCRIPT = "start the same script with the same arguments everywhere"
@@ -31,9 +32,12 @@ _SAME_DATA = (
     "per rank use dtk.data.shard"
 )
 
+# What a rank has to say for comparison with others: what it is, and its value.
+Facts: TypeAlias = Sequence[tuple[str, object]]
+
 
 def raise_first_difference(
-    mine: Sequence, theirs: Sequence, rank: int, other: int, cure: str = SAME_SCRIPT
+    mine: Facts, theirs: Facts, rank: int, other: int, cure: str = SAME_SCRIPT
 ) -> None:
     """Compare two ranks' lists of (what, value).
 
@@ -58,7 +62,7 @@ def raise_first_difference(
             )
 
 
-def compare(mine: Sequence, communicator: Communicator, cure: str = SAME_SCRIPT) -> None:
+def compare(mine: Facts, communicator: Communicator, cure: str = SAME_SCRIPT) -> None:
     """Compare lists of (what, value) over all ranks.
 
     Args:
@@ -75,7 +79,7 @@ def compare(mine: Sequence, communicator: Communicator, cure: str = SAME_SCRIPT)
         raise_first_difference(mine, theirs, communicator.rank, rank, cure)
 
 
-def numbers_of_all(numbers: Sequence[int], communicator: Communicator) -> np.ndarray:
+def numbers_of_all(numbers: Sequence[int], communicator: Communicator) -> Array:
     """Gather numbers of all ranks by one small message, where objects take two larger ones.
 
     Args:
@@ -89,7 +93,7 @@ def numbers_of_all(numbers: Sequence[int], communicator: Communicator) -> np.nda
     return communicator.allgather(row, [1] * communicator.size).numpy()
 
 
-def same_number(gathered: np.ndarray) -> bool:
+def same_number(gathered: Array) -> bool:
     """Return whether the first number of all ranks is the same.
 
     Args:
@@ -98,11 +102,11 @@ def same_number(gathered: np.ndarray) -> bool:
     return len(set(gathered[:, 0])) == 1
 
 
-def number_of(value: Any) -> int:
+def number_of(value: object) -> int:
     """Compute a hash of a value, of 63 bits and greater than any rank.
 
     Args:
-        value: Anything that can be pickled.
+        value: objectthing that can be pickled.
     """
     digest = hashlib.blake2b(pickle.dumps(value), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1 | 1 << 62
@@ -111,7 +115,11 @@ def number_of(value: Any) -> int:
 # What fit, evaluate and predict are given.
 
 
-def check_same_call(strategy: Strategy, data: dict, callbacks: Sequence = ()) -> bool:
+def check_same_call(
+    strategy: Strategy,
+    data: Mapping[str, object],
+    callbacks: Sequence[keras.callbacks.Callback] = (),
+) -> bool:
     """Compare data and dtk's own callbacks over all ranks, before anything else communicates.
 
     Args:
@@ -158,7 +166,7 @@ def _looks_at_batches(callback: keras.callbacks.Callback) -> bool:
     )
 
 
-def describe(data: Any) -> str | None:
+def describe(data: object) -> str | None:
     """Describe data in a few words that must be the same on every rank.
 
     Arrays are told from each other by their shapes and a hash of all their bytes.
@@ -262,7 +270,7 @@ class ReadingCheck:
             check_same_digest(self._strategy, int(self._digest), "at the end of the data")
 
 
-def check_same_run(trainer: Trainer, params: dict) -> None:
+def check_same_run(trainer: Trainer, params: Mapping[str, object]) -> None:
     """Raise on every rank when ranks differ in variables or steps, naming the first difference.
 
     Args:
@@ -281,7 +289,7 @@ def check_same_run(trainer: Trainer, params: dict) -> None:
     compare(mine, trainer.strategy.communicator)
 
 
-def _shapes(trainer: Trainer) -> list:
+def _shapes(trainer: Trainer) -> list[tuple[str, object]]:
     # The last word of a variable's path, such as "kernel" or "momentum": what stands before depends
     # on how many layers of its kind a process has made, which may differ.
     variables = trainer.shared_variables()

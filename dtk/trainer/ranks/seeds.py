@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 
+from dtk.nests import Array
 from dtk.trainer.contract import Trainer
 
 # Spreads rank-specific seeds over the 31 bits a seed may use (2^32 / golden ratio).
@@ -27,7 +28,7 @@ def spread_seeds(trainer: Trainer) -> None:
         strategy.set_per_replica(state, [fold_seed(base, rank) for rank in strategy.local_ranks()])
 
 
-def fold_seed(state: np.ndarray, rank: int) -> np.ndarray:
+def fold_seed(state: Array, rank: int) -> Array:
     """Derive the seed state of one rank from rank 0's; rank 0 keeps its own.
 
     Args:

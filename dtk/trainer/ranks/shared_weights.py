@@ -36,7 +36,7 @@ def fingerprint(value: tf.Tensor | tf.Variable) -> str:
     return hashlib.blake2b(array.view(np.uint8).data, digest_size=8).hexdigest()
 
 
-def differing(variables: Sequence, strategy: Strategy) -> list[int]:
+def differing(variables: Sequence[keras.Variable], strategy: Strategy) -> list[int]:
     """Find the variables that are not bit-identical on all replicas.
 
     Args:
@@ -80,7 +80,9 @@ def check_same_weights(trainer: Trainer, when: str) -> None:
         )
 
 
-def start_from(root: int, trainer: Trainer, variables: Sequence | None = None) -> list[str]:
+def start_from(
+    root: int, trainer: Trainer, variables: Sequence[keras.Variable] | None = None
+) -> list[str]:
     """Give every rank `root`'s values of the variables that differ.
 
     Args:
@@ -102,7 +104,9 @@ def start_from(root: int, trainer: Trainer, variables: Sequence | None = None) -
     return [variable.path for variable in wanted]
 
 
-def average(variables: Sequence, share: tf.Tensor | None, strategy: Strategy) -> None:
+def average(
+    variables: Sequence[keras.Variable], share: tf.Tensor | None, strategy: Strategy
+) -> None:
     """Average floating-point variables that differ over all ranks.
 
     Args:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import keras
 import tensorflow as tf
 
 from dtk.input import slicing
+from dtk.nests import Leaf, Nest
 from dtk.trainer import epoch_data
 from dtk.trainer.contract import Strategy
 from dtk.trainer.replica import replica_step
 
 
-def make_predict_function(model: keras.Model, strategy: Strategy) -> Callable[[list], Any]:
+def make_predict_function(model: keras.Model, strategy: Strategy) -> Callable[[list[Nest]], Nest]:
     """Make a function that predicts batches, each replica its part.
 
     Args:
@@ -27,19 +27,19 @@ def make_predict_function(model: keras.Model, strategy: Strategy) -> Callable[[l
     sequence = strategy.new_sequence("predict")
 
     @tf.autograph.experimental.do_not_convert
-    def one_step(data: Any) -> Any:
+    def one_step(data: Nest) -> Nest:
         with strategy.sequence(sequence):
             return strategy.gather_outputs(predict_rows(data, model))
 
     @tf.autograph.experimental.do_not_convert
-    def every_step(batches: list) -> Any:
+    def every_step(batches: list[Nest]) -> Nest:
         outputs = [strategy.join_outputs(strategy.run(one_step, args=(data,))) for data in batches]
         return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
 
     return every_step if model.run_eagerly else tf.function(every_step, reduce_retracing=True)
 
 
-def predict_on_batch(predict: Callable[[list], Any], x: Any, strategy: Strategy) -> Any:
+def predict_on_batch(predict: Callable[[list[Nest]], Nest], x: Nest, strategy: Strategy) -> Nest:
     """Predict one global batch.
 
     Args:
@@ -58,7 +58,7 @@ def predict_on_batch(predict: Callable[[list], Any], x: Any, strategy: Strategy)
     )
 
 
-def predict_rows(data: Any, model: keras.Model) -> Any:
+def predict_rows(data: Nest, model: keras.Model) -> Nest:
     """Run Keras's predict step on this replica's rows, of which there may be none.
 
     Args:
@@ -77,7 +77,7 @@ def predict_rows(data: Any, model: keras.Model) -> Any:
     return keras.tree.map_structure(lambda output: _rows_of(output, rows), outputs)
 
 
-def _rows_of(output: Any, rows: tf.Tensor) -> Any:
+def _rows_of(output: Leaf, rows: tf.Tensor) -> Leaf:
     if isinstance(output, tf.SparseTensor):
         raise ValueError(
             "predict cannot put sparse outputs of several workers together; end the model with "

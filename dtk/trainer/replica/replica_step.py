@@ -11,7 +11,6 @@ Keras's own train or test step runs on this replica's slice; what it leaves is t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -19,18 +18,19 @@ import tensorflow as tf
 from dtk.compat import keras_models, tf_replicas
 from dtk.errors import NotDistributedError, at_rank
 from dtk.input import slicing
-from dtk.trainer.contract import Strategy
+from dtk.nests import Nest
+from dtk.trainer.contract import StepFunction, Strategy
 from dtk.trainer.gradients import local_steps, shared_optimizer
 from dtk.trainer.tracing import traced_step
 
 
 def run_step(
-    step_function: Callable,
+    step_function: StepFunction,
     batch: slicing.Slices,
     model: keras.Model,
     strategy: Strategy,
     kinds: Mapping[str, str],
-) -> Any:
+) -> Nest:
     """Run Keras's own train or test step on this replica's slice, then make its logs global.
 
     Args:
@@ -64,12 +64,12 @@ def run_step(
 
 
 def begin_step(
-    step_function: Callable,
+    step_function: StepFunction,
     batch: slicing.Slices,
     model: keras.Model,
     strategy: Strategy,
-    kinds: Mapping,
-) -> tuple[Any, traced_step.Step, tf.Tensor]:
+    kinds: Mapping[str, str],
+) -> tuple[Nest, traced_step.Step, tf.Tensor]:
     """Prepare the step of this replica.
 
     Args:
@@ -110,7 +110,9 @@ def metric_variables(model: keras.Model) -> list[keras.Variable]:
     return list({id(v): v for v in found}.values())
 
 
-def _forget_padding(present: tf.Tensor, before: dict, model: keras.Model) -> None:
+def _forget_padding(
+    present: tf.Tensor, before: Mapping[int, tf.Tensor], model: keras.Model
+) -> None:
     """Without rows of its own, a replica's metrics stay as they were."""
 
     def restore() -> tf.Tensor:
@@ -161,16 +163,16 @@ class World:
         present: Whether the replica has rows of its own.
     """
 
-    def __init__(self, step: traced_step.Step, before: dict, present: tf.Tensor):
+    def __init__(self, step: traced_step.Step, before: Mapping[int, tf.Tensor], present: tf.Tensor):
         self._step = step
         self._before = before
         self._present = present
         self._reduced_at = -1
         self._averaged: dict[int, int] = {}
-        self._totals: list[tuple[Any, tf.Tensor]] = []
+        self._totals: list[tuple[keras.Variable, tf.Tensor]] = []
         self._inside = False
 
-    def result_of(self, original: Callable) -> Any:
+    def result_of(self, original: Callable[[], Nest]) -> Nest:
         """Compute what a metric's `result` returns for the state of all replicas.
 
         Args:
@@ -192,14 +194,14 @@ class World:
         if self._unaveraged():
             self._reduce([])
 
-    def _unaveraged(self) -> list:
+    def _unaveraged(self) -> list[keras.Variable]:
         return [
             v
             for v in local_steps.moving_statistics(self._step)
             if self._averaged.get(id(v)) != self._step.assigned_at[id(v)]
         ]
 
-    def _reduce(self, summed: list) -> None:
+    def _reduce(self, summed: list[keras.Variable]) -> None:
         step, replica = self._step, tf.distribute.get_replica_context()
         averaged = self._unaveraged()
         values = [self._counted(v) for v in summed] + [step.weighed(v) for v in averaged]
@@ -218,11 +220,11 @@ class World:
         return tf.where(self._present, now, tf.zeros_like(now) if before is None else before)
 
 
-def _value_of(result: Any) -> Any:
+def _value_of(result: tf.Tensor | keras.Variable) -> tf.Tensor:
     return tf.convert_to_tensor(result) if isinstance(result, keras.Variable) else result
 
 
-def result_of(metric: keras.Metric, original: Callable) -> Any:
+def result_of(metric: keras.Metric, original: Callable[[], Nest]) -> Nest:
     """Compute a metric's result from the state of all replicas, in place of `Metric.result`.
 
     Args:
@@ -241,7 +243,7 @@ def result_of(metric: keras.Metric, original: Callable) -> Any:
     return result
 
 
-def numbers_of(step: traced_step.Step, logs: Any) -> list[tuple[str, tf.Tensor]]:
+def numbers_of(step: traced_step.Step, logs: Nest) -> list[tuple[str, tf.Tensor]]:
     """Find the numbers in what a step returned that are not the results of metrics.
 
     Args:
@@ -262,7 +264,9 @@ def numbers_of(step: traced_step.Step, logs: Any) -> list[tuple[str, tf.Tensor]]
     ]
 
 
-def results_in(step: traced_step.Step, logs: Any) -> list[tuple[tuple, Any, tuple]]:
+def results_in(
+    step: traced_step.Step, logs: Nest
+) -> list[tuple[traced_step.Path, keras.Metric, traced_step.Path]]:
     """Find the results of metrics in what a step returned.
 
     Args:
@@ -280,11 +284,11 @@ def results_in(step: traced_step.Step, logs: Any) -> list[tuple[tuple, Any, tupl
     ]
 
 
-def _name_of(path: tuple) -> str:
+def _name_of(path: traced_step.Path) -> str:
     return "/".join(map(str, path))
 
 
-def _sum_numbers(step: traced_step.Step, logs: Any) -> Any:
+def _sum_numbers(step: traced_step.Step, logs: Nest) -> Nest:
     """Sum over replicas what a step logs besides the results of metrics."""
     numbers = numbers_of(step, logs)
     if not numbers:
@@ -298,13 +302,13 @@ def _sum_numbers(step: traced_step.Step, logs: Any) -> Any:
     return _replaced(logs, found)
 
 
-def _replaced(logs: Any, found: Mapping[str, tf.Tensor]) -> Any:
+def _replaced(logs: Nest, found: Mapping[str, tf.Tensor]) -> Nest:
     paths = [_name_of(path) for path, _ in keras.tree.flatten_with_path(logs)]
     values = [found.get(p, v) for p, v in zip(paths, keras.tree.flatten(logs), strict=True)]
     return keras.tree.pack_sequence_as(logs, values)
 
 
-def without_optionals(data: Any) -> Any:
+def without_optionals(data: Nest) -> Nest:
     """Replace what Keras marks as absent by None.
 
     Args:

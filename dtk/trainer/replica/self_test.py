@@ -22,7 +22,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import keras
 import numpy as np
@@ -30,6 +30,8 @@ import numpy as np
 from dtk.cluster.variables import SELF_TEST
 from dtk.compat import keras_models
 from dtk.errors import NotDistributedError, at_rank
+from dtk.nests import Array
+from dtk.trainer.contract import Strategy
 from dtk.trainer.replica.trial import Outcome, Trial
 from dtk.trainer.tracing.loss_terms import RATIO, SUM
 
@@ -91,7 +93,7 @@ def _nothing_was_tried() -> None:
     os._exit(1)
 
 
-def run(trial: Trial, reasons: Sequence[str]) -> Verdict:
+def run(trial: Trial[Strategy], reasons: Sequence[str]) -> Verdict:
     """Compute a few rows of a batch as a whole and in parts, and compare.
 
     All ranks call it together.
@@ -134,7 +136,7 @@ def run(trial: Trial, reasons: Sequence[str]) -> Verdict:
     return verdict
 
 
-def _judge(trial: Trial) -> Verdict:
+def _judge(trial: Trial[Strategy]) -> Verdict:
     """Compute both ways, and once more with the kinds that were found."""
     whole, parts = trial.whole(), trial.replicas({})
     shares = np.array(trial.parts) / trial.rows
@@ -163,12 +165,12 @@ def _tolerance(model: keras.Model) -> float:
     return 5e-2 if kinds & {"float16", "bfloat16"} else 1e-4
 
 
-def _close(one: Any, other: Any, scale: Any, tolerance: float) -> bool:
+def _close(one: float, other: float, scale: float, tolerance: float) -> bool:
     return bool(np.abs(one - other) <= tolerance * scale)
 
 
 def _kinds_of(
-    whole: Outcome, parts: Outcome, shares: np.ndarray, tolerance: float
+    whole: Outcome, parts: Outcome, shares: Array, tolerance: float
 ) -> tuple[dict[str, str], list[str], list[str]]:
     """Find the kinds of terms that are no means, the names of unclear terms, and oddities."""
     kinds: dict[str, str] = {}
@@ -201,7 +203,7 @@ def _kinds_of(
     return kinds, unclear, odd
 
 
-def _is_ratio(whole: np.ndarray, above: np.ndarray, below: np.ndarray, tolerance: float) -> bool:
+def _is_ratio(whole: Array, above: Array, below: Array, tolerance: float) -> bool:
     """Return whether a term is a quotient whose parts are sums over rows."""
     _, numerator, denominator = whole
     if not np.isfinite(whole).all() or not denominator:
@@ -277,7 +279,7 @@ def reasons(model: keras.Model, step_name: str) -> list[str]:
     return found + [f"layer {name}" for name in sorted(layers)]
 
 
-def _called(thing: Any) -> str:
+def _called(thing: object) -> str:
     return str(getattr(thing, "__name__", type(thing).__name__))
 
 

@@ -32,7 +32,7 @@ class Snapshot:
         [1.0, 2.0]
     """
 
-    def __init__(self, variables: Iterable):
+    def __init__(self, variables: Iterable[keras.Variable | tf.Variable]):
         copies = [copy for v in variables for copy in tf_variables.components(_stored(v))]
         self._kept = [(copy, copy.numpy()) for copy in {id(c): c for c in copies}.values()]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, cast
+from typing import Generic, NamedTuple, TypeAlias, cast
 
 import keras
 import numpy as np
@@ -22,7 +22,8 @@ from dtk.compat import (
     tf_variables,
 )
 from dtk.input import slicing
-from dtk.trainer.contract import StrategyT, Trainer
+from dtk.nests import Array, Function, Leaf, Nest
+from dtk.trainer.contract import StepFunction, StrategyT, Trainer
 from dtk.trainer.replica import replica_step
 from dtk.trainer.replica.snapshot import Snapshot, changed_by_training
 from dtk.trainer.tracing import sync_batch_norm, traced_step
@@ -30,6 +31,13 @@ from dtk.trainer.tracing.loss_terms import Term
 
 # Rows of a replica; the first one takes one more, so that shares differ.
 _ROWS = 2
+
+# What a traced step returns, in the order of `Names`: "terms", of shape `[replicas, terms, 3]`, and
+# lists of tensors, "gradients", "state" and "logs".
+Found: TypeAlias = dict[str, Nest]
+
+# A tensor as arrays that can be sent: one, or those that a ragged or sparse one is made of.
+Arrays: TypeAlias = "Array | list[Array | list[Array]] | None"
 
 
 class Outcome(NamedTuple):
@@ -42,10 +50,10 @@ class Outcome(NamedTuple):
         logs: Results of metrics, and other numbers logged, by name.
     """
 
-    terms: dict[str, np.ndarray]
-    gradients: dict[str, np.ndarray]
-    state: dict[str, np.ndarray]
-    logs: dict[str, np.ndarray]
+    terms: dict[str, Array]
+    gradients: dict[str, Array]
+    state: dict[str, Array]
+    logs: dict[str, Array]
 
 
 class Trial(Generic[StrategyT]):
@@ -61,11 +69,12 @@ class Trial(Generic[StrategyT]):
         parts: How many each replica takes.
     """
 
-    def __init__(self, trainer: Trainer, step_function: Callable, batch: slicing.Slices):
+    def __init__(self, trainer: Trainer, step_function: StepFunction, batch: slicing.Slices):
         self.trainer = trainer
         self.model, self.strategy = trainer.model, cast(StrategyT, trainer.strategy)
         self.step_function = step_function
-        batch = batch._replace(parts=replica_step.without_optionals(batch.parts))
+        parts = tuple(replica_step.without_optionals(part) for part in batch.parts)
+        batch = batch._replace(parts=parts)
         self._few = _first_rows(batch, self._ranks(batch))
         mine = [int(n) for n in self._few.counts]
         gathered = self.strategy.communicator.allgather_object((mine, _packed(self._few)))
@@ -95,9 +104,9 @@ class Trial(Generic[StrategyT]):
         """
         return self._compute(self._trace_replicas(kinds))
 
-    def _compute(self, trace: Callable[[list], Any]) -> Outcome:
+    def _compute(self, trace: Callable[[list[Names]], Found]) -> Outcome:
         """Compute a step one way, and put everything back that it changed."""
-        names: list = []
+        names: list[Names] = []
         with (
             self._global_numbers(),
             keras_steps.moments_through(self._moments),
@@ -126,13 +135,20 @@ class Trial(Generic[StrategyT]):
         """Whose parts this process has."""
         return self.strategy.local_ranks()
 
-    def _moments(self, *args: Any, **kwargs: Any) -> Any:
+    def _moments(
+        self,
+        x: tf.Tensor,
+        axes: int | Sequence[int],
+        keepdims: bool = False,
+        *,
+        original: Function[tuple[tf.Tensor, tf.Tensor]],
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         """Compute what batch normalization normalizes with."""
-        return sync_batch_norm.of_all_replicas(*args, **kwargs)
+        return sync_batch_norm.of_all_replicas(x, axes, keepdims, original)
 
     def _changed_by(
-        self, assigned: Sequence, concrete: tf.types.experimental.ConcreteFunction
-    ) -> list:
+        self, assigned: Sequence[keras.Variable], concrete: tf.types.experimental.ConcreteFunction
+    ) -> list[keras.Variable | tf.Variable]:
         """Return the variables a traced step assigns, and others than Keras's, which it may."""
         of_keras = {
             id(copy)
@@ -141,7 +157,7 @@ class Trial(Generic[StrategyT]):
         }
         return [*assigned, *(v for v in concrete.graph.variables if id(v) not in of_keras)]
 
-    def _trace_whole(self, names: list) -> dict:
+    def _trace_whole(self, names: list[Names]) -> Found:
         with tf_replicas.as_one_replica(self.strategy):
             random_draws.restart(self.rows)
             rows = tf.constant(self.rows, tf.int64)
@@ -151,15 +167,15 @@ class Trial(Generic[StrategyT]):
                 logs = self.step_function(slicing.forget_rows(self._whole_data))
                 return self._observed(step, logs, names, lambda values: values)
 
-    def _trace_replicas(self, kinds: Mapping[str, str]) -> Callable[[list], dict]:
+    def _trace_replicas(self, kinds: Mapping[str, str]) -> Callable[[list[Names]], Found]:
         strategy, model = self.strategy, self.model
         sequence = strategy.new_sequence("self_test")
         starts = np.cumsum([0, *self.parts])
 
-        names_found: list = []
+        names_found: list[Names] = []
 
         @tf.autograph.experimental.do_not_convert
-        def one(batch: slicing.Slices) -> dict:
+        def one(batch: slicing.Slices) -> Found:
             with strategy.sequence(sequence):
                 rank = strategy.local_ranks()[strategy.local_index()]
                 random_draws.restart(max(1, self.parts[rank]), int(starts[rank]))
@@ -178,7 +194,7 @@ class Trial(Generic[StrategyT]):
                     step.world.average()
                     return self._observed(step, logs, names_found, _sum_over_replicas)
 
-        def trace(names: list) -> dict:
+        def trace(names: list[Names]) -> Found:
             found = strategy.run(one, args=(self._few,))
             names.extend(names_found)
             first = keras.tree.map_structure(
@@ -196,8 +212,12 @@ class Trial(Generic[StrategyT]):
         )
 
     def _observed(
-        self, step: traced_step.Step, logs: Any, names: list, add_up: Callable[[list], list]
-    ) -> dict:
+        self,
+        step: traced_step.Step,
+        logs: Nest,
+        names: list[Names],
+        add_up: Callable[[list[tf.Tensor]], list[tf.Tensor]],
+    ) -> Found:
         """Collect what a traced step computed, in lists; the names of their items go to `names`."""
         strategy = self.strategy
         numbers = replica_step.numbers_of(step, logs)
@@ -238,10 +258,10 @@ class Names(NamedTuple):
     gradients: list[str]
     state: list[str]
     logs: list[str]
-    assigned: list
+    assigned: list[keras.Variable]
 
 
-def _sum_over_replicas(values: list) -> list:
+def _sum_over_replicas(values: list[tf.Tensor]) -> list[tf.Tensor]:
     replica = tf.distribute.get_replica_context()
     return replica.all_reduce(tf.distribute.ReduceOp.SUM, values) if values else []
 
@@ -263,7 +283,7 @@ def results_of(model: keras.Model) -> list[tuple[str, tf.Tensor]]:
     ]
 
 
-def gradients_of(applied: Sequence) -> list[tuple[str, tf.Tensor]]:
+def gradients_of(applied: Sequence[traced_step.Applied]) -> list[tuple[str, tf.Tensor]]:
     """Return what a step handed to optimizers, dense, by variable and update.
 
     Args:
@@ -298,7 +318,7 @@ def _three(term: Term) -> tf.Tensor:
     return tf.stack([nothing if t is None else tf.cast(t, tf.float64) for t in term])
 
 
-def outcome_of(names: Names, found: Mapping) -> Outcome:
+def outcome_of(names: Names, found: Mapping[str, Array | list[Array]]) -> Outcome:
     """Assign arrays to the names of what they are.
 
     Args:
@@ -306,7 +326,7 @@ def outcome_of(names: Names, found: Mapping) -> Outcome:
         found: Lists of arrays, by kind.
     """
     return Outcome(
-        {name: found["terms"][:, i] for i, name in enumerate(names.terms)},
+        {name: np.asarray(found["terms"])[:, i] for i, name in enumerate(names.terms)},
         dict(zip(names.gradients, found["gradients"], strict=True)),
         dict(zip(names.state, found["state"], strict=True)),
         dict(zip(names.logs, found["logs"], strict=True)),
@@ -326,12 +346,12 @@ def _first_rows(batch: slicing.Slices, ranks: Sequence[int]) -> slicing.Slices:
     return batch._replace(parts=tuple(parts), counts=tuple(counts))
 
 
-def _packed(batch: slicing.Slices) -> list[list[Any]]:
+def _packed(batch: slicing.Slices) -> list[list[Arrays]]:
     """Convert the parts of a batch to arrays, which can be sent."""
     return [[_arrays(leaf) for leaf in tf.nest.flatten(part)] for part in batch.parts]
 
 
-def _arrays(leaf: Any) -> Any:
+def _arrays(leaf: Leaf | None) -> Arrays:
     if isinstance(leaf, tf.RaggedTensor):
         return [leaf.flat_values.numpy(), [splits.numpy() for splits in leaf.nested_row_splits]]
     if isinstance(leaf, tf.SparseTensor):
@@ -339,7 +359,7 @@ def _arrays(leaf: Any) -> Any:
     return None if leaf is None else np.asarray(leaf)
 
 
-def _unpacked(packed: list, like: slicing.Slices) -> Iterator[Any]:
+def _unpacked(packed: list[list[Arrays]], like: slicing.Slices) -> Iterator[Nest]:
     structure = like.parts[0]
     for arrays in packed:
         leaves = [
@@ -348,15 +368,15 @@ def _unpacked(packed: list, like: slicing.Slices) -> Iterator[Any]:
         yield tf.nest.pack_sequence_as(structure, leaves)
 
 
-def _tensor(arrays: Any, like: Any) -> Any:
-    if isinstance(like, tf.RaggedTensor):
-        return tf.RaggedTensor.from_nested_row_splits(*arrays)
-    if isinstance(like, tf.SparseTensor):
-        return tf.SparseTensor(*arrays)
+def _tensor(arrays: Arrays, like: Leaf | None) -> Leaf | None:
+    if isinstance(arrays, list):
+        ragged = isinstance(like, tf.RaggedTensor)
+        make = tf.RaggedTensor.from_nested_row_splits if ragged else tf.SparseTensor
+        return make(*arrays)
     return None if arrays is None else tf.convert_to_tensor(arrays)
 
 
-def _joined(*leaves: Any) -> Any:
+def _joined(*leaves: Leaf | None) -> Leaf | None:
     if leaves[0] is None:
         return None
     if isinstance(leaves[0], tf.SparseTensor):

@@ -17,8 +17,8 @@ scalars that enter it linearly; without a graph (`run_eagerly`) it is one term.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Hashable, Mapping
+from typing import NamedTuple, TypeAlias
 
 import tensorflow as tf
 
@@ -57,12 +57,17 @@ class Terms:
         found: Terms by name, such as "loss 0" or "metric 'kl' 0".
     """
 
-    def __init__(self, share: tf.Tensor, world_sum: Callable, kinds: Mapping[str, str]):
+    def __init__(
+        self,
+        share: tf.Tensor,
+        world_sum: Callable[[tf.Tensor], tf.Tensor],
+        kinds: Mapping[str, str],
+    ):
         self.found: dict[str, Term] = {}
         self._share = share
         self._world_sum = world_sum
         self._kinds = kinds
-        self._known: set = set()
+        self._known: set[Hashable] = set()
         self._calls: dict[str, int] = {}
 
     def known(self, value: tf.Tensor) -> tf.Tensor:
@@ -132,7 +137,7 @@ def _times(value: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
     return tf.math.multiply_no_nan(value, factor)
 
 
-def linear_terms(value: tf.Tensor, known: set) -> list[tuple[Coefficient, tf.Tensor]]:
+def linear_terms(value: tf.Tensor, known: set[Hashable]) -> list[tuple[Coefficient, tf.Tensor]]:
     """Find the scalars that a scalar is a linear combination of.
 
     Args:
@@ -158,10 +163,10 @@ def linear_terms(value: tf.Tensor, known: set) -> list[tuple[Coefficient, tf.Ten
     return [(1.0, value)]
 
 
-def _product(one: Any, other: Any) -> Coefficient:
-    if isinstance(one, float) and isinstance(other, float):
+def _product(one: Coefficient, other: Coefficient) -> Coefficient:
+    if isinstance(other, float) or not tf.is_tensor(other):
         return one * other
-    return tf.cast(one, other.dtype) * other if tf.is_tensor(other) else one * other
+    return tf.cast(one, other.dtype) * other
 
 
 def _parts_of(tensor: tf.Tensor) -> list[tuple[Coefficient, tf.Tensor]] | None:
@@ -217,7 +222,7 @@ def depends_on_data(tensor: tf.Tensor, by_shape: bool = True) -> bool:
         tensor: The tensor.
         by_shape: Whether to be computed from a shape counts.
     """
-    seen: set = set()
+    seen: set[Hashable] = set()
     left = [tensor]
     while left:
         one = left.pop()

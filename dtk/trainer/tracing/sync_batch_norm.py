@@ -11,15 +11,19 @@ the next computation waits for. Here the three are one vector:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import tensorflow as tf
 
+from dtk.nests import Function
 from dtk.trainer.tracing import traced_step
 
 
 def of_all_replicas(
-    x: tf.Tensor, axes: int | Sequence[int], keepdims: bool, original: Callable
+    x: tf.Tensor,
+    axes: int | Sequence[int],
+    keepdims: bool,
+    original: Function[tuple[tf.Tensor, tf.Tensor]],
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Compute mean and variance over these axes and all replicas, as Keras does.
 

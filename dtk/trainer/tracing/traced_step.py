@@ -18,26 +18,30 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import NamedTuple, Protocol, TypeAlias
 
 import keras
 import tensorflow as tf
 
 from dtk.compat import keras_models, keras_steps, keras_variables
+from dtk.nests import Function, Gradients, Nest
 from dtk.trainer.tracing.loss_terms import Terms, depends_on_data
 
 # What a step needs to know while Keras traces it; one per thread, because a mirrored strategy
 # traces its replicas in threads.
 _running = threading.local()
 
+# Where a value is in a structure, as `keras.tree.flatten_with_path` says it.
+Path: TypeAlias = tuple[str | int, ...]
+
 
 class Applied(NamedTuple):
     """Gradients that a step handed to an optimizer, weighed by the replica's share."""
 
     optimizer: keras.Optimizer
-    gradients: list
-    variables: list
+    gradients: Gradients
+    variables: list[keras.Variable]
 
 
 class Noting(Protocol):
@@ -49,7 +53,9 @@ class Noting(Protocol):
 
     applied: list[Applied]
 
-    def note(self, optimizer: keras.Optimizer, gradients: list, variables: list) -> None:
+    def note(
+        self, optimizer: keras.Optimizer, gradients: Gradients, variables: list[keras.Variable]
+    ) -> None:
         """Note gradients that an optimizer is given.
 
         Args:
@@ -69,7 +75,9 @@ class Gathered:
     def __init__(self) -> None:
         self.applied: list[Applied] = []
 
-    def note(self, optimizer: keras.Optimizer, gradients: list, variables: list) -> None:
+    def note(
+        self, optimizer: keras.Optimizer, gradients: Gradients, variables: list[keras.Variable]
+    ) -> None:
         """Note gradients that an optimizer is given.
 
         Args:
@@ -83,7 +91,7 @@ class Gathered:
 class WorldState(Protocol):
     """State that a step leaves, of all replicas; see `replica_step.World`."""
 
-    def result_of(self, original: Callable) -> Any:
+    def result_of(self, original: Callable[[], Nest]) -> Nest:
         """Return what a metric's `result` returns for the state of all replicas.
 
         Args:
@@ -125,7 +133,7 @@ class Step:
         share: tf.Tensor,
         size: int | tf.Tensor,
         model: keras.Model,
-        world_sum: Callable,
+        world_sum: Callable[[tf.Tensor], tf.Tensor],
         rows: tf.Tensor | None = None,
         kinds: Mapping[str, str] | None = None,
         own: bool = False,
@@ -144,7 +152,7 @@ class Step:
         self.assignments = 0
         self.assigned_at: dict[int, int] = {}
         self.world: WorldState | None = None
-        self.results: dict = {}
+        self.results: dict[Hashable, tuple[keras.Metric, Path]] = {}
         self.terms = Terms(share, world_sum, kinds or {})
         self.inside_loss = False
 
@@ -157,7 +165,9 @@ class Step:
         if tf.compat.v1.get_default_graph() is self._graph:
             self.rows_read.append(tf.size(rows, tf.int64) * rows.dtype.size)
 
-    def weighed(self, value: Any) -> Any:
+    def weighed(
+        self, value: tf.Tensor | tf.IndexedSlices | None
+    ) -> tf.Tensor | tf.IndexedSlices | None:
         """Multiply a value by the share of this replica.
 
         Args:
@@ -174,7 +184,7 @@ class Step:
         # multiply_no_nan: a mean over no rows may be 0/0, and must count as nothing.
         return tf.math.multiply_no_nan(value, tf.cast(self.share, value.dtype))
 
-    def handed_over(self, gradients: list) -> list:
+    def handed_over(self, gradients: Gradients) -> Gradients:
         """Weigh gradients that an optimizer is given, unless the loss was weighed.
 
         Args:
@@ -229,14 +239,14 @@ def whole_outside() -> contextlib.AbstractContextManager[None]:
     return keras_steps.losses_through(_scale, _unscale, _unweighed)
 
 
-def _unweighed(*args: Any, original: Callable, **kwargs: Any) -> Any:
+def _unweighed(*args: object, original: Function[tf.Tensor], **kwargs: object) -> tf.Tensor:
     return original(*args, **kwargs)
 
 
 # Losses.
 
 
-def _scale(value: Any, original: Callable) -> Any:
+def _scale(value: tf.Tensor, original: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
     step = current()
     if step is None:
         return _outside(value, original)
@@ -244,24 +254,24 @@ def _scale(value: Any, original: Callable) -> Any:
     return value if step.inside_loss else step.terms.made_mean("additional loss", value)
 
 
-def _unscale(value: Any, original: Callable) -> Any:
+def _unscale(value: tf.Tensor, original: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
     return _outside(value, original) if current() is None else value
 
 
-def _outside(value: Any, original: Callable) -> Any:
+def _outside(value: tf.Tensor, original: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
     """Scale a loss in a replica of a step that is not dtk's; leave one of no replica whole."""
     return value if tf.distribute.in_cross_replica_context() else original(value)
 
 
 def _weigh(
-    values: Any,
-    sample_weight: Any = None,
-    mask: Any = None,
+    values: tf.Tensor,
+    sample_weight: tf.Tensor | None = None,
+    mask: tf.Tensor | None = None,
     reduction: str | None = "sum_over_batch_size",
     dtype: tf.DType = None,
     *,
-    original: Callable,
-) -> Any:
+    original: Function[tf.Tensor],
+) -> tf.Tensor:
     step = current()
     if step is None:
         return original(values, sample_weight, mask, reduction, dtype)
@@ -291,7 +301,7 @@ def _weigh(
     return step.terms.known(result * tf.math.divide_no_nan(counted, total))
 
 
-def checking_loss(model: keras.Model) -> Callable:
+def checking_loss(model: keras.Model) -> Function[tf.Tensor | None]:
     """Make a `compute_loss` whose result keeps the rule also where the model overrides it.
 
     Args:
@@ -303,7 +313,7 @@ def checking_loss(model: keras.Model) -> Callable:
     compute_loss, overridden = model.compute_loss, not keras_models.computes_own_loss(model)
 
     @functools.wraps(compute_loss)
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args: object, **kwargs: object) -> tf.Tensor | None:
         loss, step = compute_loss(*args, **kwargs), current()
         if step is None or loss is None:
             return loss
@@ -314,8 +324,14 @@ def checking_loss(model: keras.Model) -> Callable:
 
 
 def _differentiate(
-    tape: Any, target: Any, sources: Any, output_gradients: Any, original: Callable, **more: Any
-) -> Any:
+    tape: tf.GradientTape,
+    target: Nest,
+    sources: Nest,
+    output_gradients: Nest,
+    *,
+    original: Function[Nest],
+    **more: object,
+) -> Nest:
     """`tf.GradientTape.gradient`; terms that are no means count with what makes them ones."""
     step = current()
     if step is None or step.own or output_gradients is not None or not _are_weights(sources, step):
@@ -338,7 +354,7 @@ def _differentiate(
     return original(tape, target, sources, output_gradients=output_gradients, **more)
 
 
-def _are_weights(sources: Any, step: Step) -> bool:
+def _are_weights(sources: Nest, step: Step) -> bool:
     trained = {id(v) for v in step.model.trainable_variables}
     trained |= {id(keras_variables.stored(v)) for v in step.model.trainable_variables}
     return any(id(source) in trained for source in tf.nest.flatten(sources))
@@ -347,7 +363,13 @@ def _are_weights(sources: Any, step: Step) -> bool:
 # Metrics.
 
 
-def _update_mean(self: Any, values: Any, sample_weight: Any = None, *, original: Callable) -> Any:
+def _update_mean(
+    self: keras.Metric,
+    values: tf.Tensor,
+    sample_weight: tf.Tensor | None = None,
+    *,
+    original: Function[object],
+) -> object:
     """Count a scalar once for the batch in a mean or sum, and not once for every replica."""
     step = current()
     if step is None:
