@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result", covariant=True)
 
-# One tensor with rows: dense, ragged or sparse.
+# A tensor of any kind: dense, ragged or sparse.
 Leaf: TypeAlias = "tf.Tensor | tf.RaggedTensor | tf.SparseTensor"
 
-# A NumPy array of any shape. Its entries are open, as those of a tensor: `np.ndarray` alone says
-# it with an `Any` of NumPy's.
+# A NumPy array of any shape, whose dtype is as open to mypy as a tensor's (`tf.DType` is untyped).
+# `np.ndarray` alone means the same, by an `Any` of NumPy's.
 Array: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[tf.DType]]"
 
 # What NumPy makes an array of.
@@ -30,7 +30,7 @@ Numbers: TypeAlias = "float | Array | tf.Tensor | Sequence[Numbers]"
 # returns. None marks an absent part.
 Nest: TypeAlias = "Leaf | tuple[Nest, ...] | list[Nest] | dict[str, Nest] | None"
 
-# A structure of what tensors look like, alike to the structure of the tensors themselves.
+# What the tensors of a structure look like, in the same structure.
 Specs: TypeAlias = "tf.TypeSpec | tuple[Specs, ...] | list[Specs] | dict[str, Specs] | None"
 
 # What optimizers are given, in the order of their variables; None where a variable has none.
@@ -54,6 +54,6 @@ class Function(Protocol[_Result]):
     Wherever dtk knows what it calls a function with, the signature is written out instead.
     """
 
-    # No type but Any says "any parameters" to mypy, which takes these two together for that.
+    # Only Any for both means "any parameters" to mypy; with object it would be "accepts all".
     def __call__(self, *args: Any, **kwargs: Any) -> _Result:  # type: ignore[explicit-any]
         """Call the function with whatever it takes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dtk.callbacks.asynchronous_warmup import AsynchronousWarmup
@@ -67,7 +67,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in _HOMES:
         return getattr(importlib.import_module(f"dtk.callbacks.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'dtk.callbacks' has no attribute {name!r}")

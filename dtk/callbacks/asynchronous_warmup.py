@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import TypedDict
 
 from dtk.callbacks.base import StrategyCallback
-from dtk.callbacks.hyperparameters.rate import Rate, Scaling, rate_now, rate_of
+from dtk.callbacks.hyperparameters.rate import Rate, Scaling, rate_now, rate_of, scaling_from
 from dtk.callbacks.learning_rate_scaling import LearningRateScaling
+from dtk.nests import Logs
 from dtk.strategies import ParameterServerStrategy
 
 SHAPES = ("staircase", "linear")
@@ -33,6 +35,18 @@ def warmup_factor(step: int, start: float, steps: int, shape: str) -> float:
     if shape == "staircase":
         return min(1.0, start * (step // steps + 1))
     return min(1.0, start + (1.0 - start) * step / steps)
+
+
+class WarmupState(TypedDict):
+    """What `AsynchronousWarmup` saves with a checkpoint.
+
+    Attributes:
+        taken: Steps taken.
+        scaling: What the rate has been multiplied with, as `Scaling` says it.
+    """
+
+    taken: int
+    scaling: dict[str, float] | None
 
 
 class AsynchronousWarmup(StrategyCallback):
@@ -73,24 +87,23 @@ class AsynchronousWarmup(StrategyCallback):
         self._taken = 0
         self._rate: Rate | None = None
 
-    def get_state(self) -> dict:
+    def get_state(self) -> WarmupState:
         """Return, for `Checkpoint`, the steps taken, and what the rate has been multiplied with."""
         scaling = getattr(self.model.optimizer, _MARK, None)
         told = None if scaling is None else dataclasses.asdict(scaling)
         return {"taken": self._taken, "scaling": told}
 
-    def set_state(self, state: dict) -> None:
+    def set_state(self, state: WarmupState) -> None:
         """Go on from a checkpoint's state; the optimizer's own rate has been restored before.
 
         Args:
             state: What `get_state` returned.
         """
         self._taken = state["taken"]
-        setattr(
-            self.model.optimizer, _MARK, Scaling(**state["scaling"]) if state["scaling"] else None
-        )
+        scaling = scaling_from(state["scaling"]) if state["scaling"] else None
+        setattr(self.model.optimizer, _MARK, scaling)
 
-    def on_train_begin(self, logs: dict | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Refuse what cannot work before the first epoch.
 
         Raises:
@@ -109,7 +122,7 @@ class AsynchronousWarmup(StrategyCallback):
             )
         self._rate = None
 
-    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Find the rate; here, because by now a checkpoint has been resumed."""
         if self._rate is not None or self._over():
             return
@@ -123,7 +136,7 @@ class AsynchronousWarmup(StrategyCallback):
         if self._rate.retrace:
             self.model.make_train_function(force=True)
 
-    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         """Set the rate of the steps from now on, once for each stair or step of the line."""
         if self._rate is None or not self.strategy.schedule_of(self.model).tau:
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from typing import TypedDict
 
 import tensorflow as tf
 
@@ -13,8 +14,25 @@ from dtk.callbacks.checkpointing import state as states
 from dtk.callbacks.hyperparameters.batch_size_search import bounds, last_good, trial_sizes
 from dtk.callbacks.hyperparameters.rate import check_settable, multiply_rate, rate_now
 from dtk.callbacks.sample_rate import sample_rate_of
+from dtk.nests import Logs
 from dtk.strategies import ParameterServerStrategy
 from dtk.trainer.replica.snapshot import Snapshot, changed_by_training
+
+
+class SearchState(TypedDict):
+    """What `AutoBatchSize` saves with a checkpoint.
+
+    Attributes:
+        size: Rows of a global batch now.
+        initial: Rows of the first epoch's.
+        first_rate: Learning rate of the first epoch; 0.0 before.
+        searched: Epoch of the last search; None before.
+    """
+
+    size: int
+    initial: int
+    first_rate: float
+    searched: int | None
 
 
 class AutoBatchSize(StrategyCallback):
@@ -108,7 +126,7 @@ class AutoBatchSize(StrategyCallback):
         """Return what it sets beside the other callbacks; with `SampleRate` the batch size only."""
         return self.sets if sample_rate_of(self.trainer) is None else self.sets[:1]
 
-    def get_state(self) -> dict:
+    def get_state(self) -> SearchState:
         """Return, for `Checkpoint`, sizes then and now, the first rate, and the last search."""
         return {
             "size": self._size,
@@ -117,7 +135,7 @@ class AutoBatchSize(StrategyCallback):
             "searched": self._searched,
         }
 
-    def set_state(self, state: dict) -> None:
+    def set_state(self, state: SearchState) -> None:
         """Go on from a checkpoint's state; the optimizer's own rate has been restored before.
 
         Args:
@@ -126,7 +144,7 @@ class AutoBatchSize(StrategyCallback):
         self._size, self._initial = state["size"], state["initial"]
         self._first_rate, self._searched = state["first_rate"], state["searched"]
 
-    def on_train_begin(self, logs: dict | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Refuse what cannot work before the first epoch.
 
         Raises:
@@ -146,7 +164,7 @@ class AutoBatchSize(StrategyCallback):
             self._size = self._initial = first
         self._searched = None
 
-    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Search, when it is time, and cut this epoch's batches."""
         self._first_rate = self._first_rate or self._rate_at(self._initial)
         if epoch and epoch % self.frequency == 0 and epoch != self._searched:

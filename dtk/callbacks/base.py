@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import keras
 
 from dtk.errors import NotDistributedError
 from dtk.strategies.base import DtkStrategy
+from dtk.trainer.contract import Strategy
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.model_scope import trainer_of
 
@@ -33,7 +36,7 @@ class StrategyCallback(keras.callbacks.Callback):
         return self.sets
 
     @property
-    def trainer(self) -> DistributedTrainer:
+    def trainer(self) -> DistributedTrainer[Strategy]:
         """Trainer of the model: what the strategy keeps about it.
 
         Raises:
@@ -52,7 +55,8 @@ class StrategyCallback(keras.callbacks.Callback):
     @property
     def strategy(self) -> DtkStrategy:
         """Strategy the model was compiled under."""
-        return self.trainer.strategy
+        # A dtk strategy alone makes trainers; what is below strategies knows it by a protocol.
+        return cast(DtkStrategy, self.trainer.strategy)
 
     def check_sole(self) -> None:
         """Compare what this callback sets with what dtk's others set.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import keras
 import numpy as np
@@ -13,6 +12,7 @@ import tensorflow as tf
 from dtk.callbacks.base import StrategyCallback
 from dtk.compat import keras_models
 from dtk.input import slicing
+from dtk.nests import Logs, Nest
 from dtk.strategies import ParameterServerStrategy
 from dtk.trainer.ranks import rank_checks
 from dtk.trainer.replica.snapshot import Snapshot
@@ -62,7 +62,9 @@ class BatchNormStatistics(StrategyCallback):
     Source: Akiba, Suzuki and Fukuda, "Extremely large minibatch SGD", 2017, arXiv:1711.04325.
     """
 
-    def __init__(self, data: Any, batches: int = 1, batch_size: int | None = None):
+    def __init__(
+        self, data: Nest | tf.data.Dataset, batches: int = 1, batch_size: int | None = None
+    ):
         super().__init__()
         for name, count in (("batches", batches), ("batch_size", batch_size or 1)):
             if not isinstance(count, int) or count < 1:
@@ -71,7 +73,7 @@ class BatchNormStatistics(StrategyCallback):
         self._layers: list[keras.layers.BatchNormalization] = []
         self._done = False
 
-    def on_train_begin(self, logs: dict | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Find the layers.
 
         Raises:
@@ -92,16 +94,16 @@ class BatchNormStatistics(StrategyCallback):
             )
         self._run = self.trainer.make_step_function(self._sums, "batch_norm_statistics")
 
-    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Note that moving averages move again."""
         self._done = False
 
-    def on_test_begin(self, logs: dict | None = None) -> None:
+    def on_test_begin(self, logs: Logs | None = None) -> None:
         """Replace the moving averages before `fit`'s validation."""
         self._replace()
         self._done = True
 
-    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Replace the moving averages in an epoch without validation."""
         if not self._done:
             self._replace()
@@ -110,7 +112,9 @@ class BatchNormStatistics(StrategyCallback):
         kept = Snapshot(self.model.non_trainable_variables)
         try:
             with _without_memory(self._layers):
-                columns = [self._run(iter([batch])) for batch in self._global_batches()]
+                columns = [
+                    tf.nest.flatten(self._run(iter([batch]))) for batch in self._global_batches()
+                ]
         finally:
             kept.restore()
         for layer, *parts in zip(self._layers, *columns, strict=True):
@@ -126,7 +130,7 @@ class BatchNormStatistics(StrategyCallback):
         rows = tf.data.Dataset.from_tensor_slices((self._data,))
         return rows.batch(size).take(self._batches)
 
-    def _sums(self, data: Any) -> tuple:
+    def _sums(self, data: Nest) -> tuple[tf.Tensor, ...]:
         """Take one replica's step: each layer's n, sum x and sum x^2 over the world, in float64."""
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         self.model(x, training=True)

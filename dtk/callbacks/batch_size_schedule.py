@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from dtk.callbacks.base import StrategyCallback
+from dtk.nests import Logs
 from dtk.schedules.runs import is_count, parse_runs
+from dtk.trainer.contract import Strategy
 from dtk.trainer.distributed_trainer import DistributedTrainer
 
 Schedule = Sequence[int | tuple[int, int]]
@@ -45,7 +47,7 @@ def size_at(sizes: Sequence[int], epoch: int) -> int:
     return sizes[min(epoch, len(sizes) - 1)]
 
 
-def check_sizes(sizes: Iterable[int], trainer: DistributedTrainer) -> None:
+def check_sizes(sizes: Iterable[int], trainer: DistributedTrainer[Strategy]) -> None:
     """Refuse data that `fit` cannot read in batches of other sizes.
 
     Args:
@@ -97,10 +99,10 @@ class BatchSizeSchedule(StrategyCallback):
         super().__init__()
         self.sizes = parse_schedule(schedule)
 
-    def on_train_begin(self, logs: dict | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Check that the data can be cut anew, before the first epoch."""
         check_sizes(self.sizes, self.trainer)
 
-    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Cut this epoch's batches."""
         self.trainer.feed.rebatch(size_at(self.sizes, epoch))

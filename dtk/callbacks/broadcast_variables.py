@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dtk.callbacks.base import StrategyCallback
+from dtk.nests import Logs
 from dtk.trainer.ranks import rank_checks, shared_weights
 
 
@@ -34,7 +35,7 @@ class BroadcastVariables(StrategyCallback):
         super().__init__()
         self.root_rank = root_rank
 
-    def on_train_begin(self, logs: dict | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Compare what the ranks built, then broadcast.
 
         Raises:

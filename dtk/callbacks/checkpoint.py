@@ -7,7 +7,6 @@ from collections.abc import Collection
 from pathlib import Path
 
 import keras
-import numpy as np
 
 from dtk.callbacks.base import StrategyCallback
 from dtk.callbacks.checkpointing.best import BestValue
@@ -17,6 +16,7 @@ from dtk.callbacks.checkpointing.model_state import value_of
 from dtk.callbacks.checkpointing.reading import CheckpointReader, restore, resume_message
 from dtk.callbacks.checkpointing.termination import EXIT_CODE, Termination
 from dtk.callbacks.checkpointing.writing import CheckpointWriter, Progress
+from dtk.nests import Array, Logs
 from dtk.parameter_server.evaluator import Saved
 from dtk.trainer.replica.replica_step import metric_variables
 
@@ -79,7 +79,7 @@ class Checkpoint(StrategyCallback):
 
     def __init__(
         self,
-        directory: str | os.PathLike,
+        directory: str | os.PathLike[str],
         save_freq: str | int = "epoch",
         max_to_keep: int | None = 5,
         monitor: str | None = None,
@@ -104,8 +104,8 @@ class Checkpoint(StrategyCallback):
         self._writer = CheckpointWriter(self.files, max_to_keep, self._best)
         self._begun = self._fitting = False
         self._termination: Termination | None = None
-        self._metrics: list[np.ndarray] | None = None
-        self._trained: dict | None = None
+        self._metrics: list[Array] | None = None
+        self._trained: Logs | None = None
         self._initial_epoch: int | None = None
 
     @property
@@ -125,7 +125,7 @@ class Checkpoint(StrategyCallback):
 
     # Resuming.
 
-    def on_train_begin(self, logs: dict | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Catch SIGTERM."""
         self._fitting, self._initial_epoch = True, self.trainer.initial_epoch()
         self._epoch = self._since_save = self._last_step = self._resumed_step = 0
@@ -134,7 +134,7 @@ class Checkpoint(StrategyCallback):
             self._termination = Termination(self.strategy.communicator)
             self._termination.install()
 
-    def on_train_agreed(self, logs: dict | None = None) -> None:
+    def on_train_agreed(self, logs: Logs | None = None) -> None:
         """Resume, now that the other callbacks have begun: that resets what they learned.
 
         Raises:
@@ -156,7 +156,7 @@ class Checkpoint(StrategyCallback):
     # Saving. Between steps means at the beginning of a batch: the step before it is complete on
     # every rank, and Keras need not wait for a step's logs.
 
-    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Put back the metrics of an epoch that is resumed in its middle."""
         self._epoch, self._last_step, self._resumed_step = epoch, self._resumed_step, 0
         if self._metrics:
@@ -164,7 +164,7 @@ class Checkpoint(StrategyCallback):
                 variable.assign(value)
         self._metrics = None
 
-    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         """Save between two steps."""
         self._since_save += batch - self._last_step
         self._last_step = batch
@@ -174,7 +174,7 @@ class Checkpoint(StrategyCallback):
         if ending:
             self._exit()
 
-    def on_test_begin(self, logs: dict | None = None) -> None:
+    def on_test_begin(self, logs: Logs | None = None) -> None:
         """Keep the training metrics of this epoch, which validation is about to reset."""
         if self._termination is not None:
             self._termination.find_pace()
@@ -182,7 +182,7 @@ class Checkpoint(StrategyCallback):
                 results = self.model.get_metrics_result()
                 self._trained = {name: value_of(value) for name, value in results.items()}
 
-    def on_test_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+    def on_test_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         """Save during validation, which changes nothing of what is saved."""
         if self._termination is not None and self._termination.wanted_after_step():
             # A callback that validates other weights takes them out of the model again.
@@ -191,7 +191,7 @@ class Checkpoint(StrategyCallback):
             self._save(Progress(self._epoch, steps, in_epoch=False, trained=self._trained))
             self._exit()
 
-    def on_epoch_agreed(self, epoch: int, logs: dict | None = None) -> None:
+    def on_epoch_agreed(self, epoch: int, logs: Logs | None = None) -> None:
         """Save after an epoch, when all callbacks have seen it."""
         steps = self.trainer.feed.iterator.num_batches
         self._since_save += max(0, (steps or 0) - self._last_step)

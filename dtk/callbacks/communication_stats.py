@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from dtk.callbacks.base import StrategyCallback
+from dtk.nests import Logs
 from dtk.strategies import ParameterServerStrategy
 
 
@@ -34,9 +35,9 @@ class CommunicationStats(StrategyCallback):
     def __init__(self) -> None:
         super().__init__()
         self._first: int | None = None
-        self._end: tuple | None = None
+        self._end: tuple[float, ...] | None = None
 
-    def on_train_begin(self, logs: dict | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Refuse strategies where nothing goes through the communicator.
 
         Raises:
@@ -48,26 +49,26 @@ class CommunicationStats(StrategyCallback):
                 "each other; use dtk.callbacks.ServerReport(), which counts what they move"
             )
 
-    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Note where the counts stand."""
         self._begin, self._end = self._counts(), None
         self._first, self._steps = None, 0
 
-    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         """Note with which step the epoch begins; it may be resumed in its middle."""
         if self._first is None:
             self._first = batch
 
-    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Count steps."""
         self._steps = batch + 1 - (self._first or 0)
 
-    def on_test_begin(self, logs: dict | None = None) -> None:
+    def on_test_begin(self, logs: Logs | None = None) -> None:
         """Stop counting for this epoch: its validation begins."""
         if self._end is None:
             self._end = self._counts()
 
-    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Add the epoch's numbers to its logs."""
         self.trainer.flush()
         end = self._end or self._counts()

@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypedDict
+
+import tensorflow as tf
 
 from dtk.callbacks.base import StrategyCallback
 from dtk.callbacks.evaluation import Evaluation, count_rows
+from dtk.nests import Logs, Nest
 from dtk.strategies import ParameterServerStrategy
+
+
+class CrossValidationState(TypedDict):
+    """What `CrossValidation` saves with a checkpoint.
+
+    Attributes:
+        samples: Samples seen.
+        before_epoch: Samples seen when the epoch began.
+        evaluated_at: Samples at the last evaluation.
+        epoch: Number of the epoch; None before the first.
+    """
+
+    samples: int
+    before_epoch: int
+    evaluated_at: int
+    epoch: int | None
 
 
 class CrossValidation(StrategyCallback):
@@ -63,8 +82,8 @@ class CrossValidation(StrategyCallback):
     def __init__(
         self,
         every_samples: int,
-        callback: Callable[[int, float, int, int], Any],
-        validation_data: Any,
+        callback: Callable[[int, float, int, int], object],
+        validation_data: Nest | tf.data.Dataset,
         batch_size: int | None = None,
         monitor: str | Callable[[dict[str, float]], float] = "loss",
     ):
@@ -80,7 +99,7 @@ class CrossValidation(StrategyCallback):
         self._samples = self._before_epoch = self._evaluated_at = 0
         self._epoch: int | None = None
 
-    def get_state(self) -> dict:
+    def get_state(self) -> CrossValidationState:
         """Return, for `Checkpoint`, samples now, at the epoch's start, at the last evaluation."""
         return {
             "samples": self._samples,
@@ -89,7 +108,7 @@ class CrossValidation(StrategyCallback):
             "epoch": self._epoch,
         }
 
-    def set_state(self, state: dict) -> None:
+    def set_state(self, state: CrossValidationState) -> None:
         """Go on from a checkpoint's state.
 
         Args:
@@ -98,7 +117,7 @@ class CrossValidation(StrategyCallback):
         self._samples, self._before_epoch = state["samples"], state["before_epoch"]
         self._evaluated_at, self._epoch = state["evaluated_at"], state["epoch"]
 
-    def on_train_begin(self, logs: dict | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Compare the data over all ranks, and begin to count.
 
         Raises:
@@ -115,12 +134,12 @@ class CrossValidation(StrategyCallback):
         self._samples = self._before_epoch = self._evaluated_at = 0
         self._epoch = None
 
-    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Count on; one that is resumed in its middle has begun before."""
         if epoch != self._epoch:
             self._epoch, self._before_epoch = epoch, self._samples
 
-    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Evaluate when a multiple is complete."""
         rows = self.trainer.feed.rows_counted(batch + 1)
         rows = count_rows(self.model) if rows is None else rows

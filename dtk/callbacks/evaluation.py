@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
+import tensorflow as tf
 
+from dtk.nests import Logs, Nest
+from dtk.trainer.contract import Strategy
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.ranks import rank_checks
 from dtk.trainer.replica.replica_step import metric_variables
@@ -38,7 +41,7 @@ class Evaluation:
         ValueError: The data is missing, or `batch_size` is less than 1.
     """
 
-    def __init__(self, name: str, data: Any, batch_size: int | None):
+    def __init__(self, name: str, data: Nest | tf.data.Dataset, batch_size: int | None):
         if batch_size is not None and batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, or None for fit's, got {batch_size}")
         if data is None:
@@ -47,7 +50,7 @@ class Evaluation:
         self._data = keras.utils.unpack_x_y_sample_weight(data)
         self._batch_size = batch_size
 
-    def check(self, trainer: DistributedTrainer) -> None:
+    def check(self, trainer: DistributedTrainer[Strategy]) -> None:
         """Compare the data over all ranks. All ranks call it together.
 
         Args:
@@ -58,7 +61,7 @@ class Evaluation:
         """
         rank_checks.check_same_call(trainer.strategy, {self._name: self._data[0]})
 
-    def run(self, trainer: DistributedTrainer) -> Evaluated:
+    def run(self, trainer: DistributedTrainer[Strategy]) -> Evaluated:
         """Evaluate now. All ranks call it together; the metrics of the running epoch are put back.
 
         Args:
@@ -91,7 +94,9 @@ class Evaluation:
         numbers = {key: float(value) for key, value in numbers.items()}
         return Evaluated(numbers, samples, counter.minibatches)
 
-    def _batch_size_for(self, x: Any, trainer: DistributedTrainer) -> int | None:
+    def _batch_size_for(
+        self, x: Nest | tf.data.Dataset, trainer: DistributedTrainer[Strategy]
+    ) -> int | None:
         return None if _rows_of(x) is None else self._batch_size or trainer.feed.batch_size()
 
 
@@ -100,11 +105,11 @@ class _Counter(keras.callbacks.Callback):
 
     minibatches = 0
 
-    def on_test_batch_end(self, batch: int, logs: dict | None = None) -> None:
+    def on_test_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         self.minibatches = min(batch + 1, self.params.get("steps") or batch + 1)
 
 
-def _rows_of(x: Any) -> int | None:
+def _rows_of(x: Nest | tf.data.Dataset) -> int | None:
     """Rows of arrays; None for what comes in batches."""
     first = keras.tree.flatten(x)[0]
     return int(first.shape[0]) if getattr(first, "shape", None) else None

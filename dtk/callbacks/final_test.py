@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+import tensorflow as tf
 
 from dtk.callbacks.base import StrategyCallback
 from dtk.callbacks.evaluation import Evaluation
+from dtk.nests import Logs, Nest
 
 
 class FinalTest(StrategyCallback):
@@ -42,17 +43,17 @@ class FinalTest(StrategyCallback):
     Source: `TestConfig` of CNTK 2.
     """
 
-    def __init__(self, x: Any, y: Any = None, batch_size: int | None = None):
+    def __init__(self, x: Nest | tf.data.Dataset, y: Nest = None, batch_size: int | None = None):
         super().__init__()
         self._evaluation = Evaluation("test data", x if y is None else (x, y), batch_size)
         self.result: dict[str, float] | None = None
 
-    def on_train_begin(self, logs: dict | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Compare the data over all ranks."""
         self._evaluation.check(self.trainer)
         self.result = None
 
-    def on_end_agreed(self, logs: dict | None = None) -> None:
+    def on_end_agreed(self, logs: Logs | None = None) -> None:
         """Test, now that no callback changes the weights any more."""
         self.result = self._evaluation.run(self.trainer).numbers
         for name, value in self.result.items():

@@ -8,6 +8,7 @@ from dtk.callbacks.base import StrategyCallback
 from dtk.callbacks.batch_size_schedule import check_sizes
 from dtk.callbacks.hyperparameters.rate import check_settable
 from dtk.callbacks.sample_rate import is_rate, sample_rate_of
+from dtk.nests import Logs
 from dtk.schedules.runs import parse_runs
 
 RateSchedule = Callable[[int], float] | Sequence[float | tuple[int, float]]
@@ -134,7 +135,7 @@ class GrowBatchInsteadOfDecay(StrategyCallback):
         """Return what it sets beside the other callbacks; with `SampleRate` the batch size only."""
         return self.sets if sample_rate_of(self.trainer) is None else self.sets[:1]
 
-    def on_train_begin(self, logs: dict | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Make the plan of all epochs, and refuse what cannot work before the first.
 
         Raises:
@@ -147,7 +148,7 @@ class GrowBatchInsteadOfDecay(StrategyCallback):
         self.plan = grow(rates, first, self._largest(first))
         check_sizes([size for size, _ in self.plan], self.trainer)
 
-    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Cut this epoch's batches, and set its rate."""
         size, rate = self.plan[epoch]
         self.trainer.feed.rebatch(size)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-from dtk.callbacks.cross_validation import CrossValidation
+import tensorflow as tf
+
+from dtk.callbacks.cross_validation import CrossValidation, CrossValidationState
 from dtk.callbacks.grow_batch_instead_of_decay import GrowBatchInsteadOfDecay
 from dtk.callbacks.hyperparameters.rate import check_settable, multiply_rate, rate_now
 from dtk.callbacks.sample_rate import sample_rate_of
+from dtk.nests import Logs, Nest
 
 
 def gains_enough(before: float, error: float, gain: float) -> bool:
@@ -24,6 +26,18 @@ def gains_enough(before: float, error: float, gain: float) -> bool:
         (True, False)
     """
     return before - error >= gain * abs(before)
+
+
+class HalvingState(CrossValidationState):
+    """What `HalveRate` saves with a checkpoint.
+
+    Attributes:
+        before: The last error; None before the first.
+        made: Cuts made.
+    """
+
+    before: float | None
+    made: int
 
 
 class HalveRate(CrossValidation):
@@ -67,7 +81,7 @@ class HalveRate(CrossValidation):
     def __init__(
         self,
         every_samples: int,
-        validation_data: Any,
+        validation_data: Nest | tf.data.Dataset,
         gain: float = 0.05,
         cuts: int = 6,
         first: float | None = None,
@@ -84,11 +98,11 @@ class HalveRate(CrossValidation):
         self.momentum_correction = momentum_correction
         self._before, self._made = first, 0
 
-    def get_state(self) -> dict:
+    def get_state(self) -> HalvingState:
         """Return, for `Checkpoint`, what `CrossValidation` does, the last error and the cuts."""
         return {**super().get_state(), "before": self._before, "made": self._made}
 
-    def set_state(self, state: dict) -> None:
+    def set_state(self, state: HalvingState) -> None:  # type: ignore[override]  # its own state, and no base's
         """Go on from a checkpoint's state; the optimizer's own rate has been restored before.
 
         Args:
@@ -97,7 +111,7 @@ class HalveRate(CrossValidation):
         super().set_state(state)
         self._before, self._made = state["before"], state["made"]
 
-    def on_train_begin(self, logs: dict | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Refuse what cannot work before the first epoch.
 
         Raises:

@@ -8,7 +8,8 @@ import math
 import keras
 
 from dtk.callbacks.base import StrategyCallback
-from dtk.callbacks.hyperparameters.rate import Rate, Scaling, rate_now, rate_of
+from dtk.callbacks.hyperparameters.rate import Rate, Scaling, rate_now, rate_of, scaling_from
+from dtk.nests import Logs
 from dtk.trainer.gradients import shared_optimizer
 
 
@@ -109,20 +110,20 @@ class LearningRateScaling(StrategyCallback):
     # Where the state of scaling lives: on the optimizer whose rate is scaled, so that neither a new
     # callback nor a second fit scales it again.
 
-    def get_state(self) -> dict:
+    def get_state(self) -> dict[str, float]:
         """Return, for `Checkpoint`, base rate, factor, and how far the warm-up is."""
         scaling = getattr(self.model.optimizer, _MARK, None)
         return {} if scaling is None else dataclasses.asdict(scaling)
 
-    def set_state(self, state: dict) -> None:
+    def set_state(self, state: dict[str, float]) -> None:
         """Go on from a checkpoint's state; the optimizer's own rate has been restored before.
 
         Args:
             state: What `get_state` returned.
         """
-        setattr(self.model.optimizer, _MARK, Scaling(**state) if state else None)
+        setattr(self.model.optimizer, _MARK, scaling_from(state) if state else None)
 
-    def on_train_begin(self, logs: dict | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Refuse what cannot work before the first epoch.
 
         Raises:
@@ -146,7 +147,7 @@ class LearningRateScaling(StrategyCallback):
             )
         self._rate = None
 
-    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Scale, once; here, because by now a checkpoint has been resumed."""
         self._epoch = epoch
         if self._rate is not None:
@@ -166,7 +167,7 @@ class LearningRateScaling(StrategyCallback):
             self._rate.apply(scaling.factor)
             scaling.warm = True
 
-    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         """Take one step of the warm-up."""
         if self._rate is None or self._rate.scaling.warm:
             return

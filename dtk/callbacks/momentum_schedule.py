@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TypedDict
 
 from dtk.callbacks.base import StrategyCallback
 from dtk.callbacks.hyperparameters.momentum import Momentum, innermost, momentum_of
 from dtk.exchange import Delayed, WarmStart
+from dtk.nests import Logs
 from dtk.schedules import momentum_from_time_constant
 from dtk.schedules.runs import Runs, is_count, parse_runs, value_at
 from dtk.strategies import ParameterServerStrategy
@@ -38,6 +40,20 @@ def parse_time_constants(values: Values) -> Runs:
     """
     given = [values] if isinstance(values, int | float) else values
     return parse_runs(given, "time constant", _is_time_constant, "a finite number, 0 or more")
+
+
+class SamplesState(TypedDict):
+    """What `MomentumSchedule` saves with a checkpoint.
+
+    Attributes:
+        seen: Samples seen.
+        before_epoch: Samples seen when the epoch began.
+        epoch: Number of the epoch; None before the first.
+    """
+
+    seen: int
+    before_epoch: int
+    epoch: int | None
 
 
 class MomentumSchedule(StrategyCallback):
@@ -103,11 +119,11 @@ class MomentumSchedule(StrategyCallback):
         """mu of the last step, or of the next if it has been set."""
         return 0.0 if self._momentum is None else self._momentum.value
 
-    def get_state(self) -> dict:
+    def get_state(self) -> SamplesState:
         """Return, for `Checkpoint`, the samples seen, and those before the epoch."""
         return {"seen": self._seen, "before_epoch": self._before_epoch, "epoch": self._epoch}
 
-    def set_state(self, state: dict) -> None:
+    def set_state(self, state: SamplesState) -> None:
         """Go on from a checkpoint's state.
 
         Args:
@@ -116,7 +132,7 @@ class MomentumSchedule(StrategyCallback):
         self._seen, self._before_epoch = state["seen"], state["before_epoch"]
         self._epoch = state["epoch"]
 
-    def on_train_begin(self, logs: dict | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Refuse what cannot work, and let steps read the momentum, before the first epoch.
 
         Raises:
@@ -134,17 +150,17 @@ class MomentumSchedule(StrategyCallback):
         self._seen = self._before_epoch = 0
         self._epoch = None
 
-    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Count on; one that is resumed in its middle has begun before."""
         if epoch != self._epoch:
             self._epoch, self._before_epoch = epoch, self._seen
 
-    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         """Set what the step is to have; here, because by now the batch size has been chosen."""
         self._seen = self._before_epoch + self._rows_before(batch)
         self.use(self._rows_of(batch))
 
-    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Count the rows of the batch."""
         self._seen = self._before_epoch + self._rows_before(batch + 1)
 

@@ -6,6 +6,7 @@ import time
 from typing import TextIO
 
 from dtk.callbacks.base import StrategyCallback
+from dtk.nests import Logs
 
 
 def is_due(freq: int, before: int, now: int) -> bool:
@@ -60,7 +61,7 @@ class ProgressPrinter(StrategyCallback):
         self.log_to_file = log_to_file
         self._file: TextIO | None = None
 
-    def on_train_begin(self, logs: dict | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Open this rank's file."""
         strategy = self.strategy
         if self.log_to_file is not None:
@@ -68,18 +69,18 @@ class ProgressPrinter(StrategyCallback):
                 f"{self.log_to_file}.rank{strategy.rank}", "a", encoding="utf-8"
             )
 
-    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Start counting."""
         self._epoch = epoch
         self._seen = self._printed = self._began_at = 0
         self._epoch_began = self._since = time.perf_counter()
 
-    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         """Note where a resumed epoch starts."""
         if self._seen == 0 and batch:
             self._seen = self._printed = self._began_at = batch
 
-    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Print when a line is due."""
         before, self._seen = self._seen, batch + 1
         self._trained = time.perf_counter()
@@ -91,7 +92,7 @@ class ProgressPrinter(StrategyCallback):
         self._print(f"epoch {self._where()}, {where}: {_numbers(logs)}{speed}")
         self._printed, self._since = self._seen, time.perf_counter()
 
-    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Print the epoch's line; its speed is that of training, without validation."""
         seconds = self._trained - self._epoch_began if self._seen > self._began_at else 0.0
         speed = self._speed(self._began_at, self._seen, seconds)
@@ -121,5 +122,5 @@ class ProgressPrinter(StrategyCallback):
             print(text, flush=True)
 
 
-def _numbers(logs: dict | None) -> str:
+def _numbers(logs: Logs | None) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in (logs or {}).items())

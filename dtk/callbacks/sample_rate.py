@@ -9,9 +9,11 @@ import keras
 
 from dtk.callbacks.hyperparameters.momentum import Momentum, carried_over, innermost, momentum_of
 from dtk.callbacks.hyperparameters.rate import check_settable, rate_now
-from dtk.callbacks.momentum_schedule import MomentumSchedule, Values
+from dtk.callbacks.momentum_schedule import MomentumSchedule, SamplesState, Values
+from dtk.nests import Logs
 from dtk.schedules import learning_rate_from_sample_rate, time_constant_from_momentum
 from dtk.schedules.runs import parse_runs
+from dtk.trainer.contract import Strategy
 from dtk.trainer.distributed_trainer import DistributedTrainer
 
 
@@ -38,6 +40,18 @@ class _InForce(NamedTuple):
     momentum: float
     learning_rate: float
     rows: int
+
+
+class SampleRateState(SamplesState):
+    """What `SampleRate` saves with a checkpoint.
+
+    Attributes:
+        in_force: Values that the optimizer has been given; None before the first.
+        changed: What others have multiplied the rate with.
+    """
+
+    in_force: dict[str, float] | None
+    changed: float
 
 
 class SampleRate(MomentumSchedule):
@@ -113,12 +127,12 @@ class SampleRate(MomentumSchedule):
         """Rate per sample that is in force."""
         return self._planned() * self._changed * self._change()
 
-    def get_state(self) -> dict:
+    def get_state(self) -> SampleRateState:
         """Return, for `Checkpoint`, what `MomentumSchedule` does, and what is in force."""
         in_force = None if self._in_force is None else self._in_force._asdict()
         return {**super().get_state(), "in_force": in_force, "changed": self._changed}
 
-    def set_state(self, state: dict) -> None:
+    def set_state(self, state: SampleRateState) -> None:  # type: ignore[override]  # its own state, and no base's
         """Go on from a checkpoint's state; the optimizer's own rate has been restored before.
 
         Args:
@@ -126,11 +140,16 @@ class SampleRate(MomentumSchedule):
         """
         super().set_state(state)
         self._changed = state["changed"]
-        self._in_force = None if state["in_force"] is None else _InForce(**state["in_force"])
+        values = state["in_force"]
+        self._in_force = None
+        if values is not None:
+            self._in_force = _InForce(
+                values["planned"], values["momentum"], values["learning_rate"], int(values["rows"])
+            )
         if self._momentum is not None and self._in_force is not None:
             self._momentum.set(self._in_force.momentum)
 
-    def on_train_begin(self, logs: dict | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Refuse what cannot work before the first epoch.
 
         Raises:
@@ -205,7 +224,7 @@ class SampleRate(MomentumSchedule):
         return momentum_of(inner, who)
 
 
-def sample_rate_of(trainer: DistributedTrainer) -> SampleRate | None:
+def sample_rate_of(trainer: DistributedTrainer[Strategy]) -> SampleRate | None:
     """Return the `SampleRate` among the callbacks of the running `fit`.
 
     Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dtk.callbacks.base import StrategyCallback
+from dtk.nests import Logs
 from dtk.strategies import ParameterServerStrategy
 
 
@@ -35,7 +36,7 @@ class ServerReport(StrategyCallback):
         self.epochs: list[dict[int, int]] = []
         self._before: list[dict[str, int]] = []
 
-    def on_train_begin(self, logs: dict | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Note what had been moved before.
 
         Raises:
@@ -50,7 +51,7 @@ class ServerReport(StrategyCallback):
         self._start = self._before = self.strategy.traffic
         self._wasted = self._waste()
 
-    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Add the epoch's traffic to its logs."""
         self.trainer.flush()
         moved = _moved(self._before, self.strategy.traffic)
@@ -61,7 +62,7 @@ class ServerReport(StrategyCallback):
                 logs[f"{name}_bytes"] = sum(worker[name] for worker in moved) / steps
         self.epochs.append(dict(self.strategy.schedule_of(self.model).statistics.histogram))
 
-    def on_train_end(self, logs: dict | None = None) -> None:
+    def on_train_end(self, logs: Logs | None = None) -> None:
         """Print the report."""
         strategy = self.strategy
         held = strategy.placement

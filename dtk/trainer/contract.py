@@ -72,6 +72,10 @@ class Strategy(Protocol):
         """This process's rank."""
 
     @property
+    def size(self) -> int:
+        """Number of replicas, or of workers, whose gradients count."""
+
+    @property
     def num_replicas_in_sync(self) -> int:
         """Number of replicas that train together."""
 

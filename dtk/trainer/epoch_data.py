@@ -22,7 +22,7 @@ from dtk.trainer.contract import Strategy
 # What `fit` is given, and what Keras reads.
 Dataset: TypeAlias = "tf.data.Dataset | tf_datasets.PerRankDataset"
 
-
+# Where the trainers of parameter servers look for it.
 at_end_of_data = keras_data.at_end_of_data
 
 

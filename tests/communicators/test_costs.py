@@ -111,3 +111,10 @@ def test_print_says_what_was_chosen():
     text = str(Costs(4, 0.5e-3, 4e-9, 2e-11))
     for part in ("4 ranks", "0.50 ms", "4.0 ms", "20 ms", "buckets", "one hop", "factors"):
         assert part in text
+
+
+def test_a_communicator_is_told_what_ranks_found_out():
+    nobody, costs = NullCommunicator(0, 2), Costs(2, 1e-3, 8e-8, 1e-11)
+    assert (nobody.alike, nobody.costs) == (False, None)
+    nobody.learn(alike=True, costs=costs)
+    assert (nobody.alike, nobody.costs) == (True, costs)

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from dtk.communicators.root import on_root
-from dtk.strategies.base import DtkStrategy
+from dtk.trainer.contract import Strategy
 
 T = TypeVar("T")
 
 
-def on_chief(strategy: DtkStrategy, work: Callable[[], T]) -> T:
+def on_chief(strategy: Strategy, work: Callable[[], T]) -> T:
     """Do work on rank 0, and return its result on every rank. All ranks call it together.
 
     Args:
@@ -34,7 +34,7 @@ def on_chief(strategy: DtkStrategy, work: Callable[[], T]) -> T:
 
 
 @contextlib.contextmanager
-def _local_reads(strategy: DtkStrategy) -> Iterator[None]:
+def _local_reads(strategy: Strategy) -> Iterator[None]:
     """Let one rank read summed state without waiting for the others."""
     with getattr(strategy.extended, "local_reads", contextlib.nullcontext)():
         yield

@@ -20,11 +20,13 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+
+from dtk.callbacks.checkpointing.state import CheckpointState, Packed
+from dtk.nests import Array
 
 WEIGHTS, ARRAYS, STATE = "weights.weights.h5", "arrays.npz", "state.json"
 _NAME = re.compile(r"checkpoint-(\d{8,})")
@@ -42,7 +44,7 @@ class CheckpointFiles:
         directory: Where they lie; made when the first one is written.
     """
 
-    def __init__(self, directory: str | os.PathLike):
+    def __init__(self, directory: str | os.PathLike[str]):
         self.directory = Path(directory)
 
     def names(self) -> list[str]:
@@ -60,7 +62,12 @@ class CheckpointFiles:
         """
         return self.directory / name / WEIGHTS
 
-    def write(self, save_weights: Callable[[str], Any], state: dict, arrays: dict) -> str:
+    def write(
+        self,
+        save_weights: Callable[[str], object],
+        state: Mapping[str, Packed],
+        arrays: Mapping[str, Array],
+    ) -> str:
         """Write one more checkpoint.
 
         Args:
@@ -78,7 +85,7 @@ class CheckpointFiles:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir()
         save_weights(str(draft / WEIGHTS))
-        np.savez(draft / ARRAYS, **arrays)
+        np.savez(draft / ARRAYS, **arrays)  # type: ignore[arg-type]  # no array is its allow_pickle
         digests = {file: digest(draft / file) for file in (WEIGHTS, ARRAYS)}
         (draft / STATE).write_text(json.dumps({**state, "digests": digests}))
         for file in (WEIGHTS, ARRAYS, STATE):
@@ -88,7 +95,7 @@ class CheckpointFiles:
         _flush(self.directory)
         return name
 
-    def read(self, name: str) -> tuple[dict, dict[str, np.ndarray]]:
+    def read(self, name: str) -> tuple[CheckpointState, dict[str, Array]]:
         """Read state and arrays of one checkpoint, once its files have been checked.
 
         Args:
@@ -133,7 +140,7 @@ class CheckpointFiles:
             else:
                 draft.unlink()
 
-    def keep_best(self, name: str, note: dict) -> None:
+    def keep_best(self, name: str, note: Mapping[str, object]) -> None:
         """Copy one checkpoint's weights to `best.weights.h5`, and a note to `best.json`.
 
         Args:

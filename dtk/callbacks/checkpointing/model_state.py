@@ -5,29 +5,30 @@ from __future__ import annotations
 from pathlib import Path
 
 import keras
-import numpy as np
 import tensorflow as tf
 
-from dtk.strategies.base import DtkStrategy
+from dtk.callbacks.checkpointing.state import CheckpointState, Described
+from dtk.nests import Array
+from dtk.trainer.contract import Strategy
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.replica.replica_step import metric_variables
 
 
-def describe(trainer: DistributedTrainer) -> list[list]:
+def describe(trainer: DistributedTrainer[Strategy]) -> Described:
     """Return path, shape and dtype of every variable a checkpoint holds, in order.
 
     Args:
         trainer: The model's trainer.
 
     Returns:
-        One list `[path, shape, dtype]` per variable, ready for JSON.
+        Path, shape and dtype of each variable, ready for JSON.
     """
     variables = trainer.shared_variables()
-    return [[v.path, [int(n) for n in v.shape], str(v.dtype)] for v in variables]
+    return [(v.path, [int(n) for n in v.shape], str(v.dtype)) for v in variables]
 
 
-def check_same_model(saved: list, mine: list, path: Path) -> None:
+def check_same_model(saved: Described, mine: Described, path: Path) -> None:
     """Compare what `describe` returned then and now.
 
     Layers are named anew in every process, so of a path only its last word counts.
@@ -54,7 +55,9 @@ def check_same_model(saved: list, mine: list, path: Path) -> None:
         )
 
 
-def check_same_counts(saved: dict, trainer: DistributedTrainer, path: Path) -> None:
+def check_same_counts(
+    saved: CheckpointState, trainer: DistributedTrainer[Strategy], path: Path
+) -> None:
     """Compare what has no weights: random layers, and metrics in the middle of an epoch.
 
     Args:
@@ -65,13 +68,14 @@ def check_same_counts(saved: dict, trainer: DistributedTrainer, path: Path) -> N
     Raises:
         ValueError: Naming both counts.
     """
-    counts = [("random layers (Dropout and the like)", "seeds", trainer.seed_states())]
-    if saved["metrics"] is not None:
-        counts.append(("variables of metrics", "metrics", metric_variables(trainer.model)))
-    for what, key, mine in counts:
-        if len(saved[key]) != len(mine):
+    seeds, metrics = saved["seeds"], saved["metrics"]
+    counts = [("random layers (Dropout and the like)", seeds, trainer.seed_states())]
+    if metrics is not None:
+        counts.append(("variables of metrics", metrics, metric_variables(trainer.model)))
+    for what, theirs, mine in counts:
+        if len(theirs) != len(mine):
             raise ValueError(
-                f"{path} belongs to another model: it has {len(saved[key])} {what}, this model has "
+                f"{path} belongs to another model: it has {len(theirs)} {what}, this model has "
                 f"{len(mine)}; use another directory or resume=False, and model.load_weights to "
                 "start from its weights"
             )
@@ -86,7 +90,7 @@ def last_word(path: str) -> str:
     return path.rsplit("/", 1)[-1].rsplit("_", 1)[-1]
 
 
-def accumulators_of(trainer: DistributedTrainer) -> list[keras.Variable]:
+def accumulators_of(trainer: DistributedTrainer[Strategy]) -> list[keras.Variable]:
     """Return the variables that hold unfinished windows of gradient accumulation.
 
     Args:
@@ -99,7 +103,7 @@ def accumulators_of(trainer: DistributedTrainer) -> list[keras.Variable]:
     return [v for optimizer in optimizers for v in shared_optimizer.accumulators_of(optimizer)]
 
 
-def fold_accumulators(trainer: DistributedTrainer) -> None:
+def fold_accumulators(trainer: DistributedTrainer[Strategy]) -> None:
     """Move unfinished gradient accumulation to rank 0: its sum there, zeros elsewhere.
 
     The window ends with a sum over ranks, so nothing changes, and what rank 0 saves is what a
@@ -116,7 +120,7 @@ def fold_accumulators(trainer: DistributedTrainer) -> None:
         give_to_first(variable, total, strategy)
 
 
-def give_to_first(variable: keras.Variable, value: tf.Tensor, strategy: DtkStrategy) -> None:
+def give_to_first(variable: keras.Variable, value: tf.Tensor, strategy: Strategy) -> None:
     """Set a per-replica variable: `value` on replica 0, zeros on the others.
 
     Args:
@@ -128,7 +132,7 @@ def give_to_first(variable: keras.Variable, value: tf.Tensor, strategy: DtkStrat
     strategy.set_per_replica(variable, [zeros if rank else value for rank in ranks])
 
 
-def copies_of(variable: keras.Variable, strategy: DtkStrategy) -> list[tf.Tensor]:
+def copies_of(variable: keras.Variable, strategy: Strategy) -> list[tf.Tensor]:
     """Return what this process's replicas hold of a variable.
 
     Args:
@@ -151,7 +155,7 @@ def iterations_of(model: keras.Model) -> int | None:
     return None if optimizer is None else int(value_of(optimizer.iterations))
 
 
-def value_of(variable: keras.Variable) -> np.ndarray:
+def value_of(variable: keras.Variable) -> Array:
     """Return the value of a Keras variable as an array.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import keras
 import tensorflow as tf
@@ -20,7 +20,9 @@ from dtk.callbacks.checkpointing.model_state import (
     give_to_first,
 )
 from dtk.compat import tf_replicas
+from dtk.nests import Array
 from dtk.parameter_server import evaluator
+from dtk.trainer.contract import Strategy
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.model_scope import trainer_of
 from dtk.trainer.ranks import seeds, shared_weights
@@ -37,8 +39,8 @@ class CheckpointReader:
         self._files = files
 
     def load_newest(
-        self, trainer: DistributedTrainer, resume: bool = True
-    ) -> tuple[str, dict[str, Any]] | None:
+        self, trainer: DistributedTrainer[Strategy], resume: bool = True
+    ) -> tuple[str, states.CheckpointState] | None:
         """Load the newest readable checkpoint's weights into the model; on rank 0 alone.
 
         What an earlier process left half written is removed first.
@@ -62,9 +64,12 @@ class CheckpointReader:
         check_same_model(packed["variables"], describe(trainer), path)
         check_same_counts(packed, trainer, path)
         trainer.model.load_weights(self._files.weights(name))
-        return name, states.unpack(packed, arrays)
+        # The keys stay, and arrays take the places of their names.
+        return name, cast(states.CheckpointState, states.unpack(packed, arrays))
 
-    def _newest_readable(self, names: list[str]) -> tuple[str, tuple[dict, dict]]:
+    def _newest_readable(
+        self, names: list[str]
+    ) -> tuple[str, tuple[states.CheckpointState, dict[str, Array]]]:
         corrupt: list[str] = []
         for name in names:
             try:
@@ -112,7 +117,9 @@ class CheckpointReader:
         return evaluator.Saved(packed["epoch"], packed["step"], packed.get("iterations"))
 
 
-def restore(state: dict[str, Any], trainer: DistributedTrainer, epochs: int) -> None:
+def restore(
+    state: states.CheckpointState, trainer: DistributedTrainer[Strategy], epochs: int
+) -> None:
     """Restore everything but the weights, which rank 0 has loaded. All ranks call it together.
 
     Args:
@@ -141,7 +148,7 @@ def restore(state: dict[str, Any], trainer: DistributedTrainer, epochs: int) -> 
         trainer.feed.resume_after_steps(state["trained"], state["data"])
 
 
-def _restore_seeds(state: dict[str, Any], trainer: DistributedTrainer) -> None:
+def _restore_seeds(state: states.CheckpointState, trainer: DistributedTrainer[Strategy]) -> None:
     strategy = trainer.strategy
     if strategy.shuffle_seed.value is not None and state["shuffle_seed"] is not None:
         strategy.shuffle_seed.restore(state["shuffle_seed"], in_force=state["tensorflow_seed"])
@@ -150,7 +157,7 @@ def _restore_seeds(state: dict[str, Any], trainer: DistributedTrainer) -> None:
         trainer.feed.set_batches(trainer.feed.iterator.data_adapter)
 
 
-def resume_message(state: dict[str, Any], epochs: int, path: Path) -> str:
+def resume_message(state: states.CheckpointState, epochs: int, path: Path) -> str:
     """Return the line that says where training goes on.
 
     Args:

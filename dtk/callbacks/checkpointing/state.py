@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NotRequired, TypeAlias, TypedDict, cast
 
 import keras
 import numpy as np
+import tensorflow as tf
+
+from dtk.exchange.state import Saved
+from dtk.nests import Array, Logs
+from dtk.trainer.feed import Position
 
 # What Keras's own callbacks learn while training. Everything else about them is in the script.
 KNOWN: tuple[tuple[type, tuple[str, ...]], ...] = (
@@ -22,8 +27,66 @@ KNOWN: tuple[tuple[type, tuple[str, ...]], ...] = (
     (keras.callbacks.SwapEMAWeights, ("_ema_weights_in_model",)),
 )
 
+# What goes to JSON, and the path, the shape and the dtype of each variable there.
+Packed: TypeAlias = "bool | int | float | str | list[Packed] | dict[str, Packed] | None"
+Described: TypeAlias = list[tuple[str, list[int], str]]
 
-def pack(value: Any, arrays: dict[str, np.ndarray]) -> Any:
+
+class Generators(TypedDict):
+    """State of the global random number generators.
+
+    Attributes:
+        python: Version, numbers and the next normal number of Python's.
+        numpy: State of NumPy's, by name.
+    """
+
+    python: tuple[int, Sequence[int], float | None]
+    numpy: dict[str, object]
+
+
+class CheckpointState(TypedDict):
+    """What a checkpoint holds beside the weights; on disk, names stand in the places of arrays.
+
+    Attributes:
+        format: Number of the format.
+        workers: Ranks of the world that has written it.
+        iterations: Steps of the optimizer; None without one.
+        variables: Of the model and its optimizer, as `describe` says them.
+        best: Best value of the monitored number; None before the first.
+        stopped: Whether a callback has stopped training.
+        seeds: State of the model's random number generators.
+        callbacks: What callbacks have learned, by class and position.
+        random: State of the global random number generators.
+        tensorflow_seed: TensorFlow's global seed; None when none was set.
+        shuffle_seed: What the rows of arrays are shuffled from; None where Keras draws their order.
+        data: Position in the data.
+        epoch: Epochs done.
+        step: Steps done of the epoch that goes on.
+        metrics: State of metrics in the middle of an epoch; else None.
+        trained: Numbers of an epoch of which only the validation is left; else None.
+        exchange: State of the exchange of gradients, by name.
+    """
+
+    format: int
+    workers: int
+    iterations: NotRequired[int | None]
+    variables: Described
+    best: float | None
+    stopped: bool
+    seeds: list[Array]
+    callbacks: dict[str, dict[str, object]]
+    random: Generators
+    tensorflow_seed: int | None
+    shuffle_seed: int | None
+    data: Position
+    epoch: int
+    step: int
+    metrics: list[Array] | None
+    trained: Logs | None
+    exchange: NotRequired[dict[str, Saved]]
+
+
+def pack(value: object, arrays: dict[str, Array]) -> Packed:
     """Turn a value into JSON, moving its arrays to `arrays`.
 
     Args:
@@ -53,14 +116,14 @@ def pack(value: Any, arrays: dict[str, np.ndarray]) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray) or keras.ops.is_tensor(value):
-        name = f"a{len(arrays)}"
-        arrays[name] = value if isinstance(value, np.ndarray) else value.numpy()
+        name, tensor = f"a{len(arrays)}", cast("tf.Tensor", value)
+        arrays[name] = value if isinstance(value, np.ndarray) else tensor.numpy()
         return {"array": name}
     kind = type(value).__name__
     raise TypeError(f"cannot save a {kind}; use numbers, strings, arrays, lists and dicts of these")
 
 
-def unpack(value: Any, arrays: dict[str, np.ndarray]) -> Any:
+def unpack(value: object, arrays: Mapping[str, Array]) -> object:
     """Undo `pack`; tuples come back as lists.
 
     Args:
@@ -79,7 +142,7 @@ def unpack(value: Any, arrays: dict[str, np.ndarray]) -> Any:
     return value
 
 
-def of_callbacks(callbacks: Iterable) -> dict[str, dict]:
+def of_callbacks(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, dict[str, object]]:
     """Return what every callback has learned: its `get_state()`, or the attributes in `KNOWN`.
 
     Args:
@@ -97,7 +160,9 @@ def of_callbacks(callbacks: Iterable) -> dict[str, dict]:
     return states
 
 
-def to_callbacks(states: dict[str, dict], callbacks: Iterable) -> None:
+def to_callbacks(
+    states: dict[str, dict[str, object]], callbacks: Iterable[keras.callbacks.Callback]
+) -> None:
     """Give callbacks what `of_callbacks` returned; those that are not here any more are skipped.
 
     Args:
@@ -118,7 +183,9 @@ def _known(callback: keras.callbacks.Callback) -> tuple[str, ...]:
     return next((names for kind, names in KNOWN if isinstance(callback, kind)), ())
 
 
-def _named(callbacks: Iterable) -> Iterable[tuple[str, keras.callbacks.Callback]]:
+def _named(
+    callbacks: Iterable[keras.callbacks.Callback],
+) -> Iterable[tuple[str, keras.callbacks.Callback]]:
     seen: dict[str, int] = {}
     for callback in callbacks:
         kind = type(callback).__name__
@@ -126,12 +193,12 @@ def _named(callbacks: Iterable) -> Iterable[tuple[str, keras.callbacks.Callback]
         yield f"{kind}.{seen[kind]}", callback
 
 
-def of_generators() -> dict:
+def of_generators() -> Generators:
     """Return the state of Python's and numpy's global random number generators."""
     return {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
 
 
-def to_generators(state: dict) -> None:
+def to_generators(state: Generators) -> None:
     """Restore what `of_generators` returned.
 
     Args:

@@ -41,7 +41,9 @@ class Termination:
         self._communicator = communicator
         self._patience = patience
         self._caught = False
-        self._before: Callable | int | signal.Handlers | None = None
+        self._before: Callable[[int, FrameType | None], object] | int | signal.Handlers | None = (
+            None
+        )
         self._pipe: tuple[int, int] | None = None
         self._woken_before = -1
         self._agreed = threading.Event()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from dtk.callbacks.checkpointing import state as states
 from dtk.callbacks.checkpointing.best import BestValue
@@ -18,6 +16,9 @@ from dtk.callbacks.checkpointing.model_state import (
     value_of,
 )
 from dtk.compat import tf_replicas
+from dtk.exchange.state import Saved
+from dtk.nests import Array, Logs
+from dtk.trainer.contract import Strategy
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.replica.replica_step import metric_variables
 
@@ -38,8 +39,8 @@ class Progress(NamedTuple):
     epoch: int
     step: int
     in_epoch: bool
-    logs: dict[str, Any] | None = None
-    trained: dict[str, Any] | None = None
+    logs: Logs | None = None
+    trained: Logs | None = None
 
 
 class CheckpointWriter:
@@ -54,7 +55,7 @@ class CheckpointWriter:
     def __init__(self, files: CheckpointFiles, max_to_keep: int | None, best: BestValue):
         self._files, self._max_to_keep, self._best = files, max_to_keep, best
 
-    def save(self, trainer: DistributedTrainer, progress: Progress) -> str:
+    def save(self, trainer: DistributedTrainer[Strategy], progress: Progress) -> str:
         """Write one checkpoint. All ranks call it together: some state is spread over them.
 
         Args:
@@ -74,20 +75,25 @@ class CheckpointWriter:
         if progress.in_epoch and progress.step:
             metrics = [value_of(v) for v in metric_variables(trainer.model)]
         exchange, best = trainer.exchange_state(), self._best
-        note = None
+        note: dict[str, object] | None = None
         if best.improves(progress.logs):
             note = {"epoch": progress.epoch, "monitor": best.monitor, "value": best.value}
 
         def write() -> str:
-            arrays: dict[str, np.ndarray] = {}
-            state = self._state(trainer, progress.in_epoch)
-            state |= {"epoch": progress.epoch, "step": progress.step}
-            state |= {"metrics": metrics, "trained": progress.trained, "exchange": exchange}
-            return self._write(trainer, states.pack(state, arrays), arrays, note)
+            arrays: dict[str, Array] = {}
+            state = self._state(trainer, progress, metrics, exchange)
+            packed = {key: states.pack(value, arrays) for key, value in state.items()}
+            return self._write(trainer, packed, arrays, note)
 
         return on_chief(trainer.strategy, write)
 
-    def _state(self, trainer: DistributedTrainer, in_epoch: bool) -> dict[str, Any]:
+    def _state(
+        self,
+        trainer: DistributedTrainer[Strategy],
+        progress: Progress,
+        metrics: list[Array] | None,
+        exchange: dict[str, Saved],
+    ) -> states.CheckpointState:
         """Collect what rank 0 knows by itself."""
         model, strategy = trainer.model, trainer.strategy
         return {
@@ -102,15 +108,20 @@ class CheckpointWriter:
             "random": states.of_generators(),
             "tensorflow_seed": tf_replicas.global_seed(),
             "shuffle_seed": strategy.shuffle_seed.value,
-            "data": trainer.feed.position(in_epoch),
+            "data": trainer.feed.position(progress.in_epoch),
+            "epoch": progress.epoch,
+            "step": progress.step,
+            "metrics": metrics,
+            "trained": progress.trained,
+            "exchange": exchange,
         }
 
     def _write(
         self,
-        trainer: DistributedTrainer,
-        state: dict[str, Any],
-        arrays: dict[str, np.ndarray],
-        note: dict[str, Any] | None,
+        trainer: DistributedTrainer[Strategy],
+        state: dict[str, states.Packed],
+        arrays: dict[str, Array],
+        note: dict[str, object] | None,
     ) -> str:
         name = self._files.write(trainer.model.save_weights, state, arrays)
         if note is not None:

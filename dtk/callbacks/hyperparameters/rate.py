@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import TypedDict
 
 import keras
 import tensorflow as tf
 
+from dtk.nests import Config
 from dtk.optimizers import LARS
 from dtk.trainer.gradients import shared_optimizer
+
+
+class ScaledConfig(TypedDict):
+    """What a `ScaledSchedule` is made again from, as Keras saves it.
+
+    Attributes:
+        schedule: The schedule, as Keras writes it down.
+        factor: What its rate is multiplied with.
+    """
+
+    schedule: Config
+    factor: float
 
 
 @keras.saving.register_keras_serializable(package="dtk")
@@ -36,7 +51,7 @@ class ScaledSchedule(keras.optimizers.schedules.LearningRateSchedule):
         """Return the scaled rate at a step."""
         return self.schedule(step) * self.factor
 
-    def get_config(self) -> dict:
+    def get_config(self) -> ScaledConfig:
         """Return schedule and factor, as Keras saves them."""
         return {
             "schedule": keras.optimizers.schedules.serialize(self.schedule),
@@ -44,7 +59,7 @@ class ScaledSchedule(keras.optimizers.schedules.LearningRateSchedule):
         }
 
     @classmethod
-    def from_config(cls, config: dict) -> ScaledSchedule:
+    def from_config(cls, config: ScaledConfig) -> ScaledSchedule:
         """Make the schedule again.
 
         Args:
@@ -69,6 +84,15 @@ class Scaling:
     factor: float
     applied: float = 1.0
     warm: bool = False
+
+
+def scaling_from(state: Mapping[str, float]) -> Scaling:
+    """Make the state of a scaling again.
+
+    Args:
+        state: Its attributes by name, as `dataclasses.asdict` says them.
+    """
+    return Scaling(state["base"], state["factor"], state["applied"], bool(state["warm"]))
 
 
 def rate_now(optimizer: keras.Optimizer) -> float:
