@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LIST = Path(__file__).with_suffix(".toml")
 COPIED = ("dtk", "tests", "examples", "benchmarks", "docs", "tools", "setup.cfg", "README.md")
 KILLED, SURVIVED, STALE = "killed", "SURVIVED", "DOES NOT APPLY"
-NO_TEST_RAN = 5
+MISUSED, NO_TEST_RAN = 4, 5
 LONGEST = 900
 
 
@@ -107,8 +107,8 @@ def _test(copy: Path, tests: list[str]) -> str:
         )
     except subprocess.TimeoutExpired:
         return KILLED  # what hangs is noticed
-    if done.returncode == NO_TEST_RAN:
-        sys.exit(f"no test ran: pytest {' '.join(tests)}\n{done.stdout[-2000:]}")
+    if done.returncode in (MISUSED, NO_TEST_RAN):
+        sys.exit(f"no test ran: pytest {' '.join(tests)}\n{(done.stdout + done.stderr)[-2000:]}")
     return SURVIVED if done.returncode == 0 else KILLED
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from dtk.compat import keras_data
 from dtk.input import slicing
 from dtk.input.pipelines import read_ahead
 from dtk.parameter_server import evaluator, gradient_buffers, worker_data
@@ -29,7 +30,6 @@ from dtk.parameter_server.jobs.predict import PredictJob
 from dtk.parameter_server.jobs.test import TestJob
 from dtk.parameter_server.jobs.train import TrainJob
 from dtk.parameter_server.scheduler import Schedule
-from dtk.trainer import epoch_data
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.gradients import shared_optimizer
 
@@ -120,7 +120,7 @@ class ParameterServerTrainer(DistributedTrainer):
             self._check_steps(iterator)
         super().take_epoch_iterator(iterator, data_batch)
         if iterator is not None:
-            epoch_data.at_end_of_data(iterator, self.flush)
+            keras_data.at_end_of_data(iterator, self.flush)
 
     def _check_steps(self, iterator: Any) -> None:
         endless = isinstance(iterator.data_adapter.get_tf_dataset(), worker_data.WorkerDataset)

@@ -22,9 +22,6 @@ from dtk.trainer.contract import Strategy
 # What `fit` is given, and what Keras reads.
 Dataset: TypeAlias = "tf.data.Dataset | tf_datasets.PerRankDataset"
 
-# Where the trainers of parameter servers look for it.
-at_end_of_data = keras_data.at_end_of_data
-
 
 def cut(dataset: Dataset, strategy: Strategy) -> tf.data.Dataset:
     """Cut a dataset for the replicas of this process.

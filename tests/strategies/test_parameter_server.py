@@ -167,15 +167,15 @@ def test_a_fit_that_was_left_leaves_nothing_behind(world, backend, size, consist
 
 def test_the_end_of_an_epoch_is_told_once():
     """Wrapped anew in each epoch, the validation's iterator ended in a RecursionError."""
-    from keras.src.backend.tensorflow.trainer import TFEpochIterator
-
-    from dtk.trainer import epoch_data
+    from dtk.compat import keras_data
 
     plain = tf.distribute.get_strategy()
-    iterator = TFEpochIterator(x=np.zeros((4, 1)), batch_size=2, distribute_strategy=plain)
+    iterator = keras_data.TFEpochIterator(
+        x=np.zeros((4, 1)), batch_size=2, distribute_strategy=plain
+    )
     ends = []
     for _ in range(3):
-        epoch_data.at_end_of_data(iterator, lambda: ends.append("end"))
+        keras_data.at_end_of_data(iterator, lambda: ends.append("end"))
         list(iterator._enumerate_iterator())
     assert ends == ["end"] * 3
 

@@ -64,7 +64,7 @@ class MetricSum:
                 for v in replica_step.metric_variables(self._model)
             ],
             "logs": {
-                name: traced.step.weighed(value)
+                name: tf.convert_to_tensor(traced.step.weighed(value))
                 for name, value in replica_step.numbers_of(traced.step, traced.logs)
             },
             "rows": slicing.count_rows(data),
