@@ -36,7 +36,7 @@ from typing import Any
 import psutil
 
 from dtk.bench import places
-from dtk.bench.ranks import ENDED, Ranks, RanksFailed
+from dtk.bench.ranks import ENDED, Hello, Ranks, RanksFailed
 from dtk.launch import Process, plan
 
 BACKENDS = ("local", "collective", "horovod-mpi", "horovod-gloo", "served")
@@ -47,6 +47,16 @@ START_TIMEOUT = 90.0
 
 class WorldError(Exception):
     """A body failed on some rank, or a world could not start or answer in time."""
+
+
+class Started(Hello):
+    """What a worker says first.
+
+    Attributes:
+        pid: Its process.
+    """
+
+    pid: int
 
 
 def missing(backend: str) -> str | None:
@@ -110,7 +120,7 @@ class World:
         )
         answering = 1 if backend == "served" else size
         processes = _processes(backend, size, env or {})
-        self._ranks = Ranks(processes, answering, output=self._log, grace=1.0)
+        self._ranks: Ranks[Started, Any] = Ranks(processes, answering, output=self._log, grace=1.0)
         with self._ended_by_failure(f"{backend} x {size} does not start"):
             self._ranks.start(START_TIMEOUT)
 

@@ -16,14 +16,18 @@ import signal
 import subprocess
 import sys
 from multiprocessing.connection import Client, Connection
+from typing import TypeAlias
 
 ADDRESS, KEY = "DTK_BENCH_ADDRESS", "DTK_BENCH_KEY"
 REST = {"rest": True}
 # What mpirun starts is bound here: a list of cores for each rank, which may be empty.
 CORES = "DTK_BENCH_CORES"
 
+# To the command line: sends what JSON makes, receives what is asked, and None at the end.
+Line: TypeAlias = "Connection[object, dict[str, object] | None]"
 
-def run(command: list[str], line: Connection) -> int:
+
+def run(command: list[str], line: Line) -> int:
     """Start a process and pass on what it is asked, until nothing more is asked.
 
     Args:
@@ -56,15 +60,14 @@ def run(command: list[str], line: Connection) -> int:
     return 128 - code if code < 0 else code
 
 
-def _next(line: Connection) -> dict[str, object] | None:
+def _next(line: Line) -> dict[str, object] | None:
     try:
-        request: dict[str, object] | None = line.recv()
+        return line.recv()
     except EOFError:
         return None
-    return request
 
 
-def connect() -> Connection:
+def connect() -> Line:
     """Return the connection to whoever started this process; see `dtk.bench.ranks`."""
     host, _, port = os.environ[ADDRESS].rpartition(":")
     return Client((host, int(port)), authkey=bytes.fromhex(os.environ.pop(KEY)))

@@ -10,11 +10,12 @@ No TensorFlow here.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol, TypeVar
 
 from dtk.bench.results import Results, reading_of
 from dtk.bench.setting import Setting
+from dtk.bench.worker import Answer
 from dtk.errors import DtkError
 
 _T = TypeVar("_T")
@@ -44,7 +45,7 @@ class World(Protocol):
     name: str
     essential: bool
 
-    def ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+    def ask(self, request: Mapping[str, object]) -> list[Answer]:
         """Ask all processes the same (see `dtk.bench.worker`), and wait for their answers.
 
         Args:
@@ -99,7 +100,7 @@ class Benchmark:
         self.results.turns[task] = {label(*variant): [] for variant in variants}
         return variants
 
-    def _built(self, task: str, world: World, built: dict[str, Any]) -> list[str]:
+    def _built(self, task: str, world: World, built: Answer) -> list[str]:
         """Take note of what a world can measure, and of what it cannot."""
         for name, why in built["absent"].items():
             self.results.absent[f"{label(world, name)}, {task}"] = why
@@ -125,7 +126,7 @@ class Benchmark:
             self.results.turns[task][label(world, name)].append(readings)
         self.say()
 
-    def _ask(self, world: World, request: dict[str, Any]) -> list[dict[str, Any]]:
+    def _ask(self, world: World, request: Mapping[str, object]) -> list[Answer]:
         """Ask a world; return no answers where it is lost, and can be done without."""
         try:
             answers = world.ask(request)

@@ -15,12 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
+from dtk.nests import Array
+
+if TYPE_CHECKING:
+    import keras
+
 _CLASSES = 10
 _WORDS = 200_000
+
+# Of the Keras that a model is built of.
+Model: TypeAlias = "keras.Model"
+Symbolic: TypeAlias = "keras.KerasTensor"
 
 
 class Problem(NamedTuple):
@@ -31,10 +40,10 @@ class Problem(NamedTuple):
         rows: From a random generator and a number, so many rows of input.
     """
 
-    build: Callable[[ModuleType], Any]
-    rows: Callable[[np.random.Generator, int], np.ndarray]
+    build: Callable[[ModuleType], Model]
+    rows: Callable[[np.random.Generator, int], Array]
 
-    def compiled(self, keras: ModuleType) -> Any:
+    def compiled(self, keras: ModuleType) -> Model:
         """Build the model with equal weights every time, ready to train with `keras`.
 
         Plain SGD is the least an optimizer can do, and keeps an embedding's gradient sparse: what
@@ -52,7 +61,7 @@ class Problem(NamedTuple):
         model.compile(keras.optimizers.SGD(0.01), loss)
         return model
 
-    def data(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+    def data(self, count: int) -> tuple[Array, Array]:
         """Return rows and their labels, the same every time.
 
         Args:
@@ -65,7 +74,7 @@ class Problem(NamedTuple):
         return self.rows(random, count), random.integers(0, _CLASSES, count)
 
 
-def resnet20(keras: ModuleType) -> Any:
+def resnet20(keras: ModuleType) -> Model:
     """Return a ResNet of 20 layers for CIFAR-10 (He et al. 2016).
 
     Where the image shrinks, shortcuts pad channels with zeros (option A).
@@ -89,14 +98,14 @@ def resnet20(keras: ModuleType) -> Any:
 
 
 def _conv(
-    keras: ModuleType, x: Any, filters: int, strides: int = 1, activation: str | None = "relu"
-) -> Any:
+    keras: ModuleType, x: Symbolic, filters: int, strides: int = 1, activation: str | None = "relu"
+) -> Symbolic:
     x = keras.layers.Conv2D(filters, 3, strides, padding="same", use_bias=False)(x)
     x = keras.layers.BatchNormalization()(x)
     return keras.layers.Activation(activation)(x)
 
 
-def mlp(keras: ModuleType) -> Any:
+def mlp(keras: ModuleType) -> Model:
     """Return a model of three hidden layers of 2048 units.
 
     Args:
@@ -106,7 +115,7 @@ def mlp(keras: ModuleType) -> Any:
     return keras.Sequential([keras.Input((1024,)), *hidden, keras.layers.Dense(_CLASSES)])
 
 
-def embedding(keras: ModuleType) -> Any:
+def embedding(keras: ModuleType) -> Model:
     """Return a model of the mean of eight rows of a table.
 
     Args:
@@ -122,7 +131,7 @@ def embedding(keras: ModuleType) -> Any:
     )
 
 
-def transformer(keras: ModuleType) -> Any:
+def transformer(keras: ModuleType) -> Model:
     """Return one encoder block of width 256 and eight heads, over 32 positions.
 
     Args:
@@ -137,7 +146,7 @@ def transformer(keras: ModuleType) -> Any:
     return keras.Model(inputs, keras.layers.Dense(_CLASSES)(x))
 
 
-def _normal(*shape: int) -> Callable[[np.random.Generator, int], np.ndarray]:
+def _normal(*shape: int) -> Callable[[np.random.Generator, int], Array]:
     return lambda random, count: random.standard_normal((count, *shape), dtype="float32")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 import tensorflow as tf
 
@@ -26,7 +24,7 @@ class Worker:
         setting: Fields of `Setting`.
     """
 
-    def __init__(self, setting: dict[str, Any]):
+    def __init__(self, setting: dict[str, object]):
         self._setting = Setting.of(setting)
         environment = detect()
         # Tells the rank, for its rows and its device, and sends nothing.

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from dtk.bench import report
 from dtk.bench.results import Results
 from dtk.bench.setting import BenchError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _INK, _BAR, _PEER = "#333333", "#3b6ea5", "#b0b7bf"
 _ROW = 0.34  # inches
@@ -54,7 +57,7 @@ def save(results: Results, file: str) -> None:
     figure.savefig(file, dpi=150)
 
 
-def _draw(panel: Any, results: Results, task: str) -> None:
+def _draw(panel: Axes, results: Results, task: str) -> None:
     bars = report.bars(results, task)
     own = results.setting["communicators"]
     for row, (name, (low, middle, high)) in enumerate(bars.items()):

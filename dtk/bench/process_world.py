@@ -13,7 +13,6 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from dtk.bench import agent, worker
 from dtk.bench.measure import WorldLost
@@ -26,7 +25,7 @@ _END = 10.0  # and to end by itself
 _FAIL = 30.0  # and to end when one of its processes has failed
 
 
-def command(module: str, setting: Mapping[str, Any], python: str = sys.executable) -> list[str]:
+def command(module: str, setting: Mapping[str, object], python: str = sys.executable) -> list[str]:
     """Return what the agents of a world run: `dtk.bench.worker`, by its path: it needs no dtk.
 
     Args:
@@ -63,7 +62,9 @@ class World:
         self.name, self.essential, self._busy = name, essential, busy
         self._unseen = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         output = sys.stderr if essential else self._unseen
-        self._ranks = Ranks(processes, size, output=output, remote_shell=remote_shell)
+        self._ranks: Ranks[worker.Hello, worker.Answer] = Ranks(
+            processes, size, output=output, remote_shell=remote_shell
+        )
 
     @property
     def job(self) -> Job:
@@ -71,7 +72,7 @@ class World:
         return self._ranks.job
 
     @property
-    def hello(self) -> list[dict[str, Any]]:
+    def hello(self) -> list[worker.Hello]:
         """What every rank said first, in rank order."""
         return self._ranks.hello
 
@@ -85,7 +86,7 @@ class World:
             self._ranks.start(_START)
         self.rest()
 
-    def ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+    def ask(self, request: Mapping[str, object]) -> list[worker.Answer]:
         """Ask all processes the same; see `dtk.bench.measure.World.ask`.
 
         Args:

@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import AuthenticationError, connection
-from typing import Any, TextIO
+from typing import Generic, TextIO, TypeAlias, TypedDict, TypeVar, cast
 
 from dtk.bench import agent
 from dtk.errors import DtkError
@@ -32,6 +32,23 @@ class Failure(str):
 
 ENDED = Failure("the process ended")
 
+# To a process: anything can be sent, and received.
+_Line: TypeAlias = "connection.Connection[object, object]"
+
+
+class Hello(TypedDict):
+    """What a process says first, and maybe more.
+
+    Attributes:
+        rank: Its rank.
+    """
+
+    rank: int
+
+
+HelloT = TypeVar("HelloT", bound=Hello)
+AnswerT = TypeVar("AnswerT")
+
 
 class RanksFailed(DtkError, RuntimeError):
     """Some ranks failed, or ended before they could be asked.
@@ -46,8 +63,10 @@ class RanksFailed(DtkError, RuntimeError):
         super().__init__("\n".join(told) or "the processes ended before they could be asked")
 
 
-class Ranks:
+class Ranks(Generic[HelloT, AnswerT]):
     """Processes that connect to this one, and wait to be asked.
+
+    Whoever starts them knows what they say first, and what they answer.
 
     Args:
         processes: What to start; each connects (see `agent.connect`), or starts those that do.
@@ -71,7 +90,7 @@ class Ranks:
         remote_shell: str = ssh.DEFAULT_REMOTE_SHELL,
     ):
         self._size = size
-        self._lines: list[connection.Connection] = []
+        self._lines: list[_Line] = []
         self._key = secrets.token_bytes(32)
         address = own_address([process.host for process in processes])
         self._door = socket.create_server((address, 0), backlog=size)
@@ -84,7 +103,7 @@ class Ranks:
             stdout=output,
             stderr=output,
         )
-        self.hello: list[dict[str, Any]] = []
+        self.hello: list[HelloT] = []
 
     @property
     def alive(self) -> bool:
@@ -106,12 +125,14 @@ class Ranks:
             deadline = time.monotonic() + timeout
             while len(self._lines) < self._size:
                 self._lines.append(self._accept(deadline))
-        said = list(zip(self._hear(timeout), self._lines, strict=True))
+        # Pickled objects have no type: the process that sends them has it.
+        hellos = cast(list[HelloT], self._hear(timeout))
+        said = list(zip(hellos, self._lines, strict=True))
         said.sort(key=lambda pair: pair[0]["rank"])
         self.hello = [hello for hello, _ in said]
         self._lines = [line for _, line in said]
 
-    def _accept(self, deadline: float) -> connection.Connection:
+    def _accept(self, deadline: float) -> _Line:
         """Wait for a process that knows the key, as long as the job runs."""
         self._door.settimeout(_POLL)
         while time.monotonic() < deadline:
@@ -122,7 +143,7 @@ class Ranks:
                     raise RanksFailed({}) from None
                 continue
             accepted.setblocking(True)
-            line = connection.Connection(accepted.detach())
+            line: _Line = connection.Connection(accepted.detach())
             with contextlib.suppress(AuthenticationError, EOFError, OSError):
                 connection.deliver_challenge(line, self._key)
                 connection.answer_challenge(line, self._key)
@@ -130,8 +151,8 @@ class Ranks:
         raise TimeoutError(f"only {len(self._lines)} of {self._size} ranks connected in time")
 
     def ask(
-        self, request: Any, timeout: float, meanwhile: Callable[[], Any] = lambda: None
-    ) -> list[Any]:
+        self, request: object, timeout: float, meanwhile: Callable[[], object] = lambda: None
+    ) -> list[AnswerT]:
         """Ask all ranks the same, and wait for their answers.
 
         Args:
@@ -150,12 +171,12 @@ class Ranks:
             with contextlib.suppress(OSError):  # it has ended, which is found out below
                 line.send(request)
         meanwhile()
-        return self._hear(timeout)
+        return cast(list[AnswerT], self._hear(timeout))  # pickled, like what they said first
 
-    def _hear(self, timeout: float) -> list[Any]:
+    def _hear(self, timeout: float) -> list[object]:
         """Wait for a message of every rank."""
         deadline = time.monotonic() + timeout
-        heard: dict[int, Any] = {}
+        heard: dict[int, object] = {}
         failures: dict[int, Failure] = {}
         while len(heard) < self._size:
             missing = {line: rank for rank, line in enumerate(self._lines) if rank not in heard}
@@ -204,7 +225,7 @@ class Ranks:
         self._door.close()
 
 
-def _received(line: connection.Connection) -> Any:
+def _received(line: _Line) -> object:
     try:
         return line.recv()
     except (EOFError, OSError):

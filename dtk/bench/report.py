@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from dtk.bench import page
-from dtk.bench.results import Reading, Results, apart, in_step
+from dtk.bench.results import Rank, Reading, Results, apart, in_step
 from dtk.bench.setting import block_of, bytes_of
 
 Variants = Mapping[str, Sequence[list[Reading]]]
@@ -312,7 +311,7 @@ def setting(results: Results) -> str:
     )
 
 
-def _hosts(ranks: Sequence[dict[str, Any]]) -> str:
+def _hosts(ranks: Sequence[Rank]) -> str:
     hosts: dict[str, set[int]] = {}
     for rank in ranks:
         hosts.setdefault(rank["host"], set()).update(rank["cores"])

@@ -8,9 +8,10 @@ import os
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from dtk.bench.setting import BenchError
+from dtk.bench.worker import Answer
 
 _FORMAT = 3
 
@@ -36,6 +37,48 @@ class Reading:
     steps: tuple[float, ...] = ()
 
 
+class Place(TypedDict):
+    """Where a rank ran.
+
+    Attributes:
+        host: Its name.
+        cores: Those it may use.
+    """
+
+    host: str
+    cores: Sequence[int]
+
+
+class Rank(Place):
+    """Where a rank ran, and with how many threads."""
+
+    threads: int
+
+
+class Measured(TypedDict, total=False):
+    """What was measured: the fields of `Setting`, and who took part.
+
+    Attributes:
+        communicators: A world of dtk's for each.
+        worlds: Names of all.
+        workers: How many there were in each.
+        ranks: Where they ran.
+        versions: Of the libraries that were measured, by name.
+    """
+
+    models: Sequence[str]
+    exchanges: Sequence[str]
+    batch_size: int
+    steps: int
+    rounds: int
+    allreduce: Sequence[int]
+    communicators: Sequence[str]
+    worlds: Sequence[str]
+    workers: int
+    ranks: Sequence[Rank]
+    versions: Mapping[str, str]
+
+
 @dataclasses.dataclass
 class Results:
     """All measurements of a benchmark, and where they were taken.
@@ -53,7 +96,7 @@ class Results:
         {}
     """
 
-    setting: dict[str, Any] = dataclasses.field(default_factory=dict)
+    setting: Measured = dataclasses.field(default_factory=Measured)
     parameters: dict[str, int] = dataclasses.field(default_factory=dict)
     turns: dict[str, dict[str, list[list[Reading]]]] = dataclasses.field(default_factory=dict)
     absent: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -102,13 +145,19 @@ def read(path: str | os.PathLike[str]) -> Results:
     return Results(**found)
 
 
-def reading_of(known: dict[str, Any]) -> Reading:
+def reading_of(known: Answer) -> Reading:
     """Return a reading of what JSON made of it.
 
     Args:
         known: Its fields.
     """
-    return Reading(**{**known, "steps": tuple(known["steps"])})
+    return Reading(
+        known["seconds"],
+        known["sent"],
+        known["communicating"],
+        known["fit"],
+        tuple(known["steps"]),
+    )
 
 
 def in_step(turn: Sequence[Reading]) -> float:
@@ -130,13 +179,13 @@ def in_step(turn: Sequence[Reading]) -> float:
     return longer * statistics.mean(reading.seconds for reading in turn)
 
 
-def apart(ranks: Sequence[Mapping[str, Any]]) -> bool:
+def apart(ranks: Sequence[Place]) -> bool:
     """Return whether each rank has cores of its own.
 
     Where they share them, one that waits lets the slowest go on faster.
 
     Args:
-        ranks: `host` and `cores` of each.
+        ranks: Where each ran.
 
     Example:
         >>> apart([{"host": "a", "cores": [0]}, {"host": "a", "cores": [0]}])

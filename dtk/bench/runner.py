@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable
+from typing import cast
 
 import click
 import rich.console
@@ -14,7 +15,7 @@ from dtk.bench import places, report
 from dtk.bench.baselines import Baseline
 from dtk.bench.measure import Benchmark, WorldLost
 from dtk.bench.process_world import World, command
-from dtk.bench.results import Results
+from dtk.bench.results import Measured, Results
 from dtk.bench.setting import Setting
 from dtk.cluster import Host
 from dtk.errors import DtkError
@@ -155,15 +156,17 @@ class Run:
     def _describe(self, communicators: tuple[str, ...]) -> None:
         """Note what is measured, by whom, on what and with which versions."""
         first, *_ = self.worlds
-        here = ("host", "cores", "threads")
         versions: dict[str, str] = {}
         for world in self.worlds:
             versions |= world.hello[0]["versions"]
         self.results.setting = {
-            **dataclasses.asdict(self.setting),
+            **cast(Measured, dataclasses.asdict(self.setting)),  # asdict types no field
             "communicators": communicators,
             "worlds": [world.name for world in self.worlds],
             "workers": self.workers,
-            "ranks": [{key: hello[key] for key in here} for hello in first.hello],
+            "ranks": [
+                {"host": one["host"], "cores": one["cores"], "threads": one["threads"]}
+                for one in first.hello
+            ],
             "versions": versions,
         }

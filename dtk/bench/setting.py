@@ -6,7 +6,6 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from dtk.errors import DtkError
 
@@ -107,7 +106,7 @@ class Setting:
         return math.ceil(self.steps / block) * block
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> Setting:
+    def of(cls, fields: Mapping[str, object]) -> Setting:
         """Make a setting of what `dataclasses.asdict` made, also after JSON.
 
         Args:
@@ -117,10 +116,11 @@ class Setting:
             >>> Setting.of({"models": ["mlp"]}).models
             ('mlp',)
         """
-        values: dict[str, Any] = dict(fields)
-        for name, value in values.items():
-            values[name] = tuple(value) if isinstance(value, list) else value
-        return cls(**values)
+        given = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in fields.items()
+        }
+        return cls(**(dataclasses.asdict(cls()) | given))
 
 
 def parse_size(text: str) -> int:

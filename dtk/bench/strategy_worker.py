@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 import tensorflow as tf
 
@@ -22,7 +20,7 @@ class Worker:
         setting: Fields of `Setting`.
     """
 
-    def __init__(self, setting: dict[str, Any]):
+    def __init__(self, setting: dict[str, object]):
         self._setting = Setting.of(setting)
         self._strategy = AllReduceStrategy()
         self.rank = self._strategy.rank

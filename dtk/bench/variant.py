@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -13,9 +12,10 @@ import tensorflow as tf
 from dtk.bench.models import Problem
 from dtk.bench.report import BOUND
 from dtk.bench.setting import Setting, block_of
-from dtk.bench.worker import Tick
+from dtk.bench.worker import Counts, Tick
 from dtk.communicators import Communicator
 from dtk.exchange import BlockMomentum, Exchange, parse
+from dtk.nests import Logs
 from dtk.strategies import AllReduceStrategy
 
 
@@ -29,7 +29,7 @@ class Variant(abc.ABC):
     name: str
 
     @abc.abstractmethod
-    def measure(self, tick: Tick) -> dict[str, float]:
+    def measure(self, tick: Tick) -> Counts:
         """Train for one measurement.
 
         Args:
@@ -55,7 +55,7 @@ class Fit(Variant):
         self,
         name: str,
         model: keras.Model,
-        data: Mapping[str, Any],
+        data: Mapping[str, object],
         steps: int,
         communicator: Communicator,
     ):
@@ -63,7 +63,7 @@ class Fit(Variant):
         self.model = model
         self._data, self._steps, self._communicator = data, steps, communicator
 
-    def measure(self, tick: Tick) -> dict[str, float]:
+    def measure(self, tick: Tick) -> Counts:
         """See `Variant.measure`."""
         watch = Stopwatch(self._communicator, self._steps, tick)
         self.model.fit(**self._data, verbose=0, callbacks=[watch])
@@ -86,7 +86,7 @@ class Stopwatch(keras.callbacks.Callback):
         super().__init__()
         self._communicator, self._steps, self._tick = communicator, steps, tick
 
-    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         """Start before the second step.
 
         Args:
@@ -96,7 +96,7 @@ class Stopwatch(keras.callbacks.Callback):
         if batch == 1:
             self._begin = self._read()
 
-    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Stop after the last step.
 
         Each is over when this is called: Keras has read its loss.
@@ -109,7 +109,7 @@ class Stopwatch(keras.callbacks.Callback):
         if batch == self._steps:
             self._end = self._read()
 
-    def counts(self) -> dict[str, float]:
+    def counts(self) -> Counts:
         """Return, of a step, `seconds`, bytes `sent` and the part spent `communicating`."""
         seconds, sent, communicating = (
             end - begin for begin, end in zip(self._begin, self._end, strict=True)
@@ -145,7 +145,7 @@ class LocalFit(Fit):
         data = {"x": x[own], "y": y[own], "batch_size": setting.batch_size}
         super().__init__(BOUND, model, data, setting.steps, communicator)
 
-    def measure(self, tick: Tick) -> dict[str, float]:
+    def measure(self, tick: Tick) -> Counts:
         """See `Variant.measure`."""
         with tf.device(self._device):
             return super().measure(tick)
@@ -210,7 +210,7 @@ class AllReduce(Variant):
         # One element: to read all of them would copy them.
         return self._communicator.allreduce(self._values)[0]
 
-    def measure(self, tick: Tick) -> dict[str, float]:
+    def measure(self, tick: Tick) -> Counts:
         """See `Variant.measure`."""
         before = self._communicator.bytes_sent
         for _ in range(self._steps + 1):

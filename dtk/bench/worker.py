@@ -19,12 +19,59 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, TextIO
+from typing import Protocol, TextIO, TypedDict
+
+
+class Counts(TypedDict, total=False):
+    """What is known of a reading better than by the clock; see `dtk.bench.results.Reading`."""
+
+    seconds: float
+    sent: float
+    communicating: float
+
+
+class Hello(TypedDict):
+    """What a process says first.
+
+    Attributes:
+        rank: Its index in the world.
+        host: Its name.
+        cores: Those it may use.
+        threads: That it computes with.
+        versions: Of the libraries that are measured, by name.
+    """
+
+    rank: int
+    host: str
+    cores: list[int]
+    threads: int
+    versions: dict[str, str]
+
+
+class Answer(TypedDict, total=False):
+    """What a process answers: the first three to "build", the others to "measure".
+
+    Attributes:
+        parameters: Of the model; 0 without one.
+        variants: What can be measured.
+        absent: What cannot, and why.
+        seconds: As of a `dtk.bench.results.Reading`, and so all that follow.
+    """
+
+    parameters: int
+    variants: list[str]
+    absent: dict[str, str]
+    seconds: float
+    sent: float | None
+    communicating: float | None
+    fit: float
+    steps: list[float]
+
 
 Tick = Callable[[], None]
 # Trains for one more step than is measured, calls its argument after each, and may say more of the
 # reading.
-Measure = Callable[[Tick], "dict[str, float] | None"]
+Measure = Callable[[Tick], "Counts | None"]
 
 
 class Worker(Protocol):
@@ -67,13 +114,12 @@ def serve(worker: Worker, requests: Iterable[str], answers: TextIO) -> None:
             parameters, found = worker.build(request["build"])
             variants = {name: one for name, one in found.items() if not isinstance(one, str)}
             absent = {name: why for name, why in found.items() if isinstance(why, str)}
-            answer = {"parameters": parameters, "variants": [*variants], "absent": absent}
+            _say(answers, Answer(parameters=parameters, variants=[*variants], absent=absent))
         else:
-            answer = clock(variants[request["measure"]])
-        _say(answers, answer)
+            _say(answers, clock(variants[request["measure"]]))
 
 
-def clock(measure: Measure) -> dict[str, Any]:
+def clock(measure: Measure) -> Answer:
     """Take one measurement and return its numbers.
 
     The first step is left out: what it waits for is not a step's.
@@ -106,7 +152,7 @@ def clock(measure: Measure) -> dict[str, Any]:
     }
 
 
-def _hello(worker: Worker) -> dict[str, Any]:
+def _hello(worker: Worker) -> Hello:
     return {
         "rank": worker.rank,
         "host": socket.gethostname(),
@@ -117,7 +163,7 @@ def _hello(worker: Worker) -> dict[str, Any]:
     }
 
 
-def _say(answers: TextIO, answer: dict[str, Any]) -> None:
+def _say(answers: TextIO, answer: Hello | Answer) -> None:
     print(json.dumps(answer), file=answers, flush=True)
 
 

@@ -23,9 +23,60 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Literal, TypeAlias, TypedDict
 
 _SIOCGIFADDR = 0x8915
+
+
+class RankSpec(TypedDict):
+    """What the launcher asks for, to run a rank.
+
+    Attributes:
+        task: "rank".
+        argv: The command.
+        env: Added to this environment.
+        cwd: Folder to start in.
+        job: A mark of this rank alone.
+        grace: Seconds between SIGTERM and SIGKILL.
+        reserve: A port to hold until it ends, "host:port"; "" for none.
+        cores: Those it is bound to; all when empty.
+    """
+
+    task: Literal["rank"]
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    cwd: str
+    job: str
+    grace: float
+    reserve: str
+    cores: Sequence[int]
+
+
+class GuardSpec(TypedDict):
+    """What the launcher asks for, to end its job, with this mark, if it dies; see `RankSpec`."""
+
+    task: Literal["guard"]
+    job: str
+    grace: float
+
+
+class SurveySpec(TypedDict):
+    """What the launcher asks for, to look at this host; see `survey`."""
+
+    task: Literal["survey"]
+    host: str
+    ports: int
+
+
+Spec: TypeAlias = RankSpec | GuardSpec | SurveySpec
+
+
+class Facts(TypedDict):
+    """What is known of this host; see `survey`."""
+
+    ports: list[int]
+    cores: list[int]
+    interface: str
 
 
 def members(job: str) -> list[int]:
@@ -115,7 +166,7 @@ def reserve(host: str, port: int = 0) -> socket.socket:
     return held
 
 
-def survey(host: str, ports: int) -> dict[str, Any]:
+def survey(host: str, ports: int) -> Facts:
     """Look at this host before placing ranks on it.
 
     Args:
@@ -195,7 +246,13 @@ def bound_to(cores: Sequence[int]) -> Iterator[None]:
 
 
 def start(
-    argv: Sequence[str], environ: Mapping[str, str], job: str, cores: Sequence[int], **options: Any
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    job: str,
+    cores: Sequence[int],
+    *,
+    cwd: str | None = None,
+    output: int | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start a process of a job, in a session of its own and without input.
 
@@ -204,7 +261,9 @@ def start(
         environ: All its variables but the mark.
         job: Value of DTK_JOB, the mark by which `members` finds it.
         cores: Those it is bound to; all when empty.
-        options: Others of `subprocess.Popen`.
+        cwd: Folder to start in; None for this one's.
+        output: `subprocess.PIPE` for a pipe each for its output and its errors; None for this
+            process's own.
 
     Returns:
         The process.
@@ -217,8 +276,10 @@ def start(
             argv,
             env={**environ, "DTK_JOB": job},
             stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            cwd=cwd,
             start_new_session=True,
-            **options,
         )
     # A moment passes between loading the program, when Popen returns, and being able to read its
     # variables: `members`, and so `end`, would miss it.
@@ -264,12 +325,11 @@ def shell_code(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
-def run_rank(spec: Mapping[str, Any]) -> int:
+def run_rank(spec: RankSpec) -> int:
     """Run one rank here until it ends, or until standard input does.
 
     Args:
-        spec: `job` (a mark of this rank alone), `argv`, `env` (added to this environment), `cwd`,
-            `grace`, `reserve` ("host:port" or ""), `cores` it is bound to (all when empty).
+        spec: What the launcher asked for.
 
     Returns:
         The rank's exit code, 128 + signal if a signal ended it.
@@ -298,11 +358,11 @@ def run_rank(spec: Mapping[str, Any]) -> int:
     return shell_code(code)
 
 
-def guard(spec: Mapping[str, Any]) -> int:
+def guard(spec: GuardSpec) -> int:
     """Wait for the launcher; if it dies without saying goodbye, end its job.
 
     Args:
-        spec: `job` and `grace`.
+        spec: What the launcher asked for.
 
     Returns:
         0, the exit code.
@@ -312,7 +372,7 @@ def guard(spec: Mapping[str, Any]) -> int:
     return 0
 
 
-def main(spec: Mapping[str, Any]) -> int:
+def main(spec: Spec) -> int:
     """Do what the launcher asked for.
 
     Args:

@@ -6,15 +6,18 @@ import contextlib
 import importlib.util
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
-from typing import IO, Any
+from typing import IO, TypeAlias
 
 import click
 
 from dtk.cluster import Host, parse_hosts, read_hostfile
 from dtk.errors import ClusterError, CommunicatorError, DtkError
 from dtk.launch import COMMUNICATORS, Job, ssh
+
+# What `signal.signal` takes and returns.
+_Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
 
 # Options of all of them.
 communicator = click.option(
@@ -50,7 +53,7 @@ class Refused(click.ClickException):
         super().__init__(message)
         self._command = command
 
-    def show(self, file: IO[Any] | None = None) -> None:
+    def show(self, file: IO[str] | None = None) -> None:
         """Print the line.
 
         Args:
@@ -62,12 +65,20 @@ class Refused(click.ClickException):
 class JobCommand(click.Command):
     """A command whose mistakes, dtk's errors and usage errors alike, are one line."""
 
-    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+    def make_context(
+        self,
+        info_name: str | None,
+        args: list[str],
+        parent: click.Context | None = None,
+        **extra: object,
+    ) -> click.Context:
         """Parse the arguments.
 
         Args:
-            args: As click passes them.
-            extra: As click passes them.
+            info_name: The command, as it was called.
+            args: What follows it.
+            parent: Context of the command that this one belongs to.
+            extra: Of the context, as click passes them.
 
         Returns:
             The context to run the command in.
@@ -76,12 +87,12 @@ class JobCommand(click.Command):
             Refused: A usage error, as one line.
         """
         try:
-            return super().make_context(*args, **extra)
+            return super().make_context(info_name, args, parent, **extra)
         except click.UsageError as error:
             told = error.format_message().rstrip(".")
             raise Refused(self.name, f"{told}; see `dtk {self.name} --help`") from None
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: click.Context) -> object:
         """Run the command.
 
         Args:
@@ -173,7 +184,7 @@ def _signals_raise() -> Iterator[None]:
             raise _Signalled(number)
 
     before = {n: signal.signal(n, handle) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    after: dict[Any, Any] = before
+    after: Mapping[signal.Signals, _Handler] = before
     try:
         yield
     except _Signalled:

@@ -109,8 +109,7 @@ def start(
     b'hello\\n'
     """
     inherited = {name: value for name, value in os.environ.items() if not is_foreign(name)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return agent.start(argv, {**inherited, **env}, job, cores, **pipes)
+    return agent.start(argv, {**inherited, **env}, job, cores, output=subprocess.PIPE)
 
 
 class Guard:
@@ -131,7 +130,8 @@ class Guard:
             text=True,
             start_new_session=True,
         )
-        self._say(json.dumps({"task": "guard", "job": job, "grace": grace}))
+        spec: agent.GuardSpec = {"task": "guard", "job": job, "grace": grace}
+        self._say(json.dumps(spec))
 
     def _say(self, line: str) -> None:
         assert self._process.stdin is not None

@@ -15,7 +15,6 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from dtk.errors import ClusterError
 from dtk.launch import agent, local
@@ -89,7 +88,7 @@ def survey(
                 f"host {host}: no free port: {error.strerror}; check its address"
             ) from None
         return Facts(tuple(found["ports"]), tuple(found["cores"]), found["interface"])
-    spec = {"task": "survey", "host": host, "ports": ports}
+    spec: agent.SurveySpec = {"task": "survey", "host": host, "ports": ports}
     try:
         answer = subprocess.run(
             _command(host, remote_shell, python),
@@ -155,7 +154,7 @@ def start(
         for name, value in os.environ.items()
         if name.startswith(_FORWARDED) and not local.is_foreign(name)
     }
-    spec = {
+    spec: agent.RankSpec = {
         "task": "rank",
         "argv": argv,
         "env": {**forwarded, **env},
@@ -185,5 +184,5 @@ def _command(host: str, remote_shell: str, python: str) -> list[str]:
     return [*shlex.split(remote_shell), host, shlex.join([python, "-c", _BOOTSTRAP])]
 
 
-def _first_line(spec: Mapping[str, Any]) -> bytes:
+def _first_line(spec: agent.Spec) -> bytes:
     return (json.dumps({**spec, "agent": inspect.getsource(agent)}) + "\n").encode()

@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeAlias
 
 import keras
 import tensorflow as tf
@@ -19,6 +19,7 @@ import tensorflow as tf
 from dtk.compat import keras_data
 from dtk.input import slicing
 from dtk.input.pipelines import read_ahead
+from dtk.nests import Nest, Specs
 from dtk.parameter_server import evaluator, gradient_buffers, worker_data
 from dtk.parameter_server.chief_trial import ChiefTrial
 from dtk.parameter_server.consistency_models import Async
@@ -30,11 +31,17 @@ from dtk.parameter_server.jobs.predict import PredictJob
 from dtk.parameter_server.jobs.test import TestJob
 from dtk.parameter_server.jobs.train import TrainJob
 from dtk.parameter_server.scheduler import Schedule
+from dtk.trainer import epoch_data
+from dtk.trainer.contract import Loop, StepFunction
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.gradients import shared_optimizer
 
+# What Keras's loop gives one of its functions: an iterator over slices, pipelines that workers
+# read, or single batches.
+_Batches: TypeAlias = "tf.data.Iterator | worker_data.Pipelines | Iterable[Nest]"
 
-class ParameterServerTrainer(DistributedTrainer):
+
+class ParameterServerTrainer(DistributedTrainer[ServerStrategy]):
     """Trainer on the chief of a model whose weights are on parameter servers.
 
     Args:
@@ -42,12 +49,10 @@ class ParameterServerTrainer(DistributedTrainer):
         strategy: The strategy it was compiled under.
     """
 
-    strategy: ServerStrategy
-
     def __init__(self, model: keras.Model, strategy: ServerStrategy):
         super().__init__(model, strategy)
         self._parts: dict[int, list[gradient_buffers.Weight]] = {}
-        self._dispatchers: dict[str, BatchDispatcher] = {}
+        self._dispatchers: dict[str, BatchDispatcher[object]] = {}
 
     @property
     def takes_over(self) -> bool:
@@ -81,7 +86,7 @@ class ParameterServerTrainer(DistributedTrainer):
         """
         return self.seed_states()
 
-    def leaves_validation(self, asked: dict) -> bool:
+    def leaves_validation(self, asked: dict[str, object]) -> bool:
         """Return whether the evaluator validates in place of the chief.
 
         Args:
@@ -91,7 +96,7 @@ class ParameterServerTrainer(DistributedTrainer):
 
     # Data.
 
-    def cut(self, dataset: tf.data.Dataset | worker_data.WorkerDataset) -> Any:
+    def cut(self, dataset: epoch_data.Dataset) -> epoch_data.Dataset:
         """Cut every global batch into the slices of a step; leave workers' pipelines as they are.
 
         Args:
@@ -105,7 +110,9 @@ class ParameterServerTrainer(DistributedTrainer):
         slices = self.strategy.slices
         return read_ahead(slicing.cut_dataset(dataset, range(slices), slices))
 
-    def take_epoch_iterator(self, iterator: Any = None, data_batch: Any = None) -> None:
+    def take_epoch_iterator(
+        self, iterator: keras_data.TFEpochIterator | None = None, data_batch: Nest = None
+    ) -> None:
         """Do as the base class, and wait for the workers when the data of an epoch ends.
 
         Args:
@@ -122,7 +129,7 @@ class ParameterServerTrainer(DistributedTrainer):
         if iterator is not None:
             keras_data.at_end_of_data(iterator, self.flush)
 
-    def _check_steps(self, iterator: Any) -> None:
+    def _check_steps(self, iterator: keras_data.TFEpochIterator) -> None:
         endless = isinstance(iterator.data_adapter.get_tf_dataset(), worker_data.WorkerDataset)
         if endless and iterator.steps_per_epoch is None:
             raise ValueError(
@@ -160,7 +167,9 @@ class ParameterServerTrainer(DistributedTrainer):
         for dispatcher in self._dispatchers.values():
             dispatcher.close()
 
-    def _read(self, iterator: Any) -> Iterator[tuple[Any, Any]]:
+    def _read(
+        self, iterator: _Batches
+    ) -> Iterator[tuple[slicing.Slices | worker_data.Pipelines, Specs]]:
         """Batches and the specification of their slices."""
         if isinstance(iterator, worker_data.Pipelines):
             yield from itertools.repeat((iterator, tf.data.IteratorSpec(iterator.element_spec)))
@@ -176,7 +185,7 @@ class ParameterServerTrainer(DistributedTrainer):
             )
             yield slicing.cut(whole, range(slices), slices), slicing.spec_of(whole)
 
-    def make_trial(self, step_function: Callable, batch: slicing.Slices) -> ChiefTrial:
+    def make_trial(self, step_function: StepFunction, batch: slicing.Slices) -> ChiefTrial:
         """Make the trial of a step that is cut over workers; see `DistributedTrainer.make_trial`.
 
         Args:
@@ -187,7 +196,7 @@ class ParameterServerTrainer(DistributedTrainer):
 
     # Functions that Keras calls.
 
-    def make_train_function(self, force: bool = False) -> Callable:
+    def make_train_function(self, force: bool = False) -> Loop:
         """Make what Keras calls for each batch of `fit`; see `Model.make_train_function`.
 
         Args:
@@ -221,7 +230,7 @@ class ParameterServerTrainer(DistributedTrainer):
             self.model.train_function = self._make_function("train", job, dispatcher)
         return self.model.train_function
 
-    def make_test_function(self, force: bool = False) -> Callable:
+    def make_test_function(self, force: bool = False) -> Loop:
         """Make what Keras calls for each batch of `evaluate`; see `Model.make_test_function`.
 
         Args:
@@ -241,8 +250,11 @@ class ParameterServerTrainer(DistributedTrainer):
         return self.model.test_function
 
     def _make_function(
-        self, name: str, job: TrainJob | DownpourJob | TestJob, dispatcher: BatchDispatcher
-    ) -> Callable:
+        self,
+        name: str,
+        job: TrainJob | DownpourJob | TestJob,
+        dispatcher: BatchDispatcher[object],
+    ) -> Loop:
         if self.model.run_eagerly:
             raise ValueError(
                 "run_eagerly=True, but steps run on workers, as graphs; to debug them in Python "
@@ -250,7 +262,7 @@ class ParameterServerTrainer(DistributedTrainer):
             )
         self._dispatchers[name] = dispatcher
 
-        def run(iterator: Any) -> dict:
+        def run(iterator: _Batches) -> dict[str, Nest]:
             done = 0
             for batch, spec in self._read(iterator):
                 # One worker that computes a whole batch has no parts to add up.
@@ -269,7 +281,7 @@ class ParameterServerTrainer(DistributedTrainer):
 
         return run
 
-    def make_predict_function(self, force: bool = False) -> Callable:
+    def make_predict_function(self, force: bool = False) -> Callable[[list[Nest]], Nest]:
         """Make what Keras calls for batches of `predict`; see `Model.make_predict_function`.
 
         Args:
@@ -286,7 +298,7 @@ class ParameterServerTrainer(DistributedTrainer):
         dispatcher = BatchDispatcher(self.strategy, new_schedule, job, in_order=True)
         self._dispatchers["predict"] = dispatcher
 
-        def run(batches: list) -> Any:
+        def run(batches: list[Nest]) -> Nest:
             for data in batches:
                 if isinstance(data, worker_data.Pipelines):
                     raise ValueError(
@@ -301,7 +313,7 @@ class ParameterServerTrainer(DistributedTrainer):
         self.model.predict_function = run
         return run
 
-    def predict_on_batch(self, x: Any) -> Any:
+    def predict_on_batch(self, x: Nest) -> Nest:
         """Predict for one batch, in place of `Model.predict_on_batch`.
 
         Args:
@@ -317,5 +329,5 @@ class ParameterServerTrainer(DistributedTrainer):
         )
 
 
-def _is_training(item: tuple[str, BatchDispatcher]) -> bool:
+def _is_training(item: tuple[str, BatchDispatcher[object]]) -> bool:
     return item[0] == "train"

@@ -7,30 +7,37 @@ parts as a step has slices, one after the other; only rows of tables come from t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import keras
 import tensorflow as tf
 
 from dtk.compat import keras_models, keras_variables, random_draws, tf_replicas, tf_servers
 from dtk.input import slicing
+from dtk.nests import Function, Nest
+from dtk.parameter_server.contract import ServerStrategy
 from dtk.parameter_server.functional_step import FunctionalStep, trace_functional_step
 from dtk.parameter_server.jobs.batches import whole_batch
 from dtk.trainer.replica import replica_step, trial
 
 
-class ChiefTrial(trial.Trial):
+class ChiefTrial(trial.Trial[ServerStrategy]):
     """Trial on the chief; the parts are the slices of a synchronous step. See `trial.Trial`."""
 
     def _ranks(self, batch: slicing.Slices) -> Sequence[int]:
         return range(len(batch.parts))
 
-    def _global_numbers(self) -> Any:
-        return contextlib.nullcontext()  # `trace_functional_step` has one of its own
+    @contextlib.contextmanager
+    def _global_numbers(self) -> Iterator[None]:
+        yield  # `trace_functional_step` has a context of its own
 
     def _moments(
-        self, x: tf.Tensor, axes: Any, keepdims: bool = False, *, original: Callable
+        self,
+        x: tf.Tensor,
+        axes: int | Sequence[int],
+        keepdims: bool = False,
+        *,
+        original: Function[tuple[tf.Tensor, tf.Tensor]],
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the moments of no rows.
 
@@ -39,11 +46,13 @@ class ChiefTrial(trial.Trial):
         mean, variance = original(x[:1], axes, keepdims)
         return tf.zeros_like(mean), tf.ones_like(variance)
 
-    def _trace_whole(self, names: list) -> dict:
+    def _trace_whole(self, names: list[trial.Names]) -> trial.Found:
         return self._added_up([self._traced(self._whole_data, self.rows, 0, 1, {})], names)
 
-    def _trace_replicas(self, kinds: Mapping[str, str]) -> Callable[[list], dict]:
-        def trace(names: list) -> dict:
+    def _trace_replicas(
+        self, kinds: Mapping[str, str]
+    ) -> Callable[[list[trial.Names]], trial.Found]:
+        def trace(names: list[trial.Names]) -> trial.Found:
             traced, first = [], 0
             for part, rows in zip(self._few.parts, self.parts, strict=True):
                 if rows:
@@ -54,7 +63,7 @@ class ChiefTrial(trial.Trial):
         return trace
 
     def _traced(
-        self, data: Any, rows: int, first: int, size: int, kinds: Mapping
+        self, data: Nest, rows: int, first: int, size: int, kinds: Mapping[str, str]
     ) -> FunctionalStep:
         """Trace one slice's step, as a worker would take it."""
         model, strategy = self.model, self.strategy
@@ -80,7 +89,7 @@ class ChiefTrial(trial.Trial):
                 kinds=kinds,
             )
 
-    def _added_up(self, traced: list[FunctionalStep], names: list) -> dict:
+    def _added_up(self, traced: list[FunctionalStep], names: list[trial.Names]) -> trial.Found:
         """Add up what slices computed, as the chief and the servers do."""
         model = self.model
         metrics = replica_step.metric_variables(model)

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from dtk.exchange import Downpour
+from dtk.nests import Array
 from dtk.parameter_server.consistency_models import Consistency
 from dtk.parameter_server.gradient_buffers import Weight
 from dtk.parameter_server.run_server import Chief
@@ -31,18 +31,26 @@ class MaybeEvaluated(Protocol):
     has_evaluator: bool
 
 
-class ServerStrategy(Strategy, MaybeEvaluated, Protocol):
+class JobStrategy(Strategy, MaybeEvaluated, Protocol):
+    """Strategy in any process of a job that comes back from its constructor.
+
+    Attributes:
+        exchange: What of the gradients is pushed, and how often; None pushes every gradient.
+    """
+
+    exchange: Downpour | None  # type: ignore[assignment]  # it pushes, and is no Exchange
+
+
+class ServerStrategy(JobStrategy, Protocol):
     """Strategy on the chief, a `ParameterServerStrategy`.
 
     Attributes:
         consistency: When a step may start.
-        exchange: What of the gradients is pushed, and how often; None pushes every gradient.
         workers: Number of workers, backup workers included.
         pool: The workers, as threads that ask for work.
     """
 
     consistency: Consistency
-    exchange: Downpour | None  # type: ignore[assignment]  # it pushes, and is no Exchange
     workers: int
     pool: WorkerPool
 
@@ -67,7 +75,7 @@ class ServerStrategy(Strategy, MaybeEvaluated, Protocol):
             ValueError: A step is cut over workers, which cannot exchange numbers within a step.
         """
 
-    def note_traffic(self, worker: int, moved: np.ndarray, steps: int = 1) -> None:
+    def note_traffic(self, worker: int, moved: Array, steps: int = 1) -> None:
         """Count the bytes that steps have pulled and pushed.
 
         Args:
@@ -77,7 +85,7 @@ class ServerStrategy(Strategy, MaybeEvaluated, Protocol):
         """
 
 
-class EvaluatorStrategy(Protocol):
+class EvaluatorStrategy(JobStrategy, Protocol):
     """Strategy in the evaluator's process, a `ParameterServerStrategy`.
 
     Attributes:

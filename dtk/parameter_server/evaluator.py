@@ -18,12 +18,13 @@ import time
 import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 import keras
 import tensorflow as tf
 
 from dtk.errors import ClusterError
+from dtk.nests import Args, Function, Kwargs
 from dtk.parameter_server import run_server
 from dtk.parameter_server.contract import EvaluatorStrategy, MaybeEvaluated
 from dtk.trainer.distributed_trainer import DistributedTrainer
@@ -78,7 +79,7 @@ class Source(Protocol):
 
 
 def source_of(
-    callbacks: keras.callbacks.CallbackList | list | None,
+    callbacks: keras.callbacks.CallbackList | list[keras.callbacks.Callback] | None,
 ) -> Source | None:
     """Return the callback among those given to `fit` whose checkpoints an evaluator reads.
 
@@ -93,7 +94,7 @@ def source_of(
     return next((c for c in keras.tree.flatten(listed) if hasattr(c, "appeared")), None)
 
 
-def leaves_validation(asked: dict, strategy: MaybeEvaluated) -> bool:
+def leaves_validation(asked: dict[str, object], strategy: MaybeEvaluated) -> bool:
     """Return whether the chief need not validate, because the evaluator does.
 
     It validates all the same where a callback waits for the result.
@@ -108,12 +109,10 @@ def leaves_validation(asked: dict, strategy: MaybeEvaluated) -> bool:
     return strategy.has_evaluator and source_of(callbacks) is not None and not waits
 
 
-class EvaluatorTrainer(DistributedTrainer):
+class EvaluatorTrainer(DistributedTrainer[EvaluatorStrategy]):
     """Trainer of a model in the evaluator's process, whose `fit` evaluates."""
 
-    strategy: EvaluatorStrategy
-
-    def fit(self, method: Callable, args: tuple, kwargs: dict) -> Any:
+    def fit(self, method: Function[object], args: Args, kwargs: Kwargs) -> NoReturn:
         """Evaluate what the chief saves until it is gone, then end the process.
 
         Args:
@@ -132,7 +131,7 @@ class EvaluatorTrainer(DistributedTrainer):
 
 
 def evaluate_checkpoints(
-    method: Callable, trainer: EvaluatorTrainer, args: tuple, kwargs: dict
+    method: Function[object], trainer: EvaluatorTrainer, args: Args, kwargs: Kwargs
 ) -> NoReturn:
     """Evaluate checkpoints until the chief is gone, then exit with 0.
 
@@ -185,7 +184,7 @@ def evaluate_checkpoints(
 def watch_until_end(
     model: keras.Model,
     source: Source,
-    evaluate: Callable[[], dict],
+    evaluate: Callable[[], dict[str, float]],
     log: EvaluationLog,
     chief: run_server.Chief,
 ) -> None:
@@ -279,7 +278,7 @@ class EvaluationLog:
         where = f"epoch {saved.epoch}" + (f", step {saved.step}" if saved.step else "")
         print(f"evaluator: {name} ({where}): {told}", flush=True)
 
-    def _append(self, row: dict) -> None:
+    def _append(self, row: dict[str, object]) -> None:
         columns = list(row)
         if self._path.is_file():
             with open(self._path, newline="") as file:

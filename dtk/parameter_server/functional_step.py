@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
 
 from dtk.compat import keras_models, keras_steps, keras_variables, tf_tapes, tf_variables
+from dtk.nests import Function, Nest
 from dtk.parameter_server.recorded_updates import RecordedUpdates
+from dtk.trainer.contract import StepFunction
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.replica import replica_step
 from dtk.trainer.tracing import traced_step
@@ -31,7 +33,7 @@ class FunctionalStep(NamedTuple):
         rows_read: Bytes of table rows it looked up, int64 scalar.
     """
 
-    logs: Any
+    logs: Nest
     applied: list[traced_step.Applied]
     scope: keras.StatelessScope
     step: traced_step.Step
@@ -44,8 +46,8 @@ class FunctionalStep(NamedTuple):
 
 
 def trace_functional_step(
-    step_function: Callable,
-    data: Any,
+    step_function: StepFunction,
+    data: Nest,
     model: keras.Model,
     *,
     share: tf.Tensor,
@@ -133,8 +135,8 @@ def _tapes_watching(
     places = {id(variable): keras_variables.stored(variable) for variable in tables}
 
     def differentiate(
-        gradient: Callable[[Any, list], list], values: tf_tapes.Values, target: Any, sources: Any
-    ) -> Any:
+        gradient: tf_tapes.Gradient, values: tf_tapes.Values, target: Nest, sources: Nest
+    ) -> Nest:
         flat = keras.tree.flatten(sources)
         asked = [
             tf_variables.shards_of(places[id(s)]) or places[id(s)]
@@ -151,7 +153,9 @@ def _tapes_watching(
     return tf_tapes.tapes_over(lambda: {**given, **recorded.placeholders}, differentiate)
 
 
-def _whole_gradient(parts: Sequence, variable: keras.Variable) -> tf.IndexedSlices | None:
+def _whole_gradient(
+    parts: Sequence[tf.Tensor | tf.IndexedSlices | None], variable: keras.Variable
+) -> tf.IndexedSlices | None:
     """Join the gradients of a partitioned table's parts to that of the table."""
     rows, indices, first = [], [], 0
     shards = tf_variables.shards_of(keras_variables.stored(variable)) or ()
@@ -192,7 +196,7 @@ def as_slices(gradient: tf.Tensor | tf.IndexedSlices) -> tf.IndexedSlices:
 
 def _looked_up_in_place(
     tables: Sequence[keras.Variable], model: keras.Model, recorded: RecordedUpdates
-) -> Any:
+) -> AbstractContextManager[None]:
     """Let `keras.ops.take` fetch from tables only the rows it takes, each once.
 
     Their gradients then have each row once, too. But Keras squares and clips a sparse gradient
@@ -202,7 +206,9 @@ def _looked_up_in_place(
     summed = all(map(shared_optimizer.is_linear, shared_optimizer.optimizers_of(model)))
     places = {id(variable): keras_variables.stored(variable) for variable in tables}
 
-    def take_rows(x: Any, indices: Any, axis: int | None, take: Callable) -> Any:
+    def take_rows(
+        x: tf.Tensor, indices: tf.Tensor, axis: int | None, take: Function[tf.Tensor]
+    ) -> tf.Tensor:
         dense = not isinstance(indices, tf.SparseTensor | tf.RaggedTensor)
         if id(x) not in places or axis != 0 or not dense:
             return take(x, indices, axis)

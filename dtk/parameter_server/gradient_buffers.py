@@ -14,14 +14,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Generic, TypeAlias, TypeVar
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from dtk.compat import keras_variables, tf_variables
+from dtk.nests import Array, Specs
 from dtk.parameter_server import functional_step
+
+# A structure of numbers: tensors while a step is traced, arrays when it has run.
+ReportT = TypeVar("ReportT")
 
 # What gradients are of: a Keras variable, or a part of one that servers hold in parts.
 Weight: TypeAlias = keras.Variable | keras_variables.Part
@@ -57,7 +61,7 @@ class Layout:
     def __init__(self, weights: Sequence[Weight], sparse: set[int]):
         self.weights = list(weights)
         self.devices = [keras_variables.stored(weight).device for weight in self.weights]
-        dense: dict[tuple, list[int]] = {}
+        dense: dict[tuple[str, tf.DType], list[int]] = {}
         rows: list[Slot] = []
         for index, weight in enumerate(self.weights):
             device, dtype = self.devices[index], keras_variables.stored(weight).dtype
@@ -309,7 +313,7 @@ def pull(variables: Iterable[keras.Variable]) -> tuple[list[tuple[keras.Variable
     return [(variable, tf.identity(value)) for variable, value in pairs], read
 
 
-class Report:
+class Report(Generic[ReportT]):
     """Small results of a step as one tensor: each tensor fetched from a worker is a message.
 
     Args:
@@ -319,14 +323,14 @@ class Report:
         tensor: The numbers, float64 of shape `[n]`.
     """
 
-    def __init__(self, results: Any):
+    def __init__(self, results: ReportT):
         flat = [tf.convert_to_tensor(result) for result in tf.nest.flatten(results)]
         self._structure = results
         self._kinds = [(tuple(t.shape), t.dtype.as_numpy_dtype) for t in flat]
         parts = [tf.reshape(tf.cast(t, tf.float64), [-1]) for t in flat]
         self.tensor = tf.concat([*parts, tf.zeros([0], tf.float64)], 0)
 
-    def read(self, numbers: np.ndarray) -> Any:
+    def read(self, numbers: Array) -> ReportT:
         """Return the results of a step that has run.
 
         Args:
@@ -335,7 +339,8 @@ class Report:
         Returns:
             The structure again, of arrays of the results' shapes and types.
         """
-        results, first = [], 0
+        results: list[Array] = []
+        first = 0
         for shape, dtype in self._kinds:
             last = first + math.prod(shape)
             results.append(numbers[first:last].reshape(shape).astype(dtype))
@@ -343,7 +348,7 @@ class Report:
         return tf.nest.pack_sequence_as(self._structure, results)
 
 
-def key_of(spec: Any) -> str:
+def key_of(spec: Specs) -> str:
     """Return a specification as a dictionary key.
 
     Args:

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from dtk.compat import keras_variables
 from dtk.errors import NotDistributedError
+from dtk.nests import Gradients
 from dtk.trainer.tracing.traced_step import Applied
 
 
@@ -36,7 +37,9 @@ class RecordedUpdates:
             recorded.
     """
 
-    def __init__(self, scope: keras.StatelessScope, model: keras.Model, tables: Collection):
+    def __init__(
+        self, scope: keras.StatelessScope, model: keras.Model, tables: Collection[keras.Variable]
+    ):
         self._scope, self._model = scope, model
         self._tables = {id(variable) for variable in tables}
         self._graph = tf.compat.v1.get_default_graph()
@@ -47,7 +50,9 @@ class RecordedUpdates:
         self.applied: list[Applied] = []
         self.placeholders: dict[int, tf.Tensor] = {}
 
-    def note(self, optimizer: keras.Optimizer, gradients: Sequence, variables: Sequence) -> None:
+    def note(
+        self, optimizer: keras.Optimizer, gradients: Gradients, variables: Sequence[keras.Variable]
+    ) -> None:
         """Record the gradients that an optimizer is to apply when the step is over.
 
         Args:

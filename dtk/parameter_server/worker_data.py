@@ -19,6 +19,7 @@ from typing import TypeVar
 import tensorflow as tf
 
 from dtk.compat import tf_datasets, tf_servers
+from dtk.nests import Function, Nest
 
 T = TypeVar("T")
 
@@ -45,7 +46,7 @@ class WorkerDataset(tf_datasets.PerRankDataset):
         """Infinite: every pipeline begins anew when it ends."""
         return tf.constant(tf.data.INFINITE_CARDINALITY, tf.int64)
 
-    def map(self, function: Callable) -> WorkerDataset:
+    def map(self, function: Function[Nest]) -> WorkerDataset:
         """Apply a function to every batch, on the workers.
 
         Args:

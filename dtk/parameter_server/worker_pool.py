@@ -12,11 +12,13 @@ gradients, happens on the script's main thread, which waits here.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import tensorflow as tf
 
@@ -67,6 +69,33 @@ class Work(Protocol[PieceT, ResultT]):
         """
 
 
+@dataclasses.dataclass(frozen=True)
+class _Taken:
+    """Piece that a worker has taken, and whose it is.
+
+    Attributes:
+        compute: Computes it, and returns what hands in the result.
+        lost: Gives it back.
+    """
+
+    compute: Callable[[], Callable[[], None]]
+    lost: Callable[[], None]
+
+
+def _taken(
+    work: Work[PieceT, ComputedT], compute: Callable[[PieceT, int], ComputedT], worker: int
+) -> _Taken | None:
+    """Take a piece; None if there is none yet. Called under the pool's lock."""
+    piece = work.take(worker)
+    if piece is None:
+        return None
+
+    def computed(piece: PieceT) -> Callable[[], None]:
+        return functools.partial(work.finished, piece, worker, compute(piece, worker))
+
+    return _Taken(functools.partial(computed, piece), functools.partial(work.lost, piece, worker))
+
+
 class WorkerPool:
     """Workers that compute pieces of work, as threads on the chief.
 
@@ -87,8 +116,8 @@ class WorkerPool:
         self._strategy = strategy
         self._workers, self._servers, self._patience = workers, servers, patience
         self._changed = threading.Condition()
-        # What there is to do, the innermost last.
-        self._entries: list[tuple[Work, Callable]] = []
+        # What there is to do, the innermost last: takes a piece for a worker.
+        self._entries: list[Callable[[int], _Taken | None]] = []
         self._error: BaseException | None = None
         self._session = 0
         self.lost_workers: set[int] = set()
@@ -106,7 +135,7 @@ class WorkerPool:
         Yields:
             The pool.
         """
-        entry = (work, compute)
+        entry = functools.partial(_taken, work, compute)
         with self._changed:
             is_first = not self._entries
             self._entries.append(entry)
@@ -209,13 +238,12 @@ class WorkerPool:
     def _serve(self, session: int) -> None:
         """Run a worker's thread until the session is over."""
         worker = tf_coordinator.current_worker()
-        while (found := self._next(worker, session)) is not None:
-            piece, work, compute = found
+        while (taken := self._next(worker, session)) is not None:
             try:
-                result = compute(piece, worker)
+                hand_in = taken.compute()
             except Exception as error:
                 with self._changed:
-                    work.lost(piece, worker)
+                    taken.lost()
                     self._changed.notify_all()
                 if not self._survives(error, worker, session):
                     return
@@ -225,19 +253,18 @@ class WorkerPool:
                 continue
             with self._changed:
                 self.lost_workers.discard(worker)
-                work.finished(piece, worker, result)
+                hand_in()
                 self._changed.notify_all()
 
-    def _next(self, worker: int, session: int) -> tuple[Any, Work, Callable] | None:
+    def _next(self, worker: int, session: int) -> _Taken | None:
         """Wait for what a worker is to do next; None when its session is over."""
         with self._changed:
             while self._session == session and self._error is None:
-                work, compute = self._entries[-1]
-                piece = work.take(worker)
+                taken = self._entries[-1](worker)
                 # Taking may have finished slices without rows.
-                self._changed.notify_all() if piece is not None else self._changed.wait()
-                if piece is not None:
-                    return piece, work, compute
+                self._changed.notify_all() if taken is not None else self._changed.wait()
+                if taken is not None:
+                    return taken
             return None
 
     def _survives(self, error: Exception, worker: int, session: int) -> bool:

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
 
 from dtk.bench import page
 from dtk.bench.report import size
@@ -164,7 +163,7 @@ def dumps(predictions: Predictions, job: Job, cluster: Cluster, advice: Advice) 
     return json.dumps(_finite(found), indent=1, allow_nan=False) + "\n"
 
 
-def _record(one: Prediction) -> dict[str, Any]:
+def _record(one: Prediction) -> dict[str, object]:
     return {
         "method": one.method.name,
         "workers": one.workers,
@@ -176,7 +175,7 @@ def _record(one: Prediction) -> dict[str, Any]:
     }
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     """JSON has no infinity: a link without limit is null."""
     if isinstance(value, dict):
         return {key: _finite(one) for key, one in value.items()}

@@ -4,20 +4,36 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Generic, Protocol
+from typing import Generic, Protocol, TypeVar
 
 import keras
 import tensorflow as tf
 
+from dtk.nests import Specs
 from dtk.parameter_server import consistency_models
 from dtk.parameter_server.contract import ServerStrategy
 from dtk.parameter_server.dispatch import Dispatcher, Job
 from dtk.parameter_server.jobs.batches import Batch, Batcher, is_read_by_workers
 from dtk.parameter_server.jobs.rng_states import RngStates
-from dtk.parameter_server.jobs.trace_cache import ConcreteFunction, TraceCache
+from dtk.parameter_server.jobs.trace_cache import ConcreteFunction
 from dtk.parameter_server.scheduler import Schedule
 from dtk.parameter_server.task_queue import InTurns, OutputsT, TaskQueue
 from dtk.trainer.gradients import shared_optimizer
+
+# Of what is computed nothing is seen from outside: a dispatcher of anything is one of objects.
+DispatchedT = TypeVar("DispatchedT", covariant=True)
+
+
+class Traces(Protocol):
+    """Functions that workers are sent, see `trace_cache.TraceCache`."""
+
+    def add(self, spec: Specs, trace: Callable[[], ConcreteFunction]) -> None:
+        """Trace a function, unless there is one for such batches.
+
+        Args:
+            spec: Specification of a slice, of any number of rows.
+            trace: Traces it.
+        """
 
 
 class BatchJob(Job[Batch, OutputsT], Protocol[OutputsT]):
@@ -25,13 +41,15 @@ class BatchJob(Job[Batch, OutputsT], Protocol[OutputsT]):
 
     Attributes:
         rng_states: States of random layers, from which every slice draws its own.
-        traces: The functions.
     """
 
     rng_states: RngStates
-    traces: TraceCache
 
-    def trace(self, spec: Any, rng_states: tf.TensorSpec) -> ConcreteFunction:
+    @property
+    def traces(self) -> Traces:
+        """The functions, traced for each kind of batches."""
+
+    def trace(self, spec: Specs, rng_states: tf.TensorSpec) -> ConcreteFunction:
         """Trace the function that workers call for batches like this one.
 
         Args:
@@ -102,7 +120,7 @@ class SerialPhase:
         self._rows += rows
 
 
-class BatchDispatcher(Generic[OutputsT]):
+class BatchDispatcher(Generic[DispatchedT]):
     """Dispatcher of batches: what Keras calls its train, test or predict function for.
 
     Args:
@@ -119,7 +137,7 @@ class BatchDispatcher(Generic[OutputsT]):
         self,
         strategy: ServerStrategy,
         new_schedule: Callable[[], Schedule],
-        job: BatchJob[OutputsT],
+        job: BatchJob[DispatchedT],
         *,
         in_turns: bool = False,
         in_order: bool = False,
@@ -129,7 +147,7 @@ class BatchDispatcher(Generic[OutputsT]):
         workers, pool = strategy.workers, strategy.pool
         turns = InTurns(workers, pool.lost_workers, is_read_by_workers) if in_turns else None
 
-        def new_queue() -> TaskQueue[Batch, OutputsT]:
+        def new_queue() -> TaskQueue[Batch, DispatchedT]:
             return TaskQueue(new_schedule(), turns)
 
         def ahead(schedule: Schedule) -> float:

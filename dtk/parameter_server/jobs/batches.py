@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from dtk.input import slicing
+from dtk.nests import Nest, Specs
 from dtk.parameter_server import gradient_buffers, worker_data
 from dtk.trainer.replica import replica_step
 
@@ -23,14 +24,14 @@ class Batch(NamedTuple):
         pipelines: Where workers take the rows from, if the chief has none.
     """
 
-    parts: tuple
+    parts: tuple[Nest, ...]
     counts: tuple[int, ...]
     rows: int
-    spec: Any
+    spec: Specs
     pipelines: worker_data.Pipelines | None = None
 
     @classmethod
-    def of(cls, given: slicing.Slices | worker_data.Pipelines, spec: Any, slices: int) -> Batch:
+    def of(cls, given: slicing.Slices | worker_data.Pipelines, spec: Specs, slices: int) -> Batch:
         """Make a batch of what Keras's loop has read.
 
         Args:
@@ -74,7 +75,7 @@ def is_read_by_workers(batch: Batch) -> bool:
     return batch.pipelines is not None
 
 
-def whole_batch(data: Any) -> Any:
+def whole_batch(data: Nest | tf.data.Iterator) -> Nest:
     """Return a batch as Keras's steps take it; called while tracing.
 
     Args:

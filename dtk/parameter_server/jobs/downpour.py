@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -22,6 +22,7 @@ import tensorflow as tf
 
 from dtk.compat import keras_variables, tf_replicas, tf_servers
 from dtk.exchange import Downpour
+from dtk.nests import Array, Nest, Specs
 from dtk.parameter_server import gradient_buffers, gradient_compression
 from dtk.parameter_server.contract import JobTrainer
 from dtk.parameter_server.functional_step import (
@@ -64,7 +65,7 @@ class LocalReport(TrainReport):
         read: Bytes of table rows it looked up, int64 scalar.
     """
 
-    read: np.ndarray
+    read: Array
 
 
 class _Trained(NamedTuple):
@@ -152,7 +153,8 @@ class DownpourJob:
         self._trainer, self._exchange = trainer, exchange
         _check_optimizers(trainer.model, exchange)
         self._update = StepUpdate(trainer, serial_phase, functools.partial(_layout_of, exchange))
-        self.rng_states, self.traces = self._update.rng_states, TraceCache()
+        self.rng_states = self._update.rng_states
+        self.traces: TraceCache[LocalReport] = TraceCache()
         # Per worker, what it has not pushed yet.
         self._kept: dict[int, list[tf.Tensor]] = {}
         # And the weights it goes on with, if it fetches less often than it pushes.
@@ -164,11 +166,11 @@ class DownpourJob:
         return FetchAndPush(self._trainer, self._update.commit)
 
     @property
-    def logs(self) -> dict[str, Any]:
+    def logs(self) -> dict[str, Nest]:
         """Loss, metrics and staleness of the steps so far, by name."""
         return self._update.metrics.logs
 
-    def trace(self, spec: Any, rng_states: tf.TensorSpec) -> ConcreteFunction:
+    def trace(self, spec: Specs, rng_states: tf.TensorSpec) -> ConcreteFunction:
         """Trace the step for batches like this one.
 
         Args:
@@ -184,7 +186,7 @@ class DownpourJob:
 
     def _step(
         self,
-        data: Any,
+        data: Nest,
         rng_states: tf.Tensor,
         values: list[tf.Tensor],
         rate: tf.Tensor,
@@ -274,7 +276,9 @@ class DownpourJob:
         values, rate, accrued = held.values, held.rate, held.nothing
         reports: list[LocalReport] = []
         fetches = 0 if held.pushes else 1
-        for number, data in enumerate(batch.parts[task.part]):
+        batches = batch.parts[task.part]
+        assert isinstance(batches, tuple)  # as `Batcher` has joined them
+        for number, data in enumerate(batches):
             if number and number % self._exchange.fetch == 0:
                 values, rate, _ = self._exchanging.fetch()
                 fetches += 1
@@ -348,8 +352,8 @@ def _called(
     values: list[tf.Tensor],
     rate: tf.Tensor,
     accrued: list[tf.Tensor],
-    data: Any,
-) -> Any:
+    data: Nest,
+) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor], list[tf.Tensor]]:
     return step(data, rng_states, values, rate, accrued)
 
 
@@ -365,5 +369,5 @@ def _merge_reports(reports: Sequence[LocalReport]) -> TrainReport:
     }
 
 
-def _added(rows: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
+def _added(rows: Sequence[Sequence[Array]]) -> list[Array]:
     return [functools.reduce(operator.add, column) for column in zip(*rows, strict=True)]

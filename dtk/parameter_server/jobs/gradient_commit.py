@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from dtk.compat import keras_models, keras_variables, tf_replicas
 from dtk.errors import NotDistributedError
+from dtk.nests import Array
 from dtk.parameter_server import gradient_buffers
 from dtk.parameter_server.contract import JobTrainer
 from dtk.parameter_server.functional_step import FunctionalStep
@@ -158,7 +159,7 @@ class GradientCommit:
         self,
         buffers: Sequence[gradient_buffers.GradientBuffer],
         shares: Sequence[float],
-        moved: Sequence[Sequence[np.ndarray]],
+        moved: Sequence[Sequence[Array]],
     ) -> None:
         """Have the servers apply the gradients that lie in some buffers.
 
@@ -205,6 +206,6 @@ class GradientCommit:
                 keras_variables.stored(variable).assign_add(change)
 
 
-def _as(dtype: tf.DType, change: np.ndarray | float) -> tf.Tensor:
+def _as(dtype: tf.DType, change: Array | float) -> tf.Tensor:
     """Cast a change to a variable's type; a count that sixths add up to is a whole number."""
     return tf.cast(np.rint(change) if dtype.is_integer else change, dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, TypedDict
+from typing import TypeAlias, TypedDict
 
 import keras
 import numpy as np
@@ -13,8 +13,13 @@ import tensorflow as tf
 
 from dtk.compat import keras_variables
 from dtk.input import slicing
+from dtk.nests import Array, Nest
 from dtk.parameter_server.functional_step import FunctionalStep
 from dtk.trainer.replica import replica_step
+from dtk.trainer.tracing.traced_step import Path
+
+# Results of metrics, as Keras's step has returned them: by name, maybe in groups.
+_Results: TypeAlias = "dict[str | int, _Results | tf.Tensor]"
 
 
 class Counted(TypedDict):
@@ -26,9 +31,9 @@ class Counted(TypedDict):
         rows: Rows of the slice.
     """
 
-    metrics: list[np.ndarray]
-    logs: dict[str, np.ndarray]
-    rows: np.ndarray
+    metrics: list[Array]
+    logs: dict[str, Array]
+    rows: Array
 
 
 class MetricSum:
@@ -43,11 +48,11 @@ class MetricSum:
 
     def __init__(self, model: keras.Model):
         self._model = model
-        self.logs: dict[str, Any] = {}
-        self._logged: list = []
+        self.logs: dict[str, Nest] = {}
+        self._logged: list[tuple[Path, keras.Metric, Path]] = []
         self._add: tf.types.experimental.PolymorphicFunction | None = None
 
-    def count(self, traced: FunctionalStep, data: Any) -> Counted:
+    def count(self, traced: FunctionalStep, data: Nest) -> Counted:
         """Collect what a step adds to the metrics, other numbers it returned, and its rows.
 
         Args:
@@ -89,13 +94,13 @@ class MetricSum:
         for name in counted[0]["logs"]:
             self.logs[name] = sum(c["logs"][name] for c in counted)
 
-    def _adder(self) -> Callable[[list[tf.Tensor]], dict]:
+    def _adder(self) -> Callable[[list[tf.Tensor]], _Results]:
         model = self._model
 
-        def add(deltas: list[tf.Tensor]) -> dict:
+        def add(deltas: list[tf.Tensor]) -> _Results:
             for variable, delta in zip(replica_step.metric_variables(model), deltas, strict=True):
                 keras_variables.stored(variable).assign_add(delta)
-            logs: dict = {}
+            logs: _Results = {}
             for path, metric, part in self._logged:
                 _put(logs, path, functools.reduce(operator.getitem, part, metric.result()))
             return logs
@@ -103,7 +108,7 @@ class MetricSum:
         return add
 
 
-def _put(logs: dict, path: tuple, value: Any) -> None:
+def _put(logs: _Results, path: Path, value: tf.Tensor) -> None:
     """Put a value, as a tensor, into a dictionary of dictionaries."""
     for name in path[:-1]:
         logs = logs.setdefault(name, {})

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from dtk.compat import keras_models, tf_replicas, tf_servers
+from dtk.nests import Nest, Specs
 from dtk.parameter_server import gradient_buffers
 from dtk.parameter_server.contract import JobTrainer
 from dtk.parameter_server.functional_step import pulled_variables, trace_functional_step
@@ -31,10 +31,10 @@ class PredictJob:
     def __init__(self, trainer: JobTrainer):
         self._trainer = trainer
         self.rng_states = RngStates(trainer.rng_state_variables)
-        self.traces = TraceCache()
-        self._outputs: list = []
+        self.traces: TraceCache[Nest] = TraceCache()
+        self._outputs: list[Nest] = []
 
-    def trace(self, spec: Any, rng_states: tf.TensorSpec) -> ConcreteFunction:
+    def trace(self, spec: Specs, rng_states: tf.TensorSpec) -> ConcreteFunction:
         """Trace the step for batches like this one.
 
         Args:
@@ -47,7 +47,7 @@ class PredictJob:
         function = tf.function(self._step, autograph=False)
         return function.get_concrete_function(spec, rng_states)
 
-    def _step(self, data: Any, rng_states: tf.Tensor) -> Any:
+    def _step(self, data: Nest, rng_states: tf.Tensor) -> Nest:
         """Keras's step on one slice; traced on the chief, runs on a worker."""
         model = self._trainer.model
         tables = keras_models.tables_of(model)
@@ -68,7 +68,7 @@ class PredictJob:
             self.rng_states.note_draws(traced, given)
             return traced.logs
 
-    def compute(self, task: Task[Batch], worker: int, schedule: Schedule) -> Result[Any]:
+    def compute(self, task: Task[Batch], worker: int, schedule: Schedule) -> Result[Nest]:
         """Predict for a slice.
 
         Args:
@@ -87,7 +87,7 @@ class PredictJob:
             outputs = tf.nest.map_structure(tf.identity, outputs, expand_composites=True)
         return Result(outputs)
 
-    def apply(self, work: Batch, results: Sequence[Result[Any]], schedule: Schedule) -> None:
+    def apply(self, work: Batch, results: Sequence[Result[Nest]], schedule: Schedule) -> None:
         """Put the rows of a batch's slices together, in order.
 
         Args:
@@ -99,7 +99,7 @@ class PredictJob:
         with tf.device(tf_servers.CHIEF):
             self._outputs.append(_concatenated([result.outputs for result in results]))
 
-    def take_outputs(self) -> Any:
+    def take_outputs(self) -> Nest:
         """Return the outputs of all batches since the last call, their rows in order.
 
         Returns:
@@ -113,6 +113,6 @@ class PredictJob:
         self._outputs = []
 
 
-def _concatenated(outputs: Sequence[Any]) -> Any:
+def _concatenated(outputs: Sequence[Nest]) -> Nest:
     """Put the rows of structures of tensors one after the other."""
     return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dtk.nests import Array
 from dtk.parameter_server.functional_step import FunctionalStep
 from dtk.parameter_server.scheduler import Piece, Schedule
 from dtk.trainer.ranks import seeds
@@ -32,7 +33,7 @@ def rng_offset(steps: int) -> np.uint32:
 class _Begun(NamedTuple):
     """States of random layers, uint32 of shape (layers, 2), and the step they are the states of."""
 
-    states: np.ndarray
+    states: Array
     first: int
 
 
@@ -66,7 +67,7 @@ class RngStates:
             self._begun = _Begun(np.array(states, "uint32").reshape(-1, 2), schedule.offered)
         return tf.TensorSpec(self._begun.states.shape, tf.uint32)
 
-    def of(self, piece: Piece, schedule: Schedule) -> np.ndarray:
+    def of(self, piece: Piece, schedule: Schedule) -> Array:
         """Return the random states of a slice: the same on every worker, and at any time.
 
         Args:
@@ -119,7 +120,7 @@ class RngStates:
         """
         return [traced.scope.get_current_value(v) for v in self._variables()]
 
-    def go_on_from(self, states: Sequence[np.ndarray]) -> None:
+    def go_on_from(self, states: Sequence[Array]) -> None:
         """Let the next step go on from where a serial one has stopped.
 
         Args:

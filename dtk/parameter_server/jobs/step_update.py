@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
 
+from dtk.nests import Array, Nest
 from dtk.parameter_server import gradient_buffers
 from dtk.parameter_server.contract import JobTrainer
 from dtk.parameter_server.functional_step import FunctionalStep
@@ -27,8 +27,8 @@ class TrainReport(Counted):
         rng_state: States that random layers go on from, one of shape `[2]` per layer.
     """
 
-    moved: list[np.ndarray]
-    rng_state: list[np.ndarray]
+    moved: list[Array]
+    rng_state: list[Array]
 
 
 class TrainOutputs(NamedTuple):
@@ -75,7 +75,7 @@ class StepUpdate:
     def report(
         self,
         traced: FunctionalStep,
-        data: Any,
+        data: Nest,
         given: Sequence[tuple[keras.Variable, tf.Tensor]],
     ) -> TrainReport:
         """Collect what is reported of a traced step, besides its gradients.

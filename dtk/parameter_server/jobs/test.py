@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from dtk.compat import keras_models, tf_replicas
+from dtk.nests import Nest, Specs
 from dtk.parameter_server import gradient_buffers
 from dtk.parameter_server.contract import JobTrainer
 from dtk.parameter_server.functional_step import (
@@ -34,14 +34,14 @@ class TestJob:
         self._trainer = trainer
         self._metrics = MetricSum(trainer.model)
         self.rng_states = RngStates(trainer.rng_state_variables)
-        self.traces = TraceCache()
+        self.traces: TraceCache[Counted] = TraceCache()
 
     @property
-    def logs(self) -> dict[str, Any]:
+    def logs(self) -> dict[str, Nest]:
         """Loss and metrics of the batches so far, by name."""
         return self._metrics.logs
 
-    def trace(self, spec: Any, rng_states: tf.TensorSpec) -> ConcreteFunction:
+    def trace(self, spec: Specs, rng_states: tf.TensorSpec) -> ConcreteFunction:
         """Trace the step for batches like this one.
 
         Args:
@@ -56,7 +56,7 @@ class TestJob:
         return function.get_concrete_function(spec, scalar, scalar, rng_states)
 
     def _step(
-        self, data: Any, share: tf.Tensor, size: tf.Tensor, rng_states: tf.Tensor
+        self, data: Nest, share: tf.Tensor, size: tf.Tensor, rng_states: tf.Tensor
     ) -> tf.Tensor:
         """Keras's step on one slice; traced on the chief, runs on a worker."""
         model, strategy = self._trainer.model, self._trainer.strategy

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Generic, TypeAlias
 
-import numpy as np
 import tensorflow as tf
 
 from dtk.compat import tf_servers
+from dtk.nests import Array, Nest, Specs
 from dtk.parameter_server import gradient_buffers
+from dtk.parameter_server.gradient_buffers import ReportT
 from dtk.parameter_server.jobs.batches import Batch
 from dtk.parameter_server.task_queue import Task
 
@@ -17,15 +18,15 @@ from dtk.parameter_server.task_queue import Task
 ConcreteFunction: TypeAlias = tf.types.experimental.ConcreteFunction
 
 
-class TraceCache:
+class TraceCache(Generic[ReportT]):
     """Traced functions by the specification of batches, and how to read what they report."""
 
     def __init__(self) -> None:
         self._functions: dict[str, ConcreteFunction] = {}
-        self._reports: dict[str, gradient_buffers.Report] = {}
-        self._traced: gradient_buffers.Report | None = None
+        self._reports: dict[str, gradient_buffers.Report[ReportT]] = {}
+        self._traced: gradient_buffers.Report[ReportT] | None = None
 
-    def add(self, spec: Any, trace: Callable[[], ConcreteFunction]) -> None:
+    def add(self, spec: Specs, trace: Callable[[], ConcreteFunction]) -> None:
         """Trace a function, unless there is one for such batches.
 
         Args:
@@ -38,7 +39,7 @@ class TraceCache:
             if self._traced is not None:
                 self._reports[key] = self._traced
 
-    def report(self, results: Any) -> tf.Tensor:
+    def report(self, results: ReportT) -> tf.Tensor:
         """Put what a function reports into one tensor; called while tracing.
 
         Args:
@@ -50,7 +51,7 @@ class TraceCache:
         self._traced = gradient_buffers.Report(results)
         return self._traced.tensor
 
-    def function(self, spec: Any) -> ConcreteFunction:
+    def function(self, spec: Specs) -> ConcreteFunction:
         """Return the function for some batches.
 
         Args:
@@ -58,7 +59,7 @@ class TraceCache:
         """
         return self._functions[gradient_buffers.key_of(spec)]
 
-    def read(self, spec: Any, numbers: np.ndarray) -> Any:
+    def read(self, spec: Specs, numbers: Array) -> ReportT:
         """Return what the function for some batches has reported.
 
         Args:
@@ -70,7 +71,7 @@ class TraceCache:
         """
         return self._reports[gradient_buffers.key_of(spec)].read(numbers)
 
-    def call(self, task: Task[Batch], worker: int, rng_states: np.ndarray, *more: Any) -> Any:
+    def call(self, task: Task[Batch], worker: int, rng_states: Array, *more: Nest) -> ReportT:
         """Call a function on a slice, on the worker whose thread this is.
 
         Args:
@@ -91,7 +92,7 @@ class TraceCache:
             ]
             numbers.append(tf.constant(rng_states))
 
-        def step(data: Any) -> np.ndarray:
+        def step(data: Nest) -> Array:
             return function(data, *numbers, *more).numpy()
 
         if batch.pipelines is None:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from dtk.compat import tf_replicas
+from dtk.nests import Array, Nest, Specs
 from dtk.parameter_server import gradient_buffers
 from dtk.parameter_server.contract import JobTrainer
 from dtk.parameter_server.functional_step import (
@@ -37,7 +36,7 @@ class SliceReport(TrainReport):
         traffic: Bytes pulled and bytes pushed, int64 of shape `[2]`.
     """
 
-    traffic: np.ndarray
+    traffic: Array
 
 
 class TrainJob:
@@ -51,14 +50,15 @@ class TrainJob:
     def __init__(self, trainer: JobTrainer, serial_phase: SerialPhase):
         self._trainer = trainer
         self._update = StepUpdate(trainer, serial_phase)
-        self.rng_states, self.traces = self._update.rng_states, TraceCache()
+        self.rng_states = self._update.rng_states
+        self.traces: TraceCache[SliceReport] = TraceCache()
 
     @property
-    def logs(self) -> dict[str, Any]:
+    def logs(self) -> dict[str, Nest]:
         """Loss, metrics and staleness of the steps so far, by name."""
         return self._update.metrics.logs
 
-    def trace(self, spec: Any, rng_states: tf.TensorSpec) -> ConcreteFunction:
+    def trace(self, spec: Specs, rng_states: tf.TensorSpec) -> ConcreteFunction:
         """Trace the step for batches like this one.
 
         Args:
@@ -75,7 +75,7 @@ class TrainJob:
 
     def _step(
         self,
-        data: Any,
+        data: Nest,
         share: tf.Tensor,
         size: tf.Tensor,
         rng_states: tf.Tensor,
@@ -122,7 +122,7 @@ class TrainJob:
         commit = self._update.commit
         buffer = commit.take_buffer()
         rng_states = self.rng_states.of(task.piece, schedule)
-        report: SliceReport = self.traces.call(task, worker, rng_states, buffer.handles)
+        report = self.traces.call(task, worker, rng_states, buffer.handles)
         self._trainer.strategy.note_traffic(worker, report["traffic"])
         outputs = TrainOutputs(report, task.work.share_of(task.part), buffer)
         return Result(outputs, release=functools.partial(commit.release, buffer))

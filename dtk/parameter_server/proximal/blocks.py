@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from dtk.compat import tf_servers
 from dtk.input import slicing
+from dtk.nests import Array
 from dtk.parameter_server.proximal.methods import soft_threshold
 
 
@@ -24,7 +25,7 @@ class Blocks:
         parts: How many gradients make one step.
     """
 
-    def __init__(self, weights: np.ndarray, count: int, servers: int, parts: int):
+    def __init__(self, weights: Array, count: int, servers: int, parts: int):
         self.spans = [slicing.bounds(len(weights), block, count) for block in range(count)]
         self.dtype = tf.as_dtype(weights.dtype)
         self.variables = []
@@ -53,7 +54,7 @@ class Blocks:
         """
         return self.variables[block].shape.num_elements() * self.dtype.size
 
-    def whole(self) -> np.ndarray:
+    def whole(self) -> Array:
         """Return all of the weights, read from the servers."""
         return np.concatenate([variable.numpy() for variable in self.variables])
 
@@ -114,7 +115,7 @@ class Copy:
         parts: Rows of each part, as arrays on the chief.
     """
 
-    def __init__(self, blocks: Blocks, parts: Sequence[tuple[np.ndarray, ...]]):
+    def __init__(self, blocks: Blocks, parts: Sequence[tuple[Array, ...]]):
         self._blocks, self._parts = blocks, parts
         self.copied = 0
         self.forget()

@@ -19,10 +19,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import tensorflow as tf
 
 from dtk.input import slicing
+from dtk.nests import Array, Function
 from dtk.parameter_server.contract import ServerStrategy
 from dtk.parameter_server.dispatch import Dispatcher, Job
 from dtk.parameter_server.proximal.blocks import Blocks, Copy
@@ -49,9 +49,9 @@ class BlockCoordinateDescent:
     def __init__(
         self,
         strategy: ServerStrategy,
-        loss: Callable[..., tf.Tensor],
-        weights: np.ndarray,
-        data: tuple[np.ndarray, ...],
+        loss: Function[tf.Tensor],
+        weights: Array,
+        data: tuple[Array, ...],
         blocks: int,
     ):
         self._pool, self._note_traffic = strategy.pool, strategy.note_traffic
@@ -64,7 +64,7 @@ class BlockCoordinateDescent:
         self._loss = RowLoss(loss, self._blocks, data)
 
     @property
-    def weights(self) -> np.ndarray:
+    def weights(self) -> Array:
         """Current weights, read from the servers."""
         return self._blocks.whole()
 
@@ -77,7 +77,7 @@ class BlockCoordinateDescent:
         self,
         order: Sequence[int],
         tau: int,
-        rate: np.ndarray,
+        rate: Array,
         l1: float,
         record: Callable[[int], None],
     ) -> Schedule:

@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtk.compat import tf_servers
+from dtk.nests import Array
 from dtk.parameter_server.proximal.blocks import Blocks, Copy
 from dtk.parameter_server.proximal.row_loss import RowLoss
 from dtk.parameter_server.scheduler import Schedule
@@ -32,9 +33,9 @@ class BlockJob:
         loss: RowLoss,
         blocks: Blocks,
         copies: Sequence[Copy],
-        rate: np.ndarray,
+        rate: Array,
         l1: float,
-        note_traffic: Callable[[int, np.ndarray], None],
+        note_traffic: Callable[[int, Array], None],
     ):
         self._loss, self._blocks, self._copies = loss, blocks, copies
         self._rate, self._l1, self._note_traffic = rate, l1, note_traffic
@@ -92,7 +93,7 @@ class MeasureJob:
         self._loss, self._copies, self._part_rows = loss, copies, part_rows
         self.total = self.norm = np.nan
 
-    def compute(self, task: Task[None], worker: int, schedule: Schedule) -> Result[np.ndarray]:
+    def compute(self, task: Task[None], worker: int, schedule: Schedule) -> Result[Array]:
         """Compute the loss over a part of the rows.
 
         Args:
@@ -108,7 +109,7 @@ class MeasureJob:
         with copy.forgetting_on_error():
             return Result(self._loss.value(copy.weights(), copy.rows(task.part)).numpy())
 
-    def apply(self, work: None, results: Sequence[Result[np.ndarray]], schedule: Schedule) -> None:
+    def apply(self, work: None, results: Sequence[Result[Array]], schedule: Schedule) -> None:
         """Add up the loss of all parts.
 
         Args:

@@ -28,15 +28,13 @@ Algorithm 3, without its diagonal second-order term and its filter.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import tensorflow as tf
 
 from dtk.input import slicing
+from dtk.nests import Array, Numbers
 
 
-def soft_threshold(
-    values: npt.ArrayLike | tf.Tensor, threshold: npt.ArrayLike | tf.Tensor
-) -> tf.Tensor:
+def soft_threshold(values: Numbers, threshold: Numbers) -> tf.Tensor:
     """Apply the proximal operator of `threshold * |x|_1`: argmin over x of |x - v|^2 / 2 + t |x|_1.
 
     Args:
@@ -55,7 +53,7 @@ def soft_threshold(
     return values - tf.clip_by_value(values, -threshold, threshold)
 
 
-def least_squares_smoothness(features: npt.ArrayLike, blocks: int = 1) -> np.ndarray:
+def least_squares_smoothness(features: Numbers, blocks: int = 1) -> Array:
     """Return L_b of the loss (x . w - y)^2 / 2: the largest eigenvalue of X_b^T X_b.
 
     Without the factor 1/2 in the loss it is twice that.
@@ -82,7 +80,7 @@ def least_squares_smoothness(features: npt.ArrayLike, blocks: int = 1) -> np.nda
     return np.array([np.linalg.norm(features[:, begin:end], 2) ** 2 for begin, end in spans])
 
 
-def rate_bound(smoothness: npt.ArrayLike, tau: int, epsilon: float = 1e-6) -> np.ndarray:
+def rate_bound(smoothness: Numbers, tau: int, epsilon: float = 1e-6) -> Array:
     """Return the largest rate with which delayed block steps are known to converge.
 
     Args:

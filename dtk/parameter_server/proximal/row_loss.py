@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import numpy as np
 import tensorflow as tf
 
+from dtk.nests import Array, Function
 from dtk.parameter_server.proximal.blocks import Blocks
 
 
@@ -28,7 +28,7 @@ class RowLoss:
         ValueError: `loss` returns something else than one number per row, or has no gradient.
     """
 
-    def __init__(self, loss: Callable[..., tf.Tensor], blocks: Blocks, data: Sequence[np.ndarray]):
+    def __init__(self, loss: Function[tf.Tensor], blocks: Blocks, data: Sequence[Array]):
         self._loss, self._dtype = loss, blocks.dtype
         weights = [tf.TensorSpec(v.shape, v.dtype) for v in blocks.variables]
         rows = [tf.TensorSpec([None, *array.shape[1:]], array.dtype) for array in data]
