@@ -65,6 +65,18 @@ def test_it_is_what_the_equations_say(matrix, bits):
     assert (np.abs(made - expected) > 1e-4 * size + 1e-12).mean() <= (0.0 if bits == 1 else 0.35)
 
 
+@pytest.mark.parametrize("bits", [4, 6, 12])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_an_entry_out_of_range_takes_the_outermost_level(bits, sign):
+    """Levels reach four root mean squares, and one entry of 40 may be at more than six."""
+    matrix = np.zeros((1, 40), np.float32)
+    matrix[0, 7] = sign
+    made = codec.decode(codec.encode(tf.constant(matrix), bits), 40, bits).numpy()
+    expected, _ = written_out(matrix, bits)
+    np.testing.assert_allclose(made[0, 7], expected[0, 7], rtol=1e-5)
+    assert abs(made[0, 7]) < 0.75
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     bits=st.sampled_from(codec.BITS),
