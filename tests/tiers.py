@@ -55,7 +55,7 @@ FULL = (
     r"|custom_step_sample_weight|custom_test_step|custom_training_checkpoint"
     r"|endpoint_layer_subclassed|horovod_tf2_keras_mnist|knowledge_distillation"
     r"|parameter_server_|py_dataset|save_and_load|siamese_network|subclassing_vae"
-    r"|text_transformer|vq_vae|custom_training|custom_step_gan|endpoint_layer|horovod|sparse"
+    r"|text_transformer|vq_vae|custom_training|custom_step_gan|endpoint_layer|horovod"
     r"|multi_worker|fit_with)",
     r"published/test_published.py::test_two_processes_end_as_one\[collective-2-(wgan|siamese|vae)",
     r"published/test_published.py::test_what_is_not_made_of_rows_\S+\[collective-2-(image|simclr)",

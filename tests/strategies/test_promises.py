@@ -186,6 +186,27 @@ def local_normalisation():
     return [v.numpy() for v in model.layers[2].non_trainable_variables], model.get_weights()
 
 
+def local_means():
+    """The moving mean of a model whose weights stay as they are, without and with the strategy."""
+    distributed = bodies.strategy()
+    x, y = cases.rows(9)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+    means = []
+    for strategy in (None, distributed):
+        still = keras.optimizers.SGD(0.0)
+        model = cases.compiled(strategy, lambda: cases.small(sync=False), optimizer=still)
+        with undistributed():
+            model.fit(dataset, verbose=0, shuffle=False)
+        means.append(model.layers[2].moving_mean.numpy())
+    return means
+
+
+@pytest.mark.parametrize("backend, size", [("collective", 2), ("collective", 3)])
+def test_means_that_are_not_synchronized_are_averaged_by_rows(world, backend, size):
+    for plain, averaged in world(backend, size).run(local_means):
+        np.testing.assert_allclose(averaged, plain, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("backend, size", [("collective", 2), ("collective", 3)])
 def test_statistics_that_are_not_synchronized_stay_equal_and_finite(world, backend, size):
     results = world(backend, size).run(local_normalisation)
