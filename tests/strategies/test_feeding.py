@@ -14,9 +14,13 @@ import pytest
 import tensorflow as tf
 
 import dtk
-from dtk.compat import keras_data
+from dtk.compat import keras_data, tf_replicas
+from dtk.compat.replacing import replaced
 from dtk.input import digests, slicing
 from dtk.strategies import AllReduceStrategy, undistributed
+from dtk.trainer.shuffle_seed import ShuffleSeed
+
+from strategies import bodies, cases
 
 two_ranks = pytest.mark.parametrize("backend, size", [("collective", 2)])
 
@@ -34,7 +38,7 @@ def fit():
         files.add(sys._getframe(1).f_code.co_filename)
         return count_rows(batch)
 
-    keras.utils.set_random_seed(1)  # without, every epoch has an order, and a pipeline, of its own
+    keras.utils.set_random_seed(1)
     x, y = np.zeros((8, 2), "float32"), np.zeros((8, 1), "float32")
     strategy = AllReduceStrategy()
     with strategy.scope():
@@ -226,3 +230,24 @@ def test_workers_of_a_py_dataset_are_not_read_ahead(world, backend, size, batche
     """They stop when an epoch ends; a batch asked for by then was an error in the next epoch."""
     for plain, losses in world(backend, size).run(fit_workers, batches, steps):
         assert losses == plain
+
+
+def pipelines_of_a_fit(devices):
+    """How many pipelines are cut for three epochs, without and with validation data."""
+    strategy = bodies.strategy(devices)
+    strategy.shuffle_seed = ShuffleSeed(tf_replicas.global_seed())  # the script has set none
+    x, y = cases.rows(16)
+    model, cut = cases.compiled(strategy), slicing.cut_dataset
+    made, counts = [], []
+    for validation in (None, (x, y)):
+        before = len(made)
+        with replaced(slicing, cut_dataset=lambda *args: made.append(1) or cut(*args)):
+            model.fit(x, y, batch_size=8, epochs=3, verbose=0, validation_data=validation)
+        counts.append(len(made) - before)
+    return counts
+
+
+@pytest.mark.parametrize("backend, size, devices", [("local", 1, 2), ("collective", 2, 0)])
+def test_three_epochs_cut_one_pipeline(world, backend, size, devices):
+    for counts in world(backend, size).run(pipelines_of_a_fit, devices):
+        assert counts == [1, 2], "one to train with, one to validate with"

@@ -122,7 +122,7 @@ class GradientExchange:
         chain += [transforms.Observe(self._see), transforms.ZeroIfPadding()]
         if scale is not None:
             chain.append(transforms.Unscale(scale))
-        chain.append(transforms.Exchange(op, batch_part()))
+        chain.append(transforms.ExchangeStep(op, batch_part()))
         if scale is not None:
             chain.append(transforms.Rescale(scale))
         return self._chained(chain, gradients, variables)
@@ -137,7 +137,7 @@ class GradientExchange:
         Returns:
             The sums, in the same order.
         """
-        window = transforms.Reduce(self.of(variables), batch_part())
+        window = transforms.ReduceWindow(self.of(variables), batch_part())
         chain: list[transforms.Transform] = [transforms.Observe(self._see), window]
         return self._chained(chain, gradients, variables).gradients
 

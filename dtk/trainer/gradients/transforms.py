@@ -4,7 +4,7 @@
     AsFactors       products that may travel as their factors
     ZeroIfPadding   a replica without rows of its own counts as nothing
     Unscale         from the scale of the loss, which changes from step to step
-    Exchange        over the replicas: their sum, or what the strategy's exchange makes of it
+    ExchangeStep    over the replicas: their sum, or what the strategy's exchange makes of it
     Rescale         to the scale that the optimizer expects
 
 Each is a value with one method, `update`; see `GradientExchange.update` for which a step has.
@@ -144,7 +144,7 @@ class Rescale:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ExchangeStep:
     """Exchange gradients with the other replicas.
 
     Args:
@@ -161,7 +161,7 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Reduce:
+class ReduceWindow:
     """Sum gradients over the replicas where an accumulation window closes.
 
     Args:
