@@ -227,7 +227,7 @@ def test_a_peer_that_dies_during_bring_up_does_not_leave_the_other_waiting():
     assert "collective.py" in stderr
 
 
-def test_two_ranks_come_up_without_noise_and_late_tensors_are_refused():
+def test_two_ranks_come_up_without_noise():
     addresses = [free_address(), free_address()]
     ranks = [run_rank(rank, addresses) for rank in range(2)]
     for rank in ranks:
@@ -235,6 +235,9 @@ def test_two_ranks_come_up_without_noise_and_late_tensors_are_refused():
         assert (stdout, code) == ("3\n", 0), stderr
         assert "INFO" not in stderr
         assert "Traceback" not in stderr
+
+
+def test_a_tensor_before_the_strategy_is_refused():
     addresses = [free_address(), free_address()]
     late = "import tensorflow as tf; tf.ones([1])"
     ranks = [run_rank(rank, addresses, before=late) for rank in range(2)]
