@@ -37,11 +37,11 @@ def check_weights(model: keras.Model, strategy: Strategy) -> int:
     # What differs in number or shape cannot be compared by value. Paths hold how many layers of a
     # kind a process has made, which may differ.
     shapes = [
-        (f"variable {index} of model {model.name!r}", f"{tuple(v.shape)} {v.dtype}")
+        (f"variable {index} of model {model.name!r}", f"{rank_checks.whole_shape(v)} {v.dtype}")
         for index, v in enumerate(variables)
     ]
     count = (f"number of variables of model {model.name!r}", len(variables))
-    if strategy.communicator.size > 1:
-        rank_checks.compare([count, *shapes], strategy.communicator)
+    if strategy.world.size > 1:
+        rank_checks.compare([count, *shapes], strategy.world)
     shared_weights.check_same_weights(trainer, "when asked")
     return len(variables)

@@ -24,7 +24,7 @@ def spread_seeds(trainer: Trainer) -> None:
     strategy = trainer.strategy
     for state in trainer.seed_states():
         base = keras.ops.convert_to_tensor(state).numpy()
-        base = strategy.communicator.broadcast_object(base)
+        base = strategy.world.broadcast_object(base)
         strategy.set_per_replica(state, [fold_seed(base, rank) for rank in strategy.local_ranks()])
 
 

@@ -9,6 +9,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dtk.communicators.base import Communicator
+from dtk.compat import keras_shards
 from dtk.errors import DisagreementError, at_rank
 from dtk.trainer.contract import Strategy, Trainer
 from dtk.trainer.ranks.rank_checks import _shapes, compare, number_of, numbers_of_all, same_number
@@ -37,7 +39,9 @@ def fingerprint(value: tf.Tensor | tf.Variable) -> str:
 
 
 def differing(variables: Sequence[keras.Variable], strategy: Strategy) -> list[int]:
-    """Find the variables that are not bit-identical on all replicas.
+    """Find the variables that are not bit-identical wherever they should be.
+
+    That is on all ranks; for a part of a variable on the ranks that hold the same part.
 
     Args:
         variables: Keras variables, in the same order on all ranks.
@@ -46,14 +50,29 @@ def differing(variables: Sequence[keras.Variable], strategy: Strategy) -> list[i
     Returns:
         Their indices, equal on all ranks.
     """
-    communicator = strategy.communicator
+    world = strategy.world
     mine = [{fingerprint(copy) for copy in strategy.copies(v)} for v in variables]
     agreed = all(len(prints) == 1 for prints in mine)
-    gathered = numbers_of_all([number_of(mine) if agreed else communicator.rank], communicator)
-    if agreed and same_number(gathered):
+    parts = [keras_shards.shard_of(v) is not None for v in variables]
+    of_all = [p for p, is_part in zip(mine, parts, strict=True) if not is_part]
+    of_part = [p for p, is_part in zip(mine, parts, strict=True) if is_part]
+    numbers = [number_of(of_all), number_of(of_part)] if agreed else [world.rank] * 2
+    gathered = numbers_of_all(numbers, world)
+    groups = strategy.model_communicator.size
+    same_parts = all(same_number(gathered[place::groups, 1:]) for place in range(groups))
+    if agreed and same_number(gathered) and same_parts:
         return []
-    columns = zip(*communicator.allgather_object(mine), strict=True)
-    return [index for index, column in enumerate(columns) if len(set.union(*column)) > 1]
+    columns = zip(*world.allgather_object(mine), strict=True)
+    return [
+        index
+        for index, (column, is_part) in enumerate(zip(columns, parts, strict=True))
+        if any(len(set.union(*group)) > 1 for group in _groups(column, groups if is_part else 1))
+    ]
+
+
+def _groups(column: Sequence[set[str]], groups: int) -> list[Sequence[set[str]]]:
+    """Divide what all ranks hold into what should be equal."""
+    return [column[place::groups] for place in range(groups)]
 
 
 def check_same_weights(trainer: Trainer, when: str) -> None:
@@ -85,8 +104,10 @@ def start_from(
 ) -> list[str]:
     """Give every rank `root`'s values of the variables that differ.
 
+    Parts of variables come from the rank of `root`'s model that holds the same part.
+
     Args:
-        root: Whose values count.
+        root: The rank whose values count.
         trainer: Of the model.
         variables: Which; None is all weights and optimizer state.
 
@@ -94,14 +115,20 @@ def start_from(
         The paths of the variables that differed.
     """
     variables = trainer.shared_variables() if variables is None else variables
-    wanted = [variables[index] for index in differing(variables, trainer.strategy)]
-    if wanted:
-        values = trainer.strategy.communicator.broadcast(
-            [keras.ops.convert_to_tensor(v) for v in wanted], root
-        )
-        for variable, value in zip(wanted, values, strict=True):
-            variable.assign(value)
+    strategy = trainer.strategy
+    wanted = [variables[index] for index in differing(variables, strategy)]
+    parts = [v for v in wanted if keras_shards.shard_of(v) is not None]
+    _broadcast([v for v in wanted if keras_shards.shard_of(v) is None], root, strategy.world)
+    _broadcast(parts, root // strategy.model_communicator.size, strategy.communicator)
     return [variable.path for variable in wanted]
+
+
+def _broadcast(variables: Sequence[keras.Variable], root: int, communicator: Communicator) -> None:
+    if not variables:
+        return
+    values = [keras.ops.convert_to_tensor(v) for v in variables]
+    for variable, value in zip(variables, communicator.broadcast(values, root), strict=True):
+        variable.assign(value)
 
 
 def average(
@@ -129,7 +156,7 @@ def start_from_epoch_of_rank_0(trainer: Trainer) -> None:
     """
     epoch = trainer.initial_epoch()
     number = tf.constant(-1 if epoch is None else epoch, tf.int64)
-    gathered = int(trainer.strategy.communicator.broadcast(number))
+    gathered = int(trainer.strategy.world.broadcast(number))
     trainer.set_initial_epoch(None if gathered < 0 else gathered)
 
 
@@ -142,7 +169,7 @@ def agree_on_weights(trainer: Trainer) -> None:
     Raises:
         DisagreementError: Ranks have different variables.
     """
-    if trainer.strategy.communicator.size > 1:
-        compare(_shapes(trainer), trainer.strategy.communicator)
+    if trainer.strategy.world.size > 1:
+        compare(_shapes(trainer), trainer.strategy.world)
         start_from(0, trainer, trainer.agreed_variables())
     spread_seeds(trainer)
