@@ -1,4 +1,4 @@
-"""How one tensor is divided along an axis among the ranks of a group."""
+"""Which part of a tensor a rank of a group holds."""
 
 from __future__ import annotations
 
@@ -140,6 +140,19 @@ class Shard:
                 )
             )
         return (*shape[: self.axis], becomes, *shape[self.axis + 1 :])
+
+
+@dataclasses.dataclass(frozen=True)
+class OneRanks:
+    """A tensor that one rank of a group holds, and the others do not: a pipeline's stage has it.
+
+    Args:
+        owner: The rank of the group.
+        communicator: Of the group.
+    """
+
+    owner: int
+    communicator: Communicator
 
 
 def _first(axis: int, rank: int) -> list[int]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import keras
 
-from dtk.communicators.shard import Shard
+from dtk.communicators.shard import OneRanks, Shard
 
-_SHARD = "_dtk_shard"
+_MARK = "_dtk_part"
 
 
 def set_shard(variable: keras.Variable, shard: Shard) -> None:
@@ -26,7 +26,7 @@ def set_shard(variable: keras.Variable, shard: Shard) -> None:
     """
     if variable.shape is not None:
         shard.whole_shape(variable.shape)
-    setattr(variable, _SHARD, shard)
+    setattr(variable, _MARK, shard)
 
 
 def shard_of(variable: keras.Variable) -> Shard | None:
@@ -38,5 +38,34 @@ def shard_of(variable: keras.Variable) -> Shard | None:
     Returns:
         What `set_shard` was given; None of a variable that holds a tensor as a whole.
     """
-    shard: Shard | None = getattr(variable, _SHARD, None)
-    return shard
+    mark = getattr(variable, _MARK, None)
+    return mark if isinstance(mark, Shard) else None
+
+
+def set_owner(variable: keras.Variable, owner: OneRanks) -> None:
+    """Mark a variable as one that this rank of a group holds alone.
+
+    Args:
+        variable: The variable.
+        owner: The rank that holds it, and of which group.
+    """
+    setattr(variable, _MARK, owner)
+
+
+def is_of_all(variable: keras.Variable) -> bool:
+    """Return whether all ranks hold a variable, and hold the same.
+
+    Args:
+        variable: A Keras variable.
+    """
+    return getattr(variable, _MARK, None) is None
+
+
+def copy_mark(variable: keras.Variable, slot: keras.Variable) -> None:
+    """Mark what an optimizer remembers of a variable as that variable is marked.
+
+    Args:
+        variable: The variable.
+        slot: Of the same shape.
+    """
+    setattr(slot, _MARK, getattr(variable, _MARK, None))

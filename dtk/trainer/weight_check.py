@@ -41,7 +41,7 @@ def check_weights(model: keras.Model, strategy: Strategy) -> int:
         for index, v in enumerate(variables)
     ]
     count = (f"number of variables of model {model.name!r}", len(variables))
-    if strategy.world.size > 1:
-        rank_checks.compare([count, *shapes], strategy.world)
+    if strategy.communicator.size > 1:
+        rank_checks.compare([count, *shapes], strategy.communicator)
     shared_weights.check_same_weights(trainer, "when asked")
     return len(variables)

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from dtk.compat import keras_optimizers, keras_variables
-from dtk.compat.keras_shards import shard_of
+from dtk.compat.keras_shards import is_of_all
 from dtk.errors import at_rank
 from dtk.exchange import Auto, Dense
 from dtk.exchange.base import BatchPart, Exchange, ExchangeOp, Gradient, Trained, Update
@@ -246,7 +246,7 @@ def _wholes_and_parts(variables: Sequence[keras.Variable]) -> list[list[int]]:
     Returns:
         Indices of the whole ones, and of the parts, where there are some.
     """
-    parts = [shard_of(v) is not None for v in variables]
+    parts = [not is_of_all(v) for v in variables]
     groups = [[i for i, part in enumerate(parts) if part == wanted] for wanted in (False, True)]
     return [group for group in groups if group] or [[]]
 

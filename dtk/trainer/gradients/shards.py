@@ -17,7 +17,8 @@ import keras
 import tensorflow as tf
 
 from dtk.compat import keras_optimizers
-from dtk.compat.keras_shards import set_shard, shard_of
+from dtk.compat.keras_optimizers import square_sum
+from dtk.compat.keras_shards import copy_mark, is_of_all, shard_of
 from dtk.errors import at_rank
 from dtk.nests import Gradients
 from dtk.trainer.contract import Strategy
@@ -61,26 +62,38 @@ class _Shards:
             clip: The optimizer's own clipping.
         """
         self._check(variables)
-        parts = [i for i, v in enumerate(variables) if shard_of(v) is not None]
-        optimizer = self._optimizer
-        if not parts or not (optimizer.clipnorm or optimizer.global_clipnorm):
-            return clip(gradients)
+        optimizer, group = self._optimizer, self._strategy.model_communicator
         found = [g for g in gradients if g is not None]  # all are: Keras has left the others out
-        squares = tf.stack([keras_optimizers.square_sum(found[i]) for i in parts])
-        squares = self._strategy.model_communicator.allreduce(squares)
         if optimizer.clipnorm:
-            clipped = list(clip(gradients))
-            for i, square in zip(parts, tf.unstack(squares, len(parts)), strict=True):
-                norm = tf.maximum(tf.sqrt(square), tf.cast(optimizer.clipnorm, square.dtype))
-                factor = tf.cast(optimizer.clipnorm / norm, found[i].dtype)
-                clipped[i] = keras.ops.multiply(found[i], factor)
-            return clipped
-        wholes = [keras_optimizers.square_sum(g) for i, g in enumerate(found) if i not in parts]
-        norm = tf.sqrt(tf.add_n([tf.reduce_sum(squares), *wholes]))
-        most = tf.cast(optimizer.global_clipnorm, norm.dtype)
+            return self._clip_each(found, variables, clip)
+        if not optimizer.global_clipnorm:
+            return clip(gradients)
+        squares = [tf.zeros([], tf.float32), tf.zeros([], tf.float32)]
+        for gradient, variable in zip(found, variables, strict=True):
+            squares[is_of_all(variable)] += tf.cast(square_sum(gradient), tf.float32)
+        norm = tf.sqrt(group.allreduce(squares[False]) + squares[True])
+        most = tf.constant(optimizer.global_clipnorm, norm.dtype)
         # Not a number where the norm is not finite, as Keras has it.
         factor = most * tf.minimum(1.0 / norm, 1.0 / most) + (norm - norm)
         return [keras.ops.multiply(g, tf.cast(factor, g.dtype)) for g in found]
+
+    def _clip_each(
+        self,
+        gradients: Gradients,
+        variables: Sequence[keras.Variable],
+        clip: keras_optimizers.Clip,
+    ) -> Gradients:
+        parts = [i for i, v in enumerate(variables) if shard_of(v) is not None]
+        clipped = list(clip(gradients))
+        if not parts:
+            return clipped
+        squares = tf.stack([tf.cast(square_sum(gradients[i]), tf.float32) for i in parts])
+        squares = self._strategy.model_communicator.allreduce(squares)
+        most = tf.constant(self._optimizer.clipnorm, tf.float32)
+        for i, square in zip(parts, tf.unstack(squares, len(parts)), strict=True):
+            factor = most / tf.maximum(tf.sqrt(square), most)
+            clipped[i] = keras.ops.multiply(gradients[i], tf.cast(factor, gradients[i].dtype))
+        return clipped
 
     def _check(self, variables: Sequence[keras.Variable]) -> None:
         for variable in variables:
@@ -107,10 +120,7 @@ def mark_slots(optimizer: keras.Optimizer) -> None:
     for member in members(optimizer):
         if not member.built:
             continue
-        parts = {v: s for v in keras_optimizers.trained_variables(member) if (s := shard_of(v))}
-        if not parts:
+        if all(map(is_of_all, keras_optimizers.trained_variables(member))):
             continue
         for slot, variable in keras_optimizers.slots_by_variable(member):
-            shard = parts.get(variable)
-            if shard is not None and shard_of(slot) is None and slot.shape == variable.shape:
-                set_shard(slot, shard)
+            copy_mark(variable, slot)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -38,41 +39,53 @@ def fingerprint(value: tf.Tensor | tf.Variable) -> str:
     return hashlib.blake2b(array.view(np.uint8).data, digest_size=8).hexdigest()
 
 
-def differing(variables: Sequence[keras.Variable], strategy: Strategy) -> list[int]:
+class Differences(NamedTuple):
+    """Variables that are not bit-identical wherever they should be.
+
+    Attributes:
+        mine: Indices of those of this rank; equal on all ranks that hold the same variables.
+        anywhere: Whether some rank has any; equal on all ranks.
+    """
+
+    mine: list[int]
+    anywhere: bool
+
+
+def differing(variables: Sequence[keras.Variable], strategy: Strategy) -> Differences:
     """Find the variables that are not bit-identical wherever they should be.
 
-    That is on all ranks; for a part of a variable on the ranks that hold the same part.
+    That is on all ranks; for a part of a model on the ranks that hold the same part.
 
     Args:
-        variables: Keras variables, in the same order on all ranks.
+        variables: Keras variables, in the same order on all ranks that hold the same part.
         strategy: Their strategy.
 
     Returns:
-        Their indices, equal on all ranks.
+        Which differ.
     """
-    world = strategy.world
+    world, places = strategy.world, strategy.model_communicator.size
     mine = [{fingerprint(copy) for copy in strategy.copies(v)} for v in variables]
-    agreed = all(len(prints) == 1 for prints in mine)
-    parts = [keras_shards.shard_of(v) is not None for v in variables]
-    of_all = [p for p, is_part in zip(mine, parts, strict=True) if not is_part]
-    of_part = [p for p, is_part in zip(mine, parts, strict=True) if is_part]
-    numbers = [number_of(of_all), number_of(of_part)] if agreed else [world.rank] * 2
+    shared = [i for i, v in enumerate(variables) if keras_shards.is_of_all(v)]
+    own = [i for i, v in enumerate(variables) if not keras_shards.is_of_all(v)]
+    prints = [mine[i] for i in shared], [mine[i] for i in own]
+    agreed = all(len(one) == 1 for one in mine)
+    numbers = [number_of(one) for one in prints] if agreed else [world.rank] * 2
     gathered = numbers_of_all(numbers, world)
-    groups = strategy.model_communicator.size
-    same_parts = all(same_number(gathered[place::groups, 1:]) for place in range(groups))
+    same_parts = all(same_number(gathered[place::places, 1:]) for place in range(places))
     if agreed and same_number(gathered) and same_parts:
-        return []
-    columns = zip(*world.allgather_object(mine), strict=True)
-    return [
-        index
-        for index, (column, is_part) in enumerate(zip(columns, parts, strict=True))
-        if any(len(set.union(*group)) > 1 for group in _groups(column, groups if is_part else 1))
+        return Differences([], anywhere=False)
+    everywhere = world.allgather_object(prints)
+    of_all = _differing([of_all for of_all, _ in everywhere])
+    of_place = [
+        _differing([of_part for _, of_part in everywhere[place::places]]) for place in range(places)
     ]
+    found = [shared[i] for i in of_all] + [own[i] for i in of_place[world.rank % places]]
+    return Differences(sorted(found), anywhere=bool(of_all) or any(of_place))
 
 
-def _groups(column: Sequence[set[str]], groups: int) -> list[Sequence[set[str]]]:
-    """Divide what all ranks hold into what should be equal."""
-    return [column[place::groups] for place in range(groups)]
+def _differing(prints: Sequence[Sequence[set[str]]]) -> list[int]:
+    columns = enumerate(zip(*prints, strict=True))
+    return [index for index, column in columns if len(set.union(*column)) > 1]
 
 
 def check_same_weights(trainer: Trainer, when: str) -> None:
@@ -86,14 +99,14 @@ def check_same_weights(trainer: Trainer, when: str) -> None:
         DisagreementError: Naming the variables.
     """
     variables = trainer.equal_variables()
-    indices = differing(variables, trainer.strategy)
-    if indices:
-        first = variables[indices[0]].path
+    found = differing(variables, trainer.strategy)
+    if found.anywhere:
+        first = repr(variables[found.mine[0]].path) if found.mine else "on other ranks"
         raise DisagreementError(
             at_rank(
                 trainer.strategy.rank,
-                f"{when}, {len(indices)} of {len(variables)} variables of model "
-                f"{trainer.model.name!r} differ between workers, the first is {first!r}; "
+                f"{when}, {len(found.mine)} of {len(variables)} variables of model "
+                f"{trainer.model.name!r} differ between workers, the first is {first}; "
                 f"{_SAME_UPDATES}",
             )
         )
@@ -116,9 +129,9 @@ def start_from(
     """
     variables = trainer.shared_variables() if variables is None else variables
     strategy = trainer.strategy
-    wanted = [variables[index] for index in differing(variables, strategy)]
-    parts = [v for v in wanted if keras_shards.shard_of(v) is not None]
-    _broadcast([v for v in wanted if keras_shards.shard_of(v) is None], root, strategy.world)
+    wanted = [variables[index] for index in differing(variables, strategy).mine]
+    parts = [v for v in wanted if not keras_shards.is_of_all(v)]
+    _broadcast([v for v in wanted if keras_shards.is_of_all(v)], root, strategy.world)
     _broadcast(parts, root // strategy.model_communicator.size, strategy.communicator)
     return [variable.path for variable in wanted]
 
@@ -142,7 +155,7 @@ def average(
         strategy: Their strategy.
     """
     floats = [v for v in variables if keras.backend.is_float_dtype(v.dtype)]
-    wanted = [floats[index] for index in differing(floats, strategy)]
+    wanted = [floats[index] for index in differing(floats, strategy).mine]
     values = [keras.ops.convert_to_tensor(v) * tf.cast(share, v.dtype) for v in wanted]
     for variable, mean in zip(wanted, strategy.communicator.allreduce(values), strict=True):
         variable.assign(mean)
@@ -169,7 +182,8 @@ def agree_on_weights(trainer: Trainer) -> None:
     Raises:
         DisagreementError: Ranks have different variables.
     """
-    if trainer.strategy.world.size > 1:
-        compare(_shapes(trainer), trainer.strategy.world)
+    strategy = trainer.strategy
+    if strategy.world.size > 1:
+        compare(_shapes(trainer), strategy.communicator)
         start_from(0, trainer, trainer.agreed_variables())
     spread_seeds(trainer)
