@@ -92,7 +92,9 @@ class _Shards:
         most = tf.constant(self._optimizer.clipnorm, tf.float32)
         for i, square in zip(parts, tf.unstack(squares, len(parts)), strict=True):
             factor = most / tf.maximum(tf.sqrt(square), most)
-            clipped[i] = keras.ops.multiply(gradients[i], tf.cast(factor, gradients[i].dtype))
+            gradient = gradients[i]
+            assert gradient is not None
+            clipped[i] = keras.ops.multiply(gradient, tf.cast(factor, gradient.dtype))
         return clipped
 
     def _check(self, variables: Sequence[keras.Variable]) -> None:
