@@ -13,14 +13,13 @@ import tensorflow as tf
 
 from dtk.communicators.base import Communicator
 from dtk.compat import keras_optimizers
-from dtk.compat.keras_shards import is_of_all, shard_of
+from dtk.compat.keras_shards import group_of, is_of_all, shard_of
 from dtk.errors import at_rank
-from dtk.layers.group import model_group
 from dtk.layers.pipeline import Pipeline
 from dtk.trainer.model_state import ModelState
 
 
-def whole(model: keras.Model, communicator: Communicator | None = None) -> keras.Model:
+def whole(model: keras.Model) -> keras.Model:
     """Return the model of one device that the ranks of a group hold in parts.
 
     Every rank of the group calls it. The result has the weights and the optimizer of the model, can
@@ -28,11 +27,9 @@ def whole(model: keras.Model, communicator: Communicator | None = None) -> keras
 
     Args:
         model: It holds this rank's parts.
-        communicator: Of the ranks that hold the others; None for the current strategy's
-            `model_communicator`.
 
     Returns:
-        The model, on every rank; in a group of one the model itself.
+        The model, on every rank; the model itself where it is not in parts.
 
     Raises:
         ValueError: The model cannot be built again from its configuration.
@@ -44,8 +41,9 @@ def whole(model: keras.Model, communicator: Communicator | None = None) -> keras
         >>> whole(model) is model
         True
     """
-    group = model_group(communicator)
-    if group.size == 1:
+    groups = (group_of(variable) for variable in model.weights)
+    group = next((one for one in groups if one is not None), None)
+    if group is None:
         return model
     parts = ModelInParts(model, group)
     parts.build()

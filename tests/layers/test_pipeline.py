@@ -78,7 +78,7 @@ def piped(schedule, parallel):
     history, predicted = fitted(model)
     assert len(model.weights) < 6, "a rank holds its own stage only"
     strategy.check_weights(model)
-    together = whole(model, strategy.model_communicator)
+    together = whole(model)
     assert np.allclose(together.predict(data()[0], verbose=0), predicted, atol=1e-5)
     return bodies.flat(together.get_weights()), history, predicted
 
@@ -134,7 +134,7 @@ def trained_with_branches(distributed):
     with strategy.scope():
         model = compiled(branched(group))
     fitted(model)
-    return bodies.flat(whole(model, group).get_weights())
+    return bodies.flat(whole(model).get_weights())
 
 
 @pytest.mark.worlds(("collective", 3))
@@ -163,7 +163,7 @@ def until(epochs, directory, parallel):
     saving = [dtk.callbacks.Checkpoint(directory)] if directory else []
     with dtk.strategies.undistributed():
         model.fit(x, y, batch_size=20, epochs=epochs, verbose=0, callbacks=saving)
-    return bodies.flat(whole(model, strategy.model_communicator).get_weights())
+    return bodies.flat(whole(model).get_weights())
 
 
 @pytest.mark.worlds(("collective", 2))
