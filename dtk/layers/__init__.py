@@ -1,1 +1,34 @@
-"""Model parallelism: layers of which every rank of a group computes a part, exactly."""
+"""Model parallelism: layers of which every rank of a group computes a part, exactly.
+
+Importing this package registers its layers with Keras: do it before `keras.saving.load_model`
+reads a model that has some.
+"""
+
+from dtk.layers import collectives, regions
+from dtk.layers.channel_parallel import (
+    ChannelParallelConv1D,
+    ChannelParallelConv2D,
+    ChannelParallelConv3D,
+    ChannelParallelDense,
+    NodeParallelDense,
+)
+from dtk.layers.regions import (
+    copy_to_group,
+    gather_from_group,
+    reduce_from_group,
+    scatter_to_group,
+)
+
+__all__ = [
+    "ChannelParallelConv1D",
+    "ChannelParallelConv2D",
+    "ChannelParallelConv3D",
+    "ChannelParallelDense",
+    "NodeParallelDense",
+    "collectives",
+    "copy_to_group",
+    "gather_from_group",
+    "reduce_from_group",
+    "regions",
+    "scatter_to_group",
+]

@@ -1,0 +1,39 @@
+"""Which ranks hold the parts of a layer."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from dtk.communicators.base import Communicator
+from dtk.communicators.local import LocalCommunicator
+
+
+def model_group(given: Communicator | None = None) -> Communicator:
+    """Return the communicator of the ranks that hold parts of one model.
+
+    Args:
+        given: The one that a layer was made with.
+
+    Returns:
+        `given`, or `model_communicator` of the strategy in whose scope this is called; without
+        either this process is a group of its own, and a layer computes the whole.
+    """
+    if given is not None:
+        return given
+    strategy = tf.distribute.get_strategy()
+    found: Communicator | None = getattr(strategy, "model_communicator", None)
+    return found or LocalCommunicator()
+
+
+def agreed_lengths(length: int, communicator: Communicator) -> tuple[int, ...]:
+    """Return what every rank holds of an axis; all ranks of the group call it while they build.
+
+    Args:
+        length: What this rank holds.
+        communicator: Of the group.
+    """
+    if communicator.size == 1:
+        return (length,)
+    with tf.init_scope():
+        lengths = communicator.allgather(tf.constant([length]), [1] * communicator.size)
+        return tuple(int(one) for one in lengths.numpy())
