@@ -18,13 +18,30 @@ from dtk.layers.regions import (
     reduce_from_group,
     scatter_to_group,
 )
+from dtk.layers.spatial import GatherColumns, GatherRows, SplitColumns, SplitRows
+from dtk.layers.spatially_parallel import (
+    SpatiallyParallelAveragePooling2D,
+    SpatiallyParallelBatchNormalization,
+    SpatiallyParallelConv2D,
+    SpatiallyParallelMaxPooling2D,
+    SpatiallyParallelUpSampling2D,
+)
 
 __all__ = [
     "ChannelParallelConv1D",
     "ChannelParallelConv2D",
     "ChannelParallelConv3D",
     "ChannelParallelDense",
+    "GatherColumns",
+    "GatherRows",
     "NodeParallelDense",
+    "SpatiallyParallelAveragePooling2D",
+    "SpatiallyParallelBatchNormalization",
+    "SpatiallyParallelConv2D",
+    "SpatiallyParallelMaxPooling2D",
+    "SpatiallyParallelUpSampling2D",
+    "SplitColumns",
+    "SplitRows",
     "collectives",
     "copy_to_group",
     "gather_from_group",

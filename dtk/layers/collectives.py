@@ -167,7 +167,7 @@ def alltoall(
     matrix = tf.cast(tf.convert_to_tensor(splits), tf.int64)
     if matrix.shape.rank == 1:
         matrix = communicator.allgather(matrix[None], [1] * size)
-    received = _exchange(watched(value, communicator), communicator, matrix)
+    received = exchange(watched(value, communicator), communicator, matrix)
     return received, tf.cast(matrix[:, rank], tf.int32)
 
 
@@ -302,12 +302,21 @@ def _reduce_rows(value: tf.Tensor, communicator: Communicator, rows: _Rows) -> t
     return with_gradient(value, forward, lambda dy: _allgather(dy, communicator, rows))
 
 
-def _exchange(value: tf.Tensor, communicator: Communicator, matrix: tf.Tensor) -> tf.Tensor:
-    """Send `matrix[i, j]` rows from rank i to rank j."""
+def exchange(value: tf.Tensor, communicator: Communicator, matrix: tf.Tensor) -> tf.Tensor:
+    """Send `matrix[i, j]` rows from rank i to rank j, as `alltoall` does.
+
+    Unlike it, nothing is sent in the backward pass where `value` depends on nothing that is
+    differentiated by; that must be alike on all ranks.
+
+    Args:
+        value: Shape `[rows, ...]`.
+        communicator: Of the ranks.
+        matrix: Shape `[size, size]`, equal on all ranks.
+    """
     return with_gradient(
         value,
         lambda x: communicator.alltoall(x, matrix)[0],
-        lambda dy: _exchange(dy, communicator, tf.transpose(matrix)),
+        lambda dy: exchange(dy, communicator, tf.transpose(matrix)),
     )
 
 
