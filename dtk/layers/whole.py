@@ -16,6 +16,7 @@ from dtk.compat import keras_optimizers
 from dtk.compat.keras_shards import group_of, is_of_all, shard_of
 from dtk.errors import at_rank
 from dtk.layers.pipeline import Pipeline
+from dtk.layers.plain import plain_layer
 from dtk.trainer.model_state import ModelState
 
 
@@ -195,12 +196,7 @@ def _of_one_device(model: keras.Model) -> keras.Model:
     """Build a model anew with whole layers in place of parts."""
     if isinstance(model, Pipeline):
         return model.on_one_rank()
-    return keras.models.clone_model(model, clone_function=_whole_layer)
-
-
-def _whole_layer(layer: keras.Layer) -> keras.Layer:
-    make = getattr(layer, "whole_layer", None)
-    return make() if make is not None else type(layer).from_config(layer.get_config())
+    return keras.models.clone_model(model, clone_function=plain_layer)
 
 
 def _like(optimizer: keras.Optimizer, model: keras.Model) -> keras.Optimizer:
