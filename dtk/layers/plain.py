@@ -24,6 +24,15 @@ _BORDERS = (spatial.SplitRows, spatial.SplitColumns, spatial.GatherRows, spatial
 _OWN = ("split", "gather_output", "input_is_split")
 
 
+def is_in_parts(layer: keras.Layer) -> bool:
+    """Return whether a layer is one of those that compute parts.
+
+    Args:
+        layer: Any layer.
+    """
+    return isinstance(layer, _BORDERS) or type(layer) in _KERAS
+
+
 def plain_layer(layer: keras.Layer) -> keras.Layer:
     """Make the layer of one device that a layer of one rank is a part of.
 

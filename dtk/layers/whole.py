@@ -12,11 +12,12 @@ import numpy as np
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
-from dtk.compat import keras_optimizers
+from dtk.communicators.local import LocalCommunicator
+from dtk.compat import keras_models, keras_optimizers
 from dtk.compat.keras_shards import group_of, is_of_all, shard_of
 from dtk.errors import at_rank
 from dtk.layers.pipeline import Pipeline
-from dtk.layers.plain import plain_layer
+from dtk.layers.plain import is_in_parts, plain_layer
 from dtk.trainer.model_state import ModelState
 
 
@@ -45,7 +46,9 @@ def whole(model: keras.Model) -> keras.Model:
     groups = (group_of(variable) for variable in model.weights)
     group = next((one for one in groups if one is not None), None)
     if group is None:
-        return model
+        if not any(map(is_in_parts, keras_models.layers_of(model))):
+            return model
+        group = LocalCommunicator()  # the weights are whole: nothing is to be gathered
     parts = ModelInParts(model, group)
     parts.build()
     parts.gather()
