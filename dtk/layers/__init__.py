@@ -12,6 +12,7 @@ from dtk.layers.channel_parallel import (
     ChannelParallelDense,
     NodeParallelDense,
 )
+from dtk.layers.parallelize import parallelize
 from dtk.layers.pipeline import Pipeline
 from dtk.layers.regions import (
     copy_to_group,
@@ -27,6 +28,7 @@ from dtk.layers.spatially_parallel import (
     SpatiallyParallelMaxPooling2D,
     SpatiallyParallelUpSampling2D,
 )
+from dtk.layers.sync_batch_norm import convert_sync_batchnorm
 from dtk.layers.whole import whole
 
 __all__ = [
@@ -46,8 +48,10 @@ __all__ = [
     "SplitColumns",
     "SplitRows",
     "collectives",
+    "convert_sync_batchnorm",
     "copy_to_group",
     "gather_from_group",
+    "parallelize",
     "reduce_from_group",
     "regions",
     "scatter_to_group",

@@ -34,7 +34,7 @@ from dtk.layers.sharded_weights import (
     part_constraint,
     part_regularizer,
 )
-from dtk.nests import Config
+from dtk.nests import Config, Function
 
 # What these activations do to a channel depends on no other.
 # fmt: off
@@ -115,8 +115,8 @@ class ChannelParallel(keras.layers.Layer):
             self._refuse("lora_rank or quantization_config", "a layer without them")
         if self.gather_output:
             return
-        name = getattr(self.activation, "__name__", repr(self.activation))
-        if name not in _ELEMENTWISE or getattr(keras.activations, name, None) != self.activation:
+        if not is_elementwise(self.activation):
+            name = getattr(self.activation, "__name__", repr(self.activation))
             self._refuse(
                 f"activation={name!r} with gather_output=False, where it sees part of the channels",
                 "one of Keras's that works on each element, or gather_output=True",
@@ -289,6 +289,16 @@ class ChannelParallel(keras.layers.Layer):
         config["gather_output"] = self.gather_output
         config["input_is_split"] = self.input_is_split
         return config
+
+
+def is_elementwise(activation: Function[tf.Tensor] | None) -> bool:
+    """Return whether an activation is one of Keras's that work on each element by itself.
+
+    Args:
+        activation: As a layer of Keras holds it.
+    """
+    name = getattr(activation, "__name__", "")
+    return name in _ELEMENTWISE and getattr(keras.activations, name, None) == activation
 
 
 @keras.saving.register_keras_serializable(package="dtk")

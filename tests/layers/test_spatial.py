@@ -172,3 +172,97 @@ def test_many_parts_of_images_equal_the_whole(pool):
     pool.run(equal_to_one_device, 7, 40, False, timeout=290)
     if pool.size == 4:
         pool.run(equal_to_one_device, 8, 15, True, timeout=290)
+
+
+def bytes_and_hops():
+    """What a step sends is what docs/model-parallel.md derives."""
+    comm = communicator()
+    conv = dtk.layers.SpatiallyParallelConv2D(5, 3, padding="same", communicator=comm)
+    before, after = dtk.layers.SplitRows(comm), dtk.layers.GatherRows(comm)
+    x = tf.ones([3, 8, 8, 2])
+    after(conv(before(x)))  # they agree on who has what
+    row, part, kernel = 3 * 8 * 2 * 4, 3 * 4 * 8 * 4, 3 * 3 * 2 * 5 * 4
+    sent = [comm.bytes_sent]
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = before(x)
+        sent.append(comm.bytes_sent)
+        y = conv(y)
+        sent.append(comm.bytes_sent)
+        y = after(y)
+        sent.append(comm.bytes_sent)
+    tape.gradient(y, [x, *(v.value for v in conv.trainable_variables)])
+    sent.append(comm.bytes_sent)
+    # forward: nothing, a row, the part; backward: the row's gradient, the weights', the part's
+    backward = row + kernel + 5 * 4 + part * 2
+    assert np.diff(sent).tolist() == [0, row, part * 5, backward]
+    # windows that do not cross the border send nothing
+    pool = dtk.layers.SpatiallyParallelMaxPooling2D(2, communicator=comm)
+    pool(before(x))
+    sent = comm.bytes_sent
+    pool(before(x))
+    assert comm.bytes_sent == sent
+
+
+def numerical_gradient():
+    """By differences, of all the loss and not of a formula."""
+    comm = communicator()
+    layer = dtk.layers.SpatiallyParallelConv2D(
+        2, 3, 2, padding="same", activation="tanh", communicator=comm, dtype="float64"
+    )
+    parts = Between(layer, "rows", (comm,), dtype="float64")
+    x = tf.constant(np.random.default_rng(5).normal(size=(1, 6, 4, 1)))
+    parts(x)
+    theory, numeric = tf.test.compute_gradient(lambda x: tf.reduce_sum(parts(x) ** 2), [x])
+    np.testing.assert_allclose(theory[0], numeric[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_bytes_of_a_halo(pool):
+    pool.run(bytes_and_hops)
+    pool.run(numerical_gradient)
+
+
+@pytest.mark.parametrize(
+    "kind, given, told",
+    [
+        ("conv", {"filters": 2, "kernel_size": 3, "split": "depth"}, "use 'rows', 'columns' or"),
+        ("max", {"split": "both"}, "a pair of communicators for 'both'"),
+        (
+            "conv",
+            {"filters": 2, "kernel_size": 3, "activity_regularizer": "l1"},
+            "behind GatherRows",
+        ),
+        ("up", {"interpolation": "bicubic"}, "use 'nearest' or 'bilinear'"),
+        ("norm", {"renorm": True}, "use renorm=False"),
+        ("norm", {"axis": 2}, "the axis of the channels"),
+    ],
+)
+def test_what_is_refused(kind, given, told):
+    with pytest.raises(ValueError, match=f"layer 'one': .*{told}"):
+        KINDS[kind][1](name="one", **given)
+
+
+def test_what_cannot_be_divided():
+    from dtk.communicators.null import NullCommunicator
+
+    group = NullCommunicator(0, 3)
+    layer = dtk.layers.SpatiallyParallelConv2D(2, 3, communicator=group, name="one")
+    with pytest.raises(ValueError, match="an image of unknown size"):
+        layer.build((None, None, 8, 1))
+    pool = dtk.layers.SpatiallyParallelMaxPooling2D(4, communicator=group, name="one")
+    with pytest.raises(ValueError, match="rank 0: layer 'one' makes 2 rows of 9, for 3 ranks"):
+        pool.build((None, 3, 8, 1))
+    for border in (dtk.layers.SplitRows, dtk.layers.GatherColumns):
+        with pytest.raises(ValueError, match="an image of unknown size"):
+            border(group).build((None, None, None, 1))
+
+
+def test_configurations():
+    layer = dtk.layers.SpatiallyParallelConv2D(4, 3, split="columns", dilation_rate=2)
+    again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(layer))
+    assert type(again) is type(layer)
+    assert again.get_config() == layer.get_config()
+    border = dtk.layers.GatherColumns(data_format="channels_first")
+    again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(border))
+    assert again.get_config() == border.get_config()
