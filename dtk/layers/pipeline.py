@@ -134,6 +134,11 @@ class Pipeline(keras.Model):
         """The stages that this rank holds, by number."""
         return dict(enumerate(self._all)) if self.stage is None else {self._group.rank: self.stage}
 
+    @property
+    def output_shape(self) -> tuple[int | None, ...]:
+        """Shape of what the last stage puts out."""
+        return tuple(self._outputs[-1].shape)
+
     def on_one_rank(self) -> Pipeline:
         """Build the pipeline anew with all stages in this process, with other weights."""
         return type(self).from_config(self.get_config(), LocalCommunicator())
