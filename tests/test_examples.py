@@ -140,6 +140,17 @@ def test_a_custom_loop_gives_the_same_numbers_with_two_workers_as_with_one():
     assert accuracies[0] == accuracies[1] > 0.9
 
 
+def test_a_model_in_parts_gives_the_same_numbers_as_a_whole():
+    one = run(PYTHON, "examples/model_parallel.py", "--epochs=2")
+    two = run(DTK_RUN, "examples/model_parallel.py", "--epochs=2")
+    losses = [[float(n) for n in re.findall(r"loss (\S+)", out)] for out in (one, two)]
+    assert len(losses[0]) == 2
+    assert losses[0] == pytest.approx(losses[1], abs=2e-4)
+    here, whole = re.search(r"(\d+) of (\d+) weights are here", two).groups()
+    assert int(here) < 0.6 * int(whole)
+    assert number(r"a step sends (\S+) kB", two) > 0 == number(r"a step sends (\S+) kB", one)
+
+
 def test_cifar10_without_the_data_says_what_to_do(tmp_path):
     # no way out, but for gRPC between the ranks
     dead_end = {"https_proxy": "http://127.0.0.1:9", "no_grpc_proxy": "127.0.0.1,localhost"}

@@ -134,7 +134,7 @@ FULL = (
     r"callbacks/test_auto_batch_size.py::test_trials_in_vain\S*\[",
     r"test_benchmarks.py::test_(costs_prints|network_keeps|plan_compares|startup_prints|messages)",
     r"test_examples.py::test_(the_showcase|parameter_servers|two_devices|a_large_table|cifar10"
-    r"|block_updates|horovod_under|a_custom_loop|the_demo\[1)",
+    r"|block_updates|horovod_under|a_custom_loop|a_model_in_parts|the_demo\[1)",
     r"test_horovod_wrapper.py",
     # worlds of four and three, and the way back of a checkpoint
     r"(layers/test_pipeline|strategies/test_grid).py::\S+\[(collective-[34]|horovod)",
@@ -175,6 +175,11 @@ FULL = (
     r"exchange/test_exchange.py::test_training_is_close_to_one_process\[collective-2-WarmStart",
     r"exchange/test_factors.py::test_few_rows_send_factors\S+\[collective-2-uneven",
     r"test_quiet.py::test_a_real_start_prints_nothing_of_its_own\[mirrored",
+    # gradients through collectives are the same over every transport; layers are built of them
+    r"layers/test_collectives.py::\S+\[(horovod|collective-3)",
+    r"layers/test_collectives.py::test_(gradients_are|regions_count)\S+\[local",
+    r"layers/test_channel_parallel.py::test_divided_layers_equal_one_device\[(local|collective-2)",
+    r"layers/test_spatial.py::test_parts_of_an_image_equal_the_whole\[collective-2",
 )
 # Whole commands, which `make test-fast` leaves out as it does worlds of several processes.
 COMMANDS = re.compile(

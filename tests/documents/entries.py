@@ -113,6 +113,14 @@ ENTRIES = {
     ("docs/data.md", "data: arrays of 1000 rows"): Printed(
         "tests/documents/test_blocks.py::test_what_describe_prints"
     ),
+    ("docs/model-parallel.md", "group = "): Python("plain", after="assert len(model.layers) == 10"),
+    ("docs/model-parallel.md", "x = keras.Input((64,))"): Python(
+        "plain", after="assert y.shape == (None, 64)"
+    ),
+    ("docs/model-parallel.md", "x = keras.Input((33, 20, 3))"): Python(
+        "plain", after="assert y.shape == (None, 8, 4, 8)"
+    ),
+    ("docs/model-parallel.md", "model = dtk.layers.convert"): Python("plain"),
     ("docs/command-line.md", "dtk bench   "): Parsed(
         f"{_MEASURES}; some need other hosts, or install PyTorch",
         by=(
