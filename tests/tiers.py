@@ -144,7 +144,7 @@ FULL = (
     r"communicators/test_contract.py::test_(places\[collective-1|horovod_makes_groups)",
     r"communicators/test_measuring_once.py::test_(settings_of_a_transport|other_processors)",
     r"published/test_published.py::test_parameter_servers_end_as_one\[served-2-parameter_server_fit",
-    r"published/test_published.py::test_two_processes_end\S+\[(horovod|\S+-2-(dcgan|sparse_in))",
+    r"published/test_published.py::test_two_processes_end\S+\[(horovod|\S+-2-dcgan)",
     r"published/test_published.py::test_what_is_not_made_of_rows_\S+\[collective-2-(masked|add)",
     r"strategies/test_cases.py::test_the_same_as_one\S+\[collective-2-(own train|outputs with)",
     r"strategies/test_cases.py::test_the_same_as_one\S+\[mirrored-2-(two models|curves|lists of"
