@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         launch,
         optimizers,
         schedules,
+        search,
         strategies,
     )
     from dtk.strategies import auto_strategy
@@ -43,6 +44,7 @@ _PARTS = (
     "launch",
     "optimizers",
     "schedules",
+    "search",
     "strategies",
 )
 
@@ -57,6 +59,7 @@ __all__ = [
     "launch",
     "optimizers",
     "schedules",
+    "search",
     "strategies",
 ]
 
