@@ -39,7 +39,8 @@ def notes_of(trial: optuna.trial.FrozenTrial) -> Mapping[str, object]:
 def counts(trial: optuna.trial.FrozenTrial) -> bool:
     """Return whether a trial is one of `n_trials`.
 
-    Those that a killed job has left, and one too many of groups that finished at once, are not.
+    Those that ended with their job, such as by a signal, are not: they will be made up for. Nor is
+    one too many, of groups that began their last at once.
 
     Args:
         trial: The trial.

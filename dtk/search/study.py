@@ -192,7 +192,7 @@ class _Run:
             trial.set_user_attr(history.ATTRIBUTE, {**notes, "ended": True, **more})
 
         def give_up(reason: str) -> None:
-            end(failure=reason)
+            trial.set_user_attr(history.ATTRIBUTE, {**notes, "failure": reason})
             study.tell(trial.number, state=optuna.trial.TrialState.FAIL, skip_if_finished=True)
 
         self._given_up = give_up
