@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
+import keras
 import optuna
 
 from dtk.communicators.base import Communicator
@@ -85,8 +87,8 @@ class Group:
         return second if first is None else first
 
     def wait(self) -> None:
-        """Return once all groups have called it."""
-        self._world.barrier()
+        """Return once all groups have called it, with one random seed for all workers again."""
+        keras.utils.set_random_seed(self._world.broadcast_object(random.getrandbits(31)))
 
     def __enter__(self) -> Group:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +26,24 @@ Callback: TypeAlias = "Callable[[optuna.Study, optuna.trial.FrozenTrial], None]"
 _NEXT = "the next trial"
 # Of objectives that return the same number on all ranks, by relative difference.
 _SAME = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class _Results:
+    """What rank 0 tells when the study is over."""
+
+    seed: int
+    name: str
+    directions: Sequence[optuna.study.StudyDirection]
+    trials: Sequence[optuna.trial.FrozenTrial]
+
+    def study(self) -> optuna.Study:
+        """Make a study in memory, without a word in the log."""
+        storage = optuna.storages.InMemoryStorage()
+        storage.create_new_study(self.directions, self.name)
+        made = optuna.load_study(study_name=self.name, storage=storage)
+        made.add_trials(self.trials)
+        return made
 
 
 class _OneTooMany(Exception):
@@ -145,12 +164,16 @@ class _Run:
                     at_rank(0, "study=None; rank 0 owns the study: give it optuna.create_study()")
                 )
             self._optimize(study, n_trials, timeout, callbacks)
-            results = (study.study_name, study.directions, study.trials)
+            results = _Results(
+                random.getrandbits(31), study.study_name, study.directions, study.trials
+            )
         except Exception as error:
             if error is not self._told:  # the storage's, or a callback's
                 self._rounds.meet(Message(_NEXT, failure=Failure.of(error, 0)))
             raise
         self._rounds.meet(Message(_NEXT, results))
+        # An exception may have left ranks at different places of their random numbers.
+        keras.utils.set_random_seed(results.seed)
         return study
 
     def _optimize(
@@ -227,8 +250,10 @@ class _Run:
             if first.failure is not None:
                 raise first.failure.error()
             start = first.value
-            if not isinstance(start, Start):
-                return _copy(*start)  # type: ignore[misc]
+            if isinstance(start, _Results):
+                keras.utils.set_random_seed(start.seed)
+                return start.study()
+            assert isinstance(start, Start)
             trial = DistributedTrial(start, None, self._rounds, self._catch)
             try:
                 self._run(trial)
@@ -276,19 +301,6 @@ def _compare(values: Sequence[Values], number: int) -> None:
                 stacklevel=2,
             )
             return
-
-
-def _copy(
-    name: str,
-    directions: Sequence[optuna.study.StudyDirection],
-    trials: Sequence[optuna.trial.FrozenTrial],
-) -> optuna.Study:
-    """Make a study in memory, without a word in the log."""
-    storage = optuna.storages.InMemoryStorage()
-    storage.create_new_study(directions, name)
-    made = optuna.load_study(study_name=name, storage=storage)
-    made.add_trials(trials)
-    return made
 
 
 def _reason(failure: Failure) -> str:
