@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -138,6 +139,18 @@ def test_a_custom_loop_gives_the_same_numbers_with_two_workers_as_with_one():
     assert len(losses[0]) == 6
     accuracies = [number(r"test accuracy (\S+) with", out) for out in (one, two)]
     assert accuracies[0] == accuracies[1] > 0.9
+
+
+def test_a_search_is_resumed_and_drawn(tmp_path):
+    script, picture = "examples/search_digits.py", tmp_path / "study.png"
+    kept = (f"--study={tmp_path / 'study.journal'}", f"--plot={picture}", "--epochs=3")
+    out = run(DTK_RUN, script, *kept, "--trials=2")
+    assert out.count("complete after 3 epochs") == 2 and "2 worker(s)" in out
+    out = run(PYTHON, script, *kept, "--trials=4")
+    assert [int(n) for n in re.findall(r"^trial (\d+): rate", out, re.MULTILINE)] == [2, 3]
+    assert number(r"validation accuracy (\S+) with", out) > 0.5
+    width, height = struct.unpack(">II", picture.read_bytes()[16:24])
+    assert (width, height) == (1200, 1350), "three pictures below each other"
 
 
 def test_cifar10_without_the_data_says_what_to_do(tmp_path):
