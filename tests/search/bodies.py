@@ -47,9 +47,9 @@ def eager_fit(trial, trained_under, callbacks=(), rate=0.1, width=3, epochs=2):
         )
         model.compile(keras.optimizers.SGD(rate, momentum=0.9), "mse", run_eagerly=True)
     x, y = data()
-    pruning = dtk.search.PruningCallback(trial, "loss")
+    pruning = [dtk.search.PruningCallback(trial, "loss")] if trial else []
     history = model.fit(
-        x, y, batch_size=16, epochs=epochs, verbose=0, callbacks=[*callbacks, pruning]
+        x, y, batch_size=16, epochs=epochs, verbose=0, callbacks=[*callbacks, *pruning]
     )
     return history.history["loss"][-1]
 
@@ -69,6 +69,36 @@ def fitted(trained_under):
         return value
 
     return objective
+
+
+def descended(trained_under):
+    """The same without a model: least squares by gradients summed over the ranks, a few floats."""
+
+    def objective(trial):
+        rate = trial.suggest_float("rate", 1e-4, 0.3, log=True)
+        steps = trial.suggest_int("steps", 3, 8)
+        if trial.suggest_categorical("slow", [True, False]):
+            rate *= trial.suggest_float("factor", 0.1, 1.0)
+        (x, y), weights = data(), np.zeros((4, 1), "float32")
+        rank, size = (trained_under.rank, trained_under.size) if trained_under else (0, 1)
+        for step in range(steps):
+            mine = slice(rank, None, size)
+            error = x[mine] @ weights - y[mine]
+            gradient = np.concatenate([x[mine].T @ error, (error**2).sum(keepdims=True)[:1]])
+            if trained_under:
+                gradient = trained_under.communicator.allreduce(gradient).numpy()
+            weights -= rate * gradient[:4] / ROWS
+            loss = float(gradient[4, 0]) / ROWS
+            trial.report(loss, step)
+            if trial.should_prune():
+                raise optuna.TrialPruned
+        trial.set_user_attr("parameters", steps)
+        return loss
+
+    return objective
+
+
+OBJECTIVES = {"by hand": descended, "fit": fitted}
 
 
 def new_study(**options):

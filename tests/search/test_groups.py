@@ -15,7 +15,7 @@ import pytest
 import dtk
 from dtk.errors import DtkError
 
-from search.bodies import Missing, eager_fit, failures, quiet, strategy
+from search.bodies import Missing, failures, fitted, plain_study, quiet, strategy, summary
 
 two_ranks = pytest.mark.worlds(("collective", 2))
 
@@ -65,20 +65,21 @@ def test_groups_share_a_journal(pool, tmp_path):
 
 
 def one_group_of_all():
-    """A group whose communicator is a part of the world's: here, all of it."""
+    """A group whose communicator is a part of the world's: here, all of it. And Optuna alone."""
     with quiet(), dtk.search.groups(strategy().communicator, workers_per_trial=2) as group:
-        study = group.study("study", optuna.storages.InMemoryStorage())
-        found = dtk.search.optimize(
-            study, lambda trial: eager_fit(trial, group.strategy), 2, strategy=group.strategy
-        )
-    return group.strategy.size, study is None, [t.value for t in found.trials]
+        sampler = optuna.samplers.TPESampler(seed=4)
+        study = group.study("study", optuna.storages.InMemoryStorage(), sampler=sampler)
+        found = dtk.search.optimize(study, fitted(group.strategy), 2, strategy=group.strategy)
+        plain = summary(plain_study(fitted(None), 2)) if study is not None else None
+    return group.strategy.size, summary(found), plain
 
 
 @pytest.mark.worlds(("collective", 2), ("horovod-mpi", 2))
 def test_a_group_trains_together(pool):
-    first, second = pool.run(one_group_of_all)
-    assert first[0] == second[0] == 2 and (first[1], second[1]) == (False, True)
-    assert first[2] == second[2] and len(first[2]) == 2
+    (size, trials, plain), (_, elsewhere, nothing) = pool.run(one_group_of_all)
+    assert size == 2 and trials == elsewhere and nothing is None
+    assert [t[:2] for t in trials] == [t[:2] for t in plain]
+    assert [t[2] for t in trials] == pytest.approx([t[2] for t in plain], rel=1e-5)
 
 
 def without_storage():

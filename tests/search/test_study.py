@@ -16,10 +16,10 @@ from dtk.search import history
 from dtk.search.study import _OneTooMany, _Run
 
 from search.bodies import (
+    OBJECTIVES,
     Missing,
     eager_fit,
     failures,
-    fitted,
     new_study,
     plain_study,
     quiet,
@@ -32,23 +32,24 @@ two_ranks_each = pytest.mark.worlds(("collective", 2), ("horovod-mpi", 2))
 PRUNER = {"n_startup_trials": 4, "n_warmup_steps": 0}
 
 
-def twelve_trials():
+def twelve_trials(kind):
     """Over the world, and then on rank 0 by Optuna alone."""
-    here = strategy()
+    here, objective = strategy(), OBJECTIVES[kind]
     pruner = optuna.pruners.MedianPruner(**PRUNER)
     with quiet():
         study = new_study(pruner=pruner) if here.is_chief else None
-        found = dtk.search.optimize(study, fitted(here), 12, strategy=here)
+        found = dtk.search.optimize(study, objective(here), 12, strategy=here)
         plain = None
         if here.is_chief:
             assert found is study
-            plain = summary(plain_study(fitted(None), 12, pruner=pruner))
+            plain = summary(plain_study(objective(None), 12, pruner=pruner))
     return summary(found), found.best_params, found.best_trial.number, plain
 
 
 @two_ranks_each
-def test_twelve_trials_equal_those_of_one_process(pool):
-    results = pool.run(twelve_trials, timeout=120)
+@pytest.mark.parametrize("kind", OBJECTIVES)
+def test_twelve_trials_equal_those_of_one_process(pool, kind):
+    results = pool.run(twelve_trials, kind, timeout=200)
     (trials, best, number, plain), (others, *best_elsewhere, _) = results
     assert trials == others and [best, number] == best_elsewhere, "every rank knows the results"
     assert [t[:2] for t in trials] == [t[:2] for t in plain], "states and parameters"
@@ -95,6 +96,7 @@ RAISED = {
     "local class": (1, lambda: local_error(), None),
     "of TensorFlow": (1, lambda: _of_tensorflow(), None),
     "pruned by one": (1, lambda: optuna.TrialPruned("enough"), None),
+    "instead of fit": (1, lambda: Missing("a file"), "fit"),
     "before training": (1, lambda: Missing("a file"), "set_model"),
     "training begins": (1, lambda: Missing("a file"), "on_train_begin"),
     "epoch begins": (0, lambda: Missing("a file"), "on_epoch_begin"),
@@ -125,9 +127,12 @@ def each_raises_once(names):
             raise make()
         # The other rank finds out here ...
         trial.suggest_float("rate", 0.1, 0.2)
+        if method == "fit" and here.rank == rank:
+            raise make()
         if method is not None:  # ... or in there
-            callbacks = [Raising(method, make())] if here.rank == rank else []
-            eager_fit(trial, here, callbacks, epochs=1)
+            raising = method != "fit" and here.rank == rank
+            callbacks = [Raising(method, make())] if raising else []
+            eager_fit(None, here, callbacks, epochs=1)
         if method != "on_train_end":
             raise AssertionError("no exception reached this rank")
         return 1.0
