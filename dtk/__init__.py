@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         layers,
         optimizers,
         schedules,
+        search,
         strategies,
     )
     from dtk.strategies import auto_strategy
@@ -45,6 +46,7 @@ _PARTS = (
     "layers",
     "optimizers",
     "schedules",
+    "search",
     "strategies",
 )
 
@@ -60,6 +62,7 @@ __all__ = [
     "layers",
     "optimizers",
     "schedules",
+    "search",
     "strategies",
 ]
 

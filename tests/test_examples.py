@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -149,6 +150,18 @@ def test_a_model_in_parts_gives_the_same_numbers_as_a_whole():
     here, whole = re.search(r"(\d+) of (\d+) weights are here", two).groups()
     assert int(here) < 0.6 * int(whole)
     assert number(r"a step sends (\S+) kB", two) > 0 == number(r"a step sends (\S+) kB", one)
+
+
+def test_a_search_is_resumed_and_drawn(tmp_path):
+    script, picture = "examples/search_digits.py", tmp_path / "study.png"
+    kept = (f"--study={tmp_path / 'study.journal'}", f"--plot={picture}", "--epochs=3")
+    out = run(DTK_RUN, script, *kept, "--trials=2")
+    assert out.count("complete after 3 epochs") == 2 and "2 worker(s)" in out
+    out = run(PYTHON, script, *kept, "--trials=4")
+    assert [int(n) for n in re.findall(r"^trial (\d+): rate", out, re.MULTILINE)] == [2, 3]
+    assert number(r"validation accuracy (\S+) with", out) > 0.5
+    width, height = struct.unpack(">II", picture.read_bytes()[16:24])
+    assert (width, height) == (1200, 1350), "three pictures below each other"
 
 
 def test_cifar10_without_the_data_says_what_to_do(tmp_path):

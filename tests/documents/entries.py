@@ -145,6 +145,13 @@ ENTRIES = {
     ("CONTRIBUTING.md", "cli"): Printed(
         "tests/documents/test_blocks.py::test_the_layers_are_those_that_are_held"
     ),
+    ("docs/search.md", "import dtk, keras, optuna"): Python(
+        "searched", after="del dtk.search.optimize; assert len(study.trials) == 2"
+    ),
+    ("docs/search.md", "with dtk.search.groups("): Python(
+        "grouped",
+        after="import os; del dtk.search.optimize; assert os.path.isfile('study.journal')",
+    ),
     ("docs/trust.md", "dtk: self-test of model"): Printed(
         "tests/strategies/test_self_test.py::test_what_it_prints"
     ),
