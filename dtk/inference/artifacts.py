@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtk import quiet
-from dtk.nests import Array, Nest
+from dtk.nests import Array, Nest, Specs
 
 # How each format's files end; a SavedModel is a folder.
 ENDINGS = {"keras": ".keras", "litert": ".tflite", "onnx": ".onnx", "tf_saved_model": ""}
@@ -89,8 +89,28 @@ def _saved_model(path: Path) -> Run:
 
 def _keras(path: Path) -> Run:
     model = keras.saving.load_model(path, compile=False)
-    call = tf.function(lambda x: model(x, training=False), reduce_retracing=True)
+    signature = specs_of(model)
+    call = tf.function(
+        lambda x: model(x, training=False),
+        input_signature=None if signature is None else [signature],
+        reduce_retracing=True,
+    )
     return lambda x: keras.tree.map_structure(_as_array, call(x))
+
+
+def specs_of(model: keras.Model) -> Specs:
+    """Return what a model takes, with any number of rows; None if it does not say.
+
+    Args:
+        model: The model.
+    """
+    inputs = getattr(model, "inputs", None)
+    if not inputs:
+        return None
+    specs = [tf.TensorSpec((None, *each.shape[1:]), each.dtype) for each in inputs]
+    if isinstance(model, keras.Sequential):
+        return specs[0]
+    return keras.tree.pack_sequence_as(model.input, specs)
 
 
 def _litert(path: Path) -> Run:

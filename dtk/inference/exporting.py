@@ -13,7 +13,9 @@ from typing import Literal, TypeAlias
 
 import keras
 import numpy as np
+import tensorflow as tf
 
+from dtk import quiet
 from dtk.communicators.base import Communicator
 from dtk.communicators.root import on_root
 from dtk.errors import at_rank
@@ -142,7 +144,8 @@ def _write(model: keras.Model, place: Path, format: str, options: Mapping[str, o
         if errors:
             raise ExportError("; ".join(errors))
     else:
-        model.export(str(place), format=format, verbose=False, **options)
+        with quiet.filtered():  # of what LiteRT's converter writes, whatever the level
+            model.export(str(place), format=format, verbose=False, **options)
 
 
 def _check_onnx_is_installed() -> None:
@@ -243,23 +246,21 @@ def _verify(
 
 def _drawn(model: keras.Model) -> Nest:
     """Return a few rows of a model's inputs: random numbers from 0 to 1, or zeros."""
-    inputs = getattr(model, "inputs", None)
-    if not inputs:
+    specs = artifacts.specs_of(model)
+    if specs is None:
         raise ValueError(
             f"model {model.name!r} does not say what its inputs are; give sample= (a few rows) to "
             "compare the artifact with the model, or verify=False"
         )
     random = np.random.default_rng(0)
-    rows = []
-    for each in inputs:
-        shape = (_ROWS, *[size or 1 for size in each.shape[1:]])
-        if not keras.backend.is_float_dtype(each.dtype):
-            rows.append(np.zeros(shape, each.dtype))
-        else:
-            rows.append(random.random(shape).astype(each.dtype))
-    if isinstance(model, keras.Sequential):
-        return rows[0]
-    return keras.tree.pack_sequence_as(model.input, rows)
+
+    def rows(spec: tf.TensorSpec) -> Array:
+        shape = (_ROWS, *[size or 1 for size in spec.shape[1:]])
+        if not spec.dtype.is_floating:
+            return np.zeros(shape, spec.dtype.as_numpy_dtype)
+        return random.random(shape).astype(spec.dtype.as_numpy_dtype)
+
+    return keras.tree.map_structure(rows, specs)
 
 
 def _by_name(model: keras.Model, x: Nest | Array) -> Nest:
