@@ -5,16 +5,17 @@
     python benchmarks/cntk_table.py --models convnet --workers 2 --exchange --blocks 100 1000 2000
     python benchmarks/cntk_table.py --mbit 100                         # hosts with slow links
 
-Each cell is a training of its own, examples/cifar10/train.py under `dtk run`, by CNTK's recipe at one
-global batch for any number of workers. Every worker computes with --threads threads, so one worker
-leaves cores idle where there are more: a worker stands for a node. Speed is images per second
-against one worker, the median over all epochs of all rounds; jobs take turns, so that whatever else
-the machine does falls on all alike. Error is the test set's at the end, the median over rounds.
+Each cell is a training of its own, examples/cifar10/train.py under `dtk run`, by CNTK's recipe at
+one global batch for any number of workers. Every worker computes with --threads threads, so one
+worker leaves cores idle where there are more: a worker stands for a node. Speed is images per
+second against one worker, the median over all epochs of all rounds; jobs take turns, so that
+whatever else the machine does falls on all alike. Error is the test set's at the end, the median
+over rounds.
 
-Data is CIFAR-10 where Keras finds it on this machine, and otherwise scikit-learn's digits, enlarged;
-every table says which. With --blocks there is a second table, by the size of the block, for block
-momentum on the most workers. Results are kept in cntk_table.json in --output: a call that is
-repeated, or asks for more, trains only what is missing there.
+Data is CIFAR-10 where Keras finds it on this machine, and otherwise scikit-learn's digits,
+enlarged; every table says which. With --blocks there is a second table, by the size of the block,
+for block momentum on the most workers. Results are kept in cntk_table.json in --output: a call that
+is repeated, or asks for more, trains only what is missing there.
 """
 
 import argparse
@@ -128,11 +129,9 @@ def read(path, setting):
     if kept["setting"] != setting:
         other = {name: kept["setting"].get(name) for name in setting}
         differs = [name for name in setting if other[name] != setting[name]]
-        sys.exit(
-            f"{path} was measured with {', '.join(f'{name}={other[name]}' for name in differs)}, and "
-            f"now {', '.join(f'{name}={setting[name]}' for name in differs)} is wanted; give "
-            "another --output"
-        )
+        before = ", ".join(f"{name}={other[name]}" for name in differs)
+        now = ", ".join(f"{name}={setting[name]}" for name in differs)
+        sys.exit(f"{path} was measured with {before}, and {now} is wanted; give another --output")
     return {tuple(row["cell"]): row["runs"] for row in kept["rows"]}
 
 
