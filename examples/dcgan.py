@@ -63,11 +63,13 @@ def make_generator(width):
 def make_discriminator(width):
     """Convolutions without pooling; its output is a logit, above 0 for a real image."""
 
-    def conv(filters, size, strides, use_bias=False):
-        kind = {"padding": "same", "use_bias": use_bias, "kernel_initializer": initial()}
+    def conv(filters, size, strides):
+        # Of the first, TensorFlow's optimizer of graphs would fuse a bias with the activation, and
+        # complain that two tapes read what it removes.
+        kind = {"padding": "same", "use_bias": False, "kernel_initializer": initial()}
         return layers.Conv2D(filters, size, strides, **kind)
 
-    parts = [keras.Input((32, 32, 3)), conv(width // 8, 3, 1, use_bias=True), layers.LeakyReLU(0.2)]
+    parts = [keras.Input((32, 32, 3)), conv(width // 8, 3, 1), layers.LeakyReLU(0.2)]
     for part in (4, 2, 1):
         filters = width // part
         parts += [conv(filters, 4, 2), norm(scale=False), layers.LeakyReLU(0.2)]
