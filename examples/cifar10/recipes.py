@@ -45,8 +45,8 @@ class Recipe(NamedTuple):
 
     @property
     def time_constant(self):
-        """The first that is not 0, for what cannot change it while training."""
-        return next(tau for _, tau in self.time_constants if tau)
+        """That of the first epochs, for what cannot change it while training."""
+        return self.time_constants[0][1]
 
 
 def constant(momentum, minibatch):
@@ -103,7 +103,7 @@ def sgd(recipe, batch_size, rows, workers=1, blocks=False, scaled=False):
     if not blocks and not scaled:
         callback = SampleRate(recipe.rates, recipe.time_constants, batch_size=batch_size)
         return keras.optimizers.SGD(momentum=0.9), [callback]  # both numbers are the callback's
-    # Momentum cannot change where workers take steps of their own.
+    # A schedule of Keras's for the rate; there is none for momentum.
     own = max(1, batch_size // workers)
     momentum = momentum_from_time_constant(recipe.time_constant, own)
     rates = [
