@@ -1,6 +1,7 @@
 """Every example runs as its first lines say, on real data, and ends with what it promises."""
 
 import importlib.util
+import json
 import math
 import os
 import re
@@ -162,27 +163,101 @@ def test_a_search_is_resumed_and_drawn(tmp_path):
     assert number(r"validation accuracy (\S+) with", out) > 0.5
     width, height = struct.unpack(">II", picture.read_bytes()[16:24])
     assert (width, height) == (1200, 1350), "three pictures below each other"
+CIFAR10 = "examples/cifar10/train.py"
+# no way out, but for gRPC between the ranks
+DEAD_END = {"https_proxy": "http://127.0.0.1:9", "no_grpc_proxy": "127.0.0.1,localhost"}
 
 
 def test_cifar10_without_the_data_says_what_to_do(tmp_path):
-    # no way out, but for gRPC between the ranks
-    dead_end = {"https_proxy": "http://127.0.0.1:9", "no_grpc_proxy": "127.0.0.1,localhost"}
-    environ = {"KERAS_HOME": str(tmp_path), **dead_end}
-    out = run(DTK_RUN, "examples/cifar10_resnet.py", code=1, **environ)
+    out = run(DTK_RUN, CIFAR10, code=1, KERAS_HOME=str(tmp_path), **DEAD_END)
     assert "CIFAR-10 is not on this machine" in out
     assert "cifar-10-batches-py-target.tar.gz" in out
-    assert "--synthetic" in out
+    assert "--synthetic" in out and "--data digits" in out
     assert "Traceback" not in out
+
+
+def test_cifar10_is_read_by_keras_where_it_is(tmp_path):
+    import pickle
+
+    import numpy as np
+
+    folder = tmp_path / "datasets" / "cifar-10-batches-py-target" / "cifar-10-batches-py"
+    folder.mkdir(parents=True)
+    random = np.random.default_rng(0)
+    images = random.integers(0, 256, (10_000, 3072), "uint8")
+    content = {b"data": images, b"labels": random.integers(0, 10, 10_000).tolist()}
+    for name in (*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"):
+        (folder / name).write_bytes(pickle.dumps(content))
+    (folder.parent.with_suffix(".tar.gz")).touch()
+    options = ("--model=vgg9", "--images=32", "--batch-size=16", "--epochs=1", "--test-at-end")
+    out = run(PYTHON, CIFAR10, *options, KERAS_HOME=str(tmp_path), **DEAD_END)
+    assert "vgg9 on CIFAR-10: 32 images, global batch 16" in out
+    assert re.search(r"error \d+\.\d+ % on CIFAR-10; 1 worker", out)
 
 
 def test_cifar10_on_synthetic_images_saves_and_resumes(tmp_path):
     small = ("--synthetic", "--images=64", "--batch-per-worker=16", "--warmup-epochs=1")
     saving = ("--checkpoints", str(tmp_path / "checkpoints"))
-    out = run(DTK_RUN, "examples/cifar10_resnet.py", *small, *saving, "--epochs=1")
-    assert "loss and accuracy mean nothing" in out
+    out = run(DTK_RUN, CIFAR10, *small, *saving, "--epochs=1")
+    assert "the error means nothing" in out
+    assert "2 workers, learning rate 0.0125 -> 0.025 over 1 epoch(s)" in out
     assert "resnet20: test accuracy" in out
-    out = run(DTK_RUN, "examples/cifar10_resnet.py", *small, *saving, "--epochs=2")
+    out = run(DTK_RUN, CIFAR10, *small, *saving, "--epochs=2")
     assert "resuming at epoch 2/2" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--exchange=1bit", "--warm-start=64"], r"WarmStart\(exchange=Quantized\(bits=1\)"),
+        (["--block-momentum=64"], r"BlockMomentum\(block_size=64"),
+    ],
+    ids=["1bit", "blocks"],
+)
+def test_cifar10_with_less_to_send(options, said, tmp_path):
+    small = ("--model=convnet", "--data=digits", "--images=256", "--epochs=2", "--test-at-end")
+    file = tmp_path / "result.json"
+    out = run(DTK_RUN, CIFAR10, *small, *options, f"--result={file}")
+    assert re.search(rf"digits .* \(not CIFAR-10\); 2 worker\(s\), {said}", out)
+    found = json.loads(file.read_text())
+    assert (found["workers"], found["batch_size"], len(found["images_per_second"])) == (2, 64, 2)
+    assert found["bytes_per_step"] < 0.6 * 4 * 1_195_594, "whole gradients were sent"
+
+
+def test_cifar10_under_mpirun():
+    if reason := missing("horovod-mpi"):
+        pytest.skip(reason)
+    small = ("--model=convnet", "--synthetic", "--images=64", "--epochs=1", "--test-at-end")
+    out = run(MPIRUN, CIFAR10, *small)
+    assert "convnet: test accuracy" in out and "2 worker(s)" in out
+
+
+def test_a_dcgan_on_two_workers_is_that_of_one(tmp_path):
+    import h5py
+    import numpy as np
+
+    small = ("--data=digits", "--images=48", "--batch-size=16", "--width=16", "--epochs=1")
+    weights, shown = {}, {}
+    for workers, launcher in ((1, PYTHON), (2, DTK_RUN)):
+        folder = tmp_path / str(workers)
+        file = tmp_path / f"{workers}.weights.h5"
+        out = run(launcher, "examples/dcgan.py", *small, f"--output={folder}", f"--weights={file}")
+        assert f"{workers} worker(s)" in out
+        shown[workers] = (folder / "epoch-0001.png").read_bytes()
+        found = []
+        with h5py.File(file) as saved:
+            saved.visititems(
+                lambda name, item, found=found: (
+                    found.append(item[()].ravel())
+                    if isinstance(item, h5py.Dataset) and "/layers/" in name
+                    else None
+                )
+            )
+        weights[workers] = np.concatenate(found)
+    assert weights[1].size > 30_000
+    difference = np.linalg.norm(weights[1] - weights[2]) / np.linalg.norm(weights[1])
+    assert difference < 1e-4
+    assert all(png.startswith(b"\x89PNG") for png in shown.values())
 
 
 BROKEN = "docs/broken/what_breaks.py"

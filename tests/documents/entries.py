@@ -182,6 +182,21 @@ ENTRIES = {
     ("docs/costs.md", "python benchmarks/costs "): Parsed(
         _MEASURES, by=("tests/test_benchmarks.py::test_costs_prints_a_table_for_each_row",)
     ),
+    ("docs/networks.md", "dtk run -n 4 examples/cifar10/train.py --model resnet20"): Parsed(
+        "trains for hours",
+        by=(
+            "tests/test_examples.py::test_cifar10_on_synthetic_images_saves_and_resumes",
+            "tests/test_examples.py::test_cifar10_with_less_to_send",
+        ),
+    ),
+    ("docs/networks.md", "python benchmarks/cntk_table.py "): Parsed(
+        "trains for hours",
+        by=("tests/test_benchmarks.py::test_cntks_table_trains_what_is_missing",),
+    ),
+    ("docs/networks.md", "dtk run -n 2 examples/dcgan.py "): Parsed(
+        "trains for minutes",
+        by=("tests/test_examples.py::test_a_dcgan_on_two_workers_is_that_of_one",),
+    ),
     ("docs/performance.md", "dtk bench --model resnet20 --model mlp "): Parsed(
         f"{_MEASURES}, and installs PyTorch and others",
         by=("tests/cli/test_bench.py::test_every_turn_of_every_rank_is_saved",),

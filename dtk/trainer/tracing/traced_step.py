@@ -126,6 +126,8 @@ class Step:
         results: Which metric returned a tensor as its result, or as which part of that, by
             reference.
         terms: The scalars of which nothing is known by themselves.
+        weighed_later: Whether a tape of the script's computes gradients of weights now, which are
+            weighed where they are handed over.
     """
 
     def __init__(
@@ -155,6 +157,7 @@ class Step:
         self.results: dict[Hashable, tuple[keras.Metric, Path]] = {}
         self.terms = Terms(share, world_sum, kinds or {})
         self.inside_loss = False
+        self.weighed_later = False
 
     def note_read(self, rows: tf.Tensor) -> None:
         """Count bytes of rows read; not inside a loop or branch, whose tensors cannot leave it.
@@ -351,7 +354,11 @@ def _differentiate(
         seeds.append(seed)
     if changed:
         target, output_gradients = targets, seeds
-    return original(tape, target, sources, output_gradients=output_gradients, **more)
+    step.weighed_later = True
+    try:
+        return original(tape, target, sources, output_gradients=output_gradients, **more)
+    finally:
+        step.weighed_later = False
 
 
 def _are_weights(sources: Nest, step: Step) -> bool:
