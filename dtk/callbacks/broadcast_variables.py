@@ -47,6 +47,6 @@ class BroadcastVariables(StrategyCallback):
                 f"BroadcastVariables: root_rank={self.root_rank} is outside the world of {size} "
                 f"worker(s); use 0 to {size - 1}"
             )
-        if trainer.strategy.communicator.size > 1:
+        if trainer.strategy.world.size > 1:
             rank_checks.check_same_run(trainer, self.params)
             shared_weights.start_from(self.root_rank, trainer)

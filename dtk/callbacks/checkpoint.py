@@ -131,7 +131,7 @@ class Checkpoint(StrategyCallback):
         self._epoch = self._since_save = self._last_step = self._resumed_step = 0
         self._trained = None
         if self.save_on_sigterm:
-            self._termination = Termination(self.strategy.communicator)
+            self._termination = Termination(self.strategy.world)
             self._termination.install()
 
     def on_train_agreed(self, logs: Logs | None = None) -> None:

@@ -152,7 +152,7 @@ class CrossValidation(StrategyCallback):
     def _validate(self, index: int) -> None:
         done = self._evaluation.run(self.trainer)
         go_on = self.callback(index, self._error(done.numbers), done.samples, done.minibatches)
-        stops = self.strategy.communicator.allgather_object(go_on is False)
+        stops = self.strategy.world.allgather_object(go_on is False)
         if any(stops):
             self.model.stop_training = True
 

@@ -14,7 +14,8 @@ another. So a key belongs to a label ("in/train_step/3") and a size, and sizes t
 gathers) are rounded up to three significant bits, which bounds what is remembered. Inside graphs
 keys are hashes, computed when the graph runs if the size is only known then: ranks agree without
 counting together, and a rank that traces a function twice finds the same keys again. Eager calls,
-whose order is the same on every rank, number theirs.
+whose order is the same on every rank, number theirs. Messages of a pair are counted when they run,
+on both ends, see `dtk.communicators.message_count`.
 
 Everything runs on the host's CPU device; on GPUs Horovod with NCCL is the communicator to use.
 """
@@ -36,6 +37,7 @@ from dtk.communicators import startup
 from dtk.communicators.base import Communicator
 from dtk.communicators.costs import ONE_HOP_MOST
 from dtk.communicators.local import LocalCommunicator
+from dtk.communicators.message_count import KEYS_IN_TURN, MessageCount
 from dtk.communicators.packed import LOCAL_REDUCE, PackedCommunicator
 from dtk.errors import CommunicatorError, at_rank
 
@@ -148,6 +150,7 @@ class CollectiveCommunicator(PackedCommunicator):
         self._group_key = group_key
         self._runtime = runtime
         self._splits = 0
+        self._messages: dict[tuple[int, int, int], MessageCount] = {}
         self._eager_keys: dict[tuple[str, int], int] = {}
         self._parallel = tf.function(self._reduce_in_graph)
         # TensorFlow orders a group by device name, where task:10 comes before task:2.
@@ -268,23 +271,25 @@ class CollectiveCommunicator(PackedCommunicator):
         return tf.ensure_shape(output[: tf.size(tensor)], tensor.shape)
 
     def _pair(
-        self, source: int, dest: int, label: str, size: int | tf.Tensor
+        self, source: int, dest: int, tag: int, flat: tf.Tensor
     ) -> dict[str, int | tf.Tensor]:
         """Return the keys of a group of two.
 
         There is one for each direction, so that both ways can be under way at once.
         """
         key = _hash(f"{self._group_key}/pair/{source}/{dest}")
-        instance = _graph_key(key, label, size)  # other ranks do not count along, so never numbered
-        return {"group_size": 2, "group_key": key, "instance_key": instance}
+        counted = self._messages.get((source, dest, tag))
+        if counted is None:
+            counted = self._messages[source, dest, tag] = MessageCount(self._device)
+        label = f"{tag}/{flat.dtype.name}"
+        keys = [_graph_key(key, f"{label}/{i}", _elements(flat)) for i in range(KEYS_IN_TURN)]
+        return {"group_size": 2, "group_key": key, "instance_key": counted.choose(keys)}
 
     def _send(self, flat: tf.Tensor, dest: int, tag: int) -> tf.Tensor:
-        group = self._pair(self.rank, dest, f"{tag}/{flat.dtype.name}", _elements(flat))
-        return self._cast(flat, True, group)
+        return self._cast(flat, True, self._pair(self.rank, dest, tag, flat))
 
     def _receive(self, room: tf.Tensor, source: int, tag: int) -> tf.Tensor:
-        group = self._pair(source, self.rank, f"{tag}/{room.dtype.name}", _elements(room))
-        return self._cast(room, False, group)
+        return self._cast(room, False, self._pair(source, self.rank, tag, room))
 
     def split(self, color: int, key: int | None = None) -> Communicator:
         """See `Communicator.split`; any number of groups, and groups of groups."""

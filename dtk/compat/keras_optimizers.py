@@ -4,6 +4,7 @@ Optimizer   _distribution_strategy, _all_reduce_sum_gradients, _clip_gradients,
             _accumulated_gradients, _learning_rate,
             _trainable_variables_indices, _trainable_variables, _var_key,
             _var_to_optimizer_idx (of a MultiOptimizer)
+            _backend_apply_gradients
 Muon        _should_use_adamw
 """
 
@@ -61,6 +62,56 @@ def clip_through(
     """
     clip = optimizer._clip_gradients
     optimizer._clip_gradients = lambda gradients: around(gradients, clip)
+
+
+def clip_variables_through(
+    optimizer: keras.Optimizer,
+    around: Callable[[Gradients, Sequence[keras.Variable], Clip], Gradients],
+) -> None:
+    """Make an optimizer call `around(gradients, variables, clip)` where it would call `clip`.
+
+    Args:
+        optimizer: The optimizer.
+        around: Gets gradients, the variables they are for, and the optimizer's own clipping.
+    """
+    clip, update = optimizer._clip_gradients, optimizer._backend_apply_gradients
+    running: list[Sequence[keras.Variable]] = []
+
+    def updated(grads: Gradients, trainable_variables: Sequence[keras.Variable]) -> Nest:
+        running.append(trainable_variables)
+        try:
+            return update(grads, trainable_variables)
+        finally:
+            running.pop()
+
+    optimizer._backend_apply_gradients = updated
+    optimizer._clip_gradients = lambda gradients: around(gradients, running[-1], clip)
+
+
+def square_sum(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
+    """Return the sum of squares that an optimizer computes the norm of a gradient from.
+
+    Args:
+        gradient: The gradient.
+    """
+    return keras.ops.sum(keras.ops.square(gradient))
+
+
+def slots_by_variable(
+    optimizer: keras.Optimizer,
+) -> list[tuple[keras.Variable, keras.Variable]]:
+    """Return what an optimizer remembers, each with the trained variable it is about.
+
+    Args:
+        optimizer: The optimizer, built.
+    """
+    trained = sorted(optimizer._trainable_variables, key=lambda v: -len(v.path))
+    named = [(v.path.replace("/", "_") + "_", v) for v in trained]
+    found = [
+        (slot, next((v for start, v in named if slot.name.startswith(start)), None))
+        for slot in optimizer.variables
+    ]
+    return [(slot, variable) for slot, variable in found if variable is not None]
 
 
 def apply_through(

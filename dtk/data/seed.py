@@ -30,7 +30,7 @@ def set_seed(seed: int, strategy: DtkStrategy) -> int:
         7
     """
     keras.utils.set_random_seed(seed)
-    return spread_seed(seed, strategy.rank)
+    return spread_seed(seed, strategy.communicator.rank)
 
 
 def drawn(seed: int | None) -> int:

@@ -341,11 +341,9 @@ def mapped(dataset: tf.data.Dataset, function: Callable[_Given, Nest]) -> tf.dat
     Returns:
         Dataset of the results.
     """
-    return dataset.map(
-        function,
-        num_parallel_calls=None if pipelines.may_not_read_ahead(dataset) else tf.data.AUTOTUNE,
-        deterministic=True,
-    )
+    if pipelines.may_not_read_ahead(dataset):
+        return dataset.map(function)
+    return dataset.map(function, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
 
 class OfParts(Protocol[_Made]):

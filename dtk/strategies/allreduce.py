@@ -17,6 +17,7 @@ from dtk.nests import Nest
 from dtk.parameter_server.consistency_models import check_no_exchange
 from dtk.strategies import devices, start
 from dtk.strategies.base import DtkStrategy
+from dtk.strategies.grid import make_grid
 from dtk.trainer.replica.self_test import is_wanted
 from dtk.trainer.shuffle_seed import ShuffleSeed
 
@@ -38,6 +39,10 @@ class AllReduceStrategy(DtkStrategy):
             `dtk.communicators.cost_cache`.
         exchange: What is sent of gradients, and when: a value of `dtk.exchange`, or its short name
             ("auto", "fp16", "bf16", "1bit" to "16bit"); None sends them as they are.
+        model_parallel: How many processes hold the parts of one model, see `dtk.layers`. The
+            processes are then a grid: neighbours, `model_parallel` of them, train on the same rows,
+            and gradients are summed over the `size / model_parallel` processes that hold the same
+            part. 1 is data parallelism alone.
         memory_growth: Whether TensorFlow takes the memory of this rank's GPU as it needs it; None
             leaves TensorFlow's default, which is most of it at once. On a host with GPUs every rank
             sees the one of its local rank alone; see `dtk.strategies.devices`.
@@ -46,8 +51,8 @@ class AllReduceStrategy(DtkStrategy):
             always, False never (losses of unknown kind are then taken for means over rows).
 
     Raises:
-        ValueError: No such exchange, or it cannot work with this many workers; or this host has
-            GPUs, but fewer than ranks.
+        ValueError: No such exchange, or it cannot work with this many workers or with parts of
+            models; or this host has GPUs, but fewer than ranks; or processes do not make a grid.
         TypeError: No exchange, or one of parameter servers.
         CommunicatorError: The communicator cannot start; the message says what to do.
         DisagreementError: Ranks run different scripts or versions of dtk.
@@ -67,6 +72,7 @@ class AllReduceStrategy(DtkStrategy):
         communicator: str | Communicator = "auto",
         exchange: Exchange | str | None = None,
         *,
+        model_parallel: int = 1,
         memory_growth: bool | None = None,
         self_test: bool | str = "auto",
     ):
@@ -74,17 +80,24 @@ class AllReduceStrategy(DtkStrategy):
         self.self_test = is_wanted(self_test)
         parsed = parse(exchange)
         with quiet.device_start():
-            communicator, device = _joined(communicator, memory_growth)
-        super().__init__(AllReduceExtended(self, device, communicator), communicator)
+            world, device = _joined(communicator, memory_growth)
+        grid = make_grid(world, model_parallel)
+        super().__init__(
+            AllReduceExtended(self, device, grid.data), grid.data, None, world, grid.model
+        )
         self.exchange = parsed
-        if exchange is not None and communicator.size == 1:
+        if exchange is not None and grid.data.size == 1:
             print(f"dtk: one worker has nobody to exchange gradients with; {parsed} is not used")
-        self.shuffle_seed = ShuffleSeed(start.agree(communicator, device, exchange=repr(parsed)))
-        parsed.check(communicator)
+        self.shuffle_seed = ShuffleSeed(
+            start.agree(world, device, exchange=repr(parsed), model_parallel=str(model_parallel))
+        )
+        grid.learn_from(world)
+        grid.check_exchange(parsed)
+        parsed.check(grid.data)
 
     def local_ranks(self) -> Sequence[int]:
         """Return the rank of the one replica that this process holds."""
-        return (self.rank,)
+        return (self.communicator.rank,)
 
     def local_index(self) -> int:
         """Return 0: this process holds one replica."""

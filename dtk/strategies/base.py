@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
+from dtk.communicators.local import LocalCommunicator
 from dtk.compat import keras_variables
 from dtk.errors import at_rank
 from dtk.exchange import Downpour
@@ -33,7 +34,10 @@ class DtkStrategy(tf.distribute.Strategy):
     """Base of dtk's strategies: a scope that distributes models, and what their trainers use.
 
     Attributes:
-        communicator: How bytes move between processes.
+        communicator: How bytes move between replicas: the processes whose gradients add up.
+        model_communicator: How bytes move between the processes that hold the parts of one model;
+            of this process alone where each holds all of it.
+        world: Over all processes of both.
         shuffle_seed: What epochs are shuffled from while the script has set no seed.
         is_evaluator: Whether this process evaluates beside the training and trains nothing.
         has_evaluator: Whether the job has such a process.
@@ -43,6 +47,8 @@ class DtkStrategy(tf.distribute.Strategy):
     """
 
     communicator: Communicator
+    model_communicator: Communicator
+    world: Communicator
     is_evaluator = False
     has_evaluator = False
     exchange: Exchange | Downpour | None = None
@@ -60,9 +66,13 @@ class DtkStrategy(tf.distribute.Strategy):
         extended: tf.distribute.StrategyExtended,
         communicator: Communicator,
         resolver: JobResolver | None = None,
+        world: Communicator | None = None,
+        model_communicator: Communicator | None = None,
     ):
         self.communicator = communicator
-        self._resolver = resolver or resolve(communicator)
+        self.world = world or communicator
+        self.model_communicator = model_communicator or LocalCommunicator()
+        self._resolver = resolver or resolve(self.world)
         self.shuffle_seed = ShuffleSeed(None)
         super().__init__(extended)
         undistributed_jobs.made_strategy()
@@ -70,8 +80,8 @@ class DtkStrategy(tf.distribute.Strategy):
 
     @property
     def rank(self) -> int:
-        """Rank of this process."""
-        return self.communicator.rank
+        """Rank of this process, among all."""
+        return self.world.rank
 
     @property
     def size(self) -> int:
@@ -81,7 +91,7 @@ class DtkStrategy(tf.distribute.Strategy):
     @property
     def local_rank(self) -> int:
         """Index of this process on its host."""
-        return self.communicator.local_rank
+        return self.world.local_rank
 
     @property
     def is_chief(self) -> bool:
@@ -175,7 +185,7 @@ class DtkStrategy(tf.distribute.Strategy):
     @property
     def processes(self) -> int:
         """Processes of the job that take part in training."""
-        return self.communicator.size
+        return self.world.size
 
     def make_trainer(self, model: keras.Model) -> distributed_trainer.DistributedTrainer[Strategy]:
         """Make the trainer of a model compiled in this strategy's scope.
@@ -199,7 +209,7 @@ class DtkStrategy(tf.distribute.Strategy):
         Args:
             name: Name of the sequence.
         """
-        return self.communicator.sequence(name)
+        return _both(self.communicator.sequence(name), self.model_communicator.sequence(name))
 
     def concurrent(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Return a context whose collectives run beside all others; see `Communicator.concurrent`.
@@ -292,3 +302,11 @@ def _scope(
 ) -> Iterator[object]:
     with scope as entered, model_scope.distributing(strategy):
         yield entered
+
+
+@contextlib.contextmanager
+def _both(
+    one: contextlib.AbstractContextManager[None], other: contextlib.AbstractContextManager[None]
+) -> Iterator[None]:
+    with one, other:
+        yield

@@ -63,6 +63,8 @@ class Strategy(Protocol):
     """
 
     communicator: Communicator
+    world: Communicator
+    model_communicator: Communicator
     exchange: Exchange | None
     self_test: bool | str
     shuffle_seed: ShuffleSeed

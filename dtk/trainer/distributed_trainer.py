@@ -60,7 +60,7 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
     @property
     def takes_over(self) -> bool:
         """Whether the model's step functions are replaced; in a world of one it is plain Keras."""
-        return self.strategy.num_replicas_in_sync > 1
+        return self.strategy.num_replicas_in_sync > 1 or self.strategy.world.size > 1
 
     def bind_optimizers(self) -> None:
         """Make the model's optimizers reduce their gradients over the replicas."""
@@ -247,7 +247,7 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
         """
         strategy = self.strategy
         asked = self_test.is_wanted(strategy.self_test)
-        if name in self.kinds or not asked or strategy.communicator.name == "null":
+        if name in self.kinds or not asked or strategy.world.name == "null":
             return
         if name not in ("train", "test"):
             return  # a callback's, which adds nothing up
@@ -287,7 +287,7 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
             DisagreementError: They have.
         """
         read = self._digests.get(name)
-        if read is not None and self.strategy.communicator.size > 1:
+        if read is not None and self.strategy.world.size > 1:
             rank_checks.check_same_digest(self.strategy, int(read.numpy()), when)
 
     @contextlib.contextmanager
@@ -300,7 +300,7 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
         Raises:
             DisagreementError: They have read different ones.
         """
-        if not self.takes_over or self.strategy.communicator.size == 1:
+        if not self.takes_over or self.strategy.world.size == 1:
             yield
             return
         if name == "evaluate":

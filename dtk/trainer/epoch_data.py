@@ -39,7 +39,7 @@ def cut(dataset: Dataset, strategy: Strategy) -> tf.data.Dataset:
             return read_ahead(local.map(slicing.on_elements(local, _own_rows)))
         dataset = dataset.whole
     ranks, size = strategy.local_ranks(), strategy.num_replicas_in_sync
-    if strategy.communicator.size == 1:
+    if strategy.world.size == 1:
         return read_ahead(slicing.cut_dataset(dataset, ranks, size))
     return read_ahead(slicing.cut_dataset(dataset, ranks, size, digests.digest_of))
 

@@ -6,7 +6,7 @@ import keras
 
 from dtk.compat import keras_models
 from dtk.exchange.state import Saved
-from dtk.trainer.gradients import shared_optimizer
+from dtk.trainer.gradients import shards, shared_optimizer
 
 
 class ModelState:
@@ -100,6 +100,8 @@ class ModelState:
     def shared_variables(self) -> list[keras.Variable]:
         """Return every variable that ranks must agree on: weights and optimizer state."""
         optimizers = shared_optimizer.optimizers_of(self.model)
+        for optimizer in optimizers:
+            shards.mark_slots(optimizer)
         own = {
             id(a) for optimizer in optimizers for a in shared_optimizer.accumulators_of(optimizer)
         }

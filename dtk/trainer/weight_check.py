@@ -37,7 +37,7 @@ def check_weights(model: keras.Model, strategy: Strategy) -> int:
     # What differs in number or shape cannot be compared by value. Paths hold how many layers of a
     # kind a process has made, which may differ.
     shapes = [
-        (f"variable {index} of model {model.name!r}", f"{tuple(v.shape)} {v.dtype}")
+        (f"variable {index} of model {model.name!r}", f"{rank_checks.whole_shape(v)} {v.dtype}")
         for index, v in enumerate(variables)
     ]
     count = (f"number of variables of model {model.name!r}", len(variables))

@@ -369,6 +369,56 @@ def send_and_recv(comm, graph):
         same(output, sent, context=f"{dtype.name} {sent.shape}")
 
 
+def messages_of_one_kind(comm, graph):
+    """Of one tag, dtype and size, many between a pair at once, alone and in loops.
+
+    They arrive in the order in which they were sent. TensorFlow's collectives mistook one for
+    another: "Second consumer arrived for key".
+    """
+    n, rank = comm.size, comm.rank
+    comm.connect([(0, n - 1)])
+
+    def several(value):
+        if rank == 0:
+            for i in range(4):
+                comm.send(value + i, n - 1)
+            return comm.recv([2], tf.int64, n - 1) + comm.recv([2], tf.int64, n - 1)
+        received = tf.stack([comm.recv([2], tf.int64, 0) for _ in range(4)])
+        comm.send(received[1], 0)
+        comm.send(received[3], 0)
+        return received
+
+    def looped(value):
+        received = tf.zeros([0, 2], tf.int64)
+        for i in tf.range(tf.constant(3, tf.int64)):
+            tf.autograph.experimental.set_loop_options(
+                shape_invariants=[(received, tf.TensorShape([None, 2]))]
+            )
+            if rank == 0:
+                comm.send(value + 2 * i, n - 1)
+                comm.send(value + 2 * i + 1, n - 1)
+            else:
+                one, other = comm.recv([2], tf.int64, 0), comm.recv([2], tf.int64, 0)
+                received = tf.concat([received, [one, other]], axis=0)
+        return received
+
+    def around(value):
+        return several(value), looped(value), several(value + 100), looped(value + 100)
+
+    if rank not in (0, n - 1):
+        return
+    start = np.array([5, 7], np.int64)
+    function = tf.function(around) if graph else around
+    for offset in (0, 1000):
+        first, second, third, fourth = function(tf.constant(start + offset))
+        for got, base in ((first, 0), (third, 100)):
+            sent = start + offset + base + np.arange(4)[:, None]
+            same(got, sent[1] + sent[3] if rank == 0 else sent)
+        for got, base in ((second, 0), (fourth, 100)):
+            if rank:
+                same(got, start + offset + base + np.arange(6)[:, None])
+
+
 COLLECTIVES = (
     "allreduce_every_dtype_and_shape",
     "allreduce_single_and_constant",

@@ -172,7 +172,7 @@ def test_behaviour(pool, body):
 @several_ranks
 @both_modes
 def test_send_and_recv(pool, graph, subtests):
-    names = ("send_and_recv",)
+    names = ("send_and_recv", "messages_of_one_kind")
     check(subtests, names, pool.run(contract.failures, names, graph))
 
 

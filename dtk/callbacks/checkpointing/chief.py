@@ -30,7 +30,7 @@ def on_chief(strategy: Strategy, work: Callable[[], T]) -> T:
         with _local_reads(strategy):
             return work()
 
-    return on_root(strategy.communicator, alone)
+    return on_root(strategy.world, alone)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from dtk.compat import keras_optimizers, keras_variables
+from dtk.compat.keras_shards import is_of_all
 from dtk.errors import at_rank
 from dtk.exchange import Auto, Dense
 from dtk.exchange.base import BatchPart, Exchange, ExchangeOp, Gradient, Trained, Update
@@ -117,6 +118,25 @@ class GradientExchange:
         Returns:
             As many, in the same order, and whether they are to be applied.
         """
+        groups = _wholes_and_parts(variables)
+        if len(groups) == 1:
+            return self._update(gradients, variables)
+        updated: Gradients = [None] * len(gradients)
+        flags = []
+        for group in groups:
+            found = self._update([gradients[i] for i in group], [variables[i] for i in group])
+            flags += [] if found.applied is None else [found.applied]
+            for i, gradient in zip(group, found.gradients, strict=True):
+                updated[i] = gradient
+        return Update(updated, self._all_applied(flags))
+
+    def _all_applied(self, flags: list[tf.Tensor]) -> tf.Tensor | None:
+        """A step that is left out for a part of the variables is left out for all."""
+        if not flags:
+            return None
+        return self._strategy.model_communicator.allreduce(tf.reduce_all(tf.stack(flags)), "min")
+
+    def _update(self, gradients: Gradients, variables: Sequence[keras.Variable]) -> Update:
         op, scale = self.of(variables), self._scale()
         chain: list[transforms.Transform] = [transforms.AsFactors()] if op.factors else []
         chain += [transforms.Observe(self._see), transforms.ZeroIfPadding()]
@@ -137,6 +157,17 @@ class GradientExchange:
         Returns:
             The sums, in the same order.
         """
+        summed: Gradients = [None] * len(gradients)
+        for group in _wholes_and_parts(variables):
+            of_group = [variables[i] for i in group]
+            found = self._reduce_window([gradients[i] for i in group], of_group)
+            for i, gradient in zip(group, found, strict=True):
+                summed[i] = gradient
+        return summed
+
+    def _reduce_window(
+        self, gradients: Gradients, variables: Sequence[keras.Variable]
+    ) -> Gradients:
         window = transforms.ReduceWindow(self.of(variables), batch_part())
         chain: list[transforms.Transform] = [transforms.Observe(self._see), window]
         return self._chained(chain, gradients, variables).gradients
@@ -167,7 +198,8 @@ class GradientExchange:
         Args:
             variables: The Keras variables that the step has gradients of.
         """
-        self.of(variables).count(batch_part())
+        for group in _wholes_and_parts(variables):
+            self.of([variables[i] for i in group]).count(batch_part())
 
     def _scale(self) -> tf.Tensor | None:
         """Return the loss scale, which changes; what is remembered of gradients does not.
@@ -203,6 +235,20 @@ class GradientExchange:
         """
         weights = [op.averaging_weight() for op in self._ops.values()]
         return next((weight for weight in weights if weight is not None), None)
+
+
+def _wholes_and_parts(variables: Sequence[keras.Variable]) -> list[list[int]]:
+    """Divide variables into whole ones and parts, each with its own buckets.
+
+    Ranks that hold different parts must add up whole variables in the same order, or their copies
+    would drift apart, and parts may be of different sizes.
+
+    Returns:
+        Indices of the whole ones, and of the parts, where there are some.
+    """
+    parts = [not is_of_all(v) for v in variables]
+    groups = [[i for i, part in enumerate(parts) if part == wanted] for wanted in (False, True)]
+    return [group for group in groups if group] or [[]]
 
 
 class ReplicaSum(ExchangeOp):

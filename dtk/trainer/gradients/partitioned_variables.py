@@ -56,7 +56,7 @@ def check_parts(
     if len(parts) == 1:
         return
     for member in members(optimizer):
-        reason = _needs_whole(member, variable) if _updates(member, parts) else None
+        reason = needs_whole(member, variable) if _updates(member, parts) else None
         if reason is not None:
             raise ValueError(
                 f"optimizer {optimizer.name!r} ({type(member).__name__}) {reason}, but "
@@ -82,8 +82,13 @@ def _updates(member: keras.Optimizer, parts: Sequence[keras.Variable]) -> bool:
     return any(id(part) in known for part in parts)
 
 
-def _needs_whole(member: keras.Optimizer, variable: keras.Variable) -> str | None:
-    """Return what an optimizer does to a whole variable at once; None if nothing."""
+def needs_whole(member: keras.Optimizer, variable: keras.Variable) -> str | None:
+    """Return what an optimizer does to a whole variable at once; None if nothing.
+
+    Args:
+        member: The optimizer.
+        variable: A Keras variable that it updates.
+    """
     if isinstance(member, keras.optimizers.Adafactor):
         return "scales steps by means over a whole variable"
     lamb = isinstance(member, keras.optimizers.Lamb)

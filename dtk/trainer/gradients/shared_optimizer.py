@@ -11,7 +11,7 @@ import concurrent.futures
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import keras
 import tensorflow as tf
@@ -21,7 +21,7 @@ from dtk.compat.keras_optimizers import Apply, Clip
 from dtk.errors import at_rank
 from dtk.nests import Gradients, Nest
 from dtk.trainer.contract import Strategy
-from dtk.trainer.gradients import partitioned_variables, replaced_variables
+from dtk.trainer.gradients import partitioned_variables, replaced_variables, shards
 from dtk.trainer.gradients.gradient_exchange import GradientExchange, check_exchange
 from dtk.trainer.tracing import traced_step
 
@@ -134,12 +134,12 @@ def bind(optimizer: keras.Optimizer, strategy: Strategy) -> None:
     if bond.exchange is not None:
         return
     outer, inner = optimizer, _chain(optimizer)[-1]
-    bond.exchange = GradientExchange(outer, inner, strategy)
+    bond.exchange = exchange = GradientExchange(outer, inner, strategy)
     keras_optimizers.scale_loss_through(outer, _weighed)
     if inner.gradient_accumulation_steps:
-        _reduce_windows(outer, inner, strategy, bond.exchange)
+        _reduce_windows(outer, inner, strategy, exchange)
     else:
-        _reduce_each(outer, inner, strategy, bond.exchange)
+        _reduce_each(outer, inner, strategy, exchange)
 
 
 def _weighed(loss: tf.Tensor) -> tf.Tensor:
@@ -155,14 +155,13 @@ def _own(optimizer: keras.Optimizer, strategy: Strategy) -> _Bond:
             _check_owner(member, strategy)
             check_exchange(member, strategy)
             keras_optimizers.own_optimizer(member, strategy)
+            shards.take_shards(member, strategy)
             keras_optimizers.set_note(member, _Bond(strategy))
     return _bond_of(optimizer)
 
 
 def _bond_of(optimizer: keras.Optimizer) -> _Bond:
-    bond = keras_optimizers.note_of(optimizer, _Bond)
-    assert bond is not None
-    return bond
+    return cast(_Bond, keras_optimizers.note_of(optimizer, _Bond))
 
 
 def _is_bound(member: keras.Optimizer, strategy: Strategy) -> bool:

@@ -62,7 +62,7 @@ class SynchronizeWeights(keras.callbacks.Callback):
             return
         self.trainer.synchronize_weights()
         logs = {} if logs is None else logs
-        gathered = self.trainer.strategy.communicator.allgather_object(logs)
+        gathered = self.trainer.strategy.world.allgather_object(logs)
         for name in logs:
             values = [one[name] for one in gathered]
             if isinstance(values[0], float) and len(set(values)) > 1:
@@ -94,7 +94,7 @@ class RankChecks(keras.callbacks.Callback):
 
     @property
     def _alone(self) -> bool:
-        return self.trainer.strategy.communicator.size == 1
+        return self.trainer.strategy.world.size == 1
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Compare ranks, then start from rank 0's weights, optimizer state and epoch.
@@ -186,10 +186,10 @@ class RankChecks(keras.callbacks.Callback):
         notify(self.trainer.callbacks.callbacks, "on_end_agreed", logs)
 
     def _check(self, when: str) -> None:
-        if self.trainer.strategy.num_replicas_in_sync > 1:
+        if self.trainer.takes_over:
             check_same_weights(self.trainer, when)
 
     def _agree_on_stopping(self) -> None:
         # After every batch, where a callback looks at batches: one small number, not an object.
         wish = tf.constant(int(self.model.stop_training))
-        self.model.stop_training = bool(self.trainer.strategy.communicator.allreduce(wish, "max"))
+        self.model.stop_training = bool(self.trainer.strategy.world.allreduce(wish, "max"))

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
-from dtk.compat import tf_replicas
+from dtk.compat import keras_shards, tf_replicas
 from dtk.errors import DisagreementError, at_rank
 from dtk.input import digests, slicing
 from dtk.nests import Array
@@ -134,7 +134,7 @@ def check_same_call(
     Raises:
         DisagreementError: With both ranks' values.
     """
-    communicator = strategy.communicator
+    communicator = strategy.world
     if communicator.size == 1:
         return False
     ours = [type(c).__name__ for c in callbacks if type(c).__module__.startswith("dtk.")]
@@ -202,7 +202,7 @@ def check_same_batch(strategy: Strategy, batch: slicing.Slices) -> None:
     Raises:
         DisagreementError: With what the ranks have read.
     """
-    communicator = strategy.communicator
+    communicator = strategy.world
     if communicator.size == 1 or isinstance(batch.digest, tuple):
         return
     rows, digest = int(batch.rows), int(batch.digest)
@@ -221,7 +221,7 @@ def check_same_digest(strategy: Strategy, digest: int, when: str) -> None:
     Raises:
         DisagreementError: They do.
     """
-    communicator = strategy.communicator
+    communicator = strategy.world
     gathered = numbers_of_all([digest], communicator)
     if not same_number(gathered):
         others = [rank for rank, number in enumerate(gathered[:, 0]) if number != gathered[0, 0]]
@@ -284,9 +284,13 @@ def check_same_run(trainer: Trainer, params: Mapping[str, object]) -> None:
         ("epochs", params.get("epochs")),
         ("steps per epoch", params.get("steps")),
         ("random seed (every rank must shuffle alike)", tf_replicas.global_seed()),
-        *_shapes(trainer),
     ]
-    compare(mine, trainer.strategy.communicator)
+    shapes, strategy = _shapes(trainer), trainer.strategy
+    if strategy.model_communicator.size == 1:
+        compare([*mine, *shapes], strategy.world)
+        return
+    compare(mine, strategy.world)
+    compare(shapes, strategy.communicator)  # ranks of one model may hold different variables
 
 
 def _shapes(trainer: Trainer) -> list[tuple[str, object]]:
@@ -296,10 +300,20 @@ def _shapes(trainer: Trainer) -> list[tuple[str, object]]:
     return [
         ("number of variables", len(variables)),
         *(
-            (f"variable {index}", f"{last_word(v.path)} {tuple(v.shape)} {v.dtype}")
+            (f"variable {index}", f"{last_word(v.path)} {whole_shape(v)} {v.dtype}")
             for index, v in enumerate(variables)
         ),
     ]
+
+
+def whole_shape(variable: keras.Variable) -> tuple[int, ...]:
+    """Return the shape of a variable, of all parts where ranks hold one each.
+
+    Args:
+        variable: A Keras variable.
+    """
+    shard = keras_shards.shard_of(variable)
+    return tuple(variable.shape if shard is None else shard.whole_shape(variable.shape))
 
 
 def last_word(path: str) -> str:

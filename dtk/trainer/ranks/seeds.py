@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 
+from dtk.compat import keras_shards
 from dtk.nests import Array
 from dtk.trainer.contract import Trainer
 
@@ -24,7 +25,8 @@ def spread_seeds(trainer: Trainer) -> None:
     strategy = trainer.strategy
     for state in trainer.seed_states():
         base = keras.ops.convert_to_tensor(state).numpy()
-        base = strategy.communicator.broadcast_object(base)
+        holders = strategy.world if keras_shards.is_of_all(state) else strategy.communicator
+        base = holders.broadcast_object(base)
         strategy.set_per_replica(state, [fold_seed(base, rank) for rank in strategy.local_ranks()])
 
 

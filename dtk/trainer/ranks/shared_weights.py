@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from dtk.communicators.base import Communicator
+from dtk.compat import keras_shards
 from dtk.errors import DisagreementError, at_rank
 from dtk.trainer.contract import Strategy, Trainer
 from dtk.trainer.ranks.rank_checks import _shapes, compare, number_of, numbers_of_all, same_number
@@ -36,24 +39,53 @@ def fingerprint(value: tf.Tensor | tf.Variable) -> str:
     return hashlib.blake2b(array.view(np.uint8).data, digest_size=8).hexdigest()
 
 
-def differing(variables: Sequence[keras.Variable], strategy: Strategy) -> list[int]:
-    """Find the variables that are not bit-identical on all replicas.
+class Differences(NamedTuple):
+    """Variables that are not bit-identical wherever they should be.
+
+    Attributes:
+        mine: Indices of those of this rank; equal on all ranks that hold the same variables.
+        anywhere: Whether some rank has any; equal on all ranks.
+    """
+
+    mine: list[int]
+    anywhere: bool
+
+
+def differing(variables: Sequence[keras.Variable], strategy: Strategy) -> Differences:
+    """Find the variables that are not bit-identical wherever they should be.
+
+    That is on all ranks; for a part of a model on the ranks that hold the same part.
 
     Args:
-        variables: Keras variables, in the same order on all ranks.
+        variables: Keras variables, in the same order on all ranks that hold the same part.
         strategy: Their strategy.
 
     Returns:
-        Their indices, equal on all ranks.
+        Which differ.
     """
-    communicator = strategy.communicator
+    world, places = strategy.world, strategy.model_communicator.size
     mine = [{fingerprint(copy) for copy in strategy.copies(v)} for v in variables]
-    agreed = all(len(prints) == 1 for prints in mine)
-    gathered = numbers_of_all([number_of(mine) if agreed else communicator.rank], communicator)
-    if agreed and same_number(gathered):
-        return []
-    columns = zip(*communicator.allgather_object(mine), strict=True)
-    return [index for index, column in enumerate(columns) if len(set.union(*column)) > 1]
+    shared = [i for i, v in enumerate(variables) if keras_shards.is_of_all(v)]
+    own = [i for i, v in enumerate(variables) if not keras_shards.is_of_all(v)]
+    prints = [mine[i] for i in shared], [mine[i] for i in own]
+    agreed = all(len(one) == 1 for one in mine)
+    numbers = [number_of(one) for one in prints] if agreed else [world.rank] * 2
+    gathered = numbers_of_all(numbers, world)
+    same_parts = all(same_number(gathered[place::places, 1:]) for place in range(places))
+    if agreed and same_number(gathered) and same_parts:
+        return Differences([], anywhere=False)
+    everywhere = world.allgather_object(prints)
+    of_all = _differing([of_all for of_all, _ in everywhere])
+    of_place = [
+        _differing([of_part for _, of_part in everywhere[place::places]]) for place in range(places)
+    ]
+    found = [shared[i] for i in of_all] + [own[i] for i in of_place[world.rank % places]]
+    return Differences(sorted(found), anywhere=bool(of_all) or any(of_place))
+
+
+def _differing(prints: Sequence[Sequence[set[str]]]) -> list[int]:
+    columns = enumerate(zip(*prints, strict=True))
+    return [index for index, column in columns if len(set.union(*column)) > 1]
 
 
 def check_same_weights(trainer: Trainer, when: str) -> None:
@@ -67,14 +99,14 @@ def check_same_weights(trainer: Trainer, when: str) -> None:
         DisagreementError: Naming the variables.
     """
     variables = trainer.equal_variables()
-    indices = differing(variables, trainer.strategy)
-    if indices:
-        first = variables[indices[0]].path
+    found = differing(variables, trainer.strategy)
+    if found.anywhere:
+        first = repr(variables[found.mine[0]].path) if found.mine else "on other ranks"
         raise DisagreementError(
             at_rank(
                 trainer.strategy.rank,
-                f"{when}, {len(indices)} of {len(variables)} variables of model "
-                f"{trainer.model.name!r} differ between workers, the first is {first!r}; "
+                f"{when}, {len(found.mine)} of {len(variables)} variables of model "
+                f"{trainer.model.name!r} differ between workers, the first is {first}; "
                 f"{_SAME_UPDATES}",
             )
         )
@@ -85,8 +117,10 @@ def start_from(
 ) -> list[str]:
     """Give every rank `root`'s values of the variables that differ.
 
+    Parts of variables come from the rank of `root`'s model that holds the same part.
+
     Args:
-        root: Whose values count.
+        root: The rank whose values count.
         trainer: Of the model.
         variables: Which; None is all weights and optimizer state.
 
@@ -94,14 +128,20 @@ def start_from(
         The paths of the variables that differed.
     """
     variables = trainer.shared_variables() if variables is None else variables
-    wanted = [variables[index] for index in differing(variables, trainer.strategy)]
-    if wanted:
-        values = trainer.strategy.communicator.broadcast(
-            [keras.ops.convert_to_tensor(v) for v in wanted], root
-        )
-        for variable, value in zip(wanted, values, strict=True):
-            variable.assign(value)
+    strategy = trainer.strategy
+    wanted = [variables[index] for index in differing(variables, strategy).mine]
+    parts = [v for v in wanted if not keras_shards.is_of_all(v)]
+    _broadcast([v for v in wanted if keras_shards.is_of_all(v)], root, strategy.world)
+    _broadcast(parts, root // strategy.model_communicator.size, strategy.communicator)
     return [variable.path for variable in wanted]
+
+
+def _broadcast(variables: Sequence[keras.Variable], root: int, communicator: Communicator) -> None:
+    if not variables:
+        return
+    values = [keras.ops.convert_to_tensor(v) for v in variables]
+    for variable, value in zip(variables, communicator.broadcast(values, root), strict=True):
+        variable.assign(value)
 
 
 def average(
@@ -115,7 +155,7 @@ def average(
         strategy: Their strategy.
     """
     floats = [v for v in variables if keras.backend.is_float_dtype(v.dtype)]
-    wanted = [floats[index] for index in differing(floats, strategy)]
+    wanted = [floats[index] for index in differing(floats, strategy).mine]
     values = [keras.ops.convert_to_tensor(v) * tf.cast(share, v.dtype) for v in wanted]
     for variable, mean in zip(wanted, strategy.communicator.allreduce(values), strict=True):
         variable.assign(mean)
@@ -129,7 +169,7 @@ def start_from_epoch_of_rank_0(trainer: Trainer) -> None:
     """
     epoch = trainer.initial_epoch()
     number = tf.constant(-1 if epoch is None else epoch, tf.int64)
-    gathered = int(trainer.strategy.communicator.broadcast(number))
+    gathered = int(trainer.strategy.world.broadcast(number))
     trainer.set_initial_epoch(None if gathered < 0 else gathered)
 
 
@@ -142,7 +182,8 @@ def agree_on_weights(trainer: Trainer) -> None:
     Raises:
         DisagreementError: Ranks have different variables.
     """
-    if trainer.strategy.communicator.size > 1:
-        compare(_shapes(trainer), trainer.strategy.communicator)
+    strategy = trainer.strategy
+    if strategy.world.size > 1:
+        compare(_shapes(trainer), strategy.communicator)
         start_from(0, trainer, trainer.agreed_variables())
     spread_seeds(trainer)

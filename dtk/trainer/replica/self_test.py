@@ -111,7 +111,7 @@ def run(trial: Trial[Strategy], reasons: Sequence[str]) -> Verdict:
     began = time.perf_counter()
     verdict = _judge(trial)
     strategy, model = trial.strategy, trial.model
-    verdict = strategy.communicator.broadcast_object(verdict)
+    verdict = strategy.world.broadcast_object(verdict)
     if verdict.wrong:
         raise NotDistributedError(
             at_rank(

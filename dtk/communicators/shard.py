@@ -1,0 +1,165 @@
+"""Which part of a tensor a rank of a group holds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from dtk.communicators.base import Communicator
+from dtk.communicators.blocks import block_sizes
+from dtk.errors import at_rank
+from dtk.nests import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """The part of a tensor that this rank holds, and how to find the whole.
+
+    Parts of neighbouring ranks follow each other along `axis`, without overlap.
+
+    Args:
+        axis: Which axis of the tensor is divided, counted from 0.
+        sizes: Length of every rank's part along it, in rank order; may be 0.
+        communicator: Of the ranks that hold the parts.
+
+    Raises:
+        ValueError: The axis is negative, or there is not one size for each rank.
+
+    Example:
+        >>> from dtk.communicators import LocalCommunicator
+        >>> shard = Shard.evenly(8, axis=1, communicator=LocalCommunicator())
+        >>> shard.sizes, shard.offset, shard.whole_shape([3, 8])
+        ((8,), 0, (3, 8))
+    """
+
+    axis: int
+    sizes: tuple[int, ...]
+    communicator: Communicator
+
+    def __post_init__(self) -> None:
+        """Check that axis and sizes fit."""
+        rank, size = self.communicator.rank, self.communicator.size
+        if self.axis < 0:
+            raise ValueError(
+                at_rank(rank, f"axis={self.axis} of a shard; count axes from 0, not from the end")
+            )
+        if len(self.sizes) != size or min(self.sizes) < 0:
+            raise ValueError(
+                at_rank(
+                    rank,
+                    f"a shard got sizes {list(self.sizes)}; it takes one length, 0 or more, for "
+                    f"each of {size} ranks",
+                )
+            )
+
+    @classmethod
+    def evenly(cls, length: int, axis: int, communicator: Communicator) -> Shard:
+        """Divide an axis as evenly as can be; the first ranks get one more.
+
+        Args:
+            length: Of the whole axis.
+            axis: Which one.
+            communicator: Of the ranks that share it.
+        """
+        return cls(axis, tuple(block_sizes(length, communicator.size)), communicator)
+
+    @property
+    def size(self) -> int:
+        """Length of this rank's part."""
+        return self.sizes[self.communicator.rank]
+
+    @property
+    def offset(self) -> int:
+        """Where this rank's part begins in the whole axis."""
+        return sum(self.sizes[: self.communicator.rank])
+
+    @property
+    def length(self) -> int:
+        """Length of the whole axis."""
+        return sum(self.sizes)
+
+    def whole_shape(self, part_shape: Sequence[int | None]) -> tuple[int | None, ...]:
+        """Return the shape of the whole tensor.
+
+        Args:
+            part_shape: Shape of this rank's part; None for an axis of any length.
+        """
+        return self._with_axis(part_shape, self.size, self.length)
+
+    def part_shape(self, whole_shape: Sequence[int | None]) -> tuple[int | None, ...]:
+        """Return the shape of this rank's part.
+
+        Args:
+            whole_shape: Shape of the whole tensor; None for an axis of any length.
+        """
+        return self._with_axis(whole_shape, self.length, self.size)
+
+    def part(self, whole: tf.Tensor | Array) -> tf.Tensor:
+        """Cut this rank's part out of a tensor; nothing is sent.
+
+        Args:
+            whole: The whole tensor.
+
+        Returns:
+            A tensor of its dtype, of length `size` along `axis`.
+        """
+        whole = tf.convert_to_tensor(whole)
+        self._with_axis(whole.shape.as_list(), self.length, self.size)
+        return tf.split(whole, list(self.sizes), axis=self.axis)[self.communicator.rank]
+
+    def whole(self, part: tf.Tensor | Array) -> tf.Tensor:
+        """Gather the whole tensor; every rank of the group calls it.
+
+        Each rank sends its part once; which rank holds how much is known, and not sent.
+
+        Args:
+            part: This rank's part.
+
+        Returns:
+            The whole tensor, on every rank.
+        """
+        part = tf.convert_to_tensor(part)
+        self._with_axis(part.shape.as_list(), self.size, self.length)
+        if self.communicator.size == 1:
+            return tf.identity(part)
+        rows = tf.transpose(part, _first(self.axis, part.shape.rank))
+        gathered = self.communicator.allgather(rows, self.sizes)
+        return tf.transpose(gathered, _back(self.axis, part.shape.rank))
+
+    def _with_axis(
+        self, shape: Sequence[int | None], expected: int, becomes: int
+    ) -> tuple[int | None, ...]:
+        if self.axis >= len(shape) or shape[self.axis] not in (None, expected):
+            raise ValueError(
+                at_rank(
+                    self.communicator.rank,
+                    f"a tensor of shape {tuple(shape)}; axis {self.axis} should have length "
+                    f"{expected}, where ranks hold {list(self.sizes)}",
+                )
+            )
+        return (*shape[: self.axis], becomes, *shape[self.axis + 1 :])
+
+
+@dataclasses.dataclass(frozen=True)
+class OneRanks:
+    """A tensor that one rank of a group holds, and the others do not: a pipeline's stage has it.
+
+    Args:
+        owner: The rank of the group.
+        communicator: Of the group.
+    """
+
+    owner: int
+    communicator: Communicator
+
+
+def _first(axis: int, rank: int) -> list[int]:
+    """Return the permutation that moves an axis to the front."""
+    return [axis, *(i for i in range(rank) if i != axis)]
+
+
+def _back(axis: int, rank: int) -> list[int]:
+    """Return the permutation that moves the first axis back to its place."""
+    return [*range(1, axis + 1), 0, *range(axis + 1, rank)]

@@ -1,0 +1,71 @@
+"""Marks on Keras variables that hold one rank's part of a tensor.
+
+Nothing private of Keras is used: a mark is an attribute of dtk's own.
+"""
+
+from __future__ import annotations
+
+import keras
+
+from dtk.communicators.shard import OneRanks, Shard
+
+_MARK = "_dtk_part"
+
+
+def set_shard(variable: keras.Variable, shard: Shard) -> None:
+    """Mark a variable as one rank's part of a tensor.
+
+    Checkpoints, clipping by the global norm and checks between ranks read the mark.
+
+    Args:
+        variable: It holds the part of this rank.
+        shard: How the whole tensor is divided.
+
+    Raises:
+        ValueError: The variable is built, and its shape is not that of the part.
+    """
+    if variable.shape is not None:
+        shard.whole_shape(variable.shape)
+    setattr(variable, _MARK, shard)
+
+
+def shard_of(variable: keras.Variable) -> Shard | None:
+    """Return how the tensor is divided of which a variable holds one rank's part.
+
+    Args:
+        variable: A Keras variable.
+
+    Returns:
+        What `set_shard` was given; None of a variable that holds a tensor as a whole.
+    """
+    mark = getattr(variable, _MARK, None)
+    return mark if isinstance(mark, Shard) else None
+
+
+def set_owner(variable: keras.Variable, owner: OneRanks) -> None:
+    """Mark a variable as one that this rank of a group holds alone.
+
+    Args:
+        variable: The variable.
+        owner: The rank that holds it, and of which group.
+    """
+    setattr(variable, _MARK, owner)
+
+
+def is_of_all(variable: keras.Variable) -> bool:
+    """Return whether all ranks hold a variable, and hold the same.
+
+    Args:
+        variable: A Keras variable.
+    """
+    return getattr(variable, _MARK, None) is None
+
+
+def copy_mark(variable: keras.Variable, slot: keras.Variable) -> None:
+    """Mark what an optimizer remembers of a variable as that variable is marked.
+
+    Args:
+        variable: The variable.
+        slot: Of the same shape.
+    """
+    setattr(slot, _MARK, getattr(variable, _MARK, None))

@@ -1,0 +1,370 @@
+"""A model cut into stages, each on a rank of its own: layer-wise model parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+import keras
+import tensorflow as tf
+
+from dtk.communicators.base import Communicator
+from dtk.communicators.shard import OneRanks
+from dtk.compat.keras_shards import set_owner
+from dtk.errors import at_rank
+from dtk.layers import interleaved, transfer
+from dtk.layers.group import model_group
+from dtk.nests import Nest
+
+# A stage, or a function without arguments that builds it.
+Stage: TypeAlias = "keras.Model | Callable[[], keras.Model]"
+
+
+class Pipeline(keras.Model):
+    """Run a model's stages on one rank each, a part of the batch behind the other.
+
+    The batch is cut into microbatches. While one stage computes a microbatch, the stage before it
+    computes the next one. Outputs, losses and metrics are those of the whole batch, on every rank
+    of the group, so plain `fit`, `evaluate` and `predict` work, and gradients are those of the
+    stages one behind the other in a single process. Of P stages and M microbatches a stage is idle
+    for (P - 1) / (M + P - 1) of a step, if all take equally long.
+
+    `BatchNormalization` normalizes each microbatch by itself, as in GPipe: its statistics are not
+    those of the batch unless `microbatches` is 1. Masks do not travel between stages.
+
+    Args:
+        stages: Models with one output each, or functions that build them. Every rank builds all,
+            one after the other, so that initial weights are those of one process, and keeps its
+            own.
+        microbatches: Into how many parts a replica's batch is cut.
+        schedule: "gpipe": all microbatches forwards, then all backwards, for any loss. "1f1b": one
+            forwards and one backwards in turn, which holds the activations of at most P instead of
+            M microbatches, for losses that are means over rows.
+        links: The stages whose outputs a stage takes, by the stage's number; a list of outputs
+            where there are several. Those left out take the output of the stage before them; stage
+            0 takes the model's inputs.
+        communicator: Of one rank for each stage; of one rank that holds them all, as in a script
+            that runs without a launcher. None: `model_communicator` of the strategy in whose scope
+            the pipeline is made.
+        name: Name of the model.
+
+    Attributes:
+        stage: The stage of this rank; None where one rank holds them all.
+
+    Raises:
+        ValueError: There is another number of ranks than of stages; or links do not lead to the
+            last stage; or a stage has several outputs or inputs of unknown shape.
+
+    Example:
+        >>> import keras
+        >>> from dtk.layers import Pipeline
+        >>> front = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, activation="relu")])
+        >>> back = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+        >>> model = Pipeline([front, back], microbatches=2)
+        >>> model.compile("sgd", "mse")
+        >>> model.predict(keras.ops.ones((6, 4)), verbose=0).shape
+        (6, 1)
+    """
+
+    def __new__(
+        cls,
+        stages: Sequence[Stage],
+        microbatches: int = 1,
+        schedule: str = "gpipe",
+        **kwargs: object,
+    ) -> Pipeline:
+        """Make the class that has the schedule's train step."""
+        del stages, microbatches, kwargs
+        wanted = InterleavedPipeline if cls is Pipeline and schedule == "1f1b" else cls
+        return super().__new__(wanted)
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        microbatches: int = 1,
+        schedule: str = "gpipe",
+        *,
+        links: Mapping[int, Sequence[int]] | None = None,
+        communicator: Communicator | None = None,
+        name: str | None = None,
+    ):
+        super().__init__(name=name or "pipeline")
+        group = model_group(communicator)
+        _check(stages, microbatches, schedule, group)
+        self._group = group
+        self._microbatches = microbatches
+        self._sources = _sources(len(stages), links or {}, group.rank)
+        self._dests = [
+            [to for to, sources in enumerate(self._sources) if stage in sources]
+            for stage in range(len(stages))
+        ]
+        self._check_last()
+        self.stage: keras.Model | None = None
+        self._all: list[keras.Model] = []
+        self._outputs: list[keras.KerasTensor] = []
+        self._configs: list[dict[str, object]] = []
+        self._is_regularized = False
+        self._counts_penalties = True
+        for number, given in enumerate(stages):
+            self._take(number, given if isinstance(given, keras.Model) else given())
+        self.built = True
+
+    @property
+    def losses(self) -> list[tf.Tensor]:
+        """Penalties on weights, of all stages; those of other ranks are constants here."""
+        if not self._counts_penalties:
+            return []
+        own = super().losses
+        if self.stage is None or not self._is_regularized:
+            return own
+        mine = tf.stop_gradient(tf.add_n([tf.zeros([]), *own]))
+        return [*own, self._group.allreduce(mine) - mine]
+
+    def _check_last(self) -> None:
+        unused = [stage for stage, dests in enumerate(self._dests[:-1]) if not dests]
+        if unused:
+            raise ValueError(
+                at_rank(
+                    self._group.rank,
+                    f"stages {unused} of {len(self._dests)} lead nowhere; every stage but the last "
+                    "must be a source of a later one in links=",
+                )
+            )
+
+    def _take(self, number: int, stage: keras.Model) -> None:
+        """Keep a stage that is this rank's, and of the others what they put out."""
+        outputs = getattr(stage, "outputs", None) or []
+        if len(outputs) != 1:
+            raise ValueError(
+                at_rank(
+                    self._group.rank,
+                    f"stage {number} ({stage.name!r}) has {len(outputs)} outputs; a stage is a "
+                    "Sequential or functional model with an Input and one output",
+                )
+            )
+        self._outputs.append(outputs[0])
+        self._configs.append(keras.saving.serialize_keras_object(stage))
+        self._is_regularized |= any(v.regularizer is not None for v in stage.variables)
+        if self._group.size == 1:
+            self._all = [*self._all, stage]
+        elif number == self._group.rank:
+            self.stage = stage
+            for variable in stage.variables:
+                set_owner(variable, OneRanks(number, self._group))
+
+    def call(self, inputs: Nest, training: bool | None = None) -> tf.Tensor:
+        """Compute the outputs of the last stage; every rank of the group gets them.
+
+        Args:
+            inputs: The model's inputs, rows first; the same on every rank of the group.
+            training: As of Keras.
+
+        Returns:
+            Outputs, rows first.
+
+        Raises:
+            ValueError: In training, the stage of this rank has nothing to train.
+        """
+        if self.stage is None:
+            return self._alone(inputs, training)
+        anchor = self._anchor(self.stage) if training else None
+        link = transfer.Link(self._group, anchor)
+        last = self._group.rank == self._group.size - 1
+        outputs = []
+        for part in range(self._microbatches):
+            given = _microbatch(inputs, part, self._microbatches)
+            rows = tf.shape(tf.nest.flatten(given)[0])[0]
+            received = [self._receive(link, rows, source) for source in self._own_sources]
+            taken = received if len(received) > 1 else (received or [given])[0]
+            output = self.stage(taken, training=training)
+            self._check_losses(self.stage)
+            for dest in self._dests[self._group.rank]:
+                link.send(output, dest)
+            outputs.append(output)
+        result = tf.concat(outputs, 0) if last else self._nothing(inputs)
+        return link.from_last(result)
+
+    def _check_losses(self, stage: keras.Model) -> None:
+        penalties = sum(v.regularizer is not None for v in stage.trainable_variables)
+        if self._microbatches > 1 and len(stage.losses) > penalties:
+            raise ValueError(
+                at_rank(
+                    self._group.rank,
+                    f"stage {self._group.rank} ({stage.name!r}) adds losses of its own (add_loss, "
+                    "or an activity regularizer), which would count once for every microbatch; "
+                    "use microbatches=1, or a loss of the outputs",
+                )
+            )
+
+    @property
+    def _own_sources(self) -> Sequence[int]:
+        return self._sources[self._group.rank]
+
+    def _receive(self, link: transfer.Link, rows: tf.Tensor, source: int) -> tf.Tensor:
+        output = self._outputs[source]
+        return link.receive(rows, output.shape[1:], output.dtype, source)
+
+    def _nothing(self, inputs: Nest) -> tf.Tensor:
+        """Return what takes the place of outputs where the last stage is elsewhere."""
+        rows = tf.shape(tf.nest.flatten(inputs)[0])[0]
+        output = self._outputs[-1]
+        value = tf.zeros([rows, *output.shape[1:]], output.dtype)
+        return tf.ensure_shape(value, [None, *output.shape[1:]])
+
+    def _anchor(self, stage: keras.Model) -> tf.Tensor:
+        if not stage.trainable_variables:
+            raise ValueError(
+                at_rank(
+                    self._group.rank,
+                    f"stage {self._group.rank} ({stage.name!r}) has no trainable weights: "
+                    "gradients of the other stages cannot pass it; put its layers into a "
+                    "neighbouring stage",
+                )
+            )
+        return tf.convert_to_tensor(stage.trainable_variables[0])
+
+    def _alone(self, inputs: Nest, training: bool | None) -> tf.Tensor:
+        """Compute all stages in this process, by the same microbatches."""
+        outputs = []
+        for part in range(self._microbatches):
+            given = _microbatch(inputs, part, self._microbatches)
+            found: list[tf.Tensor] = []
+            for stage, sources in zip(self._all, self._sources, strict=True):
+                outputs_of = [found[source] for source in sources]
+                taken = outputs_of if len(outputs_of) > 1 else (outputs_of or [given])[0]
+                found.append(stage(taken, training=training))
+            outputs.append(found[-1])
+        return tf.concat(outputs, 0)
+
+
+class InterleavedPipeline(Pipeline):
+    """Pipeline whose stages compute one microbatch forwards and one backwards in turn."""
+
+    def train_step(self, data: Nest) -> dict[str, tf.Tensor]:
+        """Train on one batch, in place of Keras's own train step.
+
+        Args:
+            data: Inputs, targets and maybe sample weights of the batch.
+
+        Returns:
+            Logs.
+        """
+        if self.stage is None:
+            return super().train_step(data)
+        self._check_reduction()
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        count = self._microbatches
+        parts = [_microbatch(x, m, count) for m in range(count)]
+        rows = tf.shape(tf.nest.flatten(x)[0])[0]
+        outputs = self._outputs
+        place = interleaved.Place(
+            self.stage, self._group, self._own_sources, self._dests[self._group.rank], outputs
+        )
+
+        def gradient_of_loss(number: int, output: tf.Tensor) -> tf.Tensor:
+            given = [None if v is None else _microbatch(v, number, count) for v in (y, weight)]
+            with tf.GradientTape() as tape:
+                tape.watch(output)
+                loss = self._loss_of_rows(parts[number], given[0], output, given[1])
+                loss = self.optimizer.scale_loss(loss)
+            # A mean over the microbatch's rows counts with their share.
+            share = tf.shape(output)[0] / rows
+            return tape.gradient(loss, output) * tf.cast(share, output.dtype)
+
+        self._anchor(self.stage)
+        found = interleaved.train(place, parts, gradient_of_loss)
+        self._check_losses(self.stage)
+        last = self._group.rank == self._group.size - 1
+        result = tf.concat(found.outputs, 0) if last else self._nothing(x)
+        predicted = transfer.Link(self._group, None).from_last(result)
+        loss = self.compute_loss(x, y, predicted, weight, training=True)
+        self._loss_tracker.update_state(loss, sample_weight=rows)
+        self.optimizer.apply(self._with_penalties(found.gradients), self.trainable_variables)
+        return self.compute_metrics(x, y, predicted, sample_weight=weight)
+
+    def _loss_of_rows(
+        self, x: Nest, y: Nest, output: tf.Tensor, weight: tf.Tensor | None
+    ) -> tf.Tensor:
+        """Compute the loss of a microbatch without penalties, for which ranks would communicate."""
+        self._counts_penalties = False
+        try:
+            return self.compute_loss(x, y, output, weight, training=True)
+        finally:
+            self._counts_penalties = True
+
+    def _with_penalties(
+        self, gradients: Sequence[interleaved.Gradient]
+    ) -> list[interleaved.Gradient]:
+        """Add the gradients of penalties on this stage's weights."""
+        variables = self.trainable_variables
+        with tf.GradientTape() as tape:
+            penalty = tf.add_n(
+                [tf.zeros([])]
+                + [v.regularizer(v.value) for v in variables if v.regularizer is not None]
+            )
+            penalty = self.optimizer.scale_loss(penalty)
+        found = tape.gradient(penalty, [v.value for v in variables])
+        return [interleaved.added(one, other) for one, other in zip(gradients, found, strict=True)]
+
+    def _check_reduction(self) -> None:
+        losses = keras.tree.flatten(self.loss)
+        odd = [
+            loss
+            for loss in losses
+            if getattr(loss, "reduction", "sum_over_batch_size") != "sum_over_batch_size"
+        ]
+        if odd:
+            raise ValueError(
+                at_rank(
+                    self._group.rank,
+                    f"schedule='1f1b' with the loss {odd[0].name!r} of reduction "
+                    f"{odd[0].reduction!r}: the loss of a batch must be a mean over its rows, so "
+                    "that it can be computed a microbatch at a time; use schedule='gpipe', or "
+                    "reduction='sum_over_batch_size'",
+                )
+            )
+
+
+def _microbatch(inputs: Nest, part: int, parts: int) -> Nest:
+    """Cut the rows of one microbatch, as even as can be."""
+
+    def rows(value: tf.Tensor) -> tf.Tensor:
+        count = tf.shape(value)[0] if value.shape[0] is None else value.shape[0]
+        return value[part * count // parts : (part + 1) * count // parts]
+
+    return tf.nest.map_structure(lambda value: rows(tf.convert_to_tensor(value)), inputs)
+
+
+def _check(stages: Sequence[Stage], microbatches: int, schedule: str, group: Communicator) -> None:
+    if schedule not in ("gpipe", "1f1b"):
+        raise ValueError(at_rank(group.rank, f"schedule={schedule!r}; expected 'gpipe' or '1f1b'"))
+    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
+        raise ValueError(
+            at_rank(group.rank, f"microbatches={microbatches!r}; expected a number, 1 or more")
+        )
+    if not stages or group.size not in (1, len(stages)):
+        raise ValueError(
+            at_rank(
+                group.rank,
+                f"a pipeline of {len(stages)} stages on {group.size} ranks; each stage takes one: "
+                f"make the strategy with model_parallel={max(1, len(stages))}, or cut the model "
+                f"into {group.size} stages",
+            )
+        )
+
+
+def _sources(count: int, links: Mapping[int, Sequence[int]], rank: int) -> list[list[int]]:
+    """Return the stages that each stage takes its inputs from."""
+    for stage, sources in links.items():
+        if stage not in range(count) or not all(0 <= source < stage for source in sources):
+            raise ValueError(
+                at_rank(
+                    rank,
+                    f"links={{{stage}: {list(sources)}}} of {count} stages; a stage takes the "
+                    "outputs of stages before it, counted from 0",
+                )
+            )
+    return [
+        sorted(links[stage]) if stage in links else [stage - 1] if stage else []
+        for stage in range(count)
+    ]
