@@ -12,7 +12,7 @@ from dtk.callbacks.base import StrategyCallback
 from dtk.callbacks.checkpointing.best import BestValue
 from dtk.callbacks.checkpointing.chief import on_chief
 from dtk.callbacks.checkpointing.files import CheckpointFiles
-from dtk.callbacks.checkpointing.model_state import value_of
+from dtk.callbacks.checkpointing.model_state import parts_of, value_of
 from dtk.callbacks.checkpointing.reading import CheckpointReader, restore, resume_message
 from dtk.callbacks.checkpointing.termination import EXIT_CODE, Termination
 from dtk.callbacks.checkpointing.writing import CheckpointWriter, Progress
@@ -145,10 +145,13 @@ class Checkpoint(StrategyCallback):
             return
         self._begun = True
         trainer, epochs = self.trainer, self.params["epochs"]
-        loaded = on_chief(self.strategy, lambda: self._reader.load_newest(trainer, self.resume))
+        parts = parts_of(trainer)
+        loaded = on_chief(
+            self.strategy, lambda: self._reader.load_newest(trainer, self.resume, parts)
+        )
         if loaded is not None:
             name, state = loaded
-            restore(state, trainer, epochs)
+            restore(state, trainer, epochs, parts)
             self._metrics, self._resumed_step = state["metrics"], state["step"]
             self._best.value, self._trained = state["best"], state["trained"]
             self.say(resume_message(state, epochs, self.files.directory / name))

@@ -97,21 +97,47 @@ def square_sum(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
     return keras.ops.sum(keras.ops.square(gradient))
 
 
+def chain(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
+    """Return an optimizer and those it wraps, outermost first.
+
+    Args:
+        optimizer: The optimizer.
+    """
+    found = [optimizer]
+    while hasattr(found[-1], "inner_optimizer"):
+        found.append(found[-1].inner_optimizer)
+    return found
+
+
+def own_variables(optimizer: keras.Optimizer) -> list[keras.Variable]:
+    """Return an optimizer's variables without those of one that it wraps.
+
+    Args:
+        optimizer: The optimizer.
+    """
+    inner = getattr(optimizer, "inner_optimizer", None)
+    others = {id(v) for v in inner.variables} if inner is not None else set()
+    return [v for v in optimizer.variables if id(v) not in others]
+
+
 def slots_by_variable(
     optimizer: keras.Optimizer,
-) -> list[tuple[keras.Variable, keras.Variable]]:
+) -> list[tuple[keras.Variable, keras.Variable, str]]:
     """Return what an optimizer remembers, each with the trained variable it is about.
 
     Args:
         optimizer: The optimizer, built.
+
+    Returns:
+        The variables, and what the name of the first begins with.
     """
     trained = sorted(optimizer._trainable_variables, key=lambda v: -len(v.path))
     named = [(v.path.replace("/", "_") + "_", v) for v in trained]
-    found = [
-        (slot, next((v for start, v in named if slot.name.startswith(start)), None))
-        for slot in optimizer.variables
+    return [
+        next((slot, v, start) for start, v in named if slot.name.startswith(start))
+        for slot in own_variables(optimizer)
+        if slot.name.startswith(tuple(start for start, _ in named))
     ]
-    return [(slot, variable) for slot, variable in found if variable is not None]
 
 
 def apply_through(

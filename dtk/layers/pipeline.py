@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, TypedDict
 
 import keras
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
+from dtk.communicators.local import LocalCommunicator
 from dtk.communicators.shard import OneRanks
 from dtk.compat.keras_shards import set_owner
 from dtk.errors import at_rank
@@ -18,6 +19,24 @@ from dtk.nests import Nest
 
 # A stage, or a function without arguments that builds it.
 Stage: TypeAlias = "keras.Model | Callable[[], keras.Model]"
+
+
+class PipelineConfig(TypedDict):
+    """What a pipeline can be made from again.
+
+    Attributes:
+        stages: Configuration of each stage.
+        microbatches: As of `Pipeline`.
+        schedule: As of `Pipeline`.
+        links: Pairs of a stage and the stages it takes outputs of.
+        name: Name of the model.
+    """
+
+    stages: list[dict[str, object]]
+    microbatches: int
+    schedule: str
+    links: list[tuple[int, list[int]]]
+    name: str
 
 
 class Pipeline(keras.Model):
@@ -92,7 +111,8 @@ class Pipeline(keras.Model):
         group = model_group(communicator)
         _check(stages, microbatches, schedule, group)
         self._group = group
-        self._microbatches = microbatches
+        self._microbatches, self._schedule = microbatches, schedule
+        self._links = {stage: list(sources) for stage, sources in (links or {}).items()}
         self._sources = _sources(len(stages), links or {}, group.rank)
         self._dests = [
             [to for to, sources in enumerate(self._sources) if stage in sources]
@@ -108,6 +128,44 @@ class Pipeline(keras.Model):
         for number, given in enumerate(stages):
             self._take(number, given if isinstance(given, keras.Model) else given())
         self.built = True
+
+    @property
+    def stages(self) -> dict[int, keras.Model]:
+        """The stages that this rank holds, by number."""
+        return dict(enumerate(self._all)) if self.stage is None else {self._group.rank: self.stage}
+
+    def on_one_rank(self) -> Pipeline:
+        """Build the pipeline anew with all stages in this process, with other weights."""
+        return type(self).from_config(self.get_config(), LocalCommunicator())
+
+    def get_config(self) -> PipelineConfig:
+        """Return what a pipeline like this one is made from."""
+        return {
+            "stages": self._configs,
+            "microbatches": self._microbatches,
+            "schedule": self._schedule,
+            "links": list(self._links.items()),
+            "name": self.name,
+        }
+
+    @classmethod
+    def from_config(
+        cls, config: PipelineConfig, communicator: Communicator | None = None
+    ) -> Pipeline:
+        """Make a pipeline of a configuration.
+
+        Args:
+            config: As `get_config` returns it.
+            communicator: As of the class.
+        """
+        return Pipeline(
+            [keras.saving.deserialize_keras_object(one) for one in config["stages"]],
+            config["microbatches"],
+            config["schedule"],
+            links=dict(config["links"]),
+            communicator=communicator,
+            name=config["name"],
+        )
 
     @property
     def losses(self) -> list[tf.Tensor]:

@@ -8,18 +8,48 @@ import keras
 import tensorflow as tf
 
 from dtk.callbacks.checkpointing.state import CheckpointState, Described
+from dtk.errors import at_rank
+from dtk.layers.whole import ModelInParts
 from dtk.nests import Array
 from dtk.trainer.contract import Strategy
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.gradients import shared_optimizer
+from dtk.trainer.model_state import ModelState
 from dtk.trainer.replica.replica_step import metric_variables
 
 
-def describe(trainer: DistributedTrainer[Strategy]) -> Described:
-    """Return path, shape and dtype of every variable a checkpoint holds, in order.
+def parts_of(trainer: DistributedTrainer[Strategy]) -> ModelInParts | None:
+    """Return what puts a model together that ranks hold in parts. All ranks call it together.
 
     Args:
         trainer: The model's trainer.
+
+    Returns:
+        None where each rank holds the whole model.
+
+    Raises:
+        ValueError: The exchange keeps state of every part, which no checkpoint holds yet.
+    """
+    strategy = trainer.strategy
+    if strategy.model_communicator.size == 1:
+        return None
+    if strategy.exchange is not None and strategy.exchange.remembers:
+        raise ValueError(
+            at_rank(
+                strategy.rank,
+                f"Checkpoint with exchange={strategy.exchange} and model_parallel="
+                f"{strategy.model_communicator.size}: what the exchange remembers of the parts of "
+                "a model is not saved; use an exchange that remembers nothing, such as fp16",
+            )
+        )
+    return ModelInParts(trainer.model, strategy.model_communicator)
+
+
+def describe(trainer: ModelState) -> Described:
+    """Return path, shape and dtype of every variable a checkpoint holds, in order.
+
+    Args:
+        trainer: The model's trainer, or the state of a model that none trains.
 
     Returns:
         Path, shape and dtype of each variable, ready for JSON.
@@ -55,9 +85,7 @@ def check_same_model(saved: Described, mine: Described, path: Path) -> None:
         )
 
 
-def check_same_counts(
-    saved: CheckpointState, trainer: DistributedTrainer[Strategy], path: Path
-) -> None:
+def check_same_counts(saved: CheckpointState, trainer: ModelState, path: Path) -> None:
     """Compare what has no weights: random layers, and metrics in the middle of an epoch.
 
     Args:

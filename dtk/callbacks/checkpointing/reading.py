@@ -20,11 +20,13 @@ from dtk.callbacks.checkpointing.model_state import (
     give_to_first,
 )
 from dtk.compat import tf_replicas
+from dtk.layers.whole import ModelInParts
 from dtk.nests import Array
 from dtk.parameter_server import evaluator
 from dtk.trainer.contract import Strategy
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.model_scope import trainer_of
+from dtk.trainer.model_state import ModelState
 from dtk.trainer.ranks import seeds, shared_weights
 
 
@@ -39,7 +41,10 @@ class CheckpointReader:
         self._files = files
 
     def load_newest(
-        self, trainer: DistributedTrainer[Strategy], resume: bool = True
+        self,
+        trainer: DistributedTrainer[Strategy],
+        resume: bool = True,
+        parts: ModelInParts | None = None,
     ) -> tuple[str, states.CheckpointState] | None:
         """Load the newest readable checkpoint's weights into the model; on rank 0 alone.
 
@@ -48,6 +53,8 @@ class CheckpointReader:
         Args:
             trainer: The model that is to go on from it.
             resume: Whether to load one at all.
+            parts: What puts the model together, where ranks hold it in parts; the weights are then
+                those of its `whole`.
 
         Returns:
             The checkpoint's name, and its state, which `restore` takes; None if there is none.
@@ -61,11 +68,16 @@ class CheckpointReader:
             return None
         name, (packed, arrays) = self._newest_readable(names)
         path = self._files.directory / name
-        check_same_model(packed["variables"], describe(trainer), path)
-        check_same_counts(packed, trainer, path)
-        trainer.model.load_weights(self._files.weights(name))
+        state: ModelState = trainer if parts is None else ModelState(parts.build())
+        check_same_model(packed["variables"], describe(state), path)
+        check_same_counts(packed, state, path)
+        state.model.load_weights(self._files.weights(name))
         # The keys stay, and arrays take the places of their names.
-        return name, cast(states.CheckpointState, states.unpack(packed, arrays))
+        loaded = cast(states.CheckpointState, states.unpack(packed, arrays))
+        if parts is not None:
+            for variable, value in zip(state.seed_states(), loaded["seeds"], strict=True):
+                variable.assign(value)
+        return name, loaded
 
     def _newest_readable(
         self, names: list[str]
@@ -118,7 +130,10 @@ class CheckpointReader:
 
 
 def restore(
-    state: states.CheckpointState, trainer: DistributedTrainer[Strategy], epochs: int
+    state: states.CheckpointState,
+    trainer: DistributedTrainer[Strategy],
+    epochs: int,
+    parts: ModelInParts | None = None,
 ) -> None:
     """Restore everything but the weights, which rank 0 has loaded. All ranks call it together.
 
@@ -126,14 +141,18 @@ def restore(
         state: What `CheckpointReader.load_newest` returned on rank 0.
         trainer: The model that goes on.
         epochs: Epochs `fit` was asked for.
+        parts: What holds the weights on rank 0, where ranks hold the model in parts.
     """
     strategy = trainer.strategy
+    if parts is not None:
+        parts.scatter(strategy.world)
     shared_weights.start_from(0, trainer)
     for variable in accumulators_of(trainer):
         give_to_first(variable, copies_of(variable, strategy)[0], strategy)
     trainer.restore_exchange(state.get("exchange", {}))
-    for variable, value in zip(trainer.seed_states(), state["seeds"], strict=True):
-        variable.assign(value)
+    if parts is None:
+        for variable, value in zip(trainer.seed_states(), state["seeds"], strict=True):
+            variable.assign(value)
     seeds.spread_seeds(trainer)
     states.to_callbacks(state["callbacks"], trainer.callbacks.callbacks)
     states.to_generators(state["random"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import keras
+
 from dtk.callbacks.checkpointing import state as states
 from dtk.callbacks.checkpointing.best import BestValue
 from dtk.callbacks.checkpointing.chief import on_chief
@@ -13,6 +15,7 @@ from dtk.callbacks.checkpointing.model_state import (
     describe,
     fold_accumulators,
     iterations_of,
+    parts_of,
     value_of,
 )
 from dtk.compat import tf_replicas
@@ -20,6 +23,7 @@ from dtk.exchange.state import Saved
 from dtk.nests import Array, Logs
 from dtk.trainer.contract import Strategy
 from dtk.trainer.distributed_trainer import DistributedTrainer
+from dtk.trainer.model_state import ModelState
 from dtk.trainer.replica.replica_step import metric_variables
 
 _FORMAT = 1
@@ -71,6 +75,11 @@ class CheckpointWriter:
         """
         trainer.flush()
         fold_accumulators(trainer)
+        parts = parts_of(trainer)
+        if parts is not None:
+            if trainer.strategy.is_chief:
+                parts.build()
+            parts.gather()
         metrics = None
         if progress.in_epoch and progress.step:
             metrics = [value_of(v) for v in metric_variables(trainer.model)]
@@ -81,15 +90,19 @@ class CheckpointWriter:
 
         def write() -> str:
             arrays: dict[str, Array] = {}
-            state = self._state(trainer, progress, metrics, exchange)
+            whole: ModelState = trainer
+            if parts is not None and parts.whole is not None:
+                whole = ModelState(parts.whole)
+            state = self._state(trainer, whole, progress, metrics, exchange)
             packed = {key: states.pack(value, arrays) for key, value in state.items()}
-            return self._write(trainer, packed, arrays, note)
+            return self._write(whole.model, packed, arrays, note)
 
         return on_chief(trainer.strategy, write)
 
     def _state(
         self,
         trainer: DistributedTrainer[Strategy],
+        whole: ModelState,
         progress: Progress,
         metrics: list[Array] | None,
         exchange: dict[str, Saved],
@@ -100,10 +113,10 @@ class CheckpointWriter:
             "format": _FORMAT,
             "workers": strategy.size,
             "iterations": iterations_of(model),
-            "variables": describe(trainer),
+            "variables": describe(whole),
             "best": self._best.value,
             "stopped": bool(model.stop_training),
-            "seeds": [copies_of(v, strategy)[0] for v in trainer.seed_states()],
+            "seeds": [copies_of(v, strategy)[0] for v in whole.seed_states()],
             "callbacks": states.of_callbacks(trainer.callbacks.callbacks),
             "random": states.of_generators(),
             "tensorflow_seed": tf_replicas.global_seed(),
@@ -118,12 +131,12 @@ class CheckpointWriter:
 
     def _write(
         self,
-        trainer: DistributedTrainer[Strategy],
+        model: keras.Model,
         state: dict[str, states.Packed],
         arrays: dict[str, Array],
         note: dict[str, object] | None,
     ) -> str:
-        name = self._files.write(trainer.model.save_weights, state, arrays)
+        name = self._files.write(model.save_weights, state, arrays)
         if note is not None:
             self._files.keep_best(name, note)
         self._files.prune(self._max_to_keep)

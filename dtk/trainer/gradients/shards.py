@@ -124,5 +124,5 @@ def mark_slots(optimizer: keras.Optimizer) -> None:
             continue
         if all(map(is_of_all, keras_optimizers.trained_variables(member))):
             continue
-        for slot, variable in keras_optimizers.slots_by_variable(member):
+        for slot, variable, _ in keras_optimizers.slots_by_variable(member):
             copy_mark(variable, slot)

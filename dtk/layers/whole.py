@@ -1,0 +1,222 @@
+"""A model whose parts several ranks hold, put together on one of them, and divided again."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dtk.communicators.base import Communicator
+from dtk.compat import keras_optimizers
+from dtk.compat.keras_shards import is_of_all, shard_of
+from dtk.errors import at_rank
+from dtk.layers.group import model_group
+from dtk.layers.pipeline import Pipeline
+from dtk.trainer.model_state import ModelState
+
+
+def whole(model: keras.Model, communicator: Communicator | None = None) -> keras.Model:
+    """Return the model of one device that the ranks of a group hold in parts.
+
+    Every rank of the group calls it. The result has the weights and the optimizer of the model, can
+    be saved, exported, or trained by one process, and shares nothing with it.
+
+    Args:
+        model: It holds this rank's parts.
+        communicator: Of the ranks that hold the others; None for the current strategy's
+            `model_communicator`.
+
+    Returns:
+        The model, on every rank; in a group of one the model itself.
+
+    Raises:
+        ValueError: The model cannot be built again from its configuration.
+
+    Example:
+        >>> import keras
+        >>> from dtk.layers import whole
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> whole(model) is model
+        True
+    """
+    group = model_group(communicator)
+    if group.size == 1:
+        return model
+    parts = ModelInParts(model, group)
+    parts.build()
+    parts.gather()
+    assert parts.whole is not None
+    return parts.whole
+
+
+class Entry(NamedTuple):
+    """A variable of the whole model.
+
+    Attributes:
+        key: Equal on all ranks.
+        shape: Of the whole variable.
+        dtype: Of the variable.
+        owner: The rank of the group that holds it; the lowest where several do.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    owner: int
+
+
+class ModelInParts:
+    """What the ranks of a group hold of one model, variable by variable.
+
+    Args:
+        model: It holds this rank's parts.
+        group: Over the ranks that hold the others. Every rank makes one.
+
+    Attributes:
+        whole: The model of one device, once `build` was called; None where it was not.
+    """
+
+    def __init__(self, model: keras.Model, group: Communicator):
+        self._model, self._group = model, group
+        self._mine = _keyed(model)
+        self.whole: keras.Model | None = None
+        self._of_whole: Mapping[str, keras.Variable] = {}
+        described = [
+            Entry(key, _whole_shape(variable), variable.dtype, group.rank)
+            for key, variable in self._mine.items()
+        ]
+        found: dict[str, Entry] = {}
+        for entries in group.allgather_object(described):
+            for entry in entries:
+                found.setdefault(entry.key, entry)
+        self._entries = list(found.values())
+
+    def build(self) -> keras.Model:
+        """Build the model of one device, with the optimizer of the model.
+
+        Returns:
+            The model; its weights mean nothing yet.
+
+        Raises:
+            ValueError: It is not the model that the ranks hold parts of.
+        """
+        with _as_if_nothing_was_drawn():
+            self.whole = _of_one_device(self._model)
+            optimizer = getattr(self._model, "optimizer", None)
+            if optimizer is not None:
+                self.whole.optimizer = _like(optimizer, self.whole)
+        self._of_whole = _keyed(self.whole)
+        expected = {entry.key: entry.shape for entry in self._entries}
+        built = {key: tuple(v.shape) for key, v in self._of_whole.items()}
+        if built != expected:
+            key = next(k for k in {**expected, **built} if built.get(k) != expected.get(k))
+            raise ValueError(
+                at_rank(
+                    self._group.rank,
+                    f"model {self._model.name!r} cannot be put together from its configuration: "
+                    f"variable {key} has shape {expected.get(key)} in the parts and "
+                    f"{built.get(key)} in the whole; use functional or Sequential models rewritten "
+                    "by dtk.layers.parallelize, or dtk.layers.Pipeline",
+                )
+            )
+        return self.whole
+
+    def gather(self) -> None:
+        """Give the whole model, where it was built, the values of all parts.
+
+        Every rank of the group calls it. One variable at a time is sent.
+        """
+        for entry in self._entries:
+            value = self._value(entry)
+            if self.whole is not None:
+                self._of_whole[entry.key].assign(value)
+
+    def _value(self, entry: Entry) -> tf.Tensor:
+        variable = self._mine.get(entry.key)
+        value = None if variable is None else keras.ops.convert_to_tensor(variable)
+        shard = None if variable is None else shard_of(variable)
+        if shard is not None:
+            return shard.whole(value)
+        if variable is not None and is_of_all(variable):
+            return value
+        room = tf.zeros(entry.shape, entry.dtype) if value is None else value
+        return self._group.broadcast(room, entry.owner)
+
+    def scatter(self, world: Communicator) -> None:
+        """Give all parts the values of the whole model that rank 0 of the world has built.
+
+        Every rank of the world calls it. One variable at a time is sent.
+
+        Args:
+            world: Over all ranks.
+        """
+        for entry in self._entries:
+            given = self._of_whole.get(entry.key) if world.rank == 0 else None
+            room = tf.zeros(entry.shape, entry.dtype)
+            value = world.broadcast(
+                room if given is None else keras.ops.convert_to_tensor(given), root=0
+            )
+            variable = self._mine.get(entry.key)
+            if variable is not None:
+                shard = shard_of(variable)
+                variable.assign(value if shard is None else shard.part(value))
+
+
+def _whole_shape(variable: keras.Variable) -> tuple[int, ...]:
+    shard = shard_of(variable)
+    return tuple(variable.shape if shard is None else shard.whole_shape(variable.shape))
+
+
+def _keyed(model: keras.Model) -> dict[str, keras.Variable]:
+    """Return a model's weights, seeds and optimizer state by names that all ranks use alike."""
+    stages = model.stages if isinstance(model, Pipeline) else {0: model}
+    found = {
+        f"stage {number} variable {index}": variable
+        for number, stage in stages.items()
+        for index, variable in enumerate([*stage.weights, *ModelState(stage).seed_states()])
+    }
+    names = {id(variable): key for key, variable in found.items()}
+    outer = getattr(model, "optimizer", None)
+    for depth, optimizer in enumerate(keras_optimizers.chain(outer) if outer else ()):
+        about = {
+            id(slot): (f"{names[id(variable)]} {slot.name.removeprefix(start)}", slot)
+            for slot, variable, start in keras_optimizers.slots_by_variable(optimizer)
+        }
+        plain = [v for v in keras_optimizers.own_variables(optimizer) if id(v) not in about]
+        found |= {f"optimizer {depth} variable {i}": v for i, v in enumerate(plain)}
+        found |= {f"optimizer {depth} {key}": slot for key, slot in about.values()}
+    return found
+
+
+def _of_one_device(model: keras.Model) -> keras.Model:
+    """Build a model anew with whole layers in place of parts."""
+    if isinstance(model, Pipeline):
+        return model.on_one_rank()
+    return keras.models.clone_model(model, clone_function=_whole_layer)
+
+
+def _whole_layer(layer: keras.Layer) -> keras.Layer:
+    make = getattr(layer, "whole_layer", None)
+    return make() if make is not None else type(layer).from_config(layer.get_config())
+
+
+def _like(optimizer: keras.Optimizer, model: keras.Model) -> keras.Optimizer:
+    made = type(optimizer).from_config(optimizer.get_config())
+    made.build(model.trainable_variables)
+    return made
+
+
+@contextlib.contextmanager
+def _as_if_nothing_was_drawn() -> Iterator[None]:
+    """Keep the generators that Keras draws seeds from where they were: other ranks draw nothing."""
+    before, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        np.random.set_state(of_numpy)
