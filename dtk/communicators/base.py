@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar, overload
@@ -87,6 +88,15 @@ class Communicator(abc.ABC):
         Counted from when this rank's own values are ready, when a collective runs.
         """
         return 0.0
+
+    @functools.cached_property
+    def watched(self) -> tf.Variable:
+        """A scalar zero that gradient tapes watch because it is a variable.
+
+        What is computed from it is differentiated on every rank, see `dtk.layers.collectives`.
+        """
+        with tf.init_scope(), tf.device("CPU:0"):
+            return tf.Variable(0.0, trainable=True, name="watched")
 
     @overload
     def allreduce(self, value: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]: ...

@@ -1,6 +1,59 @@
-"""Layers whose work or weights several ranks share."""
+"""Model parallelism: layers of which every rank of a group computes a part, exactly.
 
+Importing this package registers its layers with Keras: do it before `keras.saving.load_model`
+reads a model that has some.
+"""
+
+from dtk.layers import collectives, regions
+from dtk.layers.channel_parallel import (
+    ChannelParallelConv1D,
+    ChannelParallelConv2D,
+    ChannelParallelConv3D,
+    ChannelParallelDense,
+    NodeParallelDense,
+)
+from dtk.layers.parallelize import parallelize
 from dtk.layers.pipeline import Pipeline
+from dtk.layers.regions import (
+    copy_to_group,
+    gather_from_group,
+    reduce_from_group,
+    scatter_to_group,
+)
+from dtk.layers.spatial import GatherColumns, GatherRows, SplitColumns, SplitRows
+from dtk.layers.spatially_parallel import (
+    SpatiallyParallelAveragePooling2D,
+    SpatiallyParallelBatchNormalization,
+    SpatiallyParallelConv2D,
+    SpatiallyParallelMaxPooling2D,
+    SpatiallyParallelUpSampling2D,
+)
 from dtk.layers.whole import whole
+from dtk.layers.sync_batch_norm import convert_sync_batchnorm
 
-__all__ = ["Pipeline", "whole"]
+__all__ = [
+    "ChannelParallelConv1D",
+    "ChannelParallelConv2D",
+    "ChannelParallelConv3D",
+    "ChannelParallelDense",
+    "GatherColumns",
+    "GatherRows",
+    "NodeParallelDense",
+    "Pipeline",
+    "SpatiallyParallelAveragePooling2D",
+    "SpatiallyParallelBatchNormalization",
+    "SpatiallyParallelConv2D",
+    "SpatiallyParallelMaxPooling2D",
+    "SpatiallyParallelUpSampling2D",
+    "SplitColumns",
+    "SplitRows",
+    "collectives",
+    "convert_sync_batchnorm",
+    "copy_to_group",
+    "gather_from_group",
+    "parallelize",
+    "reduce_from_group",
+    "regions",
+    "scatter_to_group",
+    "whole",
+]

@@ -1,4 +1,4 @@
-"""The ranks that hold the parts of one model."""
+"""Which ranks hold the parts of a layer."""
 
 from __future__ import annotations
 
@@ -8,17 +8,32 @@ from dtk.communicators.base import Communicator
 from dtk.communicators.local import LocalCommunicator
 
 
-def model_group(communicator: Communicator | None) -> Communicator:
-    """Return the communicator that parts of a model use.
+def model_group(given: Communicator | None = None) -> Communicator:
+    """Return the communicator of the ranks that hold parts of one model.
 
     Args:
-        communicator: One that was asked for; None for that of the current strategy.
+        given: The one that a layer was made with.
 
     Returns:
-        `model_communicator` of the strategy in whose scope this is called; of this process alone
-        without one.
+        `given`, or `model_communicator` of the strategy in whose scope this is called; without
+        either this process is a group of its own, and a layer computes the whole.
     """
-    if communicator is not None:
-        return communicator
-    found = getattr(tf.distribute.get_strategy(), "model_communicator", None)
-    return found if isinstance(found, Communicator) else LocalCommunicator()
+    if given is not None:
+        return given
+    strategy = tf.distribute.get_strategy()
+    found: Communicator | None = getattr(strategy, "model_communicator", None)
+    return found or LocalCommunicator()
+
+
+def agreed_lengths(length: int, communicator: Communicator) -> tuple[int, ...]:
+    """Return what every rank holds of an axis; all ranks of the group call it while they build.
+
+    Args:
+        length: What this rank holds.
+        communicator: Of the group.
+    """
+    if communicator.size == 1:
+        return (length,)
+    with tf.init_scope():
+        lengths = communicator.allgather(tf.constant([length]), [1] * communicator.size)
+        return tuple(int(one) for one in lengths.numpy())

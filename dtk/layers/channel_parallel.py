@@ -1,0 +1,341 @@
+"""Layers whose channels are divided among the ranks of a group; results are those of one device.
+
+    split="output"     each rank has some of the filters     x -> copy, compute, gather channels
+    split="input"      each rank has some of the inputs      x -> slice, compute, add up
+
+The two in a row need one all-reduce each way, after Shoeybi et al. (Megatron-LM,
+arXiv:1909.08053): the first keeps its part of the channels, which the second takes.
+
+    hidden = ChannelParallelDense(4096, "gelu", gather_output=False)(x)
+    y = ChannelParallelDense(1024, split="input", input_is_split=True)(hidden)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+
+from dtk.communicators.base import Communicator
+from dtk.communicators.shard import Shard
+from dtk.compat.keras_shards import set_shard
+from dtk.errors import at_rank
+from dtk.layers.group import agreed_lengths, model_group
+from dtk.layers.regions import (
+    copy_to_group,
+    gather_from_group,
+    reduce_from_group,
+    scatter_to_group,
+)
+from dtk.layers.sharded_weights import (
+    PartInitializer,
+    SharedInitializer,
+    part_constraint,
+    part_regularizer,
+)
+from dtk.nests import Config, Function
+
+# What these activations do to a channel depends on no other.
+# fmt: off
+_ELEMENTWISE = frozenset(
+    {
+        "celu", "elu", "exponential", "gelu", "hard_shrink", "hard_sigmoid", "hard_silu",
+        "hard_tanh", "leaky_relu", "linear", "log_sigmoid", "mish", "relu", "relu6", "selu",
+        "sigmoid", "silu", "soft_shrink", "softplus", "softsign", "sparse_plus",
+        "sparse_sigmoid", "squareplus", "tanh", "tanh_shrink", "threshold"
+    }
+)
+# fmt: on
+
+_Shape = Sequence[int | None]
+
+
+class ChannelParallel(keras.layers.Layer):
+    """Base of layers in channel parts: goes before the Keras layer among the base classes.
+
+    Args:
+        args: Of the Keras layer.
+        split: "output", each rank has some of the filters; or "input", some of the input channels.
+        communicator: Of the ranks that share the layer; `model_communicator` of the strategy in
+            whose scope it is built when None, and without one the layer is not divided. It is no
+            part of the configuration: a layer made from one looks for the strategy's.
+        gather_output: Whether every rank gets all channels; False, with "output" only, leaves each
+            with those it computes.
+        input_is_split: Whether the input has this rank's channels only, with "input" only.
+        kwargs: Of the Keras layer.
+
+    Raises:
+        ValueError: Arguments that contradict each other, or that cannot be kept in parts.
+    """
+
+    def __init__(
+        self,
+        *args: object,
+        split: str = "output",
+        communicator: Communicator | None = None,
+        gather_output: bool = True,
+        input_is_split: bool = False,
+        **kwargs: object,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.split = split
+        self.gather_output = gather_output
+        self.input_is_split = input_is_split
+        self.supports_jit = False  # XLA cannot contain what ranks send
+        self._communicator = communicator
+        self._channels: Shard | None = None
+        self._check_arguments()
+
+    @property
+    def group(self) -> Communicator:
+        """The ranks that share the layer, once it is built."""
+        return self._divided.communicator
+
+    @property
+    def _divided(self) -> Shard:
+        if self._channels is None:
+            raise ValueError(f"layer {self.name!r} is not built yet; call it, or its `build`")
+        return self._channels
+
+    @property
+    def _channel_axis(self) -> int:
+        return 1 if getattr(self, "data_format", "channels_last") == "channels_first" else -1
+
+    def _check_arguments(self) -> None:
+        if self.split not in ("output", "input"):
+            self._refuse(f"split={self.split!r}", "'output' or 'input'")
+        if self.split == "input" and not self.gather_output:
+            self._refuse("gather_output=False with split='input'", "split='output' for it")
+        if self.split == "output" and self.input_is_split:
+            self._refuse("input_is_split=True with split='output'", "split='input' for it")
+        if getattr(self, "groups", 1) != 1:
+            self._refuse(f"groups={self.groups}", "groups=1")
+        if getattr(self, "lora_rank", None) or getattr(self, "quantization_config", None):
+            self._refuse("lora_rank or quantization_config", "a layer without them")
+        if self.gather_output:
+            return
+        if not is_elementwise(self.activation):
+            name = getattr(self.activation, "__name__", repr(self.activation))
+            self._refuse(
+                f"activation={name!r} with gather_output=False, where it sees part of the channels",
+                "one of Keras's that works on each element, or gather_output=True",
+            )
+        if self.activity_regularizer is not None:
+            self._refuse("activity_regularizer with gather_output=False", "gather_output=True")
+
+    def _refuse(self, given: str, expected: str) -> None:
+        raise ValueError(f"layer {self.name!r}: {given}; use {expected}")
+
+    def enable_lora(self, *args: object, **kwargs: object) -> None:
+        """Refuse it, see the class.
+
+        Args:
+            args: Of the Keras layer.
+            kwargs: Of the Keras layer.
+        """
+        del args, kwargs
+        self._refuse("enable_lora", "it before the layer is divided, or a layer that is not")
+
+    # Variables.
+
+    def build(self, input_shape: _Shape) -> None:
+        """Make this rank's variables; every rank of the group builds the same layers.
+
+        Args:
+            input_shape: Of what the layer is called with.
+
+        Raises:
+            ValueError: There are fewer channels than ranks.
+        """
+        group = model_group(self._communicator)
+        axis = self._channel_axis
+        channels = input_shape[axis]
+        if channels is None:
+            raise ValueError(f"layer {self.name!r}: the number of input channels must be known")
+        if self.split == "output":
+            whole = self.units if hasattr(self, "units") else self.filters
+            self._channels = Shard.evenly(whole, self._input_axis + 1, group)
+        elif self.input_is_split:
+            self._channels = Shard(self._input_axis, agreed_lengths(channels, group), group)
+            input_shape = list(input_shape)
+            input_shape[axis] = self._channels.length
+        else:
+            self._channels = Shard.evenly(channels, self._input_axis, group)
+        if not min(self._channels.sizes):
+            raise ValueError(
+                at_rank(
+                    group.rank,
+                    f"layer {self.name!r} divides {self._channels.length} {self.split} channels "
+                    f"among {group.size} ranks; it takes one or more for each",
+                )
+            )
+        super().build(tuple(input_shape))
+        channel_axis = axis % len(input_shape)
+        self.input_spec = keras.InputSpec(
+            min_ndim=len(getattr(self, "kernel_size", ())) + 2,
+            axes={channel_axis - len(input_shape): channels},
+        )
+
+    @property
+    def _input_axis(self) -> int:
+        """Axis of a kernel that belongs to the input channels; the next one to the output's."""
+        return len(self.kernel_size) if hasattr(self, "kernel_size") else 0
+
+    def add_weight(
+        self, *args: object, shape: Sequence[int] = (), name: str | None = None, **kwargs: object
+    ) -> keras.Variable:
+        """Add this rank's part of a weight that the Keras layer asks for.
+
+        Args:
+            args: Of Keras's method.
+            shape: Of the whole weight.
+            name: Of the weight.
+            kwargs: Of Keras's method.
+        """
+        divided = self._divided
+        initializer = keras.initializers.get(kwargs.pop("initializer", None) or "zeros")
+        if name == "bias" and self.split == "output":
+            shard = Shard(0, divided.sizes, divided.communicator)
+        elif name == "kernel":
+            shard = divided
+        else:
+            initializer = SharedInitializer(initializer, divided)
+            return super().add_weight(
+                *args, shape=shape, name=name, initializer=initializer, **kwargs
+            )
+        variable = super().add_weight(
+            *args,
+            shape=shard.part_shape(shape),
+            name=name,
+            initializer=PartInitializer(initializer, shard, shape),
+            regularizer=part_regularizer(
+                keras.regularizers.get(kwargs.pop("regularizer", None)), shard
+            ),
+            constraint=part_constraint(
+                keras.constraints.get(kwargs.pop("constraint", None)), shard
+            ),
+            **kwargs,
+        )
+        set_shard(variable, shard)
+        return variable
+
+    # Computing.
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        """Compute this rank's part, and what the group makes of it.
+
+        Args:
+            inputs: As the Keras layer takes them; with `input_is_split` this rank's channels.
+
+        Returns:
+            As the Keras layer returns it; without `gather_output` this rank's channels.
+        """
+        divided, group = self._divided, self.group
+        if self.split == "output":
+            outputs = self._with_bias(self._linear(copy_to_group(inputs, group)))
+            if self.gather_output:
+                outputs = gather_from_group(outputs, self._along_channels(divided, outputs))
+        else:
+            if not self.input_is_split:
+                inputs = scatter_to_group(inputs, self._along_channels(divided, inputs))
+            outputs = self._with_bias(reduce_from_group(self._linear(inputs), group))
+        return outputs if self.activation is None else self.activation(outputs)
+
+    def _along_channels(self, divided: Shard, tensor: tf.Tensor) -> Shard:
+        axis = self._channel_axis % len(tensor.shape)
+        return Shard(axis, divided.sizes, divided.communicator)
+
+    def _linear(self, inputs: tf.Tensor) -> tf.Tensor:
+        if not hasattr(self, "kernel_size"):
+            return keras.ops.matmul(inputs, self.kernel)
+        padding = self.padding
+        if padding == "causal":
+            before = [[0, 0], [0, 0], [0, 0]]
+            steps = 3 - self._channel_axis % 3  # the axis that holds no channels
+            before[steps] = [self.dilation_rate[0] * (self.kernel_size[0] - 1), 0]
+            inputs, padding = keras.ops.pad(inputs, before), "valid"
+        return keras.ops.conv(
+            inputs,
+            self.kernel,
+            strides=list(self.strides),
+            padding=padding,
+            dilation_rate=list(self.dilation_rate),
+            data_format=self.data_format,
+        )
+
+    def _with_bias(self, outputs: tf.Tensor) -> tf.Tensor:
+        if self.bias is None:
+            return outputs
+        shape = [1] * len(outputs.shape)
+        shape[self._channel_axis] = -1
+        return outputs + keras.ops.reshape(self.bias, shape)
+
+    def compute_output_shape(self, input_shape: _Shape) -> tuple[int | None, ...]:
+        """Return the shape of what `call` returns.
+
+        Args:
+            input_shape: Of what it is called with.
+        """
+        shape = list(super().compute_output_shape(input_shape))
+        if not self.gather_output and self._channels is not None:
+            shape[self._channel_axis] = self._channels.size
+        return tuple(shape)
+
+    def get_config(self) -> Config:
+        """Return the configuration: that of the Keras layer, and how it is divided."""
+        config: Config = super().get_config()
+        config["split"] = self.split
+        config["gather_output"] = self.gather_output
+        config["input_is_split"] = self.input_is_split
+        return config
+
+
+def is_elementwise(activation: Function[tf.Tensor] | None) -> bool:
+    """Return whether an activation is one of Keras's that work on each element by itself.
+
+    Args:
+        activation: As a layer of Keras holds it.
+    """
+    name = getattr(activation, "__name__", "")
+    return name in _ELEMENTWISE and getattr(keras.activations, name, None) == activation
+
+
+@keras.saving.register_keras_serializable(package="dtk")
+class ChannelParallelDense(ChannelParallel, keras.layers.Dense):
+    """A `keras.layers.Dense` in parts: the arguments of both, see `ChannelParallel`.
+
+    Example:
+        >>> import dtk, numpy as np
+        >>> layer = dtk.layers.ChannelParallelDense(3, split="input")
+        >>> layer(np.ones((2, 4))).shape
+        TensorShape([2, 3])
+    """
+
+
+@keras.saving.register_keras_serializable(package="dtk")
+class NodeParallelDense(ChannelParallelDense):
+    """A `keras.layers.Dense` of which every rank computes some of the nodes.
+
+    A `ChannelParallelDense` with split="output", by the name it has where neurons are divided.
+    """
+
+    def _check_arguments(self) -> None:
+        if self.split != "output":
+            self._refuse(f"split={self.split!r}", "ChannelParallelDense: nodes are outputs")
+        super()._check_arguments()
+
+
+@keras.saving.register_keras_serializable(package="dtk")
+class ChannelParallelConv1D(ChannelParallel, keras.layers.Conv1D):
+    """A `keras.layers.Conv1D` in parts: the arguments of both, see `ChannelParallel`."""
+
+
+@keras.saving.register_keras_serializable(package="dtk")
+class ChannelParallelConv2D(ChannelParallel, keras.layers.Conv2D):
+    """A `keras.layers.Conv2D` in parts: the arguments of both, see `ChannelParallel`."""
+
+
+@keras.saving.register_keras_serializable(package="dtk")
+class ChannelParallelConv3D(ChannelParallel, keras.layers.Conv3D):
+    """A `keras.layers.Conv3D` in parts: the arguments of both, see `ChannelParallel`."""

@@ -1,0 +1,368 @@
+"""Collectives that gradients pass through: inside layers, losses and custom training loops.
+
+Each returns what the method of the same name of a `Communicator` returns. The loss that is
+differentiated is the sum of the losses of all ranks; a loss that every rank computes alike is for
+the functions of `dtk.layers.regions`. Forward, and what the backward pass does with gradients:
+
+    allreduce sum, mean     the same
+    allgather               reduce-scatter: a rank gets the sum of the gradients of its rows
+    reduce_scatter          allgather
+    alltoall                alltoall, with splits transposed
+    broadcast               sum on the root, zeros elsewhere
+    scatter, gather         gather, scatter
+    send, recv              recv, send
+
+After Fukuda et al. (ChainerMN, arXiv:1710.11351). Gradients of gradients are right, since the
+backward pass is made of these functions.
+
+The rule of `Communicator` holds for the backward pass, too: all ranks must reach the same
+collectives in the same order.
+
+- Whether a collective is reached does not depend on its input: gradients pass wherever the result
+  is used, since every call reads `Communicator.watched`. (A tape made with
+  `watch_accessed_variables=False` must watch that variable.) What needs no gradient goes by the
+  communicator's own methods.
+- TensorFlow walks backwards through a graph in an order that its shape alone decides, so nothing is
+  to be done where the functions of all ranks have one shape. Where they have not, as at the ends of
+  `send` and `recv`, each collective must depend on the one before it: see `pseudo_connect`.
+- A tape may be in a loop (`steps_per_execution`), but not around a `tf.while_loop` with collectives
+  in it: TensorFlow refuses to trace their backward pass. Write such a loop in Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import tensorflow as tf
+
+from dtk.communicators.base import Communicator
+from dtk.communicators.blocks import block_sizes
+from dtk.errors import at_rank
+from dtk.layers.gradients import unconverted, watched, with_gradient
+from dtk.layers.messages import pseudo_connect, recv, send
+
+__all__ = [
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "broadcast",
+    "gather",
+    "pseudo_connect",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "send",
+]
+
+_Rows: TypeAlias = "Sequence[int] | tf.Tensor"
+
+
+@unconverted
+def allreduce(value: tf.Tensor, communicator: Communicator, op: str = "sum") -> tf.Tensor:
+    """Combine a tensor over all ranks.
+
+    Args:
+        value: Of equal shape on all ranks.
+        communicator: Of the ranks.
+        op: "sum" or "mean".
+
+    Returns:
+        The sum or mean, on every rank.
+
+    Raises:
+        ValueError: For another op, which has no gradient here.
+    """
+    if op not in ("sum", "mean"):
+        raise ValueError(
+            at_rank(communicator.rank, f"allreduce with a gradient got op={op!r}; 'sum' or 'mean'")
+        )
+    return _allreduce(watched(value, communicator), communicator, op)
+
+
+@unconverted
+def allgather(value: tf.Tensor, communicator: Communicator, rows: _Rows | None = None) -> tf.Tensor:
+    """Concatenate every rank's rows, in rank order.
+
+    Args:
+        value: Shape `[rows, ...]`; row counts may differ. A scalar counts as one row.
+        communicator: Of the ranks.
+        rows: How many come from each rank, where every rank knows; saves a message.
+
+    Returns:
+        All rows, on every rank.
+    """
+    value = tf.convert_to_tensor(value)
+    if value.shape.rank == 0:
+        value = value[None]
+    counts = rows
+    if counts is None:
+        ones = [1] * communicator.size
+        counts = communicator.allgather(tf.shape(value)[:1], ones)
+        counts = tf.ensure_shape(counts, [communicator.size])
+    return _allgather(watched(value, communicator), communicator, counts)
+
+
+@unconverted
+def reduce_scatter(value: tf.Tensor, communicator: Communicator, op: str = "sum") -> tf.Tensor:
+    """Combine a tensor over all ranks, and keep this rank's block of rows.
+
+    Args:
+        value: Shape `[rows, ...]`, equal on all ranks; `rows` is known when a function is traced.
+        communicator: Of the ranks.
+        op: "sum" or "mean".
+
+    Returns:
+        This rank's rows, see `dtk.communicators.blocks.block_sizes`.
+
+    Raises:
+        ValueError: For another op, or a number of rows that is not known.
+    """
+    value = tf.convert_to_tensor(value)
+    if op not in ("sum", "mean") or value.shape.rank == 0 or value.shape[0] is None:
+        raise ValueError(
+            at_rank(
+                communicator.rank,
+                f"reduce_scatter with a gradient got op={op!r} and shape {value.shape}; it takes "
+                "'sum' or 'mean', and a number of rows that is known",
+            )
+        )
+    if op == "mean":
+        value = value / communicator.size
+    rows = block_sizes(value.shape[0], communicator.size)
+    return _reduce_rows(watched(value, communicator), communicator, rows)
+
+
+@unconverted
+def alltoall(
+    value: tf.Tensor, communicator: Communicator, splits: _Rows | None = None
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Send block j of the rows to rank j.
+
+    Args:
+        value: Shape `[rows, ...]`.
+        communicator: Of the ranks.
+        splits: Rows for each rank, shape `[size]`; equal blocks when None; or `[size, size]`, where
+            every rank knows that row i is what rank i sends.
+
+    Returns:
+        The received rows in rank order, and how many came from each rank (int32, shape `[size]`).
+
+    Raises:
+        ValueError: Equal blocks are asked for, of rows that do not divide.
+    """
+    size, rank = communicator.size, communicator.rank
+    value = tf.convert_to_tensor(value)
+    if splits is None:
+        if value.shape[0] is not None and value.shape[0] % size:
+            raise ValueError(
+                at_rank(
+                    rank,
+                    f"alltoall of {value.shape[0]} rows over {size} ranks is uneven: pass splits, "
+                    "the rows for each rank",
+                )
+            )
+        splits = tf.repeat(tf.shape(value)[:1] // size, size)
+    matrix = tf.cast(tf.convert_to_tensor(splits), tf.int64)
+    if matrix.shape.rank == 1:
+        matrix = communicator.allgather(matrix[None], [1] * size)
+    received = exchange(watched(value, communicator), communicator, matrix)
+    return received, tf.cast(matrix[:, rank], tf.int32)
+
+
+@unconverted
+def broadcast(value: tf.Tensor, communicator: Communicator, root: int = 0) -> tf.Tensor:
+    """Give every rank the root's value.
+
+    Args:
+        value: Of equal shape and dtype on all ranks; counts on `root` only.
+        communicator: Of the ranks.
+        root: The rank whose value counts.
+
+    Returns:
+        The root's value, on every rank.
+    """
+    return _broadcast(watched(value, communicator), communicator, root)
+
+
+@unconverted
+def reduce(value: tf.Tensor, communicator: Communicator, root: int = 0) -> tf.Tensor:
+    """Add a tensor up on the root: the gradient of `broadcast`.
+
+    Args:
+        value: Of equal shape on all ranks.
+        communicator: Of the ranks.
+        root: The rank that gets the sum.
+
+    Returns:
+        The sum on `root`, zeros elsewhere.
+    """
+    return _reduce(watched(value, communicator), communicator, root)
+
+
+@unconverted
+def scatter(
+    value: tf.Tensor, communicator: Communicator, root: int = 0, rows: Sequence[int] | None = None
+) -> tf.Tensor:
+    """Divide the root's rows among all ranks.
+
+    Args:
+        value: Shape `[rows, ...]`, equal on all ranks; counts on `root` only.
+        communicator: Of the ranks.
+        root: The rank whose rows they are.
+        rows: How many each rank gets; as even as can be when None.
+
+    Returns:
+        This rank's rows.
+
+    Raises:
+        ValueError: `rows` is None, and the number of rows is not known when a function is traced.
+    """
+    value = tf.convert_to_tensor(value)
+    if rows is None and (value.shape.rank == 0 or value.shape[0] is None):
+        raise ValueError(
+            at_rank(
+                communicator.rank,
+                f"scatter of shape {value.shape}: pass rows, how many each rank gets",
+            )
+        )
+    counts = list(rows) if rows is not None else block_sizes(value.shape[0], communicator.size)
+    mine = value if communicator.rank == root else value[:0]
+    return _scatter_rows(watched(mine, communicator), communicator, root, counts)
+
+
+@unconverted
+def gather(
+    value: tf.Tensor, communicator: Communicator, root: int = 0, rows: Sequence[int] | None = None
+) -> tf.Tensor:
+    """Concatenate every rank's rows on the root.
+
+    What the other ranks get holds no rows, but their gradient comes by it: connect it to what they
+    differentiate (`pseudo_connect`).
+
+    Args:
+        value: Shape `[rows, ...]`.
+        communicator: Of the ranks.
+        root: The rank that gets them.
+        rows: How many come from each rank; equal numbers when None.
+
+    Returns:
+        All rows on `root`, a tensor of no rows elsewhere.
+
+    Raises:
+        ValueError: `rows` is None, and the number of rows is not known when a function is traced.
+    """
+    value = tf.convert_to_tensor(value)
+    if rows is None and (value.shape.rank == 0 or value.shape[0] is None):
+        raise ValueError(
+            at_rank(
+                communicator.rank,
+                f"gather of shape {value.shape}: pass rows, how many come from each rank",
+            )
+        )
+    counts = list(rows) if rows is not None else [value.shape[0]] * communicator.size
+    return _gather_rows(watched(value, communicator), communicator, root, counts)
+
+
+# The gradients of these are made of each other.
+
+
+def _allreduce(value: tf.Tensor, communicator: Communicator, op: str) -> tf.Tensor:
+    return with_gradient(
+        value,
+        lambda x: communicator.allreduce(x, op),
+        lambda dy: _allreduce(dy, communicator, op),
+    )
+
+
+def _allgather(value: tf.Tensor, communicator: Communicator, rows: _Rows) -> tf.Tensor:
+    total = None if tf.is_tensor(rows) else sum(rows)
+    return with_gradient(
+        value,
+        lambda x: tf.ensure_shape(communicator.allgather(x, rows), [total, *x.shape[1:]]),
+        lambda dy: _reduce_rows(dy, communicator, rows),
+    )
+
+
+def _reduce_rows(value: tf.Tensor, communicator: Communicator, rows: _Rows) -> tf.Tensor:
+    """Add up, and keep this rank's rows, of which each rank has as many as `rows` says."""
+    size, rank = communicator.size, communicator.rank
+
+    def forward(x: tf.Tensor) -> tf.Tensor:
+        if not tf.is_tensor(rows) and list(rows) == block_sizes(sum(rows), size):
+            return communicator.reduce_scatter(x)
+        counts = tf.cast(tf.convert_to_tensor(rows), tf.int64)
+        received, _ = communicator.alltoall(x, tf.tile(counts[None], [size, 1]))
+        shape = tf.concat([[size], counts[rank][None], tf.shape(x, tf.int64)[1:]], axis=0)
+        added = tf.reduce_sum(tf.reshape(received, shape), axis=0)
+        kept = None if tf.is_tensor(rows) else rows[rank]
+        return tf.ensure_shape(added, [kept, *x.shape[1:]])
+
+    return with_gradient(value, forward, lambda dy: _allgather(dy, communicator, rows))
+
+
+def exchange(value: tf.Tensor, communicator: Communicator, matrix: tf.Tensor) -> tf.Tensor:
+    """Send `matrix[i, j]` rows from rank i to rank j, as `alltoall` does.
+
+    Unlike it, nothing is sent in the backward pass where `value` depends on nothing that is
+    differentiated by; that must be alike on all ranks.
+
+    Args:
+        value: Shape `[rows, ...]`.
+        communicator: Of the ranks.
+        matrix: Shape `[size, size]`, equal on all ranks.
+    """
+    return with_gradient(
+        value,
+        lambda x: communicator.alltoall(x, matrix)[0],
+        lambda dy: exchange(dy, communicator, tf.transpose(matrix)),
+    )
+
+
+def _broadcast(value: tf.Tensor, communicator: Communicator, root: int) -> tf.Tensor:
+    return with_gradient(
+        value,
+        lambda x: communicator.broadcast(x, root),
+        lambda dy: _reduce(dy, communicator, root),
+    )
+
+
+def _reduce(value: tf.Tensor, communicator: Communicator, root: int) -> tf.Tensor:
+    def forward(x: tf.Tensor) -> tf.Tensor:
+        added = communicator.allreduce(x)
+        return added if communicator.rank == root else tf.zeros_like(added)
+
+    return with_gradient(value, forward, lambda dy: _broadcast(dy, communicator, root))
+
+
+def _scatter_rows(
+    value: tf.Tensor, communicator: Communicator, root: int, rows: list[int]
+) -> tf.Tensor:
+    """Divide the root's rows; the values of other ranks have none."""
+    size = communicator.size
+    matrix = [rows if rank == root else [0] * size for rank in range(size)]
+
+    def forward(x: tf.Tensor) -> tf.Tensor:
+        received = communicator.alltoall(x, matrix)[0]
+        return tf.ensure_shape(received, [rows[communicator.rank], *x.shape[1:]])
+
+    return with_gradient(
+        value,
+        forward,
+        lambda dy: _gather_rows(dy, communicator, root, rows),
+    )
+
+
+def _gather_rows(
+    value: tf.Tensor, communicator: Communicator, root: int, rows: list[int]
+) -> tf.Tensor:
+    size = communicator.size
+    matrix = [[n if rank == root else 0 for rank in range(size)] for n in rows]
+
+    def forward(x: tf.Tensor) -> tf.Tensor:
+        received = communicator.alltoall(x, matrix)[0]
+        kept = sum(rows) if communicator.rank == root else 0
+        return tf.ensure_shape(received, [kept, *x.shape[1:]])
+
+    return with_gradient(value, forward, lambda dy: _scatter_rows(dy, communicator, root, rows))

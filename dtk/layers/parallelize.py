@@ -1,0 +1,213 @@
+"""Dividing the layers of an existing model among ranks, by a plan of names."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import keras
+
+from dtk.communicators.base import Communicator
+from dtk.compat.keras_shards import shard_of
+from dtk.layers import channel_parallel, spatial, spatially_parallel
+from dtk.layers.group import model_group
+from dtk.nests import Args, Config, Kwargs
+
+_CHANNELS = {
+    keras.layers.Dense: channel_parallel.ChannelParallelDense,
+    keras.layers.Conv1D: channel_parallel.ChannelParallelConv1D,
+    keras.layers.Conv2D: channel_parallel.ChannelParallelConv2D,
+    keras.layers.Conv3D: channel_parallel.ChannelParallelConv3D,
+}
+_IMAGES = {
+    keras.layers.Conv2D: spatially_parallel.SpatiallyParallelConv2D,
+    keras.layers.MaxPooling2D: spatially_parallel.SpatiallyParallelMaxPooling2D,
+    keras.layers.AveragePooling2D: spatially_parallel.SpatiallyParallelAveragePooling2D,
+    keras.layers.UpSampling2D: spatially_parallel.SpatiallyParallelUpSampling2D,
+    keras.layers.BatchNormalization: spatially_parallel.SpatiallyParallelBatchNormalization,
+}
+# What they compute of an element depends on that element alone: they stay between the borders.
+_ELEMENTWISE = (
+    keras.layers.ReLU,
+    keras.layers.LeakyReLU,
+    keras.layers.ELU,
+    keras.layers.Add,
+    keras.layers.Subtract,
+    keras.layers.Multiply,
+    keras.layers.Average,
+    keras.layers.Maximum,
+    keras.layers.Minimum,
+)
+_BORDERS = {
+    "rows": (spatial.SplitRows, spatial.GatherRows),
+    "columns": (spatial.SplitColumns, spatial.GatherColumns),
+}
+_SPLITS = {"channels": "output", "output": "output", "input": "input"}
+
+Plan: TypeAlias = Mapping[str, str]
+
+
+def parallelize(
+    model: keras.Model, plan: Plan, communicator: Communicator | None = None
+) -> keras.Model:
+    """Return a model that computes the same, with some layers divided among the ranks of a group.
+
+    Layers of the plan are replaced by those of `dtk.layers`, with their part of the weights. Where
+    layers divide rows or columns, `SplitRows` and `GatherRows` (or those of columns) are put at the
+    borders; layers between them that work on each element stay there. All other layers are the same
+    objects as before.
+
+    Args:
+        model: Functional or Sequential, and built. It is left as it is, but shares what is not
+            divided.
+        plan: Name of a layer, or a pattern as of `fnmatch` -> "channels" or "output" (each rank
+            has some of the filters), "input" (some of the input channels), "rows" or "columns"
+            (part of the image). Every rank gives the same plan.
+        communicator: Of the ranks that share the model; `model_communicator` of the current
+            strategy when None.
+
+    Returns:
+        A functional model, compiled as `model` is.
+
+    Raises:
+        ValueError: No layer has such a name, a layer fits two patterns that say different things,
+            or it is of a kind that cannot be divided so.
+
+    Example:
+        >>> import dtk, keras
+        >>> model = keras.Sequential([
+        ...     keras.Input((32, 32, 3)),
+        ...     keras.layers.Conv2D(8, 3, activation="relu", name="conv"),
+        ...     keras.layers.Flatten(),
+        ...     keras.layers.Dense(10, name="head"),
+        ... ])
+        >>> parallel = dtk.layers.parallelize(model, {"conv": "rows", "head": "channels"})
+        >>> [layer.name for layer in parallel.layers][1:-1]
+        ['split_rows', 'conv', 'gather_rows', 'flatten']
+    """
+    if not (isinstance(model, keras.Sequential) or hasattr(model, "operations")) or not model.built:
+        raise ValueError(
+            f"parallelize got {type(model).__name__} {model.name!r}; it takes a functional or "
+            "Sequential model that is built; use the layers of dtk.layers in a subclassed one"
+        )
+    return _Rewriting(model, plan, model_group(communicator)).result()
+
+
+class _Rewriting:
+    """One call of `parallelize`."""
+
+    def __init__(self, model: keras.Model, plan: Plan, group: Communicator) -> None:
+        self._model = model
+        self._group = group
+        self._how = _planned(model, plan)
+        self._replaced: list[tuple[keras.Layer, keras.Layer]] = []
+        self._spatial: dict[int, str] = {}  # layer -> what it divides
+        self._parts: dict[int, tuple[keras.KerasTensor, str]] = {}  # tensor -> how it is divided
+
+    def result(self) -> keras.Model:
+        model = self._model
+        if isinstance(model, keras.Sequential):
+            model = keras.Model(model.inputs[0], model.outputs[0], name=model.name)
+        cloned = keras.models.clone_model(
+            model, clone_function=self._layer, call_function=self._call
+        )
+        outputs = keras.tree.map_structure(self._gathered, cloned.output)
+        result = keras.Model(cloned.input, outputs, name=model.name)
+        for old, new in self._replaced:
+            for before, now in zip(old.weights, new.weights, strict=True):
+                shard = shard_of(now)
+                now.assign(before.value if shard is None else shard.part(before.value))
+        if self._model.compiled:
+            result.compile_from_config(self._model.get_compile_config())
+        return result
+
+    def _layer(self, layer: keras.Layer) -> keras.Layer:
+        how = self._how.get(layer.name)
+        if how is None or isinstance(layer, _ELEMENTWISE):
+            return layer
+        config: Config = {**layer.get_config(), "communicator": self._group}
+        if how in _SPLITS:
+            new = _CHANNELS[type(layer)].from_config({**config, "split": _SPLITS[how]})
+        else:
+            new = _IMAGES[type(layer)].from_config({**config, "split": how})
+            self._spatial[id(new)] = how
+        self._replaced.append((layer, new))
+        return new
+
+    def _call(self, layer: keras.Layer, *args: object, **kwargs: object) -> object:
+        how = self._spatial.get(id(layer))
+        given: tuple[Args, Kwargs] = (args, kwargs)
+        tensors = [t for t in keras.tree.flatten(given) if isinstance(t, keras.KerasTensor)]
+        states = {self._state(tensor) for tensor in tensors}
+        if how is None and len(states) == 1 and _keeps_parts(layer):
+            how = states.pop()
+        if how is None:
+            args, kwargs = keras.tree.map_structure(self._gathered, given)
+            return layer(*args, **kwargs)
+        args, kwargs = keras.tree.map_structure(lambda t: self._divided(t, how), given)
+        outputs = layer(*args, **kwargs)
+        for tensor in keras.tree.flatten(outputs):
+            self._parts[id(tensor)] = tensor, how
+        return outputs
+
+    def _state(self, tensor: keras.KerasTensor) -> str | None:
+        return self._parts[id(tensor)][1] if id(tensor) in self._parts else None
+
+    def _gathered(self, tensor: keras.KerasTensor) -> keras.KerasTensor:
+        state = self._state(tensor)
+        return tensor if state is None else _BORDERS[state][1](self._group)(tensor)
+
+    def _divided(self, tensor: keras.KerasTensor, how: str) -> keras.KerasTensor:
+        if not isinstance(tensor, keras.KerasTensor) or self._state(tensor) == how:
+            return tensor
+        return _BORDERS[how][0](self._group)(self._gathered(tensor))
+
+
+def _keeps_parts(layer: keras.Layer) -> bool:
+    if isinstance(layer, keras.layers.Activation):
+        return channel_parallel.is_elementwise(layer.activation)
+    return isinstance(layer, _ELEMENTWISE)
+
+
+def _planned(model: keras.Model, plan: Plan) -> dict[str, str]:
+    """Return what is planned for every layer by its name."""
+    known = {layer.name: layer for layer in model.layers}
+    planned: dict[str, str] = {}
+    for pattern, how in plan.items():
+        if how not in {*_SPLITS, *_BORDERS}:
+            raise ValueError(
+                f"plan[{pattern!r}] = {how!r}; use 'channels', 'output', 'input', 'rows' or "
+                "'columns'"
+            )
+        found = [
+            name
+            for name, layer in known.items()
+            if fnmatch.fnmatchcase(name, pattern) and not isinstance(layer, keras.layers.InputLayer)
+        ]
+        if not found:
+            close = difflib.get_close_matches(pattern, known) or list(known)
+            raise ValueError(
+                f"plan[{pattern!r}]: model {model.name!r} has no such layer; did you mean "
+                f"{', '.join(map(repr, close))}?"
+            )
+        for name in found:
+            if planned.setdefault(name, how) != how:
+                raise ValueError(
+                    f"layer {name!r} is to be divided by {planned[name]!r} and, as of "
+                    f"plan[{pattern!r}], by {how!r}; let one pattern fit it"
+                )
+            _check_kind(known[name], how)
+    return planned
+
+
+def _check_kind(layer: keras.Layer, how: str) -> None:
+    kinds = _CHANNELS if how in _SPLITS else _IMAGES
+    if type(layer) in kinds or (how in _BORDERS and _keeps_parts(layer)):
+        return
+    names = ", ".join(kind.__name__ for kind in kinds)
+    raise ValueError(
+        f"layer {layer.name!r} is a {type(layer).__name__}, which cannot be divided by {how!r}; "
+        f"it takes {names}; leave it out of the plan"
+    )

@@ -1,0 +1,162 @@
+"""Which rows of an image a rank needs to compute its rows of a window's output.
+
+Convolutions and pooling slide a window over an axis. With kernel k, stride s, dilation d and p rows
+of padding in front, outputs [a, b) need inputs
+
+    [a s - p,  (b - 1) s - p + (k - 1) d + 1)
+
+of which those outside [0, length) are padding. With TensorFlow's "same" padding an axis of length n
+has ceil(n / s) outputs, and p is half, rounded down, of what these need beyond n rows.
+
+What is true of rows is true of columns. Nothing here computes with tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Range(NamedTuple):
+    """Rows `start` to `stop`, without the last; empty where `stop <= start`."""
+
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        """How many rows there are."""
+        return max(0, self.stop - self.start)
+
+    def within(self, other: Range) -> Range:
+        """Return the rows that both have; an empty range lies at the nearer end of `other`.
+
+        Args:
+            other: Another range.
+        """
+        start = min(max(self.start, other.start), other.stop)
+        return Range(start, max(start, min(self.stop, other.stop)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """A window that slides over an axis.
+
+    Args:
+        kernel: Its length in taps.
+        stride: Rows from one output to the next.
+        dilation: Rows from one tap to the next.
+        padding: "same" or "valid", as TensorFlow has them.
+
+    Example:
+        >>> window = Window(3, stride=2, padding="same")
+        >>> window.outputs(6), window.front(6), window.needs(Range(0, 3), 6)
+        (3, 0, Range(start=0, stop=7))
+    """
+
+    kernel: int
+    stride: int = 1
+    dilation: int = 1
+    padding: str = "valid"
+
+    @property
+    def extent(self) -> int:
+        """Rows from the first tap to the last, both included."""
+        return (self.kernel - 1) * self.dilation + 1
+
+    def outputs(self, length: int) -> int:
+        """Return how many outputs there are.
+
+        Args:
+            length: Of the axis.
+        """
+        if self.padding == "same":
+            return -(-length // self.stride)
+        return max(0, (length - self.extent) // self.stride + 1)
+
+    def front(self, length: int) -> int:
+        """Return the rows of padding in front.
+
+        Args:
+            length: Of the axis.
+        """
+        if self.padding != "same":
+            return 0
+        return max(0, (self.outputs(length) - 1) * self.stride + self.extent - length) // 2
+
+    def needs(self, outputs: Range, length: int) -> Range:
+        """Return the inputs that some outputs need, padding included.
+
+        Args:
+            outputs: One output or more.
+            length: Of the axis.
+        """
+        start = outputs.start * self.stride - self.front(length)
+        return Range(start, start + (outputs.length - 1) * self.stride + self.extent)
+
+    def taps(self, output: int, length: int) -> int:
+        """Return how many taps of an output lie on rows that exist.
+
+        Args:
+            output: Which one.
+            length: Of the axis.
+        """
+        start = output * self.stride - self.front(length)
+        return sum(0 <= start + tap * self.dilation < length for tap in range(self.kernel))
+
+
+def ranges_of(sizes: Sequence[int]) -> list[Range]:
+    """Return the rows of every rank, which follow each other.
+
+    Args:
+        sizes: How many each rank has.
+    """
+    ends = [0, *itertools.accumulate(sizes)]
+    return [Range(a, b) for a, b in itertools.pairwise(ends)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Halo:
+    """What ranks send each other so that each has the rows it needs.
+
+    Args:
+        sizes: Rows that each rank has.
+        needs: Rows that each rank needs; those outside the image are padding.
+
+    Example:
+        >>> halo = Halo((2, 2), (Range(-1, 3), Range(1, 5)))
+        >>> halo.matrix, halo.padding(0)
+        ([[0, 1], [1, 0]], (1, 0))
+    """
+
+    sizes: tuple[int, ...]
+    needs: tuple[Range, ...]
+
+    def sent(self, source: int, dest: int) -> Range:
+        """Return which of its own rows a rank sends to another, counted from its first.
+
+        Args:
+            source: The rank that has them.
+            dest: The rank that needs them.
+        """
+        own = ranges_of(self.sizes)[source]
+        found = self.needs[dest].within(own)
+        return Range(found.start - own.start, found.stop - own.start)
+
+    @property
+    def matrix(self) -> list[list[int]]:
+        """How many rows rank i sends to rank j; none to itself."""
+        ranks = range(len(self.sizes))
+        return [[self.sent(i, j).length if i != j else 0 for j in ranks] for i in ranks]
+
+    def padding(self, rank: int) -> tuple[int, int]:
+        """Return the rows of padding that a rank adds before and behind.
+
+        Args:
+            rank: Which one.
+        """
+        inside = self.needs[rank].within(Range(0, sum(self.sizes)))
+        before = min(self.needs[rank].length, max(0, -self.needs[rank].start))
+        return before, self.needs[rank].length - before - inside.length

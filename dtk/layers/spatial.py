@@ -1,0 +1,334 @@
+"""What layers have in common that see part of an image's rows or columns.
+
+    x -> SplitRows -> SpatiallyParallelConv2D -> ... -> GatherRows -> y
+         slice        halo exchange, convolution        allgather
+
+Between the borders a tensor holds this rank's rows only, as do shapes of Keras. Layers tell each
+other how many rows each rank has when they are built; the numbers need not be equal. Each computes
+its output's rows in parts that are as even as can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn, TypeAlias
+
+import keras
+import tensorflow as tf
+
+from dtk.communicators.base import Communicator
+from dtk.communicators.blocks import block_sizes
+from dtk.communicators.local import LocalCommunicator
+from dtk.communicators.shard import Shard
+from dtk.errors import at_rank
+from dtk.layers.group import agreed_lengths, model_group
+from dtk.layers.halo import HaloExchange
+from dtk.layers.regions import copy_to_group, gather_from_group, scatter_to_group
+from dtk.layers.row_ranges import Halo, Range, Window, ranges_of
+from dtk.nests import Config
+
+# One group divides rows or columns; of a pair, the first rows and the second columns.
+Groups: TypeAlias = "Communicator | tuple[Communicator, Communicator] | None"
+Shape: TypeAlias = Sequence[int | None]
+
+
+class SpatiallyParallel(keras.layers.Layer):
+    """Base of layers that see part of an image: goes before the Keras layer among the base classes.
+
+    Args:
+        args: Of the Keras layer.
+        split: "rows", "columns" or "both": what ranks divide.
+        communicator: Of the ranks that divide the image, in the order of their parts; for "both" a
+            pair, of the ranks that have this rank's columns and divide rows, and of those that have
+            its rows and divide columns. `model_communicator` of the strategy in whose scope the
+            layer is built when None. It is no part of the configuration.
+        kwargs: Of the Keras layer.
+
+    Raises:
+        ValueError: Arguments that contradict each other, or that cannot be kept in parts.
+    """
+
+    def __init__(
+        self,
+        *args: object,
+        split: str = "rows",
+        communicator: Groups = None,
+        **kwargs: object,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.split = split
+        self.supports_jit = False  # XLA cannot contain what ranks send
+        self._given = communicator
+        self._groups: tuple[Communicator, ...] = ()
+        self._exchanges: tuple[HaloExchange, ...] = ()
+        self._outputs: tuple[tuple[int, ...], ...] = ()
+        if split not in ("rows", "columns", "both"):
+            self.refuse(f"split={split!r}", "'rows', 'columns' or 'both'")
+        if (split == "both") != isinstance(communicator, tuple):
+            self.refuse(
+                f"split={split!r} with communicator={communicator!r}",
+                "a pair of communicators for 'both', and one for 'rows' or 'columns'",
+            )
+        if self.activity_regularizer is not None:
+            self.refuse("activity_regularizer", "it on a layer behind GatherRows")
+        self.check_arguments()
+
+    def check_arguments(self) -> None:
+        """Raise a ValueError for arguments that cannot be kept in parts."""
+
+    def refuse(self, given: str, expected: str) -> NoReturn:
+        """Raise a ValueError that names the layer.
+
+        Args:
+            given: What was given.
+            expected: What to use instead.
+        """
+        raise ValueError(f"layer {self.name!r}: {given}; use {expected}")
+
+    @property
+    def image_axes(self) -> tuple[int, int]:
+        """The axes of rows and of columns."""
+        first = getattr(self, "data_format", "channels_last") == "channels_first"
+        return (2, 3) if first else (1, 2)
+
+    def windows(self) -> tuple[Window, Window] | None:
+        """Return the windows over rows and columns; None if outputs need no other rank's rows."""
+        return None
+
+    def needed(self, axis: int, inputs: Sequence[int]) -> tuple[tuple[Range, ...], list[int]]:
+        """Return what every rank needs of an axis, and how much it computes.
+
+        Args:
+            axis: 0 of rows, 1 of columns.
+            inputs: Length of every rank's part.
+        """
+        windows = self.windows()
+        if windows is None:
+            return tuple(ranges_of(inputs)), list(inputs)
+        window, length = windows[axis], sum(inputs)
+        outputs = block_sizes(window.outputs(length), len(inputs))
+        if not min(outputs):
+            raise ValueError(
+                at_rank(
+                    self._groups[axis].rank,
+                    f"layer {self.name!r} makes {sum(outputs)} {('rows', 'columns')[axis]} of "
+                    f"{length}, for {len(inputs)} ranks; gather the image in front of it "
+                    "(GatherRows), or use fewer ranks",
+                )
+            )
+        needs = [window.needs(part, length) for part in ranges_of(outputs)]
+        return tuple(needs), outputs
+
+    def build(self, input_shape: Shape) -> None:
+        """Agree with the other ranks on who has which rows, and make the variables.
+
+        Args:
+            input_shape: Of this rank's part; the size of the image must be known.
+        """
+        self._groups = groups_of(self.split, self._given)
+        whole = list(input_shape)
+        exchanges, parts = [], []
+        for axis, (place, group) in enumerate(zip(self.image_axes, self._groups, strict=True)):
+            length = input_shape[place]
+            inputs = agreed_lengths(self._known(length, input_shape), group)
+            whole[place] = sum(inputs)
+            needs, outputs = self.needed(axis, inputs)
+            exchanges.append(HaloExchange(place, Halo(inputs, needs), group))
+            parts.append(tuple(outputs))
+        super().build(tuple(whole))
+        self._exchanges, self._outputs = tuple(exchanges), tuple(parts)
+
+    def _known(self, length: int | None, shape: Shape) -> int:
+        if length is None:
+            self.refuse(
+                f"an image of unknown size, shape {tuple(shape)}",
+                "an Input whose rows and columns are given",
+            )
+        return length
+
+    def with_halo(self, inputs: tf.Tensor, padding: float | None = 0.0) -> tf.Tensor:
+        """Return this rank's rows and columns with those that it needs of others, and padding.
+
+        Args:
+            inputs: This rank's part.
+            padding: See `HaloExchange`.
+        """
+        for exchange in self._exchanges:
+            inputs = exchange(inputs, padding)
+        return inputs
+
+    def copied(self, weight: tf.Tensor | keras.Variable) -> tf.Tensor:
+        """Return a weight whose gradient is the sum of those of all parts of the image.
+
+        Args:
+            weight: Equal on all ranks.
+        """
+        value = tf.convert_to_tensor(weight)
+        for group in self._groups:
+            if group.size > 1:
+                value = copy_to_group(value, group)
+        return value
+
+    def compute_output_shape(self, input_shape: Shape) -> tuple[int | None, ...]:
+        """Return the shape of this rank's part of the output.
+
+        Args:
+            input_shape: Of its part of the input; of the whole image while the layer is built.
+        """
+        if not self._exchanges:
+            shape: tuple[int | None, ...] = super().compute_output_shape(input_shape)
+            return shape
+        whole = list(input_shape)
+        for exchange in self._exchanges:
+            whole[exchange.axis] = sum(exchange.halo.sizes)
+        outputs = list(super().compute_output_shape(tuple(whole)))
+        for exchange, sizes in zip(self._exchanges, self._outputs, strict=True):
+            outputs[exchange.axis] = sizes[exchange.communicator.rank]
+        return tuple(outputs)
+
+    def get_config(self) -> Config:
+        """Return the configuration: that of the Keras layer, and what is divided."""
+        config: Config = super().get_config()
+        config["split"] = self.split
+        return config
+
+
+def groups_of(split: str, given: Groups) -> tuple[Communicator, Communicator]:
+    """Return the ranks that divide rows, and those that divide columns.
+
+    Args:
+        split: "rows", "columns" or "both".
+        given: What the layer was given.
+    """
+    if isinstance(given, tuple):
+        return given
+    group, alone = model_group(given), LocalCommunicator()
+    return (group, alone) if split == "rows" else (alone, group)
+
+
+class Border(keras.layers.Layer):
+    """Base of the layers where an image is divided and gathered.
+
+    Args:
+        communicator: Of the ranks that divide the image, in the order of their parts;
+            `model_communicator` of the strategy in whose scope the layer is built when None.
+        data_format: "channels_last" or "channels_first"; Keras's when None.
+        kwargs: Of a Keras layer.
+    """
+
+    place = 0
+
+    def __init__(
+        self,
+        communicator: Communicator | None = None,
+        data_format: str | None = None,
+        **kwargs: object,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.data_format = data_format or keras.config.image_data_format()
+        self.supports_jit = False
+        self._given = communicator
+        self._shard: Shard | None = None
+
+    @property
+    def shard(self) -> Shard:
+        """How the image is divided, once the layer is built."""
+        if self._shard is None:
+            raise ValueError(f"layer {self.name!r} is not built yet; call it, or its `build`")
+        return self._shard
+
+    def build(self, input_shape: Shape) -> None:
+        """Agree on who has which rows.
+
+        Args:
+            input_shape: Of what the layer is called with.
+        """
+        axis = self.place + (2 if self.data_format == "channels_first" else 1)
+        length = input_shape[axis]
+        if length is None:
+            raise ValueError(
+                f"layer {self.name!r}: an image of unknown size, shape {tuple(input_shape)}; use "
+                "an Input whose rows and columns are given"
+            )
+        self._shard = self.divide(length, axis, model_group(self._given))
+        super().build(input_shape)
+
+    def divide(self, length: int, axis: int, group: Communicator) -> Shard:
+        """Return how the image is divided.
+
+        Args:
+            length: Of the input.
+            axis: Which is divided.
+            group: Of the ranks.
+        """
+        raise NotImplementedError
+
+    def get_config(self) -> Config:
+        """Return the configuration, without the communicator."""
+        config: Config = super().get_config()
+        config["data_format"] = self.data_format
+        return config
+
+
+@keras.saving.register_keras_serializable(package="dtk")
+class SplitRows(Border):
+    """Leaves each rank some of an image's rows: as even as can be, the first ranks one more."""
+
+    def divide(self, length: int, axis: int, group: Communicator) -> Shard:
+        """See `Border.divide`."""
+        return Shard.evenly(length, axis, group)
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        """Return this rank's part.
+
+        Args:
+            inputs: The image, equal on all ranks.
+        """
+        return scatter_to_group(inputs, self.shard)
+
+    def compute_output_shape(self, input_shape: Shape) -> tuple[int | None, ...]:
+        """Return the shape of this rank's part.
+
+        Args:
+            input_shape: Of the image.
+        """
+        return self.shard.part_shape(input_shape)
+
+
+@keras.saving.register_keras_serializable(package="dtk")
+class GatherRows(Border):
+    """Gives every rank all of an image's rows, however many each has."""
+
+    def divide(self, length: int, axis: int, group: Communicator) -> Shard:
+        """See `Border.divide`."""
+        return Shard(axis, agreed_lengths(length, group), group)
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        """Return the image, equal on all ranks.
+
+        Args:
+            inputs: This rank's part.
+        """
+        return gather_from_group(inputs, self.shard)
+
+    def compute_output_shape(self, input_shape: Shape) -> tuple[int | None, ...]:
+        """Return the shape of the image.
+
+        Args:
+            input_shape: Of this rank's part.
+        """
+        return self.shard.whole_shape(input_shape)
+
+
+@keras.saving.register_keras_serializable(package="dtk")
+class SplitColumns(SplitRows):
+    """Leaves each rank some of an image's columns."""
+
+    place = 1
+
+
+@keras.saving.register_keras_serializable(package="dtk")
+class GatherColumns(GatherRows):
+    """Gives every rank all of an image's columns."""
+
+    place = 1

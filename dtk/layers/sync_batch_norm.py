@@ -1,0 +1,79 @@
+"""Batch normalization over the rows of all workers, in a model that exists."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TypeVar
+
+import keras
+
+from dtk.compat.keras_models import layers_of
+
+_Model = TypeVar("_Model", bound=keras.Model)
+
+
+def convert_sync_batchnorm(model: _Model) -> _Model:
+    """Make every BatchNormalization of a model compute its statistics over all workers.
+
+    The layers stay the same objects, with their weights: what is shared stays shared, in models
+    within models and in subclassed ones as well. N workers then train as one process does on the
+    whole batch (Ioffe and Szegedy, arXiv:1502.03167; Goyal et al., arXiv:1706.02677, leave it out).
+
+    Args:
+        model: Functional, Sequential or subclassed; changed in place. Steps that were traced are
+            traced again.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: A BatchNormalization that Keras does not know to be part of the model, such as
+            one kept in an object of the script's; it is named.
+
+    Example:
+        >>> import dtk, keras
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization()])
+        >>> dtk.layers.convert_sync_batchnorm(model).layers[0].synchronized
+        True
+    """
+    layers = layers_of(model)
+    known = {id(layer) for layer in layers}
+    for layer in (model, *layers):
+        for place, found in _kept_in(layer):
+            if id(found) not in known:
+                raise ValueError(
+                    f"BatchNormalization {found.name!r} in {type(layer).__name__} {layer.name!r}, "
+                    f"{place}: Keras does not count it among the model's layers, so its weights "
+                    "would not be trained; make it an attribute, or part of a list or dict, of a "
+                    "Keras layer"
+                )
+    for layer in layers:
+        if isinstance(layer, keras.layers.BatchNormalization):
+            layer.synchronized = True
+    for one in (model, *layers):
+        if isinstance(one, keras.Model):
+            one.train_function = one.test_function = None
+    return model
+
+
+def _kept_in(owner: object) -> Iterator[tuple[str, keras.layers.BatchNormalization]]:
+    """Yield the normalizations in an object's attributes, and in the objects it holds there."""
+    for name, value in list(vars(owner).items()):
+        for item in _items(value):
+            if isinstance(item, keras.layers.BatchNormalization):
+                yield f"attribute {name!r}", item
+            elif not isinstance(item, keras.layers.Layer | keras.Variable | type) and hasattr(
+                item, "__dict__"
+            ):
+                for inner, held in list(vars(item).items()):
+                    for one in _items(held):
+                        if isinstance(one, keras.layers.BatchNormalization):
+                            yield f"attribute {name + '.' + inner!r}", one
+
+
+def _items(value: object) -> list[object]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, list | tuple | set | frozenset):
+        return list(value)
+    return [value]
