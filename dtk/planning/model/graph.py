@@ -13,28 +13,26 @@ from typing import NamedTuple, TypeAlias
 
 import keras
 
+from dtk.layers.channel_parallel import is_elementwise
 from dtk.planning.model.operators import SPATIAL, Operator, Shape, Split
 from dtk.planning.quantity import PlanError
 
 _CONVOLUTIONS = ("Conv1D", "Conv2D", "Conv3D")
 _CHANNELS = ("Dense", *_CONVOLUTIONS)
-# Each entry of their outputs depends on the entries of their inputs at the same place: an image's
-# rows pass through them as they are divided.
-ELEMENTWISE = (
-    "Activation",
-    "ReLU",
-    "LeakyReLU",
-    "ELU",
-    "BatchNormalization",
-    "Add",
-    "Subtract",
-    "Multiply",
-    "Average",
-    "Maximum",
-    "Minimum",
-    "Concatenate",
-)
 _WINDOWS = ("Conv2D", "MaxPooling2D", "AveragePooling2D")
+# What `dtk.layers.parallelize` divides by rows, besides what works on each element.
+_IMAGES = (*_WINDOWS, "UpSampling2D", "BatchNormalization")
+_ELEMENTWISE = (
+    keras.layers.ReLU,
+    keras.layers.LeakyReLU,
+    keras.layers.ELU,
+    keras.layers.Add,
+    keras.layers.Subtract,
+    keras.layers.Multiply,
+    keras.layers.Average,
+    keras.layers.Maximum,
+    keras.layers.Minimum,
+)
 _ENDS = (".keras", ".h5")
 
 
@@ -251,6 +249,7 @@ def _operator(
         call.shape,
         weights=trained,
         fixed=fixed,
+        tensors=len(getattr(layer, "trainable_variables", [])) if first else 0,
         flops=_flops(layer, kind, call.shape, taken),
         differentiated=any(one.weights or one.differentiated for one in given),
         batch_statistics=kind == "BatchNormalization",
@@ -266,6 +265,7 @@ def _operator(
     return replace(
         operator,
         limits=limits,
+        follows=_follows(layer),
         kernel=math.prod(kernel.shape) if kernel is not None and kernel.trainable else 0,
         sliced=trained if kind in _CHANNELS else 0,
         halos={split: _halo(layer, kind, taken[0], axis) for axis, split in enumerate(SPATIAL)}
@@ -296,23 +296,29 @@ def _channels(layer: keras.Operation, kind: str, taken: tuple[Shape, ...]) -> di
 
 
 def _spatial(
-    layer: keras.Operation, kind: str, output: Shape, taken: tuple[Shape, ...]
+    layer: keras.layers.Layer, kind: str, output: Shape, taken: tuple[Shape, ...]
 ) -> dict[Split, int]:
     """Return among how many ranks a layer's rows and columns can be divided."""
-    if kind not in (*_WINDOWS, *ELEMENTWISE) or len(output) != 3:
+    if not (kind in _IMAGES or _follows(layer)) or len(output) != 3:
         return {}
     if getattr(layer, "data_format", "channels_last") != "channels_last":
         return {}
     if getattr(layer, "groups", 1) != 1 or any(len(shape) != 3 for shape in taken):
         return {}
-    if kind in ("BatchNormalization", "Concatenate") and layer.axis not in (-1, 3):
+    if kind == "BatchNormalization" and layer.axis not in (-1, 3):
         return {}
-    if kind in ELEMENTWISE and any(shape[:2] != output[:2] for shape in taken):
+    if _follows(layer) and any(shape[:2] != output[:2] for shape in taken):
         return {}
     return {
         split: min(output[axis], *(shape[axis] for shape in taken))
         for axis, split in enumerate(SPATIAL)
     }
+
+
+def _follows(layer: keras.layers.Layer) -> bool:
+    if isinstance(layer, keras.layers.Activation):
+        return is_elementwise(layer.activation)
+    return isinstance(layer, _ELEMENTWISE)
 
 
 def _halo(layer: keras.Operation, kind: str, taken: Shape, axis: int) -> tuple[int, int]:
@@ -321,7 +327,8 @@ def _halo(layer: keras.Operation, kind: str, taken: Shape, axis: int) -> tuple[i
     Output rows [a, b) need input rows [a s - p, (b - 1) s - p + (k - 1) d + 1).
     """
     if kind not in _WINDOWS:
-        return 0, 0
+        smooth = kind == "UpSampling2D" and layer.interpolation != "nearest"
+        return (1, 1) if smooth else (0, 0)
     window = layer.kernel_size if kind == "Conv2D" else layer.pool_size
     dilation = layer.dilation_rate[axis] if kind == "Conv2D" else 1
     reach, stride = (window[axis] - 1) * dilation + 1, layer.strides[axis]

@@ -10,8 +10,8 @@ a replica:
     | input      | all-reduce y: n      | allgather dx: k                | 1/M of kernels   |
     | rows       | halos of x           | halos of dx; all-reduce kernel | all weights      |
 
-An allgather is sent only where layouts differ: output followed by input leaves channels divided,
-and rows followed by rows leaves images divided. Gradients of what is not trained are not sent.
+Rows followed by rows leaves images divided, and only halos are sent. Output followed by input could
+leave channels divided (`Workload.keeps_channels`). Gradients of what is not trained are not sent.
 
 Sources: Jia, Zaharia and Aiken 2018 (FlexFlow); Shoeybi et al. 2019 (Megatron-LM, output followed
 by input); Dryden et al. 2019 (images in parts).
@@ -102,6 +102,9 @@ class Workload:
         cluster: Links, and what software adds.
         slots: Numbers that the optimizer remembers for each weight, 2 for Adam.
         most_memory: Bytes of a rank.
+        keeps_channels: Whether a layer divided by output channels leaves them divided for one that
+            is divided by input channels, as `gather_output=False` of `dtk.layers` has it;
+            `dtk.layers.parallelize` gathers them.
     """
 
     operators: Sequence[Operator]
@@ -111,6 +114,7 @@ class Workload:
     cluster: Cluster
     slots: float = 2.0
     most_memory: float = math.inf
+    keeps_channels: bool = False
 
     @property
     def weights(self) -> int:
@@ -180,12 +184,47 @@ class LayerCosts:
         self._computing: dict[tuple[int, Split], Seconds] = {}
 
     def splits(self, position: int) -> tuple[Split, ...]:
-        """Return how an operator can be divided.
+        """Return how an operator can be divided, if that is to choose.
 
         Args:
             position: The operator's.
         """
-        return self.workload.operators[position].splits(self.grid.model)
+        operator = self.workload.operators[position]
+        return ("whole",) if operator.follows else operator.splits(self.grid.model)
+
+    def splits_after(self, position: int, given: Sequence[Layout]) -> tuple[Split, ...]:
+        """Return how an operator can be divided where its sources have left their outputs.
+
+        What works on each element is divided as all of its inputs are.
+
+        Args:
+            position: The operator's.
+            given: How its sources leave their outputs.
+        """
+        operator = self.workload.operators[position]
+        if not operator.follows:
+            return operator.splits(self.grid.model)
+        for split in SPATIAL:
+            if split in operator.splits(self.grid.model) and set(given) == {split}:
+                return (split,)
+        return ("whole",)
+
+    def settled(self, wanted: Sequence[Split]) -> tuple[Split, ...]:
+        """Return a choice in which all that follows its inputs does so.
+
+        Args:
+            wanted: How each operator is to be divided.
+        """
+        found: list[Split] = []
+        layouts: list[Layout] = []
+        for position, split in enumerate(wanted):
+            operator = self.workload.operators[position]
+            if operator.follows:
+                given = [layouts[source] for source in operator.sources]
+                split = self.splits_after(position, given)[0]
+            found.append(split)
+            layouts.append(self.layout(position, split))
+        return tuple(found)
 
     def layout(self, position: int, split: Split) -> Layout:
         """Return how an operator leaves its output to those that take it.
@@ -197,8 +236,8 @@ class LayerCosts:
             split: How it is divided.
         """
         found = left(split)
-        if found != "channels":
-            return found
+        if found != "channels" or not self.workload.keeps_channels:
+            return "whole" if found == "channels" else found
         takers = self._consumers[position]
         kept = len(takers) == 1 and position not in self.workload.outputs
         if kept and "input" in self.splits(takers[0]):
@@ -298,7 +337,9 @@ class LayerCosts:
             if operator.batch_statistics:
                 moments = self.model.allreduce(FLOAT * (2 * operator.output[-1] + 1))
                 before, back_before = before.and_then(moments), moments
-            kernel = self.model.allreduce(FLOAT * operator.weights)
+            summed = self.model.allreduce(FLOAT * operator.weights)
+            # Each weight by itself, as soon as its gradient is there.
+            kernel = Traffic(summed.messages * operator.tensors, summed.bytes)
         return Sends(before, after, back_before, back_after, kernel)
 
     def _halo(self, operator: Operator, split: Split) -> Traffic:

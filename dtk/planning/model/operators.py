@@ -35,6 +35,8 @@ class Operator:
         limits: The largest number of ranks that can share it, by split; "whole" is always possible.
         halos: Rows (columns) of its input that a rank needs of each of its two neighbours, by
             split.
+        tensors: Number of its trainable weights.
+        follows: Whether it works on each element by itself, and so is divided as its inputs are.
         differentiated: Whether gradients pass to its inputs: something before it is trained.
         batch_statistics: Whether rows of a batch meet in it, as in BatchNormalization.
         whole_because: Why nothing can divide it; empty if something can.
@@ -57,6 +59,8 @@ class Operator:
     flops: float = 0.0
     limits: Mapping[Split, int] = field(default_factory=dict)
     halos: Mapping[Split, tuple[int, int]] = field(default_factory=dict)
+    tensors: int = 0
+    follows: bool = False
     differentiated: bool = True
     batch_statistics: bool = False
     whole_because: str = ""

@@ -33,7 +33,9 @@ TRIES = 400
 _BEAM = 512
 # How much slower a proposal may be, as a part of the step, to be taken once in e times.
 _TEMPERATURE = 0.02
-_MICROBATCHES = (1, 2, 4, 8, 16, 32)
+_SWEEPS = 3
+_MICROBATCHES = (1, 2, 4, 8, 16)
+_CUTS = 40
 
 
 class Found(NamedTuple):
@@ -102,7 +104,7 @@ def same_splits(workload: Workload, grid: Grid, split: Split = "whole") -> Found
         split: The way.
     """
     costs_of = LayerCosts(workload, grid)
-    return _judge(costs_of, tuple(_uniform(costs_of, split)))
+    return _judge(costs_of, costs_of.settled(tuple(_uniform(costs_of, split))))
 
 
 def additive_best(costs_of: LayerCosts) -> tuple[float, tuple[Split, ...]]:
@@ -115,22 +117,21 @@ def additive_best(costs_of: LayerCosts) -> tuple[float, tuple[Split, ...]]:
         The sum in seconds, and the choice.
     """
     workload = costs_of.workload
-    operators, takers = workload.operators, consumers(workload.operators)
+    operators = workload.operators
+    last = [max(takers, default=-1) for takers in consumers(operators)]
     states: dict[tuple[tuple[int, Layout], ...], tuple[float, tuple[Split, ...]]] = {(): (0.0, ())}
     for position, operator in enumerate(operators):
         reached: dict[tuple[tuple[int, Layout], ...], tuple[float, tuple[Split, ...]]] = {}
         for state, (sum_so_far, chosen) in states.items():
             known = dict(state)
             given = [known[source] for source in operator.sources]
-            for split in costs_of.splits(position):
+            for split in costs_of.splits_after(position, given):
                 layout = costs_of.layout(position, split)
                 seconds = sum_so_far + costs_of.additive(costs_of.cost(position, split, given))
                 if position in workload.outputs:
                     seconds += costs_of.model.seconds(costs_of.gathered(position, layout))
                 held = {**known, position: layout}
-                needed = tuple(
-                    (one, how) for one, how in held.items() if takers[one] and max(takers[one]) > position
-                )
+                needed = tuple((one, how) for one, how in held.items() if last[one] > position)
                 if needed not in reached or seconds < reached[needed][0]:
                     reached[needed] = seconds, (*chosen, split)
         if len(reached) > _BEAM:
@@ -191,9 +192,10 @@ class _SplitSearch:
         return self._descend(best, options, free)
 
     def _found(self, splits: tuple[Split, ...]) -> Found:
-        if splits not in self._judged:
-            self._judged[splits] = _judge(self._costs, splits)
-        return self._judged[splits]
+        settled = self._costs.settled(splits)
+        if settled not in self._judged:
+            self._judged[settled] = _judge(self._costs, settled)
+        return self._judged[settled]
 
     def _rank(self, found: Found) -> tuple[float, float, int]:
         """Order by memory that is missing, then by time, then by how many layers are divided."""
@@ -226,17 +228,17 @@ class _SplitSearch:
     def _descend(
         self, best: Found, options: Sequence[tuple[Split, ...]], free: Sequence[int]
     ) -> Found:
-        """Change one layer at a time, until no change of one is faster."""
-        for _ in range(len(free)):
-            changes = (
-                (*best.splits[:position], split, *best.splits[position + 1 :])
-                for position in free
-                for split in options[position]
-            )
-            found = min(map(self._found, changes), key=self._rank)
-            if self._rank(found) >= self._rank(best):
+        """Change one layer at a time, each to what is fastest, in a few sweeps over all."""
+        for _ in range(_SWEEPS):
+            before = best
+            for position in free:
+                changes = (
+                    (*best.splits[:position], split, *best.splits[position + 1 :])
+                    for split in options[position]
+                )
+                best = min(map(self._found, changes), key=self._rank)
+            if best.splits == before.splits:
                 break
-            best = found
         return best
 
 
@@ -281,7 +283,7 @@ def _cut_candidates(
 ) -> list[tuple[int, ...]]:
     """Return the cuts to judge: all if they are few, else the most even ones and those beside."""
     stages = costs_of.grid.model
-    if math.comb(len(places), stages - 1) <= budget.all_of:
+    if math.comb(len(places), stages - 1) <= min(_CUTS, budget.all_of):
         every: Iterable[tuple[int, ...]] = itertools.combinations(places, stages - 1)
     else:
         even = _even_cuts(costs_of, places, microbatches)
