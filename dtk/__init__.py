@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         launch,
         layers,
         optimizers,
+        planning,
         schedules,
         strategies,
     )
@@ -44,6 +45,7 @@ _PARTS = (
     "launch",
     "layers",
     "optimizers",
+    "planning",
     "schedules",
     "strategies",
 )
@@ -59,6 +61,7 @@ __all__ = [
     "launch",
     "layers",
     "optimizers",
+    "planning",
     "schedules",
     "strategies",
 ]

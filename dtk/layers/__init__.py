@@ -28,8 +28,8 @@ from dtk.layers.spatially_parallel import (
     SpatiallyParallelMaxPooling2D,
     SpatiallyParallelUpSampling2D,
 )
-from dtk.layers.whole import whole
 from dtk.layers.sync_batch_norm import convert_sync_batchnorm
+from dtk.layers.whole import whole
 
 __all__ = [
     "ChannelParallelConv1D",

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import keras
@@ -33,57 +29,6 @@ _ELEMENTWISE = (
     keras.layers.Maximum,
     keras.layers.Minimum,
 )
-_ENDS = (".keras", ".h5")
-
-
-def load(given: str) -> keras.Model:
-    """Load a saved model, or build one by a function.
-
-    Args:
-        given: A file that `model.save` wrote, or `package.module:function`; the function takes no
-            arguments and returns the model.
-
-    Returns:
-        The model.
-
-    Raises:
-        PlanError: There is no such file or function, or it gives no model.
-    """
-    if given.endswith(_ENDS):
-        return _saved(given)
-    module, _, name = given.partition(":")
-    where = f"--model {given}"
-    if not module or not name.isidentifier():
-        raise PlanError(
-            f"{where}: expected a file that model.save wrote, such as model.keras, or "
-            "package.module:function"
-        )
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # a script's modules are beside it
-    try:
-        build = getattr(importlib.import_module(module), name, None)
-    except ImportError as error:
-        raise PlanError(f"{where}: cannot import {module}: {error}") from error
-    if not callable(build):
-        raise PlanError(f"{where}: {module} has no function {name}")
-    try:
-        model = build()
-    except TypeError as error:
-        raise PlanError(f"{where}: calling {name}() failed: {error}") from error
-    if not isinstance(model, keras.Model):
-        raise PlanError(
-            f"{where}: {name}() returned a {type(model).__name__}; expected a keras.Model"
-        )
-    return model
-
-
-def _saved(given: str) -> keras.Model:
-    if not Path(given).exists():
-        raise PlanError(f"--model {given}: no such file; write it with model.save({given!r})")
-    try:
-        return keras.saving.load_model(given)
-    except (OSError, ValueError, TypeError) as error:
-        raise PlanError(f"--model {given}: Keras cannot load it: {error}") from error
 
 
 def operators(model: keras.Model) -> list[Operator]:
@@ -120,6 +65,39 @@ def operators(model: keras.Model) -> list[Operator]:
         places[call.name, call.number] = len(found)
         found.append(operator)
     return found
+
+
+def outputs(model: keras.Model, found: Sequence[Operator]) -> tuple[int, ...]:
+    """Return the positions of the operators whose outputs are the model's.
+
+    Args:
+        model: Functional or Sequential.
+        found: Its operators.
+    """
+    if isinstance(model, keras.Sequential):
+        return (len(found) - 1,)
+    places: dict[str, list[int]] = {}
+    for place, operator in enumerate(found):
+        places.setdefault(operator.name, []).append(place)
+    ends = _paths(model.get_config()["output_layers"])
+    return tuple(sorted({places[name][number] for name, number in ends}))
+
+
+def slots(model: keras.Model) -> float:
+    """Return the numbers that an optimizer remembers for each weight.
+
+    Args:
+        model: Compiled or not.
+
+    Returns:
+        Of the model's optimizer, if it is built; else Adam's 2.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    weights = sum(math.prod(v.shape) for v in model.trainable_variables)
+    if optimizer is None or not optimizer.built or not weights:
+        return 2.0
+    held = sum(math.prod(v.shape) for v in optimizer.variables if len(v.shape))
+    return float(held) / weights
 
 
 # A layer, and which of its calls it is.

@@ -81,6 +81,10 @@ class Computing(Protocol):
     def spread(self) -> float:
         """How far such a number is off, as a part of it: half the distance of its quartiles."""
 
+    @property
+    def told(self) -> str:
+        """A sentence on where the numbers are from."""
+
     def seconds(self, operator: Operator, work: Work) -> Seconds:
         """Return the seconds of the busiest rank.
 

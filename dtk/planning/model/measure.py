@@ -88,6 +88,15 @@ class Measured:
             self.factor = whole.both / apart
 
     @property
+    def told(self) -> str:
+        """A sentence on where the numbers are from."""
+        return (
+            f"Computing: {len(self._known)} layers and parts of them, measured on this machine and "
+            f"scaled by {self.factor:.2f}, which is the whole model's time against its layers'; "
+            f"repetitions differ by {100 * self.spread:.0f} %."
+        )
+
+    @property
     def spread(self) -> float:
         """How far a number is off, as a part of it: that of long layers counts most."""
         total = sum(seconds for seconds, _ in self._spreads)

@@ -1,4 +1,4 @@
-"""Seconds of computing by arithmetic: operations and bytes, at rates that were measured or given."""
+"""Seconds of computing by arithmetic: operations and bytes, at rates that are measured."""
 
 from __future__ import annotations
 
@@ -32,6 +32,14 @@ class Rates:
     nbytes: float
     update: float = 0.0
     spread: float = 0.0
+
+    @property
+    def told(self) -> str:
+        """A sentence on where the numbers are from."""
+        return (
+            f"Computing: operations at {self.flops / 1e9:.3g} GFlop/s and bytes at "
+            f"{self.nbytes / 1e9:.3g} GB/s, as measured on this machine; layers were not."
+        )
 
     def seconds(self, operator: Operator, work: Work) -> Seconds:
         """Return the seconds of the busiest rank.

@@ -14,7 +14,7 @@ import bisect
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -242,9 +242,7 @@ class _SplitSearch:
         return best
 
 
-def best_stages(
-    workload: Workload, grid: Grid, budget: Budget | None = None
-) -> FoundStages | None:
+def best_stages(workload: Workload, grid: Grid, budget: Budget | None = None) -> FoundStages | None:
     """Return the fastest pipeline on a grid that fits into memory, a stage on each rank of a model.
 
     Args:

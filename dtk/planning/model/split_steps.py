@@ -23,6 +23,8 @@ from dtk.planning.model.topology import Group
 
 COMPUTE: Resource = ("compute", 0)
 LINK: Resource = ("link", 0)
+# Names of the tasks that carry gradients: beside the backward pass, and behind it.
+BUCKETS = ("a bucket of gradients", "the rest of the gradients")
 
 Splits = Sequence[Split]
 
@@ -202,6 +204,6 @@ def allreduce_buckets(
         part = hidden * size / total
         early += part
         if part:
-            found.append(tasks.add("bucket", link, part * traffic.bytes * replicas.byte, ready))
+            found.append(tasks.add(BUCKETS[0], link, part * traffic.bytes * replicas.byte, ready))
     rest = replicas.seconds(Traffic(traffic.messages, (1 - early) * traffic.bytes))
-    return [*found, tasks.add("buckets", link, rest, last)]
+    return [*found, tasks.add(BUCKETS[1], link, rest, last)]

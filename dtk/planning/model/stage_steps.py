@@ -4,12 +4,12 @@
     compute 1       | f0 | f1 | loss | b1 | b0 |
 
 The order in which a stage computes is that of `dtk.layers.Pipeline`: GPipe's (Huang et al. 2019,
-arXiv:1811.06965), or one forward and one backward in turn (Narayanan et al. 2021, arXiv:2006.09503).
+arXiv:1811.06965), or one forward and one backward in turn (Narayanan et al. 2021,
+arXiv:2006.09503).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dtk.communicators.costs import Traffic
@@ -67,9 +67,7 @@ def cuts(workload: Workload) -> list[int]:
     operators, takers = workload.operators, consumers(workload.operators)
     found = []
     for begin in range(1, len(operators)):
-        crossing = [
-            one for one in range(begin) if any(taker >= begin for taker in takers[one])
-        ]
+        crossing = [one for one in range(begin) if any(taker >= begin for taker in takers[one])]
         if len(crossing) == 1 and not operators[crossing[0]].is_input:
             found.append(begin)
     last = (len(operators) - 1,)

@@ -152,9 +152,7 @@ class Grid:
 
     def models(self) -> list[list[int]]:
         """Return the ranks that hold parts of one model, for each replica."""
-        return [
-            list(range(start, start + self.model)) for start in range(0, self.size, self.model)
-        ]
+        return [list(range(start, start + self.model)) for start in range(0, self.size, self.model)]
 
     def replicas(self) -> list[list[int]]:
         """Return the ranks that hold the same part, for each part."""
