@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import keras
 
+from dtk.communicators.base import Communicator
 from dtk.communicators.shard import OneRanks, Shard
 
 _MARK = "_dtk_part"
@@ -59,6 +60,19 @@ def is_of_all(variable: keras.Variable) -> bool:
         variable: A Keras variable.
     """
     return getattr(variable, _MARK, None) is None
+
+
+def group_of(variable: keras.Variable) -> Communicator | None:
+    """Return the communicator of the ranks that hold the parts a variable is one of.
+
+    Args:
+        variable: A Keras variable.
+
+    Returns:
+        None of a variable that all ranks hold.
+    """
+    mark = getattr(variable, _MARK, None)
+    return mark.communicator if isinstance(mark, Shard | OneRanks) else None
 
 
 def copy_mark(variable: keras.Variable, slot: keras.Variable) -> None:

@@ -12,15 +12,16 @@ import numpy as np
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
-from dtk.compat import keras_optimizers
-from dtk.compat.keras_shards import is_of_all, shard_of
+from dtk.communicators.local import LocalCommunicator
+from dtk.compat import keras_models, keras_optimizers
+from dtk.compat.keras_shards import group_of, is_of_all, shard_of
 from dtk.errors import at_rank
-from dtk.layers.group import model_group
 from dtk.layers.pipeline import Pipeline
+from dtk.layers.plain import is_in_parts, plain_layer
 from dtk.trainer.model_state import ModelState
 
 
-def whole(model: keras.Model, communicator: Communicator | None = None) -> keras.Model:
+def whole(model: keras.Model) -> keras.Model:
     """Return the model of one device that the ranks of a group hold in parts.
 
     Every rank of the group calls it. The result has the weights and the optimizer of the model, can
@@ -28,11 +29,9 @@ def whole(model: keras.Model, communicator: Communicator | None = None) -> keras
 
     Args:
         model: It holds this rank's parts.
-        communicator: Of the ranks that hold the others; None for the current strategy's
-            `model_communicator`.
 
     Returns:
-        The model, on every rank; in a group of one the model itself.
+        The model, on every rank; the model itself where it is not in parts.
 
     Raises:
         ValueError: The model cannot be built again from its configuration.
@@ -44,9 +43,12 @@ def whole(model: keras.Model, communicator: Communicator | None = None) -> keras
         >>> whole(model) is model
         True
     """
-    group = model_group(communicator)
-    if group.size == 1:
-        return model
+    groups = (group_of(variable) for variable in model.weights)
+    group = next((one for one in groups if one is not None), None)
+    if group is None:
+        if not any(map(is_in_parts, keras_models.layers_of(model))):
+            return model
+        group = LocalCommunicator()  # the weights are whole: nothing is to be gathered
     parts = ModelInParts(model, group)
     parts.build()
     parts.gather()
@@ -197,12 +199,7 @@ def _of_one_device(model: keras.Model) -> keras.Model:
     """Build a model anew with whole layers in place of parts."""
     if isinstance(model, Pipeline):
         return model.on_one_rank()
-    return keras.models.clone_model(model, clone_function=_whole_layer)
-
-
-def _whole_layer(layer: keras.Layer) -> keras.Layer:
-    make = getattr(layer, "whole_layer", None)
-    return make() if make is not None else type(layer).from_config(layer.get_config())
+    return keras.models.clone_model(model, clone_function=plain_layer)
 
 
 def _like(optimizer: keras.Optimizer, model: keras.Model) -> keras.Optimizer:

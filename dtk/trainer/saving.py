@@ -21,7 +21,7 @@ from pathlib import Path
 
 import keras
 
-from dtk.compat import keras_models, saving_calls
+from dtk.compat import keras_models, keras_shards, saving_calls
 
 # Where a SavedModel has room for what belongs to others.
 _STAMP = Path("assets.extra", "dtk-model-hash")
@@ -43,7 +43,11 @@ def write(model: keras.Model, path: object, save: Callable[[object], object], ho
 
     Returns:
         What `save` returns.
+
+    Raises:
+        ValueError: This process holds only a part of the model.
     """
+    _check_whole(model)
     with _local_reads(model):
         if not isinstance(path, str | os.PathLike) or "://" in os.fspath(path):
             return save(path)
@@ -58,6 +62,16 @@ def write(model: keras.Model, path: object, save: Callable[[object], object], ho
             else:
                 _move(Path(folder), target.parent)
         return saved
+
+
+def _check_whole(model: keras.Model) -> None:
+    part = next((v for v in model.weights if not keras_shards.is_of_all(v)), None)
+    if part is not None:
+        raise ValueError(
+            f"model {model.name!r}: this process holds only a part of it, such as of "
+            f"{part.path!r}, and would save no more. Save what dtk.layers.whole(model) returns, "
+            "which every rank calls, or use dtk.callbacks.Checkpoint"
+        )
 
 
 def _local_reads(model: keras.Model) -> contextlib.AbstractContextManager[None]:

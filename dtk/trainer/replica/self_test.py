@@ -288,5 +288,7 @@ def _is_foreign(layer: keras.Layer) -> bool:
         return True
     if getattr(layer, "activity_regularizer", None) is not None:
         return True
+    if type(layer).__module__.startswith("dtk."):
+        return False
     call = getattr(type(layer), "call", None)
     return call is not None and not keras_models.is_from_keras(call)

@@ -1,0 +1,52 @@
+"""The Keras layers that compute alone what layers in parts compute together."""
+
+from __future__ import annotations
+
+import keras
+
+from dtk.layers import channel_parallel, spatial, spatially_parallel
+from dtk.nests import Config
+
+_KERAS = {
+    channel_parallel.NodeParallelDense: keras.layers.Dense,
+    channel_parallel.ChannelParallelDense: keras.layers.Dense,
+    channel_parallel.ChannelParallelConv1D: keras.layers.Conv1D,
+    channel_parallel.ChannelParallelConv2D: keras.layers.Conv2D,
+    channel_parallel.ChannelParallelConv3D: keras.layers.Conv3D,
+    spatially_parallel.SpatiallyParallelAveragePooling2D: keras.layers.AveragePooling2D,
+    spatially_parallel.SpatiallyParallelBatchNormalization: keras.layers.BatchNormalization,
+    spatially_parallel.SpatiallyParallelConv2D: keras.layers.Conv2D,
+    spatially_parallel.SpatiallyParallelMaxPooling2D: keras.layers.MaxPooling2D,
+    spatially_parallel.SpatiallyParallelUpSampling2D: keras.layers.UpSampling2D,
+}
+_BORDERS = (spatial.SplitRows, spatial.SplitColumns, spatial.GatherRows, spatial.GatherColumns)
+# What a layer in parts is told besides the arguments of the Keras layer.
+_OWN = ("split", "gather_output", "input_is_split")
+
+
+def is_in_parts(layer: keras.Layer) -> bool:
+    """Return whether a layer is one of those that compute parts.
+
+    Args:
+        layer: Any layer.
+    """
+    return isinstance(layer, _BORDERS) or type(layer) in _KERAS
+
+
+def plain_layer(layer: keras.Layer) -> keras.Layer:
+    """Make the layer of one device that a layer of one rank is a part of.
+
+    Args:
+        layer: Any layer.
+
+    Returns:
+        A new layer, not built: of Keras's own class for a layer in parts, which of a border between
+        the whole and parts is the identity; for any other layer one like it.
+    """
+    if isinstance(layer, _BORDERS):
+        return keras.layers.Identity(name=layer.name)
+    config: Config = layer.get_config()
+    made = _KERAS.get(type(layer))
+    if made is None:
+        return type(layer).from_config(config)
+    return made.from_config({k: v for k, v in config.items() if k not in _OWN})

@@ -1,0 +1,229 @@
+"""Stages on one rank each train as the same layers do in one process."""
+
+from __future__ import annotations
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+
+import dtk
+from dtk.communicators.local import LocalCommunicator
+from dtk.communicators.null import NullCommunicator
+from dtk.layers import Pipeline, whole
+
+import world
+from strategies import bodies
+
+
+@functools.cache
+def grid(parallel):
+    communicator = world.communicator() if parallel > 1 else LocalCommunicator()
+    return dtk.strategies.AllReduceStrategy(communicator, model_parallel=parallel)
+
+
+STAGES = [
+    lambda: keras.Sequential(
+        [keras.Input((8,)), keras.layers.Dense(12, "tanh", kernel_regularizer="l2")]
+    ),
+    lambda: keras.Sequential([keras.Input((12,)), keras.layers.Dense(10, "tanh")]),
+    lambda: keras.Sequential([keras.Input((10,)), keras.layers.Dense(3, kernel_regularizer="l2")]),
+]
+
+
+def joined(count):
+    """As many stages, which together are always the same layers."""
+    stages = [stage() for stage in STAGES]
+    last = stages[count - 1 :]
+    layers = [layer for stage in last for layer in stage.layers]
+    return [*stages[: count - 1], keras.Sequential([last[0].inputs[0], *layers])]
+
+
+def data():
+    random = np.random.default_rng(0)
+    return random.normal(size=(58, 8)).astype("float32"), random.integers(0, 3, 58)
+
+
+def compiled(model):
+    model.compile(
+        keras.optimizers.Adam(0.02, global_clipnorm=0.3),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    return model
+
+
+def fitted(model, **given):
+    x, y = data()
+    history = model.fit(
+        x, y, batch_size=20, epochs=2, verbose=0, validation_split=0.2, **given
+    ).history
+    return history, model.predict(x, verbose=0)
+
+
+def alone():
+    keras.utils.set_random_seed(2)
+    with dtk.strategies.undistributed():
+        model = compiled(keras.Sequential(joined(1)))
+        history, predicted = fitted(model)
+    return bodies.flat(model.get_weights()), history, predicted
+
+
+def piped(schedule, parallel):
+    strategy = grid(parallel)
+    with strategy.scope():
+        keras.utils.set_random_seed(2)
+        model = compiled(Pipeline(joined(parallel), 3, schedule))
+    history, predicted = fitted(model)
+    assert len(model.weights) < 6, "a rank holds its own stage only"
+    strategy.check_weights(model)
+    together = whole(model)
+    assert np.allclose(together.predict(data()[0], verbose=0), predicted, atol=1e-5)
+    return bodies.flat(together.get_weights()), history, predicted
+
+
+def check_equal(found, expected):
+    weights, history, predicted = expected
+    for own_weights, own_history, own_predicted in found:
+        assert np.linalg.norm(own_weights - weights) <= 1e-5 * np.linalg.norm(weights)
+        assert np.abs(own_predicted - predicted).max() <= 1e-4
+        assert own_history.keys() == history.keys()
+        for name, values in history.items():
+            assert own_history[name] == pytest.approx(values, rel=1e-5), name
+
+
+@pytest.mark.worlds(("collective", 2), ("horovod-mpi", 2))
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_two_stages_train_as_one_process(pool, schedule):
+    check_equal(pool.run(piped, schedule, 2, timeout=240), pool.run(alone)[0])
+
+
+@pytest.mark.worlds(("collective", 4))
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_grid_of_replicas_and_stages_trains_as_one_process(pool, schedule):
+    check_equal(pool.run(piped, schedule, 2, timeout=280), pool.run(alone)[0])
+
+
+@pytest.mark.worlds(("collective", 3))
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_three_stages_train_as_one_process(pool, schedule):
+    check_equal(pool.run(piped, schedule, 3, timeout=280), pool.run(alone)[0])
+
+
+# Branches: a stage that several take from, and one that takes from several.
+
+
+def branched(communicator):
+    def last():
+        one, other = keras.Input((12,)), keras.Input((10,))
+        return keras.Model([one, other], keras.layers.Dense(3)(keras.ops.concatenate([one, other])))
+
+    return Pipeline([*STAGES[:2], last], 2, links={2: [0, 1]}, communicator=communicator)
+
+
+def trained_with_branches(distributed):
+    strategy = grid(3)
+    group = strategy.model_communicator if distributed else LocalCommunicator()
+    keras.utils.set_random_seed(2)
+    if not distributed:
+        with dtk.strategies.undistributed():
+            model = compiled(branched(group))
+            fitted(model)
+        return bodies.flat(model.get_weights())
+    with strategy.scope():
+        model = compiled(branched(group))
+    fitted(model)
+    return bodies.flat(whole(model).get_weights())
+
+
+@pytest.mark.worlds(("collective", 3))
+def test_a_stage_may_take_from_several(pool):
+    found, expected = pool.run(trained_with_branches, True), pool.run(trained_with_branches, False)
+    for weights in found:
+        assert np.linalg.norm(weights - expected[0]) <= 1e-5 * np.linalg.norm(expected[0])
+
+
+# Checkpoints.
+
+
+def until(epochs, directory, parallel):
+    """Train until an epoch, on rank 0 alone where it is not parallel."""
+    if parallel == 1 and world.communicator().rank > 0:
+        return None
+    x, y = data()
+    strategy = grid(parallel)
+    keras.utils.set_random_seed(2)
+    with strategy.scope():
+        stages = [
+            keras.Sequential([STAGES[0](), keras.layers.Dropout(0.3)]),
+            keras.Sequential([STAGES[1](), keras.layers.Dropout(0.3), keras.layers.Dense(3)]),
+        ]
+        model = compiled(Pipeline(stages, 2))
+    saving = [dtk.callbacks.Checkpoint(directory)] if directory else []
+    with dtk.strategies.undistributed():
+        model.fit(x, y, batch_size=20, epochs=epochs, verbose=0, callbacks=saving)
+    return bodies.flat(whole(model).get_weights())
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_what_two_ranks_have_saved_one_resumes(pool, tmp_path):
+    pool.run(until, 1, str(tmp_path), 2)
+    resumed = pool.run(until, 3, str(tmp_path), 1)[0]
+    expected = pool.run(until, 3, None, 1)[0]
+    assert np.linalg.norm(resumed - expected) <= 1e-5 * np.linalg.norm(expected)
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_what_one_rank_has_saved_two_resume(pool, tmp_path):
+    pool.run(until, 1, str(tmp_path), 1)
+    expected = pool.run(until, 3, None, 1)[0]
+    for resumed in pool.run(until, 3, str(tmp_path), 2):
+        assert np.linalg.norm(resumed - expected) <= 1e-5 * np.linalg.norm(expected)
+
+
+# Mistakes.
+
+
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (lambda two: Pipeline(joined(3), communicator=two), "3 stages on 2 ranks.*=3"),
+        (lambda two: Pipeline([], communicator=two), "0 stages on 2 ranks"),
+        (lambda two: Pipeline(joined(2), 0, communicator=two), "microbatches=0"),
+        (lambda two: Pipeline(joined(2), 2, "zigzag", communicator=two), "'gpipe' or '1f1b'"),
+        (lambda two: Pipeline(joined(2), links={0: [1]}, communicator=two), "links={0"),
+        (lambda two: Pipeline(joined(2), links={1: []}, communicator=two), r"\[0\] of 2 lead"),
+        (lambda two: Pipeline([keras.Sequential()] * 2, communicator=two), "0 outputs"),
+    ],
+)
+def test_a_pipeline_that_cannot_be(make, said):
+    with pytest.raises(ValueError, match=said):
+        make(NullCommunicator(0, 2))
+
+
+def test_a_stage_with_nothing_to_train_is_named():
+    frozen = keras.Sequential([keras.Input((8,)), keras.layers.Rescaling(2.0)])
+    model = Pipeline(
+        [frozen, keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])],
+        communicator=NullCommunicator(0, 2),
+    )
+    with pytest.raises(ValueError, match=r"rank 0: stage 0 .* has no trainable weights"):
+        model(np.zeros((4, 8)), training=True)
+
+
+def test_losses_that_are_not_means_over_rows_need_gpipe():
+    model = Pipeline(joined(2), 2, "1f1b", communicator=NullCommunicator(0, 2))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
+    model.compile("sgd", loss)
+    with pytest.raises(ValueError, match="reduction 'sum'.*schedule='gpipe'"):
+        model.train_on_batch(*data())
+
+
+def test_losses_of_a_stage_of_its_own_are_refused_with_microbatches():
+    stages = joined(2)
+    stages[0].add(keras.layers.ActivityRegularization(0.1))
+    model = Pipeline(stages, 2, communicator=NullCommunicator(0, 2))
+    with pytest.raises(ValueError, match="adds losses of its own"):
+        model(np.zeros((4, 8)), training=True)
+    Pipeline(stages, 1, communicator=NullCommunicator(0, 2))(np.zeros((4, 8)), training=True)

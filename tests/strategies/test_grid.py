@@ -1,0 +1,173 @@
+"""Processes in two dimensions: replicas, and parts of one model."""
+
+from __future__ import annotations
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import dtk
+from dtk.communicators.null import NullCommunicator
+from dtk.communicators.shard import Shard
+from dtk.compat.keras_shards import set_shard
+from dtk.errors import DisagreementError
+from dtk.strategies.grid import make_grid
+
+import world
+from strategies import bodies
+
+
+@pytest.mark.parametrize("parts", [0, -1, True, 1.5, "2"])
+def test_a_number_of_parts_that_is_none(parts):
+    with pytest.raises(ValueError, match=r"rank 1: model_parallel=.*expected a whole number"):
+        make_grid(NullCommunicator(1, 4), parts)
+
+
+def test_ranks_that_do_not_make_a_grid():
+    with pytest.raises(ValueError, match=r"=4 with 6 processes.*one of \[1, 2, 3, 6\].*-n 8"):
+        make_grid(NullCommunicator(0, 6), 4)
+
+
+def test_an_exchange_that_chooses_by_itself_is_refused():
+    grid = make_grid(NullCommunicator(0, 4), 2)
+    with pytest.raises(ValueError, match="name the exchange"):
+        grid.check_exchange(dtk.exchange.Auto())
+
+
+@functools.cache
+def grid():
+    return dtk.strategies.AllReduceStrategy(world.communicator(), model_parallel=2)
+
+
+def places():
+    strategy = grid()
+    return (
+        strategy.rank,
+        strategy.size,
+        strategy.communicator.rank,
+        strategy.model_communicator.rank,
+        strategy.is_chief,
+        strategy.processes,
+    )
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_one_replica_of_two_parts(pool):
+    assert pool.run(places) == [(0, 1, 0, 0, True, 2), (1, 1, 0, 1, False, 2)]
+
+
+@pytest.mark.worlds(("collective", 4), ("horovod-mpi", 4))
+def test_two_replicas_of_two_parts(pool):
+    assert [found[2:4] for found in pool.run(places)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+class Halves(keras.layers.Layer):
+    """Scales columns; each rank holds the factors of its own, which `tf.split` gives it."""
+
+    def build(self, shape):
+        strategy = grid()
+        group = strategy.model_communicator
+        self.shard = Shard.evenly(shape[-1], 0, group)
+        start = np.linspace(1.0, 2.0, shape[-1]).astype("float32")
+        self.factors = self.add_weight(
+            shape=(self.shard.size,),
+            initializer=lambda *_, **__: self.shard.part(start),
+        )
+        set_shard(self.factors, self.shard)
+
+    def call(self, x):
+        group, shard = grid().model_communicator, self.shard
+
+        @tf.custom_gradient
+        def scaled(given, factors):
+            mine = tf.split(given, shard.sizes, axis=1)[group.rank]
+
+            def gradient(upstream):
+                own = tf.split(upstream, shard.sizes, axis=1)[group.rank]
+                back = group.allgather(tf.transpose(own * factors), shard.sizes)
+                return tf.transpose(back), tf.reduce_sum(own * mine, 0)
+
+            outputs = group.allgather(tf.transpose(mine * factors), shard.sizes)
+            return tf.ensure_shape(tf.transpose(outputs), given.shape), gradient
+
+        return scaled(x, tf.convert_to_tensor(self.factors))
+
+
+class Whole(keras.layers.Layer):
+    """The same on one device."""
+
+    def build(self, shape):
+        start = np.linspace(1.0, 2.0, shape[-1]).astype("float32")
+        self.factors = self.add_weight(
+            shape=(shape[-1],), initializer=lambda *_, **__: tf.constant(start)
+        )
+
+    def call(self, x):
+        return x * self.factors
+
+
+def trained(plain, clip, accumulate=None):
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(58, 6)).astype("float32"), random.integers(0, 3, 58)
+    strategy = grid()
+    with bodies.scope_of(None if plain else strategy), dtk.strategies.undistributed():
+        keras.utils.set_random_seed(2)
+        layers = [keras.layers.Dense(5, "tanh"), Whole() if plain else Halves()]
+        model = keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(3)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        optimizer = keras.optimizers.Adam(0.05, gradient_accumulation_steps=accumulate, **clip)
+        model.compile(optimizer, loss)
+        history = model.fit(x, y, batch_size=20, epochs=2, verbose=0).history["loss"]
+    weights = [
+        layers[1].shard.whole(v) if v is getattr(layers[1], "factors", None) and not plain else v
+        for v in model.weights
+    ]
+    if not plain:
+        strategy.check_weights(model)
+    return bodies.flat([np.asarray(v) for v in weights]), history
+
+
+CLIPS = [{"clipnorm": 0.02}, {"global_clipnorm": 0.05}, {"clipvalue": 0.01}]
+
+
+@pytest.mark.worlds(("collective", 2), ("collective", 4))
+@pytest.mark.parametrize("clip", CLIPS, ids=lambda clip: next(iter(clip)))
+def test_parts_are_clipped_by_the_norm_of_the_whole(pool, clip):
+    accumulate = 2 if "global_clipnorm" in clip else None
+    ((expected, losses), *_) = pool.run(trained, True, clip, accumulate)
+    for found, own in pool.run(trained, False, clip, accumulate):
+        assert np.linalg.norm(found - expected) <= 1e-5 * np.linalg.norm(expected)
+        assert own == pytest.approx(losses, rel=1e-5)
+
+
+def refused_by(optimizer):
+    with pytest.raises(ValueError, match=r"rank \d: optimizer .* holds only a part of"):
+        random = np.random.default_rng(0)
+        with grid().scope():
+            model = keras.Sequential([keras.Input((6,)), Halves(), keras.layers.Dense(3)])
+            model.compile(getattr(keras.optimizers, optimizer)(), "mse")
+        model.fit(random.normal(size=(8, 6)), random.normal(size=(8, 3)), verbose=0)
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_optimizers_that_need_a_whole_variable_are_refused(pool):
+    pool.run(refused_by, "Lamb")
+
+
+def drifted():
+    with grid().scope():
+        model = keras.Sequential([keras.Input((6,)), Halves(), keras.layers.Dense(3)])
+        model.compile("sgd", "mse")
+    model.layers[-1].kernel.assign_add(tf.fill([6, 3], float(grid().rank)))
+    with pytest.raises(DisagreementError, match="kernel"):
+        grid().check_weights(model)
+    with pytest.raises(ValueError, match=r"only a part of it.*dtk.layers.whole"):
+        model.save_weights("never.weights.h5")
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_copies_that_drift_apart_are_named_and_a_part_is_not_saved_as_a_model(pool):
+    pool.run(drifted)
