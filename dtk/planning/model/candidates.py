@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dtk.planning.advice import GAIN
 from dtk.planning.model.layer_costs import Workload
 from dtk.planning.model.operators import consumers
 from dtk.planning.model.plans import ModelPlan
@@ -28,10 +29,12 @@ class Candidate:
     Attributes:
         grid: The ranks.
         found: Splits of layers, or stages.
+        exact: Whether training is that of one process.
     """
 
     grid: Grid
     found: Found | FoundStages
+    exact: bool = True
 
     @property
     def seconds(self) -> float:
@@ -54,7 +57,8 @@ class Candidate:
         if isinstance(self.found, FoundStages):
             stages = self.found.stages
             many = f"{stages.microbatches} microbatch{'es' * (stages.microbatches > 1)}"
-            return f"{len(stages.begins)} stages, {many}, {stages.schedule}"
+            changed = "" if self.exact else " (changes training)"
+            return f"{len(stages.begins)} stages, {many}, {stages.schedule}{changed}"
         divided = [split for split in self.found.splits if split != "whole"]
         if not divided:
             return "rows of the batch" if self.grid.model == 1 else "nothing: all layers whole"
@@ -108,7 +112,8 @@ class Choice:
     """What `dtk plan --model` has found.
 
     Attributes:
-        candidates: From the best; those that do not fit into memory come last.
+        candidates: From the best; those that do not fit into memory come last, and one that changes
+            training counts as a tenth slower.
         alone: One worker, with the whole batch.
         data: As many replicas as there are workers; None if the batch has fewer rows.
     """
@@ -143,8 +148,15 @@ def choose(workload: Workload, workers: int, budget: Budget | None = None) -> Ch
         found.append(Candidate(grid, best_splits(workload, grid, budget)))
         stages = best_stages(workload, grid, budget) if grid.model > 1 else None
         if stages is not None:
-            found.append(Candidate(grid, stages))
-    found.sort(key=lambda one: (max(0.0, one.memory - workload.most_memory), one.seconds))
+            normalized = any(one.batch_statistics for one in workload.operators)
+            exact = stages.stages.microbatches == 1 or not normalized
+            found.append(Candidate(grid, stages, exact))
+
+    def rank(one: Candidate) -> tuple[float, float]:
+        missing = max(0.0, one.memory - workload.most_memory)
+        return missing, one.seconds * (1.0 if one.exact else GAIN)
+
+    found.sort(key=rank)
     if found[0].memory > workload.most_memory:
         raise PlanError(
             f"--memory {workload.most_memory / _MEGA:.4g} MB: of {len(found)} plans for {workers} "
