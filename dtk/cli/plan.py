@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 
 import click
 
 from dtk.bench import page
 from dtk.bench.results import read
+from dtk.cli import links, plan_model
 from dtk.launch import job_options as jobs
 from dtk.planning import curve, quantity, tables
 from dtk.planning.advice import TARGET, advise
 from dtk.planning.calibration import Calibration, calibrated
-from dtk.planning.inputs import Cluster, Job, Link, Software
+from dtk.planning.inputs import Cluster, Job, Software
 from dtk.planning.prediction import sweep
 from dtk.planning.quantity import PlanError
 
@@ -29,14 +29,24 @@ _WORKERS = "1,...,4096"
     dtk bench --model resnet20 --json bench.json
     dtk plan --bench bench.json --bandwidth 1Gbit/s --latency 50us
     dtk plan --step-time 85ms --parameters 270k --bandwidth 1Gbit/s --workers 1,...,64
+    dtk plan --model model.keras -n 4 --batch-size 256 --json plan.json
     """,
 )
 @click.option("--bench", metavar="FILE", help="Calibrate with what `dtk bench --json` wrote.")
-@click.option("--model", metavar="NAME", help="Of that file, if it holds several.")
+@click.option(
+    "--model",
+    metavar="NAME",
+    help="Of that file, if it holds several; or a model to divide: model.keras, or a function that "
+    "builds it, package.module:function.",
+)
 @click.option("--communicator", metavar="NAME", help="Of that file, if it holds several.")
 @click.option("--step-time", metavar="TIME", help="Of one worker that sends nothing, e.g. 85ms.")
 @click.option("--parameters", metavar="N", help="Trainable ones, e.g. 270k.")
-@click.option("--batch-size", metavar="ROWS", help="Of that step, per worker. Default: 32.")
+@click.option(
+    "--batch-size",
+    metavar="ROWS",
+    help="Of that step, per worker; with a model to divide, of all workers. Default: 32.",
+)
 @click.option(
     "--global-batch", metavar="ROWS", help="Of all workers, kept. Default: --batch-size each."
 )
@@ -53,6 +63,14 @@ _WORKERS = "1,...,4096"
 @click.option("--servers", metavar="N", default="1", help="Parameter servers. Default: 1.")
 @click.option("--price-per-hour", type=float, default=0.0, help="Of a host, in any currency.")
 @click.option("--efficiency", type=float, default=TARGET, show_default=True, help="To keep to.")
+@click.option("-n", "processes", metavar="N", help="Workers that a model is divided among.")
+@jobs.hosts
+@click.option("--memory", metavar="BYTES", help="Of a worker, for a model to divide, e.g. 8GB.")
+@click.option(
+    "--no-measure",
+    is_flag=True,
+    help="Do not measure the layers of a model to divide; count operations.",
+)
 @click.option("--json", "json_file", metavar="FILE", help="Write all predictions there.")
 @click.option("--markdown", "markdown_file", metavar="FILE", help="Write the tables there.")
 @click.option("--plot", metavar="FILE", help="Draw the curve there (.svg, .png, .pdf).")
@@ -75,6 +93,10 @@ def plan(
     servers: str,
     price_per_hour: float,
     efficiency: float,
+    processes: str | None,
+    hosts: str | None,
+    memory: str | None,
+    no_measure: bool,
     json_file: str | None,
     markdown_file: str | None,
     plot: str | None,
@@ -84,7 +106,20 @@ def plan(
     One step, measured (or given), and the links between hosts say what a step would take with each
     strategy and exchange. Nothing is run. docs/plan.md has the formulas, how far predictions were
     off, and when not to trust them.
+
+    With a model to divide (--model model.keras, or package.module:function) it measures that
+    model's layers on this machine, and searches for the fastest way to divide rows, channels,
+    images and stages among -n workers.
     """
+    if model is not None and plan_model.is_model(model):
+        plan_model.check_options()
+        place = plan_model.Place(
+            processes, hosts, workers_per_host, bandwidth, latency, host_bandwidth, host_latency
+        )
+        calibration = plan_model.Source(bench, communicator, not no_measure)
+        plan_model.plan(model, place, calibration, batch_size, memory, json_file)
+        return
+    plan_model.check_no_model(processes, hosts, memory, no_measure)
     _check_target(efficiency)
     counts = quantity.counts("--workers", workers)
     if bench is None:
@@ -104,8 +139,8 @@ def plan(
         block_steps=quantity.count("--block-steps", block_steps),
     )
     cluster = Cluster(
-        network=_network(known, per_host, counts, bandwidth, latency),
-        host=_link("--host-bandwidth", host_bandwidth, "--host-latency", host_latency),
+        network=links.network(known.hosts, per_host, counts, bandwidth, latency),
+        host=links.link("--host-bandwidth", host_bandwidth, "--host-latency", host_latency),
         per_host=per_host,
         servers=quantity.count("--servers", servers),
         price=price_per_hour,
@@ -154,33 +189,6 @@ def _given(step_time: str | None, parameters: str | None, batch_size: str | None
     seconds = quantity.seconds("--step-time", step_time)
     job = Job(seconds, quantity.count("--parameters", parameters), rows)
     return Calibration(job, Software(), per_host=1, hosts=1)
-
-
-def _network(
-    known: Calibration,
-    per_host: int,
-    counts: tuple[int, ...],
-    bandwidth: str | None,
-    latency: str,
-) -> Link:
-    if known.hosts > 1:
-        if bandwidth is not None:
-            raise PlanError(
-                f"--bandwidth {bandwidth}: the benchmark was run between {known.hosts} hosts and "
-                "holds their network; leave it out, or give one that was run on a single host"
-            )
-        return Link()
-    if bandwidth is None and counts[-1] > per_host:
-        raise PlanError(
-            f"{counts[-1]} workers are more than a host's {per_host}: say what joins hosts, e.g. "
-            "`--bandwidth 1Gbit/s --latency 50us`"
-        )
-    return _link("--bandwidth", bandwidth, "--latency", latency)
-
-
-def _link(speed: str, bandwidth: str | None, delay: str, latency: str) -> Link:
-    limit = math.inf if bandwidth is None else quantity.bandwidth(speed, bandwidth)
-    return Link(quantity.seconds(delay, latency), limit)
 
 
 def _software(software: Software, coding: str | None) -> Software:

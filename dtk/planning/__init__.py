@@ -6,6 +6,12 @@
     methods -> prediction     what dtk would do:        strategies and exchanges, step by step
     advice, tables, curve     what is said about it
 
+    model                     the same question of one network, layer by layer (`--model`)
+
 A model with no more in it than what is measured: no TensorFlow, and nothing is run. Its formulas,
 and how far they were off, are in docs/plan.md.
 """
+
+from dtk.planning.model.plans import ModelPlan, load_plan
+
+__all__ = ["ModelPlan", "load_plan"]

@@ -11,7 +11,7 @@ from dtk.planning.prediction import Prediction, predict
 
 TARGET = 0.7
 # How much faster something further from one process's training must be to be preferred.
-_GAIN = 1.1
+GAIN = 1.1
 LOSSY = (
     "All but dense, hierarchical and synchronous servers change training, fp16 least and block "
     "momentum most: see docs/exchanges.md."
@@ -69,7 +69,7 @@ def _furthest(of: Sequence[Prediction], target: float) -> Prediction:
 def _least_change(candidates: Sequence[Prediction]) -> Prediction:
     chosen = candidates[0]
     for one in candidates[1:]:
-        if one.rows > _GAIN * chosen.rows:
+        if one.rows > GAIN * chosen.rows:
             chosen = one
     return chosen
 

@@ -91,6 +91,24 @@ def calibrated(
     return Calibration(job, software, max(map(places.count, places)), len(set(places)))
 
 
+def software_of(results: Results, communicator: str | None = None) -> tuple[Software, int]:
+    """Read what a message and a byte take from a benchmark, whatever models it measured.
+
+    Args:
+        results: What `dtk bench` measured.
+        communicator: Its name; None if there is one.
+
+    Returns:
+        Software's costs, and the number of hosts; with several, their network is in them.
+
+    Raises:
+        PlanError: There is no such communicator, or nothing was measured that tells.
+    """
+    communicator = _chosen("--communicator", communicator, results.setting["communicators"])
+    places = {rank["host"] for rank in results.setting["ranks"]}
+    return _software(results, communicator, results.setting["workers"]), len(places)
+
+
 def _slowest(turn: Sequence[Reading]) -> float:
     return max(reading.seconds for reading in turn)
 

@@ -10,6 +10,7 @@ from dtk.errors import DtkError
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _COUNTS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
 _BITS = {"bit/s": 1.0, "kbit/s": 1e3, "Mbit/s": 1e6, "Gbit/s": 1e9}
+_SIZES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 _BYTES = {"B/s": 1.0, "kB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9}
 
 
@@ -78,6 +79,26 @@ def bandwidth(option: str, text: str) -> float:
     value = _parse(option, text, units, "1Gbit/s")
     if not value:
         raise PlanError(f"{option} {text}: nothing would ever arrive; expected such as 1Gbit/s")
+    return value
+
+
+def size(option: str, text: str) -> float:
+    """Read a number of bytes, above 0.
+
+    Args:
+        option: Who asks, for the error.
+        text: A number and B, kB, MB, GB or TB.
+
+    Raises:
+        PlanError: It is none.
+
+    Example:
+        >>> size("--memory", "1.5GB")
+        1500000000.0
+    """
+    value = _parse(option, text, _SIZES, "8GB")
+    if not value:
+        raise PlanError(f"{option} {text}: expected bytes above 0, such as 8GB")
     return value
 
 
