@@ -163,6 +163,8 @@ def test_a_search_is_resumed_and_drawn(tmp_path):
     assert number(r"validation accuracy (\S+) with", out) > 0.5
     width, height = struct.unpack(">II", picture.read_bytes()[16:24])
     assert (width, height) == (1200, 1350), "three pictures below each other"
+
+
 CIFAR10 = "examples/cifar10/train.py"
 # no way out, but for gRPC between the ranks
 DEAD_END = {"https_proxy": "http://127.0.0.1:9", "no_grpc_proxy": "127.0.0.1,localhost"}

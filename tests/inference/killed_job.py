@@ -1,6 +1,6 @@
 """A job that predicts to disk, and of which rank 1 is killed by itself after some batches.
 
-    dtk run -n 2 tests/inference/killed_job.py DIRECTORY AFTER
+dtk run -n 2 tests/inference/killed_job.py DIRECTORY AFTER
 """
 
 import os

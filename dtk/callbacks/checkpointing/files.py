@@ -174,4 +174,3 @@ def digest(file: Path) -> str:
 def _serial(name: str) -> int:
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else 0
-
