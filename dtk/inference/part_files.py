@@ -17,15 +17,14 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
 from dtk.files import DRAFT, written
 from dtk.nests import Array, Nest
 
-if TYPE_CHECKING:
-    from dtk.inference.reading import Rows
+_Leaf = TypeVar("_Leaf")
 
 MANIFEST = "manifest.json"
 _FORMAT = "dtk predictions, 1"
@@ -124,7 +123,7 @@ def _storable(array: Array, name: str) -> Array:
     )
 
 
-def structured(shape: Shape, arrays: Mapping[str, Array | Rows]) -> Nest:
+def structured(shape: Shape, arrays: Mapping[str, _Leaf]) -> Nest:
     """Nest arrays as a model returned them.
 
     Args:

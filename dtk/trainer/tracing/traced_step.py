@@ -126,8 +126,7 @@ class Step:
         results: Which metric returned a tensor as its result, or as which part of that, by
             reference.
         terms: The scalars of which nothing is known by themselves.
-        weighed_later: Whether a tape of the script's computes gradients of weights now, which are
-            weighed where they are handed over.
+        weighed_later: Whether gradients computed now are weighed where they are handed over.
     """
 
     def __init__(
@@ -160,11 +159,7 @@ class Step:
         self.weighed_later = False
 
     def note_read(self, rows: tf.Tensor) -> None:
-        """Count bytes of rows read; not inside a loop or branch, whose tensors cannot leave it.
-
-        Args:
-            rows: The rows.
-        """
+        """Count bytes of rows read; not in a loop or branch, whose tensors cannot leave it."""
         if tf.compat.v1.get_default_graph() is self._graph:
             self.rows_read.append(tf.size(rows, tf.int64) * rows.dtype.size)
 
