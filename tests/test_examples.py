@@ -153,6 +153,18 @@ def test_a_model_in_parts_gives_the_same_numbers_as_a_whole():
     assert number(r"a step sends (\S+) kB", two) > 0 == number(r"a step sends (\S+) kB", one)
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_stages_on_two_ranks_end_as_in_one_process(schedule):
+    options = ("--epochs=2", f"--schedule={schedule}")
+    one, two = (
+        run(launcher, "examples/pipeline_mlp.py", *options) for launcher in (PYTHON, DTK_RUN)
+    )
+    norms = [number(r"norm of all weights (\S+)", out) for out in (one, two)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    held = [int(n) for n in re.findall(r"holds (\d+) of", two)]
+    assert sum(held) == int(re.search(r"of (\d+) weights", two)[1]) and min(held) > 0
+
+
 def test_a_search_is_resumed_and_drawn(tmp_path):
     script, picture = "examples/search_digits.py", tmp_path / "study.png"
     kept = (f"--study={tmp_path / 'study.journal'}", f"--plot={picture}", "--epochs=3")

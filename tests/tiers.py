@@ -135,7 +135,8 @@ FULL = (
     r"test_benchmarks.py::test_(costs_prints|network_keeps|plan_compares|startup_prints|messages"
     r"|cntks_table)",
     r"test_examples.py::test_(the_showcase|parameter_servers|two_devices|a_large_table|cifar10"
-    r"|block_updates|horovod_under|a_custom_loop|a_model_in_parts|the_demo\[1|a_dcgan)",
+    r"|block_updates|horovod_under|a_custom_loop|a_model_in_parts|a_search|stages_on"
+    r"|the_demo\[1|a_dcgan)",
     # what networks are made of is counted without training them
     r"test_networks.py::test_(a_step_of_two|networks_have\S*\[resnet110)",
     r"test_horovod_wrapper.py",
@@ -183,8 +184,6 @@ FULL = (
     r"layers/test_collectives.py::test_(gradients_are|regions_count)\S+\[local",
     r"layers/test_channel_parallel.py::test_divided_layers_equal_one_device\[(local|collective-2)",
     r"layers/test_spatial.py::test_parts_of_an_image_equal_the_whole\[collective-2",
-    r"|block_updates|horovod_under|a_custom_loop|a_search|the_demo\[1)",
-    r"test_horovod_wrapper.py",
     # two trials are trained besides; a rank that gives up ends a job as one that is killed
     r"search/test_study.py::test_twelve_trials_\S+\[collective-2-fit",
     r"search/test_killed.py::\S*\[raise",

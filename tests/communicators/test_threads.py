@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from dtk.cluster.environment import Environment
 from dtk.cluster import threads
+from dtk.cluster.environment import Environment
 from dtk.communicators import create
 
 pytestmark = pytest.mark.skipif(
