@@ -182,6 +182,7 @@ FULL = (
     # gradients through collectives are the same over every transport; layers are built of them
     r"layers/test_collectives.py::\S+\[(horovod|collective-3)",
     r"layers/test_collectives.py::test_(gradients_are|regions_count)\S+\[local",
+    r"layers/test_collectives.py::test_gradients_are_those\S+\[collective-2-graph",
     r"layers/test_channel_parallel.py::test_divided_layers_equal_one_device\[(local|collective-2)",
     r"layers/test_spatial.py::test_parts_of_an_image_equal_the_whole\[collective-2",
     # two trials are trained besides; a rank that gives up ends a job as one that is killed
