@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import itertools
 import re
 
 import pytest
@@ -112,13 +113,14 @@ def test_commands_are_what_their_programs_take(file, tmp_path):
 
 
 def known_options():
-    """Every option of dtk's commands and of the benchmarks."""
+    """Every option of dtk's commands, of the benchmarks and of the examples."""
     options = set(OTHERS)
     for name, (module, _) in COMMANDS.items():
         command = getattr(importlib.import_module(module), name.replace("-", "_"))
         for parameter in command.params:
             options.update(parameter.opts + parameter.secondary_opts)
-    for file in [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "tests").glob("*/__main__.py")]:
+    folders = [(ROOT / "benchmarks").rglob("*.py"), (ROOT / "examples").rglob("*.py")]
+    for file in itertools.chain(*folders, (ROOT / "tests").glob("*/__main__.py")):
         options.update(re.findall(r'add_argument\(\s*(?:"-\w", )?"(--[\w-]+)"', file.read_text()))
     return options
 
