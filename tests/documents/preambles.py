@@ -31,6 +31,7 @@ PREAMBLES = {
     "data": _DATA,
     "plain": f"{_DATA}\nimport dtk\n\nmodel = build_model()\n",
     "compiled": _COMPILED,
+    "compiled and rows": f"{_COMPILED}\nrows = x\n",
     "digits": """
 import dtk
 from sklearn.datasets import load_digits

@@ -17,7 +17,7 @@ from documents.blocks import FILES, ROOT, blocks_in, links_in, spans_in
 PAGES = [pytest.param(file, id=str(file.relative_to(ROOT))) for file in FILES]
 MODULES = [
     importlib.import_module(f"dtk.{name}")
-    for name in ("callbacks", "data", "errors", "exchange", "optimizers", "schedules", "strategies")
+    for name in ("callbacks", "data", "errors", "exchange", "inference", "optimizers", "schedules", "strategies")
 ]
 # What calls in the text belong to, where it is not dtk's to promise.
 FOREIGN = {"gc", "keras", "print", "tf", "take", "BatchNormalization", "model", "cluster_spec"}
