@@ -17,15 +17,13 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from dtk.files import DRAFT, written
+from dtk.inference.rows import Rows
 from dtk.nests import Array, Nest
-
-if TYPE_CHECKING:
-    from dtk.inference.reading import Rows
 
 MANIFEST = "manifest.json"
 _FORMAT = "dtk predictions, 1"
