@@ -16,9 +16,9 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 parser = argparse.ArgumentParser(description="Distil a network that knows digits.")
-parser.add_argument("--epochs", type=int, default=20)
+parser.add_argument("--epochs", type=int, default=40)
 parser.add_argument("--width", type=int, default=32, help="filters of the teacher's first layer")
-parser.add_argument("--temperature", type=float, default=4.0)
+parser.add_argument("--temperature", type=float, default=8.0)
 parser.add_argument("--calls", type=int, default=200, help="calls that latencies are medians of")
 args = parser.parse_args()
 
@@ -70,7 +70,7 @@ def distilled_student():
         build_student(),
         # Not the name "kl_divergence", which is the default: see docs/inference.md.
         keras.distillation.LogitsDistillation(args.temperature, keras.losses.KLDivergence()),
-        student_loss_weight=0.1,
+        student_loss_weight=0.3,
     )
 
 

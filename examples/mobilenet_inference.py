@@ -113,7 +113,9 @@ with strategy.scope():
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     )
 x, test_x = prepared(images), prepared(test_images)
-model.fit(x, labels, batch_size=64, epochs=args.epochs, verbose=0)
+# Few steps are not enough for moving averages.
+statistics = dtk.callbacks.BatchNormStatistics(x, batches=8)
+model.fit(x, labels, batch_size=64, epochs=args.epochs, verbose=0, callbacks=[statistics])
 
 
 def some_images():

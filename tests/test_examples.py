@@ -274,6 +274,55 @@ def test_a_dcgan_on_two_workers_is_that_of_one(tmp_path):
     assert all(png.startswith(b"\x89PNG") for png in shown.values())
 
 
+def rows_of(out):
+    """Tables of the examples of inference: name -> accuracy, kB on disk, latency."""
+    found = re.findall(r"^\[0\] (\D+?\d*.*?) +([01]\.\d{4}).* (\d+\.\d)   (\S+) ms \(", out, re.M)
+    return {name: tuple(map(float, numbers)) for name, *numbers in found}
+
+
+def test_exports_of_the_digits():
+    out = run(DTK_RUN, "examples/export_digits.py", "--epochs=8", "--calls=5")
+    rows = rows_of(out)
+    accuracy, size, _ = rows["Keras float32"]
+    assert accuracy > 0.9
+    assert all(abs(other - accuracy) < 0.01 for other, _, _ in rows.values())
+    assert {"SavedModel float32", "LiteRT float32", "LiteRT int8 weights", "Keras int8"} < {*rows}
+    assert rows["LiteRT int8 weights"][1] < 0.3 * rows["LiteRT float32"][1] < 0.3 * size
+    assert "2 of 3 layers with weights quantised" in out
+
+
+def test_distilled_digits():
+    rows = rows_of(run(DTK_RUN, "examples/distill_digits.py", "--epochs=10", "--calls=5"))
+    assert rows["teacher"][0] > 0.95 and rows["distilled"][0] > 0.85
+    assert rows["distilled"][1] < 0.05 * rows["teacher"][1]
+    assert abs(rows["distilled, in 8 bits"][0] - rows["distilled"][0]) < 0.01
+
+
+def test_predictions_on_disk_and_once_more(tmp_path):
+    more = ("--rows=20000", "--epochs=3", "--directory", str(tmp_path))
+    out = run(DTK_RUN, "examples/predict_to_disk.py", *more)
+    assert number(r"accuracy (\S+),", out) > 0.7
+    assert number(r"largest difference from one process in 100 rows: (\S+)", out) < 1e-6
+    files = number(r"0 files were there; now (\d+) hold 20000 rows", out)
+    assert files >= 16
+    (tmp_path / "predictions/output/part-00003.npy").unlink()
+    again = run(DTK_RUN, "examples/predict_to_disk.py", *more)
+    assert f"{files - 1:.0f} files were there; now {files:.0f} hold 20000 rows" in again
+
+
+def test_mobilenet_on_synthetic_images_and_without_the_data(tmp_path):
+    script, small = "examples/mobilenet_inference.py", ("--images=256", "--test-images=32")
+    rows = rows_of(run(DTK_RUN, script, "--synthetic", *small, "--calls=3", timeout=280))
+    assert rows["LiteRT int8 weights"][1] < 0.4 * rows["LiteRT float32"][1]
+    dead_end = {"https_proxy": "http://127.0.0.1:9", "no_grpc_proxy": "127.0.0.1,localhost"}
+    environ = {"KERAS_HOME": str(tmp_path), **dead_end}
+    out = run(DTK_RUN, script, code=1, **environ)
+    assert "CIFAR-10 is not on this machine" in out and "--synthetic" in out
+    out = run(DTK_RUN, script, "--synthetic", *small, "--weights=imagenet", code=1, **environ)
+    assert "MobileNet's weights are not on this machine" in out and "~/.keras/models" in out
+    assert "Traceback" not in out
+
+
 BROKEN = "docs/broken/what_breaks.py"
 
 

@@ -191,13 +191,19 @@ FULL = (
     r"search/test_\w+.py::\S*\[horovod",
     # two groups on a journal take the same way
     r"search/test_groups.py::test_groups_share_a_database",
+    # the same by another way of reading, or in another format; the examples are whole commands
+    r"inference/test_predict_to_disk.py::test_whatever_the_data_is_\S+\[(memory map|function)",
+    r"inference/test_predict_to_disk.py::test_(half_precision|ranks_that_differ)",
+    r"inference/test_export.py::test_(several_inputs\S+\[(keras|litert)|an_artifact|a_model_that)",
+    r"inference/test_quantize.py::test_litert_takes",
+    r"test_examples.py::test_(exports_of|distilled|predictions_on|mobilenet)",
 )
 # Whole commands, which `make test-fast` leaves out as it does worlds of several processes.
 COMMANDS = re.compile(
     r"cli/test_(bench|check|run|doctor|install)|launch/|published/|documents/test_blocks"
     r"|test_examples|test_benchmarks|strategies/test_(lost_tasks|evaluator|proximal|resolver|devices)"
     r"|strategies/test_served_steps.py::\S*refused_step_ends|communicators/test_create"
-    r"|callbacks/test_(termination|checkpoint_files)|test_garbage|test_quiet|test_makefile|test_import_time|test_horovod_wrapper|search/test_killed|cluster/test_(detect|slurm)"
+    r"|callbacks/test_(termination|checkpoint_files)|test_garbage|test_quiet|test_makefile|test_import_time|test_horovod_wrapper|search/test_killed|inference/\S+killed_job|cluster/test_(detect|slurm)"
 )
 _FULL = re.compile("|".join(FULL))
 

@@ -5,7 +5,8 @@ from dtk.inference.exporting import ExportError, export
 from dtk.inference.latencies import Latency, latency
 from dtk.inference.predict_to_disk import predict_to_disk
 from dtk.inference.quantizing import Quantized, quantize
-from dtk.inference.reading import Predictions, Rows, read
+from dtk.inference.reading import Predictions, read
+from dtk.inference.rows import Rows
 
 __all__ = [
     "ExportError",

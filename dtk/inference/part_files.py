@@ -17,14 +17,13 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import numpy as np
 
 from dtk.files import DRAFT, written
+from dtk.inference.rows import Rows
 from dtk.nests import Array, Nest
-
-_Leaf = TypeVar("_Leaf")
 
 MANIFEST = "manifest.json"
 _FORMAT = "dtk predictions, 1"
@@ -123,7 +122,7 @@ def _storable(array: Array, name: str) -> Array:
     )
 
 
-def structured(shape: Shape, arrays: Mapping[str, _Leaf]) -> Nest:
+def structured(shape: Shape, arrays: Mapping[str, Array | Rows]) -> Nest:
     """Nest arrays as a model returned them.
 
     Args:

@@ -110,6 +110,11 @@ ENTRIES = {
         "tests/documents/test_blocks.py::test_what_doctor_says_under_mpirun"
     ),
     ("docs/data.md", "dtk.data.describe("): Python("digits"),
+    ("docs/inference.md", "rows = np.lib.format"): Python(
+        "compiled", after="assert predictions[500:510].shape == (10, 1)"
+    ),
+    ("docs/inference.md", "print(dtk.inference.quantize"): Python("compiled"),
+    ("docs/inference.md", "dtk.inference.export(model"): Python("compiled and rows"),
     ("docs/data.md", "data: arrays of 1000 rows"): Printed(
         "tests/documents/test_blocks.py::test_what_describe_prints"
     ),

@@ -55,6 +55,7 @@ PREAMBLES = {
     "searched": _SEARCHED,
     "grouped": f"{_SEARCHED}\nstrategy = dtk.strategies.AllReduceStrategy('local')\n"
     "objective = lambda trial: trial.suggest_float('x', 0, 1)\n",
+    "compiled and rows": f"{_COMPILED}\nrows = x\n",
     "digits": """
 import dtk
 from sklearn.datasets import load_digits
