@@ -1,9 +1,10 @@
 """One model on all ranks: rows of images in its convolutions, channels in its dense layers.
 
     dtk run -n 2 examples/model_parallel.py
+    dtk run -n 4 examples/model_parallel.py --ranks 2    # two replicas of two ranks each
     python examples/model_parallel.py                 # the same numbers, from one process
 
-Every rank sees the whole batch and holds part of the model.
+The ranks of a replica see the same rows of a batch, and each holds part of the model.
 """
 
 import argparse
@@ -15,10 +16,12 @@ from sklearn.datasets import load_digits
 
 parser = argparse.ArgumentParser(description="Train a model that is divided among ranks.")
 parser.add_argument("--epochs", type=int, default=6)
+parser.add_argument("--ranks", type=int, help="that hold one model; all without")
 args = parser.parse_args()
 
-group = dtk.communicators.create()  # the ranks that share the model
-strategy = dtk.strategies.AllReduceStrategy("local")  # and together are one replica
+ranks = args.ranks or dtk.cluster.detect().size
+strategy = dtk.strategies.AllReduceStrategy(model_parallel=ranks)
+group = strategy.model_communicator  # the ranks that hold the parts of this one's model
 keras.utils.set_random_seed(1)
 
 images, labels = load_digits(return_X_y=True)
@@ -41,20 +44,19 @@ with strategy.scope():
         ]
     )
     plan = {"conv*": "rows", "norm1": "rows", "pool": "rows", "hidden": "output", "head": "input"}
-    model = dtk.layers.parallelize(model, plan, group)
+    model = dtk.layers.parallelize(model, plan)
     model.compile(
         keras.optimizers.Adam(0.002),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )
 
-chief = group.rank == 0
 history = model.fit(
     images[:1437], labels[:1437], batch_size=128, epochs=args.epochs, shuffle=False, verbose=0
 )
 steps = args.epochs * -(-1437 // 128)
 _, accuracy = model.evaluate(images[1437:], labels[1437:], batch_size=360, verbose=0)
-if chief:
+if strategy.is_chief:
     for epoch, loss in enumerate(history.history["loss"]):
         print(f"epoch {epoch + 1}/{args.epochs}: loss {loss:.4f}")
     here = whole = 0

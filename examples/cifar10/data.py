@@ -73,8 +73,7 @@ def load_cifar10(strategy):
             keras.datasets.cifar10.load_data()
         except Exception as failure:  # Keras raises a bare Exception
             error = str(failure).rpartition(": ")[2].strip() or repr(failure)
-    if strategy.size > 1:
-        error = strategy.communicator.broadcast_object(error)
+    error = strategy.world.broadcast_object(error)
     if error:
         sys.exit(NO_DATA.format(error=error) if strategy.is_chief else 0)
     (x, y), (x_test, y_test) = keras.datasets.cifar10.load_data()

@@ -16,18 +16,8 @@ from documents import checking, preambles
 from documents.blocks import FILES, ROOT, blocks_in, links_in, spans_in
 
 PAGES = [pytest.param(file, id=str(file.relative_to(ROOT))) for file in FILES]
-PARTS = (
-    "callbacks",
-    "data",
-    "errors",
-    "exchange",
-    "inference",
-    "layers",
-    "optimizers",
-    "schedules",
-    "search",
-)
-MODULES = [importlib.import_module(f"dtk.{name}") for name in (*PARTS, "strategies")]
+PARTS = "callbacks data errors exchange inference layers optimizers schedules search strategies"
+MODULES = [importlib.import_module(f"dtk.{name}") for name in PARTS.split()]
 # What calls in the text belong to, where it is not dtk's to promise.
 FOREIGN = {"gc", "keras", "print", "tf", "take", "BatchNormalization", "model", "cluster_spec"}
 FOREIGN |= {"communicator"}  # its contract has a suite of its own
