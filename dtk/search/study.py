@@ -137,6 +137,7 @@ class _Run:
         self._rounds = Rounds(strategy.communicator, patience, self._give_up)
         self._given_up: Callable[[str], None] | None = None
         self._told: Exception | None = None
+        self._broken: Exception | None = None
 
     # Rank 0.
 
@@ -190,15 +191,29 @@ class _Run:
             if is_done():
                 study.stop()
 
+        def objective(trial: optuna.Trial) -> Values:
+            try:
+                return self._lead_one(trial, study, n_trials)
+            except _OneTooMany:
+                raise
+            except Exception as error:
+                if error is not self._told:
+                    # Of the storage, or of ranks that are gone: `catch` is about objectives.
+                    self._broken = error
+                    study.stop()
+                raise
+
         history.fail_abandoned(study)
         if is_done():
             return
         study.optimize(
-            lambda trial: self._lead_one(trial, study, n_trials),
+            objective,
             timeout=timeout,
             catch=(*self._catch, CaughtRankError, _OneTooMany),
             callbacks=[*callbacks, stop_when_done],
         )
+        if self._broken is not None:
+            raise self._broken
 
     def _lead_one(self, trial: optuna.Trial, study: optuna.Study, n_trials: int | None) -> Values:
         notes: dict[str, object] = {"owner": history.owner()}
@@ -223,6 +238,8 @@ class _Run:
         try:
             value = self._run(distributed)
         except Exception as error:
+            if error is not distributed.ended:
+                raise
             self._told = error
             root = distributed.root
             reason = {} if root is None or root.pruned else {"failure": _reason(root)}
@@ -286,21 +303,27 @@ class _Run:
 
 def _compare(values: Sequence[Values], number: int) -> None:
     """Warn when ranks have returned different numbers; None on others than rank 0 is fine."""
-    first = np.asarray(values[0], object).astype(float) if values[0] is not None else np.nan
     for rank, value in enumerate(values):
-        if value is None:
+        if value is None or _is_close(value, values[0]):
             continue
-        if not np.allclose(np.asarray(value, float), first, rtol=_SAME, atol=0, equal_nan=True):
-            warnings.warn(
-                at_rank(
-                    0,
-                    f"the objective of trial {number} returned {values[0]} here and {value} on "
-                    f"rank {rank}; rank 0's counts. Return what is equal on all ranks, such as a "
-                    "number of model.evaluate",
-                ),
-                stacklevel=2,
-            )
-            return
+        warnings.warn(
+            at_rank(
+                0,
+                f"the objective of trial {number} returned {values[0]} here and {value} on "
+                f"rank {rank}; rank 0's counts. Return what is equal on all ranks, such as a "
+                "number of model.evaluate",
+            ),
+            stacklevel=2,
+        )
+        return
+
+
+def _is_close(value: Values, other: Values) -> bool:
+    try:
+        one, two = np.asarray(value, float), np.asarray(other, float)
+        return bool(np.allclose(one, two, rtol=_SAME, atol=0, equal_nan=True))
+    except (TypeError, ValueError):  # no numbers, which Optuna has a word for, or not as many
+        return value == other
 
 
 def _reason(failure: Failure) -> str:

@@ -303,7 +303,8 @@ def test_rank_0_decides_what_a_trial_is_worth(pool):
     assert len(said) == 1 and "returned 1.0 here and 2.0 on rank 1" in said[0]
     assert pool.run(returns_its_rank, [1.0, None])[0] == ("COMPLETE", [])
     assert pool.run(returns_its_rank, [np.nan, np.nan])[0] == ("FAIL", [])
-    assert pool.run(returns_its_rank, [None, None])[0] == ("FAIL", [])
+    for nothing in (None, "much"):
+        assert pool.run(returns_its_rank, [nothing, nothing])[0] == ("FAIL", [])
 
 
 # One process: what counts.
@@ -372,6 +373,19 @@ def test_one_trial_too_many_is_given_back(alone, journal):
         run._lead_one(trial, study, n_trials=2)
     study.tell(trial, state=optuna.trial.TrialState.FAIL)
     assert history.counted(study) == 2
+
+
+def test_a_failing_storage_is_not_caught(alone, monkeypatch):
+    """Breaks as a study without end, of trials that fail at once and do not count."""
+    study = new_study()
+
+    def full(self, *args):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(optuna.Trial, "set_user_attr", full)
+    with pytest.raises(OSError, match="the disk is full"):
+        dtk.search.optimize(study, quick, 3, strategy=alone, catch=Exception)
+    assert [state for state, _ in failures(study)] == ["FAIL"]
 
 
 def test_numbers_out_of_range(alone):
