@@ -142,10 +142,10 @@ def fit_once(name, plain=False):
     return bodies.flat(model.get_weights())
 
 
-@pytest.mark.timeout(600)  # for graphs of 110 layers
+@pytest.mark.timeout(1200)  # graphs of 110 layers, on a machine that others use
 @pytest.mark.worlds(("collective", 2))
 @pytest.mark.parametrize("name", COUNTS)
 def test_a_step_of_two_workers_is_that_of_one(pool, name):
-    found, alone = pool.run(fit_once, name, timeout=400), fit_once(name, plain=True)
+    found, alone = pool.run(fit_once, name, timeout=900), fit_once(name, plain=True)
     np.testing.assert_array_equal(found[0], found[1])
     assert np.linalg.norm(found[0] - alone) <= 1e-5 * np.linalg.norm(alone)
