@@ -44,8 +44,8 @@ def load(path: str | os.PathLike[str]) -> Run:
         >>> from dtk.inference import export
         >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
         >>> with tempfile.TemporaryDirectory() as place:
-        ...     written = export(model, f"{place}/model")
-        ...     load(f"{place}/model")(np.ones((3, 4), "float32")).shape
+        ...     run = load(export(model, f"{place}/model.keras", "keras"))
+        ...     run(np.ones((3, 4), "float32")).shape
         (3, 2)
     """
     path = Path(path)
