@@ -44,8 +44,8 @@ def load(path: str | os.PathLike[str]) -> Run:
         >>> from dtk.inference import export
         >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
         >>> with tempfile.TemporaryDirectory() as place:
-        ...     written = export(model, f"{place}/model")
-        ...     load(f"{place}/model")(np.ones((3, 4), "float32")).shape
+        ...     run = load(export(model, f"{place}/model.keras", "keras"))
+        ...     run(np.ones((3, 4), "float32")).shape
         (3, 2)
     """
     path = Path(path)
@@ -89,13 +89,17 @@ def _saved_model(path: Path) -> Run:
 
 def _keras(path: Path) -> Run:
     model = keras.saving.load_model(path, compile=False)
-    signature = specs_of(model)
-    call = tf.function(
-        lambda x: model(x, training=False),
-        input_signature=None if signature is None else [signature],
-        reduce_retracing=True,
-    )
-    return lambda x: keras.tree.map_structure(_as_array, call(x))
+    specs = specs_of(model)
+    call = tf.function(lambda x: model(x, training=False), reduce_retracing=True)
+    if specs is None:
+        return lambda x: keras.tree.map_structure(_as_array, call(x))
+    traced = call.get_concrete_function(specs)  # once, whatever the number of rows
+
+    def run(x: Nest) -> Nest:
+        given = keras.tree.map_structure(lambda v, s: tf.convert_to_tensor(v, s.dtype), x, specs)
+        return keras.tree.map_structure(_as_array, traced(given))
+
+    return run
 
 
 def specs_of(model: keras.Model) -> Specs:

@@ -86,8 +86,8 @@ def export(
         >>> import keras, tempfile
         >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
         >>> with tempfile.TemporaryDirectory() as place:
-        ...     export(model, f"{place}/model.tflite", "litert").name
-        'model.tflite'
+        ...     export(model, f"{place}/model.keras", "keras").name
+        'model.keras'
     """
     path = Path(path)
     _check_name(path, format)
