@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from dtk.communicators.costs import Traffic
+from dtk.communicators.costs import Traffic, ring_allreduce
 from dtk.planning.inputs import Cluster
 from dtk.planning.model.operators import (
     FLOAT,
@@ -275,7 +275,11 @@ class LayerCosts:
             operator = self.workload.operators[position]
             work = Work(split, self.grid.model if split != "whole" else 1, self._rows)
             found = self.workload.computing.seconds(operator, work)
-            self._computing[position, split] = Seconds(0.0, 0.0) if operator.is_input else found
+            if operator.is_input:
+                found = Seconds(0.0, 0.0)
+            elif not (operator.weights or operator.differentiated):
+                found = Seconds(found.forward, 0.0)
+            self._computing[position, split] = found
         return self._computing[position, split]
 
     def additive(self, cost: LayerCost) -> float:
@@ -287,7 +291,7 @@ class LayerCosts:
             cost: The layer's.
         """
         shown = 1.0 - self.workload.cluster.software.hidden
-        summed = self.data.allreduce(FLOAT * cost.held).bytes * self.data.byte
+        summed = ring_allreduce(self.grid.data, FLOAT * cost.held).bytes * self.data.byte
         return (
             cost.computing.both
             + self.model.seconds(cost.sends.waited_for)
@@ -339,7 +343,7 @@ class LayerCosts:
             if operator.differentiated:
                 back_after = halo.and_then(back_after)
             if operator.batch_statistics:
-                moments = self.model.allreduce(FLOAT * (2 * operator.output[-1] + 1))
+                moments = self.model.allreduce(FLOAT * 2 * (operator.output[-1] + 1))
                 before, back_before = before.and_then(moments), moments
             summed = self.model.allreduce(FLOAT * operator.weights)
             # Each weight by itself, as soon as its gradient is there.
