@@ -117,9 +117,9 @@ def test_bytes_are_those_that_a_step_really_sends(name):
 
 def test_a_plan_is_handed_to_parallelize(tmp_path):
     model = convolutions()
-    workload = workload_of(model, batch=64)
+    workload = dataclasses.replace(workload_of(model, batch=64), computing=Rates(1e7, 1e7))
     choice = choose(workload, 2)
-    split = next(one for one in choice.candidates if "layers" in one.how)
+    split = next(one for one in choice.candidates if "layers: " in one.how)
     file = tmp_path / "plan.json"
     file.write_text(split.plan(workload).dumps())
     plan = load_plan(file)
@@ -183,7 +183,7 @@ def test_layers_are_measured_once_at_the_shapes_of_a_rank():
     computing = Measured(model, operators, 4, RATES, told.append)
     assert told == ["a whole / 1, 4 rows", "b whole / 1, 4 rows", "the whole model"]
     half = computing.seconds(operators[2], Work("rows", 2, 4))
-    assert told[-1] == "b rows / 2, 4 rows" and half.forward >= 0 and half.both > 0
+    assert told[-1] == "b rows / 2, 4 rows" and half.forward >= 0 <= half.backward
     assert computing.seconds(operators[2], Work("rows", 2, 4)) == half and len(told) == 4
     known = [computing.seconds(operators[1], Work("whole", 1, rows)).both for rows in (1, 2, 4)]
     assert min(known) <= known[1] <= max(known)  # interpolated

@@ -6,10 +6,12 @@ import itertools
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from planning.model_chains import workloads
+from planning.model_chains import Table, workloads
 
+from dtk.planning.inputs import Cluster, Link, Software
 from dtk.planning.model.candidates import choose
-from dtk.planning.model.layer_costs import LayerCosts
+from dtk.planning.model.layer_costs import LayerCosts, Workload
+from dtk.planning.model.operators import Operator
 from dtk.planning.model.search import (
     Budget,
     additive,
@@ -105,3 +107,37 @@ def test_equal_seeds_give_equal_plans_and_no_grid_is_left_out(workload):
 def test_too_little_memory_for_every_plan_is_named(workload):
     with pytest.raises(PlanError, match=r"--memory 1e-06 MB: of \d+ plans for 2 workers the one"):
         choose(dataclasses.replace(workload, most_memory=1.0), 2, Budget(tries=5))
+
+
+def test_an_inexact_plan_must_be_a_tenth_faster():
+    """A pipeline with BatchNormalization trains otherwise, if it has several microbatches."""
+    chain = [Operator("x", "InputLayer", (), (), (4,), differentiated=False)]
+    for number in range(4):
+        chain.append(
+            Operator(
+                f"norm{number}",
+                "BatchNormalization",
+                (number,),
+                ((4,),),
+                (4,),
+                weights=8,
+                differentiated=number > 0,
+                batch_statistics=True,
+            )
+        )
+    seconds = {(one.name, "whole"): (1e-3, 2e-3) for one in chain}
+
+    def chosen(update):
+        """The more an update takes, the more it is worth that stages share weights."""
+        software = Software(message=0.0, byte=1e-12)
+        computing = Table(seconds, update=update)
+        workload = Workload(
+            chain, (4,), 32, computing, Cluster(Link(), per_host=2, software=software)
+        )
+        return choose(workload, 2)
+
+    close, far = chosen(1.5e-3), chosen(1e-2)
+    fastest = min(close.candidates, key=lambda one: one.seconds)
+    assert close.best.exact and not fastest.exact
+    assert close.best.seconds < 1.1 * fastest.seconds
+    assert not far.best.exact and far.data.seconds > 1.1 * far.best.seconds

@@ -353,7 +353,7 @@ class LayerCosts:
     def _halo(self, operator: Operator, split: Split) -> Traffic:
         """Return the traffic of the rows that an inner rank sends to both neighbours."""
         height, width, channels = operator.taken[0]
-        across = width if split == "rows" else height
+        across = width if split == "rows" else height + operator.padding
         rows = sum(operator.halos.get(split, (0, 0)))
         if self.grid.model == 2:  # each has one neighbour
             rows = max(operator.halos.get(split, (0, 0)))

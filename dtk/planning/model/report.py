@@ -28,7 +28,7 @@ def table(choice: Choice, most: int = 8) -> Table:
         most: Rows at most.
     """
     header = (
-        "replicas x ranks of a model",
+        "grid",
         "divided",
         "ms per step",
         "x one worker",
@@ -72,7 +72,8 @@ def why(workload: Workload, choice: Choice) -> list[str]:
     elif best.grid.model > 1:
         lines += _why_splits(workload, best, best.found)
     lines += _gradients(workload, best)
-    return [*lines, *_left_whole(workload), *_warnings(workload, choice)]
+    lines += [*_left_whole(workload), *_warnings(workload, choice)]
+    return [*lines, "Grid: replicas x ranks that hold one model. Inexact: it changes training."]
 
 
 def _why_splits(workload: Workload, best: Candidate, found: Found) -> list[str]:
