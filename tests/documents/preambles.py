@@ -31,6 +31,14 @@ PREAMBLES = {
     "data": _DATA,
     "plain": f"{_DATA}\nimport dtk\n\nmodel = build_model()\n",
     "compiled": _COMPILED,
+    "planned": f"""{_DATA}
+import pathlib
+
+import dtk
+
+made = dtk.planning.ModelPlan(1, 1, 32, {{"dense*": "output"}})
+pathlib.Path("plan.json").write_text(made.dumps())
+""",
     "digits": """
 import dtk
 from sklearn.datasets import load_digits

@@ -69,7 +69,7 @@ def test_nor_is_that_of_a_pipeline(workload, data):
     stages = Stages(begins, many, data.draw(st.sampled_from(SCHEDULES)))
     made = StageCosts(workload, Grid(1, len(begins))).step(stages)
     took = assert_possible(made.tasks)
-    assert took >= max(made.computing)
+    assert took >= max(made.computing) * 0.999
     if many == 1:  # nothing to overlap
         assert took >= sum(made.computing) * 0.999
     passes = [task for task in made.tasks if task.name.startswith("stage ")]

@@ -125,6 +125,19 @@ class Workload:
         """Entries of all trainable weights."""
         return sum(operator.weights for operator in self.operators)
 
+    def seconds(self, operator: Operator, work: Work) -> Seconds:
+        """Return the seconds of computing; no backward pass is where nothing is trained so far.
+
+        Args:
+            operator: What is computed.
+            work: How much of it.
+        """
+        if operator.is_input:
+            return Seconds(0.0, 0.0)
+        found = self.computing.seconds(operator, work)
+        trained = operator.weights or operator.differentiated
+        return found if trained else Seconds(found.forward, 0.0)
+
 
 class Sends(NamedTuple):
     """What the ranks of a model send for one operator.
@@ -274,12 +287,7 @@ class LayerCosts:
         if (position, split) not in self._computing:
             operator = self.workload.operators[position]
             work = Work(split, self.grid.model if split != "whole" else 1, self._rows)
-            found = self.workload.computing.seconds(operator, work)
-            if operator.is_input:
-                found = Seconds(0.0, 0.0)
-            elif not (operator.weights or operator.differentiated):
-                found = Seconds(found.forward, 0.0)
-            self._computing[position, split] = found
+            self._computing[position, split] = self.workload.seconds(operator, work)
         return self._computing[position, split]
 
     def additive(self, cost: LayerCost) -> float:

@@ -142,9 +142,8 @@ def _gradients(workload: Workload, best: Candidate) -> Iterator[str]:
 def _left_whole(workload: Workload) -> Iterator[str]:
     """Yield the layers that nothing divides and that take time, by reason."""
     seconds = {
-        operator.name: workload.computing.seconds(operator, Work("whole", 1, workload.batch)).both
+        operator.name: workload.seconds(operator, Work("whole", 1, workload.batch)).both
         for operator in workload.operators
-        if not operator.is_input
     }
     reasons: dict[str, list[str]] = {}
     for operator in workload.operators:
