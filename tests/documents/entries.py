@@ -209,4 +209,14 @@ ENTRIES = {
     ("docs/plan.md", "dtk bench -n 2 --model resnet20 "): Shell(
         ("Use ",), only="dtk plan", files=("benchmark",)
     ),
+    ("docs/plan.md", "dtk plan --model model.keras "): Parsed(
+        "measures a model of one's own",
+        by=(
+            "tests/cli/test_plan_model.py::test_a_saved_model_on_hosts_is_planned_with_their_links",
+            "tests/planning/test_model_graph.py::test_layers_are_measured_once_at_the_shapes_of_a_rank",
+        ),
+    ),
+    ("docs/plan.md", "plan = dtk.planning.load_plan"): Python(
+        before="planned", after="model.compile('sgd', 'mse'); model.predict(x, verbose=0)"
+    ),
 }

@@ -57,7 +57,7 @@ class Candidate:
         if isinstance(self.found, FoundStages):
             stages = self.found.stages
             many = f"{stages.microbatches} microbatch{'es' * (stages.microbatches > 1)}"
-            changed = "" if self.exact else " (changes training)"
+            changed = "" if self.exact else ", inexact"
             return f"{len(stages.begins)} stages, {many}, {stages.schedule}{changed}"
         divided = [split for split in self.found.splits if split != "whole"]
         if not divided:

@@ -249,6 +249,7 @@ def _operator(
         halos={split: _halo(layer, kind, taken[0], axis) for axis, split in enumerate(SPATIAL)}
         if SPATIAL[0] in limits
         else {},
+        padding=_padding(layer, taken[0]) if kind in _WINDOWS and len(taken[0]) == 3 else 0,
     )
 
 
@@ -307,14 +308,23 @@ def _halo(layer: keras.Operation, kind: str, taken: Shape, axis: int) -> tuple[i
     if kind not in _WINDOWS:
         smooth = kind == "UpSampling2D" and layer.interpolation != "nearest"
         return (1, 1) if smooth else (0, 0)
-    window = layer.kernel_size if kind == "Conv2D" else layer.pool_size
-    dilation = layer.dilation_rate[axis] if kind == "Conv2D" else 1
-    reach, stride = (window[axis] - 1) * dilation + 1, layer.strides[axis]
-    before = 0
-    if layer.padding == "same":
-        rest = taken[axis] % stride or stride
-        before = max(0, reach - rest) // 2
-    return before, max(0, reach - stride - before)
+    before = _padding(layer, taken, axis) // 2
+    return before, max(0, _reach(layer, axis) - layer.strides[axis] - before)
+
+
+def _reach(layer: keras.layers.Layer, axis: int) -> int:
+    """Return how many rows (columns) of its input an output of a layer with a window sees."""
+    window = layer.kernel_size if hasattr(layer, "kernel_size") else layer.pool_size
+    dilation = layer.dilation_rate[axis] if hasattr(layer, "kernel_size") else 1
+    return int((window[axis] - 1) * dilation + 1)
+
+
+def _padding(layer: keras.layers.Layer, taken: Shape, axis: int = 0) -> int:
+    """Return with how many rows (columns) a layer pads its input, as TensorFlow does."""
+    if layer.padding != "same":
+        return 0
+    stride = layer.strides[axis]
+    return max(0, _reach(layer, axis) - (taken[axis] % stride or stride))
 
 
 def _flops(

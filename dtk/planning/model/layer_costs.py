@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from dtk.communicators.costs import Traffic
+from dtk.communicators.costs import Traffic, ring_allreduce
 from dtk.planning.inputs import Cluster
 from dtk.planning.model.operators import (
     FLOAT,
@@ -124,6 +124,19 @@ class Workload:
     def weights(self) -> int:
         """Entries of all trainable weights."""
         return sum(operator.weights for operator in self.operators)
+
+    def seconds(self, operator: Operator, work: Work) -> Seconds:
+        """Return the seconds of computing; no backward pass is where nothing is trained so far.
+
+        Args:
+            operator: What is computed.
+            work: How much of it.
+        """
+        if operator.is_input:
+            return Seconds(0.0, 0.0)
+        found = self.computing.seconds(operator, work)
+        trained = operator.weights or operator.differentiated
+        return found if trained else Seconds(found.forward, 0.0)
 
 
 class Sends(NamedTuple):
@@ -274,8 +287,7 @@ class LayerCosts:
         if (position, split) not in self._computing:
             operator = self.workload.operators[position]
             work = Work(split, self.grid.model if split != "whole" else 1, self._rows)
-            found = self.workload.computing.seconds(operator, work)
-            self._computing[position, split] = Seconds(0.0, 0.0) if operator.is_input else found
+            self._computing[position, split] = self.workload.seconds(operator, work)
         return self._computing[position, split]
 
     def additive(self, cost: LayerCost) -> float:
@@ -287,7 +299,7 @@ class LayerCosts:
             cost: The layer's.
         """
         shown = 1.0 - self.workload.cluster.software.hidden
-        summed = self.data.allreduce(FLOAT * cost.held).bytes * self.data.byte
+        summed = ring_allreduce(self.grid.data, FLOAT * cost.held).bytes * self.data.byte
         return (
             cost.computing.both
             + self.model.seconds(cost.sends.waited_for)
@@ -339,7 +351,7 @@ class LayerCosts:
             if operator.differentiated:
                 back_after = halo.and_then(back_after)
             if operator.batch_statistics:
-                moments = self.model.allreduce(FLOAT * (2 * operator.output[-1] + 1))
+                moments = self.model.allreduce(FLOAT * 2 * (operator.output[-1] + 1))
                 before, back_before = before.and_then(moments), moments
             summed = self.model.allreduce(FLOAT * operator.weights)
             # Each weight by itself, as soon as its gradient is there.
@@ -349,7 +361,7 @@ class LayerCosts:
     def _halo(self, operator: Operator, split: Split) -> Traffic:
         """Return the traffic of the rows that an inner rank sends to both neighbours."""
         height, width, channels = operator.taken[0]
-        across = width if split == "rows" else height
+        across = width if split == "rows" else height + operator.padding
         rows = sum(operator.halos.get(split, (0, 0)))
         if self.grid.model == 2:  # each has one neighbour
             rows = max(operator.halos.get(split, (0, 0)))

@@ -28,7 +28,7 @@ def table(choice: Choice, most: int = 8) -> Table:
         most: Rows at most.
     """
     header = (
-        "replicas x ranks of a model",
+        "grid",
         "divided",
         "ms per step",
         "x one worker",
@@ -72,7 +72,8 @@ def why(workload: Workload, choice: Choice) -> list[str]:
     elif best.grid.model > 1:
         lines += _why_splits(workload, best, best.found)
     lines += _gradients(workload, best)
-    return [*lines, *_left_whole(workload), *_warnings(workload, choice)]
+    lines += [*_left_whole(workload), *_warnings(workload, choice)]
+    return [*lines, "Grid: replicas x ranks that hold one model. Inexact: it changes training."]
 
 
 def _why_splits(workload: Workload, best: Candidate, found: Found) -> list[str]:
@@ -141,9 +142,8 @@ def _gradients(workload: Workload, best: Candidate) -> Iterator[str]:
 def _left_whole(workload: Workload) -> Iterator[str]:
     """Yield the layers that nothing divides and that take time, by reason."""
     seconds = {
-        operator.name: workload.computing.seconds(operator, Work("whole", 1, workload.batch)).both
+        operator.name: workload.seconds(operator, Work("whole", 1, workload.batch)).both
         for operator in workload.operators
-        if not operator.is_input
     }
     reasons: dict[str, list[str]] = {}
     for operator in workload.operators:

@@ -182,7 +182,8 @@ class _SplitSearch:
     def run(self) -> Found:
         options = [self._costs.splits(p) for p in range(len(self._costs.workload.operators))]
         free = [position for position, found in enumerate(options) if len(found) > 1]
-        if math.prod(len(options[position]) for position in free) <= self._budget.all_of:
+        many = math.prod(len(options[position]) for position in free)
+        if not free or many <= self._budget.all_of:
             return min(map(self._found, itertools.product(*options)), key=self._rank)
         ways: tuple[Split, ...] = ("whole", "output", "input", "rows", "columns")
         begin = [tuple(_uniform(self._costs, way)) for way in ways]

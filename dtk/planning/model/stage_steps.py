@@ -175,9 +175,7 @@ class StageCosts:
         if rows not in self._sums:
             sums = [Seconds(0.0, 0.0)]
             for operator in self.workload.operators:
-                one = Seconds(0.0, 0.0)
-                if not operator.is_input:
-                    one = self.workload.computing.seconds(operator, Work("whole", 1, rows))
+                one = self.workload.seconds(operator, Work("whole", 1, rows))
                 sums.append(
                     Seconds(sums[-1].forward + one.forward, sums[-1].backward + one.backward)
                 )
