@@ -165,6 +165,24 @@ def test_stages_on_two_ranks_end_as_in_one_process(schedule):
     assert sum(held) == int(re.search(r"of (\d+) weights", two)[1]) and min(held) > 0
 
 
+def test_a_unet_by_rows_ends_as_one_of_whole_images():
+    options = ("--images=32", "--epochs=2")
+    script = "examples/spatial_unet.py"
+    one, two = (run(launcher, script, *options) for launcher in (PYTHON, DTK_RUN))
+    for what in (r"epoch 2/2: loss (\S+)", r"test loss (\S+),"):
+        assert number(what, two) == pytest.approx(number(what, one), rel=1e-3)
+    assert "2 rank(s) for an image" in two
+
+
+def test_vgg16_by_channels_ends_as_a_whole_one():
+    options = ("--data=digits", "--steps=3", "--batch-size=8", "--units=64")
+    script = "examples/cifar10/vgg16_channel_parallel.py"
+    one, two = (run(launcher, script, *options) for launcher in (PYTHON, DTK_RUN))
+    assert number(r": loss (\S+),", two) == pytest.approx(number(r": loss (\S+),", one), rel=1e-3)
+    held = [number(r"rank 0 holds (\S+) M", out) for out in (one, two)]
+    assert held[1] < 0.52 * held[0]
+
+
 def test_a_search_is_resumed_and_drawn(tmp_path):
     script, picture = "examples/search_digits.py", tmp_path / "study.png"
     kept = (f"--study={tmp_path / 'study.journal'}", f"--plot={picture}", "--epochs=3")

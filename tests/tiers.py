@@ -136,7 +136,7 @@ FULL = (
     r"|cntks_table)",
     r"test_examples.py::test_(the_showcase|parameter_servers|two_devices|a_large_table|cifar10"
     r"|block_updates|horovod_under|a_custom_loop|a_model_in_parts|a_search|stages_on"
-    r"|the_demo\[1|a_dcgan)",
+    r"|a_unet|vgg16|the_demo\[1|a_dcgan)",
     # what networks are made of is counted without training them
     r"test_networks.py::test_(a_step_of_two|networks_have\S*\[resnet110)",
     r"test_horovod_wrapper.py",
