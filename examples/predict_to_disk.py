@@ -30,19 +30,31 @@ directory = strategy.communicator.broadcast_object(directory)
 images, labels = load_digits(return_X_y=True)
 images = images.reshape(-1, 8, 8, 1).astype("float32") / 16
 
-# The same seeds in every run: predictions of other weights would not be gone on with.
-keras.utils.set_random_seed(1)
-weights = f"{directory}/model.weights.h5"
-with strategy.scope():
-    model = keras.Sequential(
-        [
-            keras.Input((8, 8, 1)),
-            keras.layers.Conv2D(16, 3, activation="relu"),
-            keras.layers.Flatten(),
-            keras.layers.Dense(10),
-        ]
-    )
-    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+
+def train():
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((8, 8, 1)),
+                keras.layers.Conv2D(16, 3, activation="relu"),
+                keras.layers.Flatten(),
+                keras.layers.Dense(10),
+            ]
+        )
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.fit(images, labels, batch_size=128, epochs=args.epochs, verbose=0)
+    return model
+
+
+# Trained once: predictions of other weights would not be gone on with.
+saved = f"{directory}/model.keras"
+if strategy.communicator.broadcast_object(os.path.exists(saved)):
+    with strategy.scope():
+        model = keras.saving.load_model(saved, compile=False)
+else:
+    model = train()
+    dtk.inference.export(model, saved, "keras")
 
 # 1. Rank 0 prepares the data, once; a real script would find them there.
 
@@ -58,19 +70,14 @@ if strategy.is_chief:
             rows[start : start + 10_000] = images[which] + noise
         rows.flush()
         os.replace(draft, f"{directory}/rows.npy")
-there = strategy.communicator.broadcast_object(os.path.exists(weights))
-if there:
-    model.load_weights(weights)
-else:
-    model.fit(images, labels, batch_size=128, epochs=args.epochs, verbose=0)
-    model.save_weights(weights)
+strategy.communicator.barrier()
 rows = np.load(f"{directory}/rows.npy", mmap_mode="r")
 
 # 2. Every rank predicts its share, and writes it.
 
 files = f"{directory}/predictions/output"
 found = len(os.listdir(files)) if os.path.isdir(files) else 0
-strategy.communicator.barrier()
+strategy.communicator.barrier()  # so that all count the same files
 began = time.perf_counter()
 predictions = dtk.inference.predict_to_disk(
     model,
