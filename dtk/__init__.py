@@ -27,11 +27,13 @@ if TYPE_CHECKING:
         communicators,
         data,
         exchange,
+        inference,
         launch,
         layers,
         optimizers,
         planning,
         schedules,
+        search,
         strategies,
     )
     from dtk.strategies import auto_strategy
@@ -42,11 +44,13 @@ _PARTS = (
     "communicators",
     "data",
     "exchange",
+    "inference",
     "launch",
     "layers",
     "optimizers",
     "planning",
     "schedules",
+    "search",
     "strategies",
 )
 
@@ -58,11 +62,13 @@ __all__ = [
     "communicators",
     "data",
     "exchange",
+    "inference",
     "launch",
     "layers",
     "optimizers",
     "planning",
     "schedules",
+    "search",
     "strategies",
 ]
 

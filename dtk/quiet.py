@@ -29,6 +29,8 @@ from typing import NamedTuple
 DEFAULT_LEVEL = "2"
 
 _PREAMBLE = "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR"
+# What LiteRT's interpreter and converter say of every model, whatever the level.
+_LITERT = re.compile(r"INFO: Created TensorFlow Lite XNNPACK delegate|fully_quantize: \d, ")
 _LOGGED = re.compile(r"([IWE])\d{4} \d\d:\d\d:\d+\.\d+ +\d+ [\w./-]+:\d+\] ")
 _NO_GPU = re.compile(r".*failed call to cuInit: .*(CUDA_ERROR_NO_DEVICE|\(303\))")
 _LEVELS = {"I": 1, "W": 2, "E": 3}
@@ -71,7 +73,7 @@ def is_noise(line: str, level: str | None, gpu: bool | None = None) -> bool:
     """
     if level not in ("1", "2", "3"):
         return False
-    if line == _PREAMBLE:
+    if line == _PREAMBLE or _LITERT.match(line):
         return True
     match = _LOGGED.match(line)
     if match is None:

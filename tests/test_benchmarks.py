@@ -127,6 +127,27 @@ def test_plan_compares_what_a_benchmark_predicts_with_what_was_measured(tmp_path
     assert (tmp_path / "plan.md").read_text() == printed
 
 
+def test_cntks_table_trains_what_is_missing(tmp_path):
+    argv = ["cntk_table.py", "--models", "convnet", "--workers", "1", "2", "--data=digits"]
+    argv += ["--images=128", "--epochs=1", "--output", str(tmp_path)]
+    printed = run([*argv, "--exchange", "none"])
+    assert printed.count("round 1:") == 2
+    table = (tmp_path / "cntk_table.md").read_text()
+    cell = r"\d+\.\d\d / \d+\.\d\d"
+    assert re.search(rf"^\| convnet \(1\) \| 1\.00 / [\d.]+ \| {cell} \|$", table, re.M), table
+    assert "(not CIFAR-10), 128 training images" in table
+    printed = run([*argv, "--exchange", "none", "--blocks", "64"])
+    assert printed.count("round 1:") == 1, "what is in the file was trained again"
+    assert re.search(r"^\| 64 \| [\d.]+ \|", (tmp_path / "cntk_table.md").read_text(), re.M)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "cntk_table.py"), *argv[1:], "--threads=2"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "was measured with threads=1, and threads=2 is wanted" in done.stderr
+
+
 def test_startup_prints_every_phase_of_every_contender(tmp_path):
     argv = ["startup.py", "-n1", "--rounds=1"]
     argv += ["--contenders", "bare", "dtk run", "--samples", str(tmp_path / "samples.json")]

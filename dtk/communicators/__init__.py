@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 # A user who set a level gets that level.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+from dtk.cluster import threads
 from dtk.cluster.environment import Environment
-from dtk.communicators import threads
 from dtk.errors import CommunicatorError
 
 if TYPE_CHECKING:

@@ -305,6 +305,21 @@ class Communicator(abc.ABC):
         self._last_number = getattr(self, "_last_number", -1) + 1
         return self._last_number
 
+    def resynchronize(self) -> None:
+        """Agree on the numbers that name later collectives. Every rank calls it.
+
+        For ranks that go on after an exception, which may have stopped some of them between two
+        of `next_number`.
+        """
+        numbers = tf.constant(self._counters(), tf.int64)
+        self._set_counters(self.allreduce(numbers, "max").numpy().tolist())
+
+    def _counters(self) -> list[int]:
+        return [getattr(self, "_last_number", -1)]
+
+    def _set_counters(self, counters: list[int]) -> None:
+        (self._last_number,) = counters
+
     # Small Python values ride on the tensor collectives.
 
     def broadcast_object(self, value: _Value | None = None, root: int = 0) -> _Value:

@@ -15,7 +15,7 @@ gathers) are rounded up to three significant bits, which bounds what is remember
 keys are hashes, computed when the graph runs if the size is only known then: ranks agree without
 counting together, and a rank that traces a function twice finds the same keys again. Eager calls,
 whose order is the same on every rank, number theirs. Messages of a pair are counted when they run,
-on both ends, see `dtk.communicators.message_count`.
+on both ends, see `dtk.communicators.messages`.
 
 Everything runs on the host's CPU device; on GPUs Horovod with NCCL is the communicator to use.
 """
@@ -37,7 +37,7 @@ from dtk.communicators import startup
 from dtk.communicators.base import Communicator
 from dtk.communicators.costs import ONE_HOP_MOST
 from dtk.communicators.local import LocalCommunicator
-from dtk.communicators.message_count import KEYS_IN_TURN, MessageCount
+from dtk.communicators.messages import KEYS_IN_TURN, MessageCount
 from dtk.communicators.packed import LOCAL_REDUCE, PackedCommunicator
 from dtk.errors import CommunicatorError, at_rank
 

@@ -107,6 +107,7 @@ class HorovodCommunicator(PackedCommunicator):
         hosts: One per rank of the group.
         members: World rank of every rank of the group.
         sets: The job's process sets; holds one for `members`.
+        prefix: Begins the names of its ops, which communicators of equal members must not share.
     """
 
     name = "horovod"
@@ -117,9 +118,16 @@ class HorovodCommunicator(PackedCommunicator):
     moves = reduces | {tf.bool, tf.uint8, tf.int8, tf.uint16, tf.int16}
 
     def __init__(
-        self, rank: int, hosts: Sequence[str], members: Sequence[int], sets: _Sets
+        self,
+        rank: int,
+        hosts: Sequence[str],
+        members: Sequence[int],
+        sets: _Sets,
+        prefix: str = "dtk_",
     ) -> None:
         super().__init__(rank, hosts)
+        self._prefix = prefix
+        self._splits = 0
         self._members = tuple(members)
         self._sets = sets
         self._set = sets.get(members)
@@ -130,7 +138,7 @@ class HorovodCommunicator(PackedCommunicator):
     def _options(self, label: str) -> dict[str, object]:
         # Horovod takes an op's name up to its last slash as a scope; TensorFlow limits letters.
         return {
-            "name": "dtk_" + re.sub(r"[^A-Za-z0-9_]", lambda m: f".{ord(m[0]):x}.", label),
+            "name": self._prefix + re.sub(r"[^A-Za-z0-9_]", lambda m: f".{ord(m[0]):x}.", label),
             "ignore_name_scope": True,
             "process_set": self._set,
         }
@@ -195,12 +203,14 @@ class HorovodCommunicator(PackedCommunicator):
             self._sets.make(self._members[rank] for rank in pair)
 
     def split(self, color: int, key: int | None = None) -> Communicator:
-        """See `Communicator.split`; on the world communicator only."""
-        self._check_world("split")
+        """See `Communicator.split`; into several groups on the world communicator only."""
+        self._splits += 1
         order = self.rank if key is None else key
         groups: dict[int, list[tuple[int, int]]] = {}
         for rank, (wanted, position) in enumerate(self.allgather_object((color, order))):
             groups.setdefault(wanted, []).append((position, rank))
+        if len(groups) > 1:
+            self._check_world("split")
         for group in groups.values():
             if len(group) > 1:
                 self._sets.make(self._members[rank] for _, rank in group)
@@ -209,7 +219,8 @@ class HorovodCommunicator(PackedCommunicator):
         if len(ranks) == 1:
             return LocalCommunicator(hosts[0])
         members = [self._members[rank] for rank in ranks]
-        return HorovodCommunicator(ranks.index(self.rank), hosts, members, self._sets)
+        prefix = f"{self._prefix}{self._splits}_"
+        return HorovodCommunicator(ranks.index(self.rank), hosts, members, self._sets, prefix)
 
     def _check_world(self, what: str) -> None:
         if self.size != hvd.size():

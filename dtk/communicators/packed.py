@@ -161,6 +161,13 @@ class PackedCommunicator(Communicator):
         finally:
             self._sequencer = outer
 
+    def _counters(self) -> list[int]:
+        return [self._traced, *super()._counters()]
+
+    def _set_counters(self, counters: list[int]) -> None:
+        self._traced, *others = counters
+        super()._set_counters(others)
+
     def _label(self, kind: str) -> str:
         """Return a name for the next collective, the same one on every rank.
 

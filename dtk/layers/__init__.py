@@ -4,6 +4,7 @@ Importing this package registers its layers with Keras: do it before `keras.savi
 reads a model that has some.
 """
 
+from dtk.compat.keras_shards import shard_of
 from dtk.layers import collectives, regions
 from dtk.layers.channel_parallel import (
     ChannelParallelConv1D,
@@ -55,5 +56,6 @@ __all__ = [
     "reduce_from_group",
     "regions",
     "scatter_to_group",
+    "shard_of",
     "whole",
 ]

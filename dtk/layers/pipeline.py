@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias, TypedDict
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
 
 import keras
 import tensorflow as tf
@@ -15,10 +15,8 @@ from dtk.compat.keras_shards import set_owner
 from dtk.errors import at_rank
 from dtk.layers import interleaved, transfer
 from dtk.layers.group import model_group
+from dtk.layers.stages import Stage, check, microbatch, sources_of
 from dtk.nests import Nest
-
-# A stage, or a function without arguments that builds it.
-Stage: TypeAlias = "keras.Model | Callable[[], keras.Model]"
 
 
 class PipelineConfig(TypedDict):
@@ -109,11 +107,11 @@ class Pipeline(keras.Model):
     ):
         super().__init__(name=name or "pipeline")
         group = model_group(communicator)
-        _check(stages, microbatches, schedule, group)
+        check(stages, microbatches, schedule, group)
         self._group = group
         self._microbatches, self._schedule = microbatches, schedule
         self._links = {stage: list(sources) for stage, sources in (links or {}).items()}
-        self._sources = _sources(len(stages), links or {}, group.rank)
+        self._sources = sources_of(len(stages), links or {}, group.rank)
         self._dests = [
             [to for to, sources in enumerate(self._sources) if stage in sources]
             for stage in range(len(stages))
@@ -133,6 +131,11 @@ class Pipeline(keras.Model):
     def stages(self) -> dict[int, keras.Model]:
         """The stages that this rank holds, by number."""
         return dict(enumerate(self._all)) if self.stage is None else {self._group.rank: self.stage}
+
+    @property
+    def output_shape(self) -> tuple[int | None, ...]:
+        """Shape of what the last stage puts out."""
+        return tuple(self._outputs[-1].shape)
 
     def on_one_rank(self) -> Pipeline:
         """Build the pipeline anew with all stages in this process, with other weights."""
@@ -230,7 +233,7 @@ class Pipeline(keras.Model):
         last = self._group.rank == self._group.size - 1
         outputs = []
         for part in range(self._microbatches):
-            given = _microbatch(inputs, part, self._microbatches)
+            given = microbatch(inputs, part, self._microbatches)
             rows = tf.shape(tf.nest.flatten(given)[0])[0]
             received = [self._receive(link, rows, source) for source in self._own_sources]
             taken = received if len(received) > 1 else (received or [given])[0]
@@ -285,7 +288,7 @@ class Pipeline(keras.Model):
         """Compute all stages in this process, by the same microbatches."""
         outputs = []
         for part in range(self._microbatches):
-            given = _microbatch(inputs, part, self._microbatches)
+            given = microbatch(inputs, part, self._microbatches)
             found: list[tf.Tensor] = []
             for stage, sources in zip(self._all, self._sources, strict=True):
                 outputs_of = [found[source] for source in sources]
@@ -312,7 +315,7 @@ class InterleavedPipeline(Pipeline):
         self._check_reduction()
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
         count = self._microbatches
-        parts = [_microbatch(x, m, count) for m in range(count)]
+        parts = [microbatch(x, m, count) for m in range(count)]
         rows = tf.shape(tf.nest.flatten(x)[0])[0]
         outputs = self._outputs
         place = interleaved.Place(
@@ -320,7 +323,7 @@ class InterleavedPipeline(Pipeline):
         )
 
         def gradient_of_loss(number: int, output: tf.Tensor) -> tf.Tensor:
-            given = [None if v is None else _microbatch(v, number, count) for v in (y, weight)]
+            given = [None if v is None else microbatch(v, number, count) for v in (y, weight)]
             with tf.GradientTape() as tape:
                 tape.watch(output)
                 loss = self._loss_of_rows(parts[number], given[0], output, given[1])
@@ -381,48 +384,3 @@ class InterleavedPipeline(Pipeline):
                     "reduction='sum_over_batch_size'",
                 )
             )
-
-
-def _microbatch(inputs: Nest, part: int, parts: int) -> Nest:
-    """Cut the rows of one microbatch, as even as can be."""
-
-    def rows(value: tf.Tensor) -> tf.Tensor:
-        count = tf.shape(value)[0] if value.shape[0] is None else value.shape[0]
-        return value[part * count // parts : (part + 1) * count // parts]
-
-    return tf.nest.map_structure(lambda value: rows(tf.convert_to_tensor(value)), inputs)
-
-
-def _check(stages: Sequence[Stage], microbatches: int, schedule: str, group: Communicator) -> None:
-    if schedule not in ("gpipe", "1f1b"):
-        raise ValueError(at_rank(group.rank, f"schedule={schedule!r}; expected 'gpipe' or '1f1b'"))
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
-        raise ValueError(
-            at_rank(group.rank, f"microbatches={microbatches!r}; expected a number, 1 or more")
-        )
-    if not stages or group.size not in (1, len(stages)):
-        raise ValueError(
-            at_rank(
-                group.rank,
-                f"a pipeline of {len(stages)} stages on {group.size} ranks; each stage takes one: "
-                f"make the strategy with model_parallel={max(1, len(stages))}, or cut the model "
-                f"into {group.size} stages",
-            )
-        )
-
-
-def _sources(count: int, links: Mapping[int, Sequence[int]], rank: int) -> list[list[int]]:
-    """Return the stages that each stage takes its inputs from."""
-    for stage, sources in links.items():
-        if stage not in range(count) or not all(0 <= source < stage for source in sources):
-            raise ValueError(
-                at_rank(
-                    rank,
-                    f"links={{{stage}: {list(sources)}}} of {count} stages; a stage takes the "
-                    "outputs of stages before it, counted from 0",
-                )
-            )
-    return [
-        sorted(links[stage]) if stage in links else [stage - 1] if stage else []
-        for stage in range(count)
-    ]

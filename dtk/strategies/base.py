@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import keras
@@ -74,6 +74,7 @@ class DtkStrategy(tf.distribute.Strategy):
         self.model_communicator = model_communicator or LocalCommunicator()
         self._resolver = resolver or resolve(self.world)
         self.shuffle_seed = ShuffleSeed(None)
+        self._meet: Callable[[str], None] | None = None
         super().__init__(extended)
         undistributed_jobs.made_strategy()
         fit_guard.install(self)
@@ -180,7 +181,33 @@ class DtkStrategy(tf.distribute.Strategy):
         """
         return weight_check.check_weights(model, self)
 
+    @contextlib.contextmanager
+    def meeting(self, meet: Callable[[str], None]) -> Iterator[None]:
+        """Return a context in which all ranks call a function at the borders of `fit` and its like.
+
+        That is where `fit`, `evaluate` and `predict` begin, and before and after the epochs of
+        `fit`: where an exception of one rank can be told to the others, since none of them waits
+        in another collective.
+
+        Args:
+            meet: Called with where the rank is, such as "epoch 3 ends"; may communicate, and raise.
+        """
+        outer, self._meet = self._meet, meet
+        try:
+            yield
+        finally:
+            self._meet = outer
+
     # For the trainers of models.
+
+    def meet(self, where: str) -> None:
+        """Call the function of `meeting`, if there is one.
+
+        Args:
+            where: Where this rank is.
+        """
+        if self._meet is not None:
+            self._meet(where)
 
     @property
     def processes(self) -> int:

@@ -96,6 +96,13 @@ class Strategy(Protocol):
     def scope(self) -> AbstractContextManager[object]:
         """Return the context in which models are built and compiled."""
 
+    def meet(self, where: str) -> None:
+        """Let ranks tell each other that one of them has failed, where they do.
+
+        Args:
+            where: Where this rank is.
+        """
+
     def run(self, fn: Function[_Made], args: tuple[Nest, ...] = ()) -> _Made:
         """Run a function on every replica of this process.
 

@@ -40,6 +40,8 @@ def call(
     Returns:
         What Keras's method returns.
     """
+    if name in ("fit", "evaluate", "predict"):
+        trainer.strategy.meet(f"{name} begins")
     if name == "fit":
         return trainer.fit(method, args, kwargs)
     if name in ("evaluate", "predict"):

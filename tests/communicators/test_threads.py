@@ -6,8 +6,9 @@ import os
 
 import pytest
 
+from dtk.cluster import threads
 from dtk.cluster.environment import Environment
-from dtk.communicators import create, threads
+from dtk.communicators import create
 
 pytestmark = pytest.mark.skipif(
     len(os.sched_getaffinity(0)) < (os.cpu_count() or 1), reason="bound to some of the cores"

@@ -1,4 +1,4 @@
-"""The examples in the docstrings of dtk.data run."""
+"""The examples in the docstrings of dtk.data and dtk.inference run."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import pathlib
 import pytest
 
 import dtk.data
+import dtk.inference
 
 from callbacks import bodies
 
 NAMES = sorted(
-    file.stem
-    for file in pathlib.Path(dtk.data.__file__).parent.glob("[!_]*.py")
+    f"{part.__name__}.{file.stem}"
+    for part in (dtk.data, dtk.inference)
+    for file in pathlib.Path(part.__file__).parent.glob("[!_]*.py")
     if ">>>" in file.read_text()
 )
 
@@ -20,6 +22,6 @@ NAMES = sorted(
 @pytest.mark.parametrize("backend, size", [("local", 1)])
 def test_the_examples_run(world, backend, size):
     assert NAMES
-    for name in [f"dtk.data.{name}" for name in NAMES] + ["dtk.communicators.root"]:
+    for name in [*NAMES, "dtk.communicators.root", "dtk.files"]:
         [(failed, attempted)] = world(backend, size).run(bodies.examples, name)
         assert attempted and not failed, name

@@ -110,9 +110,22 @@ ENTRIES = {
         "tests/documents/test_blocks.py::test_what_doctor_says_under_mpirun"
     ),
     ("docs/data.md", "dtk.data.describe("): Python("digits"),
+    ("docs/inference.md", "rows = np.lib.format"): Python(
+        "compiled", after="assert predictions[500:510].shape == (10, 1)"
+    ),
+    ("docs/inference.md", "print(dtk.inference.quantize"): Python("compiled"),
+    ("docs/inference.md", "dtk.inference.export(model"): Python("compiled and rows"),
     ("docs/data.md", "data: arrays of 1000 rows"): Printed(
         "tests/documents/test_blocks.py::test_what_describe_prints"
     ),
+    ("docs/model-parallel.md", "group = "): Python("plain", after="assert len(model.layers) == 10"),
+    ("docs/model-parallel.md", "x = keras.Input((64,))"): Python(
+        "plain", after="assert y.shape == (None, 64)"
+    ),
+    ("docs/model-parallel.md", "x = keras.Input((33, 20, 3))"): Python(
+        "plain", after="assert y.shape == (None, 8, 4, 8)"
+    ),
+    ("docs/model-parallel.md", "model = dtk.layers.convert"): Python("plain"),
     ("docs/command-line.md", "dtk bench   "): Parsed(
         f"{_MEASURES}; some need other hosts, or install PyTorch",
         by=(
@@ -136,6 +149,13 @@ ENTRIES = {
     ),
     ("CONTRIBUTING.md", "cli"): Printed(
         "tests/documents/test_blocks.py::test_the_layers_are_those_that_are_held"
+    ),
+    ("docs/search.md", "import dtk, keras, optuna"): Python(
+        "searched", after="del dtk.search.optimize; assert len(study.trials) == 2"
+    ),
+    ("docs/search.md", "with dtk.search.groups("): Python(
+        "grouped",
+        after="import os; del dtk.search.optimize; assert os.path.isfile('study.journal')",
     ),
     ("docs/trust.md", "dtk: self-test of model"): Printed(
         "tests/strategies/test_self_test.py::test_what_it_prints"
@@ -166,6 +186,21 @@ ENTRIES = {
     ),
     ("docs/costs.md", "python benchmarks/costs "): Parsed(
         _MEASURES, by=("tests/test_benchmarks.py::test_costs_prints_a_table_for_each_row",)
+    ),
+    ("docs/networks.md", "dtk run -n 4 examples/cifar10/train.py --model resnet20"): Parsed(
+        "trains for hours",
+        by=(
+            "tests/test_examples.py::test_cifar10_on_synthetic_images_saves_and_resumes",
+            "tests/test_examples.py::test_cifar10_with_less_to_send",
+        ),
+    ),
+    ("docs/networks.md", "python benchmarks/cntk_table.py "): Parsed(
+        "trains for hours",
+        by=("tests/test_benchmarks.py::test_cntks_table_trains_what_is_missing",),
+    ),
+    ("docs/networks.md", "dtk run -n 2 examples/dcgan.py "): Parsed(
+        "trains for minutes",
+        by=("tests/test_examples.py::test_a_dcgan_on_two_workers_is_that_of_one",),
     ),
     ("docs/performance.md", "dtk bench --model resnet20 --model mlp "): Parsed(
         f"{_MEASURES}, and installs PyTorch and others",

@@ -26,11 +26,36 @@ with strategy.scope():
     model.compile("adam", "mse")
 """
 
+# Two trials of the many.
+_SEARCHED = f"""{_DATA}
+import functools
+import dtk, optuna
+
+optuna.logging.set_verbosity(optuna.logging.WARNING)
+x, y = x[:8], y[:8]
+x_val, y_val = x, y
+
+
+def build_model(width):
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(width), keras.layers.Dense(1)])
+
+
+def two_trials(optimize, study, objective, n_trials, **options):
+    return optimize(study, objective, 2, **options)
+
+
+dtk.search.optimize = functools.partial(two_trials, dtk.search.optimize)
+"""
+
 # Each is run before a block, in the same names.
 PREAMBLES = {
     "data": _DATA,
     "plain": f"{_DATA}\nimport dtk\n\nmodel = build_model()\n",
     "compiled": _COMPILED,
+    "searched": _SEARCHED,
+    "grouped": f"{_SEARCHED}\nstrategy = dtk.strategies.AllReduceStrategy('local')\n"
+    "objective = lambda trial: trial.suggest_float('x', 0, 1)\n",
+    "compiled and rows": f"{_COMPILED}\nrows = x\n",
     "planned": f"""{_DATA}
 import pathlib
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import itertools
 import re
 
 import pytest
@@ -15,14 +16,13 @@ from documents import checking, preambles
 from documents.blocks import FILES, ROOT, blocks_in, links_in, spans_in
 
 PAGES = [pytest.param(file, id=str(file.relative_to(ROOT))) for file in FILES]
-MODULES = [
-    importlib.import_module(f"dtk.{name}")
-    for name in ("callbacks", "data", "errors", "exchange", "optimizers", "schedules", "strategies")
-]
+PARTS = "callbacks data errors exchange inference layers optimizers schedules search strategies"
+MODULES = [importlib.import_module(f"dtk.{name}") for name in PARTS.split()]
 # What calls in the text belong to, where it is not dtk's to promise.
 FOREIGN = {"gc", "keras", "print", "tf", "take", "BatchNormalization", "model", "cluster_spec"}
 FOREIGN |= {"communicator"}  # its contract has a suite of its own
-FOREIGN |= {"int", "float", "UnitNorm"}
+FOREIGN |= {"RDBStorage"}
+FOREIGN |= {"int", "float", "UnitNorm", "LogitsDistillation"}
 # TensorFlow's method of a name that dtk has, too.
 THEIR_CALLS = {"dataset.shard"}
 # Files a reader has, not the repository.
@@ -113,13 +113,14 @@ def test_commands_are_what_their_programs_take(file, tmp_path):
 
 
 def known_options():
-    """Every option of dtk's commands and of the benchmarks."""
+    """Every option of dtk's commands, of the benchmarks and of the examples."""
     options = set(OTHERS)
     for name, (module, _) in COMMANDS.items():
         command = getattr(importlib.import_module(module), name.replace("-", "_"))
         for parameter in command.params:
             options.update(parameter.opts + parameter.secondary_opts)
-    for file in [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "tests").glob("*/__main__.py")]:
+    folders = [(ROOT / "benchmarks").rglob("*.py"), (ROOT / "examples").rglob("*.py")]
+    for file in itertools.chain(*folders, (ROOT / "tests").glob("*/__main__.py")):
         options.update(re.findall(r'add_argument\(\s*(?:"-\w", )?"(--[\w-]+)"', file.read_text()))
     return options
 

@@ -223,6 +223,37 @@ def test_bytes_of_a_halo(pool):
     pool.run(numerical_gradient)
 
 
+def normalized_over_replicas():
+    """Statistics over parts of an image and over the replicas of a strategy are sums of sums."""
+    from strategies import bodies
+
+    rng = np.random.default_rng(1)
+    x, y = rng.normal(size=(22, 4, 4, 2)), rng.normal(size=(22, 1))
+
+    def trained(strategy, norm):
+        keras.utils.set_random_seed(1)
+        with bodies.scope_of(strategy):
+            layers = [keras.Input((4, 4, 2)), norm, keras.layers.Flatten(), keras.layers.Dense(1)]
+            model = keras.Sequential(layers)
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    norm = dtk.layers.SpatiallyParallelBatchNormalization(
+        synchronized=True, communicator=LocalCommunicator()
+    )
+    parts = trained(bodies.strategy(), norm)
+    with dtk.strategies.undistributed():
+        plain = trained(None, keras.layers.BatchNormalization())
+    for got, expected in zip(parts, plain, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.worlds(pytest.param(("collective", 2), marks=pytest.mark.full))
+def test_statistics_over_replicas(pool):
+    pool.run(normalized_over_replicas, timeout=120)
+
+
 @pytest.mark.parametrize(
     "kind, given, told",
     [

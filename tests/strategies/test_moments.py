@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import dtk
 
@@ -55,6 +56,62 @@ def test_weights_are_those_of_one_process_whatever_is_normalized(pool, axis):
 def test_between_mirrored_devices(pool):
     ((mirrored, _),) = pool.run(fit, True, 16, -1, 2)
     ((alone, _),) = pool.run(fit, True, 16, -1, 0, True)
+    assert np.linalg.norm(mirrored - alone) <= 1e-5 * np.linalg.norm(alone)
+
+
+class OwnStep(keras.Model):
+    """A step with two tapes over one normalized network, as a GAN's; the inner one's target has
+    rows, and is no mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = keras.layers.BatchNormalization(synchronized=True)
+        self.below = keras.layers.Dense(6, activation="tanh")
+        self.above = keras.layers.Dense(1)
+
+    def call(self, x, training=None):
+        return self.above(keras.ops.tanh(self.norm(self.below(x), training=training)))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                judged = self(x, training=True)
+            slopes = inner.gradient(judged, x)
+            penalty = tf.reduce_mean(tf.square(slopes))
+            loss = tf.reduce_mean(tf.square(judged - y)) + penalty
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+def fit_own_step(batch, devices=0, plain=False):
+    random = np.random.default_rng(0)
+    x = random.normal(1.0, 2.0, size=(23, 4)).astype("float32")
+    y = random.normal(size=(23, 1)).astype("float32")
+    with bodies.scope_of(None if plain else bodies.strategy(devices)):
+        keras.utils.set_random_seed(2)
+        model = OwnStep()
+        model.compile(keras.optimizers.SGD(0.1))
+    with dtk.strategies.undistributed():  # the plain one
+        model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0)
+    return bodies.flat(model.get_weights())
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_own_steps_with_parts_of_unlike_size_are_those_of_one_process(pool):
+    # 6 and 5 rows, 6 and 5, then 1 and 0: gradients came back through the moments without shares
+    found = pool.run(fit_own_step, 11)
+    alone = pool.run(fit_own_step, 11, 0, True)[0]
+    for weights in found:
+        assert np.linalg.norm(weights - alone) <= 1e-5 * np.linalg.norm(alone)
+
+
+@pytest.mark.worlds(("local", 1))
+def test_own_steps_between_mirrored_devices(pool):
+    (mirrored,) = pool.run(fit_own_step, 11, 2)
+    (alone,) = pool.run(fit_own_step, 11, 0, True)
     assert np.linalg.norm(mirrored - alone) <= 1e-5 * np.linalg.norm(alone)
 
 

@@ -26,11 +26,11 @@ from pathlib import Path
 import numpy as np
 
 from dtk.callbacks.checkpointing.state import CheckpointState, Packed
+from dtk.files import DRAFT, flush
 from dtk.nests import Array
 
 WEIGHTS, ARRAYS, STATE = "weights.weights.h5", "arrays.npz", "state.json"
 _NAME = re.compile(r"checkpoint-(\d{8,})")
-_WRITING = ".writing-"
 
 
 class CorruptCheckpointError(Exception):
@@ -81,7 +81,7 @@ class CheckpointFiles:
         newest = next(iter(self.names()), None)
         name = f"checkpoint-{_serial(newest) + 1 if newest else 1:08d}"
         self.directory.mkdir(parents=True, exist_ok=True)
-        draft = self.directory / f"{_WRITING}{name}"
+        draft = self.directory / f"{DRAFT}{name}"
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir()
         save_weights(str(draft / WEIGHTS))
@@ -89,10 +89,10 @@ class CheckpointFiles:
         digests = {file: digest(draft / file) for file in (WEIGHTS, ARRAYS)}
         (draft / STATE).write_text(json.dumps({**state, "digests": digests}))
         for file in (WEIGHTS, ARRAYS, STATE):
-            _flush(draft / file)
-        _flush(draft)
+            flush(draft / file)
+        flush(draft)
         os.rename(draft, self.directory / name)
-        _flush(self.directory)
+        flush(self.directory)
         return name
 
     def read(self, name: str) -> tuple[CheckpointState, dict[str, Array]]:
@@ -128,13 +128,13 @@ class CheckpointFiles:
         """
         for name in self.names()[keep:] if keep else []:
             # Renamed first: a removal that is cut short leaves no half checkpoint.
-            doomed = self.directory / f"{_WRITING}{name}"
+            doomed = self.directory / f"{DRAFT}{name}"
             os.rename(self.directory / name, doomed)
             shutil.rmtree(doomed)
 
     def clear_unfinished(self) -> None:
         """Remove what an earlier process left half written."""
-        for draft in self.directory.glob(f"{_WRITING}*"):
+        for draft in self.directory.glob(f"{DRAFT}*"):
             if draft.is_dir():
                 shutil.rmtree(draft)
             else:
@@ -147,14 +147,14 @@ class CheckpointFiles:
             name: The checkpoint's name.
             note: What goes to JSON.
         """
-        draft = self.directory / f"{_WRITING}best"
+        draft = self.directory / f"{DRAFT}best"
         shutil.copyfile(self.weights(name), draft)
         self._put(draft, "best.weights.h5")
         draft.write_text(json.dumps(note))
         self._put(draft, "best.json")
 
     def _put(self, draft: Path, name: str) -> None:
-        _flush(draft)
+        flush(draft)
         os.replace(draft, self.directory / name)
 
 
@@ -174,11 +174,3 @@ def digest(file: Path) -> str:
 def _serial(name: str) -> int:
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else 0
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

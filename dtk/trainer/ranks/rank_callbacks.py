@@ -106,6 +106,7 @@ class RankChecks(keras.callbacks.Callback):
             DisagreementError: Ranks train differently.
         """
         trainer = self.trainer
+        trainer.strategy.meet("training begins")
         if not self._alone:
             check_same_run(trainer, self.params)
             start_from(0, trainer, trainer.agreed_variables())
@@ -123,6 +124,7 @@ class RankChecks(keras.callbacks.Callback):
             epoch: Number of the epoch.
             logs: As of Keras.
         """
+        self.trainer.strategy.meet(f"epoch {epoch + 1} begins")
         self.trainer.feed.show_learned_steps()
         self.trainer.new_epoch(epoch)
         self.trainer.feed.shuffle(epoch)
@@ -169,6 +171,7 @@ class RankChecks(keras.callbacks.Callback):
         Raises:
             DisagreementError: Ranks differ in weights or in what they have read.
         """
+        self.trainer.strategy.meet(f"epoch {epoch + 1} ends")
         self.trainer.flush()
         self.trainer.check_same_reading("train", f"after epoch {epoch + 1}")
         self._check(f"after epoch {epoch + 1}")

@@ -6,12 +6,16 @@ the next computation waits for. Here the three are one vector:
 
     forward     [sum x | sum x^2 | count]   all-reduce   mean, variance
     backward    [  dx  |   dx^2  |  -   ]   all-reduce
+
+In a train_step of the script's own, each replica differentiates a mean over its own rows, and its
+gradients are weighed by its share of the rows where they are handed over, after the tape. What
+other replicas send back through the moments must have their share in it, and not this one's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
@@ -48,10 +52,27 @@ def of_all_replicas(
     length = math.prod(shape)
     count = tf.cast(tf.size(x, tf.int64) // length, x.dtype)
     joined = tf.concat([tf.reshape(sums, [-1]), tf.reshape(squares, [-1]), count[None]], 0)
-    joined = replica.all_reduce(tf.distribute.ReduceOp.SUM, joined)
+    joined = _sum_over_replicas(joined)
     sums, squares, counts = tf.split(joined, [length, length, 1])
     mean = tf.math.divide_no_nan(sums, counts)
     variance = tf.maximum(tf.math.divide_no_nan(squares, counts) - tf.square(mean), 0.0)
     gone = set() if keepdims else {axis % x.shape.rank for axis in axes}
     left = [n for axis, n in enumerate(shape) if axis not in gone]
     return tf.reshape(mean, left), tf.reshape(variance, left)
+
+
+@tf.custom_gradient
+def _sum_over_replicas(
+    value: tf.Tensor,
+) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+    """Sum a tensor over the replicas, and its gradient as the tape's target is to be summed."""
+
+    def gradient(upstream: tf.Tensor) -> tf.Tensor:
+        step = traced_step.current()
+        if step is None or not step.weighed_later:
+            return _sum_over_replicas(upstream)
+        share = tf.cast(step.share, upstream.dtype)
+        return tf.math.divide_no_nan(_sum_over_replicas(step.weighed(upstream)), share)
+
+    replica = tf.distribute.get_replica_context()
+    return replica.all_reduce(tf.distribute.ReduceOp.SUM, value), gradient

@@ -126,6 +126,7 @@ class Step:
         results: Which metric returned a tensor as its result, or as which part of that, by
             reference.
         terms: The scalars of which nothing is known by themselves.
+        weighed_later: Whether gradients computed now are weighed where they are handed over.
     """
 
     def __init__(
@@ -155,13 +156,10 @@ class Step:
         self.results: dict[Hashable, tuple[keras.Metric, Path]] = {}
         self.terms = Terms(share, world_sum, kinds or {})
         self.inside_loss = False
+        self.weighed_later = False
 
     def note_read(self, rows: tf.Tensor) -> None:
-        """Count bytes of rows read; not inside a loop or branch, whose tensors cannot leave it.
-
-        Args:
-            rows: The rows.
-        """
+        """Count bytes of rows read; not in a loop or branch, whose tensors cannot leave it."""
         if tf.compat.v1.get_default_graph() is self._graph:
             self.rows_read.append(tf.size(rows, tf.int64) * rows.dtype.size)
 
@@ -351,7 +349,11 @@ def _differentiate(
         seeds.append(seed)
     if changed:
         target, output_gradients = targets, seeds
-    return original(tape, target, sources, output_gradients=output_gradients, **more)
+    step.weighed_later = True
+    try:
+        return original(tape, target, sources, output_gradients=output_gradients, **more)
+    finally:
+        step.weighed_later = False
 
 
 def _are_weights(sources: Nest, step: Step) -> bool:

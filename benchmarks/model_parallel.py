@@ -1,0 +1,171 @@
+"""What dividing one model among two ranks costs and saves: time, memory and bytes, in turns.
+
+    python benchmarks/model_parallel.py
+    python benchmarks/model_parallel.py --only pipeline --rounds 5
+
+    dense      two wide Dense layers, whole and in channel parts: peak memory and time of a step
+    channels   the blocks of VGG-16 on 32 x 32 images, whole and in channel parts
+    images     convolutions on 1024 x 1024 images, whole, in channel parts, and in rows
+    pipeline   eight Dense layers on one rank, and as two stages by number of microbatches
+
+Every turn is a job of its own, of one core for each rank: "whole" is one rank, the others are two.
+A ratio is the time of "whole" in the same round over the time of two ranks: 2 would be perfect.
+"""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+
+from rich.console import Console
+from rich.table import Table
+
+CASES = {
+    "dense": ("whole", "output", "output-input"),
+    "channels": ("whole", "channels"),
+    "images": ("whole", "channels", "rows"),
+    "pipeline": ("whole", *(f"gpipe {m}" for m in (1, 2, 4, 8)), "1f1b 8"),
+}
+parser = argparse.ArgumentParser(description="What dividing one model among two ranks costs.")
+parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+parser.add_argument("--rounds", type=int, default=3, help="turns of each")
+parser.add_argument("--steps", type=int, default=6, help="measured steps of a turn")
+parser.add_argument("--json", metavar="FILE", help="write all measurements there")
+parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
+args = parser.parse_args()
+
+
+def model_of(case, variant):
+    """The model of a case, its rows, and the shape of one."""
+    import dtk
+    import keras
+
+    def conv(filters, name):
+        return keras.layers.Conv2D(filters, 3, padding="same", activation="relu", name=name)
+
+    if case == "dense":
+        layers = [
+            keras.Input((2048,)),
+            keras.layers.Dense(8192, "relu", name="wide"),
+            keras.layers.Dense(2048, name="back"),
+        ]
+        plan = {"wide": "output", "back": "input" if variant == "output-input" else "output"}
+        return _divided(keras.Sequential(layers), variant, plan), 64, (2048,)
+    if case == "channels":
+        layers = [keras.Input((32, 32, 3))]
+        for block, filters in enumerate((64, 128, 256)):
+            layers += [conv(filters, f"conv_{block}_{i}") for i in range(2)]
+            layers.append(keras.layers.MaxPooling2D())
+        layers += [keras.layers.Flatten(), keras.layers.Dense(10, name="head")]
+        return _divided(keras.Sequential(layers), variant, {"conv_*": "channels"}), 16, (32, 32, 3)
+    if case == "images":
+        layers = [keras.Input((1024, 1024, 3)), conv(8, "conv_0"), conv(8, "conv_1")]
+        layers += [keras.layers.MaxPooling2D(name="pool"), conv(8, "conv_2")]
+        layers += [keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(10)]
+        plan = {"conv_*": variant} | ({"pool": "rows"} if variant == "rows" else {})
+        return _divided(keras.Sequential(layers), variant, plan), 1, (1024, 1024, 3)
+    width = 1024
+    halves = [
+        keras.Sequential(
+            [keras.Input((width,)), *(keras.layers.Dense(width, "relu") for _ in range(4))]
+        )
+        for _ in range(2)
+    ]
+    if variant == "whole":
+        return keras.Sequential(halves), 512, (width,)
+    schedule, microbatches = variant.split()
+    return dtk.layers.Pipeline(halves, int(microbatches), schedule), 512, (width,)
+
+
+def _divided(model, variant, plan):
+    import dtk
+
+    return model if variant == "whole" else dtk.layers.parallelize(model, plan)
+
+
+def measure(case, variant):
+    """Train a few steps; rank 0 prints milliseconds of a step, memory and bytes sent."""
+    import dtk
+    import keras
+    import numpy as np
+
+    world = dtk.cluster.detect().size
+    strategy = dtk.strategies.AllReduceStrategy(model_parallel=world, self_test=False)
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model, rows, shape = model_of(case, variant)
+        model.compile(keras.optimizers.SGD(1e-4, momentum=0.9), "mse")
+    random = np.random.default_rng(0)
+    x = random.normal(size=(rows, *shape)).astype("float32")
+    y = np.zeros((rows, *model.output_shape[1:]), "float32")
+
+    class Clock(keras.callbacks.Callback):
+        times, sent = [], []
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.times.append(time.perf_counter())
+            self.sent.append(strategy.model_communicator.bytes_sent)
+
+    model.fit(x, y, batch_size=rows, epochs=args.steps + 3, verbose=0, callbacks=[Clock()])
+    gaps = np.diff(Clock.times)[2:]
+    if strategy.is_chief:
+        found = {
+            "ms": 1e3 * statistics.median(gaps),
+            "sent": (Clock.sent[-1] - Clock.sent[2]) / (len(Clock.sent) - 3),
+            "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10,
+        }
+        print("measured " + json.dumps(found), flush=True)
+
+
+def turn(case, variant):
+    """Run one turn as a job."""
+    workers = "1" if variant == "whole" else "2"
+    command = [sys.executable, "-m", "dtk.cli.main", "run", "-n", workers, __file__]
+    command += ["--steps", str(args.steps), "--measure", case, variant]
+    env = {**os.environ, "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=900)
+    lines = [line for line in done.stdout.splitlines() if "measured {" in line]
+    if done.returncode or not lines:
+        sys.exit(f"{case} {variant}:\n{done.stdout}{done.stderr}")
+    return json.loads(lines[0].partition("measured ")[2])
+
+
+def spread(values, digits=1):
+    low, middle, high = min(values), statistics.median(values), max(values)
+    return f"{middle:.{digits}f} ({low:.{digits}f} - {high:.{digits}f})"
+
+
+def main():
+    console, everything = Console(), {}
+    for case in args.only:
+        found = {variant: [] for variant in CASES[case]}
+        for _ in range(args.rounds):
+            for variant, turns in found.items():
+                turns.append(turn(case, variant))
+        everything[case] = found
+        columns = ("", "ms per step", "times as fast", "peak memory, MiB", "sent per step, MB")
+        table = Table(*columns, title=case)
+        whole = [t["ms"] for t in found["whole"]]
+        for variant, turns in found.items():
+            ratios = [w / t["ms"] for w, t in zip(whole, turns, strict=True)]
+            table.add_row(
+                variant,
+                spread([t["ms"] for t in turns]),
+                spread(ratios, 2),
+                spread([t["peak"] for t in turns], 0),
+                f"{turns[0]['sent'] / 1e6:.2f}",
+            )
+        console.print(table)
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(everything, file)
+
+
+if args.measure:
+    measure(*args.measure)
+else:
+    main()

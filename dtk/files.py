@@ -1,0 +1,55 @@
+"""Files that are on the disk whole, or not at all, whenever the process or the machine stops."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+# Names of drafts begin so; one that a killed process has left behind may be removed.
+DRAFT = ".writing-"
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or the list of a folder's files, is on the disk.
+
+    Args:
+        path: The file or folder.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def written(file: Path) -> Iterator[Path]:
+    """Give the block a draft to write, which becomes the file when the block ends well.
+
+    The draft is flushed to the disk before it is renamed, and the folder after: a file that is
+    there is whole, even after a crash of the machine.
+
+    Args:
+        file: Where the draft goes; its folder exists.
+
+    Yields:
+        Where to write; a name of this process's own, in the same folder.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as place:
+        ...     with written(Path(place, "file")) as draft:
+        ...         _ = draft.write_text("whole")
+        ...     os.listdir(place), Path(place, "file").read_text()
+        (['file'], 'whole')
+    """
+    draft = file.with_name(f"{DRAFT}{os.getpid()}-{file.name}")
+    try:
+        yield draft
+        flush(draft)
+        draft.replace(file)
+        flush(file.parent)
+    finally:
+        draft.unlink(missing_ok=True)

@@ -1,0 +1,327 @@
+"""Predictions of data larger than memory: every rank writes its own files, and a run may go on.
+
+    part                0      1      2      3      4      5
+    rank 0 of 2        [wrote][wrote][wrote]
+    rank 1 of 2                            [wrote] killed
+    later, of 3 ranks                              [rank 0][rank 1]
+
+Ranks meet when they begin and when all is written, and never in between: a slow rank stops nobody.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import keras
+import numpy as np
+
+from dtk.communicators.base import Communicator
+from dtk.communicators.root import on_root
+from dtk.errors import at_rank
+from dtk.inference import local_prediction
+from dtk.inference.part_files import Manifest, Output, PartFiles, outputs_of
+from dtk.inference.reading import Predictions
+from dtk.inference.sources import Data, Source, source_of
+from dtk.nests import Array, Nest
+from dtk.strategies.base import DtkStrategy
+from dtk.trainer.ranks.rank_checks import compare
+
+# A file of a part is no larger than this, unless one batch is.
+_BYTES = 64 * 2**20
+# Each rank writes at least so many files, where there are batches enough: what is lost with a
+# killed rank is one of them.
+_PARTS_PER_RANK = 8
+_SAME_DATA = (
+    "give every rank all of the data, in the same order each time it is read: predict_to_disk "
+    "divides the work itself (a shuffled dataset takes shuffle(..., reshuffle_each_iteration=False)"
+    " and a seed)"
+)
+# What two plans differ in, and what that means; the rest follows from these.
+_FIELDS = {
+    "weights": "of other weights",
+    "kind": "of another kind of data",
+    "rows": "of another number of rows",
+    "steps": "of another number of batches",
+    "data": "of other data",
+    "batch_size": "in batches of another size",
+    "per_part": "in files of another size",
+}
+
+
+def predict_to_disk(
+    model: keras.Model,
+    data: Data,
+    directory: str | os.PathLike[str],
+    *,
+    batch_size: int | None = None,
+    steps: int | None = None,
+    rows_per_file: int | None = None,
+    strategy: DtkStrategy | Communicator | None = None,
+    resume: bool = True,
+) -> Predictions:
+    """Predict every row of some data into files, each rank its share. Every rank calls this.
+
+    Row i of the result is what one process predicts of row i. A batch is cut in the same way by any
+    number of ranks, so the files of two runs on the same kind of processor hold the same bits; rows
+    are within 1e-6 of `model.predict`, which may cut its batches otherwise.
+
+    A run that was killed is started again with the same arguments, by any number of ranks: it keeps
+    the files that are complete and makes the others.
+
+    Args:
+        model: A built model, compiled or not, under a strategy or not.
+        data: Arrays with rows, memory maps among them, or a structure of such arrays, as `x` of
+            `Model.predict`; or what has batches: a `keras.utils.PyDataset`, a function from an
+            index to a batch, or a `tf.data.Dataset` of batches. Batches are what `Model.predict`
+            takes: inputs, alone or in a tuple with targets and weights. A rank reads only its own
+            rows, but of a `tf.data.Dataset` everything, and computes its own.
+        directory: A directory that all ranks see; made where it is missing.
+        batch_size: Rows of a batch of arrays, on one rank; 32 if None.
+        steps: Number of batches, of a function.
+        rows_per_file: Rows of a file, rounded up to whole batches, and held in memory; None takes
+            files of 64 MiB or less, eight or more for each rank. For what has batches of its own,
+            their number is found from the rows of the first one.
+        strategy: The ranks; None takes the model's own.
+        resume: Whether to keep what an earlier run has predicted; else it is removed first.
+
+    Returns:
+        The predictions, as `read` returns them, on every rank.
+
+    Raises:
+        ValueError: The directory holds predictions of other weights or data, or something else; the
+            data cannot be predicted; or rank 0 does not see what others wrote.
+        DisagreementError: Ranks have other weights, or read other data.
+        NotDistributedError: Nothing says how the processes of this job belong together.
+
+    Example:
+        >>> import keras, numpy as np, tempfile
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        >>> with tempfile.TemporaryDirectory() as place:
+        ...     rows = predict_to_disk(model, np.ones((100, 4), "float32"), f"{place}/rows")
+        ...     len(rows), rows[98:].shape
+        (100, (2, 2))
+    """
+    ranks = local_prediction.ranks_of(model, strategy)
+    weights = local_prediction.check_ready(model, ranks)
+    source, digest = _read_alike(data, batch_size, steps, ranks)
+    predict = local_prediction.predictor(model)
+    wish = _Wish(weights, source, digest, rows_per_file)
+    files = PartFiles(Path(directory))
+    manifest, done = on_root(
+        ranks,
+        lambda: _begin(files, wish, predict, ranks, resume),
+    )
+    if manifest.parts is None:
+        mine = source.parts_of(ranks.rank, ranks.size, done, manifest.per_part)
+        for part, batches in mine:
+            files.write(part, _predict_part(predict, batches, manifest, ranks.rank, part))
+        _finish(files, manifest, source, ranks)
+    return Predictions(files.directory)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wish:
+    """What a call asks for.
+
+    Attributes:
+        weights: Digest of the model's weights.
+        source: The data.
+        digest: Digest of the data.
+        rows_per_file: Rows of a file, where the script says so.
+    """
+
+    weights: str
+    source: Source
+    digest: int
+    rows_per_file: int | None
+
+
+def _read_alike(
+    data: Data, batch_size: int | None, steps: int | None, ranks: Communicator
+) -> tuple[Source, int]:
+    """Return the data, and a digest that all ranks agree on."""
+    source = source_of(data, batch_size, steps)
+    digest = source.digest()
+    compare(
+        [
+            ("kind of data to predict", source.kind),
+            ("rows to predict", source.rows),
+            ("batches to predict", source.steps),
+            ("size of their batches", source.batch_size),
+            ("data to predict (hash of some batches)", digest),
+        ],
+        ranks,
+        _SAME_DATA,
+    )
+    return source, digest
+
+
+def _begin(
+    files: PartFiles,
+    wish: _Wish,
+    predict: Callable[[Nest], Nest],
+    ranks: Communicator,
+    resume: bool,
+) -> tuple[Manifest, frozenset[int]]:
+    """Return what is to be done, and the parts that are there already; on rank 0."""
+    directory = files.directory
+    directory.mkdir(parents=True, exist_ok=True)
+    before = files.manifest()
+    if before is None and any(directory.iterdir()):
+        raise ValueError(
+            f"{directory} holds files and no predictions; give a directory that is new or empty"
+        )
+    if before is not None and not resume:
+        files.clear()
+        before = None
+    files.clear_drafts()
+    if before is not None:
+        _check_same(before, wish, directory)
+        done = frozenset(n for n in files.numbers(before) if files.rows(before, n) is not None)
+        if before.parts is not None and len(done) < len(before.parts):
+            before = dataclasses.replace(before, parts=None)  # somebody has removed some
+        return before, done
+    manifest = _planned(wish, predict, ranks)
+    files.write_manifest(manifest)
+    return manifest, frozenset()
+
+
+def _planned(wish: _Wish, predict: Callable[[Nest], Nest], ranks: Communicator) -> Manifest:
+    """Predict the first batch, and plan by what comes out."""
+    source = wish.source
+    structure, arrays = outputs_of(predict(source.first()))
+    rows = _rows_of(arrays)
+    size = max(1, sum(array.nbytes for array in arrays.values()))
+    per_part = max(1, _BYTES // size)
+    if wish.rows_per_file is not None:
+        per_part = _batches(wish.rows_per_file, rows)
+    elif source.steps is not None:
+        per_part = min(per_part, max(1, source.steps // (_PARTS_PER_RANK * ranks.size)))
+    outputs = {name: Output(a.dtype.name, tuple(a.shape[1:])) for name, a in arrays.items()}
+    return Manifest(
+        wish.weights,
+        source.kind,
+        wish.digest,
+        source.rows,
+        source.steps,
+        source.batch_size,
+        per_part,
+        structure,
+        outputs,
+    )
+
+
+def _batches(rows_per_file: int, rows: int) -> int:
+    """Return how many batches of some rows make a file of some rows, or a few more."""
+    if rows_per_file < 1:
+        raise ValueError(f"rows_per_file={rows_per_file}, but a file has 1 row or more")
+    return -(-rows_per_file // max(1, rows))
+
+
+def _check_same(before: Manifest, wish: _Wish, directory: Path) -> None:
+    """Refuse to go on with what was predicted of something else."""
+    source = wish.source
+    per_part = before.per_part
+    if wish.rows_per_file is not None:
+        rows = source.batch_size or next(iter(keras.tree.flatten(source.first()))).shape[0]
+        per_part = _batches(wish.rows_per_file, int(rows))
+    asked = dataclasses.replace(
+        before,
+        weights=wish.weights,
+        kind=source.kind,
+        data=wish.digest,
+        rows=source.rows,
+        steps=source.steps,
+        batch_size=source.batch_size,
+        per_part=per_part,
+    )
+    for field, what in _FIELDS.items():
+        theirs, ours = getattr(before, field), getattr(asked, field)
+        if theirs != ours:
+            raise ValueError(
+                f"{directory} holds predictions {what} ({field} {theirs}, now {ours}); give "
+                "another directory, or resume=False to remove them and predict anew"
+            )
+
+
+def _predict_part(
+    predict: Callable[[Nest], Nest],
+    batches: Iterator[Nest],
+    manifest: Manifest,
+    rank: int,
+    part: int,
+) -> dict[str, Array]:
+    """Return the rows of one part's outputs, by name."""
+    predicted: dict[str, list[Array]] = {name: [] for name in manifest.outputs}
+    for batch in batches:
+        structure, arrays = outputs_of(predict(batch))
+        _rows_of(arrays)
+        if structure != manifest.structure:
+            raise ValueError(
+                at_rank(
+                    rank,
+                    f"in part {part} the model returns {structure}, in the first batch "
+                    f"{manifest.structure}; it must return the same structure for every batch",
+                )
+            )
+        for name, array in arrays.items():
+            wanted, shape = manifest.outputs[name].shape, tuple(array.shape[1:])
+            if shape != wanted:
+                raise ValueError(
+                    at_rank(
+                        rank,
+                        f"a row of {name} has shape {shape} in part {part}, and {wanted} in the "
+                        "first batch; pad batches to one length, so that all rows fit in one array",
+                    )
+                )
+            predicted[name].append(array)
+    return {name: np.concatenate(arrays) for name, arrays in predicted.items()}
+
+
+def _rows_of(arrays: dict[str, Array]) -> int:
+    """Return how many rows the outputs have, which must be the same of all."""
+    counts = {name: len(array) for name, array in arrays.items()}
+    if len(set(counts.values())) != 1:
+        raise ValueError(
+            f"the outputs of a batch have different numbers of rows ({counts}), so that no row of "
+            "the data has all of them; return one value of each output for each row"
+        )
+    return next(iter(counts.values()))
+
+
+def _finish(files: PartFiles, manifest: Manifest, source: Source, ranks: Communicator) -> None:
+    """Wait for all ranks, and say in the manifest that all is there."""
+    steps = source.steps
+    if (read := source.read()) is not None:
+        compare([("batches that were read (their number and hash)", read)], ranks, _SAME_DATA)
+        steps = read[0]
+    ranks.barrier()
+    on_root(ranks, lambda: _complete(files, manifest, steps, ranks.rank))
+
+
+def _complete(files: PartFiles, manifest: Manifest, steps: int | None, rank: int) -> None:
+    assert steps is not None
+    found = [files.rows(manifest, part) for part in range(-(-steps // manifest.per_part))]
+    missing = [part for part, rows in enumerate(found) if rows is None]
+    if missing:
+        raise ValueError(
+            at_rank(
+                rank,
+                f"{len(missing)} of {len(found)} parts are not in {files.directory}, the first is "
+                f"{missing[0]}, though every rank has written its own; give a directory of a file "
+                "system that all hosts share",
+            )
+        )
+    parts = tuple(rows for rows in found if rows is not None)
+    if manifest.rows is not None and sum(parts) != manifest.rows:
+        raise ValueError(
+            at_rank(
+                rank,
+                f"{sum(parts)} rows were predicted of {manifest.rows} rows of data; the model must "
+                "return one row for each row of a batch",
+            )
+        )
+    files.write_manifest(dataclasses.replace(manifest, parts=parts))

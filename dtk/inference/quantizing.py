@@ -1,0 +1,143 @@
+"""Weights in 8 bits by Keras's own `quantize`, alike on all ranks, and what it left as it was."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+
+import keras
+
+from dtk.communicators.base import Communicator
+from dtk.compat import keras_models
+from dtk.errors import at_rank
+from dtk.inference import local_prediction
+from dtk.nests import Function
+from dtk.strategies.base import DtkStrategy
+from dtk.strategies.parameter_server import ParameterServerStrategy
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """What `quantize` did to a model.
+
+    Attributes:
+        layers: Names of the layers that were quantised.
+        left: Names of those with weights that were left as they are: Keras quantises no such layer.
+        bytes_before: Of all weights.
+        bytes_after: Of all weights.
+    """
+
+    layers: tuple[str, ...]
+    left: tuple[str, ...]
+    bytes_before: int
+    bytes_after: int
+
+    def __str__(self) -> str:
+        before, after = self.bytes_before / 1e3, self.bytes_after / 1e3
+        return (
+            f"{len(self.layers)} of {len(self.layers) + len(self.left)} layers with weights "
+            f"quantised, {before:.0f} -> {after:.0f} kB of weights"
+        )
+
+
+def quantize(
+    model: keras.Model,
+    mode: str = "int8",
+    *,
+    filters: str | list[str] | Function[bool] | None = None,
+    strategy: DtkStrategy | Communicator | None = None,
+) -> Quantized:
+    """Quantise a trained model's weights in place, and check that all ranks hold the same.
+
+    It is `model.quantize(mode)`, which may be called by itself as well. Keras 3.15 quantises
+    Dense, EinsumDense and Embedding layers; convolutions stay as they are, which Keras says in one
+    warning for each layer, and this in what it returns. The model then predicts and evaluates under
+    its strategy as before. What is quantised is not trained any more.
+
+    Every rank calls this.
+
+    Args:
+        model: A built model.
+        mode: "int8", or another of `keras.Model.quantize` that needs no data.
+        filters: Which layers, as of `keras.Model.quantize`; None is all that can be.
+        strategy: The ranks; None takes the model's own.
+
+    Returns:
+        What was quantised, and what was not.
+
+    Raises:
+        ValueError: No layer can be quantised, the model is quantised already, or has no weights.
+        NotImplementedError: The weights are on parameter servers.
+        DisagreementError: Ranks hold different weights, before or after.
+
+    Example:
+        >>> import keras
+        >>> model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(100)])
+        >>> print(quantize(model))
+        1 of 1 layers with weights quantised, 26 -> 7 kB of weights
+    """
+    ranks = local_prediction.ranks_of(model, strategy)
+    if isinstance(local_prediction.strategy_of(model), ParameterServerStrategy):
+        raise NotImplementedError(
+            f"model {model.name!r} has its weights on parameter servers; save it, and quantise "
+            "what keras.saving.load_model(path) returns in a job without them"
+        )
+    local_prediction.check_ready(model, ranks)
+    before = {layer: layer.quantization_mode for layer in _layers_of(model)}
+    already = [layer.name for layer, found in before.items() if found is not None]
+    if already:
+        raise ValueError(
+            at_rank(
+                ranks.rank,
+                f"{len(already)} layers of model {model.name!r} are quantised already, such as "
+                f"{already[0]!r}; load the model as it was before, and quantise that once",
+            )
+        )
+    size = bytes_of(model)
+    with warnings.catch_warnings():
+        # One for each layer, of those without weights, too; what was left is returned.
+        warnings.filterwarnings("ignore", r"Layer \w+ does not have a `quantize` method")
+        model.quantize(mode, filters=filters)
+    done = tuple(layer.name for layer in before if layer.quantization_mode is not None)
+    left = tuple(layer.name for layer in before if layer.quantization_mode is None)
+    if not done:
+        kinds = sorted({type(layer).__name__ for layer in before})
+        raise ValueError(
+            at_rank(
+                ranks.rank,
+                f"Keras quantises no layer of model {model.name!r}, whose weights are in "
+                f"{', '.join(kinds)}: it knows Dense, EinsumDense and Embedding"
+                f"{'' if filters is None else f', and was given filters={filters!r}'}. For "
+                "convolutions use LiteRT's: dtk.inference.export(model, 'model.tflite', 'litert', "
+                "optimizations=[tf.lite.Optimize.DEFAULT])",
+            )
+        )
+    local_prediction.check_ready(model, ranks)
+    return Quantized(done, left, size, bytes_of(model))
+
+
+def bytes_of(model: keras.Model) -> int:
+    """Return how many bytes a model's weights have in memory.
+
+    Args:
+        model: A built model.
+    """
+    return sum(
+        variable.value.dtype.size * int(variable.value.shape.num_elements())
+        for variable in model.weights
+    )
+
+
+def quantized_layers(model: keras.Model) -> list[keras.Layer]:
+    """Return the layers of a model that are quantised.
+
+    Args:
+        model: The model.
+    """
+    return [layer for layer in _layers_of(model) if layer.quantization_mode is not None]
+
+
+def _layers_of(model: keras.Model) -> list[keras.Layer]:
+    """Return the innermost layers that hold weights, each once."""
+    layers = keras_models.layers_of(model)
+    return [layer for layer in layers if layer.weights and len(keras_models.layers_of(layer)) == 1]

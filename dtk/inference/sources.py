@@ -1,0 +1,272 @@
+"""Data to predict, cut into batches and batches into parts, of which each rank reads its own.
+
+data                                        a batch is                      a rank reads
+arrays, memory maps, structures of them     `batch_size` rows               its own batches alone
+a keras.utils.PyDataset                     what `data[index]` returns      its own batches alone
+a function of an index, and `steps`         what `data(index)` returns      its own batches alone
+a tf.data.Dataset of batches                an element                      all, and skips most
+
+A part is some successive batches, and one file of each output. Its batches are cut in one way
+whatever the number of ranks, so that a row is always computed in the same company.
+"""
+
+from __future__ import annotations
+
+import abc
+import itertools
+from collections.abc import Callable, Collection, Iterator
+from typing import TypeAlias
+
+import keras
+import tensorflow as tf
+
+from dtk.communicators.blocks import block_sizes
+from dtk.compat import tf_datasets
+from dtk.input import digests, slicing
+from dtk.nests import Array, Nest
+from dtk.trainer.epoch_data import as_tensors
+
+# Whatever can be predicted to disk.
+Data: TypeAlias = "Nest | Array | tf.data.Dataset | keras.utils.PyDataset | Callable[[int], Nest]"
+
+# Batch size of arrays when nothing is said, as Keras's.
+_BATCH_SIZE = 32
+
+
+class Source(abc.ABC):
+    """Batches in a fixed order, the same on every rank and in every run.
+
+    Attributes:
+        kind: What the data is, for messages.
+        batch_size: Rows of a batch, where dtk cuts them; None where the data has batches.
+        steps: Number of batches; None where only reading tells.
+        rows: Number of rows; None where only reading tells.
+    """
+
+    kind: str
+    batch_size: int | None = None
+    steps: int | None = None
+    rows: int | None = None
+
+    @abc.abstractmethod
+    def first(self) -> Nest:
+        """Return the first batch, as `Model.predict_step` takes it."""
+
+    @abc.abstractmethod
+    def digest(self) -> int:
+        """Return a number that tells these data from others, by reading little of them."""
+
+    @abc.abstractmethod
+    def parts_of(
+        self, rank: int, size: int, done: Collection[int], per_part: int
+    ) -> Iterator[tuple[int, Iterator[Nest]]]:
+        """Read the parts that one rank predicts.
+
+        Args:
+            rank: The rank.
+            size: Number of ranks.
+            done: Parts that nobody needs to predict.
+            per_part: Batches of a part.
+
+        Yields:
+            A part's number, and its batches.
+        """
+
+    def read(self) -> tuple[int, int] | None:
+        """Return how many batches this rank has read and their digest; None where ranks read apart.
+
+        Called when `parts_of` is exhausted.
+        """
+        return None
+
+
+class IndexedSource(Source):
+    """Batches that are read by their index, in any order.
+
+    Args:
+        kind: What the data is.
+        steps: Number of batches.
+        batch: Returns a batch by its index.
+        batch_size: Rows of a batch, where dtk cuts them.
+        rows: Number of rows, where it is known.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        steps: int,
+        batch: Callable[[int], Nest],
+        batch_size: int | None = None,
+        rows: int | None = None,
+    ):
+        self.kind, self.steps, self.rows = kind, steps, rows
+        self.batch_size = batch_size
+        self._batch = batch
+
+    def first(self) -> Nest:
+        """Return the first batch."""
+        return as_tensors(self._batch(0))
+
+    def digest(self) -> int:
+        """Return a digest of the first batch, one in the middle, and the last."""
+        assert self.steps is not None
+        found = tf.constant(0, tf.int64)
+        for index in sorted({0, self.steps // 2, self.steps - 1}):
+            found = digests.add(found, digests.digest(_inputs(as_tensors(self._batch(index)))))
+        return int(found)
+
+    def parts_of(
+        self, rank: int, size: int, done: Collection[int], per_part: int
+    ) -> Iterator[tuple[int, Iterator[Nest]]]:
+        """Read a block of the parts that are left: neighbours, so that a disk reads on."""
+        assert self.steps is not None
+        left = [part for part in range(-(-self.steps // per_part)) if part not in done]
+        sizes = block_sizes(len(left), size)
+        first = sum(sizes[:rank])
+        for part in left[first : first + sizes[rank]]:
+            indices = range(part * per_part, min((part + 1) * per_part, self.steps))
+            yield part, (as_tensors(self._batch(index)) for index in indices)
+
+
+class StreamSource(Source):
+    """Batches of a `tf.data.Dataset`, which every rank reads from the first to the last.
+
+    Args:
+        dataset: Dataset of batches.
+    """
+
+    kind = "dataset"
+
+    def __init__(self, dataset: tf.data.Dataset):
+        self._dataset = dataset
+        count = int(dataset.cardinality())
+        self.steps = count if count >= 0 else None
+        self._count, self._digest = 0, tf.constant(0, tf.int64)
+
+    def first(self) -> Nest:
+        """Return the first batch."""
+        return next(iter(self._dataset))
+
+    def digest(self) -> int:
+        """Return a digest of the first batch."""
+        return int(digests.digest(_inputs(self.first())))
+
+    def parts_of(
+        self, rank: int, size: int, done: Collection[int], per_part: int
+    ) -> Iterator[tuple[int, Iterator[Nest]]]:
+        """Read everything, and yield every `size`-th of the parts that are left."""
+        self._count, self._digest = 0, tf.constant(0, tf.int64)
+        turn = 0
+        for part, group in itertools.groupby(
+            self._observed(), lambda numbered: numbered[0] // per_part
+        ):
+            if part not in done:
+                if turn % size == rank:
+                    yield part, (batch for _, batch in group)
+                turn += 1
+
+    def _observed(self) -> Iterator[tuple[int, Nest]]:
+        for number, batch in enumerate(self._dataset):
+            found = digests.digest_of(tf.constant(number, tf.int64), _inputs(batch))
+            self._digest = digests.add(self._digest, found)
+            self._count = number + 1
+            yield number, batch
+
+    def read(self) -> tuple[int, int]:
+        """Return how many batches this rank has read, and their digest."""
+        return self._count, int(self._digest)
+
+
+def _inputs(batch: Nest) -> Nest:
+    """Return what a batch is predicted from: targets and weights may change."""
+    return keras.utils.unpack_x_y_sample_weight(batch)[0]
+
+
+def source_of(data: Data, batch_size: int | None = None, steps: int | None = None) -> Source:
+    """Return the batches of any data that can be predicted to disk.
+
+    Args:
+        data: See the top of this file; all but arrays has batches already: inputs, alone or
+            in a tuple with targets and weights, as `Model.predict` takes them.
+        batch_size: Rows of a batch of arrays, 32 if None.
+        steps: Number of batches of a function.
+
+    Returns:
+        Them.
+
+    Raises:
+        ValueError: There are no rows or no end, arrays have other numbers of rows, or an argument
+            does not belong to such data.
+        TypeError: It is no such data.
+    """
+    has_batches = isinstance(data, tf.data.Dataset | keras.utils.PyDataset) or callable(data)
+    if has_batches and batch_size is not None:
+        raise ValueError(
+            f"batch_size={batch_size} with a {type(data).__name__}, which has batches of its own; "
+            "leave batch_size out, and make its batches of that size"
+        )
+    if steps is not None and (not callable(data) or isinstance(data, keras.utils.PyDataset)):
+        raise ValueError(
+            f"steps={steps} belongs to a function from an index to a batch; a "
+            f"{type(data).__name__} knows its own number"
+        )
+    if isinstance(data, tf_datasets.PerRankDataset):
+        raise ValueError(
+            "a dataset of dtk.data.shard holds this rank's own rows; give every rank the whole "
+            "dataset, or file names by a function: predict_to_disk divides the work itself"
+        )
+    if isinstance(data, tf.data.Dataset):
+        return _of_dataset(data)
+    if isinstance(data, keras.utils.PyDataset):
+        return _indexed("PyDataset", data.__getitem__, data.num_batches)
+    if callable(data):
+        return _indexed("function", data, steps)
+    return _of_arrays(data, _BATCH_SIZE if batch_size is None else batch_size)
+
+
+def _of_dataset(dataset: tf.data.Dataset) -> StreamSource:
+    if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
+        raise ValueError(
+            "the dataset has no end, so its predictions would fill the disk; leave out repeat(), "
+            "or end it with take(steps)"
+        )
+    if int(dataset.cardinality()) == 0:
+        raise ValueError("the dataset has no batch to predict; check what it is made of")
+    slicing.check_rows(dataset.element_spec)
+    return StreamSource(dataset)
+
+
+def _indexed(kind: str, batch: Callable[[int], Nest], steps: int | None) -> IndexedSource:
+    if steps is None:
+        raise ValueError(
+            f"how many batches has the {kind}? give steps=... for a function, and a PyDataset "
+            "whose __len__ is a number"
+        )
+    if steps < 1:
+        raise ValueError(f"the {kind} has {steps} batches, and 1 or more are needed")
+    return IndexedSource(kind, steps, batch)
+
+
+def _of_arrays(arrays: Nest | Array, batch_size: int) -> IndexedSource:
+    leaves = tf.nest.flatten(arrays)
+    if not leaves or not all(hasattr(leaf, "shape") and len(leaf.shape) for leaf in leaves):
+        names = sorted({type(leaf).__name__ for leaf in leaves})
+        raise TypeError(
+            f"data to predict is made of {', '.join(names) or 'nothing'}; give arrays with rows "
+            "(or a structure of them), a tf.data.Dataset of batches, a keras.utils.PyDataset, or a "
+            "function from an index to a batch"
+        )
+    counts = [int(leaf.shape[0]) for leaf in leaves]
+    if len(set(counts)) > 1 or counts[0] == 0:
+        raise ValueError(
+            f"the arrays to predict have {counts} rows; give all of them the same number, 1 or more"
+        )
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size}, but a batch has 1 row or more")
+    rows = counts[0]
+
+    def batch(index: int) -> Nest:
+        begin, end = index * batch_size, min((index + 1) * batch_size, rows)
+        return (tf.nest.map_structure(lambda leaf: leaf[begin:end], arrays),)
+
+    return IndexedSource("arrays", -(-rows // batch_size), batch, batch_size, rows)

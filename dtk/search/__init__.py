@@ -1,0 +1,44 @@
+"""Hyperparameter search with Optuna: trials that all ranks run together, or groups of them.
+
+Rank 0 owns the study; every rank runs the same objective, with the same parameters.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dtk.search.failures import RankError
+    from dtk.search.grouping import Group, groups
+    from dtk.search.pruning_callback import PruningCallback
+    from dtk.search.study import optimize
+    from dtk.search.trial import DistributedTrial
+
+_HOMES = {
+    "DistributedTrial": "trial",
+    "Group": "grouping",
+    "PruningCallback": "pruning_callback",
+    "RankError": "failures",
+    "groups": "grouping",
+    "optimize": "study",
+}
+
+__all__ = ["DistributedTrial", "Group", "PruningCallback", "RankError", "groups", "optimize"]
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOMES:
+        if importlib.util.find_spec("optuna") is None:
+            raise ModuleNotFoundError(
+                f"dtk.search.{name} needs Optuna, which is not installed; run "
+                "`pip install 'dtk[search]'`",
+                name="optuna",
+            )
+        return getattr(importlib.import_module(f"dtk.search.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'dtk.search' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,134 @@
+"""Exceptions that end a trial on one rank, carried to all others."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import traceback
+from collections.abc import Sequence
+
+import optuna
+import tensorflow as tf
+
+from dtk.errors import DtkError, at_rank
+
+
+class RankError(DtkError):
+    """An exception of another rank whose own class cannot be sent to this one."""
+
+
+class CaughtRankError(RankError):
+    """The same, of a class that is named in `catch`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """An exception of one rank, as it is sent.
+
+    Attributes:
+        rank: Where it was raised.
+        kind: Name of its class.
+        text: Its traceback.
+        sent: The exception, pickled; None where that is not possible.
+        pruned: Whether it is Optuna's `TrialPruned`.
+        caught: Whether the study goes on after it.
+    """
+
+    rank: int
+    kind: str
+    text: str
+    sent: bytes | None
+    pruned: bool = False
+    caught: bool = False
+
+    @classmethod
+    def of(cls, error: Exception, rank: int, catch: tuple[type[Exception], ...] = ()) -> Failure:
+        """Describe an exception of this rank.
+
+        Args:
+            error: The exception.
+            rank: This rank.
+            catch: Classes after which the study goes on.
+
+        Returns:
+            What can be sent.
+        """
+        return cls(
+            rank,
+            type(error).__qualname__,
+            "".join(traceback.format_exception(error)),
+            _pickled(error),
+            isinstance(error, optuna.TrialPruned),
+            isinstance(error, catch),
+        )
+
+    @property
+    def last_line(self) -> str:
+        """The exception without its traceback, such as "ValueError: no such width"."""
+        lines = [line for line in self.text.splitlines() if line and not line.startswith(" ")]
+        return lines[-1] if lines else self.kind
+
+    def error(self) -> Exception:
+        """Make the exception again, on another rank.
+
+        Returns:
+            One of the same class, or a `RankError`; its notes say where it comes from.
+        """
+        made = _unpickled(self.sent)
+        if made is None:
+            kind = CaughtRankError if self.caught else RankError
+            made = kind(at_rank(self.rank, self.last_line))
+        made.add_note(f"Raised on rank {self.rank}, and here because of it. There:\n{self.text}")
+        return made
+
+
+def root_of(failures: Sequence[Failure]) -> Failure:
+    """Choose the exception that a trial ends with, of those of several ranks.
+
+    Args:
+        failures: At least one, of different ranks.
+
+    Returns:
+        That of the lowest rank; what prunes a trial counts only where nothing else has failed.
+    """
+    return min(failures, key=lambda failure: (failure.pruned, failure.rank))
+
+
+def agreed_error(failures: Sequence[Failure], mine: Exception | None) -> Exception:
+    """Return the exception to raise on this rank for those of all ranks.
+
+    Args:
+        failures: Of all ranks that failed.
+        mine: What was raised here.
+
+    Returns:
+        An exception of the same class on all ranks where it can be sent: `mine` where that is it.
+    """
+    root = root_of(failures)
+    same = mine is not None and type(mine).__qualname__ == root.kind
+    error = mine if mine is not None and same else root.error()
+    for failure in failures:
+        if failure.kind != root.kind:
+            error.add_note(f"Rank {failure.rank} failed, too: {failure.last_line}")
+    return error
+
+
+def _pickled(error: Exception) -> bytes | None:
+    if isinstance(error, tf.errors.OpError):
+        # It holds the operation, which belongs to this process.
+        error = type(error)(None, None, error.message)
+    try:
+        sent = pickle.dumps(error)
+    except Exception:  # whatever its attributes and its class raise
+        return None
+    made = _unpickled(sent)
+    return sent if type(made) is type(error) else None
+
+
+def _unpickled(sent: bytes | None) -> Exception | None:
+    """None for what is no exception here, such as a class whose constructor takes other things."""
+    try:
+        made = None if sent is None else pickle.loads(sent)
+    except Exception:  # a constructor of the script's
+        return None
+    return made if isinstance(made, Exception) else None

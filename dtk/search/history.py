@@ -1,0 +1,124 @@
+"""What dtk notes with each trial: who runs it, whether it ended, and what therefore counts.
+
+A trial has one user attribute of dtk's, `dtk`: the process that runs it, the seed, and once its
+objective has returned or raised, `ended`, with the reason of a failure. A process that is killed
+cannot say that its trial is over; the next one that uses the study does, where it can see that the
+other is gone.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import optuna
+import psutil
+
+ATTRIBUTE = "dtk"
+_FINISHED = (
+    optuna.trial.TrialState.COMPLETE,
+    optuna.trial.TrialState.PRUNED,
+    optuna.trial.TrialState.FAIL,
+)
+_RUNNING = optuna.trial.TrialState.RUNNING
+
+
+def notes_of(trial: optuna.trial.FrozenTrial) -> Mapping[str, object]:
+    """Return what dtk has noted with a trial; nothing of one that ran without dtk.
+
+    Args:
+        trial: The trial.
+    """
+    return trial.user_attrs.get(ATTRIBUTE, {})
+
+
+def counts(trial: optuna.trial.FrozenTrial) -> bool:
+    """Return whether a trial is one of `n_trials`.
+
+    Those that ended with their job, such as by a signal, are not: they will be made up for. Nor is
+    one too many, of groups that began their last at once.
+
+    Args:
+        trial: The trial.
+    """
+    if trial.state == _RUNNING:
+        return True
+    notes = notes_of(trial)
+    return trial.state in _FINISHED and ("ended" in notes or "owner" not in notes)
+
+
+def counted(study: optuna.Study, before: int | None = None) -> int:
+    """Count the trials of a study that have ended or are running.
+
+    Args:
+        study: The study.
+        before: Count only those of smaller numbers.
+
+    Returns:
+        How many of `n_trials` they are.
+    """
+    trials = study.get_trials(deepcopy=False)
+    return sum(counts(t) for t in trials if before is None or t.number < before)
+
+
+def owner() -> dict[str, object]:
+    """Return what this process is known by, on this host and others."""
+    return {"host": _host(), "pid": os.getpid(), "since": psutil.Process().create_time()}
+
+
+@functools.cache
+def _host() -> str:
+    """Return a name of this host's processes: a container has other ones, and so has a reboot."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        space = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        boot = space = ""
+    return f"{socket.gethostname()} {boot} {space}"
+
+
+def _is_gone(process: Mapping[str, object]) -> bool | None:
+    """None where that cannot be seen from here."""
+    if process.get("host") != _host():
+        return None
+    try:
+        found = psutil.Process(int(str(process["pid"])))
+        same = abs(found.create_time() - float(str(process["since"]))) < 1
+        return not same or found.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def fail_abandoned(study: optuna.Study) -> list[int]:
+    """Mark running trials failed whose process is gone, so that others are run in their place.
+
+    Args:
+        study: The study.
+
+    Returns:
+        Their numbers.
+    """
+    failed, unknown = [], []
+    for trial in study.get_trials(deepcopy=False, states=(_RUNNING,)):
+        process = notes_of(trial).get("owner")
+        gone = _is_gone(process) if isinstance(process, Mapping) else None
+        if gone:
+            study.tell(trial.number, state=optuna.trial.TrialState.FAIL, skip_if_finished=True)
+            failed.append(trial.number)
+        elif gone is None:
+            unknown.append(trial.number)
+    if failed:
+        print(f"dtk: trials {failed} were left by a job that has ended; marked as failed")
+    if unknown:
+        warnings.warn(
+            f"trials {unknown} of study {study.study_name!r} are running on another host, or were "
+            "left there by a job that has ended; they count until study.tell(number, "
+            "state=optuna.trial.TrialState.FAIL) says so. RDBStorage(url, heartbeat_interval=60) "
+            "lets Optuna notice",
+            stacklevel=3,
+        )
+    return failed

@@ -1,0 +1,330 @@
+"""The loop of a study: every rank runs every trial."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
+
+import keras
+import numpy as np
+import optuna
+
+from dtk.errors import at_rank
+from dtk.search import history
+from dtk.search.failures import CaughtRankError, Failure
+from dtk.search.rounds import Message, Rounds
+from dtk.search.trial import DistributedTrial, Start
+from dtk.strategies.base import DtkStrategy
+
+Values: TypeAlias = "float | Sequence[float] | None"
+Objective: TypeAlias = Callable[[DistributedTrial], Values]
+Callback: TypeAlias = "Callable[[optuna.Study, optuna.trial.FrozenTrial], None]"
+
+_NEXT = "the next trial"
+# Of objectives that return the same number on all ranks, by relative difference.
+_SAME = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class _Results:
+    """What rank 0 tells when the study is over."""
+
+    seed: int
+    name: str
+    directions: Sequence[optuna.study.StudyDirection]
+    trials: Sequence[optuna.trial.FrozenTrial]
+
+    def study(self) -> optuna.Study:
+        """Make a study in memory, without a word in the log."""
+        storage = optuna.storages.InMemoryStorage()
+        storage.create_new_study(self.directions, self.name)
+        made = optuna.load_study(study_name=self.name, storage=storage)
+        made.add_trials(self.trials)
+        return made
+
+
+class _OneTooMany(Exception):
+    """A trial that another group has taken first."""
+
+
+def optimize(
+    study: optuna.Study | None,
+    objective: Objective,
+    n_trials: int | None = None,
+    timeout: float | None = None,
+    *,
+    strategy: DtkStrategy,
+    catch: Iterable[type[Exception]] | type[Exception] = (),
+    callbacks: Iterable[Callback] = (),
+    seed: int | None = None,
+    clear_session: bool = True,
+    patience: float = 60.0,
+) -> optuna.Study:
+    """Run the trials of a study, each over all ranks of a strategy. Every rank calls it.
+
+    As `optuna.Study.optimize`, whose sampler, pruner and storage run on rank 0 and are asked there;
+    with one process it finds the same trials as plain Optuna does, and so does it with several.
+    A trial that is pruned or fails on any rank ends on all of them.
+
+    Before each trial `keras.utils.set_random_seed` is called on every rank with the same number.
+    The objective builds and compiles its model inside `strategy.scope()`.
+
+    Args:
+        study: Rank 0's; what other ranks give is not used, and may be None.
+        objective: Called on every rank with a `DistributedTrial`; returns the number to minimize or
+            maximize, of which rank 0's counts, or several of them.
+        n_trials: Trials of the study in all, those of earlier runs and other groups included; None
+            for no limit. What a killed job has left unfinished does not count.
+        timeout: Seconds after which no further trial begins; None for no limit.
+        strategy: Whose ranks run the trials.
+        catch: Exceptions after which the study goes on with the next trial.
+        callbacks: Called on rank 0 after each trial with the study and the trial.
+        seed: The random seed of trial i is `seed + i`, however often the study is resumed; None
+            draws it from Python's `random` on rank 0.
+        clear_session: Whether to call `keras.utils.clear_session` after each trial, which frees its
+            graphs; False for objectives that keep models.
+        patience: Seconds that a rank waits for the others when it has left the objective by an
+            exception; then it ends the job, since they may wait in a step that it has left.
+
+    Returns:
+        On rank 0 `study`, on others a copy of it in memory: `best_params` and all else that reads
+        it works on every rank.
+
+    Raises:
+        ValueError: Rank 0 has no study, or numbers are out of range.
+        Exception: What the objective has raised on any rank, on all of them, unless in `catch`.
+
+    Source:
+        ChainerMN's `ChainerMNStudy` (Optuna, `optuna.integration`), where rank 0 owns the study.
+
+    Example:
+        >>> import dtk, optuna
+        >>> optuna.logging.set_verbosity(optuna.logging.WARNING)
+        >>> strategy = dtk.strategies.AllReduceStrategy("local")
+        >>> study = optuna.create_study(sampler=optuna.samplers.GridSampler({"x": [0, 1, 2]}))
+        >>> objective = lambda trial: (trial.suggest_int("x", 0, 2) - 1) ** 2
+        >>> dtk.search.optimize(study, objective, n_trials=3, strategy=strategy).best_params
+        {'x': 1}
+    """
+    if n_trials is not None and n_trials < 0:
+        raise ValueError(f"n_trials must be at least 0, or None for no limit, got {n_trials}")
+    if patience <= 0:
+        raise ValueError(f"patience must be more than 0 seconds, got {patience}")
+    caught = (catch,) if isinstance(catch, type) else tuple(catch)
+    run = _Run(objective, strategy, caught, seed, clear_session, patience)
+    if strategy.is_chief:
+        return run.lead(study, n_trials, timeout, tuple(callbacks))
+    return run.follow()
+
+
+class _Run:
+    """One call of `optimize` on one rank."""
+
+    def __init__(
+        self,
+        objective: Objective,
+        strategy: DtkStrategy,
+        catch: tuple[type[Exception], ...],
+        seed: int | None,
+        clear_session: bool,
+        patience: float,
+    ):
+        self._objective, self._strategy, self._catch = objective, strategy, catch
+        self._seed, self._clear_session = seed, clear_session
+        self._rounds = Rounds(strategy.communicator, patience, self._give_up)
+        self._given_up: Callable[[str], None] | None = None
+        self._told: Exception | None = None
+        self._broken: Exception | None = None
+
+    # Rank 0.
+
+    def lead(
+        self,
+        study: optuna.Study | None,
+        n_trials: int | None,
+        timeout: float | None,
+        callbacks: tuple[Callback, ...],
+    ) -> optuna.Study:
+        """Run the study on rank 0, and tell the others of each trial.
+
+        Args:
+            study: The study.
+            n_trials: Trials in all.
+            timeout: Seconds.
+            callbacks: Of the script.
+
+        Returns:
+            The study.
+        """
+        try:
+            if study is None:
+                raise ValueError(
+                    at_rank(0, "study=None; rank 0 owns the study: give it optuna.create_study()")
+                )
+            self._optimize(study, n_trials, timeout, callbacks)
+            results = _Results(
+                random.getrandbits(31), study.study_name, study.directions, study.trials
+            )
+        except Exception as error:
+            if error is not self._told:  # the storage's, or a callback's
+                self._rounds.meet(Message(_NEXT, failure=Failure.of(error, 0)))
+            raise
+        self._rounds.meet(Message(_NEXT, results))
+        # An exception may have left ranks at different places of their random numbers.
+        keras.utils.set_random_seed(results.seed)
+        return study
+
+    def _optimize(
+        self,
+        study: optuna.Study,
+        n_trials: int | None,
+        timeout: float | None,
+        callbacks: tuple[Callback, ...],
+    ) -> None:
+        def is_done() -> bool:
+            return n_trials is not None and history.counted(study) >= n_trials
+
+        def stop_when_done(study: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
+            if is_done():
+                study.stop()
+
+        def objective(trial: optuna.Trial) -> Values:
+            try:
+                return self._lead_one(trial, study, n_trials)
+            except _OneTooMany:
+                raise
+            except Exception as error:
+                if error is not self._told:
+                    # Of the storage, or of ranks that are gone: `catch` is about objectives.
+                    self._broken = error
+                    study.stop()
+                raise
+
+        history.fail_abandoned(study)
+        if is_done():
+            return
+        study.optimize(
+            objective,
+            timeout=timeout,
+            catch=(*self._catch, CaughtRankError, _OneTooMany),
+            callbacks=[*callbacks, stop_when_done],
+        )
+        if self._broken is not None:
+            raise self._broken
+
+    def _lead_one(self, trial: optuna.Trial, study: optuna.Study, n_trials: int | None) -> Values:
+        notes: dict[str, object] = {"owner": history.owner()}
+        if n_trials is not None and history.counted(study, before=trial.number) >= n_trials:
+            trial.set_user_attr(history.ATTRIBUTE, notes)
+            raise _OneTooMany(f"another group runs the last of {n_trials} trials")
+        seed = random.getrandbits(31) if self._seed is None else self._seed + trial.number
+        notes["seed"] = seed % 2**32
+        trial.set_user_attr(history.ATTRIBUTE, notes)
+        start = Start(trial.number, trial.datetime_start, trial.user_attrs, seed % 2**32)
+        self._rounds.meet(Message(_NEXT, start))
+
+        def end(**more: object) -> None:
+            trial.set_user_attr(history.ATTRIBUTE, {**notes, "ended": True, **more})
+
+        def give_up(reason: str) -> None:
+            trial.set_user_attr(history.ATTRIBUTE, {**notes, "failure": reason})
+            study.tell(trial.number, state=optuna.trial.TrialState.FAIL, skip_if_finished=True)
+
+        self._given_up = give_up
+        distributed = DistributedTrial(start, trial, self._rounds, self._catch)
+        try:
+            value = self._run(distributed)
+        except Exception as error:
+            if error is not distributed.ended:
+                raise
+            self._told = error
+            root = distributed.root
+            reason = {} if root is None or root.pruned else {"failure": _reason(root)}
+            end(**reason)
+            raise
+        finally:
+            self._given_up = None
+        end()
+        return value
+
+    def _give_up(self, failure: Failure) -> None:
+        if self._given_up is not None:
+            self._given_up(_reason(failure))
+
+    # Other ranks.
+
+    def follow(self) -> optuna.Study:
+        """Run the trials that rank 0 tells of.
+
+        Returns:
+            The results it tells of in the end, as a study in memory.
+        """
+        while True:
+            first = self._rounds.meet(Message(_NEXT))[0]
+            if first.failure is not None:
+                raise first.failure.error()
+            start = first.value
+            if isinstance(start, _Results):
+                keras.utils.set_random_seed(start.seed)
+                return start.study()
+            assert isinstance(start, Start)
+            trial = DistributedTrial(start, None, self._rounds, self._catch)
+            try:
+                self._run(trial)
+            except Exception:
+                if trial.root is None or not (trial.root.pruned or trial.root.caught):
+                    raise
+
+    # All ranks.
+
+    def _run(self, trial: DistributedTrial) -> Values:
+        """Run the objective; what it raises on any rank is raised on all."""
+        self._rounds.resynchronize()
+        keras.utils.set_random_seed(trial.seed)
+        try:
+            with self._strategy.meeting(trial.arrive):
+                value = self._objective(trial)
+        except Exception as error:
+            agreed = trial.fail(error)
+            if agreed is error:
+                raise
+            raise agreed from error
+        finally:
+            if self._clear_session:
+                keras.utils.clear_session()
+        values = trial.finish(value)
+        if self._strategy.is_chief:
+            _compare(values, trial.number)
+        return values[0]
+
+
+def _compare(values: Sequence[Values], number: int) -> None:
+    """Warn when ranks have returned different numbers; None on others than rank 0 is fine."""
+    for rank, value in enumerate(values):
+        if value is None or _is_close(value, values[0]):
+            continue
+        warnings.warn(
+            at_rank(
+                0,
+                f"the objective of trial {number} returned {values[0]} here and {value} on "
+                f"rank {rank}; rank 0's counts. Return what is equal on all ranks, such as a "
+                "number of model.evaluate",
+            ),
+            stacklevel=2,
+        )
+        return
+
+
+def _is_close(value: Values, other: Values) -> bool:
+    try:
+        one, two = np.asarray(value, float), np.asarray(other, float)
+        return bool(np.allclose(one, two, rtol=_SAME, atol=0, equal_nan=True))
+    except (TypeError, ValueError):  # no numbers, which Optuna has a word for, or not as many
+        return value == other
+
+
+def _reason(failure: Failure) -> str:
+    return at_rank(failure.rank, failure.last_line)

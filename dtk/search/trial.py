@@ -1,0 +1,364 @@
+"""A trial that all ranks take part in; to an objective it looks like `optuna.Trial`."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import datetime
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import optuna
+
+from dtk.errors import DisagreementError, at_rank
+from dtk.search.failures import Failure, agreed_error, root_of
+from dtk.search.rounds import Message, Rounds
+
+_Value = TypeVar("_Value")
+Choice = None | bool | int | float | str
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """What every rank is told of a trial when it begins.
+
+    Attributes:
+        number: Of the trial.
+        datetime_start: When rank 0 began it.
+        user_attrs: What is known of it already, such as by `enqueue_trial`.
+        seed: What its random numbers are drawn from.
+    """
+
+    number: int
+    datetime_start: datetime.datetime | None
+    user_attrs: dict[str, object]
+    seed: int
+
+
+class DistributedTrial(optuna.trial.BaseTrial):
+    """A trial of a study that rank 0 owns; objectives written for `optuna.Trial` work unchanged.
+
+    `suggest_*` and `should_prune` are answered by rank 0: **every rank calls them, in the same
+    order**, and ranks that do not are told so. `report`, `set_user_attr` and `set_constraint` write
+    on rank 0 and are free elsewhere; properties are known on every rank.
+
+    When one rank leaves the objective by an exception, the others raise the same at the next thing
+    they do with the trial, or where `fit`, `evaluate`, `predict` or an epoch begins or ends.
+
+    Args:
+        start: What all ranks know of the trial.
+        trial: Optuna's, on rank 0.
+        rounds: How ranks talk.
+        catch: Classes of exceptions after which the study goes on.
+
+    Attributes:
+        ended: The exception that has ended the trial on all ranks.
+        root: Where it comes from.
+    """
+
+    def __init__(
+        self,
+        start: Start,
+        trial: optuna.Trial | None,
+        rounds: Rounds,
+        catch: tuple[type[Exception], ...] = (),
+    ):
+        self.ended: Exception | None = None
+        self.root: Failure | None = None
+        self._start = start
+        self._trial = trial
+        self._rounds = rounds
+        self._catch = catch
+        self._params: dict[str, Choice] = {}
+        self._distributions: dict[str, optuna.distributions.BaseDistribution] = {}
+        self._user_attrs = dict(start.user_attrs)
+        self._constraints: dict[str, float] = {}
+
+    # Asked of rank 0.
+
+    def suggest_float(
+        self,
+        name: str,
+        low: float,
+        high: float,
+        *,
+        step: float | None = None,
+        log: bool = False,
+    ) -> float:
+        """Suggest a value for a floating point parameter; see `optuna.Trial.suggest_float`.
+
+        Args:
+            name: The parameter's.
+            low: Lower end of the range.
+            high: Upper end.
+            step: Distance between values; None for any.
+            log: Whether to sample in the logarithm.
+
+        Returns:
+            The same value on every rank.
+        """
+        at = f"suggest_float({name!r}, {low}, {high}, step={step}, log={log})"
+        return self._suggest(
+            name, at, lambda trial: trial.suggest_float(name, low, high, step=step, log=log)
+        )
+
+    def suggest_int(
+        self, name: str, low: int, high: int, *, step: int = 1, log: bool = False
+    ) -> int:
+        """Suggest a value for an integer parameter; see `optuna.Trial.suggest_int`.
+
+        Args:
+            name: The parameter's.
+            low: Lower end of the range.
+            high: Upper end, included.
+            step: Distance between values.
+            log: Whether to sample in the logarithm.
+
+        Returns:
+            The same value on every rank.
+        """
+        at = f"suggest_int({name!r}, {low}, {high}, step={step}, log={log})"
+        return self._suggest(
+            name, at, lambda trial: trial.suggest_int(name, low, high, step=step, log=log)
+        )
+
+    def suggest_categorical(self, name: str, choices: Sequence[Choice]) -> Choice:
+        """Suggest one of several values; see `optuna.Trial.suggest_categorical`.
+
+        Args:
+            name: The parameter's.
+            choices: The values.
+
+        Returns:
+            The same value on every rank.
+        """
+        at = f"suggest_categorical({name!r}, {list(choices)})"
+        return self._suggest(name, at, lambda trial: trial.suggest_categorical(name, choices))
+
+    def suggest_uniform(self, name: str, low: float, high: float) -> float:
+        """Call `suggest_float`, of which this is an old form.
+
+        Args:
+            name: The parameter's.
+            low: Lower end of the range.
+            high: Upper end.
+        """
+        return self.suggest_float(name, low, high)
+
+    def suggest_loguniform(self, name: str, low: float, high: float) -> float:
+        """Call `suggest_float(..., log=True)`, of which this is an old form.
+
+        Args:
+            name: The parameter's.
+            low: Lower end of the range.
+            high: Upper end.
+        """
+        return self.suggest_float(name, low, high, log=True)
+
+    def suggest_discrete_uniform(self, name: str, low: float, high: float, q: float) -> float:
+        """Call `suggest_float(..., step=q)`, of which this is an old form.
+
+        Args:
+            name: The parameter's.
+            low: Lower end of the range.
+            high: Upper end.
+            q: Distance between values.
+        """
+        return self.suggest_float(name, low, high, step=q)
+
+    def should_prune(self) -> bool:
+        """Return whether to end the trial, by what was reported; the same on every rank."""
+        return self._ask("should_prune()", lambda trial: bool(trial.should_prune()))
+
+    # Written on rank 0.
+
+    def report(self, value: float, step: int) -> None:
+        """Report an intermediate value; that of rank 0 is kept.
+
+        Args:
+            value: What the study minimizes or maximizes, at this step.
+            step: Such as the epoch.
+
+        Raises:
+            TypeError: They are no numbers.
+        """
+        float(value), int(step)  # so that what rank 0 would raise is raised by all
+        if self._trial is not None:
+            self._trial.report(value, step)
+
+    def set_user_attr(self, key: str, value: object) -> None:
+        """Keep something with the trial; what rank 0 gives is stored.
+
+        Args:
+            key: Its name.
+            value: What JSON can hold.
+        """
+        if self._trial is not None:
+            self._trial.set_user_attr(key, value)
+        self._user_attrs[key] = value
+
+    def set_constraint(self, key: str, value: float) -> None:
+        """Set a constraint, which holds where it is 0 or less; that of rank 0 is kept.
+
+        Args:
+            key: Its name.
+            value: By how much it is violated.
+        """
+        if self._trial is not None:
+            self._trial.set_constraint(key, value)
+        self._constraints[key] = float(value)
+
+    # Known on every rank.
+
+    @property
+    def number(self) -> int:
+        """Number of the trial in its study."""
+        return self._start.number
+
+    @property
+    def seed(self) -> int:
+        """The random seed of the trial, equal on all ranks."""
+        return self._start.seed
+
+    @property
+    def params(self) -> dict[str, Choice]:
+        """Parameters suggested so far."""
+        return dict(self._params)
+
+    @property
+    def distributions(self) -> dict[str, optuna.distributions.BaseDistribution]:
+        """Distributions of the parameters suggested so far."""
+        return copy.deepcopy(self._distributions)
+
+    @property
+    def user_attrs(self) -> dict[str, object]:
+        """What was set by `set_user_attr`."""
+        return copy.deepcopy(self._user_attrs)
+
+    @property
+    def constraints(self) -> dict[str, float]:
+        """What was set by `set_constraint`."""
+        return dict(self._constraints)
+
+    @property
+    def datetime_start(self) -> datetime.datetime | None:
+        """When the trial began, by rank 0's clock."""
+        return self._start.datetime_start
+
+    @property
+    def study(self) -> optuna.Study:
+        """The study, which only rank 0 has.
+
+        Raises:
+            RuntimeError: On other ranks.
+        """
+        if self._trial is None:
+            raise RuntimeError(
+                at_rank(
+                    self._rounds.rank,
+                    "trial.study: the study is on rank 0 alone, and ranks must not decide by what "
+                    "only one knows; use callbacks of dtk.search.optimize, which run on rank 0",
+                )
+            )
+        return self._trial.study
+
+    # The end.
+
+    def arrive(self, where: str) -> None:
+        """Let ranks tell each other that one of them has failed. Every rank calls it.
+
+        `fit` does where it begins and around its epochs; a loop of the script's own may do so where
+        no collective is under way.
+
+        Args:
+            where: Where this rank is, such as "epoch 3 ends".
+
+        Raises:
+            Exception: That of the rank which failed.
+        """
+        self._ask(where, lambda trial: None)
+
+    def fail(self, error: Exception) -> Exception:
+        """End the trial on all ranks with this rank's exception.
+
+        Args:
+            error: What was raised here.
+
+        Returns:
+            The exception that all ranks end it with.
+        """
+        if self.ended is None:
+            failure = Failure.of(error, self._rounds.rank, self._catch)
+            self._read(self._rounds.meet(Message("failed", failure=failure)), error)
+        return self.ended or error
+
+    def finish(self, value: _Value) -> list[_Value]:
+        """End the trial on all ranks with what the objective has returned.
+
+        Args:
+            value: That of this rank.
+
+        Returns:
+            What it has returned on each rank.
+
+        Raises:
+            Exception: That of a rank which failed.
+        """
+        if self.ended is not None:  # the objective has swallowed it
+            raise self.ended
+        messages = self._meet(Message("the end of the objective", value))
+        return [message.value for message in messages]  # type: ignore[misc]
+
+    def _suggest(self, name: str, at: str, suggest: Callable[[optuna.Trial], _Value]) -> _Value:
+        def answer(trial: optuna.Trial) -> tuple[_Value, optuna.distributions.BaseDistribution]:
+            return suggest(trial), trial.distributions[name]
+
+        value, self._distributions[name] = self._ask(at, answer)
+        self._params[name] = value  # type: ignore[assignment]
+        return value
+
+    def _ask(self, at: str, answer: Callable[[optuna.Trial], _Value]) -> _Value:
+        """Return rank 0's answer on every rank, or raise what it raised."""
+        if self.ended is not None:
+            raise self.ended
+        value: _Value | None = None
+        raised: Exception | None = None
+        if self._trial is not None:
+            try:
+                value = answer(self._trial)
+            except Exception as error:
+                raised = error
+        refused = None if raised is None else Failure.of(raised, self._rounds.rank)
+        first = self._meet(Message(at, value, refused))[0]
+        if first.refused is not None:
+            raise raised or first.refused.error()
+        return first.value  # type: ignore[return-value]
+
+    def _meet(self, message: Message) -> list[Message]:
+        messages = self._rounds.meet(message)
+        self._read(messages, None)
+        if self.ended is not None:
+            raise self.ended
+        return messages
+
+    def _read(self, messages: Sequence[Message], mine: Exception | None) -> None:
+        """End the trial here when a rank has failed, or when they are not at the same place."""
+        failures = [message.failure for message in messages if message.failure is not None]
+        if failures:
+            self.root = root_of(failures)
+            self.ended = agreed_error(failures, mine)
+            return
+        places = [message.at for message in messages]
+        other = next((rank for rank, at in enumerate(places) if at != places[0]), None)
+        if other is None:
+            return
+        self.ended = DisagreementError(
+            at_rank(
+                self._rounds.rank,
+                f"ranks disagree on what trial {self.number} does next: rank 0 is at {places[0]}, "
+                f"rank {other} at {places[other]}; call suggest_* and should_prune on every rank, "
+                "in the same order, and nothing of a trial inside `if strategy.is_chief:` but "
+                "report and set_user_attr",
+            )
+        )
+        self.root = Failure.of(self.ended, 0, self._catch)

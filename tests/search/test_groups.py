@@ -1,0 +1,175 @@
+"""Trials side by side in groups of workers, which share a study by its storage."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import optuna
+import pytest
+
+import dtk
+from dtk.errors import DtkError
+
+from search.bodies import Missing, failures, fitted, plain_study, quiet, strategy, summary
+
+two_ranks = pytest.mark.worlds(("collective", 2))
+
+
+def side_by_side(storage, n_trials):
+    """Two groups of one worker; trial 2 fails. States, the group of each trial, and where it is."""
+    ran = []
+    with quiet(), dtk.search.groups(strategy(), workers_per_trial=1) as group:
+
+        def objective(trial):
+            ran.append(trial.number)
+            time.sleep(0.1)
+            trial.set_user_attr("group", group.index)
+            x = trial.suggest_float("x", 0, 1)
+            if trial.number == 2:
+                raise Missing("a file")
+            return x
+
+        study = group.study(
+            "study", storage, sampler=optuna.samplers.RandomSampler(seed=group.index)
+        )
+        dtk.search.optimize(study, objective, n_trials, strategy=group.strategy, catch=Missing)
+        group.wait()
+        counted = [
+            (t.state.name, t.params["x"], t.user_attrs["group"])
+            for t in study.trials
+            if "ended" in t.user_attrs["dtk"]
+        ]
+        return group.index, group.count, group.strategy.size, ran, counted
+
+
+def check_side_by_side(results, n_trials):
+    assert [result[:3] for result in results] == [(0, 2, 1), (1, 2, 1)]
+    (*_, first, trials), (*_, second, seen_by_second) = results
+    assert trials == seen_by_second and len(trials) == n_trials
+    assert sorted(first + second) == list(range(n_trials)), "each trial was run once"
+    assert first and second and {t[2] for t in trials} == {0, 1}
+    assert [t[0] for t in trials].count("FAIL") == 1, "one group's failure stops nobody"
+    assert len({t[1] for t in trials}) == n_trials
+
+
+@two_ranks
+def test_groups_share_a_journal(pool, tmp_path):
+    file = tmp_path / "of both" / "study.journal"
+    check_side_by_side(pool.run(side_by_side, str(file), 7), 7)
+    assert file.exists()
+
+
+def one_group_of_all():
+    """A group whose communicator is a part of the world's: here, all of it. And Optuna alone."""
+    with quiet(), dtk.search.groups(strategy().communicator, workers_per_trial=2) as group:
+        sampler = optuna.samplers.TPESampler(seed=4)
+        study = group.study("study", optuna.storages.InMemoryStorage(), sampler=sampler)
+        found = dtk.search.optimize(study, fitted(group.strategy), 2, strategy=group.strategy)
+        plain = summary(plain_study(fitted(None), 2)) if study is not None else None
+    return group.strategy.size, summary(found), plain
+
+
+@pytest.mark.worlds(("collective", 2), ("horovod-mpi", 2))
+def test_a_group_trains_together(pool):
+    (size, trials, plain), (_, elsewhere, nothing) = pool.run(one_group_of_all)
+    assert size == 2 and trials == elsewhere and nothing is None
+    assert [t[:2] for t in trials] == [t[:2] for t in plain]
+    assert [t[2] for t in trials] == pytest.approx([t[2] for t in plain], rel=1e-5)
+
+
+def without_storage():
+    group = dtk.search.groups(strategy())
+    try:
+        group.study("study", "postgresql+psycopg://nobody@127.0.0.1:9/none")
+    except Exception as error:
+        return type(error).__name__, isinstance(error, DtkError)
+
+
+@two_ranks
+def test_a_storage_that_does_not_answer_is_told_to_all(pool):
+    pytest.importorskip("psycopg", reason="pip install 'psycopg[binary]'")
+    assert [name for name, _ in pool.run(without_storage)] in (
+        ["OperationalError"] * 2,
+        ["OperationalError", "RankError"],
+    )
+
+
+def test_groups_need_workers_they_can_share():
+    here = dtk.strategies.AllReduceStrategy("local")
+    with pytest.raises(ValueError, match="workers_per_trial=2 does not divide 1 workers"):
+        dtk.search.groups(here, 2)
+    with pytest.raises(TypeError, match="groups over str"):
+        dtk.search.groups("collective")
+
+
+# A real PostgreSQL.
+
+
+def _programs():
+    """Where Debian, or the path, has PostgreSQL's server."""
+    places = sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    places += [Path(found).parent for found in [shutil.which("postgres")] if found]
+    return next((place for place in places if (place / "initdb").exists()), None)
+
+
+def _answers(url):
+    """Whether a database accepts connections."""
+    import psycopg
+
+    try:
+        psycopg.connect(url.replace("+psycopg", "")).close()
+    except psycopg.OperationalError:
+        return False
+    return True
+
+
+@pytest.fixture
+def postgresql():
+    """The URL of a database that a server of this test's keeps; it listens on a socket only."""
+    pytest.importorskip("psycopg", reason="pip install 'psycopg[binary]'")
+    programs = _programs()
+    if programs is None:
+        pytest.skip("no PostgreSQL: install Debian's package postgresql")
+    folder = Path(tempfile.mkdtemp(prefix="dtk-pg-"))  # a socket's path must be short
+    as_user = {}
+    if os.getuid() == 0:  # PostgreSQL refuses to run as root
+        as_user = {"user": "nobody", "group": "nogroup", "extra_groups": []}
+        shutil.chown(folder, "nobody", "nogroup")
+    data = folder / "data"
+    options = {"check": True, "capture_output": True, "text": True, "cwd": "/", **as_user}
+    subprocess.run(
+        [programs / "initdb", "-D", data, "-U", "dtk", "-A", "trust", "-N", "--no-sync"], **options
+    )
+    server = subprocess.Popen(
+        [programs / "postgres", "-D", data, "-k", folder, "-c", "listen_addresses="]
+        + ["-c", "fsync=off"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+        **as_user,
+    )
+    try:
+        until = time.monotonic() + 60
+        url = f"postgresql+psycopg://dtk@/postgres?host={folder}"
+        while not _answers(url):
+            assert server.poll() is None and time.monotonic() < until, "PostgreSQL does not start"
+            time.sleep(0.05)
+        yield url
+    finally:
+        server.terminate()
+        server.wait(30)
+        shutil.rmtree(folder)
+
+
+@two_ranks
+def test_groups_share_a_database(pool, postgresql):
+    check_side_by_side(pool.run(side_by_side, postgresql, 7, timeout=120), 7)
+    storage = optuna.storages.RDBStorage(postgresql)
+    study = optuna.load_study(study_name="study", storage=storage)
+    assert sorted(state for state, _ in failures(study)) == ["COMPLETE"] * 6 + ["FAIL"]
+    storage.engine.dispose()
