@@ -154,6 +154,8 @@ def main():
             chosen = divided(way, cut, args.workers).found.stages
             step = StageCosts(workload, Grid(1, args.workers)).step(chosen)
             predicted = simulate(step.tasks).seconds
+            apart = sum(step.computing)
+            print(f"{chosen}: stages compute {1e3 * apart:.0f} ms in all", file=sys.stderr)
         else:
             predicted = divided(way, workload, args.workers).seconds
         took = found[way]
