@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import types
 from pathlib import Path
 
 import keras
@@ -127,6 +128,21 @@ def test_images_are_moved_by_seeds_and_only_flipped_where_that_keeps_their_meani
             for j in range(9)
         ]
         assert min(np.abs(image - one).max() for one in moved) < 1e-3
+
+
+def test_cifar10_is_what_keras_reads(monkeypatch):
+    data = module("data")
+    random = np.random.default_rng(0)
+    x, y = random.integers(0, 256, (6, 32, 32, 3), "uint8"), random.integers(0, 10, (6, 1))
+    monkeypatch.setattr(keras.datasets.cifar10, "load_data", lambda: ((x, y), (x[:2], y[:2])))
+    alone = types.SimpleNamespace(is_chief=True, size=1)
+    found = data.load("cifar10", alone, images=4)
+    np.testing.assert_array_equal(found.train[0], x[:4])
+    np.testing.assert_array_equal(found.train[1], y[:4, 0])
+    assert (found.title, found.background, found.flips) == ("CIFAR-10", 128, True)
+    assert len(found.test[0]) == 2
+    (images, _) = next(iter(data.test_set(found, 8)))
+    np.testing.assert_allclose(images, x[:2] - x[:4].mean(axis=0), atol=1e-3)
 
 
 def fit_once(name, plain=False):
