@@ -194,7 +194,7 @@ FULL = (
     r"search/test_groups.py::test_groups_share_a_database",
     # the same by another way of reading, or in another format; the examples are whole commands
     r"inference/test_predict_to_disk.py::test_whatever_the_data_is_\S+\[(memory map|function)",
-    r"inference/test_predict_to_disk.py::test_(half_precision|ranks_that_differ|whatever\S+\[dataset)",
+    r"inference/test_predict_to_disk.py::test_(half_precision|ranks_that_differ|devices_and|whatever\S+\[dataset)",
     r"inference/test_export.py::test_(several_inputs\S+\[(tf_saved|litert)|what_cannot|an_artifact|a_model_that)",
     r"inference/test_quantize.py::test_(litert_takes|a_student_of)",
     r"test_examples.py::test_(exports_of|distilled|predictions_on|mobilenet)",

@@ -160,6 +160,25 @@ def test_ranks_that_differ_are_told_so(world, backend, size, tmp_path):
         assert count == bodies.ROWS
 
 
+def by_all_replicas(folder):
+    """One process writes, and its devices, or the workers behind it, compute."""
+    served = os.environ["DTK_TEST_COMMUNICATOR"] == "served"
+    strategy = worlds.served() if served else worlds.strategy(devices=2)
+    with strategy.scope():
+        model = bodies.model()
+    found = predict_to_disk(model, bodies.data(), folder, batch_size=bodies.BATCH)
+    if served:
+        with pytest.raises(NotImplementedError, match="in a job without them"):
+            dtk.inference.quantize(model)
+    return keras.tree.map_structure(np.asarray, found[:])
+
+
+@pytest.mark.parametrize("backend, size", [("local", 1), ("served", 2)])
+def test_devices_and_workers_of_one_process_compute(world, backend, size, tmp_path, plain):
+    (found,) = world(backend, size).run(by_all_replicas, str(tmp_path))
+    assert_same(found, plain)
+
+
 # Killed, and resumed.
 
 
