@@ -11,7 +11,7 @@ from dtk.planning.model.search import Found, FoundStages
 from dtk.planning.model.split_steps import BUCKETS, step
 from dtk.planning.model.timeline import Resource, simulate
 
-# How far predictions were off where they were compared with measurements, see docs/plan.md.
+# How far times of divided layers were off against data parallelism's, rounded up: docs/plan.md.
 ERROR = 0.25
 # Layers that are named, of those whose choice matters.
 _NAMED = 8
