@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from dtk import schedules
+from dtk.communicators.local import LocalCommunicator
 
 from strategies import bodies
 
@@ -135,7 +136,7 @@ def test_cifar10_is_what_keras_reads(monkeypatch):
     random = np.random.default_rng(0)
     x, y = random.integers(0, 256, (6, 32, 32, 3), "uint8"), random.integers(0, 10, (6, 1))
     monkeypatch.setattr(keras.datasets.cifar10, "load_data", lambda: ((x, y), (x[:2], y[:2])))
-    alone = types.SimpleNamespace(is_chief=True, size=1)
+    alone = types.SimpleNamespace(is_chief=True, world=LocalCommunicator())
     found = data.load("cifar10", alone, images=4)
     np.testing.assert_array_equal(found.train[0], x[:4])
     np.testing.assert_array_equal(found.train[1], y[:4, 0])

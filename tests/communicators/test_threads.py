@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import os
 
 import pytest
@@ -13,6 +14,10 @@ from dtk.communicators import create
 pytestmark = pytest.mark.skipif(
     len(os.sched_getaffinity(0)) < (os.cpu_count() or 1), reason="bound to some of the cores"
 )
+
+
+def test_the_example_runs():
+    assert doctest.testmod(threads).failed == 0
 
 
 def divided(local_size, **given):

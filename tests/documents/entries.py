@@ -118,7 +118,12 @@ ENTRIES = {
     ("docs/data.md", "data: arrays of 1000 rows"): Printed(
         "tests/documents/test_blocks.py::test_what_describe_prints"
     ),
-    ("docs/model-parallel.md", "group = "): Python("plain", after="assert len(model.layers) == 10"),
+    ("docs/model-parallel.md", "strategy = "): Python(
+        "plain", after="assert len(model.layers) == 10"
+    ),
+    ("docs/model-parallel.md", "front = "): Python(
+        "plain", after="assert model.output_shape == (None, 10)"
+    ),
     ("docs/model-parallel.md", "x = keras.Input((64,))"): Python(
         "plain", after="assert y.shape == (None, 64)"
     ),

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
+
 import pytest
 
 from dtk.layers.schedule import Pass, Slot, bubble, gpipe, one_forward_one_backward
+
+MODULES = ["layers.schedule", "layers.pipeline", "layers.whole", "strategies.grid"]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_examples(module):
+    assert doctest.testmod(importlib.import_module(f"dtk.{module}")).failed == 0
+
 
 SIZES = [(stages, parts) for stages in (1, 2, 3, 5) for parts in (1, 2, 4, 7)]
 
