@@ -98,11 +98,9 @@ RAISED = {
     "pruned by one": (1, lambda: optuna.TrialPruned("enough"), None),
     "instead of fit": (1, lambda: Missing("a file"), "fit"),
     "before training": (1, lambda: Missing("a file"), "set_model"),
-    "training begins": (1, lambda: Missing("a file"), "on_train_begin"),
     "epoch begins": (0, lambda: Missing("a file"), "on_epoch_begin"),
     "epoch ends": (1, lambda: Missing("a file"), "on_epoch_end"),
-    # After it nothing of `fit` is common: the other rank hears of it when its objective is over.
-    "training ends": (1, lambda: Missing("a file"), "on_train_end"),
+    "at the end": (1, lambda: Missing("a file"), "end"),
 }
 
 
@@ -129,13 +127,15 @@ def each_raises_once(names):
         trial.suggest_float("rate", 0.1, 0.2)
         if method == "fit" and here.rank == rank:
             raise make()
+        if method == "end":  # ... or when its objective is over ...
+            if here.rank == rank:
+                raise make()
+            return 1.0
         if method is not None:  # ... or in there
             raising = method != "fit" and here.rank == rank
             callbacks = [Raising(method, make())] if raising else []
             eager_fit(None, here, callbacks, epochs=1)
-        if method != "on_train_end":
-            raise AssertionError("no exception reached this rank")
-        return 1.0
+        raise AssertionError("no exception reached this rank")
 
     catch = (Missing, Unsendable, _of_tensorflow().__class__)
     with quiet():
