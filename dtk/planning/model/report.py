@@ -11,8 +11,9 @@ from dtk.planning.model.search import Found, FoundStages
 from dtk.planning.model.split_steps import BUCKETS, step
 from dtk.planning.model.timeline import Resource, simulate
 
-# How far times of divided layers were off against data parallelism's, rounded up: docs/plan.md.
-ERROR = 0.25
+# How far times of divided layers were off as multiples of data parallelism's, on busy cores: see
+# docs/plan.md.
+ERROR = 0.5
 # Layers that are named, of those whose choice matters.
 _NAMED = 8
 # Layers that are left whole are named from this part of one worker's computing on.
