@@ -52,6 +52,13 @@ class Candidate:
         return self.found.step.sent
 
     @property
+    def divides(self) -> bool:
+        """Whether each rank has a part: of the batch, of a layer, or of the model."""
+        if isinstance(self.found, FoundStages) or self.grid.model == 1:
+            return True
+        return any(split != "whole" for split in self.found.splits)
+
+    @property
     def how(self) -> str:
         """What ranks of one model share."""
         if isinstance(self.found, FoundStages):
@@ -137,7 +144,7 @@ def choose(workload: Workload, workers: int, budget: Budget | None = None) -> Ch
         budget: How long is searched.
 
     Returns:
-        All of them.
+        All of them, but those on which nothing is divided among the ranks of a model.
 
     Raises:
         PlanError: None fits into memory.
@@ -156,6 +163,8 @@ def choose(workload: Workload, workers: int, budget: Budget | None = None) -> Ch
         missing = max(0.0, one.memory - workload.most_memory)
         return missing, one.seconds * (1.0 if one.exact else GAIN)
 
+    # Ranks that all compute the same are no plan, unless the batch is too small for another.
+    found = [one for one in found if one.divides] or found
     found.sort(key=rank)
     if found[0].memory > workload.most_memory:
         raise PlanError(
