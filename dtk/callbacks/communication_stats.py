@@ -78,5 +78,6 @@ class CommunicationStats(StrategyCallback):
             logs["comm_share"] = seconds / wall if wall else 0.0
 
     def _counts(self) -> tuple[float, ...]:
-        communicator = self.strategy.communicator
-        return communicator.bytes_sent, communicator.seconds_communicating, time.perf_counter()
+        groups = (self.strategy.communicator, self.strategy.model_communicator)
+        sent = sum(group.bytes_sent for group in groups)
+        return sent, sum(group.seconds_communicating for group in groups), time.perf_counter()

@@ -15,13 +15,13 @@ from dtk.layers import channel_parallel, spatial, spatially_parallel
 from dtk.layers.group import model_group
 from dtk.nests import Args, Config, Kwargs
 
-_CHANNELS = {
+BY_CHANNELS = {
     keras.layers.Dense: channel_parallel.ChannelParallelDense,
     keras.layers.Conv1D: channel_parallel.ChannelParallelConv1D,
     keras.layers.Conv2D: channel_parallel.ChannelParallelConv2D,
     keras.layers.Conv3D: channel_parallel.ChannelParallelConv3D,
 }
-_IMAGES = {
+BY_IMAGE = {
     keras.layers.Conv2D: spatially_parallel.SpatiallyParallelConv2D,
     keras.layers.MaxPooling2D: spatially_parallel.SpatiallyParallelMaxPooling2D,
     keras.layers.AveragePooling2D: spatially_parallel.SpatiallyParallelAveragePooling2D,
@@ -29,7 +29,7 @@ _IMAGES = {
     keras.layers.BatchNormalization: spatially_parallel.SpatiallyParallelBatchNormalization,
 }
 # What they compute of an element depends on that element alone: they stay between the borders.
-_ELEMENTWISE = (
+ELEMENTWISE = (
     keras.layers.ReLU,
     keras.layers.LeakyReLU,
     keras.layers.ELU,
@@ -125,13 +125,13 @@ class _Rewriting:
 
     def _layer(self, layer: keras.Layer) -> keras.Layer:
         how = self._how.get(layer.name)
-        if how is None or isinstance(layer, _ELEMENTWISE):
+        if how is None or isinstance(layer, ELEMENTWISE):
             return layer
         config: Config = {**layer.get_config(), "communicator": self._group}
         if how in _SPLITS:
-            new = _CHANNELS[type(layer)].from_config({**config, "split": _SPLITS[how]})
+            new = BY_CHANNELS[type(layer)].from_config({**config, "split": _SPLITS[how]})
         else:
-            new = _IMAGES[type(layer)].from_config({**config, "split": how})
+            new = BY_IMAGE[type(layer)].from_config({**config, "split": how})
             self._spatial[id(new)] = how
         self._replaced.append((layer, new))
         return new
@@ -168,7 +168,7 @@ class _Rewriting:
 def _keeps_parts(layer: keras.Layer) -> bool:
     if isinstance(layer, keras.layers.Activation):
         return channel_parallel.is_elementwise(layer.activation)
-    return isinstance(layer, _ELEMENTWISE)
+    return isinstance(layer, ELEMENTWISE)
 
 
 def _planned(model: keras.Model, plan: Plan) -> dict[str, str]:
@@ -203,7 +203,7 @@ def _planned(model: keras.Model, plan: Plan) -> dict[str, str]:
 
 
 def _check_kind(layer: keras.Layer, how: str) -> None:
-    kinds = _CHANNELS if how in _SPLITS else _IMAGES
+    kinds = BY_CHANNELS if how in _SPLITS else BY_IMAGE
     if type(layer) in kinds or (how in _BORDERS and _keeps_parts(layer)):
         return
     names = ", ".join(kind.__name__ for kind in kinds)

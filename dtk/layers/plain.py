@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import keras
 
-from dtk.layers import channel_parallel, spatial, spatially_parallel
+from dtk.layers import channel_parallel, spatial
+from dtk.layers.parallelize import BY_CHANNELS, BY_IMAGE
 from dtk.nests import Config
 
-_KERAS = {
-    channel_parallel.NodeParallelDense: keras.layers.Dense,
-    channel_parallel.ChannelParallelDense: keras.layers.Dense,
-    channel_parallel.ChannelParallelConv1D: keras.layers.Conv1D,
-    channel_parallel.ChannelParallelConv2D: keras.layers.Conv2D,
-    channel_parallel.ChannelParallelConv3D: keras.layers.Conv3D,
-    spatially_parallel.SpatiallyParallelAveragePooling2D: keras.layers.AveragePooling2D,
-    spatially_parallel.SpatiallyParallelBatchNormalization: keras.layers.BatchNormalization,
-    spatially_parallel.SpatiallyParallelConv2D: keras.layers.Conv2D,
-    spatially_parallel.SpatiallyParallelMaxPooling2D: keras.layers.MaxPooling2D,
-    spatially_parallel.SpatiallyParallelUpSampling2D: keras.layers.UpSampling2D,
-}
+_KERAS = {made: layer for layer, made in (*BY_CHANNELS.items(), *BY_IMAGE.items())}
+_KERAS[channel_parallel.NodeParallelDense] = keras.layers.Dense
 _BORDERS = (spatial.SplitRows, spatial.SplitColumns, spatial.GatherRows, spatial.GatherColumns)
 # What a layer in parts is told besides the arguments of the Keras layer.
 _OWN = ("split", "gather_output", "input_is_split")

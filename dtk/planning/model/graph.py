@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeAlias
 import keras
 
 from dtk.layers.channel_parallel import is_elementwise
+from dtk.layers.parallelize import ELEMENTWISE
 from dtk.planning.model.operators import SPATIAL, Operator, Shape, Split
 from dtk.planning.quantity import PlanError
 
@@ -18,17 +19,6 @@ _CHANNELS = ("Dense", *_CONVOLUTIONS)
 _WINDOWS = ("Conv2D", "MaxPooling2D", "AveragePooling2D")
 # What `dtk.layers.parallelize` divides by rows, besides what works on each element.
 _IMAGES = (*_WINDOWS, "UpSampling2D", "BatchNormalization")
-_ELEMENTWISE = (
-    keras.layers.ReLU,
-    keras.layers.LeakyReLU,
-    keras.layers.ELU,
-    keras.layers.Add,
-    keras.layers.Subtract,
-    keras.layers.Multiply,
-    keras.layers.Average,
-    keras.layers.Maximum,
-    keras.layers.Minimum,
-)
 
 
 def operators(model: keras.Model) -> list[Operator]:
@@ -297,7 +287,7 @@ def _spatial(
 def _follows(layer: keras.layers.Layer) -> bool:
     if isinstance(layer, keras.layers.Activation):
         return is_elementwise(layer.activation)
-    return isinstance(layer, _ELEMENTWISE)
+    return isinstance(layer, ELEMENTWISE)
 
 
 def _halo(layer: keras.Operation, kind: str, taken: Shape, axis: int) -> tuple[int, int]:

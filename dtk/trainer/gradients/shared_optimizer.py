@@ -46,21 +46,13 @@ def optimizers_of(model: keras.Model) -> list[keras.Optimizer]:
     return list(unique.values())
 
 
-def _chain(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
-    """Return an optimizer and those it wraps, outermost first."""
-    chain = [optimizer]
-    while hasattr(chain[-1], "inner_optimizer"):
-        chain.append(chain[-1].inner_optimizer)
-    return chain
-
-
 def accumulators_of(optimizer: keras.Optimizer) -> list[keras.Variable]:
     """Return the variables that hold this rank's part of an unfinished accumulation window.
 
     Args:
         optimizer: The optimizer.
     """
-    inner = _chain(optimizer)[-1]
+    inner = keras_optimizers.chain(optimizer)[-1]
     accumulated = zip(
         keras_optimizers.accumulated(inner), keras_optimizers.trained_variables(inner), strict=False
     )
@@ -76,7 +68,7 @@ def schedule_of(optimizer: keras.Optimizer) -> Callable[[], tf.Tensor] | None:
     Returns:
         A schedule or function; None when the rate is a plain number.
     """
-    return keras_optimizers.given_rate(_chain(optimizer)[-1])
+    return keras_optimizers.given_rate(keras_optimizers.chain(optimizer)[-1])
 
 
 def accumulates(optimizer: keras.Optimizer) -> bool:
@@ -85,7 +77,7 @@ def accumulates(optimizer: keras.Optimizer) -> bool:
     Args:
         optimizer: The optimizer.
     """
-    return bool(_chain(optimizer)[-1].gradient_accumulation_steps)
+    return bool(keras_optimizers.chain(optimizer)[-1].gradient_accumulation_steps)
 
 
 def is_linear(optimizer: keras.Optimizer) -> bool:
@@ -94,7 +86,7 @@ def is_linear(optimizer: keras.Optimizer) -> bool:
     Args:
         optimizer: The optimizer.
     """
-    chain = _chain(optimizer)
+    chain = keras_optimizers.chain(optimizer)
     inner = chain[-1]
     clips = inner.clipnorm or inner.global_clipnorm or inner.clipvalue
     return type(inner) is keras.optimizers.SGD and len(chain) == 1 and not clips
@@ -133,7 +125,7 @@ def bind(optimizer: keras.Optimizer, strategy: Strategy) -> None:
         keras_optimizers.index_variables(member)
     if bond.exchange is not None:
         return
-    outer, inner = optimizer, _chain(optimizer)[-1]
+    outer, inner = optimizer, keras_optimizers.chain(optimizer)[-1]
     bond.exchange = exchange = GradientExchange(outer, inner, strategy)
     keras_optimizers.scale_loss_through(outer, _weighed)
     if inner.gradient_accumulation_steps:

@@ -1,0 +1,78 @@
+"""What ranks hold in parts is saved as the model of one device, and becomes parts again."""
+
+from __future__ import annotations
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+
+import dtk
+from dtk import layers
+from dtk.communicators.local import LocalCommunicator
+
+import world
+from strategies import bodies
+
+
+@functools.cache
+def grid(parallel):
+    communicator = world.communicator() if parallel > 1 else LocalCommunicator()
+    return dtk.strategies.AllReduceStrategy(communicator, model_parallel=parallel)
+
+
+def plain():
+    return keras.Sequential(
+        [
+            keras.Input((6, 4, 2)),
+            keras.layers.Conv2D(5, 3, padding="same", activation="tanh", name="conv"),
+            keras.layers.Dropout(0.3),
+            keras.layers.Flatten(),
+            keras.layers.Dense(7, "tanh", name="hidden"),
+            keras.layers.Dense(3, name="head"),
+        ]
+    )
+
+
+def until(epochs, directory, plan):
+    """Train until an epoch; without a plan plain layers, on rank 0 alone."""
+    if plan is None and world.communicator().rank > 0:
+        return None
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(44, 6, 4, 2)).astype("float32"), random.integers(0, 3, 44)
+    keras.utils.set_random_seed(2)
+    with grid(1 if plan is None else 2).scope():
+        model = plain() if plan is None else layers.parallelize(plain(), plan)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(0.01, global_clipnorm=0.5), loss)
+    stats = dtk.callbacks.CommunicationStats()
+    saving = [dtk.callbacks.Checkpoint(directory)] if directory else []
+    with dtk.strategies.undistributed():
+        history = model.fit(
+            x, y, batch_size=16, epochs=epochs, verbose=0, callbacks=[stats, *saving]
+        ).history
+    if plan is not None:
+        assert history["comm_bytes"][-1] > 0, "what parts send is counted, too"
+    together = layers.whole(model)
+    return (
+        bodies.flat(together.get_weights()),
+        [type(layer).__module__.partition(".")[0] for layer in together.layers],
+    )
+
+
+CHANNELS = {"conv": "channels", "hidden": "output", "head": "input"}
+
+
+@pytest.mark.worlds(("collective", 2))
+@pytest.mark.parametrize("plan", [CHANNELS, {"conv": "rows"}], ids=["channels", "rows"])
+def test_keras_layers_resume_what_parts_have_saved_and_parts_what_they_have(pool, tmp_path, plan):
+    ((expected, _), _) = pool.run(until, 2, None, None)
+    for first, then in ((plan, None), (None, plan)):
+        directory = str(tmp_path / ("parts" if first else "whole"))
+        pool.run(until, 1, directory, first)
+        for found in pool.run(until, 2, directory, then):
+            if found is not None:
+                resumed, made_of = found
+                assert np.linalg.norm(resumed - expected) <= 1e-5 * np.linalg.norm(expected)
+                assert set(made_of) == {"keras"}
