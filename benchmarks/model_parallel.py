@@ -8,14 +8,15 @@
     images     convolutions on 1024 x 1024 images, whole, in channel parts, and in rows
     pipeline   eight Dense layers on one rank, and as two stages by number of microbatches
 
-Every turn is a job of its own, of one core for each rank: "whole" is one rank, the others are two.
-A ratio is the time of "whole" in the same round over the time of two ranks: 2 would be perfect.
+Every turn is a job of its own, with one core for each rank: "whole" is one rank, the others two.
+A ratio is the time of "whole" in the same round over the time of two ranks: 2 would be perfect, or
+2 M / (M + 1) for two stages and M microbatches. Memory is the most a process held in the
+steps, less what it held before the model was made.
 """
 
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -24,11 +25,12 @@ import time
 from rich.console import Console
 from rich.table import Table
 
+MICROBATCHES = (1, 2, 4, 8, 16)
 CASES = {
     "dense": ("whole", "output", "output-input"),
     "channels": ("whole", "channels"),
     "images": ("whole", "channels", "rows"),
-    "pipeline": ("whole", *(f"gpipe {m}" for m in (1, 2, 4, 8)), "1f1b 8"),
+    "pipeline": ("whole", *(f"gpipe {m}" for m in MICROBATCHES), "1f1b 8"),
 }
 parser = argparse.ArgumentParser(description="What dividing one model among two ranks costs.")
 parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
@@ -68,17 +70,21 @@ def model_of(case, variant):
         layers += [keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(10)]
         plan = {"conv_*": variant} | ({"pool": "rows"} if variant == "rows" else {})
         return _divided(keras.Sequential(layers), variant, plan), 1, (1024, 1024, 3)
-    width = 1024
+    width, rows = (
+        512,
+        4096,
+    )  # many rows, as activations of real stages: what a matmul reads is small
     halves = [
         keras.Sequential(
             [keras.Input((width,)), *(keras.layers.Dense(width, "relu") for _ in range(4))]
         )
         for _ in range(2)
     ]
+    halves[1].add(keras.layers.Dense(8))  # every rank is given what the last stage puts out
     if variant == "whole":
-        return keras.Sequential(halves), 512, (width,)
+        return keras.Sequential(halves), rows, (width,)
     schedule, microbatches = variant.split()
-    return dtk.layers.Pipeline(halves, int(microbatches), schedule), 512, (width,)
+    return dtk.layers.Pipeline(halves, int(microbatches), schedule), rows, (width,)
 
 
 def _divided(model, variant, plan):
@@ -87,36 +93,50 @@ def _divided(model, variant, plan):
     return model if variant == "whole" else dtk.layers.parallelize(model, plan)
 
 
+def memory(of):
+    """What this process holds ("VmRSS") or has held at most ("VmHWM"), in MiB."""
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) / 2**10 for line in lines if line.startswith(of))
+
+
 def measure(case, variant):
     """Train a few steps; rank 0 prints milliseconds of a step, memory and bytes sent."""
     import dtk
     import keras
     import numpy as np
+    import tensorflow as tf
 
-    world = dtk.cluster.detect().size
+    environment = dtk.cluster.detect()
+    world, cores = environment.size, sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[environment.rank % len(cores)]})  # threads to come inherit it
     strategy = dtk.strategies.AllReduceStrategy(model_parallel=world, self_test=False)
     keras.utils.set_random_seed(1)
+    before = memory("VmRSS")
     with strategy.scope():
         model, rows, shape = model_of(case, variant)
         model.compile(keras.optimizers.SGD(1e-4, momentum=0.9), "mse")
     random = np.random.default_rng(0)
     x = random.normal(size=(rows, *shape)).astype("float32")
     y = np.zeros((rows, *model.output_shape[1:]), "float32")
+    data = tf.data.Dataset.from_tensors((x, y)).repeat(args.steps + 3)
 
     class Clock(keras.callbacks.Callback):
         times, sent = [], []
 
         def on_train_batch_end(self, batch, logs=None):
+            if batch == 2:  # what building and tracing took is over
+                with open("/proc/self/clear_refs", "w") as file:
+                    file.write("5")  # count the most from here on; see proc(5)
             self.times.append(time.perf_counter())
             self.sent.append(strategy.model_communicator.bytes_sent)
 
-    model.fit(x, y, batch_size=rows, epochs=args.steps + 3, verbose=0, callbacks=[Clock()])
+    model.fit(data, verbose=0, callbacks=[Clock()])
     gaps = np.diff(Clock.times)[2:]
     if strategy.is_chief:
         found = {
             "ms": 1e3 * statistics.median(gaps),
             "sent": (Clock.sent[-1] - Clock.sent[2]) / (len(Clock.sent) - 3),
-            "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10,
+            "peak": memory("VmHWM") - before,
         }
         print("measured " + json.dumps(found), flush=True)
 
@@ -147,7 +167,7 @@ def main():
             for variant, turns in found.items():
                 turns.append(turn(case, variant))
         everything[case] = found
-        columns = ("", "ms per step", "times as fast", "peak memory, MiB", "sent per step, MB")
+        columns = ("", "ms per step", "times as fast", "memory of steps, MiB", "sent per step, MB")
         table = Table(*columns, title=case)
         whole = [t["ms"] for t in found["whole"]]
         for variant, turns in found.items():

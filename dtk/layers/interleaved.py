@@ -111,7 +111,7 @@ class _Step:
         """
         place, given = self._place, self._microbatches[number]
         rows = tf.shape(tf.nest.flatten(given)[0])[0]
-        received = [self._receive(rows, source) for source in place.sources]
+        received = [self._receive(rows, source, number) for source in place.sources]
         with tf.control_dependencies(self._before), tf.GradientTape() as tape:
             taken = [tf.identity(value) for value in received]
             tape.watch(taken)
@@ -121,15 +121,15 @@ class _Step:
             if not place.dests:
                 self._upstream[number] = self._gradient_of_loss(number, output)
         for dest in place.dests:
-            transfer.send(output, dest, place.group)
+            transfer.send(output, dest, place.group, number)
         self._kept[number] = _Kept(tape, taken, output)
         self.outputs[number] = output
         self._before = [output]
 
-    def _receive(self, rows: tf.Tensor, source: int) -> tf.Tensor:
+    def _receive(self, rows: tf.Tensor, source: int, number: int) -> tf.Tensor:
         spec, group = self._place.outputs[source], self._place.group
         shape = spec.shape[1:]
-        return transfer.receive([rows, *shape], [None, *shape], spec.dtype, source, group)
+        return transfer.receive([rows, *shape], [None, *shape], spec.dtype, source, group, number)
 
     def backward(self, number: int) -> None:
         """Compute the gradients of a microbatch, and send those of what was received.
@@ -140,7 +140,7 @@ class _Step:
         place, kept = self._place, self._kept.pop(number)
         shape, dtype = tf.shape(kept.output), kept.output.dtype
         upstream = [
-            transfer.receive(shape, kept.output.shape, dtype, dest, place.group)
+            transfer.receive(shape, kept.output.shape, dtype, dest, place.group, number)
             for dest in place.dests
         ] or [self._upstream.pop(number)]
         variables = place.stage.trainable_variables
@@ -156,7 +156,7 @@ class _Step:
         back = zip(place.sources, kept.taken, found[len(variables) :], strict=True)
         for source, taken, gradient in back:
             sent = tf.zeros_like(taken) if gradient is None else gradient
-            transfer.send(sent, source, place.group)
+            transfer.send(sent, source, place.group, number)
         self._before = [g for g in found if isinstance(g, tf.Tensor)][:1]
 
 

@@ -235,12 +235,12 @@ class Pipeline(keras.Model):
         for part in range(self._microbatches):
             given = microbatch(inputs, part, self._microbatches)
             rows = tf.shape(tf.nest.flatten(given)[0])[0]
-            received = [self._receive(link, rows, source) for source in self._own_sources]
-            taken = received if len(received) > 1 else (received or [given])[0]
-            output = self.stage(taken, training=training)
+            received = [self._receive(link, rows, source, part) for source in self._own_sources]
+            taken = link.begin(received if len(received) > 1 else (received or [given])[0])
+            output = link.end(self.stage(taken, training=training))
             self._check_losses(self.stage)
             for dest in self._dests[self._group.rank]:
-                link.send(output, dest)
+                link.send(output, dest, part)
             outputs.append(output)
         result = tf.concat(outputs, 0) if last else self._nothing(inputs)
         return link.from_last(result)
@@ -261,9 +261,9 @@ class Pipeline(keras.Model):
     def _own_sources(self) -> Sequence[int]:
         return self._sources[self._group.rank]
 
-    def _receive(self, link: transfer.Link, rows: tf.Tensor, source: int) -> tf.Tensor:
+    def _receive(self, link: transfer.Link, rows: tf.Tensor, source: int, part: int) -> tf.Tensor:
         output = self._outputs[source]
-        return link.receive(rows, output.shape[1:], output.dtype, source)
+        return link.receive([rows, *output.shape[1:]], output.dtype, source, part)
 
     def _nothing(self, inputs: Nest) -> tf.Tensor:
         """Return what takes the place of outputs where the last stage is elsewhere."""

@@ -7,19 +7,23 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
-from dtk.nests import Function
+from dtk.nests import Function, Nest
+
+# Microbatch m is sent under this tag plus m, which leaves the tags below to layers of the user's.
+_FIRST_TAG = 1 << 20
 
 
-def send(value: tf.Tensor, dest: int, communicator: Communicator) -> None:
-    """Send a tensor to another rank of a pipeline, beside what others send and receive.
+def send(value: tf.Tensor, dest: int, communicator: Communicator, microbatch: int) -> None:
+    """Send a tensor to another rank of a pipeline, as soon as it is there.
 
     Args:
         value: The tensor.
         dest: The rank.
         communicator: Of the pipeline's ranks.
+        microbatch: Number of the microbatch it belongs to.
     """
-    with communicator.concurrent(f"pipeline {communicator.rank}-{dest}"):
-        communicator.send(value, dest)
+    with communicator.concurrent(f"pipeline {communicator.rank}-{dest}/{microbatch}"):
+        communicator.send(value, dest, _FIRST_TAG + microbatch)
 
 
 def receive(
@@ -28,8 +32,9 @@ def receive(
     dtype: tf.DType | str,
     source: int,
     communicator: Communicator,
+    microbatch: int,
 ) -> tf.Tensor:
-    """Receive a tensor from another rank of a pipeline, beside what others send and receive.
+    """Receive a tensor from another rank of a pipeline, whenever it comes.
 
     Args:
         shape: Of the tensor.
@@ -37,12 +42,14 @@ def receive(
         dtype: Of the tensor.
         source: The rank.
         communicator: Of the pipeline's ranks.
+        microbatch: Number of the microbatch it belongs to.
 
     Returns:
         The tensor.
     """
-    with communicator.concurrent(f"pipeline {source}-{communicator.rank}"):
-        return tf.ensure_shape(communicator.recv(shape, dtype, source), static)
+    with communicator.concurrent(f"pipeline {source}-{communicator.rank}/{microbatch}"):
+        found = communicator.recv(shape, dtype, source, _FIRST_TAG + microbatch)
+    return tf.ensure_shape(found, static)
 
 
 class Link:
@@ -51,6 +58,9 @@ class Link:
     The gradient of what is sent is received, that of what is received is sent. TensorFlow computes
     gradients only along a path from the loss to a variable: `anchor` and the tokens of `send` are
     that path where it leads through other ranks (as ChainerMN's `pseudo_connect`).
+
+    A graph computes whatever is ready. What other stages wait for must come early, so one
+    microbatch is computed behind the other, forwards (`begin`) and backwards (`end`).
 
     Args:
         communicator: Of the pipeline's ranks.
@@ -62,51 +72,86 @@ class Link:
         self._communicator = communicator
         self._anchor = anchor
         self._tokens: list[tf.Tensor] = []
+        self._forwards: list[tf.Tensor] = []
+        self._backwards: list[tf.Tensor] = []
 
-    def send(self, value: tf.Tensor, dest: int) -> None:
+    def begin(self, inputs: Nest) -> Nest:
+        """Return inputs of a microbatch that are there once the one before is computed.
+
+        Args:
+            inputs: Structure of tensors.
+        """
+        with tf.control_dependencies(self._forwards):
+            return tf.nest.map_structure(tf.identity, inputs)
+
+    def end(self, output: tf.Tensor) -> tf.Tensor:
+        """Return the output of a microbatch, before which the next one does not begin.
+
+        Its gradient is there once those of the microbatch before, in the order backwards, are.
+
+        Args:
+            output: Of the stage.
+        """
+        self._forwards = [output]
+
+        @tf.custom_gradient
+        def ended(given: tf.Tensor) -> tuple[tf.Tensor, Function[tf.Tensor]]:
+            def gradient(upstream: tf.Tensor) -> tf.Tensor:
+                with tf.control_dependencies(self._backwards):
+                    return tf.identity(upstream)
+
+            return tf.identity(given), gradient
+
+        return ended(output)
+
+    def send(self, value: tf.Tensor, dest: int, microbatch: int) -> None:
         """Send a tensor to another rank, which receives it.
 
         Args:
             value: Rows first.
             dest: The rank.
+            microbatch: Number of the microbatch.
         """
         communicator = self._communicator
 
         @tf.custom_gradient
         def sent(given: tf.Tensor) -> tuple[tf.Tensor, Function[tf.Tensor]]:
-            send(given, dest, communicator)
+            send(given, dest, communicator, microbatch)
 
             def gradient(upstream: tf.Tensor) -> tf.Tensor:
                 del upstream
-                return receive(tf.shape(given), given.shape, given.dtype, dest, communicator)
+                shape = tf.shape(given)
+                return receive(shape, given.shape, given.dtype, dest, communicator, microbatch)
 
             return tf.zeros([], given.dtype), gradient
 
         self._tokens.append(sent(value))
 
     def receive(
-        self, rows: tf.Tensor, shape: Sequence[int], dtype: tf.DType | str, source: int
+        self, shape: Sequence[int | tf.Tensor], dtype: tf.DType | str, source: int, microbatch: int
     ) -> tf.Tensor:
         """Receive a tensor from another rank, which sends it.
 
         Args:
-            rows: How many.
-            shape: Of a row.
+            shape: Of the tensor, rows first; their number may be a tensor.
             dtype: Of the tensor.
             source: The rank.
+            microbatch: Number of the microbatch.
 
         Returns:
-            The tensor, of shape `[rows, *shape]`.
+            The tensor.
         """
         communicator = self._communicator
+        static = [None, *shape[1:]]
 
         def received() -> tf.Tensor:
-            return receive([rows, *shape], [None, *shape], dtype, source, communicator)
+            return receive(shape, static, dtype, source, communicator, microbatch)
 
         @tf.custom_gradient
         def connected(anchor: tf.Tensor) -> tuple[tf.Tensor, Function[tf.Tensor]]:
             def gradient(upstream: tf.Tensor) -> tf.Tensor:
-                send(upstream, source, communicator)
+                self._backwards = [upstream]
+                send(upstream, source, communicator, microbatch)
                 return tf.zeros_like(anchor)
 
             return received(), gradient

@@ -117,7 +117,8 @@ def test_three_stages_train_as_one_process(pool, schedule):
 def branched(communicator):
     def last():
         one, other = keras.Input((12,)), keras.Input((10,))
-        return keras.Model([one, other], keras.layers.Dense(3)(keras.ops.concatenate([one, other])))
+        both = keras.layers.Concatenate()([one, other])
+        return keras.Model([one, other], keras.layers.Dense(3)(both))
 
     return Pipeline([*STAGES[:2], last], 2, links={2: [0, 1]}, communicator=communicator)
 

@@ -3,7 +3,8 @@
 An optimizer updates each part as a variable of its own. That is the same as updating the whole as
 long as an element's step depends on nothing but that element. What does not:
 
-    clipping to a norm          the squares of the parts are added up over the group here
+    clipping to a norm          the squares of the parts are added up over the group here, in float64:
+                                ranks may hold parts of different dtypes
     finite gradients            a loss scale falls when any part is not finite
     one ratio, mean or matrix   Lamb, LARS, Adafactor, Muon: refused
 """
@@ -68,9 +69,9 @@ class _Shards:
             return self._clip_each(found, variables, clip)
         if not optimizer.global_clipnorm:
             return clip(gradients)
-        squares = [tf.zeros([], tf.float32), tf.zeros([], tf.float32)]
+        squares = [tf.zeros([], tf.float64), tf.zeros([], tf.float64)]
         for gradient, variable in zip(found, variables, strict=True):
-            squares[is_of_all(variable)] += tf.cast(square_sum(gradient), tf.float32)
+            squares[is_of_all(variable)] += tf.cast(square_sum(gradient), tf.float64)
         norm = tf.sqrt(group.allreduce(squares[False]) + squares[True])
         most = tf.constant(optimizer.global_clipnorm, norm.dtype)
         # Not a number where the norm is not finite, as Keras has it.
@@ -87,9 +88,9 @@ class _Shards:
         clipped = list(clip(gradients))
         if not parts:
             return clipped
-        squares = tf.stack([tf.cast(square_sum(gradients[i]), tf.float32) for i in parts])
+        squares = tf.stack([tf.cast(square_sum(gradients[i]), tf.float64) for i in parts])
         squares = self._strategy.model_communicator.allreduce(squares)
-        most = tf.constant(self._optimizer.clipnorm, tf.float32)
+        most = tf.constant(self._optimizer.clipnorm, tf.float64)
         for i, square in zip(parts, tf.unstack(squares, len(parts)), strict=True):
             factor = most / tf.maximum(tf.sqrt(square), most)
             gradient = gradients[i]
