@@ -130,7 +130,7 @@ def read(path: str | os.PathLike[str]) -> Results:
         found = json.loads(Path(path).read_text())
     except OSError as error:
         raise BenchError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):  # not JSON, or nested without end
         found = None
     saved = found.pop("dtk bench", None) if isinstance(found, dict) else None
     if saved in range(1, _FORMAT):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import TypeVar, cast
 
 import keras
 
@@ -11,6 +11,8 @@ from dtk.strategies.base import DtkStrategy
 from dtk.trainer.contract import Strategy
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.model_scope import trainer_of
+
+_Callback = TypeVar("_Callback", bound=keras.callbacks.Callback)
 
 
 class StrategyCallback(keras.callbacks.Callback):
@@ -73,6 +75,17 @@ class StrategyCallback(keras.callbacks.Callback):
                     f"{type(self).__name__} and {type(other).__name__} would set the same "
                     f"{common[0]}; keep one"
                 )
+
+    def beside(self, kind: type[_Callback]) -> list[_Callback]:
+        """Return the callbacks of a class in the running `fit`, this one included.
+
+        Args:
+            kind: The class.
+
+        Returns:
+            The callbacks, in the order in which Keras calls them.
+        """
+        return [one for one in self.trainer.callbacks.callbacks if isinstance(one, kind)]
 
     def batch_size_or_fits(self, given: int | None) -> int:
         """Return a global batch size that was given, or else that of the running `fit`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from pathlib import Path
+from typing import NoReturn
 
 import keras
 
@@ -88,12 +89,14 @@ class Checkpoint(StrategyCallback):
         save_on_sigterm: bool = True,
     ):
         super().__init__()
-        if save_freq != "epoch" and not (isinstance(save_freq, int) and save_freq >= 1):
+        if save_freq != "epoch" and not _is_count(save_freq):
             raise ValueError(
                 f"save_freq must be 'epoch' or a number of steps (1 or more), got {save_freq!r}"
             )
-        if max_to_keep is not None and max_to_keep < 1:
-            raise ValueError(f"max_to_keep must be at least 1, or None for all, got {max_to_keep}")
+        if max_to_keep is not None and not _is_count(max_to_keep):
+            raise ValueError(
+                f"max_to_keep must be at least 1, or None for all, got {max_to_keep!r}"
+            )
         self.files = CheckpointFiles(directory)
         self.save_freq = save_freq
         self.max_to_keep = max_to_keep
@@ -126,11 +129,16 @@ class Checkpoint(StrategyCallback):
     # Resuming.
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Catch SIGTERM."""
+        """Catch SIGTERM.
+
+        Raises:
+            ValueError: Another `Checkpoint` of this `fit` writes to the same directory.
+        """
         self._fitting, self._initial_epoch = True, self.trainer.initial_epoch()
         self._epoch = self._since_save = self._last_step = self._resumed_step = 0
         self._trained = None
-        if self.save_on_sigterm:
+        self._check_directories()
+        if self.save_on_sigterm and self is self._asked_by_sigterm()[-1]:
             self._termination = Termination(self.strategy.world)
             self._termination.install()
 
@@ -172,10 +180,11 @@ class Checkpoint(StrategyCallback):
         self._since_save += batch - self._last_step
         self._last_step = batch
         ending = self._termination is not None and self._termination.wanted_after_step()
-        if ending or (self._due() and batch):
-            self._save(Progress(self._epoch, batch, in_epoch=True))
+        progress = Progress(self._epoch, batch, in_epoch=True)
         if ending:
-            self._exit()
+            self._exit(progress)
+        if self._due() and batch:
+            self.save(progress)
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
         """Keep the training metrics of this epoch, which validation is about to reset."""
@@ -191,8 +200,7 @@ class Checkpoint(StrategyCallback):
             # A callback that validates other weights takes them out of the model again.
             self.trainer.callbacks.on_test_end(self.model.get_metrics_result())
             steps = self.trainer.feed.iterator.num_batches or 0
-            self._save(Progress(self._epoch, steps, in_epoch=False, trained=self._trained))
-            self._exit()
+            self._exit(Progress(self._epoch, steps, in_epoch=False, trained=self._trained))
 
     def on_epoch_agreed(self, epoch: int, logs: Logs | None = None) -> None:
         """Save after an epoch, when all callbacks have seen it."""
@@ -203,10 +211,11 @@ class Checkpoint(StrategyCallback):
             self._termination.find_pace()
         self._trained = None
         last = self.model.stop_training or epoch + 1 >= self.params["epochs"]
-        if ending or last or self._due() or self.save_freq == "epoch":
-            self._save(Progress(epoch + 1, 0, in_epoch=False, logs=logs))
+        progress = Progress(epoch + 1, 0, in_epoch=False, logs=logs)
         if ending:
-            self._exit()
+            self._exit(progress)
+        if last or self._due() or self.save_freq == "epoch":
+            self.save(progress)
 
     def on_fit_left(self) -> None:
         """Restore the handler of SIGTERM, and let a later `fit` start where it is told to."""
@@ -220,9 +229,17 @@ class Checkpoint(StrategyCallback):
     def _due(self) -> bool:
         return isinstance(self.save_freq, int) and self._since_save >= self.save_freq
 
-    def _save(self, progress: Progress) -> None:
+    def save(self, progress: Progress) -> Path:
+        """Save now; every rank calls it.
+
+        Args:
+            progress: How far training is.
+
+        Returns:
+            Path of the checkpoint.
+        """
         self._since_save = 0
-        self._last = self._writer.save(self.trainer, progress)
+        return self.files.directory / self._writer.save(self.trainer, progress)
 
     # Evaluating beside the training; see `dtk.parameter_server.evaluator`.
 
@@ -258,6 +275,24 @@ class Checkpoint(StrategyCallback):
         """
         return self._reader.load_weights(model, name)
 
-    def _exit(self) -> None:
-        self.say(f"SIGTERM: saved {self.files.directory / self._last}; start again to resume")
+    def _asked_by_sigterm(self) -> list[Checkpoint]:
+        """Return those that save on SIGTERM; the last one catches it, when all have seen a step."""
+        return [one for one in self.beside(Checkpoint) if one.save_on_sigterm]
+
+    def _check_directories(self) -> None:
+        for other in self.beside(Checkpoint):
+            same = other.files.directory.resolve() == self.files.directory.resolve()
+            if other is not self and same:
+                raise ValueError(
+                    f"two Checkpoint callbacks write to {self.files.directory}; give each a "
+                    "directory of its own, or keep one"
+                )
+
+    def _exit(self, progress: Progress) -> NoReturn:
+        saved = [str(one.save(progress)) for one in self._asked_by_sigterm()]
+        self.say(f"SIGTERM: saved {' and '.join(saved)}; start again to resume")
         raise SystemExit(EXIT_CODE)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -100,8 +100,10 @@ class LearningRateScaling(StrategyCallback):
     ):
         super().__init__()
         factor_for(rule, 1)
-        if warmup_epochs < 0:
-            raise ValueError(f"warmup_epochs must be 0 or more, got {warmup_epochs}")
+        if not (math.isfinite(warmup_epochs) and warmup_epochs >= 0):
+            raise ValueError(
+                f"warmup_epochs must be a finite number, 0 or more, got {warmup_epochs}"
+            )
         self.rule = rule
         self.warmup_epochs = warmup_epochs
         self.momentum_correction = momentum_correction
@@ -127,10 +129,15 @@ class LearningRateScaling(StrategyCallback):
         """Refuse what cannot work before the first epoch.
 
         Raises:
-            ValueError: The rate is a plain function, or a warm-up needs the length of an epoch,
-                which is unknown.
+            ValueError: Another callback scales the rate as well; or the rate is a plain function,
+                or a warm-up needs the length of an epoch, which is unknown.
         """
         trainer = self.trainer
+        count = len(self.beside(LearningRateScaling))
+        if count > 1:
+            raise ValueError(
+                f"{count} LearningRateScaling callbacks in one fit, which scale one rate; keep one"
+            )
         schedule = shared_optimizer.schedule_of(self.model.optimizer)
         if schedule is not None and not isinstance(
             schedule, keras.optimizers.schedules.LearningRateSchedule

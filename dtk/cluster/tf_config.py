@@ -124,6 +124,8 @@ def parse(text: str) -> TFConfig | None:
         config = json.loads(text)
     except json.JSONDecodeError as error:
         raise _wrong(f"it is not JSON: {error}") from None
+    except RecursionError:
+        raise _wrong("its JSON is nested too deeply") from None
     if not isinstance(config, dict):
         raise _wrong(f"it is a {type(config).__name__}, not an object")
     cluster = config.get("cluster") or {}

@@ -19,6 +19,8 @@ from dtk.errors import ClusterError
 from dtk.launch import local, ssh
 
 COMMUNICATORS = ("collective", "horovod")
+# Each process takes a port and hundreds of MB: more is a mistyped number.
+MOST_ON_A_HOST = 1024
 # They mostly wait: the chief for workers, the servers for gradients that workers compute. Giving
 # them a share of the cores would leave it idle. The evaluator computes like a worker.
 _WAITING = ("chief", "ps")
@@ -150,6 +152,14 @@ def _check(
             "--evaluator train.py`"
         )
     slots = sum(host.slots for host in hosts)
+    most = MOST_ON_A_HOST * max(1, len(hosts))
+    asked = slots if workers is None else workers
+    for count, of in ((asked, "workers"), (ps, "parameter servers")):
+        if count > most:
+            raise ClusterError(
+                f"{count} {of} on {max(1, len(hosts))} host(s), each of which takes "
+                f"{MOST_ON_A_HOST} at most; give fewer, or more hosts"
+            )
     if hosts and workers is not None and workers > slots:
         listed = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
         raise ClusterError(

@@ -89,9 +89,10 @@ def survey(
             ) from None
         return Facts(tuple(found["ports"]), tuple(found["cores"]), found["interface"])
     spec: agent.SurveySpec = {"task": "survey", "host": host, "ports": ports}
+    command = _command(host, remote_shell, python)
     try:
         answer = subprocess.run(
-            _command(host, remote_shell, python),
+            command,
             input=_first_line(spec),
             capture_output=True,
             timeout=60,
@@ -181,7 +182,14 @@ def start(
 
 
 def _command(host: str, remote_shell: str, python: str) -> list[str]:
-    return [*shlex.split(remote_shell), host, shlex.join([python, "-c", _BOOTSTRAP])]
+    try:
+        words = shlex.split(remote_shell)
+    except ValueError as error:  # of shlex: "No closing quotation"
+        raise ClusterError(
+            f"the remote shell {remote_shell!r} cannot be read: {error}; expected a command such "
+            f"as `{DEFAULT_REMOTE_SHELL}`"
+        ) from None
+    return [*words, host, shlex.join([python, "-c", _BOOTSTRAP])]
 
 
 def _first_line(spec: agent.Spec) -> bytes:

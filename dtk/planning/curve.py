@@ -39,4 +39,7 @@ def draw(predictions: Sequence[Sequence[Prediction]], path: str | os.PathLike[st
     kind = Path(path).suffix.lstrip(".")
     if kind not in figure.canvas.get_supported_filetypes():
         raise PlanError(f"--plot {path}: unknown kind of file, expected such as curve.svg")
-    figure.savefig(path)
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise PlanError(f"--plot {path}: cannot be written: {error.strerror}") from None

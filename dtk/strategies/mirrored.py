@@ -209,10 +209,10 @@ def find_devices(devices: int | Sequence[str] | None) -> list[str]:
     if devices is None:
         kind = "GPU" if tf.config.get_visible_devices("GPU") else "CPU"
         return [device.name for device in tf.config.list_logical_devices(kind)]
-    if not isinstance(devices, int):
+    if not isinstance(devices, int) and len(devices) > 0:
         return _named(list(devices))
-    if devices < 1:
-        raise ValueError(f"devices={devices} is not a number of devices; use 1 or more")
+    if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
+        raise ValueError(f"devices={devices!r} is not a number of devices; use 1 or more")
     if len(tf.config.get_visible_devices("GPU")) >= devices:
         return [device.name for device in tf.config.list_logical_devices("GPU")[:devices]]
     cpus = tf.config.list_physical_devices("CPU")

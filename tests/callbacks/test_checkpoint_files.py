@@ -10,6 +10,7 @@ import textwrap
 import numpy as np
 import pytest
 
+import dtk
 from dtk.callbacks.checkpointing.files import CheckpointFiles, CorruptCheckpointError
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -77,6 +78,54 @@ def test_harm_is_noticed(tmp_path, file, harm):
         path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
     with pytest.raises(CorruptCheckpointError, match=file.split(".")[0]):
         files.read(name)
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda path: path.write_text(path.read_text().replace('"epoch": 1', '"epoch": 9')),
+        lambda path: path.write_text(path.read_text().replace('"epoch": 1, ', "")),
+        lambda path: path.write_text("[]"),
+        lambda path: path.write_text("null"),
+        lambda path: path.write_text("[" * 100_000),
+        lambda path: path.write_text('{"digests": []}'),
+        lambda path: (path.unlink(), path.mkdir()),
+    ],
+    ids=["digit", "no key", "list", "null", "nested", "no digests", "folder"],
+)
+def test_a_state_that_is_not_what_was_written_is_noticed(tmp_path, harm):
+    files = CheckpointFiles(tmp_path)
+    name = files.write(save("weights"), {"epoch": 1, "step": 2}, {})
+    harm(tmp_path / name / "state.json")
+    with pytest.raises(CorruptCheckpointError, match="state"):
+        files.read(name)
+
+
+def test_a_folder_in_the_place_of_weights_is_noticed(tmp_path):
+    files = CheckpointFiles(tmp_path)
+    weights = files.weights(files.write(save("weights"), {"epoch": 1}, {}))
+    weights.unlink()
+    weights.mkdir()
+    with pytest.raises(CorruptCheckpointError, match="weights"):
+        files.read(weights.parent.name)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"max_to_keep": 2.5},
+        {"max_to_keep": True},
+        {"max_to_keep": 0},
+        {"save_freq": True},
+        {"save_freq": 1.5},
+        {"save_freq": "batch"},
+    ],
+    ids=str,
+)
+def test_arguments_that_are_no_counts(tmp_path, given):
+    ((name, value),) = given.items()
+    with pytest.raises(ValueError, match=f"{name} must be .*{value}"):
+        dtk.callbacks.Checkpoint(tmp_path, **given)
 
 
 def test_prune_keeps_the_newest_and_numbers_go_on(tmp_path):

@@ -151,3 +151,52 @@ def test_sigterm_in_one_process(alone, tmp_path):
     [(code, restored, (epoch, step, _), difference)] = alone.run(terminated, str(tmp_path))
     assert (code, restored, epoch, step) == (143, True, 1, 2)
     assert difference <= EXACT
+
+
+def two_of_them(first, second, ends):
+    """Two in one fit, of which the second saves seldom; SIGTERM in epoch 1 if it ends early."""
+
+    class Preempted(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if ends and batch == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    handler, code = signal.getsignal(signal.SIGTERM), None
+    places = [
+        dtk.callbacks.Checkpoint(first),
+        dtk.callbacks.Checkpoint(second, save_freq=1000),
+        dtk.callbacks.Checkpoint(f"{second}-ends-only", save_on_sigterm=False, save_freq=1000),
+    ]
+    x, y = data(400)
+    try:
+        compiled("sgd").fit(
+            x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[*places, Preempted()]
+        )
+    except SystemExit as ending:
+        code = ending.code
+    assert signal.getsignal(signal.SIGTERM) is handler, "SIGTERM must be given back"
+    assert signal.set_wakeup_fd(-1) == -1
+    return code, [[place.files.read(name)[0] for name in place.files.names()] for place in places]
+
+
+@pytest.mark.worlds(("local", 1))
+def test_two_checkpoints_in_one_fit_both_save(pool, tmp_path):
+    paths = str(tmp_path / "one"), str(tmp_path / "other")
+    ((code, (first, second, third)),) = pool.run(two_of_them, *paths, True)
+    assert code == 143
+    assert first[0]["step"] == second[0]["step"] > 0 and not third
+    paths = str(tmp_path / "three"), str(tmp_path / "four")
+    ((code, saved),) = pool.run(two_of_them, *paths, False)
+    assert code is None and [len(found) for found in saved] == [2, 1, 1]
+
+
+@pytest.mark.worlds(("local", 1))
+def test_two_checkpoints_of_one_directory_are_refused(pool, tmp_path):
+    pool.run(one_directory, str(tmp_path))
+
+
+def one_directory(directory):
+    x, y = data(40)
+    places = [dtk.callbacks.Checkpoint(directory), dtk.callbacks.Checkpoint(f"{directory}/.")]
+    with pytest.raises(ValueError, match="two Checkpoint callbacks write to"):
+        compiled("sgd").fit(x, y, verbose=0, callbacks=places)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 
 import keras
 import numpy as np
@@ -127,6 +128,7 @@ def test_scaled_once_whatever_happens(pool, tmp_path):
 
 
 def rate_function_refused():
+    strategy()  # before the optimizer's first tensor
     model = compiled(keras.optimizers.SGD(lambda: 0.1))
     x, y = data()
     return fails(model.fit, x, y, verbose=0, callbacks=[dtk.callbacks.LearningRateScaling()])
@@ -185,3 +187,9 @@ def test_which_of_dtks_optimizers_have_the_rate_in_their_momentum(name, buffers)
     optimizer = getattr(dtk.optimizers, name)(learning_rate=0.1, **more)
     optimizer.build([keras.Variable([[1.0]])])
     assert len(momentum_buffers(optimizer)) == buffers
+
+
+@pytest.mark.parametrize("epochs", [-1, math.nan, math.inf])
+def test_a_warm_up_of_no_length_is_refused(epochs):
+    with pytest.raises(ValueError, match="warmup_epochs must be a finite number"):
+        dtk.callbacks.LearningRateScaling(warmup_epochs=epochs)

@@ -120,6 +120,13 @@ def test_the_curve_is_drawn(tmp_path):
     assert all(f"<!-- {method.name} -->" in drawn for method in METHODS)
 
 
+def test_a_curve_that_cannot_be_written_is_one_line(tmp_path):
+    pytest.importorskip("matplotlib")
+    done = run(*GIVEN, *NETWORK, "--plot", str(tmp_path / "none" / "curve.svg"))
+    assert done.exit_code != 0
+    assert "curve.svg: cannot be written: No such file" in done.stderr
+
+
 def test_without_matplotlib_the_curve_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     done = run(*GIVEN, *NETWORK, "--plot", "curve.svg")

@@ -74,6 +74,11 @@ def test_index_written_as_text_and_sparse_lists_are_read():
     assert tf_config.parse(text).index == 1
 
 
+def test_nested_without_end():
+    with pytest.raises(ClusterError, match="nested too deeply"):
+        tf_config.parse('{"cluster":' + "[" * 100_000)
+
+
 def test_an_evaluator_need_not_be_listed():
     config = TFConfig({"worker": ("a:1",)}, "evaluator", 0)
     assert tf_config.to_environment(config).role == "evaluator"

@@ -152,6 +152,9 @@ def test_real_ports_are_free_and_different():
     ("arguments", "message"),
     [
         ({"workers": 0}, "0 workers, expected 1 or more"),
+        ({"workers": 10**20}, "workers on 1 host.*1024 at most"),
+        ({"hosts": [Host("a", 10**9)]}, "1000000000 workers on 1 host"),
+        ({"workers": 1, "ps": 100_000}, "100000 parameter servers on 1 host"),
         ({}, "the number of workers is not given"),
         ({"workers": 3, "hosts": [Host("a", 2)]}, "3 workers do not fit the 2 slots of a:2"),
         (

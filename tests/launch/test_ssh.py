@@ -144,6 +144,11 @@ def test_an_interpreter_missing_over_there_is_named_with_its_host(shell):
     assert "at the same path on every host" in str(error.value)
 
 
+def test_a_remote_shell_that_cannot_be_read():
+    with pytest.raises(ClusterError, match="cannot be read: No closing quotation.*BatchMode"):
+        ssh.survey("a", 1, remote_shell="ssh -o 'User")
+
+
 def test_a_program_missing_over_there_is_named(shell):
     process = Process("rank 0", "worker", 0, "node0.invalid", ("no-such-program",), {})
     given, _, err, _ = run([process], remote_shell=shell)

@@ -3,7 +3,7 @@
     directory/
         checkpoint-00000007/    weights.weights.h5   Keras's own format: weights and optimizer
                                 arrays.npz           arrays of the state
-                                state.json           all the rest, and a digest of the other two
+                                state.json           all the rest, and digests of all three
         checkpoint-00000008/
         best.weights.h5         copy of the best one's weights
         best.json               which epoch, which value
@@ -87,6 +87,7 @@ class CheckpointFiles:
         save_weights(str(draft / WEIGHTS))
         np.savez(draft / ARRAYS, **arrays)  # type: ignore[arg-type]  # no array is its allow_pickle
         digests = {file: digest(draft / file) for file in (WEIGHTS, ARRAYS)}
+        digests[STATE] = _digest_of(json.loads(json.dumps(state)))
         (draft / STATE).write_text(json.dumps({**state, "digests": digests}))
         for file in (WEIGHTS, ARRAYS, STATE):
             flush(draft / file)
@@ -110,14 +111,21 @@ class CheckpointFiles:
         folder = self.directory / name
         try:
             state = json.loads((folder / STATE).read_text())
-            for file, expected in state.pop("digests").items():
+            digests = state.pop("digests")
+            # Older checkpoints have none of the state itself.
+            if digests.pop(STATE, found := _digest_of(state)) != found:
+                raise CorruptCheckpointError(f"{STATE} is not what was written")
+            for file, expected in digests.items():
                 if digest(folder / file) != expected:
                     raise CorruptCheckpointError(f"{file} is not what was written")
             with np.load(folder / ARRAYS, allow_pickle=False) as stored:
                 return state, dict(stored)
         except FileNotFoundError as error:
             raise CorruptCheckpointError(f"{Path(error.filename).name} is missing") from error
-        except (ValueError, KeyError, AttributeError) as error:
+        except OSError as error:  # a folder in the place of a file, a disk that does not answer
+            name = Path(error.filename or folder).name
+            raise CorruptCheckpointError(f"{name} cannot be read ({error.strerror})") from error
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise CorruptCheckpointError(f"{STATE} cannot be read ({error})") from error
 
     def prune(self, keep: int | None) -> None:
@@ -156,6 +164,12 @@ class CheckpointFiles:
     def _put(self, draft: Path, name: str) -> None:
         flush(draft)
         os.replace(draft, self.directory / name)
+
+
+def _digest_of(state: object) -> str:
+    """Return a digest of what JSON has given back, whatever the order of its keys."""
+    text = json.dumps(state, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def digest(file: Path) -> str:

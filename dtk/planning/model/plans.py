@@ -132,7 +132,7 @@ def load_plan(file: str | Path) -> ModelPlan:
         found = json.loads(Path(file).read_text())
     except OSError as error:
         raise PlanError(f"{file}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"{file}: no JSON: {error}") from None
     expected = {one.name for one in fields(ModelPlan)}
     if not isinstance(found, dict) or found.pop(_MARK, None) != _FORMAT or set(found) != expected:

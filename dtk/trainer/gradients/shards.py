@@ -3,8 +3,8 @@
 An optimizer updates each part as a variable of its own. That is the same as updating the whole as
 long as an element's step depends on nothing but that element. What does not:
 
-    clipping to a norm          the squares of the parts are added up over the group here, in float64:
-                                ranks may hold parts of different dtypes
+    clipping to a norm          the squares of the parts are added up over the group here; in
+                                float64, as ranks may hold parts of different dtypes
     finite gradients            a loss scale falls when any part is not finite
     one ratio, mean or matrix   Lamb, LARS, Adafactor, Muon: refused
 """
