@@ -16,7 +16,7 @@ from dtk.callbacks.checkpointing.files import CheckpointFiles
 from dtk.callbacks.checkpointing.model_state import parts_of, value_of
 from dtk.callbacks.checkpointing.reading import CheckpointReader, restore, resume_message
 from dtk.callbacks.checkpointing.termination import EXIT_CODE, Termination
-from dtk.callbacks.checkpointing.writing import CheckpointWriter, Progress
+from dtk.callbacks.checkpointing.writing import CheckpointWriter, NotFiniteError, Progress
 from dtk.nests import Array, Logs
 from dtk.parameter_server.evaluator import Saved
 from dtk.trainer.replica.replica_step import metric_variables
@@ -229,17 +229,30 @@ class Checkpoint(StrategyCallback):
     def _due(self) -> bool:
         return isinstance(self.save_freq, int) and self._since_save >= self.save_freq
 
-    def save(self, progress: Progress) -> Path:
+    def save(self, progress: Progress) -> Path | None:
         """Save now; every rank calls it.
 
         Args:
             progress: How far training is.
 
         Returns:
-            Path of the checkpoint.
+            Path of the checkpoint; None where weights are not finite, which is said.
         """
         self._since_save = 0
-        return self.files.directory / self._writer.save(self.trainer, progress)
+        try:
+            return self.files.directory / self._writer.save(self.trainer, progress)
+        except NotFiniteError as error:
+            newest = next(iter(self.files.names()), None)
+            kept = (
+                f"the newest one stays {self.files.directory / newest}"
+                if newest
+                else "none is kept"
+            )
+            self.say(
+                f"epoch {progress.epoch}, step {progress.step}: not saved, as {error}; {kept}. "
+                "Try a smaller learning rate or clipnorm="
+            )
+            return None
 
     # Evaluating beside the training; see `dtk.parameter_server.evaluator`.
 
@@ -289,8 +302,8 @@ class Checkpoint(StrategyCallback):
                 )
 
     def _exit(self, progress: Progress) -> NoReturn:
-        saved = [str(one.save(progress)) for one in self._asked_by_sigterm()]
-        self.say(f"SIGTERM: saved {' and '.join(saved)}; start again to resume")
+        saved = [str(path) for one in self._asked_by_sigterm() if (path := one.save(progress))]
+        self.say(f"SIGTERM: saved {' and '.join(saved) or 'nothing'}; start again to resume")
         raise SystemExit(EXIT_CODE)
 
 

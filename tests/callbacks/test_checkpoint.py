@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import pathlib
 import random
@@ -569,3 +570,35 @@ def test_arguments():
     assert Checkpoint("x", monitor="val_auc").larger_is_better
     assert not Checkpoint("x", monitor="val_mean_absolute_error").larger_is_better
     assert Checkpoint("x", monitor="speed", mode="max").larger_is_better
+
+
+def blown_up(directory):
+    """Weights turn into NaN in the third epoch; return what is kept, and what a rerun says."""
+    strategy()  # before the first tensor
+    said = io.StringIO()
+
+    class BlowUp(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 2:
+                self.model.optimizer.learning_rate = np.inf
+
+    x, y = data()
+    for more in ([BlowUp(), keras.callbacks.TerminateOnNaN()], []):
+        keras.utils.set_random_seed(5)
+        model = compiled(keras.optimizers.SGD(0.01))
+        place = dtk.callbacks.Checkpoint(directory)
+        with contextlib.redirect_stdout(said):
+            model.fit(x, y, batch_size=BATCH, epochs=4, verbose=0, callbacks=[place, *more])
+        if more:
+            kept = place.files.names()
+    finite = all(np.all(np.isfinite(weight)) for weight in model.get_weights())
+    return kept, finite, said.getvalue()
+
+
+@pytest.mark.worlds(("local", 1), pytest.param(("collective", 2), marks=pytest.mark.full))
+def test_weights_that_are_not_finite_are_never_the_newest(pool, tmp_path):
+    kept, finite, said = pool.run(blown_up, str(tmp_path))[0]
+    assert kept == ["checkpoint-00000002", "checkpoint-00000001"] and finite
+    assert "epoch 3, step 0: not saved, as " in said and "hold NaN or infinite numbers" in said
+    assert f"the newest one stays {tmp_path}/checkpoint-00000002" in said
+    assert "resuming at epoch 3/4" in said

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import keras
+import numpy as np
 
 from dtk.callbacks.checkpointing import state as states
 from dtk.callbacks.checkpointing.best import BestValue
@@ -47,6 +48,10 @@ class Progress(NamedTuple):
     trained: Logs | None = None
 
 
+class NotFiniteError(Exception):
+    """Error of a model whose weights are not worth keeping; the message names them."""
+
+
 class CheckpointWriter:
     """Writes checkpoints to one directory.
 
@@ -70,6 +75,7 @@ class CheckpointWriter:
             The checkpoint's name.
 
         Raises:
+            NotFiniteError: Weights that are trained hold NaN or infinite numbers; on every rank.
             ValueError: The logs do not hold the number that decides which epoch is the best.
             OSError: Rank 0 cannot write; on every rank.
         """
@@ -93,6 +99,7 @@ class CheckpointWriter:
             whole: ModelState = trainer
             if parts is not None and parts.whole is not None:
                 whole = ModelState(parts.whole)
+            _check_finite(whole.model)
             state = self._state(trainer, whole, progress, metrics, exchange)
             packed = {key: states.pack(value, arrays) for key, value in state.items()}
             return self._write(whole.model, packed, arrays, note)
@@ -141,3 +148,14 @@ class CheckpointWriter:
             self._files.keep_best(name, note)
         self._files.prune(self._max_to_keep)
         return name
+
+
+def _check_finite(model: keras.Model) -> None:
+    paths = [
+        variable.path
+        for variable in model.trainable_variables
+        if not np.all(np.isfinite(value_of(variable)))
+    ]
+    if paths:
+        named = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+        raise NotFiniteError(f"{named} hold NaN or infinite numbers")
