@@ -69,7 +69,7 @@ def model_of(case, variant):
         layers += [keras.layers.MaxPooling2D(name="pool"), conv(8, "conv_2")]
         layers += [keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(10)]
         plan = {"conv_*": variant} | ({"pool": "rows"} if variant == "rows" else {})
-        return _divided(keras.Sequential(layers), variant, plan), 1, (1024, 1024, 3)
+        return _divided(keras.Sequential(layers), variant, plan), 4, (1024, 1024, 3)
     width, rows = (
         512,
         4096,
