@@ -72,8 +72,17 @@ class Ending:
         return culprit
 
     def culprit(self) -> Rank | None:
-        """Return the process that failed first; None without a failure."""
-        return min(self.failures(), key=lambda rank: rank.failed_at, default=None)
+        """Return the process whose failure came first; None without a failure.
+
+        The system reports the end of a large process some time after its peers have noticed, so
+        one that a signal struck goes before those that failed by themselves, and one that lost a
+        peer comes last.
+        """
+        return min(
+            self.failures(),
+            key=lambda rank: (not rank.was_struck, rank.is_victim, rank.failed_at),
+            default=None,
+        )
 
 
 class ServedEnding(Ending):

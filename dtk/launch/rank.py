@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import re
 import signal
 import subprocess
 import threading
@@ -16,6 +17,14 @@ from dtk.launch.plan import Process
 _TAIL = 40  # lines shown of a rank that failed without a traceback
 _TRACE = 200  # lines after which a traceback was evidently survived
 _RECENT = 10.0  # seconds between a traceback and the exit it explains
+# What ranks say when the connection to another one breaks.
+_PEER_LOST = re.compile(
+    r"Socket closed|Connection reset by peer|[Cc]onnection closed by peer|UnavailableError|"
+    r"HorovodInternalError"
+)
+# Signals that no failure of another rank sends. Aborts are left out: libraries abort when a peer is
+# gone.
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 _CHAINED = (
     "During handling of the above exception",
     "The above exception was the direct cause",
@@ -124,6 +133,20 @@ class Rank:
         """
         began = self.trace_began
         return began if began is not None and self.exited - began < _RECENT else self.exited
+
+    @property
+    def is_victim(self) -> bool:
+        """Whether it failed because another rank was gone, by its own last words."""
+        return (
+            self.failed
+            and not self.signal
+            and any(_PEER_LOST.search(line) for line in self.last_words())
+        )
+
+    @property
+    def was_struck(self) -> bool:
+        """Whether a signal ended it that does not follow from another rank's failure."""
+        return self.signal in _FROM_OUTSIDE
 
     @property
     def how(self) -> str:

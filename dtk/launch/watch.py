@@ -12,6 +12,7 @@ from dtk.launch.rank import Rank
 from dtk.launch.state import JobState
 
 SETTLE = 1.0  # seconds a rank that already printed a traceback gets to exit by itself
+LATE = 5.0  # seconds to wait for the end of a rank that all which failed so far have lost
 # Seconds the chief gets to say what the loss of a parameter server means. On one machine TensorFlow
 # 2.21 raises within seconds; over a network the loss takes longer to show.
 _FAREWELL = 30.0
@@ -96,8 +97,14 @@ class Watch:
         changed = self._state.changed
         with changed:
             changed.wait_for(lambda: self._state.stopping, ending.TIE)
-            while not self._state.stopping and any(rank.in_trouble for rank in self._ranks):
-                left = began + SETTLE - time.monotonic()
+            while not self._state.stopping:
+                if any(rank.in_trouble for rank in self._ranks):
+                    until = began + SETTLE
+                elif all(rank.is_victim for rank in self._ending.failures()):
+                    until = began + LATE
+                else:
+                    break
+                left = until - time.monotonic()
                 if left <= 0:
                     break
                 changed.wait(left)

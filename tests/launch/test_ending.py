@@ -120,3 +120,31 @@ def test_the_remote_shells_exit_code_tells_of_the_signal_over_there():
             signals.append(rank.signal)
     # 255 is ssh's own failure; -9 is about the remote shell on this side.
     assert given == {137: [9, 0], 255: [0, 0], 3: [0, 0], -9: [0, 9]}
+
+
+LOST = ["Traceback (most recent call last):", "UnavailableError: Socket closed"]
+
+
+def failed(rank, returncode, moment, words=()):
+    for line in words:
+        rank.remember(line, stderr=True)
+    if words:
+        rank.trace_began = moment
+    end(rank, returncode, moment)
+
+
+@pytest.mark.parametrize(
+    "first, then, culprit",
+    [
+        ((1, 10.0, LOST), (-9, 10.4), "worker 1"),  # the system reports a large process late
+        ((1, 10.0, ["ValueError: no such batch"]), (-6, 10.1), "worker 0"),  # its peer aborts
+        ((1, 10.0, LOST), (1, 10.4, ["Traceback", "ValueError: no such batch"]), "worker 1"),
+        ((1, 10.0, LOST), (1, 10.4, LOST), "worker 0"),
+        ((1, 10.0, ["ValueError: no such batch"]), (1, 10.1, LOST), "worker 0"),
+    ],
+)
+def test_who_lost_a_peer_is_not_who_failed_first(first, then, culprit):
+    ranks, ending = job("worker", "worker")
+    failed(ranks["worker 0"], *first)
+    failed(ranks["worker 1"], *then)
+    assert ending.culprit() is ranks[culprit]

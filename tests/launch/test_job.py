@@ -335,3 +335,14 @@ def test_horovod_ranks_find_each_other_through_the_rendezvous(run):
 def test_the_plan_in_the_environment_is_json(run):
     _, out, _, _ = run(python("print(os.environ['TF_CONFIG'])", 1))
     assert json.loads(out.removeprefix("[0] "))["task"] == {"type": "worker", "index": 0}
+
+
+def test_a_killed_rank_that_is_reported_late_is_named(run):
+    """Rank 0 has lost its peer, and ends before the system says that the peer is dead."""
+    code = (
+        "if r == 0: raise ConnectionError('Socket closed')\n"
+        "time.sleep(1.5); os.kill(os.getpid(), 9)"
+    )
+    given, _, err, _ = run(python(code))
+    assert given == 137
+    assert "rank 1, host localhost failed first, by SIGKILL" in err
