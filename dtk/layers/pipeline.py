@@ -13,9 +13,9 @@ from dtk.communicators.local import LocalCommunicator
 from dtk.communicators.shard import OneRanks
 from dtk.compat.keras_shards import set_owner
 from dtk.errors import at_rank
-from dtk.layers import interleaved, transfer
 from dtk.layers.group import model_group
-from dtk.layers.stages import Stage, check, microbatch, sources_of
+from dtk.layers.pipelining import interleaved, transfer
+from dtk.layers.pipelining.stages import Stage, check, microbatch, sources_of
 from dtk.nests import Nest
 
 

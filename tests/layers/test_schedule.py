@@ -7,9 +7,9 @@ import importlib
 
 import pytest
 
-from dtk.layers.schedule import Pass, Slot, bubble, gpipe, one_forward_one_backward
+from dtk.layers.pipelining.schedule import Pass, Slot, bubble, gpipe, one_forward_one_backward
 
-MODULES = ["layers.schedule", "layers.pipeline", "layers.whole", "strategies.grid"]
+MODULES = ["layers.pipelining.schedule", "layers.pipeline", "layers.whole", "strategies.grid"]
 
 
 @pytest.mark.parametrize("module", MODULES)

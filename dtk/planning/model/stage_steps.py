@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dtk.communicators.costs import Traffic
-from dtk.layers.schedule import Pass, Slot, gpipe, one_forward_one_backward
+from dtk.layers.pipelining.schedule import Pass, Slot, gpipe, one_forward_one_backward
 from dtk.planning.model.layer_costs import Seconds, Work, Workload
 from dtk.planning.model.operators import FLOAT, consumers
 from dtk.planning.model.split_steps import allreduce_buckets

@@ -9,8 +9,8 @@ import keras
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
-from dtk.layers import transfer
-from dtk.layers.schedule import Pass, gpipe, one_forward_one_backward
+from dtk.layers.pipelining import transfer
+from dtk.layers.pipelining.schedule import Pass, gpipe, one_forward_one_backward
 from dtk.nests import Nest
 
 Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices | None"

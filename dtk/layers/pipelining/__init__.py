@@ -1,0 +1,1 @@
+"""Parts of a pipeline: stages, messages between them, and orders of microbatches."""
