@@ -201,6 +201,7 @@ FULL = (
     r"published/test_published.py::test_parameter_servers_are_right\S+add_loss_sum",
     r"published/test_published.py::test_two_processes_end\S+custom_step_own_loss",
     r"published/test_published.py::test_a_number_that_is_not",
+    r"published/test_published.py::test_a_coordinator_schedules",  # how far it learns is chance
     r"search/test_killed.py::\S+\[kill",
     r"search/test_groups.py::test_a_group_trains",
     r"launch/test_ssh.py::test_horovod_reduces",
