@@ -38,6 +38,7 @@ import tensorflow as tf
 
 from dtk.communicators.base import Communicator
 from dtk.communicators.blocks import block_sizes
+from dtk.communicators.row_blocks import checked_splits
 from dtk.errors import at_rank
 from dtk.layers.gradients import unconverted, watched, with_gradient
 from dtk.layers.messages import pseudo_connect, recv, send
@@ -150,21 +151,12 @@ def alltoall(
         The received rows in rank order, and how many came from each rank (int32, shape `[size]`).
 
     Raises:
-        ValueError: Equal blocks are asked for, of rows that do not divide.
+        ValueError: Equal blocks are asked for, of rows that do not divide; or `splits` has another
+            shape or, eagerly, another sum.
     """
     size, rank = communicator.size, communicator.rank
     value = tf.convert_to_tensor(value)
-    if splits is None:
-        if value.shape[0] is not None and value.shape[0] % size:
-            raise ValueError(
-                at_rank(
-                    rank,
-                    f"alltoall of {value.shape[0]} rows over {size} ranks is uneven: pass splits, "
-                    "the rows for each rank",
-                )
-            )
-        splits = tf.repeat(tf.shape(value)[:1] // size, size)
-    matrix = tf.cast(tf.convert_to_tensor(splits), tf.int64)
+    matrix = checked_splits(value, splits, rank, size)
     if matrix.shape.rank == 1:
         matrix = communicator.allgather(matrix[None], [1] * size)
     received = exchange(watched(value, communicator), communicator, matrix)
@@ -220,16 +212,11 @@ def scatter(
         ValueError: `rows` is None, and the number of rows is not known when a function is traced.
     """
     value = tf.convert_to_tensor(value)
-    if rows is None and (value.shape.rank == 0 or value.shape[0] is None):
-        raise ValueError(
-            at_rank(
-                communicator.rank,
-                f"scatter of shape {value.shape}: pass rows, how many each rank gets",
-            )
-        )
-    counts = list(rows) if rows is not None else block_sizes(value.shape[0], communicator.size)
+    if rows is None:
+        known = _known_rows(value, communicator, "scatter", "how many each rank gets")
+        rows = block_sizes(known, communicator.size)
     mine = value if communicator.rank == root else value[:0]
-    return _scatter_rows(watched(mine, communicator), communicator, root, counts)
+    return _scatter_rows(watched(mine, communicator), communicator, root, list(rows))
 
 
 @unconverted
@@ -254,15 +241,19 @@ def gather(
         ValueError: `rows` is None, and the number of rows is not known when a function is traced.
     """
     value = tf.convert_to_tensor(value)
-    if rows is None and (value.shape.rank == 0 or value.shape[0] is None):
+    if rows is None:
+        known = _known_rows(value, communicator, "gather", "how many come from each rank")
+        rows = [known] * communicator.size
+    return _gather_rows(watched(value, communicator), communicator, root, list(rows))
+
+
+def _known_rows(value: tf.Tensor, communicator: Communicator, called: str, meaning: str) -> int:
+    if value.shape.rank == 0 or value.shape[0] is None:
         raise ValueError(
-            at_rank(
-                communicator.rank,
-                f"gather of shape {value.shape}: pass rows, how many come from each rank",
-            )
+            at_rank(communicator.rank, f"{called} of shape {value.shape}: pass rows, {meaning}")
         )
-    counts = list(rows) if rows is not None else [value.shape[0]] * communicator.size
-    return _gather_rows(watched(value, communicator), communicator, root, counts)
+    known: int = value.shape[0]
+    return known
 
 
 # The gradients of these are made of each other.

@@ -349,6 +349,8 @@ def refusals():
         collectives.allreduce(tf.ones(2), comm, "max")
     with pytest.raises(ValueError, match="a number of rows that is known"):
         collectives.reduce_scatter(tf.ones([]), comm)
+    with pytest.raises(ValueError, match="rank 0: alltoall got splits .* must add up to the rows"):
+        collectives.alltoall(tf.ones([3]), comm, [2])
     unknown = tf.function(input_signature=[tf.TensorSpec([None])])
     for collective in (collectives.scatter, collectives.gather):
         with pytest.raises(ValueError, match="pass rows, how many"):
