@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 if "DTK_RUN" not in os.environ:  # under `dtk run` the launcher keeps the start quiet
-    import dtk
+    import dtk.quiet
 import keras
 import numpy as np
 import tensorflow as tf
