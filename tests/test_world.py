@@ -39,6 +39,26 @@ def test_results_come_in_rank_order_and_processes_are_reused(world, backend, siz
     assert [r[2] for r in first] != [os.getpid()] * size
 
 
+def seed_apart():
+    import keras
+
+    keras.utils.set_random_seed(5 + harness.communicator().rank)
+
+
+def seed_now():
+    from dtk.compat.tf_replicas import global_seed
+
+    return global_seed()
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_ranks_that_a_body_has_seeded_apart_are_alike_for_the_next(pool):
+    """A test of layers seeded them so, and the next one that made a strategy failed."""
+    pool.run(seed_apart)
+    first, second = pool.run(seed_now)
+    assert first == second is not None
+
+
 @pytest.mark.worlds(("collective", 2))
 @pytest.mark.parametrize(
     "function, args, message",

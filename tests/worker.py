@@ -50,9 +50,22 @@ def _run(name: str, args: tuple[Any, ...]) -> Any:
         keras = sys.modules.get("keras")
         if keras is not None:
             keras.utils.clear_session()
+            _forget_seed()
             # Functions that were traced stay, 10,000 objects for a `fit`, plain or not. Looking
             # through those of all earlier tests came to take a fifth of the time.
             gc.freeze()
+
+
+def _forget_seed() -> None:
+    """Seed all ranks alike where the last body has seeded them.
+
+    Ranks that it has left with seeds of their own would be refused a strategy by the next body, if
+    that is the first of this world to make one.
+    """
+    from dtk.compat.tf_replicas import global_seed
+
+    if global_seed() is not None:
+        sys.modules["tensorflow"].random.set_seed(0)
 
 
 @functools.cache
