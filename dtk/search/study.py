@@ -218,8 +218,9 @@ class _Run:
     def _lead_one(self, trial: optuna.Trial, study: optuna.Study, n_trials: int | None) -> Values:
         notes: dict[str, object] = {"owner": history.owner()}
         if n_trials is not None and history.counted(study, before=trial.number) >= n_trials:
-            trial.set_user_attr(history.ATTRIBUTE, notes)
-            raise _OneTooMany(f"another group runs the last of {n_trials} trials")
+            late = f"another group runs the last of {n_trials} trials"
+            trial.set_user_attr(history.ATTRIBUTE, {**notes, "failure": late})
+            raise _OneTooMany(late)
         seed = random.getrandbits(31) if self._seed is None else self._seed + trial.number
         notes["seed"] = seed % 2**32
         trial.set_user_attr(history.ATTRIBUTE, notes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -161,9 +162,14 @@ def postgresql():
             time.sleep(0.05)
         yield url
     finally:
-        server.terminate()
+        server.send_signal(signal.SIGINT)  # SIGTERM waits for workers whose connections are open
         server.wait(30)
         shutil.rmtree(folder)
+
+
+def given_back(failure):
+    """Whether a trial failed because it was one more than wanted."""
+    return (failure or "").startswith("another group runs the last")
 
 
 @two_ranks
@@ -171,5 +177,8 @@ def test_groups_share_a_database(pool, postgresql):
     check_side_by_side(pool.run(side_by_side, postgresql, 7, timeout=120), 7)
     storage = optuna.storages.RDBStorage(postgresql)
     study = optuna.load_study(study_name="study", storage=storage)
-    assert sorted(state for state, _ in failures(study)) == ["COMPLETE"] * 6 + ["FAIL"]
+    states = [state for state, failure in failures(study) if not given_back(failure)]
+    assert sorted(states) == ["COMPLETE"] * 6 + ["FAIL"]
+    # Groups that end a trial in the same moment may both begin another, where one is missing.
+    assert len(study.trials) - len(states) <= 1, "one of two groups is late at most once"
     storage.engine.dispose()

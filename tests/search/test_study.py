@@ -375,6 +375,23 @@ def test_one_trial_too_many_is_given_back(alone, journal):
     assert history.counted(study) == 2
 
 
+def test_a_group_that_comes_too_late_ends(alone, journal, monkeypatch):
+    """Another takes the last trial after this one has looked, and before it asks for its own."""
+    study, ask = journal(), optuna.Study.ask
+
+    def late(self, *args, **kwargs):
+        if len(self.get_trials(deepcopy=False)) == 1:
+            ask(journal()).set_user_attr(history.ATTRIBUTE, {"owner": history.owner()})
+        return ask(self, *args, **kwargs)
+
+    monkeypatch.setattr(optuna.Study, "ask", late)
+    dtk.search.optimize(study, lambda trial: 1.0, 2, strategy=alone)
+    *counted, given_back = failures(study)
+    assert counted == [("COMPLETE", None), ("RUNNING", None)]
+    assert given_back == ("FAIL", "another group runs the last of 2 trials")
+    assert history.counted(study) == 2
+
+
 def test_a_failing_storage_is_not_caught(alone, monkeypatch):
     """Breaks as a study without end, of trials that fail at once and do not count."""
     study = new_study()
