@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -20,6 +21,48 @@ from dtk.strategies import AllReduceStrategy, devices, start
 _Made = TypeVar("_Made")
 
 
+class GroupStrategy(AllReduceStrategy):
+    """The strategy of one group, in whose trials no model of all workers can be trained.
+
+    Args:
+        part: Over the workers of the group.
+        over: The strategy over all workers, where there is one.
+    """
+
+    def __init__(self, part: Communicator, over: AllReduceStrategy | None):
+        super().__init__(part)
+        self._over = over
+
+    @contextlib.contextmanager
+    def meeting(self, meet: Callable[[str], None]) -> Iterator[None]:
+        """See `DtkStrategy.meeting`; also refuses models of the strategy over all workers.
+
+        Args:
+            meet: Called with where the rank is.
+
+        Raises:
+            ValueError: Such a model is trained, tested or predicts.
+        """
+        over = self._over
+        if over is None or over.size == self.size:
+            with super().meeting(meet):
+                yield
+            return
+
+        def refuse(where: str) -> None:
+            raise ValueError(
+                at_rank(
+                    over.rank,
+                    f"{where}: a trial of a group uses a model of the strategy over all workers, "
+                    "and the other groups are at trials of their own; compile it in "
+                    "group.strategy.scope()",
+                )
+            )
+
+        with super().meeting(meet), over.meeting(refuse):
+            yield
+
+
 class Group:
     """The workers that run this process's trials; made by `groups`.
 
@@ -29,6 +72,7 @@ class Group:
     Args:
         world: Over all workers.
         workers_per_trial: Workers of a group.
+        over: The strategy over all workers, where there is one.
 
     Attributes:
         index: Number of the group, from 0.
@@ -36,12 +80,14 @@ class Group:
         strategy: Over the workers of the group; models are compiled in its scope.
     """
 
-    def __init__(self, world: Communicator, workers_per_trial: int):
+    def __init__(
+        self, world: Communicator, workers_per_trial: int, over: AllReduceStrategy | None = None
+    ):
         self._rounds = Rounds(world, patience=60.0, give_up=lambda failure: None)
         self._world = world
         self.index = world.rank // workers_per_trial
         self.count = world.size // workers_per_trial
-        self.strategy = AllReduceStrategy(world.split(self.index))
+        self.strategy = GroupStrategy(world.split(self.index), over)
 
     def study(
         self,
@@ -158,7 +204,7 @@ def groups(over: AllReduceStrategy | Communicator, workers_per_trial: int = 1) -
     if world is over and world.size > 1:  # what a strategy over all of them has done
         devices.pin(world)
         start.end_together(world)
-    return Group(world, workers_per_trial)
+    return Group(world, workers_per_trial, over if isinstance(over, AllReduceStrategy) else None)
 
 
 def _storage(

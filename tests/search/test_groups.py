@@ -83,6 +83,23 @@ def test_a_group_trains_together(pool):
     assert [t[2] for t in trials] == pytest.approx([t[2] for t in plain], rel=1e-5)
 
 
+def of_all_workers():
+    """Trials whose model is compiled in the scope of the strategy that the groups are made of."""
+    with quiet(), dtk.search.groups(strategy(), workers_per_trial=1) as group:
+        study = group.study("study", optuna.storages.InMemoryStorage())
+        try:
+            dtk.search.optimize(study, fitted(strategy()), 2, strategy=group.strategy)
+        except ValueError as error:
+            return str(error)
+
+
+@two_ranks
+def test_a_trial_of_a_group_refuses_a_model_of_all_workers(pool):
+    """It said that ranks disagree on a variable, whose width each group had drawn for itself."""
+    for rank, said in enumerate(pool.run(of_all_workers)):
+        assert said.startswith(f"rank {rank}: fit begins") and "group.strategy.scope()" in said
+
+
 def without_storage():
     group = dtk.search.groups(strategy())
     try:
