@@ -35,14 +35,15 @@ def plain():
     )
 
 
-def until(epochs, directory, plan):
-    """Train until an epoch; without a plan plain layers, on rank 0 alone."""
-    if plan is None and world.communicator().rank > 0:
+def until(epochs, directory, plan, ranks=2):
+    """Train until an epoch; without a plan plain layers. Of one rank, on rank 0 alone."""
+    ranks = 1 if plan is None else ranks
+    if ranks == 1 and world.communicator().rank > 0:
         return None
     random = np.random.default_rng(0)
     x, y = random.normal(size=(44, 6, 4, 2)).astype("float32"), random.integers(0, 3, 44)
     keras.utils.set_random_seed(2)
-    with grid(1 if plan is None else 2).scope():
+    with grid(ranks).scope():
         model = plain() if plan is None else layers.parallelize(plain(), plan)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.Adam(0.01, global_clipnorm=0.5), loss)
@@ -52,7 +53,7 @@ def until(epochs, directory, plan):
         history = model.fit(
             x, y, batch_size=16, epochs=epochs, verbose=0, callbacks=[stats, *saving]
         ).history
-    if plan is not None:
+    if ranks > 1:
         assert history["comm_bytes"][-1] > 0, "what parts send is counted, too"
     together = layers.whole(model)
     return (
@@ -76,3 +77,14 @@ def test_keras_layers_resume_what_parts_have_saved_and_parts_what_they_have(pool
                 resumed, made_of = found
                 assert np.linalg.norm(resumed - expected) <= 1e-5 * np.linalg.norm(expected)
                 assert set(made_of) == {"keras"}
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_one_process_resumes_what_the_same_script_has_saved_on_a_grid(pool, tmp_path):
+    """A plan's layers have other classes than Keras's where one rank holds them, too."""
+    ((expected, _), _) = pool.run(until, 2, None, None)
+    for first, then in ((2, 1), (1, 2)):
+        directory = str(tmp_path / str(first))
+        pool.run(until, 1, directory, CHANNELS, first)
+        (resumed, _), *_ = pool.run(until, 2, directory, CHANNELS, then)
+        assert np.linalg.norm(resumed - expected) <= 1e-5 * np.linalg.norm(expected)

@@ -8,7 +8,9 @@ import keras
 import tensorflow as tf
 
 from dtk.callbacks.checkpointing.state import CheckpointState, Described
+from dtk.compat import keras_models
 from dtk.errors import at_rank
+from dtk.layers.plain import is_in_parts
 from dtk.layers.whole import ModelInParts
 from dtk.nests import Array
 from dtk.trainer.contract import Strategy
@@ -21,18 +23,25 @@ from dtk.trainer.replica.replica_step import metric_variables
 def parts_of(trainer: DistributedTrainer[Strategy]) -> ModelInParts | None:
     """Return what puts a model together that ranks hold in parts. All ranks call it together.
 
+    A checkpoint holds the layers of one device, also where one rank has all parts of each: the same
+    script resumes it on any grid, and in one process.
+
     Args:
         trainer: The model's trainer.
 
     Returns:
-        None where each rank holds the whole model.
+        None where each rank holds the whole model, in Keras's own layers.
 
     Raises:
         ValueError: The exchange keeps state of every part, which no checkpoint holds yet.
     """
     strategy = trainer.strategy
     if strategy.model_communicator.size == 1:
-        return None
+        model = trainer.model
+        divisible = any(map(is_in_parts, keras_models.layers_of(model)))
+        if not divisible or not hasattr(model, "operations"):
+            return None
+        return ModelInParts(model, strategy.model_communicator)
     if strategy.exchange is not None and strategy.exchange.remembers:
         raise ValueError(
             at_rank(
