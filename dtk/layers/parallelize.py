@@ -74,6 +74,7 @@ def parallelize(
     Raises:
         ValueError: No layer has such a name, a layer fits two patterns that say different things,
             or it is of a kind that cannot be divided so.
+        TypeError: The plan is no mapping.
 
     Example:
         >>> import dtk, keras
@@ -173,6 +174,11 @@ def _keeps_parts(layer: keras.Layer) -> bool:
 
 def _planned(model: keras.Model, plan: Plan) -> dict[str, str]:
     """Return what is planned for every layer by its name."""
+    if not isinstance(plan, Mapping):
+        raise TypeError(
+            f"plan={plan!r}; expected a dict of names of layers and how each is divided, such as "
+            "{'head': 'output'}"
+        )
     known = {layer.name: layer for layer in model.layers}
     planned: dict[str, str] = {}
     for pattern, how in plan.items():

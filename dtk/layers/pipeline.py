@@ -15,7 +15,7 @@ from dtk.compat.keras_shards import set_owner
 from dtk.errors import at_rank
 from dtk.layers.group import model_group
 from dtk.layers.pipelining import interleaved, transfer
-from dtk.layers.pipelining.stages import Stage, check, microbatch, sources_of
+from dtk.layers.pipelining.stages import Stage, check, check_fits, microbatch, sources_of
 from dtk.nests import Nest
 
 
@@ -203,6 +203,7 @@ class Pipeline(keras.Model):
                     "Sequential or functional model with an Input and one output",
                 )
             )
+        check_fits(number, stage, self._sources[number], self._outputs, self._group.rank)
         self._outputs.append(outputs[0])
         self._configs.append(keras.saving.serialize_keras_object(stage))
         self._is_regularized |= any(v.regularizer is not None for v in stage.variables)

@@ -186,6 +186,11 @@ def test_what_one_rank_has_saved_two_resume(pool, tmp_path):
 # Mistakes.
 
 
+def stage(taken, units):
+    layers = [keras.Input((taken,)), keras.layers.Dense(units)]
+    return keras.Sequential(layers, name=f"taking_{taken}")
+
+
 @pytest.mark.parametrize(
     "make, said",
     [
@@ -196,6 +201,10 @@ def test_what_one_rank_has_saved_two_resume(pool, tmp_path):
         (lambda two: Pipeline(joined(2), links={0: [1]}, communicator=two), "links={0"),
         (lambda two: Pipeline(joined(2), links={1: []}, communicator=two), r"\[0\] of 2 lead"),
         (lambda two: Pipeline([keras.Sequential()] * 2, communicator=two), "0 outputs"),
+        (
+            lambda two: Pipeline([stage(8, 5), stage(6, 1)], communicator=two),
+            r"stage 1 \('taking_6'\) takes inputs of the shapes \[\(6,\)\].*put out \[\(5,\)\]",
+        ),
     ],
 )
 def test_a_pipeline_that_cannot_be(make, said):

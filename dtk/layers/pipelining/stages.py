@@ -61,6 +61,46 @@ def check(stages: Sequence[Stage], microbatches: int, schedule: str, group: Comm
         )
 
 
+def check_fits(
+    number: int,
+    stage: keras.Model,
+    sources: Sequence[int],
+    outputs: Sequence[keras.KerasTensor],
+    rank: int,
+) -> None:
+    """Raise a ValueError for a stage that does not take what its sources put out.
+
+    Args:
+        number: Number of the stage.
+        stage: The stage.
+        sources: The stages it takes its inputs from; none for the first.
+        outputs: What every stage before it puts out.
+        rank: This rank, for messages.
+
+    Raises:
+        ValueError: There are other inputs than sources, or they have other shapes.
+    """
+    if not sources:
+        return
+    taken = [tuple(one.shape[1:]) for one in stage.inputs]
+    given = [tuple(outputs[source].shape[1:]) for source in sources]
+    if len(taken) != len(given) or not all(map(_same_shape, taken, given)):
+        raise ValueError(
+            at_rank(
+                rank,
+                f"stage {number} ({stage.name!r}) takes inputs of the shapes {taken} of a row, and "
+                f"the stages {list(sources)} that lead to it put out {given}; change an Input, or "
+                "links=",
+            )
+        )
+
+
+def _same_shape(one: Sequence[int | None], other: Sequence[int | None]) -> bool:
+    return len(one) == len(other) and all(
+        a == b or a is None or b is None for a, b in zip(one, other, strict=True)
+    )
+
+
 def sources_of(count: int, links: Mapping[int, Sequence[int]], rank: int) -> list[list[int]]:
     """Return the stages that each stage takes its inputs from.
 
