@@ -179,7 +179,10 @@ def error(runs, setting):
 
 
 def spread(values, digits=1):
-    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+    if len(values) == 1:
+        values = values * 2
+    # "inclusive": quartiles of two or three values lie between them
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return f"{middle:.{digits}f} ({low:.{digits}f} - {high:.{digits}f})"
 
 
@@ -217,7 +220,7 @@ def by_blocks(args, found, setting, model):
     return rows
 
 
-def details(args, found):
+def details(args, found, setting):
     """What the ratios are made of: every cell, with its spread."""
     rows = [("training", "rounds", "images/s (quartiles)", "errors, %", "sent/step", "sending")]
     for cell in cells(args):
@@ -227,7 +230,7 @@ def details(args, found):
                 name_of(cell),
                 str(len(runs)),
                 spread(speeds(runs)),
-                ", ".join(f"{run['error']:.2f}" for run in runs),
+                ", ".join(error([run], setting) for run in runs),
                 f"{statistics.mean(run['bytes_per_step'] for run in runs) / 1e3:.1f} kB",
                 f"{100 * statistics.mean(run['communicating'] for run in runs):.0f} %",
             )
@@ -257,7 +260,7 @@ def main():
     for model in args.models if args.blocks else ():
         title = f"block momentum, {model}, {max(args.workers)} workers"
         tables.append((title, by_blocks(args, found, setting, model)))
-    tables.append(("each training", details(args, found)))
+    tables.append(("each training", details(args, found, setting)))
     here = {cell: found[cell] for cell in cells(args)}
     (args.output / "cntk_table.md").write_text(markdown(tables, notes(here, setting)))
     show(tables, notes(here, setting))
