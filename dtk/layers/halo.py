@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -13,6 +13,17 @@ from dtk.communicators.base import Communicator
 from dtk.layers.collectives import exchange
 from dtk.layers.row_ranges import Halo, Range
 from dtk.nests import Function
+
+
+class Rows(NamedTuple):
+    """What a rank needs of an axis, without padding: rows of ranks before, its own, of ranks after.
+
+    `above` and `below` are None where no rank of the group needs rows of another.
+    """
+
+    above: tf.Tensor | None
+    own: tf.Tensor
+    below: tf.Tensor | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,15 +50,25 @@ class HaloExchange:
             padding: Value of rows outside the image; None for the lowest of the dtype.
         """
         rank, size = self.communicator.rank, self.communicator.size
-        own, *parts = cut(value, [self.halo.sent(rank, j) for j in self._ranks], self.axis)
-        rows = [own]
-        if np.any(self.halo.matrix):  # alike on all ranks: all know the whole of it
-            above, below = self._exchanged(parts)
-            rows = [above, own, below]
+        above, own, below = self.rows(value)
+        rows = [own] if above is None or below is None else [above, own, below]
         if any(max(self.halo.padding(one)) for one in range(size)):
             before, behind = self.halo.padding(rank)
             rows = [self._filled(own, before, padding), *rows, self._filled(own, behind, padding)]
         return tf.concat(rows, self.axis) if len(rows) > 1 else own
+
+    def rows(self, value: tf.Tensor) -> Rows:
+        """Return the rows that this rank needs, not joined: what joins them is a copy of its own.
+
+        Args:
+            value: This rank's rows.
+        """
+        rank = self.communicator.rank
+        own, *parts = cut(value, [self.halo.sent(rank, j) for j in self._ranks], self.axis)
+        if not np.any(self.halo.matrix):  # alike on all ranks: all know the whole of it
+            return Rows(None, own, None)
+        above, below = self._exchanged(parts)
+        return Rows(above, own, below)
 
     @property
     def _ranks(self) -> list[int]:
@@ -79,10 +100,11 @@ class HaloExchange:
 
 
 def cut(value: tf.Tensor, ranges: Sequence[Range], axis: int) -> list[tf.Tensor]:
-    """Return several slices of an axis.
+    """Return several slices of an axis, the first of which is most of it.
 
     The gradient of a slice of TensorFlow's is as large as the whole, and one is made for each slice
-    and added. Here the whole is written once, and only rows in several slices are added.
+    and added. Here the gradients of the other slices are added to the rows of the first's, in place
+    where nothing else needs that one.
 
     Args:
         value: A tensor whose length along `axis` is known.
@@ -98,23 +120,37 @@ def cut(value: tf.Tensor, ranges: Sequence[Range], axis: int) -> list[tf.Tensor]
 
     @tf.custom_gradient
     def slices(given: tf.Tensor) -> tuple[list[tf.Tensor], Function[tf.Tensor]]:
-        def gradient(*upstream: tf.Tensor) -> tf.Tensor:
-            ends = sorted({0, length, *(end for one in ranges for end in one)})
-            found = []
-            for start, stop in itertools.pairwise(ends):
-                added = [
-                    _rows(one, start - rows.start, stop - rows.start, axis)
-                    for one, rows in zip(upstream, ranges, strict=True)
-                    if rows.start <= start and stop <= rows.stop
-                ]
-                found.append(
-                    tf.add_n(added) if added else tf.zeros_like(_rows(given, start, stop, axis))
-                )
-            return tf.concat(found, axis)
+        def gradient(first: tf.Tensor, *others: tf.Tensor) -> tf.Tensor:
+            beside = [[0, 0]] * given.shape.rank
+            beside[axis] = [ranges[0].start, length - ranges[0].stop]
+            whole = tf.pad(first, beside) if any(beside[axis]) else first
+            whole = tf.ensure_shape(whole, given.shape)
+            for one, rows in zip(others, ranges[1:], strict=True):
+                whole = add_rows(whole, one, rows, axis) if rows.length else whole
+            return whole
 
         return [_rows(given, *rows, axis) for rows in ranges], gradient
 
     return slices(value)
+
+
+def add_rows(value: tf.Tensor, added: tf.Tensor, rows: Range, axis: int) -> tf.Tensor:
+    """Return a tensor with something added to some of its rows.
+
+    TensorFlow adds in place where nothing else needs `value`.
+
+    Args:
+        value: A tensor whose shape is known but for the batch.
+        added: What is added, of its shape but along `axis`.
+        rows: Which rows it is added to.
+        axis: Which axis of both has the rows.
+    """
+    length, inner = value.shape[axis], value.shape[axis + 1 :].num_elements()
+    flat = tf.reshape(value, [-1, inner])
+    first = tf.range(0, tf.shape(flat)[0], length)
+    index = tf.reshape(first[:, None] + np.arange(*rows, dtype=np.int32), [-1, 1])
+    result = tf.tensor_scatter_nd_add(flat, index, tf.reshape(added, [-1, inner]))
+    return tf.reshape(result, [-1, *value.shape[1:]])
 
 
 def _rows(value: tf.Tensor, start: int, stop: int, axis: int) -> tf.Tensor:

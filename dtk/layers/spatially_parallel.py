@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dtk.layers import halo_convolution
 from dtk.layers.regions import copy_to_group, reduce_from_group
 from dtk.layers.row_ranges import Range, Window, ranges_of
 from dtk.layers.spatial import SpatiallyParallel
@@ -43,19 +44,26 @@ class SpatiallyParallelConv2D(SpatiallyParallel, keras.layers.Conv2D):
         Args:
             inputs: Its part of the image.
         """
-        outputs = keras.ops.conv(
-            self.with_halo(inputs),
-            self.copied(self.kernel),
-            strides=list(self.strides),
-            padding="valid",
-            dilation_rate=list(self.dilation_rate),
-            data_format=self.data_format,
-        )
+        outputs = self._convolved(inputs, self.copied(self.kernel))
         if self.bias is not None:
             shape = [1, 1, 1, 1]
             shape[1 if self.data_format == "channels_first" else 3] = self.filters
             outputs = outputs + tf.reshape(self.copied(self.bias), shape)
         return outputs if self.activation is None else self.activation(outputs)
+
+    def _convolved(self, inputs: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
+        # Alike on all ranks, whose graphs must have one shape.
+        plain = self.groups == 1 and self.data_format == "channels_last"
+        if plain and halo_convolution.fits(self._exchanges, self.windows()):
+            return halo_convolution.convolve(inputs, kernel, self._exchanges, self.windows())
+        return keras.ops.conv(
+            self.with_halo(inputs),
+            kernel,
+            strides=list(self.strides),
+            padding="valid",
+            dilation_rate=list(self.dilation_rate),
+            data_format=self.data_format,
+        )
 
 
 class _Pooling(SpatiallyParallel):

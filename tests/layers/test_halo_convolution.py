@@ -1,0 +1,184 @@
+"""A convolution over part of an image joins no rows, and needs its part of the memory."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+import dtk
+from dtk.communicators.blocks import block_sizes
+from dtk.communicators.local import LocalCommunicator
+from dtk.layers import halo_convolution
+from dtk.layers.halo import HaloExchange, add_rows, cut
+from dtk.layers.row_ranges import Halo, Range, Window, ranges_of
+
+from layers.test_channel_parallel import TOLERANCE, outcome, same
+from layers.test_spatial import Between
+from world import communicator
+
+
+def halo_of(window, sizes):
+    outputs = block_sizes(window.outputs(sum(sizes)), len(sizes))
+    return Halo(
+        tuple(sizes), tuple(window.needs(one, sum(sizes)) for one in ranges_of(outputs))
+    ), outputs
+
+
+def sums(window, rows):
+    """The convolution of a row of numbers with ones, without padding."""
+    count = (len(rows) - window.extent) // window.stride + 1
+    return np.array([rows[i * window.stride :][: window.extent].sum() for i in range(count)])
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(2, 4), st.integers(0, 9))
+def test_own_rows_and_those_of_others_add_up(kernel, stride, size, more):
+    """Of any window for which the layer takes this way."""
+    window = Window(kernel, stride, padding="same")
+    sizes = [stride * count for count in block_sizes(size + more, size)]
+    halo, outputs = halo_of(window, sizes)
+    alone = HaloExchange(2, Halo((4,), (Range(0, 4),)), LocalCommunicator())
+    exchanges = [HaloExchange(1, halo, _Group(rank, len(sizes))) for rank in range(len(sizes))]
+    assume(halo_convolution.fits([exchanges[0], alone], [window, Window(1, padding="same")]))
+    image = 2.0 ** np.arange(sum(sizes))  # sums name what was added
+    for rank, own in enumerate(ranges_of(sizes)):
+        need = halo.needs[rank]
+        used = halo.sent(rank, rank)
+        start, stop = own.start + used.start, own.start + used.stop
+        padded = np.pad(image[start:stop], (start - need.start, need.stop - stop))
+        got = sums(window, padded)
+        counts = [row[rank] for row in halo.matrix]
+        above, below = sum(counts[:rank]), sum(counts[rank:])
+        received = image[start - above : start], image[stop : stop + below]
+        for rows, piece in zip(received, halo_convolution.pieces(window, halo, rank), strict=True):
+            got[slice(*piece.outputs)] += sums(window, np.pad(rows, (piece.before, piece.behind)))
+        before, behind = halo.padding(rank)
+        inside = image[max(0, need.start) : need.stop - behind]
+        np.testing.assert_array_equal(got, sums(window, np.pad(inside, (before, behind))))
+        assert len(got) == outputs[rank]
+
+
+class _Group(LocalCommunicator):
+    """Where a rank is, without any others."""
+
+    def __init__(self, rank, size):
+        super().__init__()
+        self.rank, self.size = rank, size
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+def test_gradients_of_slices_are_added_in_their_rows(axis):
+    x = tf.random.stateless_normal([2, 5, 5, 3], [1, 2], dtype="float64")
+    ranges = [Range(1, 5), Range(0, 2), Range(1, 1), Range(3, 5)]
+    index = [tuple([slice(None)] * axis + [slice(*rows)]) for rows in ranges]
+
+    def loss(slices):
+        return sum(tf.reduce_sum(tf.sin(one) * (i + 1)) for i, one in enumerate(slices))
+
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(x)
+        ours, plain = loss(cut(x, ranges, axis)), loss([x[one] for one in index])
+    np.testing.assert_allclose(tape.gradient(ours, x), tape.gradient(plain, x), atol=1e-12)
+    more = add_rows(
+        x, tf.ones([2, 2, 5, 3] if axis == 1 else [2, 5, 2, 3], x.dtype), ranges[3], axis
+    )
+    expected = x.numpy()
+    expected[index[3]] += 1
+    np.testing.assert_array_equal(more, expected)
+
+
+def traced(conv, shape):
+    """The graph of a layer's gradients, by its input as well."""
+
+    @tf.function
+    def step(mine):
+        with tf.GradientTape() as tape:
+            tape.watch(mine)
+            loss = tf.reduce_sum(tf.sin(conv(mine)))
+        return tape.gradient(loss, [mine, *(v.value for v in conv.trainable_variables)])
+
+    return step.get_concrete_function(tf.TensorSpec(shape, tf.float64)).graph
+
+
+def joins_nothing():
+    """Outputs and gradients are right, and no tensor of the step is larger than the part."""
+    comm = communicator()
+    x = tf.constant(np.random.default_rng(2).normal(size=(2, 12, 20, 3)))
+    for kernel, strides, split in [
+        (3, 1, "rows"),
+        (4, 1, "rows"),
+        (3, 2, "rows"),
+        (5, 1, "columns"),
+    ]:
+        options = {
+            "filters": 2,
+            "kernel_size": kernel,
+            "strides": strides,
+            "padding": "same",
+            "kernel_initializer": keras.initializers.GlorotNormal(7),
+        }
+        conv = dtk.layers.SpatiallyParallelConv2D(
+            split=split, communicator=comm, dtype="float64", **options
+        )
+        parts = Between(conv, split, (comm,), dtype="float64")
+        expected = outcome(keras.layers.Conv2D(dtype="float64", **options), x, 1)
+        same(outcome(parts, x, 1), expected, TOLERANCE["float64"], (kernel, strides, split))
+        axis = 1 if split == "rows" else 2
+        part = x.shape[axis] // comm.size
+        shape = [2, 12, 20, 3]
+        shape[axis] = part
+
+        graph = traced(conv, shape)
+        largest = max(
+            out.shape.num_elements() or 0 for op in graph.get_operations() for out in op.outputs
+        )
+        assert largest == np.prod(shape), (kernel, strides, split)
+
+
+def peaks():
+    """A step's peak of tensors on this rank, over that of one process."""
+    comm = communicator()
+
+    def peak(between):
+        convs = [
+            between(f"conv_{i}", filters=8, kernel_size=3, padding="same", activation="relu")
+            for i in range(6)
+        ]
+
+        @tf.function
+        def step(image):
+            with tf.GradientTape() as tape:
+                y = image
+                for conv in convs:
+                    y = conv(y)
+                loss = tf.reduce_sum(y)
+            return tape.gradient(loss, [v.value for c in convs for v in c.trainable_variables])
+
+        image = tf.ones([1, 512, 512 // shards[between], 8])
+        step(image)
+        tf.config.experimental.reset_memory_stats("CPU:0")
+        held = tf.config.experimental.get_memory_info("CPU:0")["current"]
+        step(image)
+        return tf.config.experimental.get_memory_info("CPU:0")["peak"] - held
+
+    def plain(name, **options):
+        return keras.layers.Conv2D(name=name, **options)
+
+    def parallel(name, **options):
+        return dtk.layers.SpatiallyParallelConv2D(
+            name=name, split="columns", communicator=comm, **options
+        )
+
+    shards = {plain: 1, parallel: comm.size}
+    found = peak(plain), peak(parallel)
+    ratio = found[1] / found[0]
+    assert found[0] > 6 * 8 * 2**20 and ratio < 1.15 / comm.size, found
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_rows_are_not_joined_and_memory_falls(pool):
+    pool.run(joins_nothing)
+    pool.run(peaks)
