@@ -107,7 +107,8 @@ class Shard:
         """
         whole = tf.convert_to_tensor(whole)
         self._with_axis(whole.shape.as_list(), self.length, self.size)
-        return tf.split(whole, list(self.sizes), axis=self.axis)[self.communicator.rank]
+        before = (slice(None),) * self.axis
+        return whole[(*before, slice(self.offset, self.offset + self.size))]
 
     def whole(self, part: tf.Tensor | Array) -> tf.Tensor:
         """Gather the whole tensor; every rank of the group calls it.
@@ -124,9 +125,17 @@ class Shard:
         self._with_axis(part.shape.as_list(), self.size, self.length)
         if self.communicator.size == 1:
             return tf.identity(part)
-        rows = tf.transpose(part, _first(self.axis, part.shape.rank))
-        gathered = self.communicator.allgather(rows, self.sizes)
-        return tf.transpose(gathered, _back(self.axis, part.shape.rank))
+        # Elements as they lie: moving the axis to the front and back would copy the whole twice.
+        shape = tf.shape(part, tf.int64)
+        before, behind = shape[: self.axis], shape[self.axis + 1 :]
+        shapes = [tf.concat([before, [size], behind], 0) for size in self.sizes]
+        counts = tf.stack([tf.reduce_prod(one) for one in shapes])
+        gathered = self.communicator.allgather(tf.reshape(part, [-1]), counts)
+        parts = tf.split(gathered, counts, num=len(self.sizes))
+        whole = tf.concat(
+            [tf.reshape(one, shape) for one, shape in zip(parts, shapes, strict=True)], self.axis
+        )
+        return tf.ensure_shape(whole, self.whole_shape(part.shape.as_list()))
 
     def _with_axis(
         self, shape: Sequence[int | None], expected: int, becomes: int
@@ -153,13 +162,3 @@ class OneRanks:
 
     owner: int
     communicator: Communicator
-
-
-def _first(axis: int, rank: int) -> list[int]:
-    """Return the permutation that moves an axis to the front."""
-    return [axis, *(i for i in range(rank) if i != axis)]
-
-
-def _back(axis: int, rank: int) -> list[int]:
-    """Return the permutation that moves the first axis back to its place."""
-    return [*range(1, axis + 1), 0, *range(axis + 1, rank)]
