@@ -41,6 +41,8 @@ class RowBlocks:
         Returns:
             The flat tensor, and the way back of any one block.
         """
+        if self._per_word == 1:  # an element for each: blocks lie where they are
+            return self.encode()
         flat = tf.reshape(self._tensor, [-1])
         blocks = tf.split(flat, counts * self._width, num=size)
         encoded = [wire.for_moving(block, self._native) for block in blocks]
@@ -55,7 +57,8 @@ class RowBlocks:
         Returns:
             int64, in the shape of `rows`.
         """
-        return -(-rows * self._width // self._per_word)
+        elements = rows * self._width
+        return elements if self._per_word == 1 else -(-elements // self._per_word)
 
     def decode(
         self, parts: Sequence[tf.Tensor], decode: wire.Decode, counts: tf.Tensor
@@ -70,7 +73,9 @@ class RowBlocks:
         Returns:
             All rows, in rank order, of the tensor's dtype and row shape.
         """
-        flat = [decode(part)[: counts[j] * self._width] for j, part in enumerate(parts)]
+        flat = [decode(part) for part in parts]
+        if self._per_word > 1:
+            flat = [part[: counts[j] * self._width] for j, part in enumerate(flat)]
         row = tf.shape(self._tensor, tf.int64)[1:]
         shape = tf.concat([tf.reduce_sum(counts)[None], row], axis=0)
         rows = tf.reshape(tf.concat(flat, axis=0), shape)
