@@ -4,14 +4,23 @@
     python benchmarks/model_parallel.py --only pipeline --rounds 5
 
     dense      two wide Dense layers, whole and in channel parts: peak memory and time of a step
-    channels   the blocks of VGG-16 on 32 x 32 images, whole and in channel parts
+    channels   the blocks of VGG-16 on 32 x 32 images, whole, in channel parts, and these in pairs
     images     convolutions on 1024 x 1024 images, whole, in channel parts, and in rows
+    deep       ten convolutions on 512 x 512 images, whole, and in rows on two, three and four ranks
+    small      the same on 32 x 32 images: what is left is what layers in parts need anyway
     pipeline   eight Dense layers on one rank, and as two stages by number of microbatches
 
-Every turn is a job of its own, with one core for each rank: "whole" is one rank, the others two.
-A ratio is the time of "whole" in the same round over the time of two ranks: 2 would be perfect, or
-2 M / (M + 1) for two stages and M microbatches. Memory is the most a process held in the
-steps, less what it held before the model was made.
+Every turn is a job of its own, with one core for each rank while there are cores: "whole" is one
+rank, the others two, or as many as their name says. A ratio is the time of "whole" in the same
+round over theirs: of two ranks 2 would be perfect, or 2 M / (M + 1) for two stages and M
+microbatches. Three figures of memory, each of the rank that has most:
+
+    memory     the most a process held in the steps, less what it held before the model was made
+    tensors    the most that TensorFlow's allocator had handed out in the steps, the batch included
+    before     what the process held before the model was made: libraries, and joining the ranks
+
+With oneDNN TensorFlow never returns memory of tensors to the system, so that the first is above the
+second by what lies between tensors, by the graph, and by what NumPy holds.
 """
 
 import argparse
@@ -28,8 +37,10 @@ from rich.table import Table
 MICROBATCHES = (1, 2, 4, 8, 16)
 CASES = {
     "dense": ("whole", "output", "output-input"),
-    "channels": ("whole", "channels"),
+    "channels": ("whole", "channels", "output-input"),
     "images": ("whole", "channels", "rows"),
+    "deep": ("whole", "rows", "rows 3", "rows 4"),
+    "small": ("whole", "rows", "rows 3", "rows 4"),
     "pipeline": ("whole", *(f"gpipe {m}" for m in MICROBATCHES), "1f1b 8"),
 }
 parser = argparse.ArgumentParser(description="What dividing one model among two ranks costs.")
@@ -63,13 +74,23 @@ def model_of(case, variant):
             layers += [conv(filters, f"conv_{block}_{i}") for i in range(2)]
             layers.append(keras.layers.MaxPooling2D())
         layers += [keras.layers.Flatten(), keras.layers.Dense(10, name="head")]
-        return _divided(keras.Sequential(layers), variant, {"conv_*": "channels"}), 16, (32, 32, 3)
+        plan = {"conv_*": "channels"}
+        if variant == "output-input":
+            plan = {"conv_*_0": "output", "conv_*_1": "input"}
+        return _divided(keras.Sequential(layers), variant, plan), 16, (32, 32, 3)
     if case == "images":
         layers = [keras.Input((1024, 1024, 3)), conv(8, "conv_0"), conv(8, "conv_1")]
         layers += [keras.layers.MaxPooling2D(name="pool"), conv(8, "conv_2")]
         layers += [keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(10)]
         plan = {"conv_*": variant} | ({"pool": "rows"} if variant == "rows" else {})
         return _divided(keras.Sequential(layers), variant, plan), 4, (1024, 1024, 3)
+    if case in ("deep", "small"):
+        shape = (512, 512, 3) if case == "deep" else (32, 32, 3)
+        layers = [keras.Input(shape), *(conv(16, f"conv_{i}") for i in range(10))]
+        layers += [keras.layers.MaxPooling2D(8, name="pool"), keras.layers.Flatten()]
+        layers += [keras.layers.Dense(10)]
+        plan = {"conv_*": "rows", "pool": "rows"}
+        return _divided(keras.Sequential(layers), variant, plan), 8, shape
     width, rows = (
         512,
         4096,
@@ -127,16 +148,23 @@ def measure(case, variant):
             if batch == 2:  # what building and tracing took is over
                 with open("/proc/self/clear_refs", "w") as file:
                     file.write("5")  # count the most from here on; see proc(5)
+                tf.config.experimental.reset_memory_stats("CPU:0")
             self.times.append(time.perf_counter())
             self.sent.append(strategy.model_communicator.bytes_sent)
 
     model.fit(data, verbose=0, callbacks=[Clock()])
     gaps = np.diff(Clock.times)[2:]
+    held = {
+        "peak": memory("VmHWM") - before,
+        "tensors": tf.config.experimental.get_memory_info("CPU:0")["peak"] / 2**20,
+        "before": before,
+    }
+    ranks = strategy.world.allgather_object(held)
     if strategy.is_chief:
         found = {
             "ms": 1e3 * statistics.median(gaps),
             "sent": (Clock.sent[-1] - Clock.sent[2]) / (len(Clock.sent) - 3),
-            "peak": memory("VmHWM") - before,
+            **{name: max(rank[name] for rank in ranks) for name in held},
         }
         print("measured " + json.dumps(found), flush=True)
 
@@ -144,6 +172,8 @@ def measure(case, variant):
 def turn(case, variant):
     """Run one turn as a job."""
     workers = "1" if variant == "whole" else "2"
+    if variant.startswith("rows "):
+        workers = variant.split()[1]
     command = [sys.executable, "-m", "dtk.cli.main", "run", "-n", workers, __file__]
     command += ["--steps", str(args.steps), "--measure", case, variant]
     env = {**os.environ, "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
@@ -167,8 +197,8 @@ def main():
             for variant, turns in found.items():
                 turns.append(turn(case, variant))
         everything[case] = found
-        columns = ("", "ms per step", "times as fast", "memory of steps, MiB", "sent per step, MB")
-        table = Table(*columns, title=case)
+        columns = ("ms per step", "times as fast", "memory, MiB", "tensors", "before", "sent, MB")
+        table = Table("", *columns, title=case)
         whole = [t["ms"] for t in found["whole"]]
         for variant, turns in found.items():
             ratios = [w / t["ms"] for w, t in zip(whole, turns, strict=True)]
@@ -176,7 +206,7 @@ def main():
                 variant,
                 spread([t["ms"] for t in turns]),
                 spread(ratios, 2),
-                spread([t["peak"] for t in turns], 0),
+                *(spread([t[name] for t in turns], 0) for name in ("peak", "tensors", "before")),
                 f"{turns[0]['sent'] / 1e6:.2f}",
             )
         console.print(table)
