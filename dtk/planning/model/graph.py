@@ -239,7 +239,7 @@ def _operator(
         halos={split: _halo(layer, kind, taken[0], axis) for axis, split in enumerate(SPATIAL)}
         if SPATIAL[0] in limits
         else {},
-        padding=_padding(layer, taken[0]) if kind in _WINDOWS and len(taken[0]) == 3 else 0,
+        padding=_joined_padding(layer, kind, taken[0]),
     )
 
 
@@ -315,6 +315,18 @@ def _padding(layer: keras.layers.Layer, taken: Shape, axis: int = 0) -> int:
         return 0
     stride = layer.strides[axis]
     return max(0, _reach(layer, axis) - (taken[axis] % stride or stride))
+
+
+def _joined_padding(layer: keras.layers.Layer, kind: str, taken: Shape) -> int:
+    """Return with how many rows a layer pads its input before it sends columns of it.
+
+    None where it is a convolution that joins no rows, see `dtk.layers.halo_convolution`.
+    """
+    if kind not in _WINDOWS or len(taken) != 3:
+        return 0
+    if kind == "Conv2D" and layer.groups == 1 and max(layer.dilation_rate) == 1:
+        return 0
+    return _padding(layer, taken)
 
 
 def _flops(

@@ -35,7 +35,7 @@ class Operator:
         limits: The largest number of ranks that can share it, by split; "whole" is always possible.
         halos: Rows (columns) of its input that a rank needs of each of its two neighbours, by
             split.
-        padding: Rows that it pads its input with; halos of columns have them, too.
+        padding: Rows of padding that halos of columns have, too.
         tensors: Number of its trainable weights.
         follows: Whether it works on each element by itself, and so is divided as its inputs are.
         differentiated: Whether gradients pass to its inputs: something before it is trained.
