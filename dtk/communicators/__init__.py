@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dtk.communicators.base import REDUCE_OPS, Communicator
     from dtk.communicators.local import LocalCommunicator
 
-NAMES = ("auto", "collective", "horovod", "local", "null")
+NAMES = ("auto", "collective", "horovod", "mpi", "local", "null")
 # Imported when asked for, since they need TensorFlow: `costs` is used without.
 _LATER = {"Communicator": "base", "REDUCE_OPS": "base", "LocalCommunicator": "local"}
 
@@ -42,10 +42,11 @@ def create(name: str = "auto", environment: Environment | None = None) -> Commun
     """Return the world communicator of this process.
 
     Args:
-        name: "auto", or one transport: "collective" (TensorFlow's), "horovod", "local" (a world of
-            one), "null" (claims the environment's size and sends nothing, to measure overhead).
-            "auto" takes local for one process, Horovod under mpirun and Horovod's launcher,
-            TensorFlow's collectives under TF_CONFIG, and under Slurm Horovod where it is installed.
+        name: "auto", or one transport: "collective" (TensorFlow's), "horovod", "mpi" (mpi4py),
+            "local" (a world of one), "null" (claims the environment's size and sends nothing, to
+            measure overhead). "auto" takes local for one process, under mpirun Horovod where it is
+            installed and mpi where it is not, Horovod under its own launcher, TensorFlow's
+            collectives under TF_CONFIG, and under Slurm Horovod where it is installed.
         environment: Where this process stands; detected when None.
 
     Returns:
@@ -86,12 +87,18 @@ def _world(name: str, environment: Environment) -> Communicator:
         if not horovod_installed():
             raise CommunicatorError(
                 f"this job was started as {environment.kind!r} and needs Horovod, which is not "
-                "installed: run `dtk install-horovod`, or start with `dtk run` to use TensorFlow's "
-                "collectives"
+                f"installed: run `{_install(environment.kind)}`, or start with `dtk run` to use "
+                "TensorFlow's collectives"
             )
         from dtk.communicators.horovod import start as start_horovod
 
         return start_horovod(environment)
+    if name == "mpi":
+        if not mpi_installed():
+            raise CommunicatorError("mpi4py is not installed: run `pip install 'dtk[mpi]'`")
+        from dtk.communicators.mpi import start as start_mpi
+
+        return start_mpi(environment)
     if name == "collective" and environment.size > 1:
         from dtk.communicators.collective import start as start_collective
 
@@ -111,9 +118,25 @@ def horovod_installed() -> bool:
     return importlib.util.find_spec("horovod") is not None
 
 
+def mpi_installed() -> bool:
+    """Return whether mpi4py can be imported, found without importing it, which starts MPI."""
+    return importlib.util.find_spec("mpi4py") is not None
+
+
+def _install(kind: str) -> str:
+    """Return what installs that which joins the ranks of a launcher."""
+    return (
+        "pip install 'dtk[mpi]'` or `dtk install-horovod"
+        if kind == "mpi"
+        else "dtk install-horovod"
+    )
+
+
 def _choose(environment: Environment) -> str:
     if environment.size == 1:
         return "local"
+    if environment.kind == "mpi" and not horovod_installed() and mpi_installed():
+        return "mpi"
     if environment.kind in ("mpi", "horovod"):
         return "horovod"
     if environment.kind == "slurm":

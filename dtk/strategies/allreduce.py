@@ -32,9 +32,10 @@ class AllReduceStrategy(DtkStrategy):
     With one process it is plain Keras.
 
     Args:
-        communicator: "auto" (from the environment), "horovod", "collective" (TensorFlow's own),
-            "local" (one process), or a `dtk.communicators.Communicator`. What a message and a
-            byte take is measured once in each world, and buckets and the like are chosen by it:
+        communicator: "auto" (from the environment), "horovod", "mpi" (mpi4py), "collective"
+            (TensorFlow's own), "local" (one process), or a `dtk.communicators.Communicator`. What
+            a message and a byte take is measured once in each world, and buckets and the like are
+            chosen by it:
             `print(strategy.communicator.costs)` says what was found and chosen; see
             `dtk.communicators.cost_cache`.
         exchange: What is sent of gradients, and when: a value of `dtk.exchange`, or its short name

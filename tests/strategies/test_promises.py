@@ -24,7 +24,13 @@ from strategies import bodies, cases
 
 TWO = pytest.mark.parametrize("backend, size", [("collective", 2)])
 SEVERAL = pytest.mark.parametrize(
-    "backend, size", [("collective", 2), ("horovod-mpi", 2), ("collective", 3)]
+    "backend, size",
+    [
+        ("collective", 2),
+        ("horovod-mpi", 2),
+        ("collective", 3),
+        pytest.param("mpi", 2, marks=pytest.mark.full),
+    ],
 )
 
 

@@ -1,0 +1,69 @@
+"""MPI by mpi4py: `pip install dtk[mpi]` brings MPI itself, `mpirun` included.
+
+No compiler and no root is needed. Started by the `mpirun` of that package, by any other of the
+same kind of MPI, or by Slurm with PMIx.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import socket
+
+from dtk.cluster.environment import Environment
+from dtk.communicators.base import Communicator
+from dtk.errors import CommunicatorError, at_rank
+
+INSTALL = "pip install 'dtk[mpi]'"
+
+
+@functools.cache  # a process has one runtime: a second strategy shares it
+def start(environment: Environment) -> Communicator:
+    """Initialise MPI and check that it sees the world the launcher described.
+
+    Args:
+        environment: What the launcher told.
+
+    Returns:
+        The communicator over all ranks.
+
+    Raises:
+        CommunicatorError: MPI is not there, sees another world, or takes one thread's calls only.
+    """
+    # Open MPI's word for it: a thread that waits must not keep others from computing.
+    os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise CommunicatorError(
+            at_rank(environment.rank, f"cannot load MPI ({error}): run `{INSTALL}`")
+        ) from error
+    library = MPI.Get_library_version().split(",")[0]
+    world = MPI.COMM_WORLD
+    if (world.rank, world.size) != (environment.rank, environment.size):
+        raise CommunicatorError(
+            at_rank(
+                environment.rank,
+                f"the launcher ({environment.kind}) started {environment.size} ranks, but {library}"
+                f" sees rank {world.rank} of {world.size}: start with the mpirun of that library "
+                "(the one beside `python`), or with `dtk run`",
+            )
+        )
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise CommunicatorError(
+            at_rank(
+                environment.rank,
+                f"{library} takes calls from one thread only; it has to be built for several "
+                "(MPI_THREAD_MULTIPLE), as those of PyPI and Debian are",
+            )
+        )
+    from dtk.communicators.mpi.communicator import MPICommunicator
+    from dtk.communicators.mpi.requests import Progress
+
+    progress = Progress(world.Dup())
+    # Before mpi4py's own, which ends MPI and waits until all ranks do.
+    atexit.register(progress.leave)
+    made = MPICommunicator(world.Dup(), ("",) * world.size, range(world.size), progress)
+    made.set_hosts(made.allgather_object(socket.gethostname()))
+    return made

@@ -1,0 +1,273 @@
+"""MPI's own collectives, on the tensors' memory.
+
+Ranks are matched by the order in which they post a collective on one of MPI's communicators. The
+sequencer keeps that order within a lane; lanes that run beside each other, and the buckets of one
+list, which become ready in any order, have communicators of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import tensorflow as tf
+from mpi4py import MPI
+
+from dtk.communicators.base import Communicator
+from dtk.communicators.local import LocalCommunicator
+from dtk.communicators.mpi.requests import Job, Progress
+from dtk.communicators.packed import PackedCommunicator
+from dtk.nests import Array
+
+_OPS = {"sum": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "prod": MPI.PROD}
+# Collectives of one list that are under way on communicators of their own.
+_BESIDE = 8
+# MPI tells groups made at the same time apart by a tag; this many are in the standard.
+_TAGS = 32767
+
+# Posts a collective of the arrays that it is given.
+Post = Callable[[MPI.Intracomm, Sequence[Array]], Job]
+
+
+@dataclasses.dataclass
+class _Lane:
+    """A communicator of MPI's, and what was last traced to post on it."""
+
+    comm: MPI.Intracomm
+    posted: tf.Operation | None = None
+
+
+class _Site:
+    """Where a graph waits for the results of one of its collectives that were not there at once.
+
+    Args:
+        dtype: Of the results.
+        device: Where the graph waits.
+    """
+
+    def __init__(self, dtype: tf.DType, device: str) -> None:
+        with tf.init_scope(), tf.device(device):
+            self.queue = tf.queue.FIFOQueue(1, [dtype])
+        self._device = device
+        self._lock = threading.Lock()
+        self._turn = 0
+        self._late = False
+
+    def begin(self) -> int:
+        """Return the number of the execution that begins.
+
+        A result that a step did not wait for, since it had failed, is not the next one's.
+        """
+        with self._lock:
+            self._turn += 1
+            if self._late and int(self.queue.size()):
+                self.queue.dequeue()
+            self._late = False
+            return self._turn
+
+    def deliver(self, turn: int, result: Array) -> None:
+        """Give the graph a result, unless it has begun again meanwhile.
+
+        Args:
+            turn: What `begin` returned.
+            result: One-dimensional.
+        """
+        with self._lock, tf.device(self._device):
+            self._late = True
+            if turn == self._turn:
+                tf.raw_ops.QueueEnqueueV2(handle=self.queue.queue_ref, components=[_tensor(result)])
+
+
+class MPICommunicator(PackedCommunicator):
+    """Ranks joined by MPI. Made by `start` and `split`.
+
+    Args:
+        comm: Over this group, for nothing else.
+        hosts: One per rank of the group.
+        members: World rank of every rank of the group.
+        progress: Of this process.
+    """
+
+    name = "mpi"
+
+    # 8-bit integers are added with saturation by some of Open MPI's instructions, and 16-bit floats
+    # are none of MPI's types.
+    reduces = frozenset({tf.int32, tf.int64, tf.float32, tf.float64})
+    moves = reduces | {tf.bool, tf.uint8, tf.int8, tf.uint16, tf.int16, tf.float16}
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        hosts: Sequence[str],
+        members: Sequence[int],
+        progress: Progress,
+    ) -> None:
+        super().__init__(comm.rank, hosts)
+        self._comm = comm
+        self._pairs = _Lane(comm.Dup())  # messages of two ranks
+        self._members = tuple(members)
+        self._progress = progress
+        self._lanes = {("", 0): _Lane(comm)}
+
+    # -- what is posted
+
+    def _reduce(self, flat: list[tf.Tensor], op: str, label: str) -> list[tf.Tensor]:
+        def post(comm: MPI.Intracomm, arrays: Sequence[Array]) -> Job:
+            (given,) = arrays
+            result = self._progress.buffers.take(given.size, given.dtype)
+            request = comm.Iallreduce(given, result, _OPS[op])
+            return self._job(request, result, [given], label)
+
+        return [
+            tf.ensure_shape(self._call(self._lane(i), post, [tensor], tensor.dtype), tensor.shape)
+            for i, tensor in enumerate(flat)
+        ]
+
+    def _gather_sizes(self, sizes: tf.Tensor, label: str) -> tf.Tensor:
+        def post(comm: MPI.Intracomm, arrays: Sequence[Array]) -> Job:
+            (given,) = arrays
+            result = self._progress.buffers.take(self.size * given.size, given.dtype)
+            return self._job(comm.Iallgather(given, result), result, [given], label)
+
+        rows = self._call(self._lane(0), post, [sizes], sizes.dtype)
+        return tf.ensure_shape(tf.reshape(rows, [self.size, -1]), [self.size, *sizes.shape])
+
+    def _gather(self, flat: tf.Tensor, sizes: tf.Tensor, label: str, lane: int) -> list[tf.Tensor]:
+        def post(comm: MPI.Intracomm, arrays: Sequence[Array]) -> Job:
+            given, counts = arrays
+            result = self._progress.buffers.take(int(counts.sum()), given.dtype)
+            request = comm.Iallgatherv(_plain(given), [_plain(result), counts.tolist()])
+            return self._job(request, result, [given], label)
+
+        rows = self._call(self._lane(lane), post, [flat, sizes], flat.dtype)
+        return tf.split(rows, sizes, num=self.size)
+
+    def _exchange(self, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
+        def post(comm: MPI.Intracomm, arrays: Sequence[Array]) -> Job:
+            given, matrix = arrays
+            sent, received = matrix[self.rank], matrix[:, self.rank]
+            result = self._progress.buffers.take(int(received.sum()), given.dtype)
+            request = comm.Ialltoallv(
+                [_plain(given), sent.tolist()], [_plain(result), received.tolist()]
+            )
+            return self._job(request, result, [given], label)
+
+        rows = self._call(self._lane(0), post, [flat, sizes], flat.dtype)
+        return tf.split(rows, sizes[:, self.rank], num=self.size)
+
+    def _broadcast(self, flat: list[tf.Tensor], root: int, label: str) -> list[tf.Tensor]:
+        def post(comm: MPI.Intracomm, arrays: Sequence[Array]) -> Job:
+            (given,) = arrays
+            result = self._progress.buffers.take(given.size, given.dtype)
+            if comm.rank == root:
+                np.copyto(result, given)
+            return self._job(comm.Ibcast(_plain(result), root), result, [], label)
+
+        return [
+            tf.ensure_shape(self._call(self._lane(i), post, [tensor], tensor.dtype), tensor.shape)
+            for i, tensor in enumerate(flat)
+        ]
+
+    def _send(self, flat: tf.Tensor, dest: int, tag: int) -> tf.Tensor:
+        def post(comm: MPI.Intracomm, arrays: Sequence[Array]) -> Job:
+            (given,) = arrays
+            request = comm.Isend(_plain(given), dest, _tag(tag))
+            what = f"a message to rank {dest}"
+            return Job(request, np.zeros(1, np.int32), [given], self._two(dest), what)
+
+        return self._call(self._pairs, post, [flat], tf.int32)
+
+    def _receive(self, room: tf.Tensor, source: int, tag: int) -> tf.Tensor:
+        def post(comm: MPI.Intracomm, arrays: Sequence[Array]) -> Job:
+            (elements,) = arrays
+            result = self._progress.buffers.take(int(elements), np.dtype(room.dtype.as_numpy_dtype))
+            request = comm.Irecv(_plain(result), source, _tag(tag))
+            return Job(request, result, [], self._two(source), f"a message from rank {source}")
+
+        received = self._call(self._pairs, post, [tf.size(room)], room.dtype)
+        return tf.ensure_shape(received, room.shape)
+
+    def _job(self, request: MPI.Request, result: Array, kept: Sequence[Array], label: str) -> Job:
+        return Job(request, result, kept, frozenset(self._members), f"the collective {label!r}")
+
+    def _two(self, peer: int) -> frozenset[int]:
+        return frozenset((self._members[self.rank], self._members[peer]))
+
+    # -- how it is posted
+
+    def _lane(self, number: int) -> _Lane:
+        """Return MPI's communicator for the running lane, and one of the collectives in it.
+
+        All ranks make it while they trace the first collective that needs it.
+        """
+        concurrent = (name for name, one in self._concurrent.items() if one is self._sequencer)
+        key = (next(concurrent, ""), number % _BESIDE)
+        if key not in self._lanes:
+            tag = zlib.crc32(repr(key).encode()) % _TAGS
+            self._lanes[key] = _Lane(self._comm.Create_group(self._comm.group, tag))
+        return self._lanes[key]
+
+    def _call(self, lane: _Lane, post: Post, inputs: list[tf.Tensor], dtype: tf.DType) -> tf.Tensor:
+        """Post a collective when its inputs are there, and return its result."""
+        if tf.executing_eagerly():
+            given = [_array(tensor) for tensor in inputs]
+            return _tensor(self._progress.wait(post(lane.comm, given)))
+        site = _Site(dtype, self._device)
+
+        def start(*given: Array) -> tuple[np.bool_, Array]:
+            turn = site.begin()
+            job = post(lane.comm, given)
+            if self._progress.soon(job):
+                return np.True_, job.result
+            self._progress.later(job, functools.partial(site.deliver, turn))
+            return np.False_, job.result[:0]
+
+        graph = tf.compat.v1.get_default_graph()
+        # In order where two share a communicator; across graphs the sequencer sees to that.
+        waits = [lane.posted] if lane.posted is not None and lane.posted.graph is graph else []
+        with tf.device(self._device), tf.control_dependencies(waits):
+            done, result = tf.numpy_function(start, inputs, [tf.bool, dtype])
+            lane.posted = done.op
+            done.set_shape([])
+            result.set_shape([None])
+            value = tf.cond(done, lambda: result, site.queue.dequeue)
+        value.set_shape([None])
+        return value
+
+    def split(self, color: int, key: int | None = None) -> Communicator:
+        """See `Communicator.split`; any number of groups, and groups of groups."""
+        comm = MPI.Intracomm(self._comm.Split(color, self.rank if key is None else key))
+        ranks = MPI.Group.Translate_ranks(comm.group, None, self._comm.group)
+        hosts = [self.hosts[rank] for rank in ranks]
+        if len(ranks) == 1:
+            return LocalCommunicator(hosts[0])
+        members = [self._members[rank] for rank in ranks]
+        return MPICommunicator(comm, hosts, members, self._progress)
+
+
+def _plain(array: Array) -> Array:
+    """Return the same bytes as a type that MPI has."""
+    return array.view(np.uint16) if array.dtype == np.float16 else array
+
+
+def _tag(tag: int) -> int:
+    most = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or _TAGS
+    return tag if 0 <= tag <= most else zlib.crc32(str(tag).encode()) % most
+
+
+def _array(tensor: tf.Tensor) -> Array:
+    """Return a tensor's own memory as an array, where it is the host's."""
+    if "GPU" in tensor.device:
+        return tensor.numpy()
+    return np.asarray(memoryview(tensor))
+
+
+def _tensor(array: Array) -> tf.Tensor:
+    """Return an array's own memory as a tensor; the caller writes to it no more."""
+    if array.size == 0 or array.dtype == np.bool_:  # not what dlpack takes
+        return tf.constant(array)
+    return tf.experimental.dlpack.from_dlpack(array.__dlpack__())

@@ -1,0 +1,249 @@
+"""Requests of MPI under way: posted by TensorFlow's threads, brought to their end by one of ours.
+
+A step's graph holds a host function for each collective. It posts the collective and returns at
+once, so that no thread of TensorFlow's waits for another rank: with as few threads as there are
+cores, ranks that wait for different collectives would wait for ever.
+
+    host function  -- posts -->  MPI  -- within 0.1 ms -->  returns the result
+                                   \\-- later -->  progress thread  -- enqueues -->  graph dequeues
+
+TensorFlow's queues tell the graph without a thread that waits. MPI moves bytes only while one of
+its functions runs, which is why the progress thread keeps testing while anything is under way.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+from mpi4py import MPI
+
+from dtk.errors import CommunicatorError, at_rank
+from dtk.nests import Array
+
+# A host function waits so long for so few bytes itself: the way by the thread and the queue takes
+# 0.2 ms more.
+SOON_SECONDS = 1e-4
+SOON_BYTES = 1 << 16
+# Tests that find nothing done before the thread sleeps between them, and for how long, in seconds.
+_EAGER_TESTS = 2000
+_PAUSE = 2e-5
+# How often to look whether a rank that others wait for has left, and how long to go on after it
+# did: what it had sent may still be on its way. In seconds.
+_LOOK = 0.25
+_AFTER_LEAVING = 2.0
+_LEFT_TAG = 1
+# Buffers that are kept of each size, and the least size; in bytes, a multiple of a page.
+_KEPT = 4
+_POOLED = 1 << 16
+_ALIGNED = 64
+
+
+class Job(NamedTuple):
+    """A collective that was posted.
+
+    Attributes:
+        request: Of MPI.
+        result: What the collective fills; the caller's to use once it is done.
+        kept: What MPI reads until then.
+        members: World ranks that take part.
+        what: Names it in an error.
+    """
+
+    request: MPI.Request
+    result: Array
+    kept: Sequence[Array]
+    members: frozenset[int]
+    what: str
+
+
+class Buffers:
+    """Memory of results, used again once TensorFlow has let go of it.
+
+    New memory of many megabytes costs as much as sending them: the system hands it out in pages.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, list[Array]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, elements: int, dtype: tf.DType) -> Array:
+        """Return an uninitialised, aligned array of one dimension.
+
+        Args:
+            elements: Its length.
+            dtype: Of its elements.
+        """
+        nbytes = elements * dtype.itemsize
+        if nbytes < _POOLED:
+            return _part(np.empty(nbytes + _ALIGNED, np.uint8), nbytes).view(dtype)
+        size = -(-nbytes // _POOLED) * _POOLED + _ALIGNED
+        with self._lock:
+            known = self._known.setdefault(size, [])
+            # Referred to by the list, the loop and the argument: no array or tensor is a part.
+            free = next((room for room in known if sys.getrefcount(room) <= 3), None)
+            if free is None:
+                free = np.empty(size, np.uint8)
+                if len(known) < _KEPT:
+                    known.append(free)
+            return _part(free, nbytes).view(dtype)
+
+
+def _part(room: Array, nbytes: int) -> Array:
+    """Return a part that begins where TensorFlow takes it without a copy."""
+    skipped = -room.ctypes.data % _ALIGNED
+    return room[skipped : skipped + nbytes]
+
+
+class Progress:
+    """Brings posted collectives to their end.
+
+    Args:
+        world: A communicator over all ranks, for nothing else.
+    """
+
+    def __init__(self, world: MPI.Intracomm) -> None:
+        self.buffers = Buffers()
+        self._world = world
+        self._new: collections.deque[tuple[Job, Callable[[Array], None]]] = collections.deque()
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._left: dict[int, float] = {}
+        self._goodbye = np.zeros(1, np.uint8)
+        self._hearing: MPI.Request | None = None
+        self._hear_lock = threading.Lock()
+        self._ending = False
+        self._stopped = threading.Event()
+        self._stopped.set()
+
+    def soon(self, job: Job) -> bool:
+        """Return whether a small collective is done within a moment.
+
+        Args:
+            job: What was posted.
+        """
+        if job.result.nbytes > SOON_BYTES:
+            return False
+        until = time.perf_counter() + SOON_SECONDS
+        while not job.request.Test():
+            if time.perf_counter() > until:
+                return False
+        return True
+
+    def later(self, job: Job, deliver: Callable[[Array], None]) -> None:
+        """Have the progress thread bring a collective to its end.
+
+        Args:
+            job: What was posted.
+            deliver: Called with the result, in that thread.
+        """
+        self._new.append((job, deliver))
+        if self._thread is None:
+            self._stopped.clear()
+            self._thread = threading.Thread(target=self._run, name="dtk-mpi", daemon=True)
+            self._thread.start()
+        self._wake.set()
+
+    def wait(self, job: Job) -> Array:
+        """Return the result of a collective once it is done.
+
+        Args:
+            job: What was posted.
+
+        Raises:
+            CommunicatorError: A rank that takes part has left.
+        """
+        idle, look = 0, time.monotonic() + _LOOK
+        while not job.request.Test():
+            idle = _pause(idle)
+            if time.monotonic() > look:
+                look = time.monotonic() + _LOOK
+                self._check([job])
+        return job.result
+
+    def leave(self) -> None:
+        """Tell the others that this rank takes part in nothing more; stop testing."""
+        self._ending = True
+        self._wake.set()
+        self._stopped.wait(_AFTER_LEAVING)
+        others = [rank for rank in range(self._world.size) if rank != self._world.rank]
+        sent = [self._world.Isend(np.zeros(1, np.uint8), rank, _LEFT_TAG) for rank in others]
+        MPI.Request.Waitall(sent)  # so short that none waits to be received
+
+    def _run(self) -> None:
+        """Test all that is under way until it is done; sleep while nothing is."""
+        try:
+            self._test_until_left()
+            self._stopped.set()
+            # Open MPI's end corrupts memory after a thread that called it has ended.
+            threading.Event().wait()
+        except BaseException as error:
+            # No graph can be told: it would wait for ever, and so would the other ranks.
+            print(f"dtk: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    def _test_until_left(self) -> None:
+        jobs: list[tuple[Job, Callable[[Array], None]]] = []
+        idle, look = 0, 0.0
+        while not self._ending:
+            if not jobs and not self._new:
+                self._wake.wait()
+                look = time.monotonic() + _LOOK
+            self._wake.clear()
+            while self._new:
+                jobs.append(self._new.popleft())
+            done = MPI.Request.Testsome([job.request for job, _ in jobs]) if jobs else []
+            for index in done or ():
+                job, deliver = jobs[index]
+                deliver(job.result)
+            if done:
+                finished = set(done)
+                jobs = [pair for index, pair in enumerate(jobs) if index not in finished]
+                idle = 0
+                continue
+            idle = _pause(idle)
+            if time.monotonic() > look:
+                look = time.monotonic() + _LOOK
+                self._check([job for job, _ in jobs])
+
+    def _check(self, jobs: Sequence[Job]) -> None:
+        """Raise if a rank has left that something under way needs."""
+        with self._hear_lock:
+            self._hear()
+        over = time.monotonic() - _AFTER_LEAVING
+        gone = {rank for rank, when in self._left.items() if when < over}
+        for job in jobs:
+            missing = sorted(gone & job.members)
+            if missing:
+                names = ", ".join(f"rank {rank}" for rank in missing)
+                raise CommunicatorError(
+                    at_rank(
+                        self._world.rank,
+                        f"{job.what} waits for {names}, whose script has ended; see what "
+                        f"{names} wrote",
+                    )
+                )
+
+    def _hear(self) -> None:
+        """Take note of the ranks that have said that they leave."""
+        while True:
+            if self._hearing is None:
+                self._hearing = self._world.Irecv(self._goodbye, MPI.ANY_SOURCE, _LEFT_TAG)
+            status = MPI.Status()
+            if not self._hearing.Test(status):
+                return
+            self._left[status.source] = time.monotonic()
+            self._hearing = None
+
+
+def _pause(idle: int) -> int:
+    """Let others compute, between two tests of which the last `idle` found nothing done."""
+    time.sleep(0 if idle < _EAGER_TESTS else _PAUSE)
+    return idle + 1
