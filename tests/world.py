@@ -61,7 +61,7 @@ class Started(Hello):
 
 def missing(backend: str) -> str | None:
     """Why a backend cannot run here, and what to do about it; None if it can."""
-    if backend == "mpi" and (importlib.util.find_spec("mpi4py") is None or _mpirun() is None):
+    if backend == "mpi" and not (importlib.util.find_spec("mpi4py") and places.mpirun_of_python()):
         return "no mpi4py, or no mpirun beside python: pip install 'dtk[mpi]'"
     if not backend.startswith("horovod"):
         return None
@@ -216,18 +216,12 @@ def _processes(backend: str, size: int, extra: dict[str, str]) -> list[Process]:
     if backend == "horovod-mpi":
         return [places.mpirun(command, size, env)]
     if backend == "mpi":
-        started = places.mpirun(command, size, env)
-        return [dataclasses.replace(started, argv=(_mpirun() or "", *started.argv[1:]))]
+        return [places.mpirun(command, size, env, program=places.mpirun_of_python() or "")]
     kind = "horovod" if backend == "horovod-gloo" else "collective"
     servers = SERVERS if backend == "served" else 0
     # Other worlds use the same cores.
     planned = plan(command, workers=size, communicator=kind, ps=servers, bind=False)
     return [dataclasses.replace(process, env={**process.env, **env}) for process in planned]
-
-
-def _mpirun() -> str | None:
-    """The mpirun that came with `dtk[mpi]`, beside the interpreter."""
-    return shutil.which("mpirun", path=str(Path(sys.executable).parent))
 
 
 def _running(pid: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 import shutil
@@ -16,7 +17,8 @@ from dtk.errors import ClusterError, CommunicatorError
 from dtk.launch import COMMUNICATORS, Process, job_options, plan, ssh
 
 MPI = "horovod-mpi"
-LAUNCHERS = (*COMMUNICATORS, MPI)
+MPI4PY = "mpi"
+LAUNCHERS = (*COMMUNICATORS, MPI, MPI4PY)
 # Their threads exchange messages all the time, also when nothing is reduced.
 BUSY = ("horovod", MPI)
 _AGENT = (sys.executable, "-m", "dtk.bench.agent")
@@ -43,6 +45,13 @@ def check(launcher: str, hosts: Sequence[Host]) -> None:
         CommunicatorError: It is not installed.
     """
     check_names("--communicator", [launcher], LAUNCHERS)
+    if launcher == MPI4PY:
+        if importlib.util.find_spec("mpi4py") is None or mpirun_of_python() is None:
+            raise CommunicatorError(
+                "no mpi4py, or no mpirun beside python: run `pip install 'dtk[mpi]'`"
+            )
+        check_mpirun(hosts, installed=True)
+        return
     if launcher != MPI:
         job_options.check_communicator(launcher)
         return
@@ -50,11 +59,12 @@ def check(launcher: str, hosts: Sequence[Host]) -> None:
     check_mpirun(hosts)
 
 
-def check_mpirun(hosts: Sequence[Host]) -> None:
+def check_mpirun(hosts: Sequence[Host], installed: bool = False) -> None:
     """Refuse `mpirun` where it cannot start processes.
 
     Args:
         hosts: Where; this machine when empty.
+        installed: Whether it was found already.
 
     Raises:
         ClusterError: There are other hosts.
@@ -62,13 +72,17 @@ def check_mpirun(hosts: Sequence[Host]) -> None:
     """
     if hosts:
         raise ClusterError(
-            f"what mpirun starts ({MPI}, mpi4py) is measured on this machine only; leave --hosts "
-            "out"
+            f"what mpirun starts ({MPI}, mpi, mpi4py) is measured here only; leave --hosts out"
         )
-    if shutil.which("mpirun") is None:
+    if not installed and shutil.which("mpirun") is None:
         raise CommunicatorError(
             "no mpirun: install Debian's openmpi-bin and libopenmpi-dev, then `dtk install-horovod`"
         )
+
+
+def mpirun_of_python() -> str | None:
+    """Return the mpirun that `pip install 'dtk[mpi]'` put beside the interpreter."""
+    return shutil.which("mpirun", path=os.path.dirname(sys.executable))
 
 
 def place(
@@ -87,7 +101,7 @@ def place(
         What to start: an agent for each rank, or one `mpirun` for all.
     """
     argv = [*_AGENT, *command]
-    kind = "horovod" if launcher in BUSY else launcher
+    kind = "horovod" if launcher in (*BUSY, MPI4PY) else launcher
     facts: dict[str, ssh.Facts] = {}
 
     def noted(host: str, ports: int) -> ssh.Facts:
@@ -95,13 +109,16 @@ def place(
         return facts[host]
 
     planned = plan(argv, workers, hosts=hosts, communicator=kind, survey=noted)
-    if launcher == MPI:
+    if launcher in (MPI, MPI4PY):
         # Agents bind themselves, to the parts that `dtk run` would give them.
         shares = {
             **_SHARED,
             **{n: v for n, v in planned[0].env.items() if not n.startswith(("HOROVOD_", "DTK_"))},
             agent.CORES: json.dumps([one.cores for one in planned]),
         }
+        if launcher == MPI4PY:
+            chosen = {**shares, "DTK_COMMUNICATOR": MPI4PY}
+            return [mpirun(argv, workers, chosen, program=mpirun_of_python() or "mpirun")]
         return [mpirun(argv, workers, shares)]
     return [
         dataclasses.replace(
@@ -131,6 +148,7 @@ def mpirun(
     workers: int,
     env: Mapping[str, str],
     binding: Sequence[str] = ("--bind-to", "none"),
+    program: str = "mpirun",
 ) -> Process:
     """Return one process that starts all ranks, on this machine.
 
@@ -139,8 +157,9 @@ def mpirun(
         workers: How many there are.
         env: Variables for all of them.
         binding: Options that say which cores each gets.
+        program: Which mpirun.
     """
-    argv = ["mpirun", "--oversubscribe", *binding]
+    argv = [program, "--oversubscribe", *binding]
     if os.geteuid() == 0:
         argv.append("--allow-run-as-root")
     # A rank that waits must not keep the others from computing.

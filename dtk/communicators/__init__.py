@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from dtk.communicators.local import LocalCommunicator
 
 NAMES = ("auto", "collective", "horovod", "mpi", "local", "null")
+# What "auto" is to mean.
+VARIABLE = "DTK_COMMUNICATOR"
 # Imported when asked for, since they need TensorFlow: `costs` is used without.
 _LATER = {"Communicator": "base", "REDUCE_OPS": "base", "LocalCommunicator": "local"}
 
@@ -46,18 +48,22 @@ def create(name: str = "auto", environment: Environment | None = None) -> Commun
             "local" (a world of one), "null" (claims the environment's size and sends nothing, to
             measure overhead). "auto" takes local for one process, under mpirun Horovod where it is
             installed and mpi where it is not, Horovod under its own launcher, TensorFlow's
-            collectives under TF_CONFIG, and under Slurm Horovod where it is installed.
+            collectives under TF_CONFIG, and under Slurm Horovod where it is installed; the
+            variable DTK_COMMUNICATOR overrules it.
         environment: Where this process stands; detected when None.
 
     Returns:
         A communicator over all training processes of the job.
 
     Raises:
-        ValueError: For an unknown name.
+        ValueError: For an unknown name, in DTK_COMMUNICATOR too.
         CommunicatorError: If the transport is missing or cannot start.
     """
+    said = ""
+    if name == "auto" and os.environ.get(VARIABLE):
+        name, said = os.environ[VARIABLE], f" in {VARIABLE}"
     if name not in NAMES:
-        raise ValueError(f"unknown communicator {name!r}; use one of {', '.join(NAMES)}")
+        raise ValueError(f"unknown communicator {name!r}{said}; use one of {', '.join(NAMES)}")
     if name == "local":
         return _alone(None)
     if environment is None:

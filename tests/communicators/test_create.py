@@ -60,6 +60,8 @@ def end(process, timeout=60):
 @pytest.mark.parametrize(
     "kind, size, installed, expected",
     [
+        ("mpi", 2, False, "mpi"),
+        ("horovod", 2, False, "horovod"),
         ("single", 1, True, "local"),
         ("mpi", 1, True, "local"),
         ("mpi", 2, True, "horovod"),
@@ -71,6 +73,7 @@ def end(process, timeout=60):
 )
 def test_auto(monkeypatch, kind, size, installed, expected):
     monkeypatch.setattr(communicators, "horovod_installed", lambda: installed)
+    monkeypatch.setattr(communicators, "mpi_installed", lambda: True)
     assert communicators._choose(Environment(kind, 0, size)) == expected
 
 
@@ -80,7 +83,7 @@ def test_one_process_needs_nothing():
 
 
 def test_unknown_name():
-    with pytest.raises(ValueError, match="'carrier'; use one of auto, collective, horovod, local"):
+    with pytest.raises(ValueError, match="'carrier'; use one of auto, collective, horovod, mpi, local"):
         create("carrier")
 
 
@@ -101,8 +104,20 @@ def test_roles_that_do_not_train_are_refused(monkeypatch, role, name):
 
 def test_horovod_missing(monkeypatch):
     monkeypatch.setattr(communicators, "horovod_installed", lambda: False)
-    with pytest.raises(CommunicatorError, match="`dtk install-horovod`, or start with `dtk run`"):
+    monkeypatch.setattr(communicators, "mpi_installed", lambda: False)
+    told = "`pip install 'dtk\\[mpi\\]'` or `dtk install-horovod`, or start with `dtk run`"
+    with pytest.raises(CommunicatorError, match=told):
         create("auto", Environment("mpi", 0, 2))
+    with pytest.raises(CommunicatorError, match="run `pip install 'dtk\\[mpi\\]'`"):
+        create("mpi", Environment("mpi", 0, 2))
+
+
+def test_a_variable_says_what_auto_is(monkeypatch):
+    monkeypatch.setenv("DTK_COMMUNICATOR", "null")
+    assert create("auto", Environment("mpi", 1, 3)).name == "null"
+    monkeypatch.setenv("DTK_COMMUNICATOR", "carrier")
+    with pytest.raises(ValueError, match="'carrier' in DTK_COMMUNICATOR; use one of auto, coll"):
+        create("auto", Environment("mpi", 1, 3))
 
 
 def test_addresses_missing():
