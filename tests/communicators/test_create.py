@@ -83,7 +83,9 @@ def test_one_process_needs_nothing():
 
 
 def test_unknown_name():
-    with pytest.raises(ValueError, match="'carrier'; use one of auto, collective, horovod, mpi, local"):
+    with pytest.raises(
+        ValueError, match="'carrier'; use one of auto, collective, horovod, mpi, local"
+    ):
         create("carrier")
 
 

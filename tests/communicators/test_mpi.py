@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
+import threading
 
 import numpy as np
 import pytest
@@ -69,36 +71,82 @@ def test_a_result_that_a_failed_step_left_is_not_the_next_ones(pool):
     assert pool.run(late_results) == [([1, 0, 0, 1], [3.0])] * 2
 
 
+class Late:
+    """A tensor that is there a while after a graph begins, and keeps no thread until then."""
+
+    def __init__(self):
+        self._queue = tf.queue.FIFOQueue(1, [tf.bool])
+
+    def __call__(self, value):
+        with tf.control_dependencies([self._queue.dequeue()]):
+            return tf.identity(value)
+
+    def start(self):
+        self._timer = threading.Timer(0.3, lambda: self._queue.enqueue(True))
+        self._timer.start()
+
+    def drain(self):
+        self._timer.join()
+        while int(self._queue.size()):
+            self._queue.dequeue()
+
+
 def lanes_in_opposite_order():
-    """Each rank's thread for graphs is kept in another lane for a while; neither may wait there."""
+    """Half of the lanes are late on each rank: more than it has threads for graphs are left."""
     comm = communicator()
-    sleep = 0.3
-
-    def after_a_while(value):
-        def wait(given):
-            import time
-
-            time.sleep(sleep)
-            return given
-
-        return tf.ensure_shape(tf.numpy_function(wait, [value], tf.float32), value.shape)
+    late = [Late() for _ in range(6)]
 
     @tf.function(autograph=False)
-    def both(value):
+    def every(value):
+        found = []
         with comm.sequence("opposite"):
-            with comm.concurrent("one"):
-                one = comm.allreduce(after_a_while(value) if comm.rank else value)
-            with comm.concurrent("other"):
-                other = comm.allreduce(value if comm.rank else after_a_while(value))
-        return one, other
+            for i, one in enumerate(late):
+                given = value * 10.0**i
+                with comm.concurrent(f"lane {i}"):
+                    found.append(
+                        comm.allreduce(given if (i < 3) == bool(comm.rank) else one(given))
+                    )
+        return found
 
-    return [[part.numpy().tolist() for part in both(tf.fill([3], 1.0 + i))] for i in range(5)]
+    results = []
+    for i in range(2):
+        for one in late:
+            one.start()
+        results.append([part.numpy().tolist() for part in every(tf.fill([2], 1.0 + i))])
+        # Those that no late value waited for are started alike.
+        for one in late:
+            one.drain()
+    return results
 
 
 @two
 def test_lanes_do_not_wait_for_each_other(pool):
-    expected = [[[2.0 + 2 * i] * 3] * 2 for i in range(5)]
+    expected = [[[2.0 * (1 + i) * 10.0**lane] * 2 for lane in range(6)] for i in range(2)]
     assert pool.run(lanes_in_opposite_order) == [expected] * 2
+
+
+def buckets_ready_in_opposite_order():
+    comm = communicator()
+    late, limit = Late(), comm.bucket_bytes
+    comm.bucket_bytes = 4
+    late.start()
+
+    @tf.function(autograph=False)
+    def total(values):
+        last = 8 if comm.rank else 0  # the first and the ninth share a communicator of MPI's
+        values = [late(v) if i == last else v for i, v in enumerate(values)]
+        with comm.sequence("buckets"):
+            return comm.allreduce(values)
+
+    try:
+        return [one.numpy().tolist() for one in total([tf.fill([2], i + 1.0) for i in range(9)])]
+    finally:
+        comm.bucket_bytes = limit
+
+
+@two
+def test_buckets_meet_however_they_become_ready(pool):
+    assert pool.run(buckets_ready_in_opposite_order) == [[[2.0 + 2 * i] * 2 for i in range(9)]] * 2
 
 
 LEAVES = """
@@ -130,8 +178,6 @@ def test_a_rank_that_leaves_is_named(tmp_path, end, graph, elements):
     script.write_text(textwrap.dedent(LEAVES.format(end=end, graph=graph, elements=elements)))
     (process,) = world._processes("mpi", 2, {})
     command = [*process.argv[: process.argv.index("-np")], "-np", "2", sys.executable, str(script)]
-    import os
-
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=90, env={**os.environ, **process.env}
     )

@@ -183,12 +183,12 @@ class MPICommunicator(PackedCommunicator):
 
     def _receive(self, room: tf.Tensor, source: int, tag: int) -> tf.Tensor:
         def post(comm: MPI.Intracomm, arrays: Sequence[Array]) -> Job:
-            (elements,) = arrays
-            result = self._progress.buffers.take(int(elements), np.dtype(room.dtype.as_numpy_dtype))
+            (given,) = arrays
+            result = self._progress.buffers.take(given.size, np.dtype(room.dtype.as_numpy_dtype))
             request = comm.Irecv(_plain(result), source, _tag(tag))
             return Job(request, result, [], self._two(source), f"a message from rank {source}")
 
-        received = self._call(self._pairs, post, [tf.size(room)], room.dtype)
+        received = self._call(self._pairs, post, [room], room.dtype)
         return tf.ensure_shape(received, room.shape)
 
     def _job(self, request: MPI.Request, result: Array, kept: Sequence[Array], label: str) -> Job:
@@ -230,7 +230,9 @@ class MPICommunicator(PackedCommunicator):
         # In order where two share a communicator; across graphs the sequencer sees to that.
         waits = [lane.posted] if lane.posted is not None and lane.posted.graph is graph else []
         with tf.device(self._device), tf.control_dependencies(waits):
-            done, result = tf.numpy_function(start, inputs, [tf.bool, dtype])
+            # "Stateful" ones would run in trace order, whatever is ready. That it is not left out,
+            # or run while the graph is prepared, the sequencer sees to by its inputs and outputs.
+            done, result = tf.numpy_function(start, inputs, [tf.bool, dtype], stateful=False)
             lane.posted = done.op
             done.set_shape([])
             result.set_shape([None])
