@@ -103,9 +103,8 @@ def lanes_in_opposite_order():
             for i, one in enumerate(late):
                 given = value * 10.0**i
                 with comm.concurrent(f"lane {i}"):
-                    found.append(
-                        comm.allreduce(given if (i < 3) == bool(comm.rank) else one(given))
-                    )
+                    ready = given if (i < 3) == bool(comm.rank) else one(given)
+                    found.append(comm.allreduce(ready))
         return found
 
     results = []
