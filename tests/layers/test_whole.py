@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import shutil
+import warnings
 
 import keras
 import numpy as np
@@ -77,6 +79,44 @@ def test_keras_layers_resume_what_parts_have_saved_and_parts_what_they_have(pool
                 resumed, made_of = found
                 assert np.linalg.norm(resumed - expected) <= 1e-5 * np.linalg.norm(expected)
                 assert set(made_of) == {"keras"}
+
+
+@functools.cache
+def compressing(parallel):
+    return dtk.strategies.AllReduceStrategy(
+        world.communicator(), exchange="1bit", model_parallel=parallel
+    )
+
+
+def compressed(epochs, directory, parallel):
+    """Weights of this rank, and what was warned of, after gradients of one bit."""
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(44, 6, 4, 2)).astype("float32"), random.integers(0, 3, 44)
+    strategy = compressing(parallel)
+    keras.utils.set_random_seed(2)
+    with strategy.scope():
+        model = layers.parallelize(plain(), CHANNELS)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss)
+    saving = [dtk.callbacks.Checkpoint(directory)] if directory else []
+    with warnings.catch_warnings(record=True) as caught:
+        model.fit(x, y, batch_size=16, epochs=epochs, verbose=0, callbacks=saving)
+    return bodies.flat(model.get_weights()), [str(one.message) for one in caught]
+
+
+@pytest.mark.worlds(("collective", 4))
+def test_what_an_exchange_remembers_of_parts_is_saved(pool, tmp_path):
+    expected = pool.run(compressed, 3, None, 2, timeout=120)
+    directory = str(tmp_path / "grid")
+    pool.run(compressed, 2, directory, 2, timeout=120)
+    elsewhere = str(tmp_path / "elsewhere")
+    shutil.copytree(directory, elsewhere)
+    resumed = pool.run(compressed, 3, directory, 2, timeout=120)
+    for (weights, _), (wanted, _) in zip(resumed, expected, strict=True):
+        np.testing.assert_array_equal(weights, wanted)
+    told = [messages for _, messages in pool.run(compressed, 3, elsewhere, 1, timeout=120)]
+    assert "in 2 part(s), which here has 1: exchange=" in "".join(told[0])
+    assert not any("part(s)" in "".join(messages) for messages in told[1:])
 
 
 @pytest.mark.worlds(("collective", 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import keras
@@ -9,7 +10,7 @@ import tensorflow as tf
 
 from dtk.callbacks.checkpointing.state import CheckpointState, Described
 from dtk.compat import keras_models
-from dtk.errors import at_rank
+from dtk.exchange.state import Saved
 from dtk.layers.plain import is_in_parts
 from dtk.layers.whole import ModelInParts
 from dtk.nests import Array
@@ -18,6 +19,9 @@ from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.model_state import ModelState
 from dtk.trainer.replica.replica_step import metric_variables
+
+# Begins the names of what the exchange remembers of a part of a model, before the part's number.
+_PART = "part "
 
 
 def parts_of(trainer: DistributedTrainer[Strategy]) -> ModelInParts | None:
@@ -31,9 +35,6 @@ def parts_of(trainer: DistributedTrainer[Strategy]) -> ModelInParts | None:
 
     Returns:
         None where each rank holds the whole model, in Keras's own layers.
-
-    Raises:
-        ValueError: The exchange keeps state of every part, which no checkpoint holds yet.
     """
     strategy = trainer.strategy
     if strategy.model_communicator.size == 1:
@@ -42,16 +43,56 @@ def parts_of(trainer: DistributedTrainer[Strategy]) -> ModelInParts | None:
         if not divisible or not hasattr(model, "operations"):
             return None
         return ModelInParts(model, strategy.model_communicator)
-    if strategy.exchange is not None and strategy.exchange.remembers:
-        raise ValueError(
-            at_rank(
-                strategy.rank,
-                f"Checkpoint with exchange={strategy.exchange} and model_parallel="
-                f"{strategy.model_communicator.size}: what the exchange remembers of the parts of "
-                "a model is not saved; use an exchange that remembers nothing, such as fp16",
-            )
-        )
     return ModelInParts(trainer.model, strategy.model_communicator)
+
+
+def exchange_of(trainer: DistributedTrainer[Strategy]) -> dict[str, Saved]:
+    """Collect what the exchange of gradients remembers, of all ranks, who call it together.
+
+    Args:
+        trainer: The model's trainer.
+
+    Returns:
+        Items by name, on rank 0. On a grid the names begin with the part of the model.
+    """
+    own, group = trainer.exchange_state(), trainer.strategy.model_communicator
+    if group.size == 1:
+        return own
+    return {
+        f"{_PART}{part}/{name}": item
+        for part, items in enumerate(group.allgather_object(own))
+        for name, item in items.items()
+    }
+
+
+def restore_exchange(trainer: DistributedTrainer[Strategy], saved: dict[str, Saved]) -> None:
+    """Restore what the exchange of gradients remembers; on a grid, of this rank's part.
+
+    What belongs to another division of the model cannot be used: the exchange then begins anew, and
+    rank 0 warns. One process without an exchange keeps it for the next.
+
+    Args:
+        trainer: The model's trainer.
+        saved: What `exchange_of` returned.
+    """
+    strategy = trainer.strategy
+    group = strategy.model_communicator
+    parts = {name.partition("/")[0] for name in saved if name.startswith(_PART)}
+    if group.size == 1 and not (parts and shared_optimizer.gradient_exchanges_of(trainer.model)):
+        trainer.restore_exchange(saved)
+        return
+    if len(parts) == group.size:
+        start = f"{_PART}{group.rank}/"
+        mine = {k.removeprefix(start): v for k, v in saved.items() if k.startswith(start)}
+        trainer.restore_exchange(mine)
+        return
+    trainer.restore_exchange({})
+    if saved and strategy.is_chief:
+        warnings.warn(
+            f"the checkpoint remembers gradients of a model in {len(parts) or 1} part(s), which "
+            f"here has {group.size}: exchange={strategy.exchange} begins anew, with nothing kept",
+            stacklevel=2,
+        )
 
 
 def describe(trainer: ModelState) -> Described:

@@ -18,6 +18,7 @@ from dtk.callbacks.checkpointing.model_state import (
     copies_of,
     describe,
     give_to_first,
+    restore_exchange,
 )
 from dtk.compat import tf_replicas
 from dtk.layers.whole import ModelInParts
@@ -149,7 +150,7 @@ def restore(
     shared_weights.start_from(0, trainer)
     for variable in accumulators_of(trainer):
         give_to_first(variable, copies_of(variable, strategy)[0], strategy)
-    trainer.restore_exchange(state.get("exchange", {}))
+    restore_exchange(trainer, state.get("exchange", {}))
     if parts is None:
         for variable, value in zip(trainer.seed_states(), state["seeds"], strict=True):
             variable.assign(value)

@@ -14,6 +14,7 @@ from dtk.callbacks.checkpointing.files import CheckpointFiles
 from dtk.callbacks.checkpointing.model_state import (
     copies_of,
     describe,
+    exchange_of,
     fold_accumulators,
     iterations_of,
     parts_of,
@@ -89,7 +90,7 @@ class CheckpointWriter:
         metrics = None
         if progress.in_epoch and progress.step:
             metrics = [value_of(v) for v in metric_variables(trainer.model)]
-        exchange, best = trainer.exchange_state(), self._best
+        exchange, best = exchange_of(trainer), self._best
         note: dict[str, object] | None = None
         if best.improves(progress.logs):
             note = {"epoch": progress.epoch, "monitor": best.monitor, "value": best.value}
