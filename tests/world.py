@@ -39,7 +39,7 @@ from dtk.bench import places
 from dtk.bench.ranks import ENDED, Hello, Ranks, RanksFailed
 from dtk.launch import Process, plan
 
-BACKENDS = ("local", "collective", "horovod-mpi", "horovod-gloo", "mpi", "served")
+BACKENDS = ("local", "collective", "horovod-mpi", "horovod-gloo", "mpi-wheel", "served")
 SERVERS = 2
 TESTS = Path(__file__).resolve().parent
 START_TIMEOUT = 90.0
@@ -61,7 +61,9 @@ class Started(Hello):
 
 def missing(backend: str) -> str | None:
     """Why a backend cannot run here, and what to do about it; None if it can."""
-    if backend == "mpi" and not (importlib.util.find_spec("mpi4py") and places.mpirun_of_python()):
+    if backend == "mpi-wheel" and not (
+        importlib.util.find_spec("mpi4py") and places.mpirun_of_python()
+    ):
         return "no mpi4py, or no mpirun beside python: pip install 'dtk[mpi]'"
     if not backend.startswith("horovod"):
         return None
@@ -215,7 +217,7 @@ def _processes(backend: str, size: int, extra: dict[str, str]) -> list[Process]:
     }
     if backend == "horovod-mpi":
         return [places.mpirun(command, size, env)]
-    if backend == "mpi":
+    if backend == "mpi-wheel":
         return [places.mpirun(command, size, env, program=places.mpirun_of_python() or "")]
     kind = "horovod" if backend == "horovod-gloo" else "collective"
     servers = SERVERS if backend == "served" else 0

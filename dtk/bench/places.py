@@ -72,7 +72,8 @@ def check_mpirun(hosts: Sequence[Host], installed: bool = False) -> None:
     """
     if hosts:
         raise ClusterError(
-            f"what mpirun starts ({MPI}, mpi, mpi4py) is measured here only; leave --hosts out"
+            f"what mpirun starts ({MPI}, mpi, mpi4py) is measured on this machine only; leave "
+            "--hosts out"
         )
     if not installed and shutil.which("mpirun") is None:
         raise CommunicatorError(

@@ -22,15 +22,19 @@ from communicators.contract import SHAPES, call, communicator, make, pairs, same
 
 WORLDS = [
     ("local", 1),
-    *((b, n) for b in ("collective", "horovod-gloo", "horovod-mpi", "mpi") for n in (1, 2, 3)),
+    *(
+        (b, n)
+        for b in ("collective", "horovod-gloo", "horovod-mpi", "mpi-wheel")
+        for n in (1, 2, 3)
+    ),
 ]
 # Horovod is one engine over two transports: every size runs by default, on one of them.
 ONLY_IN_FULL = {
     ("horovod-gloo", 1),
     ("horovod-gloo", 3),
     ("horovod-mpi", 3),
-    ("mpi", 1),
-    ("mpi", 3),
+    ("mpi-wheel", 1),
+    ("mpi-wheel", 3),
 }
 
 

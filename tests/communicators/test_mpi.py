@@ -15,7 +15,7 @@ import tensorflow as tf
 import world
 from communicators.contract import communicator
 
-two = pytest.mark.worlds(("mpi", 2))
+two = pytest.mark.worlds(("mpi-wheel", 2))
 
 
 def addresses_of_memory():
@@ -171,11 +171,11 @@ LEAVES = """
     ],
 )
 def test_a_rank_that_leaves_is_named(tmp_path, end, graph, elements):
-    if reason := world.missing("mpi"):
+    if reason := world.missing("mpi-wheel"):
         pytest.skip(reason)
     script = tmp_path / "leaves.py"
     script.write_text(textwrap.dedent(LEAVES.format(end=end, graph=graph, elements=elements)))
-    (process,) = world._processes("mpi", 2, {})
+    (process,) = world._processes("mpi-wheel", 2, {})
     command = [*process.argv[: process.argv.index("-np")], "-np", "2", sys.executable, str(script)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=90, env={**os.environ, **process.env}

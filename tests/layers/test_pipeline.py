@@ -93,7 +93,9 @@ def check_equal(found, expected):
             assert own_history[name] == pytest.approx(values, rel=1e-5), name
 
 
-@pytest.mark.worlds(("collective", 2), ("horovod-mpi", 2), ("mpi", 2))
+@pytest.mark.worlds(
+    ("collective", 2), ("horovod-mpi", 2), pytest.param(("mpi-wheel", 2), marks=pytest.mark.full)
+)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_two_stages_train_as_one_process(pool, schedule):
     check_equal(pool.run(piped, schedule, 2, timeout=240), pool.run(alone)[0])

@@ -104,6 +104,7 @@ def compressed(epochs, directory, parallel):
     return bodies.flat(model.get_weights()), [str(one.message) for one in caught]
 
 
+@pytest.mark.full
 @pytest.mark.worlds(("collective", 4))
 def test_what_an_exchange_remembers_of_parts_is_saved(pool, tmp_path):
     expected = pool.run(compressed, 3, None, 2, timeout=120)

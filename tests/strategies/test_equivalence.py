@@ -48,7 +48,7 @@ def covering(worlds, recipes):
 
 COVERING = covering(WORLDS, RECIPES)
 WHOLE = [pair for pair in itertools.product(WORLDS, RECIPES) if pair not in COVERING]
-WHOLE += itertools.product([("mpi", 2), ("mpi", 3)], RECIPES)
+BY_MPI = list(itertools.product([("mpi-wheel", 2), ("mpi-wheel", 3)], RECIPES))
 
 
 def test_the_subset_covers_every_pair():
@@ -96,7 +96,7 @@ def test_n_workers_equal_one_process(world, backend, size, recipe):
 @pytest.mark.full
 @pytest.mark.parametrize(
     "backend, size, recipe",
-    [(backend, size, recipe) for (backend, size), recipe in WHOLE],
+    [(backend, size, recipe) for (backend, size), recipe in [*WHOLE, *BY_MPI]],
     ids=lambda v: identify(v) if isinstance(v, tuple) else str(v),
 )
 def test_n_workers_equal_one_process_whole_matrix(world, backend, size, recipe):

@@ -29,7 +29,7 @@ SEVERAL = pytest.mark.parametrize(
         ("collective", 2),
         ("horovod-mpi", 2),
         ("collective", 3),
-        pytest.param("mpi", 2, marks=pytest.mark.full),
+        pytest.param("mpi-wheel", 2, marks=pytest.mark.full),
     ],
 )
 
