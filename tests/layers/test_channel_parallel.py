@@ -118,9 +118,16 @@ def equal_to_one_device(seed, count):
 @pytest.mark.worlds(
     ("local", 1),
     ("collective", 2),
-    pytest.param(("horovod-mpi", 2), marks=pytest.mark.full),
     ("collective", 3),
-    pytest.param(("collective", 4), marks=pytest.mark.full),
+    *(
+        pytest.param(world, marks=pytest.mark.full)
+        for world in (
+            ("collective", 4),
+            *(("horovod-mpi", size) for size in (2, 3)),
+            ("horovod-gloo", 3),
+            *(("mpi-wheel", size) for size in (2, 3, 4)),
+        )
+    ),
 )
 def test_divided_layers_equal_one_device(pool):
     pool.run(equal_to_one_device, 11, 16 if pool.size == 3 else 24, timeout=240)

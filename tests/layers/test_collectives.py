@@ -13,6 +13,11 @@ from dtk.layers import collectives, regions
 
 from world import communicator
 
+only_in_full = [
+    pytest.param(world, marks=pytest.mark.full)
+    for world in (("horovod-gloo", 2), ("mpi-wheel", 2), ("mpi-wheel", 3))
+]
+
 ROWS = [3, 1, 2]  # of each rank, where they may differ
 
 
@@ -160,7 +165,9 @@ def against_one_process(names, graph):
             )
 
 
-@pytest.mark.worlds(("local", 1), ("collective", 2), ("horovod-mpi", 2), ("collective", 3))
+@pytest.mark.worlds(
+    ("local", 1), ("collective", 2), ("horovod-mpi", 2), ("collective", 3), *only_in_full
+)
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 def test_gradients_are_those_of_one_process(pool, graph):
     """And so are gradients of gradients."""
@@ -197,7 +204,9 @@ def regions_against_one_process(graph):
         np.testing.assert_allclose(value, wanted, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.worlds(("local", 1), ("collective", 2), ("horovod-mpi", 2), ("collective", 3))
+@pytest.mark.worlds(
+    ("local", 1), ("collective", 2), ("horovod-mpi", 2), ("collective", 3), *only_in_full
+)
 def test_regions_count_a_common_loss_once(pool):
     pool.run(regions_against_one_process, False)
     pool.run(regions_against_one_process, True)
@@ -288,7 +297,7 @@ def second_gradient_by_messages():
             outer.gradient(again, x)
 
 
-@pytest.mark.worlds(("collective", 2), ("horovod-mpi", 2), ("collective", 3))
+@pytest.mark.worlds(("collective", 2), ("horovod-mpi", 2), ("collective", 3), *only_in_full)
 def test_gradients_come_back_by_send_and_recv(pool):
     pool.run(pipeline, False)
     pool.run(pipeline, True)

@@ -165,7 +165,13 @@ def test_rows_and_columns_at_once(pool):
 @pytest.mark.worlds(
     *(
         pytest.param(world, marks=pytest.mark.full)
-        for world in (("local", 1), ("collective", 2), ("horovod-mpi", 2), ("collective", 4))
+        for world in (
+            ("local", 1),
+            *(("collective", size) for size in (2, 4)),
+            *(("horovod-mpi", size) for size in (2, 3)),
+            ("horovod-gloo", 3),
+            *(("mpi-wheel", size) for size in (2, 3, 4)),
+        )
     )
 )
 def test_many_parts_of_images_equal_the_whole(pool):

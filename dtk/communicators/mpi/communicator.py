@@ -232,7 +232,9 @@ class MPICommunicator(PackedCommunicator):
         with tf.device(self._device), tf.control_dependencies(waits):
             # "Stateful" ones would run in trace order, whatever is ready. That it is not left out,
             # or run while the graph is prepared, the sequencer sees to by its inputs and outputs.
-            done, result = tf.numpy_function(start, inputs, [tf.bool, dtype], stateful=False)
+            # Gradients are for `dtk.layers.collectives`: a tape would want one of the queue here.
+            given = [tf.stop_gradient(tensor) for tensor in inputs]
+            done, result = tf.numpy_function(start, given, [tf.bool, dtype], stateful=False)
             lane.posted = done.op
             done.set_shape([])
             result.set_shape([None])
