@@ -37,6 +37,7 @@ import psutil
 
 from dtk.bench import places
 from dtk.bench.ranks import ENDED, Hello, Ranks, RanksFailed
+from dtk.communicators import mpi_installed
 from dtk.launch import Process, plan
 
 BACKENDS = ("local", "collective", "horovod-mpi", "horovod-gloo", "mpi-wheel", "served")
@@ -61,9 +62,7 @@ class Started(Hello):
 
 def missing(backend: str) -> str | None:
     """Why a backend cannot run here, and what to do about it; None if it can."""
-    if backend == "mpi-wheel" and not (
-        importlib.util.find_spec("mpi4py") and places.mpirun_of_python()
-    ):
+    if backend == "mpi-wheel" and not (mpi_installed() and places.mpirun_of_python()):
         return "no mpi4py, or no mpirun beside python: pip install 'dtk[mpi]'"
     if not backend.startswith("horovod"):
         return None

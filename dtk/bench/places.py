@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
+from dtk import communicators
 from dtk.bench import agent
 from dtk.bench.setting import check_names
 from dtk.cluster import Host
@@ -46,11 +46,11 @@ def check(launcher: str, hosts: Sequence[Host]) -> None:
     """
     check_names("--communicator", [launcher], LAUNCHERS)
     if launcher == MPI4PY:
-        if importlib.util.find_spec("mpi4py") is None or mpirun_of_python() is None:
+        if not communicators.mpi_installed() or mpirun_of_python() is None:
             raise CommunicatorError(
-                "no mpi4py, or no mpirun beside python: run `pip install 'dtk[mpi]'`"
+                f"no mpi4py, or no mpirun beside python: run `{communicators.INSTALL_MPI}`"
             )
-        check_mpirun(hosts, installed=True)
+        _check_here(hosts)
         return
     if launcher != MPI:
         job_options.check_communicator(launcher)
@@ -59,25 +59,28 @@ def check(launcher: str, hosts: Sequence[Host]) -> None:
     check_mpirun(hosts)
 
 
-def check_mpirun(hosts: Sequence[Host], installed: bool = False) -> None:
+def check_mpirun(hosts: Sequence[Host]) -> None:
     """Refuse `mpirun` where it cannot start processes.
 
     Args:
         hosts: Where; this machine when empty.
-        installed: Whether it was found already.
 
     Raises:
         ClusterError: There are other hosts.
         CommunicatorError: It is not installed.
     """
+    _check_here(hosts)
+    if shutil.which("mpirun") is None:
+        raise CommunicatorError(
+            "no mpirun: install Debian's openmpi-bin and libopenmpi-dev, then `dtk install-horovod`"
+        )
+
+
+def _check_here(hosts: Sequence[Host]) -> None:
     if hosts:
         raise ClusterError(
             f"what mpirun starts ({MPI}, mpi, mpi4py) is measured on this machine only; leave "
             "--hosts out"
-        )
-    if not installed and shutil.which("mpirun") is None:
-        raise CommunicatorError(
-            "no mpirun: install Debian's openmpi-bin and libopenmpi-dev, then `dtk install-horovod`"
         )
 
 

@@ -141,7 +141,7 @@ def horovod() -> Finding:
 def mpi4py() -> Finding:
     """Load MPI by mpi4py, which is optional, in a subprocess and say which library it is."""
     if not communicators.mpi_installed():
-        return Finding("MPI (mpi4py)", "not installed. Next: pip install 'dtk[mpi]'", NOTE)
+        return Finding("MPI (mpi4py)", f"not installed. Next: {communicators.INSTALL_MPI}", NOTE)
     # Not started: inside a job of MPI's that would be another process of it.
     script = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
     script += "print(MPI.Get_library_version().splitlines()[0])"
@@ -149,7 +149,7 @@ def mpi4py() -> Finding:
     lines = (probe.stdout if probe.returncode == 0 else probe.stderr).strip().splitlines()
     said = lines[-1] if lines else f"exit code {probe.returncode}"
     if probe.returncode:
-        return Finding("MPI (mpi4py)", f"{said}. Next: pip install 'dtk[mpi]'", BROKEN)
+        return Finding("MPI (mpi4py)", f"{said}. Next: {communicators.INSTALL_MPI}", BROKEN)
     return Finding("MPI (mpi4py)", said.partition(", package")[0])
 
 
@@ -187,7 +187,7 @@ def mpirun() -> Finding:
     """Find mpirun and its version."""
     path = shutil.which("mpirun")
     if path is None:
-        found = "not found. Next: pip install 'dtk[mpi]', or apt-get install openmpi-bin"
+        found = f"not found. Next: {communicators.INSTALL_MPI}, or apt-get install openmpi-bin"
         return Finding("mpirun", found, NOTE)
     first = (ask([path, "--version"]).stdout.strip().splitlines() or ["version unknown"])[0]
     return Finding("mpirun", f"{first} ({path})")

@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 # Before TensorFlow is imported: hide its start-up notes, keep warnings of its own and errors.
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from dtk.communicators.local import LocalCommunicator
 
 NAMES = ("auto", "collective", "horovod", "mpi", "local", "null")
+INSTALL_MPI = "pip install 'dtk[mpi]'"
 # What "auto" is to mean.
 VARIABLE = "DTK_COMMUNICATOR"
 # Imported when asked for, since they need TensorFlow: `costs` is used without.
@@ -47,9 +50,9 @@ def create(name: str = "auto", environment: Environment | None = None) -> Commun
         name: "auto", or one transport: "collective" (TensorFlow's), "horovod", "mpi" (mpi4py),
             "local" (a world of one), "null" (claims the environment's size and sends nothing, to
             measure overhead). "auto" takes local for one process, under mpirun Horovod where it is
-            installed and mpi where it is not, Horovod under its own launcher, TensorFlow's
-            collectives under TF_CONFIG, and under Slurm Horovod where it is installed; the
-            variable DTK_COMMUNICATOR overrules it.
+            installed and mpi where it is not or where dtk[mpi] brought the mpirun, Horovod under
+            its own launcher, TensorFlow's collectives under TF_CONFIG, and under Slurm Horovod
+            where it is installed; the variable DTK_COMMUNICATOR overrules it.
         environment: Where this process stands; detected when None.
 
     Returns:
@@ -96,12 +99,18 @@ def _world(name: str, environment: Environment) -> Communicator:
                 f"installed: run `{_install(environment.kind)}`, or start with `dtk run` to use "
                 "TensorFlow's collectives"
             )
+        if mpirun_of_python_started(os.environ):
+            raise CommunicatorError(
+                f"Horovod cannot be loaded under the mpirun of {sys.prefix}, which shows it "
+                "another MPI than it was built with: start with that one's mpirun, or use "
+                "communicator='mpi'"
+            )
         from dtk.communicators.horovod import start as start_horovod
 
         return start_horovod(environment)
     if name == "mpi":
         if not mpi_installed():
-            raise CommunicatorError("mpi4py is not installed: run `pip install 'dtk[mpi]'`")
+            raise CommunicatorError(f"mpi4py is not installed: run `{INSTALL_MPI}`")
         from dtk.communicators.mpi import start as start_mpi
 
         return start_mpi(environment)
@@ -129,19 +138,25 @@ def mpi_installed() -> bool:
     return importlib.util.find_spec("mpi4py") is not None
 
 
+def mpirun_of_python_started(environ: Mapping[str, str]) -> bool:
+    """Return whether the mpirun that `pip install 'dtk[mpi]'` brings started this process.
+
+    Args:
+        environ: Variables of the process.
+    """
+    return os.path.realpath(environ.get("OPAL_PREFIX", "/")) == os.path.realpath(sys.prefix)
+
+
 def _install(kind: str) -> str:
     """Return what installs that which joins the ranks of a launcher."""
-    return (
-        "pip install 'dtk[mpi]'` or `dtk install-horovod"
-        if kind == "mpi"
-        else "dtk install-horovod"
-    )
+    return f"{INSTALL_MPI}` or `dtk install-horovod" if kind == "mpi" else "dtk install-horovod"
 
 
 def _choose(environment: Environment) -> str:
     if environment.size == 1:
         return "local"
-    if environment.kind == "mpi" and not horovod_installed() and mpi_installed():
+    without_horovod = not horovod_installed() or mpirun_of_python_started(os.environ)
+    if environment.kind == "mpi" and mpi_installed() and without_horovod:
         return "mpi"
     if environment.kind in ("mpi", "horovod"):
         return "horovod"

@@ -25,6 +25,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from dtk.cluster.environment import Environment
+from dtk.communicators import startup
 from dtk.communicators.base import Communicator
 from dtk.communicators.local import LocalCommunicator
 from dtk.communicators.packed import PackedCommunicator
@@ -56,15 +57,14 @@ def start(environment: Environment) -> Communicator:
     # Open MPI's word for it: its thread that waits must not keep others from computing.
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     hvd.init()
-    if (hvd.rank(), hvd.size()) != (environment.rank, environment.size):
-        raise CommunicatorError(
-            at_rank(
-                environment.rank,
-                f"the launcher ({environment.kind}) started {environment.size} ranks, but Horovod "
-                f"sees rank {hvd.rank()} of {hvd.size()}: start with the mpirun of the MPI that "
-                "Horovod was built with (`dtk install-horovod` rebuilds it), or with `dtk run`",
-            )
-        )
+    startup.check_world(
+        environment,
+        hvd.rank(),
+        hvd.size(),
+        "Horovod",
+        "start with the mpirun of the MPI that Horovod was built with (`dtk install-horovod` "
+        "rebuilds it), or with `dtk run`",
+    )
     world = HorovodCommunicator(hvd.rank(), ("",) * hvd.size(), range(hvd.size()), _Sets())
     world.set_hosts(world.allgather_object(socket.gethostname()))
     return world

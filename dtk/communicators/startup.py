@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
+from dtk.cluster.environment import Environment
 from dtk.errors import CommunicatorError, at_rank
 from dtk.quiet import device_start
 
@@ -230,6 +231,29 @@ def _listen(address: str, backlog: int) -> socket.socket:
         door.close()
         raise
     return door
+
+
+def check_world(environment: Environment, rank: int, size: int, library: str, start: str) -> None:
+    """Make sure that a library sees the world which the launcher described.
+
+    Args:
+        environment: What the launcher told.
+        rank: This process's, as the library sees it.
+        size: Number of ranks, as the library sees it.
+        library: Its name.
+        start: How to start instead, as "start with ...".
+
+    Raises:
+        CommunicatorError: The two disagree: the ranks did not find each other.
+    """
+    if (rank, size) != (environment.rank, environment.size):
+        raise CommunicatorError(
+            at_rank(
+                environment.rank,
+                f"the launcher ({environment.kind}) started {environment.size} ranks, but "
+                f"{library} sees rank {rank} of {size}: {start}",
+            )
+        )
 
 
 def answers(address: str, timeout: float = 1.0) -> bool:

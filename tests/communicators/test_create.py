@@ -114,6 +114,18 @@ def test_horovod_missing(monkeypatch):
         create("mpi", Environment("mpi", 0, 2))
 
 
+def test_horovod_is_not_taken_under_the_mpirun_of_python(monkeypatch):
+    """Its libraries are of another MPI, and do not load there."""
+    monkeypatch.setattr(communicators, "horovod_installed", lambda: True)
+    monkeypatch.setattr(communicators, "mpi_installed", lambda: True)
+    monkeypatch.setenv("OPAL_PREFIX", sys.prefix)
+    assert communicators._choose(Environment("mpi", 0, 2)) == "mpi"
+    with pytest.raises(CommunicatorError, match="start with that one's mpirun, or use commun"):
+        create("horovod", Environment("mpi", 0, 2))
+    monkeypatch.setenv("OPAL_PREFIX", "/usr")
+    assert communicators._choose(Environment("mpi", 0, 2)) == "horovod"
+
+
 def test_a_variable_says_what_auto_is(monkeypatch):
     monkeypatch.setenv("DTK_COMMUNICATOR", "null")
     assert create("auto", Environment("mpi", 1, 3)).name == "null"

@@ -124,6 +124,8 @@ def over(names: Any) -> Any:
     for name in names:
         marks = () if name in REPRESENTATIVE else pytest.mark.full
         everywhere.append(pytest.param("horovod-mpi", 2, name, marks=marks))
+        if name in REPRESENTATIVE:
+            everywhere.append(pytest.param("mpi-wheel", 2, name, marks=pytest.mark.full))
     return pytest.mark.parametrize("backend, size, name", everywhere)
 
 

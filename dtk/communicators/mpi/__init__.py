@@ -12,10 +12,9 @@ import os
 import socket
 
 from dtk.cluster.environment import Environment
+from dtk.communicators import INSTALL_MPI, startup
 from dtk.communicators.base import Communicator
 from dtk.errors import CommunicatorError, at_rank
-
-INSTALL = "pip install 'dtk[mpi]'"
 
 
 @functools.cache  # a process has one runtime: a second strategy shares it
@@ -37,19 +36,18 @@ def start(environment: Environment) -> Communicator:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise CommunicatorError(
-            at_rank(environment.rank, f"cannot load MPI ({error}): run `{INSTALL}`")
+            at_rank(environment.rank, f"cannot load MPI ({error}): run `{INSTALL_MPI}`")
         ) from error
     library = MPI.Get_library_version().split(",")[0]
     world = MPI.COMM_WORLD
-    if (world.rank, world.size) != (environment.rank, environment.size):
-        raise CommunicatorError(
-            at_rank(
-                environment.rank,
-                f"the launcher ({environment.kind}) started {environment.size} ranks, but {library}"
-                f" sees rank {world.rank} of {world.size}: start with the mpirun of that library "
-                "(the one beside `python`), or with `dtk run`",
-            )
-        )
+    startup.check_world(
+        environment,
+        world.rank,
+        world.size,
+        library,
+        "start with the mpirun of that library (the one beside `python`), or with `dtk run` and "
+        "another communicator",
+    )
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise CommunicatorError(
             at_rank(

@@ -18,6 +18,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -186,6 +187,8 @@ class Progress:
             threading.Event().wait()
         except BaseException as error:
             # No graph can be told: it would wait for ever, and so would the other ranks.
+            if not isinstance(error, CommunicatorError):
+                traceback.print_exc()
             print(f"dtk: {error}", file=sys.stderr, flush=True)
             os._exit(1)
 
