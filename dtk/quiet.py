@@ -33,6 +33,8 @@ _PREAMBLE = "WARNING: All log messages before absl::InitializeLog() is called ar
 _LITERT = re.compile(r"INFO: Created TensorFlow Lite XNNPACK delegate|fully_quantize: \d, ")
 _LOGGED = re.compile(r"([IWE])\d{4} \d\d:\d\d:\d+\.\d+ +\d+ [\w./-]+:\d+\] ")
 _NO_GPU = re.compile(r".*failed call to cuInit: .*(CUDA_ERROR_NO_DEVICE|\(303\))")
+# Said once of whole numbers and truths, which oneDNN computes with on no processor.
+_NOT_ONEDNN = re.compile(r".*oneDNN supports DT_U?(BOOL|INT\d+) only on platforms with AVX-512")
 _LEVELS = {"I": 1, "W": 2, "E": 3}
 
 _GPU_DEVICE = "/dev/nvidiactl"
@@ -56,7 +58,8 @@ def level_in(environ: Mapping[str, str]) -> str:
 def is_noise(line: str, level: str | None, gpu: bool | None = None) -> bool:
     """Return whether a line of standard error is TensorFlow's start-up noise.
 
-    Errors stay, but for CUDA's complaint that there is no GPU where there is none.
+    Errors stay, but for CUDA's complaint that there is no GPU where there is none, and oneDNN's
+    about types that no instructions help it with.
 
     Args:
         line: The line.
@@ -78,7 +81,7 @@ def is_noise(line: str, level: str | None, gpu: bool | None = None) -> bool:
     match = _LOGGED.match(line)
     if match is None:
         return False
-    if _LEVELS[match[1]] <= int(level):
+    if _LEVELS[match[1]] <= int(level) or _NOT_ONEDNN.match(line):
         return True
     gpu = os.path.exists(_GPU_DEVICE) if gpu is None else gpu
     return not gpu and _NO_GPU.match(line) is not None

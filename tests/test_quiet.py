@@ -79,6 +79,14 @@ def test_a_missing_gpu_is_noise_only_where_there_is_none():
     assert not quiet.is_noise(NO_GPU, "0", gpu=False)
 
 
+def test_what_onednn_says_of_whole_numbers_is_noise_and_of_half_precision_is_not():
+    said = "oneDNN supports {} only on platforms with AVX-512. Falling back to the default ..."
+    for dtype in ("DT_BOOL", "DT_INT32", "DT_UINT8"):
+        assert quiet.is_noise(LINE.format("E", said.format(dtype)), "2", gpu=False), dtype
+        assert not quiet.is_noise(LINE.format("E", said.format(dtype)), "0", gpu=False), dtype
+    assert not quiet.is_noise(LINE.format("E", said.format("DT_HALF")), "2", gpu=False)
+
+
 def test_the_import_is_quiet_and_what_is_not_noise_comes_through(run):
     done = run(
         """
