@@ -15,7 +15,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --log $(VENV)/pip.log
 SETTINGS := setup.cfg pyproject.toml
-DEMO := .[examples]
+DEMO := .[examples,mpi]
 TEST := .[test,check,examples]
 
 # command:Debian package

@@ -6,7 +6,6 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -78,13 +77,14 @@ def hosts(
                 names = Path("/etc/netns", f"{mark}{n}", "hosts")
                 names.parent.mkdir(parents=True)
                 folders.append(names.parent)
-                names.write_text(f"127.0.0.1 localhost\n{net}.{n} {socket.gethostname()}\n")
+                names.write_text(f"127.0.0.1 localhost\n{net}.{n} {mark}{n}\n")
                 if cores:
                     folders.append(share_of_cores(f"{mark}{n}", cores))
             join = f'echo $$ > "{CORES}/{mark}$n/cgroup.procs"; ' if cores else ""
             shell = Path(folder, "shell")
             shell.write_text(
-                f'#!/bin/sh\nn=${{1##*.}}; shift; {join}exec ip netns exec {mark}$n sh -c "$*"\n'
+                f"#!/bin/sh\nn=${{1##*.}}; shift; {join}exec ip netns exec {mark}$n unshare --uts "
+                f'sh -c "hostname {mark}$n; $*"\n'
             )
             shell.chmod(0o755)
             yield [f"{net}.{n}" for n in range(1, count + 1)], str(shell)

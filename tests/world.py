@@ -37,8 +37,7 @@ import psutil
 
 from dtk.bench import places
 from dtk.bench.ranks import ENDED, Hello, Ranks, RanksFailed
-from dtk.communicators import mpi_installed
-from dtk.launch import Process, plan
+from dtk.launch import Process, mpi_places, plan
 
 BACKENDS = ("local", "collective", "horovod-mpi", "horovod-gloo", "mpi-wheel", "served")
 SERVERS = 2
@@ -62,7 +61,7 @@ class Started(Hello):
 
 def missing(backend: str) -> str | None:
     """Why a backend cannot run here, and what to do about it; None if it can."""
-    if backend == "mpi-wheel" and not (mpi_installed() and places.mpirun_of_python()):
+    if backend == "mpi-wheel" and mpi_places.mpirun() is None:
         return "no mpi4py, or no mpirun beside python: pip install 'dtk[mpi]'"
     if not backend.startswith("horovod"):
         return None
@@ -217,7 +216,9 @@ def _processes(backend: str, size: int, extra: dict[str, str]) -> list[Process]:
     if backend == "horovod-mpi":
         return [places.mpirun(command, size, env)]
     if backend == "mpi-wheel":
-        return [places.mpirun(command, size, env, program=places.mpirun_of_python() or "")]
+        started = places.mpirun(command, size, env)
+        argv = (str(mpi_places.mpirun()), *started.argv[1:])
+        return [dataclasses.replace(started, argv=argv)]
     kind = "horovod" if backend == "horovod-gloo" else "collective"
     servers = SERVERS if backend == "served" else 0
     # Other worlds use the same cores.

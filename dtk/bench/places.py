@@ -9,7 +9,6 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from dtk import communicators
 from dtk.bench import agent
 from dtk.bench.setting import check_names
 from dtk.cluster import Host
@@ -17,8 +16,7 @@ from dtk.errors import ClusterError, CommunicatorError
 from dtk.launch import COMMUNICATORS, Process, job_options, plan, ssh
 
 MPI = "horovod-mpi"
-MPI4PY = "mpi"
-LAUNCHERS = (*COMMUNICATORS, MPI, MPI4PY)
+LAUNCHERS = (*(name for name in COMMUNICATORS if name != "auto"), MPI)
 # Their threads exchange messages all the time, also when nothing is reduced.
 BUSY = ("horovod", MPI)
 _AGENT = (sys.executable, "-m", "dtk.bench.agent")
@@ -45,13 +43,6 @@ def check(launcher: str, hosts: Sequence[Host]) -> None:
         CommunicatorError: It is not installed.
     """
     check_names("--communicator", [launcher], LAUNCHERS)
-    if launcher == MPI4PY:
-        if not communicators.mpi_installed() or mpirun_of_python() is None:
-            raise CommunicatorError(
-                f"no mpi4py, or no mpirun beside python: run `{communicators.INSTALL_MPI}`"
-            )
-        _check_here(hosts)
-        return
     if launcher != MPI:
         job_options.check_communicator(launcher)
         return
@@ -79,14 +70,8 @@ def check_mpirun(hosts: Sequence[Host]) -> None:
 def _check_here(hosts: Sequence[Host]) -> None:
     if hosts:
         raise ClusterError(
-            f"what mpirun starts ({MPI}, mpi, mpi4py) is measured on this machine only; leave "
-            "--hosts out"
+            f"what mpirun starts ({MPI}, mpi4py) is measured on this machine; leave --hosts out"
         )
-
-
-def mpirun_of_python() -> str | None:
-    """Return the mpirun that `pip install 'dtk[mpi]'` put beside the interpreter."""
-    return shutil.which("mpirun", path=os.path.dirname(sys.executable))
 
 
 def place(
@@ -105,7 +90,7 @@ def place(
         What to start: an agent for each rank, or one `mpirun` for all.
     """
     argv = [*_AGENT, *command]
-    kind = "horovod" if launcher in (*BUSY, MPI4PY) else launcher
+    kind = "horovod" if launcher in BUSY else launcher
     facts: dict[str, ssh.Facts] = {}
 
     def noted(host: str, ports: int) -> ssh.Facts:
@@ -113,16 +98,13 @@ def place(
         return facts[host]
 
     planned = plan(argv, workers, hosts=hosts, communicator=kind, survey=noted)
-    if launcher in (MPI, MPI4PY):
+    if launcher == MPI:
         # Agents bind themselves, to the parts that `dtk run` would give them.
         shares = {
             **_SHARED,
             **{n: v for n, v in planned[0].env.items() if not n.startswith(("HOROVOD_", "DTK_"))},
             agent.CORES: json.dumps([one.cores for one in planned]),
         }
-        if launcher == MPI4PY:
-            chosen = {**shares, "DTK_COMMUNICATOR": MPI4PY}
-            return [mpirun(argv, workers, chosen, program=mpirun_of_python() or "mpirun")]
         return [mpirun(argv, workers, shares)]
     return [
         dataclasses.replace(
@@ -152,7 +134,6 @@ def mpirun(
     workers: int,
     env: Mapping[str, str],
     binding: Sequence[str] = ("--bind-to", "none"),
-    program: str = "mpirun",
 ) -> Process:
     """Return one process that starts all ranks, on this machine.
 
@@ -161,9 +142,8 @@ def mpirun(
         workers: How many there are.
         env: Variables for all of them.
         binding: Options that say which cores each gets.
-        program: Which mpirun.
     """
-    argv = [program, "--oversubscribe", *binding]
+    argv = ["mpirun", "--oversubscribe", *binding]
     if os.geteuid() == 0:
         argv.append("--allow-run-as-root")
     # A rank that waits must not keep the others from computing.

@@ -25,6 +25,8 @@ from dtk import cluster, communicators
 from dtk.errors import ClusterError
 from dtk.horovod_build import reduction_check
 from dtk.horovod_build.requirements import HorovodBuildError, ask
+from dtk.launch import mpi_places
+from dtk.launch.plan import VARIABLE
 from dtk.version import __version__
 
 OK, NOTE, BROKEN = "ok", "note", "broken"
@@ -96,6 +98,7 @@ def examine() -> list[Finding]:
             with_need(asked_horovod.result(), here),
             asked_mpi.result(),
             mpirun(),
+            joined_by(),
             cores(),
             here[1],
         ]
@@ -151,6 +154,18 @@ def mpi4py() -> Finding:
     if probe.returncode:
         return Finding("MPI (mpi4py)", f"{said}. Next: {communicators.INSTALL_MPI}", BROKEN)
     return Finding("MPI (mpi4py)", said.partition(", package")[0])
+
+
+def joined_by() -> Finding:
+    """Say by what `dtk run` joins all-reduce ranks, and why."""
+    told = os.environ.get(VARIABLE)
+    if told:
+        return Finding("dtk run", f"joins ranks by {told}: {VARIABLE} says so")
+    path = mpi_places.mpirun()
+    if path is None:
+        found = f"joins ranks by TensorFlow's collectives. Faster: {communicators.INSTALL_MPI}"
+        return Finding("dtk run", found, NOTE)
+    return Finding("dtk run", f"joins ranks by MPI: mpi4py is there, and {path}")
 
 
 def environment() -> tuple[str, Finding]:

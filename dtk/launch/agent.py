@@ -26,6 +26,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, TypeAlias, TypedDict
 
 _SIOCGIFADDR = 0x8915
+# Added to a job's mark: processes that outlive its ranks, and end with its launcher.
+BESIDE = ".beside"
 
 
 class RankSpec(TypedDict):
@@ -369,6 +371,7 @@ def guard(spec: GuardSpec) -> int:
     """
     if "done" not in sys.stdin.read():
         end(spec["job"], spec["grace"])
+        end(spec["job"] + BESIDE, 0.0)
     return 0
 
 

@@ -86,7 +86,7 @@ class Job:
         self._output = JobOutput(
             self.processes, self.output_dir, stdout, stderr, self._state.lose_output
         )
-        self._starter = Starter(self.processes, self.job_id, grace, remote_shell)
+        self._starter = Starter(self.processes, self.job_id, grace, remote_shell, self._output.say)
         self._ending = ending.choose(self.processes, self._ranks)
         restarts = Restarts(
             self.processes,
@@ -112,7 +112,7 @@ class Job:
 
         Raises:
             ClusterError: A process cannot be started, a port is taken, or `output_dir` is unusable.
-            CommunicatorError: Horovod is asked for and not installed.
+            CommunicatorError: Horovod or MPI is asked for and not installed, or does not start.
         """
         if self._started:
             raise ClusterError("this job was started before; make a new Job")

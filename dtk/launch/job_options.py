@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
@@ -14,7 +15,7 @@ import click
 
 from dtk.cluster import Host, parse_hosts, read_hostfile
 from dtk.errors import ClusterError, CommunicatorError, DtkError
-from dtk.launch import COMMUNICATORS, Job, ssh
+from dtk.launch import COMMUNICATORS, Job, mpi_places, ssh
 
 # What `signal.signal` takes and returns.
 _Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
@@ -22,9 +23,9 @@ _Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
 # Options of all of them.
 communicator = click.option(
     "--communicator",
-    default="collective",
-    show_default=True,
-    help="What moves the bytes: " + " or ".join(COMMUNICATORS) + ".",
+    default="auto",
+    show_default="auto: mpi where it is installed, else collective",
+    help="What moves the bytes: " + ", ".join(COMMUNICATORS) + ".",
 )
 hosts = click.option(
     "--hosts", metavar="H1:N,H2:N", help="Hosts and how many processes each takes."
@@ -204,10 +205,15 @@ def check_communicator(name: str) -> None:
 
     Raises:
         ClusterError: There is no such communicator.
-        CommunicatorError: Horovod is not installed.
+        CommunicatorError: Horovod or MPI is not installed.
     """
     if name not in COMMUNICATORS:
-        raise ClusterError(f"--communicator {name}: unknown, expected {' or '.join(COMMUNICATORS)}")
+        raise ClusterError(f"--communicator {name}: unknown, expected {', '.join(COMMUNICATORS)}")
+    if name == "mpi" and mpi_places.mpirun() is None:
+        raise CommunicatorError(
+            f"--communicator mpi: no mpi4py, or no mpirun of Open MPI beside {sys.executable}; run "
+            f"`{mpi_places.INSTALL}`"
+        )
     if name == "horovod" and importlib.util.find_spec("horovod") is None:
         raise CommunicatorError(
             "--communicator horovod: Horovod is not installed; run `dtk install-horovod`"

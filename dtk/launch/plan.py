@@ -18,7 +18,9 @@ from dtk.cluster import Host, TFConfig
 from dtk.errors import ClusterError
 from dtk.launch import local, ssh
 
-COMMUNICATORS = ("collective", "horovod")
+COMMUNICATORS = ("auto", "collective", "horovod", "mpi")
+# Says what moves the bytes: to this launcher by the user, to the ranks by this launcher.
+VARIABLE = "DTK_COMMUNICATOR"
 # Each process takes a port and hundreds of MB: more is a mistyped number.
 MOST_ON_A_HOST = 1024
 # They mostly wait: the chief for workers, the servers for gradients that workers compute. Giving
@@ -81,7 +83,9 @@ def plan(
         workers: Number of training processes, without the chief of parameter servers; every slot
             of `hosts` when None.
         hosts: Where to run; this machine, over loopback, when empty.
-        communicator: "collective" (TF_CONFIG is set) or "horovod" (Gloo; HOROVOD_RANK ... are set).
+        communicator: What moves the bytes: "collective" (TF_CONFIG is set), "mpi" (the same, and
+            the job starts MPI's server), "horovod" (Gloo; HOROVOD_RANK ... are set), or "auto":
+            what DTK_COMMUNICATOR says, else mpi where it is installed and starts, else collective.
         ps: Number of parameter servers; with any, a chief is added as rank 0.
         evaluator: Whether to add a process that evaluates beside the training; with `ps` only.
         bind: Whether ranks that share a host are bound to a part of its cores each: the thread that
@@ -101,16 +105,21 @@ def plan(
     [('rank 0', 'localhost'), ('rank 1', 'localhost')]
     """
     environ = os.environ if environ is None else environ
+    if communicator == "auto":
+        told = environ.get(VARIABLE, "auto")
+        # Beside a server there is nothing for the others to do.
+        communicator = told if told in COMMUNICATORS and not ps else "collective"
     _check(command, workers, hosts, communicator, ps, evaluator)
     hosts = tuple(hosts) or (Host("localhost", workers or 1),)
     placed = _place(workers, hosts, ps, evaluator)
     per_host = collections.Counter(host for _, _, host in placed)
     facts = {host: survey(host, count) for host, count in per_host.items()}
     computing = collections.Counter(host for role, _, host in placed if role not in _WAITING)
-    if communicator == "collective":
-        processes = _collective(command, placed, facts)
-    else:
+    if communicator == "horovod":
         processes = _horovod(command, placed, facts)
+    else:
+        joins = communicator if len(placed) > 1 else "collective"
+        processes = _collective(command, placed, facts, joins)
     shares = {host: len(facts[host].cores) // max(1, computing[host]) for host in per_host}
     processes = [
         dataclasses.replace(p, env={**_defaults(environ, shares[p.host]), **p.env})
@@ -131,7 +140,7 @@ def _check(
         raise ClusterError("no command to run; give at least a program, e.g. `python train.py`")
     if communicator not in COMMUNICATORS:
         raise ClusterError(
-            f"communicator {communicator!r} is unknown, expected {' or '.join(COMMUNICATORS)}"
+            f"communicator {communicator!r} is unknown, expected {', '.join(COMMUNICATORS)}"
         )
     if workers is None and not hosts:
         raise ClusterError(
@@ -141,9 +150,9 @@ def _check(
         raise ClusterError(f"{workers} workers, expected 1 or more")
     if ps < 0:
         raise ClusterError(f"{ps} parameter servers, expected 0 or more")
-    if communicator == "horovod" and (ps or evaluator):
+    if communicator in ("horovod", "mpi") and (ps or evaluator):
         raise ClusterError(
-            "parameter servers and evaluators need the collective communicator, not horovod"
+            f"parameter servers and evaluators need the collective communicator, not {communicator}"
         )
     if evaluator and not ps:
         # It has no rank in TF_CONFIG: among all-reduce ranks it would take itself for rank 0.
@@ -189,7 +198,10 @@ def _place(
 
 
 def _collective(
-    command: Sequence[str], placed: list[tuple[str, int, str]], facts: Mapping[str, ssh.Facts]
+    command: Sequence[str],
+    placed: list[tuple[str, int, str]],
+    facts: Mapping[str, ssh.Facts],
+    joined_by: str,
 ) -> list[Process]:
     ports: dict[str, Iterator[int]] = {host: iter(fact.ports) for host, fact in facts.items()}
     cluster: dict[str, list[str]] = {}
@@ -201,7 +213,9 @@ def _collective(
     for role, index, host in placed:
         config = TFConfig(frozen, role, index)
         name = f"{role} {index}" if role in ("ps", "evaluator") else f"rank {config.rank}"
-        env = {"DTK_RUN": "1", "TF_CONFIG": config.dumps()}
+        env = {"DTK_RUN": "1", VARIABLE: joined_by, "TF_CONFIG": config.dumps()}
+        if joined_by != "collective" and facts[host].interface not in ("", "lo"):
+            env["OMPI_MCA_btl_tcp_if_include"] = facts[host].interface
         address = frozen[role][index]
         processes.append(Process(name, role, config.rank, host, tuple(command), env, address))
     return processes
@@ -222,6 +236,7 @@ def _horovod(
         cross = [r for r in range(len(hosts)) if local_ranks[r] == local_ranks[rank]]
         env = {
             "DTK_RUN": "1",
+            VARIABLE: "horovod",
             "DTK_HOSTS": ",".join(hosts),
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",

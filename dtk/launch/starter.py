@@ -4,34 +4,43 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from dtk.errors import ClusterError
-from dtk.launch import agent, local, rendezvous, ssh
-from dtk.launch.plan import Process
+from dtk.errors import ClusterError, CommunicatorError
+from dtk.launch import agent, local, mpi_places, rendezvous, ssh
+from dtk.launch.plan import VARIABLE, Process
 
 
 class Starter:
     """Starts processes that carry the mark of one job.
 
-    It also holds what outlives them: the guard process, Horovod's rendezvous server and ports.
+    It also holds what outlives them: the guard process, Horovod's rendezvous server, MPI's and
+    ports.
 
     Args:
         processes: The plan.
         job_id: The mark (DTK_JOB).
         grace: Seconds between SIGTERM and SIGKILL, for the guard and for other hosts.
         remote_shell: Command that reaches other hosts, called as `ssh` is.
+        say: Told a line that the user should see.
     """
 
     def __init__(
-        self, processes: Sequence[Process], job_id: str, grace: float, remote_shell: str
+        self,
+        processes: Sequence[Process],
+        job_id: str,
+        grace: float,
+        remote_shell: str,
+        say: Callable[[str], None],
     ) -> None:
         self._processes = processes
         self._job_id = job_id
         self._grace = grace
         self._remote_shell = remote_shell
         self._held: contextlib.ExitStack = contextlib.ExitStack()
+        self._say = say
         self._shared: dict[str, str] = {}
+        self._places: list[dict[str, str]] = []
         self._local_hosts: set[str] = set()
 
     def prepare(self) -> None:
@@ -39,7 +48,7 @@ class Starter:
 
         Raises:
             ClusterError: A port is taken.
-            CommunicatorError: Horovod is asked for and not installed.
+            CommunicatorError: Horovod or MPI is asked for and not installed, or does not start.
         """
         guard = local.Guard(self._job_id, self._grace)
         self._held.callback(guard.close)
@@ -47,6 +56,7 @@ class Starter:
             server = rendezvous.Rendezvous(self._processes)
             self._held.callback(server.close)
             self._shared = server.env
+        self._start_mpi()
         self._local_hosts = {p.host for p in self._processes if local.is_local(p.host)}
         for process in self._processes:
             if process.address and not self.is_remote(process):
@@ -70,7 +80,8 @@ class Starter:
         Args:
             process: Of the plan.
         """
-        return {**process.env, **self._shared}
+        place = self._places[process.rank] if self._places else {}
+        return {**process.env, **self._shared, **place}
 
     def popen(self, process: Process, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
         """Start one process.
@@ -112,6 +123,24 @@ class Starter:
             process: Of the plan.
         """
         return f"{self._job_id}/{process.name.replace(' ', '-')}"
+
+    def _start_mpi(self) -> None:
+        """Start MPI's server where the plan asks for it, or would like it."""
+        asked = {process.env.get(VARIABLE) for process in self._processes}
+        must = "mpi" in asked
+        if not must and ("auto" not in asked or mpi_places.mpirun() is None):
+            return
+        try:
+            places = mpi_places.MPIPlaces(
+                [process.host for process in self._processes], self._job_id, self._remote_shell
+            )
+        except CommunicatorError as error:
+            if must:
+                raise
+            self._say(f"going on over TensorFlow's collectives: {error}")
+            return
+        self._held.callback(places.close)
+        self._places = [{**env, VARIABLE: "mpi"} for env in places.env]
 
     def _hold_port(self, process: Process) -> None:
         host, _, port = process.address.rpartition(":")

@@ -221,7 +221,7 @@ MISTAKES = {
     "too many": (["-n", "3", "--hosts", "a:1,b:1"], "-n 3: a:1,b:1 have 2 slots; use -n 2"),
     "communicator": (
         ["--communicator", "nccl"],
-        "--communicator nccl: unknown, expected collective, horovod, horovod-mpi or mpi",
+        "--communicator nccl: unknown, expected collective, horovod, mpi or horovod-mpi",
     ),
     "mpirun on hosts": (
         ["--communicator", "horovod-mpi", "--hosts", "a:1,b:1"],

@@ -124,6 +124,27 @@ def test_no_mpirun_is_a_note(run, monkeypatch, tmp_path):
     assert result.exit_code == 0
 
 
+@pytest.mark.parametrize(
+    ("told", "there", "found"),
+    [
+        ("", True, ["ok", "joins ranks by MPI: mpi4py is there, and /bin/mpirun"]),
+        (
+            "",
+            False,
+            ["note", "joins ranks by TensorFlow's collectives. Faster: pip install 'dtk[mpi]'"],
+        ),
+        ("horovod", True, ["ok", "joins ranks by horovod: DTK_COMMUNICATOR says so"]),
+    ],
+    ids=["MPI", "no MPI", "told"],
+)
+def test_what_joins_the_ranks_and_why(run, monkeypatch, told, there, found):
+    path = pathlib.Path("/bin/mpirun") if there else None
+    monkeypatch.setattr(module.mpi_places, "mpirun", lambda: path)
+    if told:
+        monkeypatch.setenv("DTK_COMMUNICATOR", told)
+    assert line(run(), "dtk run") == found
+
+
 def test_hosts(run):
     with socket.create_server(("127.0.0.2", 0)) as server:
         port = server.getsockname()[1]

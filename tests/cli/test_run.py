@@ -132,7 +132,7 @@ MISTAKES = {
     "both": (["--hosts", "a", "--hostfile", "f", SCRIPT], "--hosts and --hostfile were both given"),
     "unknown communicator": (
         ["-n", "2", "--communicator", "nccl", SCRIPT],
-        "--communicator nccl: unknown, expected collective or horovod",
+        "--communicator nccl: unknown, expected auto, collective, horovod, mpi",
     ),
     "loopback among hosts": (
         ["--hosts", "localhost,a", SCRIPT],

@@ -159,7 +159,7 @@ def test_real_ports_are_free_and_different():
         ({"workers": 3, "hosts": [Host("a", 2)]}, "3 workers do not fit the 2 slots of a:2"),
         (
             {"workers": 1, "communicator": "nccl"},
-            "'nccl' is unknown, expected collective or horovod",
+            "'nccl' is unknown, expected auto, collective, horovod, mpi",
         ),
         ({"workers": 1, "ps": -1}, "-1 parameter servers"),
         ({"workers": 1, "ps": 1, "communicator": "horovod"}, "need the collective communicator"),

@@ -1,0 +1,177 @@
+"""Places in MPI's world for ranks that dtk itself starts.
+
+The `mpirun` that `pip install 'dtk[mpi]'` brings starts one small process for each rank, which
+writes its variables and sleeps. A rank that dtk starts with those variables takes its place: MPI's
+server on that host knows a process by them, not by its id.
+
+    mpirun --> sh: writes PMIX_RANK=0, PMIX_SERVER_URI=..., sleeps       (one for each rank)
+    dtk run --> python train.py with PMIX_RANK=0, ...  -- MPI_Init --> the server in mpirun
+
+So failures, prefixes, binding and endings are dtk's as without MPI, and the server ends with the
+job. Source: the PMIx standard, version 5, "PMIx_server_setup_fork": what a process needs to join
+is in its environment.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from dtk.errors import CommunicatorError
+from dtk.launch import agent, local
+
+INSTALL = "pip install 'dtk[mpi]'"
+START_SECONDS = 30.0
+# Of what mpirun gives a process, that which MPI reads.
+_OURS = ("PMIX_", "OMPI_", "OPAL_", "PRTE_")
+# An allocation that mpirun would place its processes in by itself.
+_ALLOCATIONS = ("SLURM_", "PBS_", "LSB_", "SGE_", "PE_HOSTFILE", "COBALT_")
+# Each process writes one line, which no other can mix with.
+_PLACE = "base64 -w0 < /proc/self/environ; echo; exec sleep 2147483647"
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+def mpirun() -> Path | None:
+    """Return the mpirun beside this Python, if it is Open MPI's and mpi4py is there too."""
+    beside = Path(sys.executable).parent
+    # Of other MPIs' launchers none is made of PRRTE, whose processes can be taken the place of.
+    if not (beside / "prterun").is_file() or importlib.util.find_spec("mpi4py") is None:
+        return None
+    found = beside / "mpirun"
+    return found if found.is_file() else None
+
+
+class MPIPlaces:
+    """The variables by which each rank joins MPI's world, and the server that they lead to.
+
+    Args:
+        hosts: Of every rank.
+        job: Value of DTK_JOB. The server carries another mark: it has to outlive ranks that are
+            asked to end, and save what they have together.
+        remote_shell: Command that reaches other hosts.
+
+    Attributes:
+        env: Variables of every rank.
+
+    Raises:
+        CommunicatorError: There is no such mpirun, or it does not start; with what it wrote.
+    """
+
+    def __init__(self, hosts: Sequence[str], job: str, remote_shell: str) -> None:
+        self._job = job + agent.BESIDE
+        self._alone = all(map(local.is_local, hosts))
+        self._folder = Path(tempfile.mkdtemp(prefix="dtk-mpi-"))
+        self._memory: Path | None = None
+        try:
+            with open(self._folder / "errors", "w") as errors:
+                self._process = self._start(hosts, remote_shell, errors.fileno())
+            self.env = self._read(len(hosts))
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(
+        self, hosts: Sequence[str], remote_shell: str, errors: int
+    ) -> subprocess.Popen[bytes]:
+        path = mpirun()
+        if path is None:
+            raise CommunicatorError(
+                f"communicator mpi: no mpirun of Open MPI beside {sys.executable}, or no mpi4py; "
+                f"run `{INSTALL}`"
+            )
+        command = [str(path), "--bind-to", "none", "-n", str(len(hosts))]
+        if self._alone:
+            command += ["--map-by", ":OVERSUBSCRIBE"]
+            command += ["--prtemca", "oob_tcp_disable_ipv6_family", "1"]
+            with contextlib.suppress(OSError):  # then where MPI itself puts it
+                self._memory = Path(tempfile.mkdtemp(prefix="dtk-mpi-", dir=_SHARED_MEMORY))
+        else:
+            names = self._folder / "hosts"
+            names.write_text("".join(f"{host.strip('[]')}\n" for host in hosts))
+            # The rank's number is that of its line.
+            command += ["--map-by", "seq:OVERSUBSCRIBE", "--hostfile", str(names)]
+            command += ["--prtemca", "plm_ssh_agent", remote_shell]
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not local.is_foreign(name) and not name.startswith((*_ALLOCATIONS, "TF_CONFIG"))
+        }
+        if os.getuid() == 0:  # the user may start training as root, and so what it needs
+            kept |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        return subprocess.Popen(
+            [*command, "sh", "-c", _PLACE],
+            env={**kept, "DTK_JOB": self._job},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,
+        )
+
+    def _read(self, size: int) -> list[dict[str, str]]:
+        """Read the variables that the processes write, each a line."""
+        assert self._process.stdout is not None
+        late = threading.Timer(START_SECONDS, self._process.kill)
+        late.start()
+        found: dict[int, dict[str, str]] = {}
+        try:
+            with self._process.stdout as lines:
+                while len(found) < size:
+                    line = lines.readline()
+                    if not line:
+                        raise CommunicatorError(self._why())
+                    env = _variables(line)
+                    found[int(env["PMIX_RANK"])] = env
+        finally:
+            late.cancel()
+        if self._alone:  # no port for messages that no other host sends
+            extra = {"OMPI_MCA_btl": "self,sm"}
+            if self._memory is not None:
+                extra["OMPI_MCA_btl_sm_backing_directory"] = str(self._memory)
+            for env in found.values():
+                env.update({name: os.environ.get(name, value) for name, value in extra.items()})
+        return [found[rank] for rank in range(size)]
+
+    def _why(self) -> str:
+        code = self._process.wait()
+        said = (self._folder / "errors").read_text(errors="replace").splitlines()
+        lines = [line.strip() for line in said if line.strip(" -\n")]
+        return (
+            f"communicator mpi: mpirun ended with exit code {agent.shell_code(code)} before the "
+            f"ranks could start: {' '.join(lines[:6]) or 'it said nothing'}; use --communicator "
+            "collective"
+        )
+
+    def close(self) -> None:
+        """End the server, and remove what it left."""
+        if hasattr(self, "_process"):
+            # At once: asked to end, it takes a quarter of a second, and removes no more than this.
+            self._process.kill()
+            self._process.wait()
+            agent.end(self._job, 0.0)
+            for place in getattr(self, "env", ())[:1]:
+                shutil.rmtree(place.get("PMIX_SERVER_TMPDIR", self._folder), ignore_errors=True)
+        for folder in filter(None, (self._folder, self._memory)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _variables(line: bytes) -> dict[str, str]:
+    """Return those of a process that MPI reads.
+
+    Args:
+        line: Its environment as Linux shows it, in base 64.
+
+    >>> _variables(base64.b64encode(b"PMIX_RANK=1" + bytes(1) + b"HOME=/root" + bytes(1)))
+    {'PMIX_RANK': '1'}
+    """
+    pairs = base64.b64decode(line).decode(errors="surrogateescape").split("\0")
+    split = (pair.partition("=") for pair in pairs if pair.startswith(_OURS))
+    return {name: value for name, _, value in split}

@@ -1,0 +1,163 @@
+"""Ranks that dtk starts, in the places that MPI's own launcher made: real ranks, real MPI."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dtk.cluster import Host
+from dtk.errors import CommunicatorError
+from dtk.launch import Job, agent, mpi_places, plan, ssh
+from dtk.launch.plan import VARIABLE
+
+needs_mpi = pytest.mark.skipif(
+    mpi_places.mpirun() is None, reason="no MPI beside python: pip install 'dtk[mpi]'"
+)
+SUM = (
+    "import os\nfrom mpi4py import MPI\nworld = MPI.COMM_WORLD\n"
+    "print(world.rank, world.size, world.allreduce(world.rank + 1), os.environ['DTK_COMMUNICATOR'])"
+)
+# What keeps PRRTE from starting: it wants another interface than loopback.
+NOT_STARTING = "PRTE_MCA_oob_tcp_if_include"
+
+
+def make(code, workers=2, communicator="auto", **options):
+    return plan([sys.executable, "-c", code], workers, communicator=communicator, **options)
+
+
+def chosen(processes):
+    return {process.env[VARIABLE] for process in processes}
+
+
+def left():
+    """Folders of MPI's, here and in shared memory."""
+    return {
+        path
+        for folder in (Path("/dev/shm"), Path(os.environ.get("TMPDIR", "/tmp")))
+        for pattern in ("dtk-mpi-*", "ompi.*", "sm_segment.*")
+        for path in folder.glob(pattern)
+    }
+
+
+def test_what_the_user_exported_decides_auto():
+    assert chosen(make("", environ={})) == {"auto"}
+    assert chosen(make("", environ={VARIABLE: "collective"})) == {"collective"}
+    assert chosen(make("", environ={VARIABLE: "horovod"})) == {"horovod"}
+    assert chosen(make("", communicator="collective", environ={VARIABLE: "mpi"})) == {"collective"}
+
+
+def test_servers_and_one_rank_alone_are_not_joined_by_mpi():
+    assert chosen(make("", ps=1, environ={VARIABLE: "mpi"})) == {"collective"}
+    assert chosen(make("", workers=1, environ={})) == {"collective"}
+
+
+@needs_mpi
+def test_ranks_meet_in_mpis_world_and_nothing_is_left(run):
+    before = left()
+    code, out, err, _ = run(make(SUM, 3))
+    assert (code, err) == (0, "")
+    assert sorted(out.splitlines()) == [f"[{r}] {r} 3 6 mpi" for r in range(3)]
+    assert left() <= before
+
+
+@needs_mpi
+def test_on_one_machine_ranks_listen_nowhere(run):
+    listening = (
+        "import os, psutil\nfrom mpi4py import MPI\nMPI.COMM_WORLD.allreduce(1)\n"
+        "print([c.laddr.port for c in psutil.Process().net_connections() if c.status == 'LISTEN'])"
+    )
+    code, out, err, _ = run(make(listening))
+    assert (code, err) == (0, "")
+    assert sorted(out.splitlines()) == ["[0] []", "[1] []"]
+
+
+@needs_mpi
+def test_a_rank_that_is_killed_is_named_and_nothing_is_left(run):
+    before = left()
+    code, _, err, seconds = run(
+        make(
+            "import os, time\nfrom mpi4py import MPI\nworld = MPI.COMM_WORLD\nworld.Barrier()\n"
+            "if world.rank == 1: os.kill(os.getpid(), 9)\nworld.Barrier()\ntime.sleep(600)"
+        )
+    )
+    assert code == 137
+    assert "rank 1, host localhost failed first, by SIGKILL" in err
+    assert seconds < 20
+    assert left() <= before
+
+
+@needs_mpi
+def test_ranks_that_are_asked_to_end_can_still_make_groups(tmp_path):
+    # As in saving a checkpoint together: MPI's server must not be ended with them.
+    code = (
+        "import signal, sys, time\nfrom mpi4py import MPI\nworld = MPI.COMM_WORLD\n"
+        "def end(*_):\n"
+        "    print(world.Split(0, -world.rank).Dup().allreduce(1), flush=True)\n"
+        "    sys.exit(3)\n"
+        "signal.signal(signal.SIGTERM, end)\nprint('ready', flush=True)\nfor _ in range(600):\n"
+        "    time.sleep(0.1)"
+    )
+    job = Job(make(code), output_dir=tmp_path, stdout=io.StringIO(), grace=10.0).start()
+    logs = [tmp_path / f"rank-{rank}.log" for rank in range(2)]
+    deadline = time.monotonic() + 30
+    while not all(log.read_text() for log in logs) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    job.stop()
+    assert [log.read_text().splitlines() for log in logs] == [["ready", "2"]] * 2
+
+
+@needs_mpi
+def test_where_mpi_does_not_start_auto_goes_on_and_says_why(run, monkeypatch):
+    monkeypatch.setenv(NOT_STARTING, "lo")
+    before = left()
+    code, out, err, _ = run(make("import os; print(os.environ['DTK_COMMUNICATOR'])"))
+    assert code == 0
+    assert sorted(out.splitlines()) == ["[0] auto", "[1] auto"]
+    (line,) = err.splitlines()
+    assert line.startswith("dtk run: going on over TensorFlow's collectives: communicator mpi: ")
+    assert "No network interfaces were found" in line
+    with pytest.raises(CommunicatorError, match="before the ranks could start: No network interf"):
+        run(make("", communicator="mpi"))
+    assert left() <= before
+
+
+@needs_mpi
+def test_a_launcher_that_is_killed_takes_mpis_server_with_it():
+    code = (
+        "import sys, time\nfrom dtk.launch import Job, plan\n"
+        f"job = Job(plan([sys.executable, '-c', {SUM + '; import time; time.sleep(600)'!r}], 2, "
+        "communicator='mpi'), grace=0.5).start()\n"
+        "print(job.job_id, flush=True)\ntime.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as launcher:
+        job = launcher.stdout.readline().decode().strip()
+        assert agent.members(job + agent.BESIDE)
+        os.kill(launcher.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while agent.members(job) + agent.members(job + agent.BESIDE) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert agent.members(job) + agent.members(job + agent.BESIDE) == []
+
+
+@needs_mpi
+@pytest.mark.timeout(120)
+def test_mpi_between_two_hosts(two_hosts):
+    hosts, shell = two_hosts
+
+    def survey(host, ports):
+        return ssh.survey(host, ports, remote_shell=shell)
+
+    where = [Host(hosts[1].name, 1), Host(hosts[0].name, 2)]
+    processes = make(SUM, None, "mpi", hosts=where, survey=survey)
+    assert {process.env["OMPI_MCA_btl_tcp_if_include"] for process in processes} == {"eth0"}
+    out, err = io.StringIO(), io.StringIO()
+    with Job(processes, stdout=out, stderr=err, remote_shell=shell) as job:
+        assert job.wait(timeout=60) == 0, err.getvalue()
+    assert sorted(out.getvalue().splitlines()) == [f"[{r}] {r} 3 6 mpi" for r in range(3)]
+    # The namespaces' shell hands on its variables, by which MPI's servers there are found.
+    assert agent.members(job.job_id + agent.BESIDE) == []
