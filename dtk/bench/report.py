@@ -297,6 +297,23 @@ def progress(results: Results) -> str:
     return f"{task}: {taken} of {results.setting['rounds'] * len(variants)} turns"
 
 
+def amount(results: Results, tasks: int) -> tuple[int, int]:
+    """Return how many turns were taken, and how many there will be.
+
+    Args:
+        results: What was measured so far.
+        tasks: How many there are; those that have not begun count as the last that has.
+
+    Example:
+        >>> amount(Results({"rounds": 5}, turns={"mlp": {"limit": [[]], "none": []}}), tasks=2)
+        (1, 20)
+    """
+    turns = [variants.values() for variants in results.turns.values()]
+    planned = [results.setting["rounds"] * len(variants) for variants in turns]
+    taken = sum(len(taken) for variants in turns for taken in variants)
+    return taken, sum(planned) + (tasks - len(planned)) * planned[-1]
+
+
 def setting(results: Results) -> str:
     """Return where and how it was measured, in a sentence.
 

@@ -101,6 +101,32 @@ class Results:
     turns: dict[str, dict[str, list[list[Reading]]]] = dataclasses.field(default_factory=dict)
     absent: dict[str, str] = dataclasses.field(default_factory=dict)
 
+    def ended_early(self, tasks: Sequence[str], why: str) -> Results:
+        """Return the rounds that all variants of a task have taken, and what is missing by name.
+
+        Args:
+            tasks: All that were to be measured.
+            why: It ended.
+
+        Example:
+            >>> turn = [Reading(0.02, 0.0, 0.0, 1.0)]
+            >>> taken = {"limit": [turn, turn], "none": [turn]}
+            >>> begun = Results({"rounds": 5}, turns={"mlp": taken})
+            >>> begun.ended_early(["mlp", "resnet20"], "SIGINT").absent
+            {'mlp': '1 of 5 rounds: SIGINT', 'resnet20': 'SIGINT'}
+        """
+        turns, absent = {}, dict(self.absent)
+        for task in tasks:
+            variants = self.turns.get(task, {})
+            rounds = min(map(len, variants.values()), default=0)
+            if rounds:
+                turns[task] = {name: taken[:rounds] for name, taken in variants.items()}
+            if not rounds:
+                absent[task] = why
+            elif rounds < self.setting["rounds"]:
+                absent[task] = f"{rounds} of {self.setting['rounds']} rounds: {why}"
+        return dataclasses.replace(self, turns=turns, absent=absent)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything to a file, as JSON.
 

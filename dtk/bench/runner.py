@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+import time
 from collections.abc import Callable
 from typing import cast
 
 import click
 import rich.console
+import rich.progress
 
 from dtk.bench import places, report
 from dtk.bench.baselines import Baseline
@@ -22,6 +24,55 @@ from dtk.errors import DtkError
 from dtk.launch import job_options, ssh
 
 _PACKAGE = "dtk.bench"
+
+
+class Screen:
+    """How far a run is: a bar on a terminal, else one line as soon as its length can be told."""
+
+    def __init__(self) -> None:
+        console = rich.console.Console(stderr=True)
+        self._told = console.is_terminal  # where the bar tells
+        self._began = time.monotonic()
+        self._bar = rich.progress.Progress(
+            rich.progress.TextColumn("{task.description}"),
+            rich.progress.BarColumn(),
+            rich.progress.TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("starting ...", total=None)
+
+    def __enter__(self) -> Screen:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._bar.stop()
+
+    def say(self, text: str) -> None:
+        """Show what is going on.
+
+        Args:
+            text: Instead of what was shown.
+        """
+        self._bar.update(self._task, description=text)
+
+    def show(self, text: str, taken: int, planned: int) -> None:
+        """Show how far it is.
+
+        Args:
+            text: Instead of what was shown.
+            taken: Turns taken.
+            planned: Turns in all.
+        """
+        self._bar.update(self._task, description=text, completed=taken, total=planned)
+        if not taken:
+            self._began = time.monotonic()
+        elif not self._told and planned > taken:
+            minutes = (time.monotonic() - self._began) / taken * (planned - taken) / 60
+            click.echo(f"dtk bench: about {minutes:.1f} minutes more", err=True)
+            self._told = True
 
 
 @dataclasses.dataclass
@@ -66,13 +117,13 @@ class Run:
         """Measure, and leave no process behind."""
         hurry = True
         try:
-            with rich.console.Console(stderr=True).status("starting ...") as status:
-                self.say = status.update
+            with Screen() as screen:
+                self.say = screen.say
                 self._start_own(communicators)
                 for baseline in peers:
                     self._try_peer(baseline)
                 self._describe(communicators)
-                self._take_turns()
+                self._take_turns(screen)
             hurry = False
         except WorldLost as lost:
             click.echo(f"dtk bench: {lost}", err=True)
@@ -88,13 +139,12 @@ class Run:
         for name in communicators:
             self._start(name, name, self._command("strategy_worker"), busy=name in places.BUSY)
 
-    def _take_turns(self) -> None:
-        Benchmark(
-            self.setting,
-            list(self.worlds),
-            self.results,
-            lambda: self.say(report.progress(self.results)),
-        ).run()
+    def _take_turns(self, screen: Screen) -> None:
+        def say() -> None:
+            taken, planned = report.amount(self.results, len(self.setting.tasks))
+            screen.show(report.progress(self.results), taken, planned)
+
+        Benchmark(self.setting, list(self.worlds), self.results, say).run()
 
     def _command(self, module: str) -> list[str]:
         return command(f"{_PACKAGE}.{module}", dataclasses.asdict(self.setting))

@@ -123,7 +123,8 @@ def bench(
 
     The limit is what each worker does by itself, at the same time, with plain Keras, sending
     nothing. It, `fit` under dtk with each communicator and exchange, and each peer take turns, so
-    that other load on the machine falls on all alike; the table holds medians and quartiles.
+    that other load on the machine falls on all alike; the table holds medians and quartiles. Ended
+    early, it shows the rounds that were complete, and exits with the code of what ended it.
 
     A time is that of a step; what `fit` does once an epoch is left out (it is in the samples).
     """
@@ -148,9 +149,11 @@ def bench(
         plot.check(plot_file)
     run = Run(setting, count, where, remote_shell)
     code = run.measure(_once(communicators), chosen)
-    if code:
-        sys.exit(code)
     results = run.results
+    if code:
+        results = results.ended_early(setting.tasks, f"ended with exit code {code}")
+        if not results.turns:
+            sys.exit(code)
     shown = report.tables(results, saved), report.notes(results, saved)
     if json_file is not None:
         results.save(json_file)
@@ -159,6 +162,7 @@ def bench(
     if plot_file is not None:
         plot.save(results, plot_file)
     page.show(*shown)
+    sys.exit(code)
 
 
 def _once(given: tuple[_T, ...]) -> tuple[_T, ...]:
