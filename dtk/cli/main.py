@@ -14,6 +14,7 @@ from dtk.version import __version__
 COMMANDS = {
     "run": ("dtk.cli.run", "Start a script on N processes, here or on several hosts."),
     "check": ("dtk.cli.check", "Try a script's training step on a few rows, on 2 processes."),
+    "tune": ("dtk.cli.tune", "Measure a script's fastest settings, which `dtk run` then uses."),
     "bench": ("dtk.cli.bench", "Measure training on N workers against the limit."),
     "plan": ("dtk.cli.plan", "Predict time, efficiency and cost on more workers than one has."),
     "doctor": ("dtk.cli.doctor", "Say what works on this machine, and what to do about the rest."),

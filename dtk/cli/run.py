@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import os
@@ -13,7 +14,7 @@ import click
 
 from dtk.cluster import Host
 from dtk.errors import ClusterError
-from dtk.launch import Job, job_options, plan, ssh
+from dtk.launch import Job, Process, job_options, plan, ssh, step_settings
 
 _MAX_RESTARTS = 3
 
@@ -114,6 +115,7 @@ def run(
         bind=bind,
         survey=functools.partial(ssh.survey, remote_shell=remote_shell),
     )
+    processes = _with_settings(processes)
     started = Job(
         processes,
         output_dir=output_dir,
@@ -122,6 +124,22 @@ def run(
         max_restarts=_MAX_RESTARTS if max_restarts is None else max_restarts,
     )
     sys.exit(job_options.see_through(started, "run"))
+
+
+def _with_settings(processes: list[Process]) -> list[Process]:
+    """Add what `dtk tune` has found best for this script, and say so."""
+    used = None
+    changed = []
+    for process in processes:
+        env, settings = step_settings.apply(process.argv, process.env)
+        used = used or settings
+        changed.append(dataclasses.replace(process, env=env))
+    if used is not None:
+        click.echo(
+            f"dtk run: {step_settings.written(used.variables)}, as `dtk tune` has measured",
+            err=True,
+        )
+    return changed
 
 
 def command_of(script: str | None, module: bool, args: tuple[str, ...]) -> list[str]:

@@ -8,6 +8,10 @@ from dtk.errors import ClusterError
 
 # "0" and "1" overrule what strategies say of `self_test`; "only" ends the script after it.
 SELF_TEST = "DTK_SELF_TEST"
+# In a rank: a file to write the times of steps to, instead of training; see `dtk tune`.
+TIME_STEPS = "DTK_TIME_STEPS"
+# In a rank: the model that its settings were measured with. From the user, "0": use none of them.
+STEP_SETTINGS = "DTK_STEP_SETTINGS"
 
 
 def integer(environ: Mapping[str, str], name: str) -> int:

@@ -12,6 +12,7 @@ from types import TracebackType
 import keras
 import tensorflow as tf
 
+from dtk.cluster.processor import instructions
 from dtk.communicators.base import Communicator
 from dtk.communicators.cost_cache import calibrate
 from dtk.compat import tf_replicas
@@ -64,6 +65,7 @@ def check_same_program(communicator: Communicator, **chosen: str) -> None:
         ("Keras version", keras.__version__),
         ("script", os.path.basename(sys.argv[0])),
         ("script's text (its hash)", _text_hash(sys.argv[0])),
+        ("variable TF_ENABLE_ONEDNN_OPTS", os.environ.get("TF_ENABLE_ONEDNN_OPTS")),
         *chosen.items(),
     ]
     rank_checks.compare(mine, communicator)
@@ -80,17 +82,7 @@ def processor() -> str:
     threads = os.environ.get("TF_NUM_INTRAOP_THREADS") or len(os.sched_getaffinity(0))
     gpus = tf.config.get_visible_devices("GPU")
     names = [tf.config.experimental.get_device_details(gpu).get("device_name") for gpu in gpus[:1]]
-    return f"{platform.machine()} {_instructions()} {threads} {names}"
-
-
-def _instructions() -> str:
-    """Return the instruction sets of the first core, and its maker's name for it."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            lines = file.read().partition("\n\n")[0].splitlines()
-    except OSError:
-        return platform.processor()
-    return str([line for line in lines if line.startswith(("model name", "flags", "Features"))])
+    return f"{platform.machine()} {instructions()} {threads} {names}"
 
 
 def _text_hash(path: str) -> str | None:

@@ -26,7 +26,7 @@ from dtk.trainer.contract import Loop, StepFunction, StrategyT
 from dtk.trainer.gradients import local_steps, shared_optimizer
 from dtk.trainer.model_state import ModelState
 from dtk.trainer.ranks import rank_checks, shared_weights
-from dtk.trainer.replica import predicting, replica_step, self_test, trial
+from dtk.trainer.replica import predicting, replica_step, self_test, step_times, trial
 from dtk.trainer.tracing import sync_batch_norm, traced_step
 
 
@@ -200,6 +200,14 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
 
         function = keras_models.make_function(model, step)
 
+        def call(iterator: tf.data.Iterator) -> Nest:
+            with (
+                traced_step.in_shares(),
+                keras_steps.results_through(keras_models.metrics_of(model), replica_step.result_of),
+                keras_steps.moments_through(sync_batch_norm.of_all_replicas),
+            ):
+                return function(iterator)
+
         def run(iterator: tf.data.Iterator | Iterable[Nest]) -> Nest:
             if not isinstance(iterator, tf.data.Iterator):
                 slices = list(epoch_data.cut_batches(iterator, strategy))
@@ -211,12 +219,9 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
                 read.assign(0)
                 rank_checks.check_same_batch(strategy, first)
                 self.try_step(name, step_function, first)
-            with (
-                traced_step.in_shares(),
-                keras_steps.results_through(keras_models.metrics_of(model), replica_step.result_of),
-                keras_steps.moments_through(sync_batch_norm.of_all_replicas),
-            ):
-                return function(iterator)
+                if name == "train":
+                    step_times.before_training(call, first, model, strategy)
+            return call(iterator)
 
         return run
 
@@ -382,7 +387,10 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
 
     def synchronize_weights(self) -> None:
         """Average the weights of replicas that take local steps. All ranks call it together."""
-        if not self.has_local_steps or _true_or_none(local_steps.weights_are_equal(self.model)):
+        if not self.has_local_steps:
+            return
+        equal = local_steps.weights_are_equal(self.model)
+        if equal is None or bool(equal):
             return
         for gradient_exchange in shared_optimizer.gradient_exchanges_of(self.model):
             gradient_exchange.close()
@@ -394,7 +402,3 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
 
     def release(self) -> None:
         """Release what `fit`, `evaluate`, `predict` or a single step has held."""
-
-
-def _true_or_none(flag: tf.Tensor) -> bool:
-    return flag is None or bool(flag)

@@ -25,7 +25,7 @@ from dtk.errors import NotDistributedError, at_rank
 from dtk.nests import Args, Function, Kwargs
 from dtk.trainer import distributed_trainer, fit_calls, model_scope, saving, undistributed_jobs
 from dtk.trainer.contract import Strategy
-from dtk.trainer.replica import self_test
+from dtk.trainer.replica import self_test, step_times
 
 # In a thread: models trained in others are not concerned.
 _alone = threading.local()
@@ -114,6 +114,7 @@ def install(strategy: Strategy) -> None:
     if strategy.processes > 1:
         saving.install()
     self_test.fail_if_nothing_is_tried()
+    step_times.fail_if_nothing_is_timed()
     before = trainer_calls.handler()
     # One that joins more processes goes on deciding what is refused.
     if not isinstance(before, _Calls) or strategy.processes >= before.strategy.processes:

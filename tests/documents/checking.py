@@ -9,9 +9,9 @@ import sys
 
 from click.testing import CliRunner
 
-from dtk.cli import bench, run
+from dtk.cli import bench, run, tune
 from dtk.cli.main import main
-from dtk.launch import plan, ssh
+from dtk.launch import plan, ssh, tuning
 
 from documents.blocks import ROOT, words
 
@@ -71,6 +71,8 @@ def _check_dtk(arguments: list[str], folder: str) -> None:
         for module, attribute, padding_row in (
             (run, "plan", planned),
             (run, "Job", start),
+            (tune, "plan", planned),
+            (tuning, "Job", start),
             (bench, "Run", start),
         ):
             stack.callback(setattr, module, attribute, getattr(module, attribute))

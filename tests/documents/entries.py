@@ -181,6 +181,13 @@ ENTRIES = {
     ("docs/architecture.md", "a checkpoint"): Printed(
         "tests/documents/test_names.py::test_what_pictures_name_is_defined_there"
     ),
+    ("docs/command-line.md", "dtk tune train.py"): Parsed(
+        "measures the script many times",
+        by=(
+            "tests/cli/test_tune.py::test_a_real_script_is_timed_and_trains_nothing",
+            "tests/cli/test_tune.py::test_forgetting",
+        ),
+    ),
     ("docs/command-line.md", "dtk check train.py"): Parsed(
         "needs a script that trains, which train.py is not here",
         by=("tests/cli/test_check.py::test_a_step_that_adds_up",),

@@ -5,8 +5,8 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from pathlib import Path
 
 import pytest
 
@@ -34,14 +34,16 @@ def chosen(processes):
     return {process.env[VARIABLE] for process in processes}
 
 
-def left():
-    """Folders of MPI's, here and in shared memory."""
-    return {
-        path
-        for folder in (Path("/dev/shm"), Path(os.environ.get("TMPDIR", "/tmp")))
-        for pattern in ("dtk-mpi-*", "ompi.*", "sm_segment.*")
-        for path in folder.glob(pattern)
-    }
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    """Where MPI and dtk put files meanwhile; nothing may be left there."""
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(mpi_places, "_SHARED_MEMORY", shared)
+    yield
+    assert [path for path in tmp_path.rglob("*") if path != shared] == []
 
 
 def test_what_the_user_exported_decides_auto():
@@ -57,12 +59,10 @@ def test_servers_and_one_rank_alone_are_not_joined_by_mpi():
 
 
 @needs_mpi
-def test_ranks_meet_in_mpis_world_and_nothing_is_left(run):
-    before = left()
+def test_ranks_meet_in_mpis_world_and_nothing_is_left(run, places):
     code, out, err, _ = run(make(SUM, 3))
     assert (code, err) == (0, "")
     assert sorted(out.splitlines()) == [f"[{r}] {r} 3 6 mpi" for r in range(3)]
-    assert left() <= before
 
 
 @needs_mpi
@@ -77,8 +77,7 @@ def test_on_one_machine_ranks_listen_nowhere(run):
 
 
 @needs_mpi
-def test_a_rank_that_is_killed_is_named_and_nothing_is_left(run):
-    before = left()
+def test_a_rank_that_is_killed_is_named_and_nothing_is_left(run, places):
     code, _, err, seconds = run(
         make(
             "import os, time\nfrom mpi4py import MPI\nworld = MPI.COMM_WORLD\nworld.Barrier()\n"
@@ -88,7 +87,6 @@ def test_a_rank_that_is_killed_is_named_and_nothing_is_left(run):
     assert code == 137
     assert "rank 1, host localhost failed first, by SIGKILL" in err
     assert seconds < 20
-    assert left() <= before
 
 
 @needs_mpi
@@ -112,9 +110,8 @@ def test_ranks_that_are_asked_to_end_can_still_make_groups(tmp_path):
 
 
 @needs_mpi
-def test_where_mpi_does_not_start_auto_goes_on_and_says_why(run, monkeypatch):
+def test_where_mpi_does_not_start_auto_goes_on_and_says_why(run, places, monkeypatch):
     monkeypatch.setenv(NOT_STARTING, "lo")
-    before = left()
     code, out, err, _ = run(make("import os; print(os.environ['DTK_COMMUNICATOR'])"))
     assert code == 0
     assert sorted(out.splitlines()) == ["[0] auto", "[1] auto"]
@@ -123,7 +120,6 @@ def test_where_mpi_does_not_start_auto_goes_on_and_says_why(run, monkeypatch):
     assert "No network interfaces were found" in line
     with pytest.raises(CommunicatorError, match="before the ranks could start: No network interf"):
         run(make("", communicator="mpi"))
-    assert left() <= before
 
 
 @needs_mpi

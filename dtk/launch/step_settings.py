@@ -1,0 +1,139 @@
+"""Settings of TensorFlow that a step is fastest with, as `dtk tune` has measured them.
+
+They are environment variables that TensorFlow reads while it is imported, so the launcher sets
+them. Kernels chosen otherwise may round otherwise: all ranks get the same ones, and equality to one
+process is equality to one process with the same settings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from dtk import cache
+from dtk.cluster import processor
+from dtk.cluster.variables import STEP_SETTINGS, TIME_STEPS
+
+_FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSettings:
+    """What was found best for a script on this kind of machine.
+
+    Attributes:
+        variables: Environment variables to set; none where TensorFlow's own choice is best.
+        model: Describes the model and batch they were measured with.
+        milliseconds: Of a step with them.
+        milliseconds_before: Of a step without.
+    """
+
+    variables: Mapping[str, str]
+    model: str
+    milliseconds: float
+    milliseconds_before: float
+
+
+def file_of(command: Sequence[str], threads: str) -> Path:
+    """Return where the settings of a script are kept.
+
+    Args:
+        command: What starts it: Python, then the script's path, or -m and a module.
+        threads: How many a rank computes with.
+
+    Returns:
+        A file for this script, processor, number of threads and version of TensorFlow.
+    """
+    words = list(command[1:])
+    name = " ".join(words[:2]) if words[0] == "-m" else str(Path(words[0]).resolve())
+    told = [name, platform.machine(), processor.instructions(), threads, tensorflow_version()]
+    key = hashlib.blake2b(json.dumps(told).encode(), digest_size=12).hexdigest()
+    return cache.folder() / "step-settings" / f"{key}.json"
+
+
+def tensorflow_version() -> str:
+    """Return the version of TensorFlow that is installed, without importing it."""
+    for name in ("tensorflow", "tensorflow-cpu", "tf-nightly"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+def save(file: Path, found: StepSettings) -> None:
+    """Keep settings.
+
+    Args:
+        file: As `file_of` returned it.
+        found: The settings.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    with cache.replacing(file) as draft:
+        draft.write_text(json.dumps({"format": _FORMAT, **dataclasses.asdict(found)}, indent=1))
+
+
+def read(file: Path) -> StepSettings | None:
+    """Return what was kept.
+
+    Args:
+        file: As `file_of` returned it.
+
+    Returns:
+        None where there is nothing, or nothing that this version reads.
+    """
+    try:
+        found = json.loads(file.read_text())
+        if found.pop("format") != _FORMAT:
+            return None
+        return StepSettings(**found)
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
+        return None  # as good as none: `dtk tune` makes it again
+
+
+def apply(
+    command: Sequence[str], env: Mapping[str, str], environ: Mapping[str, str] = os.environ
+) -> tuple[dict[str, str], StepSettings | None]:
+    """Add the settings of a script to the variables of a rank.
+
+    Args:
+        command: What starts it.
+        env: The rank's variables.
+        environ: The user's; what is set there is left as it is.
+
+    Returns:
+        The variables, and the settings that were used, if any.
+    """
+    if environ.get(STEP_SETTINGS) == "0" or TIME_STEPS in environ:
+        return dict(env), None
+    try:
+        found = read(file_of(command, env.get("OMP_NUM_THREADS", "")))
+    except RuntimeError:  # a user without a home has no cache
+        return dict(env), None
+    if found is None:
+        return dict(env), None
+    used = {name: value for name, value in found.variables.items() if name not in environ}
+    if not used:
+        return dict(env), None
+    settings = dataclasses.replace(found, variables=used)
+    return {**env, **used, STEP_SETTINGS: found.model}, settings
+
+
+def written(variables: Mapping[str, str]) -> str:
+    """Write settings as a shell would take them.
+
+    Args:
+        variables: By name.
+
+    >>> written({"TF_ENABLE_ONEDNN_OPTS": "1"})
+    'TF_ENABLE_ONEDNN_OPTS=1'
+    """
+    return " ".join(f"{name}={value}" for name, value in variables.items())

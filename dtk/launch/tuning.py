@@ -1,0 +1,168 @@
+"""Choosing settings of TensorFlow for a script's step by measuring them: see `dtk tune`.
+
+Each way of setting them is a job of its own, since TensorFlow reads them while it is imported. Ways
+take turns, in rounds, so that whatever else the machine does falls on all alike.
+
+    round 1   as it comes   oneDNN on   oneDNN off   small pages   one more thread
+    round 2   ...
+    then      what won, together, where several did
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from dtk.cluster.variables import STEP_SETTINGS, TIME_STEPS
+from dtk.errors import ClusterError
+from dtk.launch.job import Job
+from dtk.launch.plan import Process
+from dtk.launch.step_settings import StepSettings
+
+AS_IT_COMES = "as it comes"
+# A setting is kept if each round is faster by this much with it: less may be the next run's noise.
+_GAIN = 0.95
+_ONEDNN, _PAGES, _INTER = "TF_ENABLE_ONEDNN_OPTS", "GLIBC_TUNABLES", "TF_NUM_INTEROP_THREADS"
+
+Variables = Mapping[str, str]
+
+
+class TuneError(ClusterError):
+    """The script could not be measured; says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """What a job has measured.
+
+    Attributes:
+        milliseconds: Of a step, median of some, of the slowest rank.
+        model: Describes the model and the batch.
+        deterministic: Whether the script has turned op determinism on.
+    """
+
+    milliseconds: float
+    model: str
+    deterministic: bool
+
+
+def ways(threads: int, environ: Variables) -> dict[str, dict[str, str]]:
+    """Return what is tried, by name: the variables that are set.
+
+    Args:
+        threads: A rank's share of the cores.
+        environ: The user's variables; what is set there is decided.
+
+    >>> list(ways(1, {"TF_ENABLE_ONEDNN_OPTS": "0"}))
+    ['as it comes', 'small pages', 'one more thread between operations']
+    """
+    tried = {
+        AS_IT_COMES: {},
+        "oneDNN on": {_ONEDNN: "1"},
+        "oneDNN off": {_ONEDNN: "0"},
+        "small pages": {_PAGES: "glibc.malloc.hugetlb=0"},
+        "one more thread between operations": {_INTER: str(threads + 1)},
+    }
+    return {name: new for name, new in tried.items() if not new.keys() & environ.keys()}
+
+
+def run(processes: Sequence[Process], variables: Variables) -> Timing:
+    """Measure the script's step with some settings.
+
+    Args:
+        processes: Of a plan of the script.
+        variables: Set in all of them.
+
+    Raises:
+        TuneError: The script has failed; with its last words.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "steps.json")
+        given = {**variables, TIME_STEPS: str(file), STEP_SETTINGS: "0"}
+        said = io.StringIO()
+        planned = [dataclasses.replace(one, env={**one.env, **given}) for one in processes]
+        with Job(planned, stdout=io.StringIO(), stderr=said) as job:
+            code = job.wait()
+        if code:
+            raise TuneError(f"the script ended with exit code {code}:\n{said.getvalue().rstrip()}")
+        return Timing(**json.loads(file.read_text()))
+
+
+@dataclasses.dataclass
+class Tuning:
+    """Measurements of one script.
+
+    Args:
+        ways: What is tried, as `ways` returns it.
+        measure: Starts a job with some variables, and returns what it has measured.
+        say: Told what is measured now.
+        rounds: How often each way is measured.
+
+    Attributes:
+        times: Of a step, by way and round, in milliseconds.
+    """
+
+    ways: dict[str, dict[str, str]]
+    measure: Callable[[Variables], Timing]
+    say: Callable[[str], None]
+    rounds: int = 2
+    times: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+
+    def choose(self) -> StepSettings:
+        """Measure every way, and return the settings to keep.
+
+        Raises:
+            TuneError: The script fails, or wants determinism.
+        """
+        first = self._take(AS_IT_COMES)
+        if first.deterministic:
+            raise TuneError(
+                "the script turns op determinism on: what is measured must not decide how it "
+                "computes, so nothing was chosen"
+            )
+        for number in range(self.rounds):
+            for name in self.ways:
+                if number or name != AS_IT_COMES:
+                    self._take(name)
+        won = self._winners()
+        chosen = won[:1]
+        if len(won) > 1:
+            together = " and ".join(won)
+            self.ways[together] = {
+                k: v for name in reversed(won) for k, v in self.ways[name].items()
+            }
+            for _ in range(self.rounds):
+                self._take(together)
+            if self._typical(together) < self._typical(won[0]):
+                chosen = [together]
+        best = chosen[0] if chosen else AS_IT_COMES
+        before = self._typical(AS_IT_COMES)
+        return StepSettings(self.ways[best], first.model, self._typical(best), before)
+
+    def _take(self, name: str) -> Timing:
+        self.say(name)
+        timing = self.measure(self.ways[name])
+        self.times.setdefault(name, []).append(timing.milliseconds)
+        return timing
+
+    def _typical(self, name: str) -> float:
+        return statistics.median(self.times[name])
+
+    def _winners(self) -> list[str]:
+        """Return ways that were faster in each round, the fastest first, one for each variable."""
+        usual = self.times[AS_IT_COMES]
+        won = [
+            name
+            for name, times in self.times.items()
+            if all(this < _GAIN * that for this, that in zip(times, usual, strict=True))
+        ]
+        kept: list[str] = []
+        for name in sorted(won, key=self._typical):
+            if not any(self.ways[name].keys() & self.ways[other].keys() for other in kept):
+                kept.append(name)
+        return kept

@@ -1,0 +1,122 @@
+"""Timing a script's own training step, on its own first batch: what `dtk tune` asks ranks for.
+
+The step is Keras's compiled one over all ranks, reductions included. It runs on the first batch
+again and again, so that reading data is no part of it; the script ends after it, before anything
+was trained that could be kept.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import statistics
+import sys
+import time
+from typing import NoReturn
+
+import keras
+import tensorflow as tf
+
+from dtk.cluster.variables import STEP_SETTINGS, TIME_STEPS
+from dtk.compat import tf_replicas
+from dtk.errors import at_rank
+from dtk.input import slicing
+from dtk.trainer.contract import Loop, Strategy
+
+_WARM_UP = 3  # the first traces, the second may yet allocate
+_SECONDS = 3.0
+_LEAST, _MOST = 5, 50
+
+
+def fail_if_nothing_is_timed() -> None:
+    """Make a script that trains no model end in an error, under `dtk tune`."""
+    if TIME_STEPS in os.environ:
+        atexit.register(_nothing_was_timed)
+
+
+def _nothing_was_timed() -> None:
+    print("dtk tune: the script ended without training a model", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def described(model: keras.Model, first: slicing.Slices) -> str:
+    """Describe what a step computes with, as far as its time depends on it.
+
+    Args:
+        model: A built model.
+        first: This process's slices of the first batch.
+    """
+    rows = sum(int(count) for count in first.counts)
+    shapes = [tuple(leaf.shape[1:]) for leaf in tf.nest.flatten(first.parts[0])]
+    return f"{model.count_params()} parameters, {rows} rows of {shapes}"
+
+
+def before_training(
+    function: Loop, first: slicing.Slices, model: keras.Model, strategy: Strategy
+) -> None:
+    """Time the step and end the script where `dtk tune` asks for it; else check its settings.
+
+    Args:
+        function: The compiled loop of the training step, of an iterator.
+        first: This process's slices of the first batch.
+        model: The model.
+        strategy: Its strategy.
+
+    Raises:
+        SystemExit: The steps were timed.
+        ValueError: The script wants determinism, and was given what was measured.
+    """
+    if TIME_STEPS in os.environ:
+        _end_after_timing(function, first, model, strategy)
+    _check_settings(model, first, strategy)
+
+
+def _end_after_timing(
+    function: Loop, first: slicing.Slices, model: keras.Model, strategy: Strategy
+) -> NoReturn:
+    steps = model.steps_per_execution
+    batches = iter(tf.data.Dataset.from_tensors(first).repeat())
+    world = strategy.world
+
+    def run() -> float:
+        began = time.perf_counter()
+        tf.nest.map_structure(lambda log: log.numpy(), function(batches))
+        return (time.perf_counter() - began) / steps
+
+    warm = [run() for _ in range(_WARM_UP)][-1] * steps
+    count = world.broadcast_object(min(_MOST, max(_LEAST, int(_SECONDS / warm))))
+    seconds = statistics.median(run() for _ in range(count))
+    of_all = world.allgather_object(seconds)
+    if strategy.is_chief:
+        found = {
+            "milliseconds": 1000 * max(of_all),
+            "model": described(model, first),
+            "deterministic": tf_replicas.is_deterministic(),
+        }
+        with open(os.environ[TIME_STEPS], "w") as file:
+            json.dump(found, file)
+    atexit.unregister(_nothing_was_timed)
+    raise SystemExit(0)
+
+
+def _check_settings(model: keras.Model, first: slicing.Slices, strategy: Strategy) -> None:
+    measured_with = os.environ.get(STEP_SETTINGS, "0")
+    if measured_with == "0":
+        return
+    if tf_replicas.is_deterministic():
+        raise ValueError(
+            at_rank(
+                strategy.rank,
+                "op determinism is on, but `dtk run` has set what `dtk tune` has measured, and may "
+                f"measure otherwise tomorrow; run `dtk tune --forget {sys.argv[0]}`, or set "
+                f"{STEP_SETTINGS}=0",
+            )
+        )
+    mine = described(model, first)
+    if strategy.is_chief and mine != measured_with:
+        print(
+            f"dtk: the settings of this step were measured with {measured_with}, and it has "
+            f"{mine}; `dtk tune` measures them anew",
+            file=sys.stderr,
+        )

@@ -1,0 +1,186 @@
+"""`dtk tune`: what is chosen, kept, applied and refused."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dtk.cluster.variables import STEP_SETTINGS, TIME_STEPS
+from dtk.launch import step_settings, tuning
+from dtk.launch.step_settings import StepSettings
+from dtk.launch.tuning import AS_IT_COMES, Timing, TuneError, Tuning
+
+ONEDNN, PAGES, INTER = "TF_ENABLE_ONEDNN_OPTS", "GLIBC_TUNABLES", "TF_NUM_INTEROP_THREADS"
+DECIDED = {ONEDNN: "0", PAGES: "glibc.malloc.hugetlb=1", INTER: "1"}
+SCRIPT = """
+import dtk, keras, numpy as np
+strategy = dtk.auto_strategy()
+with strategy.scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, name="only")])
+    model.compile("sgd", "mse")
+class Epochs(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        raise AssertionError("nothing is trained")
+model.fit(np.ones((8, 4)), np.ones((8, 2)), batch_size=4, verbose=0, callbacks=[Epochs()])
+"""
+
+
+def dtk(*arguments, home, **environ):
+    given = {**os.environ, "XDG_CACHE_HOME": str(home), **environ}
+    return subprocess.run(
+        [sys.executable, "-m", "dtk.cli.main", *arguments],
+        capture_output=True,
+        text=True,
+        env=given,
+        timeout=120,
+    )
+
+
+def tuned(cost, ways=None, deterministic=False, rounds=2):
+    """Choose among ways of which each takes what `cost` says of its variables and its turn."""
+    turns = iter(range(100))
+
+    def measure(variables):
+        return Timing(cost(variables, next(turns)), "a model", deterministic)
+
+    found = Tuning(ways or tuning.ways(1, {}), measure, lambda name: None, rounds)
+    return found.choose(), found
+
+
+def test_what_is_faster_each_time_is_kept():
+    best, found = tuned(lambda variables, _: 60.0 if variables.get(ONEDNN) == "1" else 150.0)
+    assert best == StepSettings({ONEDNN: "1"}, "a model", 60.0, 150.0)
+    assert {len(times) for times in found.times.values()} == {2}
+
+
+def test_what_is_faster_once_only_is_noise():
+    best, _ = tuned(lambda variables, turn: 60.0 if variables and turn < 5 else 100.0)
+    assert best.variables == {}
+    best, _ = tuned(lambda variables, _: 96.0 if variables else 100.0)
+    assert best.variables == {}
+
+
+def test_settings_that_win_are_measured_together_and_kept_only_if_that_is_faster():
+    def alone(variables, _):
+        return 100.0 - 20.0 * (variables.get(ONEDNN) == "1") - 10.0 * (INTER in variables)
+
+    best, found = tuned(alone)
+    assert best.variables == {ONEDNN: "1", INTER: "2"}
+    assert best.milliseconds == 70.0
+    assert len(found.times["oneDNN on and one more thread between operations"]) == 2
+    best, _ = tuned(lambda variables, _: 200.0 if len(variables) > 1 else alone(variables, 0))
+    assert best.variables == {ONEDNN: "1"}
+
+
+def test_of_two_values_of_a_variable_the_faster_is_kept():
+    cost = {None: 100.0, "1": 80.0, "0": 70.0}
+    best, _ = tuned(lambda variables, _: cost[variables.get(ONEDNN)])
+    assert best.variables == {ONEDNN: "0"}
+
+
+def test_nothing_is_chosen_for_a_script_that_wants_determinism():
+    with pytest.raises(TuneError, match="op determinism"):
+        tuned(lambda *_: 1.0, deterministic=True)
+
+
+def test_what_the_user_has_set_is_not_tried():
+    assert list(tuning.ways(2, DECIDED)) == [AS_IT_COMES]
+    assert tuning.ways(2, {})["one more thread between operations"] == {INTER: "3"}
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """A script, and settings that are kept for it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in (*DECIDED, STEP_SETTINGS, TIME_STEPS):
+        monkeypatch.delenv(name, raising=False)
+    script = tmp_path / "train.py"
+    script.write_text(f"import os; print(*(os.environ.get(n) for n in ({ONEDNN!r}, {INTER!r})))")
+    found = StepSettings({ONEDNN: "1", INTER: "7"}, "a model", 60.0, 150.0)
+    command = [sys.executable, str(script)]
+    threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    step_settings.save(step_settings.file_of(command, threads), found)
+    return script, command, threads
+
+
+def test_dtk_run_sets_what_was_kept_and_says_so(kept, tmp_path):
+    script, *_ = kept
+    done = dtk("run", "-n", "2", str(script), home=tmp_path)
+    assert sorted(done.stdout.splitlines()) == ["[0] 1 7", "[1] 1 7"]
+    said = f"dtk run: {ONEDNN}=1 {INTER}=7, as `dtk tune` has measured\n"
+    assert done.stderr == said
+    # The user's own word counts, and 0 asks for none of it.
+    done = dtk("run", "-n", "2", str(script), home=tmp_path, **{INTER: "2"})
+    assert done.stdout.splitlines()[0].endswith(" 1 2") and f"{INTER}=7" not in done.stderr
+    done = dtk("run", "-n", "2", str(script), home=tmp_path, **{STEP_SETTINGS: "0"})
+    assert done.stdout.splitlines()[0].split()[1] == "None" and done.stderr == ""
+
+
+def test_settings_of_another_script_thread_count_or_format_are_not_used(kept, tmp_path):
+    script, command, threads = kept
+    env = {"OMP_NUM_THREADS": threads}
+    assert step_settings.apply(command, env, {})[1] is not None
+    assert step_settings.apply(command, {"OMP_NUM_THREADS": "99"}, {}) == (
+        {"OMP_NUM_THREADS": "99"},
+        None,
+    )
+    other = [command[0], str(tmp_path / "other.py")]
+    assert step_settings.apply(other, env, {}) == (env, None)
+    file = step_settings.file_of(command, threads)
+    for damage in ("", "[]", '{"format": 99}', '{"format": 1}', "[" * 100_000):
+        file.write_text(damage)
+        assert step_settings.apply(command, env, {}) == (env, None)
+
+
+def test_forgetting(kept, tmp_path):
+    script, *_ = kept
+    done = dtk("tune", "--forget", str(script), home=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "forgotten\n")
+    done = dtk("tune", "--forget", str(script), home=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "there was nothing to forget\n")
+
+
+def test_one_worker_and_no_round_are_refused(kept, tmp_path):
+    for given, said in ((["-n", "1"], "-n 1: steps of one"), (["--rounds", "0"], "--rounds 0: ")):
+        done = dtk("tune", *given, str(kept[0]), home=tmp_path)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert said in done.stderr
+
+
+def test_a_real_script_is_timed_and_trains_nothing(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    done = dtk("tune", "--rounds", "1", str(script), home=tmp_path, **DECIDED)
+    assert done.returncode == 0, done.stderr
+    assert "as it comes" in done.stdout and "nothing is faster by 5 %" in done.stdout
+    (file,) = Path(tmp_path, "dtk", "step-settings").iterdir()
+    kept = json.loads(file.read_text())
+    assert kept["model"] == "10 parameters, 2 rows of [(4,), (2,)]"
+    assert 0 < kept["milliseconds"] < 10_000
+
+
+def test_a_script_that_trains_nothing_is_named(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import dtk\ndtk.auto_strategy()\n")
+    done = dtk("tune", "--rounds", "1", str(script), home=tmp_path, **DECIDED)
+    assert done.returncode == 2
+    assert "dtk tune: the script ended without training a model" in done.stderr
+
+
+def test_settings_that_fit_otherwise_are_told_and_determinism_refuses_them(tmp_path):
+    script = tmp_path / "train.py"
+    # As `dtk run` would give them to its ranks.
+    head = f"import os\nos.environ[{STEP_SETTINGS!r}] = 'a model'\n"
+    script.write_text(head + SCRIPT.replace("callbacks=[Epochs()]", "epochs=1"))
+    done = dtk("run", "-n", "2", str(script), home=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "were measured with a model, and it has 10 parameters" in done.stderr
+    strict = "import tensorflow as tf\ntf.config.experimental.enable_op_determinism()\n"
+    seed = "keras.utils.set_random_seed(1)\nstrategy ="
+    script.write_text(head + strict + SCRIPT.replace("strategy =", seed, 1))
+    done = dtk("run", "-n", "2", str(script), home=tmp_path)
+    assert done.returncode == 1
+    assert "op determinism is on, but `dtk run` has set" in done.stderr
