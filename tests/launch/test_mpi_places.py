@@ -94,7 +94,7 @@ def test_ranks_that_are_asked_to_end_can_still_make_groups(tmp_path):
     # As in saving a checkpoint together: MPI's server must not be ended with them.
     code = (
         "import signal, sys, time\nfrom mpi4py import MPI\nworld = MPI.COMM_WORLD\n"
-        "def end(*_):\n"
+        "def end(*_):\n    time.sleep(1)\n"
         "    print(world.Split(0, -world.rank).Dup().allreduce(1), flush=True)\n"
         "    sys.exit(3)\n"
         "signal.signal(signal.SIGTERM, end)\nprint('ready', flush=True)\nfor _ in range(600):\n"

@@ -148,6 +148,7 @@ def _own(optimizer: keras.Optimizer, strategy: Strategy) -> _Bond:
             check_exchange(member, strategy)
             keras_optimizers.own_optimizer(member, strategy)
             shards.take_shards(member, strategy)
+            keras_optimizers.update_in_one_pass(member)
             keras_optimizers.set_note(member, _Bond(strategy))
     return _bond_of(optimizer)
 

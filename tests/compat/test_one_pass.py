@@ -1,0 +1,85 @@
+"""Updates in one pass are Keras's own, bit for bit."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dtk.compat import keras_optimizers
+
+SHAPES = ((7, 5), (64, 33), (129,), ())
+ONE_OP = {"ResourceApplyGradientDescent", "ResourceApplyKerasMomentum"}
+
+
+def trained(options, in_one_pass, dtype="float32", steps=7):
+    """Weights and momentum after some steps, and the kinds of operations an update takes."""
+    random = np.random.default_rng(3)
+    variables = [
+        keras.Variable(random.normal(size=shape), dtype=dtype, name=f"v{i}")
+        for i, shape in enumerate(SHAPES)
+    ]
+    optimizer = keras.optimizers.SGD(**options)
+    optimizer.build(variables)
+    if in_one_pass:
+        keras_optimizers.update_in_one_pass(optimizer)
+    kinds = set()
+
+    @tf.function(autograph=False)
+    def step(gradients):
+        optimizer.apply(gradients, variables)
+        kinds.update(op.type for op in tf.compat.v1.get_default_graph().get_operations())
+
+    # Keras sums up gradients of the variable's own type only.
+    given = dtype if optimizer.gradient_accumulation_steps else "float32"
+    for _ in range(steps):
+        step([tf.constant(random.normal(size=shape), given) for shape in SHAPES])
+    return [v.numpy() for v in [*variables, *optimizer.momentums]], kinds
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"learning_rate": 0.1},
+        {"learning_rate": 0.1, "momentum": 0.9},
+        {"learning_rate": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+        {
+            "learning_rate": keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5),
+            "momentum": 0.5,
+            "global_clipnorm": 1.0,
+            "gradient_accumulation_steps": 2,
+        },
+    ],
+    ids=["plain", "momentum", "nesterov, decay", "schedule, clipping, accumulation"],
+)
+def test_one_operation_computes_the_same_bits(options, dtype):
+    parts, _ = trained(options, in_one_pass=False, dtype=dtype)
+    whole, kinds = trained(options, in_one_pass=True, dtype=dtype)
+    for ours, theirs in zip(whole, parts, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    if "gradient_accumulation_steps" not in options:  # there inside a branch
+        assert kinds & ONE_OP
+
+
+def test_rows_of_a_table_are_updated_alone():
+    table = keras.Variable(np.ones((5, 2), "float32"))
+    optimizer = keras.optimizers.SGD(0.5)
+    optimizer.build([table])
+    keras_optimizers.update_in_one_pass(optimizer)
+    rows = tf.IndexedSlices(tf.ones((2, 2)), tf.constant([1, 3]), tf.constant([5, 2]))
+    optimizer.apply([rows], [table])
+    np.testing.assert_array_equal(table.numpy()[:, 0], [1, 0.5, 1, 0.5, 1])
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: keras.optimizers.Adam(),
+        lambda: type("Own", (keras.optimizers.SGD,), {})(0.1),
+    ],
+    ids=["another", "a class of one's own"],
+)
+def test_other_optimizers_are_left_as_they_are(made):
+    optimizer = made()
+    keras_optimizers.update_in_one_pass(optimizer)
+    assert "update_step" not in vars(optimizer)
