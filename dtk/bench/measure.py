@@ -119,8 +119,9 @@ class Benchmark:
         answers = self._ask(world, {"measure": name})
         if not answers:
             # What is left of a round that has no end compares with nothing.
-            for key in [key for key in self.results.turns[task] if key.split()[0] == world.name]:
-                del self.results.turns[task][key]
+            kept = self.results.turns[task]
+            for key in [key for key in kept if f"{key} ".startswith(f"{world.name} ")]:
+                del kept[key]
         elif keep:
             readings = [reading_of(answer) for answer in answers]
             self.results.turns[task][label(world, name)].append(readings)
@@ -157,10 +158,10 @@ def order(variants: Sequence[_T], number: int) -> Iterator[_T]:
 def label(world: World, name: str) -> str:
     """Return a variant's name in tables: that of its world, and its own.
 
-    A world that measures one thing by its own name needs no second word.
+    A world that measures one thing, which its name ends with, needs no second word.
 
     Args:
         world: Which measures it.
         name: The variant's.
     """
-    return world.name if name == world.name else f"{world.name} {name}"
+    return world.name if world.name.split()[-1] == name else f"{world.name} {name}"

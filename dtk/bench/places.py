@@ -13,7 +13,7 @@ from dtk.bench import agent
 from dtk.bench.setting import check_names
 from dtk.cluster import Host
 from dtk.errors import ClusterError, CommunicatorError
-from dtk.launch import COMMUNICATORS, Process, job_options, plan, ssh
+from dtk.launch import COMMUNICATORS, Process, job_options, mpi_places, plan, ssh
 
 MPI = "horovod-mpi"
 LAUNCHERS = (*(name for name in COMMUNICATORS if name != "auto"), MPI)
@@ -28,6 +28,11 @@ _SHARED = {
 }
 
 Survey = Callable[[str, int], ssh.Facts]
+
+
+def usual() -> str:
+    """Return what joins the ranks of `dtk run` unless told otherwise."""
+    return "collective" if mpi_places.mpirun() is None else "mpi"
 
 
 def check(launcher: str, hosts: Sequence[Host]) -> None:
@@ -70,7 +75,8 @@ def check_mpirun(hosts: Sequence[Host]) -> None:
 def _check_here(hosts: Sequence[Host]) -> None:
     if hosts:
         raise ClusterError(
-            f"what mpirun starts ({MPI}, mpi4py) is measured on this machine; leave --hosts out"
+            f"{MPI} and mpi4py, which mpirun starts, are measured on this machine only; leave "
+            "--hosts out"
         )
 
 

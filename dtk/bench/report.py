@@ -13,6 +13,8 @@ from dtk.bench.setting import block_of, bytes_of
 Variants = Mapping[str, Sequence[list[Reading]]]
 
 BOUND = "limit"
+# First word of worlds whose environment was changed, and of their own limit.
+TUNED = "tuned"
 IN_STEP = "limit in step"
 HEADER = ("", "steps/s", "ms per step (quartiles)", "of the limit")
 OWN = "of its own"
@@ -28,7 +30,8 @@ _IN_STEP_LEGEND = (
     "the one before: no way of sending spares that waiting."
 )
 _OWN_LEGEND = (
-    "A peer's own limit is its framework training by itself; of its own: that time / this time."
+    "A peer's own limit is its framework training by itself, one that is tuned the limit under the "
+    "same settings; of its own: that time / this time."
 )
 _BLOCK_LEGEND = (
     "block:ROWS: block momentum; a turn of it is of whole blocks, and so may have more steps."
@@ -365,6 +368,8 @@ def notes(results: Results, saved: Results | None = None) -> list[str]:
         legend.append(_IN_STEP_LEGEND)
     if any(own_bound(name) in names for names in results.turns.values() for name in names):
         legend.append(_OWN_LEGEND)
+    if results.setting.get("tuned"):
+        legend.append(f"{TUNED}: under {', '.join(results.setting['tuned'])}.")
     if any(map(block_of, results.setting.get("exchanges", ()))):
         legend.append(_BLOCK_LEGEND)
     lines.append(" ".join(legend))

@@ -60,6 +60,7 @@ class Measured(TypedDict, total=False):
 
     Attributes:
         communicators: A world of dtk's for each.
+        tuned: Settings of a second world for each, and of a second limit; "NAME=VALUE".
         worlds: Names of all.
         workers: How many there were in each.
         ranks: Where they ran.
@@ -73,6 +74,7 @@ class Measured(TypedDict, total=False):
     rounds: int
     allreduce: Sequence[int]
     communicators: Sequence[str]
+    tuned: Sequence[str]
     worlds: Sequence[str]
     workers: int
     ranks: Sequence[Rank]

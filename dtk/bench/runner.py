@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import cast
 
 import click
@@ -24,6 +24,7 @@ from dtk.errors import DtkError
 from dtk.launch import job_options, ssh
 
 _PACKAGE = "dtk.bench"
+_WORTH_SAYING = 0.5  # minutes
 
 
 class Screen:
@@ -71,8 +72,9 @@ class Screen:
             self._began = time.monotonic()
         elif not self._told and planned > taken:
             minutes = (time.monotonic() - self._began) / taken * (planned - taken) / 60
-            click.echo(f"dtk bench: about {minutes:.1f} minutes more", err=True)
             self._told = True
+            if minutes >= _WORTH_SAYING:
+                click.echo(f"dtk bench: about {minutes:.1f} minutes more", err=True)
 
 
 @dataclasses.dataclass
@@ -84,6 +86,7 @@ class Run:
         workers: On how many.
         hosts: Where; this machine when empty.
         remote_shell: Reaches them.
+        tuned: Variables of a second limit, and of a second world for each of dtk's.
         results: What was found.
         worlds: Those that were started.
         say: Told how far it is.
@@ -93,6 +96,7 @@ class Run:
     workers: int
     hosts: tuple[Host, ...] = ()
     remote_shell: str = ssh.DEFAULT_REMOTE_SHELL
+    tuned: Mapping[str, str] = dataclasses.field(default_factory=dict)
     results: Results = dataclasses.field(default_factory=Results)
     worlds: list[World] = dataclasses.field(default_factory=list)
     say: Callable[[str], None] = lambda text: None
@@ -134,10 +138,13 @@ class Run:
         return 0
 
     def _start_own(self, communicators: tuple[str, ...]) -> None:
-        if self.setting.models:
-            self._start(report.BOUND, "collective", self._command("no_communication_worker"))
-        for name in communicators:
-            self._start(name, name, self._command("strategy_worker"), busy=name in places.BUSY)
+        for first, changed in (("", {}), (f"{report.TUNED} ", self.tuned))[: 1 + bool(self.tuned)]:
+            if self.setting.models:
+                limit = self._command("no_communication_worker")
+                self._start(f"{first}{report.BOUND}", "collective", limit, changed=changed)
+            for name in communicators:
+                own, busy = self._command("strategy_worker"), name in places.BUSY
+                self._start(f"{first}{name}", name, own, busy=busy, changed=changed)
 
     def _take_turns(self, screen: Screen) -> None:
         def say() -> None:
@@ -181,11 +188,15 @@ class Run:
         *,
         essential: bool = True,
         busy: bool = False,
+        changed: Mapping[str, str] | None = None,
     ) -> None:
         # Each host is surveyed by the interpreter that will run there: one that has none is named.
         survey = functools.partial(ssh.survey, remote_shell=self.remote_shell, python=argv[0])
         self.say(f"{name}: starting ...")
-        processes = places.place(launcher, argv, self.workers, self.hosts, survey)
+        processes = [
+            dataclasses.replace(one, env={**one.env, **(changed or {})})
+            for one in places.place(launcher, argv, self.workers, self.hosts, survey)
+        ]
         world = World(
             name,
             processes,
@@ -212,6 +223,7 @@ class Run:
         self.results.setting = {
             **cast(Measured, dataclasses.asdict(self.setting)),  # asdict types no field
             "communicators": communicators,
+            "tuned": tuple(f"{name}={value}" for name, value in self.tuned.items()),
             "worlds": [world.name for world in self.worlds],
             "workers": self.workers,
             "ranks": [

@@ -51,8 +51,7 @@ _PEER_HELP = (
     "communicators",
     metavar="NAME",
     multiple=True,
-    default=("collective",),
-    help=f"One of {', '.join(places.LAUNCHERS)}; may be repeated. Default: collective.",
+    help=f"One of {', '.join(places.LAUNCHERS)}; may be repeated. Default: what `dtk run` takes.",
 )
 @job_options.hosts
 @job_options.hostfile
@@ -88,6 +87,13 @@ _PEER_HELP = (
     help=_PEER_HELP,
 )
 @click.option(
+    "--tuned",
+    metavar="NAME=VALUE",
+    multiple=True,
+    help="Measure the limit and dtk a second time with this variable set, such as one that `dtk "
+    "tune` prints; may be repeated.",
+)
+@click.option(
     "--batch-size", default=Setting.batch_size, show_default=True, help="Rows, per worker."
 )
 @click.option("--steps", default=Setting.steps, show_default=True, help="Steps of a turn.")
@@ -111,6 +117,7 @@ def bench(
     allreduce: tuple[str, ...],
     exchanges: tuple[str, ...],
     peers: tuple[str, ...],
+    tuned: tuple[str, ...],
     batch_size: int,
     steps: int,
     rounds: int,
@@ -138,6 +145,7 @@ def bench(
     count = _count(workers, where)
     for name in setting.exchanges:
         setting.steps_with(name, count)
+    communicators = _once(communicators) or (places.usual(),)
     for name in communicators:
         places.check(name, where)
     chosen = baselines.choose(_once(peers), _BASELINES)
@@ -147,8 +155,8 @@ def bench(
         _check_writable(option, file)
     if plot_file is not None:
         plot.check(plot_file)
-    run = Run(setting, count, where, remote_shell)
-    code = run.measure(_once(communicators), chosen)
+    run = Run(setting, count, where, remote_shell, dict(map(_variable, tuned)))
+    code = run.measure(communicators, chosen)
     results = run.results
     if code:
         results = results.ended_early(setting.tasks, f"ended with exit code {code}")
@@ -167,6 +175,15 @@ def bench(
 
 def _once(given: tuple[_T, ...]) -> tuple[_T, ...]:
     return tuple(dict.fromkeys(given))
+
+
+def _variable(given: str) -> tuple[str, str]:
+    name, sign, value = given.partition("=")
+    if not sign or not name.isidentifier():
+        raise BenchError(
+            f"--tuned {given}: expected NAME=VALUE, for example TF_ENABLE_ONEDNN_OPTS=1"
+        )
+    return name, value
 
 
 def _count(workers: int | None, where: tuple[Host, ...]) -> int:

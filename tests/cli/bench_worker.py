@@ -15,6 +15,8 @@ class Worker:
     def build(self, task):
         if task == "allreduce 4000":
             time.sleep(60)
+        if task == "allreduce 12000":
+            return 0, {"mine": self.mine}
         if task == "allreduce 8000":
             return 0, {"wait": self.wait}
         return 0, {"wait": self.wait, "die": self.die, "half": "there is no half"}
@@ -25,6 +27,10 @@ class Worker:
             time.sleep(0.01)
             tick()
         return {"sent": self.rank}
+
+    def mine(self, tick):
+        self.wait(tick)
+        return {"sent": int(os.environ.get("OF_MINE", "0"))}
 
     def die(self, tick):
         if self.rank == 1:

@@ -32,7 +32,7 @@ def run(tmp_path_factory):
     setting = {"workers": 7, "batch_size": 1, "steps": 1, "rounds": 1, "ranks": []}
     setting |= {"versions": {"dtk": "0"}}
     Results(setting, {}, {SMALLEST: seconds}).save(folder / "saved.json")
-    options = ["--model", SMALLEST]
+    options = ["--model", SMALLEST, "--communicator", "collective"]
     for variant in VARIANTS[1:]:
         options += ["--exchange", variant.split()[1]]
     options += ["--batch-size", "2", "--steps", str(STEPS), "--rounds", str(ROUNDS)]
@@ -148,7 +148,7 @@ def sums(tmp_path_factory):
         peers += ["--peer", "horovod-loop"]
     done = subprocess.run(
         [sys.executable, "-m", "dtk.cli.main", "bench", *peers, "--allreduce", "4kB"]
-        + ["--steps", "2", "--rounds", "1", "--json", "run.json"],
+        + ["--communicator", "collective", "--steps", "2", "--rounds", "1", "--json", "run.json"],
         capture_output=True,
         text=True,
         timeout=120,
@@ -227,6 +227,7 @@ MISTAKES = {
         ["--communicator", "horovod-mpi", "--hosts", "a:1,b:1"],
         "horovod",
     ),
+    "variable": (["--tuned", "fast"], "--tuned fast: expected NAME=VALUE, for example TF_"),
     "baseline": (["--peer", "jax"], "--peer jax: unknown, expected horovod-loop, "),
     "size": (["--allreduce", "big"], "--allreduce big: expected a size, such as 4kB or 100MB"),
     "plot": (["--plot", "a.pdf"], "--plot a.pdf: expected a name in .svg or .png"),

@@ -77,5 +77,5 @@ def test_horovod_meets_elsewhere():
 
 
 def test_what_mpirun_starts_stays_on_this_machine():
-    with pytest.raises(ClusterError, match="on this machine; leave --hosts out"):
+    with pytest.raises(ClusterError, match="on this machine only; leave --hosts out"):
         places.check_mpirun(HOSTS)
