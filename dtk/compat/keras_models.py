@@ -4,7 +4,7 @@ keras.src.trainers.trainer       Trainer.compile (hooked while inside a scope)
 keras.src.backend.tensorflow.trainer    TensorFlowTrainer.train_step (compared with a model's)
 Model       _distribute_strategy, _make_function, _maybe_symbolic_build, _symbolic_build,
             _initial_epoch, _compile_loss, _compile_metrics, _flatten_layers, _metrics,
-            _get_metrics_result_or_logs
+            _get_metrics_result_or_logs, _resolve_auto_jit_compile
 CompileLoss, CompileMetrics     _user_loss, _user_metrics, _user_weighted_metrics
 MeanMetricWrapper   _fn
 Embedding   _embeddings
@@ -142,7 +142,7 @@ def computes_own_loss(model: keras.Model) -> bool:
 
 @contextlib.contextmanager
 def compiles_through(
-    before: Callable[[keras.Model, bool | str | None], None],
+    before: Callable[[keras.Model, bool | str | None], bool | str | None],
     after: Callable[[keras.Model], object],
 ) -> Iterator[None]:
     """Return a context in which functions are called before and after `model.compile`.
@@ -150,7 +150,7 @@ def compiles_through(
     In another such context, the outer's functions are called.
 
     Args:
-        before: Called with the model and its `jit_compile`.
+        before: Called with the model and its `jit_compile`; returns what Keras gets for that.
         after: Called with the model.
     """
     original = Trainer.compile
@@ -162,9 +162,12 @@ def compiles_through(
 
     @functools.wraps(original)
     def compile_between(self: keras.Model, *args: object, **kwargs: object) -> None:
-        given = signature.bind(self, *args, **kwargs).arguments
-        before(self, given.get("jit_compile", "auto"))
-        original(self, *args, **kwargs)
+        given = signature.bind(self, *args, **kwargs)
+        jit_compile = given.arguments.get("jit_compile", "auto")
+        if jit_compile == "auto" and given.arguments.get("run_eagerly"):
+            jit_compile = False
+        given.arguments["jit_compile"] = before(self, jit_compile)
+        original(*given.args, **given.kwargs)
         after(self)
 
     compile_between._dtk_scope = True  # type: ignore[attr-defined]
@@ -192,6 +195,34 @@ def set_owner(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
         strategy: The strategy.
     """
     model._distribute_strategy = strategy
+
+
+def auto_jit(model: keras.Model) -> bool:
+    """Return whether Keras would compile a model by XLA if it belonged to no strategy.
+
+    Args:
+        model: The model, maybe not compiled.
+    """
+    owner, model._distribute_strategy = model._distribute_strategy, None
+    try:
+        return bool(model._resolve_auto_jit_compile())
+    finally:
+        model._distribute_strategy = owner
+
+
+def note_auto_jit(model: keras.Model, auto: bool) -> None:
+    """Note on a model whether XLA compiles it because that is Keras's choice.
+
+    Args:
+        model: The model.
+        auto: Whether it is.
+    """
+    model._dtk_auto_jit = auto
+
+
+def is_auto_jit(model: keras.Model) -> bool:
+    """Return whether XLA compiles a model because that is Keras's choice."""
+    return getattr(model, "_dtk_auto_jit", False)
 
 
 def build_through(model: keras.Model, build: BuildFrom) -> None:
@@ -293,12 +324,16 @@ def make_function(
 
     Args:
         model: A compiled model, which says how many steps an execution has.
-        step: Takes one batch.
+        step: Takes one batch; what XLA compiles of it, it compiles itself.
 
     Returns:
         A function of an iterator.
     """
-    return model._make_function(step)
+    jit_compile, model.jit_compile = model.jit_compile, False
+    try:
+        return model._make_function(step)
+    finally:
+        model.jit_compile = jit_compile
 
 
 def layers_of(model: keras.Model) -> list[keras.Layer]:

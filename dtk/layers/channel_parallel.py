@@ -69,6 +69,8 @@ class ChannelParallel(keras.layers.Layer):
         ValueError: Arguments that contradict each other, or that cannot be kept in parts.
     """
 
+    communicates = True
+
     def __init__(
         self,
         *args: object,

@@ -83,6 +83,8 @@ class Pipeline(keras.Model):
         (6, 1)
     """
 
+    communicates = True
+
     def __new__(
         cls,
         stages: Sequence[Stage],

@@ -48,6 +48,8 @@ class SpatiallyParallel(keras.layers.Layer):
         ValueError: Arguments that contradict each other, or that cannot be kept in parts.
     """
 
+    communicates = True
+
     def __init__(
         self,
         *args: object,
@@ -216,6 +218,7 @@ class Border(keras.layers.Layer):
         kwargs: Of a Keras layer.
     """
 
+    communicates = True
     place = 0
 
     def __init__(

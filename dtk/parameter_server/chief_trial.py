@@ -18,7 +18,7 @@ from dtk.nests import Function, Nest
 from dtk.parameter_server.contract import ServerStrategy
 from dtk.parameter_server.functional_step import FunctionalStep, trace_functional_step
 from dtk.parameter_server.jobs.batches import whole_batch
-from dtk.trainer.replica import replica_step, trial
+from dtk.trainer.replica import replica_step, step_logs, trial
 
 
 class ChiefTrial(trial.Trial[ServerStrategy]):
@@ -101,7 +101,7 @@ class ChiefTrial(trial.Trial[ServerStrategy]):
             numbers = [
                 [
                     (name, t.step.weighed(value))
-                    for name, value in replica_step.numbers_of(t.step, t.logs)
+                    for name, value in step_logs.numbers_of(t.step, t.logs)
                 ]
                 for t in traced
             ]

@@ -19,7 +19,7 @@ from dtk.parameter_server.recorded_updates import RecordedUpdates
 from dtk.trainer.contract import StepFunction
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.replica import replica_step
-from dtk.trainer.tracing import traced_step
+from dtk.trainer.tracing import noting, traced_step
 
 
 class FunctionalStep(NamedTuple):
@@ -34,7 +34,7 @@ class FunctionalStep(NamedTuple):
     """
 
     logs: Nest
-    applied: list[traced_step.Applied]
+    applied: list[noting.Applied]
     scope: keras.StatelessScope
     step: traced_step.Step
     rows_read: tf.Tensor

@@ -20,7 +20,7 @@ import tensorflow as tf
 from dtk.compat import keras_variables
 from dtk.errors import NotDistributedError
 from dtk.nests import Gradients
-from dtk.trainer.tracing.traced_step import Applied
+from dtk.trainer.tracing.noting import Applied
 
 
 class RecordedUpdates:

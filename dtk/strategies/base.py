@@ -44,6 +44,7 @@ class DtkStrategy(tf.distribute.Strategy):
         exchange: What is sent of gradients, and when; None is all, as it is, every step.
         self_test: Whether steps are tried on a few rows first, see `self_test`; "auto" is where
             something in them is not Keras's own.
+        supports_jit: Whether XLA can compile steps under it.
     """
 
     communicator: Communicator
@@ -53,6 +54,7 @@ class DtkStrategy(tf.distribute.Strategy):
     has_evaluator = False
     exchange: Exchange | Downpour | None = None
     self_test: bool | str = "auto"
+    supports_jit = True
 
     def __init_subclass__(cls, **kwargs: object):
         super().__init_subclass__(**kwargs)

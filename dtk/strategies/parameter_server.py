@@ -73,6 +73,8 @@ class ParameterServerStrategy(DtkStrategy, tf_servers.ServerStrategy):
     workers).
     """
 
+    supports_jit = False
+
     def __init__(
         self,
         consistency: consistency_models.Consistency | str = "async",

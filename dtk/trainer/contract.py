@@ -68,6 +68,7 @@ class Strategy(Protocol):
     exchange: Exchange | None
     self_test: bool | str
     shuffle_seed: ShuffleSeed
+    supports_jit: bool
 
     @property
     def rank(self) -> int:

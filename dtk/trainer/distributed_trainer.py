@@ -103,7 +103,7 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
             data_batch: The single batch; None with an iterator.
 
         Raises:
-            ValueError: The model is to be compiled by XLA.
+            ValueError: XLA is to compile the model, and cannot.
         """
         if iterator is not None:
             self._unread = True
@@ -113,7 +113,7 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
             data_batch = epoch_data.spec_of(given)
         self._build_from(data_batch)
         if self.takes_over:
-            jit.refuse_jit(self.model.jit_compile or None, self.strategy)
+            jit.settle_built(self.model, self.strategy)
             self.bind_optimizers()
 
     def _give_cut(self, iterator: keras_data.TFEpochIterator) -> epoch_data.Dataset:

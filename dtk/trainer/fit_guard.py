@@ -87,7 +87,11 @@ class _Calls:
             return None
         if owner is None and getattr(_alone, "flag", False):
             return None
-        model_scope.check_and_own(model, model.jit_compile, strategy)
+        settled = model_scope.check_and_own(
+            model, model.jit_compile if model.compiled else "auto", strategy
+        )
+        if not model.compiled:
+            model.jit_compile = settled
         return model_scope.distribute(model, strategy)
 
     def _refuse(self, model: keras.Model, name: str) -> None:

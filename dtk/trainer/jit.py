@@ -1,27 +1,138 @@
-"""XLA and the steps of several replicas do not go together."""
+"""Whether XLA compiles a model's steps: `jit_compile`, as given to `compile`.
+
+    True     always; what XLA cannot compile is refused, here or by XLA at the first step
+    "auto"   where Keras would choose it without a strategy, unless the model communicates in its
+             forward pass, which no compiled function can
+
+What is compiled, and what is left outside, is in `replica/compiled_step.py`.
+"""
 
 from __future__ import annotations
 
+import sys
+
+import keras
+
+from dtk.compat import keras_models
 from dtk.errors import at_rank
 from dtk.trainer.contract import Strategy
 
 
-def refuse_jit(jit_compile: bool | str | None, strategy: Strategy) -> None:
-    """Refuse to compile the step of several replicas by XLA.
+def settle(asked: bool | str | None, model: keras.Model, strategy: Strategy) -> bool | str | None:
+    """Decide whether XLA compiles a model's steps.
 
     Args:
-        jit_compile: As given to `compile`.
-        strategy: The model's strategy.
+        asked: As given to `compile`.
+        model: The model, maybe not built.
+        strategy: Its strategy.
+
+    Returns:
+        What Keras is to be given instead.
 
     Raises:
-        ValueError: It is True, and there are several replicas.
+        ValueError: It is True, and cannot be.
     """
-    if jit_compile is True and strategy.num_replicas_in_sync > 1:
+    if asked != "auto":
+        keras_models.note_auto_jit(model, False)
+        if asked:
+            check(model, strategy)
+        return asked
+    chosen = strategy.supports_jit and keras_models.auto_jit(model)
+    keras_models.note_auto_jit(model, chosen)
+    why = chosen and _why_not(model, strategy)
+    if why:
+        _say(model, strategy, why)
+    return chosen and not why
+
+
+def settle_built(model: keras.Model, strategy: Strategy) -> None:
+    """Decide again once a model is built: it may have got layers, or the attribute was set.
+
+    Args:
+        model: The model.
+        strategy: Its strategy.
+
+    Raises:
+        ValueError: XLA is to compile its steps, and cannot.
+    """
+    if not model.jit_compile:
+        return
+    if not keras_models.is_auto_jit(model):
+        check(model, strategy)
+        return
+    why = _why_not(model, strategy)
+    if why:
+        leave(model, strategy, why)
+
+
+def check(model: keras.Model, strategy: Strategy) -> None:
+    """Refuse to compile what XLA cannot.
+
+    Args:
+        model: The model.
+        strategy: Its strategy.
+
+    Raises:
+        ValueError: The model communicates in its forward pass, or the strategy runs steps of which
+            dtk compiles none.
+    """
+    why = _why_not(model, strategy)
+    if why:
+        raise ValueError(at_rank(strategy.rank, f"jit_compile=True: {why}"))
+
+
+def leave(model: keras.Model, strategy: Strategy, why: str) -> None:
+    """Leave a model uncompiled of which a step turns out to be none that XLA can compile.
+
+    Args:
+        model: The model.
+        strategy: Its strategy.
+        why: The reason.
+
+    Raises:
+        ValueError: The script has asked for it.
+    """
+    if not keras_models.is_auto_jit(model):
         raise ValueError(
             at_rank(
                 strategy.rank,
-                "jit_compile=True compiles the whole step with XLA, which cannot contain "
-                "reductions that run on the host; leave jit_compile at 'auto' (it stays off under "
-                "a strategy)",
+                f"jit_compile=True: XLA cannot compile model {model.name!r} under several "
+                f"replicas: {why}; leave jit_compile out",
             )
         )
+    _say(model, strategy, why)
+    model.jit_compile = False
+
+
+def _say(model: keras.Model, strategy: Strategy, why: str) -> None:
+    if strategy.is_chief:
+        print(
+            f"dtk: model {model.name!r} is not compiled by XLA (jit_compile='auto'): {why}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _why_not(model: keras.Model, strategy: Strategy) -> str | None:
+    """Return why XLA cannot compile a model's steps under a strategy; None if it may."""
+    if not strategy.supports_jit:
+        return (
+            f"{type(strategy).__name__} sends steps to workers, which dtk does not compile with "
+            "XLA; leave jit_compile out"
+        )
+    if strategy.num_replicas_in_sync == 1 and strategy.world.size == 1:
+        return None
+    for layer in keras_models.layers_of(model):
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
+            return (
+                f"layer {layer.name!r} has synchronized=True, so it adds up moments over all "
+                "replicas within the forward pass, and XLA can compile no communication; leave "
+                "jit_compile out, or make the layer with synchronized=False"
+            )
+        if getattr(layer, "communicates", False):
+            return (
+                f"layer {layer.name!r} ({type(layer).__name__}) is one part of a layer and "
+                "communicates within the forward pass, and XLA can compile no communication; "
+                "leave jit_compile out"
+            )
+    return None

@@ -16,9 +16,9 @@ import tensorflow as tf
 from dtk.compat import keras_models
 from dtk.errors import NotDistributedError, at_rank
 from dtk.nests import Function, Nest
+from dtk.trainer import jit
 from dtk.trainer.contract import Strategy
 from dtk.trainer.distributed_trainer import DistributedTrainer
-from dtk.trainer.jit import refuse_jit
 from dtk.trainer.tracing import traced_step
 
 
@@ -103,7 +103,9 @@ def distributing(strategy: ModelStrategy) -> Iterator[None]:
         yield
 
 
-def check_and_own(model: keras.Model, jit_compile: bool | str | None, strategy: Strategy) -> None:
+def check_and_own(
+    model: keras.Model, jit_compile: bool | str | None, strategy: Strategy
+) -> bool | str | None:
     """Make a model belong to a strategy, before it is compiled there.
 
     Args:
@@ -111,10 +113,13 @@ def check_and_own(model: keras.Model, jit_compile: bool | str | None, strategy: 
         jit_compile: As given to `compile`.
         strategy: The strategy.
 
+    Returns:
+        What `compile` is to be given for `jit_compile`.
+
     Raises:
-        ValueError: It belongs to another one, or is to be compiled by XLA.
+        ValueError: It belongs to another one, or XLA is to compile it and cannot.
     """
-    refuse_jit(jit_compile, strategy)
+    jit_compile = jit.settle(jit_compile, model, strategy)
     owner = keras_models.owner_of(model)
     if owner is not None and owner is not strategy:
         raise ValueError(
@@ -125,6 +130,7 @@ def check_and_own(model: keras.Model, jit_compile: bool | str | None, strategy: 
             )
         )
     keras_models.set_owner(model, strategy)
+    return jit_compile
 
 
 @tf.autograph.experimental.do_not_convert  # `run` is called in graphs; rewriting this took 0.1 s

@@ -18,7 +18,7 @@ from dtk.parameter_server import gradient_buffers
 from dtk.parameter_server.contract import JobTrainer
 from dtk.parameter_server.functional_step import FunctionalStep
 from dtk.trainer.gradients import partitioned_variables, shared_optimizer
-from dtk.trainer.tracing.traced_step import Applied
+from dtk.trainer.tracing.noting import Applied
 
 # Makes a layout from weights, and the ids of those whose gradients are rows.
 NewLayout: TypeAlias = Callable[[list[gradient_buffers.Weight], set[int]], gradient_buffers.Layout]

@@ -15,7 +15,7 @@ from dtk.compat import keras_variables
 from dtk.input import slicing
 from dtk.nests import Array, Nest
 from dtk.parameter_server.functional_step import FunctionalStep
-from dtk.trainer.replica import replica_step
+from dtk.trainer.replica import replica_step, step_logs
 from dtk.trainer.tracing.traced_step import Path
 
 # Results of metrics, as Keras's step has returned them: by name, maybe in groups.
@@ -62,7 +62,7 @@ class MetricSum:
         Returns:
             What it counts; called while tracing.
         """
-        self._logged = replica_step.results_in(traced.step, traced.logs)
+        self._logged = step_logs.results_in(traced.step, traced.logs)
         return {
             "metrics": [
                 traced.scope.get_current_value(v)
@@ -70,7 +70,7 @@ class MetricSum:
             ],
             "logs": {
                 name: tf.convert_to_tensor(traced.step.weighed(value))
-                for name, value in replica_step.numbers_of(traced.step, traced.logs)
+                for name, value in step_logs.numbers_of(traced.step, traced.logs)
             },
             "rows": slicing.count_rows(data),
         }

@@ -72,7 +72,10 @@ def predict_rows(data: Nest, model: keras.Model) -> Nest:
         ValueError: An output is sparse.
     """
     data = slicing.forget_rows(replica_step.without_optionals(data))
-    outputs = model.predict_step(slicing.padding_row(data))
+    predict = model.predict_step
+    if model.jit_compile and not tf.executing_eagerly():
+        predict = tf.function(predict, autograph=False, jit_compile=True, reduce_retracing=True)
+    outputs = predict(slicing.padding_row(data))
     rows = slicing.count_rows(data)
     return keras.tree.map_structure(lambda output: _rows_of(output, rows), outputs)
 

@@ -19,8 +19,10 @@ from dtk.compat import keras_models, tf_replicas
 from dtk.errors import NotDistributedError, at_rank
 from dtk.input import slicing
 from dtk.nests import Nest
+from dtk.trainer import jit
 from dtk.trainer.contract import StepFunction, Strategy
 from dtk.trainer.gradients import local_steps, shared_optimizer
+from dtk.trainer.replica import compiled_step, step_logs
 from dtk.trainer.tracing import traced_step
 
 
@@ -52,7 +54,7 @@ def run_step(
     if not (trains and any(e.local for e in shared_optimizer.gradient_exchanges_of(model))):
         step.world = World(step, before, present)
     with traced_step.tracing(step), tf_replicas.counted_if(present):
-        logs = step_function(data)
+        logs = _compute(step_function, data, step, kinds, strategy)
         _forget_padding(present, before, model)
         if trains:
             check_reduced(step, model, strategy)
@@ -61,6 +63,26 @@ def run_step(
         assert step.world is not None
         step.world.average()
         return _sum_numbers(step, logs)
+
+
+def _compute(
+    step_function: StepFunction,
+    data: Nest,
+    step: traced_step.Step,
+    kinds: Mapping[str, str],
+    strategy: Strategy,
+) -> Nest:
+    """Run Keras's own step, compiled by XLA where the model asks for it."""
+    model = step.model
+    if not model.jit_compile or tf.executing_eagerly():
+        return step_function(data)
+    compiled = compiled_step.CompiledStep(step_function, step, kinds)
+    try:
+        run = compiled.trace(data)
+    except compiled_step.UncompilableError as why:
+        jit.leave(model, strategy, str(why))
+        return step_function(data)
+    return run()
 
 
 def begin_step(
@@ -243,54 +265,9 @@ def result_of(metric: keras.Metric, original: Callable[[], Nest]) -> Nest:
     return result
 
 
-def numbers_of(step: traced_step.Step, logs: Nest) -> list[tuple[str, tf.Tensor]]:
-    """Find the numbers in what a step returned that are not the results of metrics.
-
-    Args:
-        step: The step, traced.
-        logs: What it returned.
-
-    Returns:
-        Pairs of path and float scalar, a mean over rows.
-    """
-    flat = keras.tree.flatten_with_path(logs) if isinstance(logs, dict) else []
-    return [
-        (_name_of(path), step.terms.made_mean(f"log {_name_of(path)!r}", value))
-        for path, value in flat
-        if tf.is_tensor(value)
-        and value.dtype.is_floating
-        and value.shape.rank == 0
-        and value.ref() not in step.results
-    ]
-
-
-def results_in(
-    step: traced_step.Step, logs: Nest
-) -> list[tuple[traced_step.Path, keras.Metric, traced_step.Path]]:
-    """Find the results of metrics in what a step returned.
-
-    Args:
-        step: The step, traced.
-        logs: What it returned.
-
-    Returns:
-        The path in the logs, the metric, and the path in its result, of each.
-    """
-    flat = keras.tree.flatten_with_path(logs) if isinstance(logs, dict) else []
-    return [
-        (path, *step.results[value.ref()])
-        for path, value in flat
-        if isinstance(value, tf.Tensor) and value.ref() in step.results
-    ]
-
-
-def _name_of(path: traced_step.Path) -> str:
-    return "/".join(map(str, path))
-
-
 def _sum_numbers(step: traced_step.Step, logs: Nest) -> Nest:
     """Sum over replicas what a step logs besides the results of metrics."""
-    numbers = numbers_of(step, logs)
+    numbers = step_logs.numbers_of(step, logs)
     if not numbers:
         return logs
     replica = tf.distribute.get_replica_context()
@@ -299,13 +276,7 @@ def _sum_numbers(step: traced_step.Step, logs: Nest) -> Nest:
             tf.distribute.ReduceOp.SUM, [step.weighed(value) for _, value in numbers]
         )
     found = dict(zip((name for name, _ in numbers), sums, strict=True))
-    return _replaced(logs, found)
-
-
-def _replaced(logs: Nest, found: Mapping[str, tf.Tensor]) -> Nest:
-    paths = [_name_of(path) for path, _ in keras.tree.flatten_with_path(logs)]
-    values = [found.get(p, v) for p, v in zip(paths, keras.tree.flatten(logs), strict=True)]
-    return keras.tree.pack_sequence_as(logs, values)
+    return step_logs.replaced(logs, found)
 
 
 def without_optionals(data: Nest) -> Nest:

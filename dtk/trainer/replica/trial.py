@@ -24,9 +24,9 @@ from dtk.compat import (
 from dtk.input import slicing
 from dtk.nests import Array, Function, Leaf, Nest
 from dtk.trainer.contract import StepFunction, StrategyT, Trainer
-from dtk.trainer.replica import replica_step
+from dtk.trainer.replica import replica_step, step_logs
 from dtk.trainer.replica.snapshot import Snapshot, changed_by_training
-from dtk.trainer.tracing import sync_batch_norm, traced_step
+from dtk.trainer.tracing import noting, sync_batch_norm, traced_step
 from dtk.trainer.tracing.loss_terms import Term
 
 # Rows of a replica; the first one takes one more, so that shares differ.
@@ -162,7 +162,7 @@ class Trial(Generic[StrategyT]):
             random_draws.restart(self.rows)
             rows = tf.constant(self.rows, tf.int64)
             step = traced_step.Step(tf.ones([]), 1, self.model, tf.identity, rows, own=self.own)
-            step.noted = traced_step.Gathered()
+            step.noted = noting.Gathered()
             with traced_step.tracing(step):
                 logs = self.step_function(slicing.forget_rows(self._whole_data))
                 return self._observed(step, logs, names, lambda values: values)
@@ -184,7 +184,7 @@ class Trial(Generic[StrategyT]):
                 )
                 before = {id(v): tf.identity(v) for v in replica_step.metric_variables(model)}
                 step.noted, step.world = (
-                    traced_step.Gathered(),
+                    noting.Gathered(),
                     replica_step.World(step, before, present),
                 )
                 with traced_step.tracing(step), tf_replicas.counted_if(present):
@@ -220,7 +220,7 @@ class Trial(Generic[StrategyT]):
     ) -> Found:
         """Collect what a traced step computed, in lists; the names of their items go to `names`."""
         strategy = self.strategy
-        numbers = replica_step.numbers_of(step, logs)
+        numbers = step_logs.numbers_of(step, logs)
         results = results_of(self.model)
         gradients = gradients_of(step.noted.applied if step.noted else [])
         own = {
@@ -283,7 +283,7 @@ def results_of(model: keras.Model) -> list[tuple[str, tf.Tensor]]:
     ]
 
 
-def gradients_of(applied: Sequence[traced_step.Applied]) -> list[tuple[str, tf.Tensor]]:
+def gradients_of(applied: Sequence[noting.Applied]) -> list[tuple[str, tf.Tensor]]:
     """Return what a step handed to optimizers, dense, by variable and update.
 
     Args:

@@ -19,13 +19,14 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import keras
 import tensorflow as tf
 
 from dtk.compat import keras_models, keras_steps, keras_variables
 from dtk.nests import Function, Gradients, Nest
+from dtk.trainer.tracing import noting
 from dtk.trainer.tracing.loss_terms import Terms, depends_on_data
 
 # What a step needs to know while Keras traces it; one per thread, because a mirrored strategy
@@ -34,58 +35,6 @@ _running = threading.local()
 
 # Where a value is in a structure, as `keras.tree.flatten_with_path` says it.
 Path: TypeAlias = tuple[str | int, ...]
-
-
-class Applied(NamedTuple):
-    """Gradients that a step handed to an optimizer, weighed by the replica's share."""
-
-    optimizer: keras.Optimizer
-    gradients: Gradients
-    variables: list[keras.Variable]
-
-
-class Noting(Protocol):
-    """Receiver of the gradients of a step whose optimizers only note them.
-
-    Attributes:
-        applied: What it was given, in order.
-    """
-
-    applied: list[Applied]
-
-    def note(
-        self, optimizer: keras.Optimizer, gradients: Gradients, variables: list[keras.Variable]
-    ) -> None:
-        """Note gradients that an optimizer is given.
-
-        Args:
-            optimizer: The optimizer.
-            gradients: Weighed gradients; None where there is none.
-            variables: Keras variables in the same order.
-        """
-
-
-class Gathered:
-    """Receiver of the gradients of a step that is only looked at.
-
-    Attributes:
-        applied: What it was given, in order.
-    """
-
-    def __init__(self) -> None:
-        self.applied: list[Applied] = []
-
-    def note(
-        self, optimizer: keras.Optimizer, gradients: Gradients, variables: list[keras.Variable]
-    ) -> None:
-        """Note gradients that an optimizer is given.
-
-        Args:
-            optimizer: The optimizer.
-            gradients: Weighed gradients; None where there is none.
-            variables: Keras variables in the same order.
-        """
-        self.applied.append(Applied(optimizer, gradients, variables))
 
 
 class WorldState(Protocol):
@@ -112,7 +61,8 @@ class Step:
         world_sum: Sums a tensor over the replicas.
         rows: N (int64 scalar); None where only shares are known.
         kinds: Kinds of the step's terms, see `loss_terms`.
-        own: Whether Keras's own train step computes the gradients, so that its loss is weighed.
+        own: Whether gradients are handed over weighed: Keras's own train step computes them from a
+            loss that is.
 
     Attributes:
         noted: Takes what is to be applied, where steps only note it; else None.
@@ -145,7 +95,7 @@ class Step:
         self.world_sum = world_sum
         self.rows = rows
         self.own = own
-        self.noted: Noting | None = None
+        self.noted: noting.Noting | None = None
         self.rows_read: list[tf.Tensor] = [tf.constant(0, tf.int64)]
         self._graph = tf.compat.v1.get_default_graph()
         self.reductions = 0
@@ -157,6 +107,18 @@ class Step:
         self.terms = Terms(share, world_sum, kinds or {})
         self.inside_loss = False
         self.weighed_later = False
+
+    def take(self, inside: Step) -> None:
+        """Take over what a part of this step has done, whose gradients are weighed.
+
+        Args:
+            inside: That part, traced as a step.
+        """
+        self.assigned |= inside.assigned
+        self.assigned_at |= {k: self.assignments + n for k, n in inside.assigned_at.items()}
+        self.assignments += inside.assignments
+        self.reductions += inside.reductions
+        self.own = True
 
     def note_read(self, rows: tf.Tensor) -> None:
         """Count bytes of rows read; not in a loop or branch, whose tensors cannot leave it."""

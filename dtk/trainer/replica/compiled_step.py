@@ -1,0 +1,269 @@
+"""One replica's step, its forward and backward pass compiled by XLA.
+
+XLA compiles a function as one cluster, which can hold no communication with other replicas. So the
+step is traced inside one, with optimizers that only note what they are handed, and the rest follows
+outside, as in a step that is not compiled:
+
+    counts     what masked means count, summed over replicas   (only where a loss needs it)
+    cluster    forward, backward, updates of metrics, moving statistics and random seeds
+    outside    gradients exchanged and applied; metrics summed, and their results computed
+
+The cluster has one end: gradients of the last layers wait for those of the first, so that
+communication does not overlap with the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+import keras
+import tensorflow as tf
+
+from dtk.compat import keras_variables, tf_variables
+from dtk.nests import Gradients, Nest
+from dtk.trainer.contract import StepFunction
+from dtk.trainer.replica import step_logs
+from dtk.trainer.tracing import noting, traced_step
+
+# What a cluster returns: gradients by optimizer, and the tensors among what the step logs.
+_Found: TypeAlias = tuple[list[Gradients], list[tf.Tensor]]
+
+
+class UncompilableError(ValueError):
+    """A step that computes the same only if it is not compiled."""
+
+
+class _Noted:
+    """Receiver of the gradients of a compiled step, see `noting.Noting`.
+
+    Attributes:
+        applied: What it was given, in order.
+        marks: How many ops the cluster had each time.
+    """
+
+    def __init__(self) -> None:
+        self.applied: list[noting.Applied] = []
+        self.marks: list[int] = []
+        self._graph = tf.compat.v1.get_default_graph()
+
+    def note(
+        self, optimizer: keras.Optimizer, gradients: Gradients, variables: list[keras.Variable]
+    ) -> None:
+        """Note gradients that an optimizer is given.
+
+        Args:
+            optimizer: The optimizer.
+            gradients: Weighed gradients; None where there is none.
+            variables: Keras variables in the same order.
+
+        Raises:
+            UncompilableError: It is given them in a branch or a loop.
+        """
+        if tf.compat.v1.get_default_graph() is not self._graph:
+            raise UncompilableError("its train_step applies gradients in a branch or a loop")
+        self.marks.append(len(self._graph.get_operations()))
+        self.applied.append(noting.Applied(optimizer, gradients, variables))
+
+
+class _Counts:
+    """What a step sums over the replicas within its losses: numbers of rows that count.
+
+    Args:
+        totals: The sums, in the order in which the step asks for them; none where they are still
+            to be found out.
+    """
+
+    def __init__(self, totals: Sequence[tf.Tensor]):
+        self.own: list[tf.Tensor] = []
+        self._totals = totals
+
+    def __call__(self, value: tf.Tensor) -> tf.Tensor:
+        self.own.append(value)
+        return self._totals[len(self.own) - 1] if self._totals else value
+
+
+class CompiledStep:
+    """A step of one replica, to be traced into a cluster.
+
+    Args:
+        step_function: `model.train_step` or `model.test_step`.
+        step: The step that is being traced, of which the cluster is a part.
+        kinds: Of the step's terms, see `loss_terms`.
+    """
+
+    def __init__(
+        self,
+        step_function: StepFunction,
+        step: traced_step.Step,
+        kinds: Mapping[str, str],
+    ):
+        self._step_function = step_function
+        self._step = step
+        self._kinds = kinds
+        self._noted: _Noted
+        self._inside: traced_step.Step
+        self._counts = _Counts(())
+        self._logs: Nest = None
+
+    def trace(self, data: Nest) -> Callable[[], Nest]:
+        """Trace the cluster, and see whether all that the step computes may be in it.
+
+        Args:
+            data: This replica's rows.
+
+        Returns:
+            A function that adds the cluster, and what follows it, to the graph, and returns what
+            the step logs.
+
+        Raises:
+            UncompilableError: Compiled, the step would compute something else.
+        """
+        step = self._step
+        totals: list[tf.Tensor] = []
+        concrete = self._compiled(data, totals)
+        self._check(concrete.graph)
+        if self._counts.own:
+            # Summed before the cluster: a trace of which nothing but the counts is computed.
+            counting = tf.function(self._count, autograph=False)
+            counts = counting.get_concrete_function(data, step.share)
+            if _assigns(counts.graph):
+                raise UncompilableError("its step assigns to variables that are not Keras's")
+            totals = list(step.world_sum(counts(data, step.share)))
+            concrete = self._compiled(data, totals)
+
+        def run() -> Nest:
+            gradients, logged = concrete(data, step.share, totals)
+            step.take(self._inside)
+            for applied, given in zip(self._noted.applied, gradients, strict=True):
+                applied.optimizer.apply(given, applied.variables)
+            return self._logged(logged)
+
+        return run
+
+    def _compiled(
+        self, data: Nest, totals: list[tf.Tensor]
+    ) -> tf.types.experimental.ConcreteFunction:
+        function = tf.function(
+            self._compute, autograph=False, jit_compile=True, reduce_retracing=True
+        )
+        return function.get_concrete_function(data, self._step.share, totals)
+
+    def _compute(self, data: Nest, share: tf.Tensor, totals: list[tf.Tensor]) -> _Found:
+        """Compute the step up to what replicas make of it together; traced into the cluster."""
+        self._noted, self._counts = _Noted(), _Counts(totals)
+        self._inside = inside = traced_step.Step(
+            share,
+            self._step.size,
+            self._step.model,
+            self._counts,
+            kinds=self._kinds,
+            own=self._step.own,
+        )
+        inside.noted = self._noted
+        with traced_step.tracing(inside):
+            logs = self._step_function(data)
+            self._logs = step_logs.replaced(logs, dict(step_logs.numbers_of(inside, logs)))
+        gradients = [applied.gradients for applied in self._noted.applied]
+        return gradients, [value for value in keras.tree.flatten(self._logs) if tf.is_tensor(value)]
+
+    def _count(self, data: Nest, share: tf.Tensor) -> list[tf.Tensor]:
+        with keras.StatelessScope():
+            self._compute(data, share, [])
+        return self._counts.own
+
+    def _logged(self, tensors: Sequence[tf.Tensor]) -> Nest:
+        """Put together what the step logs, of the results of all replicas."""
+        results: dict[int, dict[traced_step.Path, tf.Tensor]] = {}
+        remaining = iter(tensors)
+        logged = []
+        for value in keras.tree.flatten(self._logs):
+            if not tf.is_tensor(value):
+                logged.append(value)
+                continue
+            outside = next(remaining)
+            found = self._inside.results.get(value.ref())
+            if found is None:
+                logged.append(self._step.terms.known(outside))
+                continue
+            metric, path = found
+            if id(metric) not in results:
+                results[id(metric)] = dict(keras.tree.flatten_with_path(metric.result()))
+            logged.append(results[id(metric)][path])
+        return keras.tree.pack_sequence_as(self._logs, logged)
+
+    # What the cluster must not hold.
+
+    def _check(self, graph: tf.Graph) -> None:
+        names = [node.name for node in _nodes(graph) if node.op.startswith(_COMMUNICATING)]
+        if names:
+            raise UncompilableError(
+                f"it communicates within the step (op {names[0]!r}), and XLA can compile no "
+                "communication"
+            )
+        self._check_order(graph)
+        self._check_results()
+
+    def _check_order(self, graph: tf.Graph) -> None:
+        """Refuse a step that goes on with weights it has changed: the cluster changes none."""
+        inside = {id(outer): inner.ref() for outer, inner in graph.captures}
+        for mark, applied in zip(self._noted.marks, self._noted.applied, strict=True):
+            changed = [
+                *applied.variables,
+                *(v for v in applied.optimizer.variables if not v.path.endswith("learning_rate")),
+            ]
+            handles = {
+                inside[id(copy.handle)]: v.path
+                for v in changed
+                for copy in tf_variables.components(keras_variables.stored(v))
+                if id(copy.handle) in inside
+            }
+            for op in graph.get_operations()[mark:]:
+                for tensor in op.inputs:
+                    if tensor.ref() in handles:
+                        raise UncompilableError(
+                            f"its {self._step_function.__name__} uses {handles[tensor.ref()]!r} "
+                            "after an optimizer has changed it, and the compiled part of a step "
+                            "ends before any update"
+                        )
+
+    def _check_results(self) -> None:
+        """Refuse a step that computes with the results of metrics, which are known outside only."""
+        results = self._inside.results
+        logged = [v for v in keras.tree.flatten(self._logs) if tf.is_tensor(v)]
+        starts = [v for v in logged if v.ref() not in results]
+        for tensor in _computed_from(starts):
+            if tensor.ref() in results:
+                raise UncompilableError(
+                    f"its {self._step_function.__name__} computes with the result of metric "
+                    f"{results[tensor.ref()][0].name!r}, which is known outside the compiled part "
+                    "only"
+                )
+
+
+# Types of ops that wait for other replicas begin with these.
+_COMMUNICATING = ("Collective", "Horovod")
+
+
+def _nodes(graph: tf.Graph) -> Iterable[tf.compat.v1.NodeDef]:
+    """Return the nodes of a graph, and of the functions it calls."""
+    definition = graph.as_graph_def()
+    yield from definition.node
+    for function in definition.library.function:
+        yield from function.node_def
+
+
+def _assigns(graph: tf.Graph) -> bool:
+    return any(node.op.startswith("Assign") for node in _nodes(graph))
+
+
+def _computed_from(tensors: Iterable[tf.Tensor]) -> Iterable[tf.Tensor]:
+    """Return everything in a graph that tensors are computed from, and themselves."""
+    seen: set[Hashable] = set()
+    left = list(tensors)
+    while left:
+        one = left.pop()
+        if one.ref() not in seen:
+            seen.add(one.ref())
+            yield one
+            left.extend(one.op.inputs)

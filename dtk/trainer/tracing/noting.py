@@ -1,0 +1,61 @@
+"""Receivers of what a step hands to its optimizers, where these only note it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import keras
+
+from dtk.nests import Gradients
+
+
+class Applied(NamedTuple):
+    """Gradients that a step handed to an optimizer, weighed by the replica's share."""
+
+    optimizer: keras.Optimizer
+    gradients: Gradients
+    variables: list[keras.Variable]
+
+
+class Noting(Protocol):
+    """Receiver of the gradients of a step whose optimizers only note them.
+
+    Attributes:
+        applied: What it was given, in order.
+    """
+
+    applied: list[Applied]
+
+    def note(
+        self, optimizer: keras.Optimizer, gradients: Gradients, variables: list[keras.Variable]
+    ) -> None:
+        """Note gradients that an optimizer is given.
+
+        Args:
+            optimizer: The optimizer.
+            gradients: Weighed gradients; None where there is none.
+            variables: Keras variables in the same order.
+        """
+
+
+class Gathered:
+    """Receiver of the gradients of a step that is only looked at.
+
+    Attributes:
+        applied: What it was given, in order.
+    """
+
+    def __init__(self) -> None:
+        self.applied: list[Applied] = []
+
+    def note(
+        self, optimizer: keras.Optimizer, gradients: Gradients, variables: list[keras.Variable]
+    ) -> None:
+        """Note gradients that an optimizer is given.
+
+        Args:
+            optimizer: The optimizer.
+            gradients: Weighed gradients; None where there is none.
+            variables: Keras variables in the same order.
+        """
+        self.applied.append(Applied(optimizer, gradients, variables))
