@@ -1,0 +1,287 @@
+"""Models compiled by XLA: what `test_jit` runs on every rank, and in one plain process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from unittest import mock
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import dtk
+
+from strategies import bodies, cases
+
+
+def twice(values):
+    """Batches of 16 rows that are 8 rows twice.
+
+    Two replicas then see the same moments as one process does, so that batch normalization may be
+    compared without synchronizing it, which XLA cannot compile.
+    """
+    eighths = values[: len(values) // 8 * 8].reshape(-1, 8, *values.shape[1:])
+    return np.repeat(eighths, 2, 0).reshape(-1, *values.shape[1:])
+
+
+def convolutional():
+    keras.utils.set_random_seed(7)
+    return keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            keras.layers.Conv2D(4, 3, strides=2, use_bias=False),
+            keras.layers.BatchNormalization(name="moments"),
+            keras.layers.ReLU(),
+            keras.layers.Flatten(),
+            keras.layers.Dense(10, kernel_regularizer=keras.regularizers.L2(1e-3)),
+        ]
+    )
+
+
+def fit(strategy=None, devices=0, jit_compile=True):
+    """Fit, evaluate and predict; the last step has fewer rows."""
+    x, y = bodies.digits()
+    x, y, weight = twice(x[:32]), y[:64], np.linspace(0.0, 2.0, 64)
+    model = cases.compiled(
+        bodies.strategy(devices) if strategy == "here" else strategy,
+        convolutional,
+        optimizer=keras.optimizers.Adam(0.01, global_clipnorm=0.5),
+        metrics=["accuracy"],
+        weighted_metrics=["accuracy"],
+        jit_compile=jit_compile,
+    )
+    history = model.fit(
+        x, y, sample_weight=weight, batch_size=16, epochs=2, shuffle=False, verbose=0
+    )
+    assert model.jit_compile == jit_compile
+    return cases.outcome(
+        model,
+        history,
+        evaluated=model.evaluate(x[:11], y[:11], batch_size=16, verbose=0),
+        predicted=model.predict(x[:11], batch_size=16, verbose=0),
+    )
+
+
+@contextlib.contextmanager
+def all_compiled():
+    """Give every model of `cases` `jit_compile=True`, and none a synchronized normalization."""
+
+    def small(seed=3, activation=None, sync=True):
+        del sync
+        keras.utils.set_random_seed(seed)
+        return keras.Sequential(
+            [
+                keras.Input((8, 8, 1)),
+                keras.layers.Flatten(),
+                keras.layers.Dense(12),
+                keras.layers.LayerNormalization(),
+                keras.layers.ReLU(),
+                keras.layers.Dense(10, activation=activation),
+            ]
+        )
+
+    def compiled(strategy, build=small, **kwargs):
+        return plainly(strategy, build, jit_compile=True, **kwargs)
+
+    plainly = cases.compiled
+    with (
+        mock.patch.object(cases, "small", small),
+        mock.patch.object(cases, "compiled", compiled),
+    ):
+        yield
+
+
+def run_case(name, devices=0):
+    keras.utils.set_random_seed(1)  # a dataset that is shuffled may be made before the model
+    with all_compiled():
+        return bodies.run_case(name, devices)
+
+
+def run_plain(name):
+    keras.utils.set_random_seed(1)
+    with all_compiled():
+        return bodies.run_plain(name)
+
+
+def mixed(strategy=None, devices=0):
+    """16 bits, with a scale of the loss that changes."""
+    x, y = cases.rows(64)
+
+    def build():
+        keras.utils.set_random_seed(3)
+        layers = [keras.layers.Flatten(dtype="mixed_float16")]
+        layers += [keras.layers.Dense(n, dtype="mixed_float16") for n in (12, 10)]
+        return keras.Sequential([keras.Input((8, 8, 1)), *layers])
+
+    inner = keras.optimizers.SGD(0.05, momentum=0.9)
+    scale = keras.optimizers.LossScaleOptimizer(
+        inner, initial_scale=2.0**10, dynamic_growth_steps=3
+    )
+    model = cases.compiled(
+        bodies.strategy(devices) if strategy == "here" else strategy,
+        build,
+        optimizer=scale,
+        jit_compile=True,
+    )
+    history = model.fit(x, y, batch_size=16, epochs=2, verbose=0)
+    return cases.outcome(model, history, scale=float(scale.dynamic_scale))
+
+
+def dropout():
+    """Change of weights by a step with dropout, and what it is to be: of each rank's own draws."""
+    strategy = bodies.strategy()
+    x, y = cases.rows(16)
+    x = x.reshape(16, -1)
+
+    def build():
+        keras.utils.set_random_seed(3)
+        layers = [keras.layers.Dropout(0.5, seed=4, name="drops"), keras.layers.Dense(10)]
+        return keras.Sequential([keras.Input((64,)), *layers])
+
+    model = cases.compiled(strategy, build, optimizer=keras.optimizers.SGD(1.0), jit_compile=True)
+    model.fit(x, y, batch_size=16, verbose=0)
+    before = model.get_weights()
+    seeds = model.get_layer("drops").seed_generator.state
+    drawn = np.array(seeds)
+    model.train_on_batch(x, y)
+
+    alone = build()
+    alone.set_weights(before)
+    alone.get_layer("drops").seed_generator.state.assign(drawn)
+    mine = slice(8 * strategy.rank, 8 * strategy.rank + 8)
+    loss_of = cases.crossentropy()
+
+    @tf.function(jit_compile=True)
+    def differentiate(x, y):
+        with tf.GradientTape() as tape:
+            loss = loss_of(y, alone(x, training=True))
+        return tape.gradient(loss, alone.trainable_variables)
+
+    gradients = differentiate(tf.constant(x[mine]), tf.constant(y[mine]))
+    means = strategy.communicator.allreduce(gradients, "mean")
+    return {
+        "changed": bodies.flat(b - a for b, a in zip(before, model.get_weights(), strict=True)),
+        "wanted": bodies.flat(mean.numpy() for mean in means),
+        "seeds": np.array(seeds),
+        "wanted seeds": np.array(alone.get_layer("drops").seed_generator.state),
+        "drawn": drawn,
+    }
+
+
+# What is refused.
+
+
+def text_inside(devices=0):
+    """A layer of strings, which XLA cannot compile."""
+
+    def build():
+        keras.utils.set_random_seed(3)
+        written = keras.layers.Lambda(
+            lambda x: tf.strings.to_number(tf.strings.as_string(x)), output_shape=(8, 8, 1)
+        )
+        layers = [keras.layers.Flatten(), keras.layers.Dense(10)]
+        return keras.Sequential([keras.Input((8, 8, 1)), written, *layers])
+
+    return _error_of(build, devices)
+
+
+def adversaries(devices=0):
+    """Two optimizers, of which the second step uses what the first has changed."""
+    x, _ = cases.rows(16)
+    keras.utils.set_random_seed(5)
+    with bodies.strategy(devices).scope():
+        model = cases.Adversaries()
+        model.build((None, 8, 8, 1))
+        model.compile(keras.optimizers.SGD(0.01), keras.optimizers.SGD(0.01))
+    model.jit_compile = True
+    return _error(lambda: model.fit(x, batch_size=8, verbose=0))
+
+
+class Derived(cases.Subclassed):
+    """Logs a number that it computes from the result of a metric."""
+
+    def train_step(self, data):
+        return {"twice": 2.0 * super().train_step(data)["loss"]}
+
+
+class Communicating(keras.layers.Layer):
+    """A layer of a script's own that adds up over ranks."""
+
+    def call(self, x):
+        total = bodies.strategy().communicator.allreduce(tf.stop_gradient(x[:1]))
+        return x + 0.0 * total
+
+
+def derived(devices=0):
+    return _error_of(Derived, devices)
+
+
+def communicating():
+    def build():
+        layers = [Communicating(), keras.layers.Flatten(), keras.layers.Dense(10)]
+        return keras.Sequential([keras.Input((8, 8, 1)), *layers])
+
+    return _error_of(build, 0)
+
+
+def in_parts(devices=0):
+    def build():
+        layer = dtk.layers.ChannelParallelDense(10, name="parts")
+        return keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten(), layer])
+
+    return _error_of(build, devices)
+
+
+def served():
+    strategy = bodies.served()
+    return _error(lambda: cases.compiled(strategy, convolutional, jit_compile=True))
+
+
+def _error_of(build, devices):
+    x, y = cases.rows(16)
+    strategy = bodies.strategy(devices)
+
+    def fit():
+        cases.compiled(strategy, build, jit_compile=True).fit(x, y, batch_size=8, verbose=0)
+
+    return _error(fit)
+
+
+def _error(act):
+    try:
+        act()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+# Keras's choice.
+
+
+def chosen(strategy=None):
+    """What `jit_compile="auto"` is where a GPU seems to be: by model; and what was printed."""
+    strategy = bodies.strategy(2)
+    x, y = cases.rows(16)
+    found = {"here": cases.compiled(strategy, convolutional).jit_compile}
+    devices = [*tf.config.list_physical_devices("CPU"), mock.Mock(device_type="GPU")]
+    printed = io.StringIO()
+    with (
+        mock.patch.object(tf.config, "list_physical_devices", lambda kind=None: devices),
+        contextlib.redirect_stderr(printed),
+    ):
+        found["plain"] = cases.compiled(None, convolutional).jit_compile
+        model = cases.compiled(strategy, convolutional)
+        found["under the strategy"] = model.jit_compile
+        model.fit(x, y, batch_size=8, verbose=0)
+        found["eagerly"] = cases.compiled(strategy, convolutional, run_eagerly=True).jit_compile
+        synchronized = cases.compiled(strategy)
+        found["synchronized"] = synchronized.jit_compile
+        synchronized.fit(x, y, batch_size=8, verbose=0)
+        unsupported = keras.Sequential([keras.Input((8, 8, 1)), keras.layers.RandomZoom(0.1)])
+        found["unsupported"] = cases.compiled(strategy, lambda: unsupported).jit_compile
+        derived = cases.compiled(strategy, Derived)
+        found["derived"] = derived.jit_compile
+        derived.fit(x, y, batch_size=8, epochs=2, verbose=0)
+        found["derived, after a step"] = derived.jit_compile
+    return found, printed.getvalue().splitlines()

@@ -1,0 +1,140 @@
+"""`jit_compile=True`: N workers, each compiled by XLA, equal one process compiled by XLA.
+
+Tolerance: relative difference of all weights <= 1e-5 in float32, and every logged number within
+1e-5 of the one process's; with 16 bits, 1e-2. Uncompiled, weights are within 1e-4.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from once import once
+from strategies import cases, compiled_bodies
+from strategies.test_cases import COARSE
+from strategies.test_equivalence import run
+
+TOLERANCE = 1e-5
+
+
+def check(results, plain, tolerance=TOLERANCE):
+    for result in results:
+        assert result.keys() == plain.keys()
+        difference = np.linalg.norm(result["weights"] - plain["weights"])
+        assert difference <= tolerance * np.linalg.norm(plain["weights"])
+        for name in plain.keys() - {"weights"}:
+            np.testing.assert_allclose(result[name], plain[name], tolerance, tolerance, name)
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_two_ranks_equal_one_process(pool):
+    """Convolution, batch normalization, sample weights, clipping, a regularisation loss."""
+    plain = compiled_bodies.fit
+    results = pool.run(compiled_bodies.fit, "here", meanwhile=lambda: once(plain))
+    check(results, once(plain))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend, size", [("collective", 2), ("mirrored", 2), ("local", 1)])
+def test_near_to_the_uncompiled_one(world, backend, size):
+    devices = size if backend == "mirrored" else 0
+    here = world("local", 1) if backend == "mirrored" else world(backend, size)
+    uncompiled = once(compiled_bodies.fit, None, 0, False)
+    check(here.run(compiled_bodies.fit, "here", devices), uncompiled, 1e-4)
+
+
+# None of these can be compiled: they are eager, or hold what XLA cannot.
+UNCOMPILED = {
+    "eager steps",
+    "outputs with a tail of one eagerly",
+    "own train step that logs its loss eagerly",
+    "sparse inputs",
+    "strings and ragged rows",
+    "two optimizers",
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "backend, size, name",
+    [
+        (backend, 2, name)
+        for backend in ("mirrored", "collective")
+        for name in cases.CASES
+        if name not in UNCOMPILED
+    ],
+)
+def test_features_of_fit(world, backend, size, name):
+    body = compiled_bodies.run_case
+    results = run(
+        world, backend, size, body, name, meanwhile=lambda: once(compiled_bodies.run_plain, name)
+    )
+    plain = once(compiled_bodies.run_plain, name)
+    for result in results:
+        assert result.keys() == plain.keys()
+        for key, value in plain.items():
+            tolerance = COARSE.get(name, TOLERANCE)
+            np.testing.assert_allclose(result[key], value, tolerance, 2 * tolerance, err_msg=key)
+
+
+@pytest.mark.full
+@pytest.mark.worlds(("collective", 2))
+def test_sixteen_bits_and_a_loss_scale(pool):
+    plain = once(compiled_bodies.mixed)
+    results = pool.run(compiled_bodies.mixed, "here")
+    assert {result["scale"] for result in results} == {plain["scale"]}
+    check(results, plain, 1e-2)
+
+
+@pytest.mark.full
+@pytest.mark.worlds(("collective", 2))
+def test_every_rank_draws_its_own_numbers(pool):
+    results = pool.run(compiled_bodies.dropout)
+    for result in results:
+        np.testing.assert_allclose(result["changed"], result["wanted"], TOLERANCE, TOLERANCE)
+        np.testing.assert_array_equal(result["seeds"], result["wanted seeds"])
+        assert (result["seeds"] != result["drawn"]).any()
+    assert (results[0]["drawn"] != results[1]["drawn"]).any()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "body, kind, message",
+    [
+        (compiled_bodies.text_inside, "InvalidArgumentError", "AsString"),
+        (compiled_bodies.adversaries, "ValueError", "after an optimizer has changed it"),
+        (compiled_bodies.derived, "ValueError", "computes with the result of metric 'loss'"),
+        (compiled_bodies.communicating, "ValueError", "can compile no communication"),
+        (compiled_bodies.in_parts, "ValueError", "layer 'parts' (ChannelParallelDense)"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+@pytest.mark.worlds(("collective", 2))
+def test_what_cannot_be_compiled_ends_every_rank(pool, body, kind, message):
+    for error, text in pool.run(body):
+        assert error == kind and message in text, text
+
+
+@pytest.mark.full
+@pytest.mark.worlds(("served", 2))
+def test_parameter_servers_compile_nothing(pool):
+    (kind, text), *_ = pool.run(compiled_bodies.served)
+    assert kind == "ValueError" and "ParameterServerStrategy" in text and "leave" in text
+
+
+@pytest.mark.full
+@pytest.mark.worlds(("local", 1))
+def test_auto_is_what_keras_chooses(pool):
+    ((found, printed),) = pool.run(compiled_bodies.chosen)
+    assert found == {
+        "here": False,
+        "plain": True,
+        "under the strategy": True,
+        "eagerly": False,
+        "synchronized": False,
+        "unsupported": False,
+        "derived": True,
+        "derived, after a step": False,
+    }
+    said = [line for line in printed if "is not compiled by XLA (jit_compile='auto')" in line]
+    assert len(said) == 2 and "synchronized=True" in said[0] and "metric 'loss'" in said[1]
