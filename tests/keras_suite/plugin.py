@@ -106,7 +106,7 @@ def _scope(strategy: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_xla() -> Iterator[None]:
-    """While inside, `compile` leaves a `jit_compile=True` out, which several replicas refuse.
+    """While inside, `compile` leaves a `jit_compile=True` out, which takes long to compile.
 
     What such a test is about, mostly how `fit` reads some kind of data, is seen all the same.
     """

@@ -40,7 +40,7 @@ def convolutional():
 
 
 def fit(strategy=None, devices=0, jit_compile=True):
-    """Fit, evaluate and predict; the last step has fewer rows."""
+    """Fit; evaluate and predict an odd number of rows."""
     x, y = bodies.digits()
     x, y, weight = twice(x[:32]), y[:64], np.linspace(0.0, 2.0, 64)
     model = cases.compiled(

@@ -73,6 +73,7 @@ KERAS = {
     "trainers.trainer": [
         "Trainer.compile",
         "Trainer._symbolic_build",
+        "Trainer._resolve_auto_jit_compile",
         "Trainer._get_metrics_result_or_logs",
     ],
     "backend.tensorflow.trainer": [

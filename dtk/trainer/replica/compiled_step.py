@@ -21,13 +21,15 @@ import keras
 import tensorflow as tf
 
 from dtk.compat import keras_variables, tf_variables
+from dtk.exchange.factors import Factored, factored
 from dtk.nests import Gradients, Nest
 from dtk.trainer.contract import StepFunction
 from dtk.trainer.replica import step_logs
 from dtk.trainer.tracing import noting, traced_step
 
-# What a cluster returns: gradients by optimizer, and the tensors among what the step logs.
-_Found: TypeAlias = tuple[list[Gradients], list[tf.Tensor]]
+# What a cluster returns: gradients by optimizer, some as two factors, and the tensors among what
+# the step logs.
+_Found: TypeAlias = tuple[list[list[Nest]], list[tf.Tensor]]
 
 
 class UncompilableError(ValueError):
@@ -90,6 +92,7 @@ class CompiledStep:
         step_function: `model.train_step` or `model.test_step`.
         step: The step that is being traced, of which the cluster is a part.
         kinds: Of the step's terms, see `loss_terms`.
+        factors: Whether gradients may be sent as their factors, see `dtk.exchange.factors`.
     """
 
     def __init__(
@@ -97,10 +100,12 @@ class CompiledStep:
         step_function: StepFunction,
         step: traced_step.Step,
         kinds: Mapping[str, str],
+        factors: bool,
     ):
         self._step_function = step_function
         self._step = step
         self._kinds = kinds
+        self._factors = factors
         self._noted: _Noted
         self._inside: traced_step.Step
         self._counts = _Counts(())
@@ -136,7 +141,7 @@ class CompiledStep:
             gradients, logged = concrete(data, step.share, totals)
             step.take(self._inside)
             for applied, given in zip(self._noted.applied, gradients, strict=True):
-                applied.optimizer.apply(given, applied.variables)
+                applied.optimizer.apply(_whole(given), applied.variables)
             return self._logged(logged)
 
         return run
@@ -164,8 +169,10 @@ class CompiledStep:
         with traced_step.tracing(inside):
             logs = self._step_function(data)
             self._logs = step_logs.replaced(logs, dict(step_logs.numbers_of(inside, logs)))
-        gradients = [applied.gradients for applied in self._noted.applied]
-        return gradients, [value for value in keras.tree.flatten(self._logs) if tf.is_tensor(value)]
+        found = [applied.gradients for applied in self._noted.applied]
+        if self._factors:
+            found = [[factored(gradient) for gradient in gradients] for gradients in found]
+        return found, [value for value in keras.tree.flatten(self._logs) if tf.is_tensor(value)]
 
     def _count(self, data: Nest, share: tf.Tensor) -> list[tf.Tensor]:
         with keras.StatelessScope():
@@ -239,6 +246,11 @@ class CompiledStep:
                     f"{results[tensor.ref()][0].name!r}, which is known outside the compiled part "
                     "only"
                 )
+
+
+def _whole(gradients: list[Nest]) -> Gradients:
+    """Multiply factors; an exchange that sends factors finds them behind the product."""
+    return [g.product() if isinstance(g, Factored) else g for g in gradients]
 
 
 # Types of ops that wait for other replicas begin with these.

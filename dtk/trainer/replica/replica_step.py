@@ -76,7 +76,9 @@ def _compute(
     model = step.model
     if not model.jit_compile or tf.executing_eagerly():
         return step_function(data)
-    compiled = compiled_step.CompiledStep(step_function, step, kinds)
+    compiled = compiled_step.CompiledStep(
+        step_function, step, kinds, factors=strategy.communicator.size > 1
+    )
     try:
         run = compiled.trace(data)
     except compiled_step.UncompilableError as why:
