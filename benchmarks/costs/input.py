@@ -72,7 +72,7 @@ def decoded(setting, strategy):
     names, read = named(x, y, strategy.size)
     sources = {
         "arrays (rows gathered)": {"x": x, "y": y, "batch_size": batch},
-        "`tf.data`: `.map(decode).batch(n)`": {"x": rows.map(counted).batch(batch)},
+        "`tf.data`: `.map(decode).batch(n)`, with state": {"x": rows.map(counted).batch(batch)},
         "`PyDataset`": {"x": Numbers(x, y, batch, count)},
         "`shard(dataset.map(decode), ...)`": {"x": shard(rows.map(counted))},
         "`shard(dataset, ...).map(decode)`": {"x": shard(rows).map(counted_batch)},

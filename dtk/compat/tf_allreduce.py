@@ -29,11 +29,12 @@ from tensorflow.python.distribute import (
 
 from dtk.communicators.base import Communicator
 from dtk.compat.contract import AllReduceContainer, MakesDataset
-from dtk.compat.tf_datasets import PerRankDataset
+from dtk.compat.tf_datasets import PerRankDataset, take_apart
 from dtk.compat.tf_replicas import all_reduce, if_present, is_whole
 from dtk.compat.tf_variables import VARIABLE_CLASSES, local_value
-from dtk.input import digests, slicing
+from dtk.input import digests, row_maps, slicing
 from dtk.input.pipelines import in_time, read_ahead
+from dtk.input.row_maps import RowMaps
 from dtk.nests import Function, Nest
 
 
@@ -53,6 +54,7 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
         self._communicator = communicator
         self._reads_are_local = False
         self._observe: Callable[[tf.Tensor], None] | None = None
+        self._reasons: set[str] = set()  # that `row_maps` has told
 
     # World shape.
 
@@ -220,16 +222,44 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
         ranks, size = (self._communicator.rank,), self._communicator.size
 
         def with_digests() -> tf.data.Dataset:
+            maps = self.row_maps(dataset)
+            if maps is not None:
+                cut_early = row_maps.cut_dataset_exactly(maps, ranks[0], size, digests.digest_of)
+                return read_ahead(cut_early)
             cut_one = digests.with_digest(lambda batch: slicing.cut_exactly(batch, ranks, size)[0])
             return read_ahead(slicing.mapped(dataset.enumerate(), cut_one))
 
         def cut() -> tf.data.Dataset:
+            maps = self.row_maps(dataset)
+            if maps is not None:
+                return read_ahead(row_maps.cut_dataset_exactly(maps, ranks[0], size))
             only = tf.autograph.experimental.do_not_convert(lambda *parts: parts[0])
             return read_ahead(slicing.cut_dataset_exactly(dataset, ranks, size).map(only))
 
         if self._observe is not None:
             return PerRankDataset(with_digests, whole=dataset, on_read=self._observe)
         return PerRankDataset(cut, whole=dataset)
+
+    def row_maps(self, dataset: tf.data.Dataset) -> RowMaps | None:
+        """Take a pipeline apart that maps rows before it puts them into batches.
+
+        Rank 0 says, once of each reason, why every rank maps all rows.
+
+        Args:
+            dataset: Dataset of global batches.
+
+        Returns:
+            Its parts; None where batches are to be cut as they are.
+        """
+        if self._communicator.size == 1:  # of a grid, all of whose ranks read all rows
+            return None
+        found = take_apart(dataset)
+        if not isinstance(found, str):
+            return found
+        if self._communicator.rank == 0 and found not in self._reasons:
+            self._reasons.add(found)
+            print(f"dtk: every worker maps all rows of a dataset, not only its own: {found}")
+        return None
 
     @contextlib.contextmanager
     def observing_batches(self, observe: Callable[[tf.Tensor], None]) -> Iterator[None]:

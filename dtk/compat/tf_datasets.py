@@ -1,20 +1,58 @@
-"""What a rank reads: a dataset that Keras takes to be distributed already.
+"""What a rank reads: a dataset that Keras takes to be distributed already; pipelines taken apart.
 
 tensorflow.python.distribute.distribute_utils       regroup
 tensorflow.python.distribute.input_lib              DistributedDataset (its name)
+tensorflow.python.framework.op_def_registry         get
+tensorflow.python.data.util.structure               to_tensor_list, from_compatible_tensor_list
+tensorflow.python.data.ops, each with ._input_dataset, ._name
+            map_op          _MapDataset (._map_func, ._force_synchronous, ._preserve_cardinality,
+                            ._use_inter_op_parallelism), _ParallelMapDataset (also
+                            ._num_parallel_calls, ._deterministic, ._use_unbounded_threadpool)
+            batch_op        _BatchDataset (._batch_size, ._drop_remainder), _ParallelBatchDataset
+            prefetch_op     _PrefetchDataset (._buffer_size)
+            repeat_op, skip_op, take_op      _RepeatDataset, _SkipDataset, _TakeDataset (._count)
+            cache_op        CacheDataset (its name)
+            dataset_ops     _OptionsDataset
+            structured_function     StructuredFunctionWrapper.function, .output_structure, ._func
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
+from tensorflow.python.data.ops import (
+    batch_op,
+    cache_op,
+    dataset_ops,
+    map_op,
+    prefetch_op,
+    repeat_op,
+    skip_op,
+    take_op,
+)
+from tensorflow.python.data.util import structure
 from tensorflow.python.distribute import (
     distribute_utils,
     input_lib,
 )
+from tensorflow.python.framework import op_def_registry
 
+from dtk.input import purity
+from dtk.input.row_maps import RowMaps
 from dtk.nests import Function, Nest
+
+_MAPS = (map_op._MapDataset, map_op._ParallelMapDataset)
+_BATCHES = (batch_op._BatchDataset, batch_op._ParallelBatchDataset)
+_COUNTED = {
+    repeat_op._RepeatDataset: "repeat",
+    skip_op._SkipDataset: "skip",
+    take_op._TakeDataset: "take",
+}
+# What makes row weights of `class_weight`.
+_CLASS_WEIGHTS = "make_class_weight_map_fn.<locals>.class_weights_map_fn"
+# What does nothing to elements.
+_TRANSPARENT = (prefetch_op._PrefetchDataset, dataset_ops._OptionsDataset)
 
 
 def regroup(parts: tuple[Nest, ...]) -> Nest:
@@ -152,3 +190,211 @@ class PerRankDatasetSpec(tf.TypeSpec):
 
     def _from_components(self, components: tf.data.Dataset) -> PerRankDataset:
         return PerRankDataset(components, None, self._regrouped)
+
+
+# Pipelines taken apart.
+
+
+def take_apart(dataset: tf.data.Dataset) -> RowMaps | str | None:
+    """Find the functions by which a pipeline makes each row of a batch from one row.
+
+    Args:
+        dataset: Dataset of global batches.
+
+    Returns:
+        The pipeline in its parts. Where cutting batches before rows are mapped could change what a
+        rank gets, why; None where no rows are mapped.
+    """
+    behind: list[tf.data.Dataset] = []
+    node = dataset
+    while type(node) in (*_TRANSPARENT, *_COUNTED) or _is_class_weights(node):
+        behind.insert(0, node)
+        node = node._input_dataset
+    if type(node) not in _BATCHES:
+        return f"{_kind(node)} makes or changes batches" if _maps_rows(node) else None
+    maps, rows, why = _maps_before(node._input_dataset)
+    if not maps:
+        return why
+    why = _why_not_rebatched(dataset, node, rows) or _why_not_left(behind, rows)
+    if why is not None:
+        return why
+    return RowMaps(
+        rows=rows,
+        size=int(node._batch_size),
+        batch=lambda given, size: _batched(given, node, size),
+        apply=lambda given: _rebuilt(given, maps),
+        behind=lambda given: _as_behind(given, behind, dataset),
+        salt=purity.salt_of(
+            [one._map_func.function for one in maps + behind if type(one) in _MAPS]
+        ),
+    )
+
+
+def _is_class_weights(node: tf.data.Dataset) -> bool:
+    """Return whether a dataset is Keras's map of `class_weight`, which takes any rows."""
+    if type(node) is not map_op._MapDataset:
+        return False
+    own = getattr(node._map_func._func, "__qualname__", "") == _CLASS_WEIGHTS
+    leaves = tf.nest.flatten(node._input_dataset.element_spec)
+    return own and all(getattr(leaf, "shape", [None])[0] is None for leaf in leaves)
+
+
+def _kind(node: tf.data.Dataset) -> str:
+    return type(node).__name__.strip("_").removesuffix("Dataset")
+
+
+def _sources(node: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
+    """Yield what a dataset is made from, as long as that is one; and nothing that is kept."""
+    while (node := getattr(node, "_input_dataset", None)) is not None:
+        if isinstance(node, cache_op.CacheDataset):
+            return
+        yield node
+
+
+def _maps_rows(node: tf.data.Dataset) -> bool:
+    """Return whether rows are mapped somewhere before they are put into batches."""
+    kinds = [_kind(one) for one in (node, *_sources(node))]
+    batch = next((i for i, kind in enumerate(kinds) if "Batch" in kind), len(kinds))
+    return any(kind in ("Map", "ParallelMap") for kind in kinds[batch:])
+
+
+def _maps_before(
+    node: tf.data.Dataset,
+) -> tuple[list[tf.data.Dataset], tf.data.Dataset, str | None]:
+    """Return the maps whose rows are put into batches, from the first; what they map; why no more.
+
+    Options and prefetching between them are among them.
+    """
+    found: list[tf.data.Dataset] = []
+    passed: list[tf.data.Dataset] = []
+    rows, why = node, None
+    while type(node) in (*_TRANSPARENT, *_MAPS):
+        passed.insert(0, node)
+        if type(node) in _MAPS:
+            why = _why_not_pure(node)
+            if why is not None:
+                break
+            found, passed, rows = passed + found, [], node._input_dataset
+        node = node._input_dataset
+    kept = isinstance(node, cache_op.CacheDataset)
+    if why is None and not kept and any(type(one) in _MAPS for one in _sources(node)):
+        why = f"{_kind(node)} stands between map and batch"
+    return found, rows, why
+
+
+def _why_not_pure(node: tf.data.Dataset) -> str | None:
+    """Return why rows cannot be mapped alone; None if what a map makes depends on the row alone."""
+    wrapped = node._map_func
+    name = getattr(wrapped._func, "__name__", type(wrapped._func).__name__)
+    if getattr(node, "_deterministic", None) == "false":
+        return f"map({name}) gives its rows in any order (deterministic=False)"
+    if not (node._use_inter_op_parallelism and node._preserve_cardinality):
+        return f"map({name}) was not made by tf.data.Dataset.map"
+    why = purity.why_not_pure(wrapped.function, _is_stateful)
+    return None if why is None else f"{name} {why}"
+
+
+def _is_stateful(kind: str) -> bool | None:
+    op = op_def_registry.get(kind)
+    return None if op is None else op.is_stateful
+
+
+def _why_not_rebatched(
+    dataset: tf.data.Dataset, batch: tf.data.Dataset, rows: tf.data.Dataset
+) -> str | None:
+    """Return why a rank's rows cannot be put into batches by themselves, or before the maps."""
+    if (
+        getattr(batch, "_deterministic", None) == "false"
+        or dataset.options().deterministic is False
+    ):
+        return "rows come in any order (deterministic=False)"
+    if None in (_number(batch._batch_size), _number(batch._drop_remainder)):
+        return "the batch size is a tensor of a graph"
+    if not _are_alike(rows.element_spec):
+        return f"rows have no fixed shape before they are mapped: {rows.element_spec}"
+    mapped = batch._input_dataset.element_spec
+    absent = tf.type_spec_from_value(None)
+    if not _are_alike([leaf for leaf in tf.nest.flatten(mapped) if leaf != absent]):
+        return f"mapped rows have no fixed shape (tf.ensure_shape sets it): {mapped}"
+    return None
+
+
+def _why_not_left(behind: Sequence[tf.data.Dataset], rows: tf.data.Dataset) -> str | None:
+    """Return why how far a rank reads ahead would matter to what it reads next time."""
+    kinds = {_kind(one) for one in (*behind, rows, *_sources(rows))}
+    if any(type(one) is take_op._TakeDataset for one in behind) and {"Shuffle", "Repeat"} <= kinds:
+        return "take leaves a stream that is shuffled again and again while it is read ahead"
+    return None
+
+
+def _are_alike(spec: tf.TypeSpec) -> bool:
+    """Return whether all rows have one shape and are dense."""
+    leaves = tf.nest.flatten(spec)
+    return bool(leaves) and all(
+        type(leaf) is tf.TensorSpec
+        and leaf.shape.is_fully_defined()
+        and leaf.dtype not in (tf.resource, tf.variant)
+        for leaf in leaves
+    )
+
+
+def _number(tensor: tf.Tensor) -> int | None:
+    value = tf.get_static_value(tensor)
+    return None if value is None else int(value)
+
+
+def _order(node: tf.data.Dataset) -> bool | None:
+    return {"true": True, "default": None}[node._deterministic]
+
+
+def _batched(given: tf.data.Dataset, like: tf.data.Dataset, size: int) -> tf.data.Dataset:
+    drop = bool(_number(like._drop_remainder))
+    if type(like) is batch_op._BatchDataset:
+        return given.batch(size, drop, name=like._name)
+    calls = _number(like._num_parallel_calls)
+    return given.batch(size, drop, calls, _order(like), like._name)
+
+
+def _rebuilt(given: tf.data.Dataset, maps: Sequence[tf.data.Dataset]) -> tf.data.Dataset:
+    """Map the second part of pairs as rows are mapped, by the functions that were traced."""
+    for node in maps:
+        if isinstance(node, prefetch_op._PrefetchDataset):
+            given = given.prefetch(_number(node._buffer_size), name=node._name)
+        elif type(node) is map_op._MapDataset:
+            synchronous = node._force_synchronous
+            given = given.map(_on_second(node), synchronous=synchronous, name=node._name)
+        elif type(node) is map_op._ParallelMapDataset:
+            given = given.map(
+                _on_second(node),
+                num_parallel_calls=node._num_parallel_calls,
+                deterministic=_order(node),
+                use_unbounded_threadpool=node._use_unbounded_threadpool,
+                name=node._name,
+            )
+    return given
+
+
+def _on_second(node: tf.data.Dataset) -> Function[tuple[tf.Tensor, Nest]]:
+    wrapped, spec = node._map_func, node._input_dataset.element_spec
+
+    @tf.autograph.experimental.do_not_convert
+    def apply(first: tf.Tensor, second: Nest) -> tuple[tf.Tensor, Nest]:
+        made = wrapped.function(*structure.to_tensor_list(spec, second))
+        return first, structure.from_compatible_tensor_list(wrapped.output_structure, made)
+
+    return apply
+
+
+def _as_behind(
+    given: tf.data.Dataset, behind: Sequence[tf.data.Dataset], dataset: tf.data.Dataset
+) -> tf.data.Dataset:
+    """Do to batches what a pipeline does to its own; it has as many batches, and its options."""
+    for node in behind:
+        if type(node) not in _COUNTED:
+            given = _rebuilt(given, [node])
+        else:
+            given = getattr(given, _COUNTED[type(node)])(node._count, name=node._name)
+    count = int(dataset.cardinality())
+    if count != tf.data.UNKNOWN_CARDINALITY:
+        given = given.apply(tf.data.experimental.assert_cardinality(count))
+    return given.with_options(dataset.options())

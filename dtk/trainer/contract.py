@@ -17,6 +17,7 @@ import tensorflow as tf
 from dtk.communicators.base import Communicator
 from dtk.compat.keras_data import TFEpochIterator
 from dtk.exchange.base import Exchange
+from dtk.input.row_maps import RowMaps
 from dtk.nests import Args, Function, Kwargs, Nest
 from dtk.trainer.shuffle_seed import ShuffleSeed
 
@@ -53,6 +54,18 @@ class Extended(Protocol):
 
         Args:
             observe: Called with a digest, int64 scalar.
+        """
+
+    def row_maps(self, dataset: tf.data.Dataset) -> RowMaps | None:
+        """Take a pipeline apart that maps rows before it puts them into batches.
+
+        Only strategies of several processes are asked.
+
+        Args:
+            dataset: Dataset of global batches.
+
+        Returns:
+            Its parts; None where batches are to be cut as they are.
         """
 
 

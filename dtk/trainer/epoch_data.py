@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from dtk.compat import keras_data, tf_datasets
-from dtk.input import digests, slicing
+from dtk.input import digests, row_maps, slicing
 from dtk.input.pipelines import read_ahead, untuned
 from dtk.nests import Nest, Specs
 from dtk.trainer.contract import Strategy
@@ -41,6 +41,9 @@ def cut(dataset: Dataset, strategy: Strategy) -> tf.data.Dataset:
     ranks, size = strategy.local_ranks(), strategy.num_replicas_in_sync
     if strategy.world.size == 1:
         return read_ahead(slicing.cut_dataset(dataset, ranks, size))
+    maps = strategy.extended.row_maps(dataset)
+    if maps is not None:
+        return read_ahead(row_maps.cut_dataset(maps, ranks[0], size, digests.digest_of))
     return read_ahead(slicing.cut_dataset(dataset, ranks, size, digests.digest_of))
 
 

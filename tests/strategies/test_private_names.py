@@ -57,6 +57,16 @@ TENSORFLOW = {
     "distribute.coordinator.coordinator_context": ["get_current_dispatch_context"],
     "framework.auto_control_deps_utils": ["register_read_only_resource_op"],
     "framework.ops": ["colocate_with"],
+    "framework.op_def_registry": ["get"],
+    "data.util.structure": ["to_tensor_list", "from_compatible_tensor_list"],
+    "data.ops.map_op": ["_MapDataset", "_ParallelMapDataset"],
+    "data.ops.batch_op": ["_BatchDataset", "_ParallelBatchDataset"],
+    "data.ops.prefetch_op": ["_PrefetchDataset"],
+    "data.ops.repeat_op": ["_RepeatDataset"],
+    "data.ops.skip_op": ["_SkipDataset"],
+    "data.ops.take_op": ["_TakeDataset"],
+    "data.ops.cache_op": ["CacheDataset"],
+    "data.ops.dataset_ops": ["_OptionsDataset"],
     "eager.context": ["global_seed"],
 }
 KERAS = {

@@ -1,0 +1,120 @@
+"""Cutting before a script maps its rows, so that a rank maps only rows that it keeps.
+
+Where a pipeline ends in `.map(decode).batch(n)` and what it maps depends on the row alone, these
+two give a rank the same rows, and the second decodes none in vain:
+
+    rows  ->  decode all  ->  batches of n  ->  own slice of each
+    rows  ->  batches of n  ->  own slice of each  ->  rows  ->  decode own  ->  own batches
+
+Rows of one rank are as many in every batch but the last, which ends the data: a batch of them is
+as long as the rank's slice of n rows, and what is left at the end is its slice of the last batch. A
+slice without rows is a padding row in both.
+
+What ranks compare of a batch is a digest of its rows before they are mapped; and of what the
+functions hold, which `salt` is of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from dtk.input import slicing
+from dtk.nests import Nest
+
+
+class RowMaps(NamedTuple):
+    """A pipeline of batches, taken apart.
+
+    Attributes:
+        rows: Dataset of rows, before they are mapped; dense, and each of the same shape.
+        size: Rows of a batch.
+        batch: Makes batches of so many rows of a dataset, as the pipeline does.
+        apply: Maps the second part of a dataset's pairs, as the pipeline maps rows.
+        behind: Does to a dataset of batches what the pipeline does to its own.
+        salt: Made of what the functions hold, int64; equal where they are.
+    """
+
+    rows: tf.data.Dataset
+    size: int
+    batch: Callable[[tf.data.Dataset, int], tf.data.Dataset]
+    apply: Callable[[tf.data.Dataset], tf.data.Dataset]
+    behind: Callable[[tf.data.Dataset], tf.data.Dataset]
+    salt: int
+
+
+# Takes the number of a batch and the batch; returns its digest.
+_Digest = Callable[[tf.Tensor, Nest], tf.Tensor]
+
+
+def cut_dataset(maps: RowMaps, rank: int, size: int, digest: _Digest) -> tf.data.Dataset:
+    """Cut every global batch for a rank, before its rows are mapped.
+
+    Args:
+        maps: The pipeline of global batches.
+        rank: Whose slices are wanted.
+        size: Number of slices a batch is cut into.
+        digest: Called with a batch's number and its rows, not mapped yet; returns its digest.
+
+    Returns:
+        Dataset of `Slices`, as `slicing.cut_dataset` makes it of the pipeline.
+    """
+
+    @tf.autograph.experimental.do_not_convert
+    def as_slices(about: tf.Tensor, part: Nest) -> slicing.Slices:
+        rows, count, found = tf.unstack(about[0])
+        return slicing.Slices((part,), (count,), rows, found)
+
+    return slicing.mapped(_own_batches(maps, rank, size, digest), as_slices)
+
+
+def cut_dataset_exactly(
+    maps: RowMaps, rank: int, size: int, digest: _Digest | None = None
+) -> tf.data.Dataset:
+    """Cut every global batch for a rank without padding rows, before its rows are mapped.
+
+    Args:
+        maps: The pipeline of global batches.
+        rank: Whose slices are wanted.
+        size: Number of slices a batch is cut into.
+        digest: As for `cut_dataset`; None for no digests.
+
+    Returns:
+        Dataset of this rank's slices, some maybe without rows; of pairs, of a slice and the digest
+        of its batch, where there are digests.
+    """
+
+    @tf.autograph.experimental.do_not_convert
+    def without_padding(about: tf.Tensor, part: Nest) -> Nest:
+        _, count, found = tf.unstack(about[0])
+        if about.shape[0] is not None:  # every batch is as long
+            count = _own_rows(maps, rank, size)
+        own = tf.nest.map_structure(lambda leaf: None if leaf is None else leaf[:count], part)
+        return own if digest is None else (own, found)
+
+    return slicing.mapped(_own_batches(maps, rank, size, digest), without_padding)
+
+
+def _own_batches(maps: RowMaps, rank: int, size: int, digest: _Digest | None) -> tf.data.Dataset:
+    """Return batches of one rank's rows, each beside what is known of the whole, once per row."""
+
+    @tf.autograph.experimental.do_not_convert
+    def cut(number: tf.Tensor, batch: Nest) -> tuple[tf.Tensor, Nest]:
+        parts, counts, rows, _ = slicing.cut(batch, (rank,), size)
+        found = tf.constant(maps.salt, tf.int64)
+        if digest is not None:
+            found += digest(number, batch)
+        about = tf.stack([rows, counts[0], found])
+        return tf.repeat(about[None], slicing.count_rows(parts[0]), axis=0), parts[0]
+
+    whole = maps.batch(maps.rows, maps.size)
+    # One after the other: of a stream that shuffles no more is to be read ahead than anyway.
+    own = maps.apply(whole.enumerate().map(cut).unbatch())
+    return maps.behind(maps.batch(own, max(_own_rows(maps, rank, size), 1)))
+
+
+def _own_rows(maps: RowMaps, rank: int, size: int) -> int:
+    first, end = slicing.bounds(maps.size, rank, size)
+    return end - first
