@@ -139,6 +139,8 @@ FULL = (
     r"test_examples.py::test_(the_showcase|parameter_servers|two_devices|a_large_table|cifar10"
     r"|block_updates|horovod_under|a_custom_loop|a_model_in_parts|a_search|stages_on"
     r"|a_unet|vgg16|the_demo\[1|a_dcgan)",
+    # three ranks train six times
+    r"strategies/test_determinism.py",
     # the same pipelines, ten times as many
     r"input/test_row_maps.py::test_(what_a_rank_gets_is_the_same_in_many|a_rank_needs_only)",
     # what networks are made of is counted without training them

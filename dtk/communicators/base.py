@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtk.cluster.environment import Environment
+from dtk.communicators import determinism
 from dtk.communicators.costs import Costs
 from dtk.nests import Array
 
@@ -50,15 +51,14 @@ class Communicator(abc.ABC):
         hosts: One host name per rank, in rank order.
         alike: Whether all ranks compute with the same kind of processor and as many threads, so
             that equal operations give equal bits; False until `learn` is told.
-        costs: What a message and a byte take, if that was measured; `print` says what follows.
         environment: What the launcher told, of a communicator over all ranks of a job; None of one
             over a part of them, or over this process alone.
     """
 
     name: str = "abstract"
     alike: bool = False
-    costs: Costs | None = None
     environment: Environment | None = None
+    _costs: Costs | None = None
 
     rank: int
     size: int
@@ -73,6 +73,19 @@ class Communicator(abc.ABC):
             setattr(cls, name, tf.autograph.experimental.do_not_convert(vars(cls)[name]))
 
     @property
+    def costs(self) -> Costs | None:
+        """What a message and a byte take, if that was measured; `print` says what follows.
+
+        None where TensorFlow was asked to be deterministic: what is chosen by it decides in which
+        order numbers are added up.
+        """
+        return None if determinism.is_asked_for() else self._costs
+
+    @costs.setter
+    def costs(self, costs: Costs | None) -> None:
+        self._costs = costs
+
+    @property
     @abc.abstractmethod
     def bytes_sent(self) -> int:
         """Payload bytes this rank has handed to the transport so far, padding included.
@@ -85,7 +98,8 @@ class Communicator(abc.ABC):
     def seconds_communicating(self) -> float:
         """Seconds this rank has spent in collectives so far, waiting for other ranks included.
 
-        Counted from when this rank's own values are ready, when a collective runs.
+        Counted from when this rank's own values are ready, when a collective runs. TensorFlow tells
+        a graph no time where it was asked to be deterministic: 0 of what runs in graphs then.
         """
         return 0.0
 

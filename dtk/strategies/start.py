@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from dtk.cluster.processor import instructions
+from dtk.communicators import determinism
 from dtk.communicators.base import Communicator
 from dtk.communicators.cost_cache import calibrate
 from dtk.compat import tf_replicas
@@ -37,13 +38,15 @@ def agree(communicator: Communicator, device: str, **chosen: str) -> int | None:
     if communicator.size == 1:
         return None
     end_together(communicator)
-    check_same_program(communicator, **chosen)
+    asked = str(determinism.is_asked_for())
+    check_same_program(communicator, **chosen, **{"deterministic ops": asked})
     gathered = communicator.allgather_object((processor(), devices.given(device)))
     processors = [kind for kind, _ in gathered]
     devices.warn_of_shared([name for _, name in gathered], communicator)
     costs = communicator.costs
     # What sends nothing has nothing to measure.
-    if communicator.name != "null" and costs is None:
+    measures = communicator.name != "null" and not determinism.is_asked_for()
+    if measures and costs is None:
         costs = calibrate(communicator, device, processors)
     communicator.learn(alike=len(set(processors)) == 1, costs=costs)
     return share_seed(communicator)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from dtk.communicators import determinism
 from dtk.communicators.costs import Costs
 from dtk.communicators.measuring import measure
 from dtk.communicators.root import on_root
@@ -53,7 +54,8 @@ class ExchangeSelection:
         selected = [one for one in bound if one.chooses]
         kept = {int(_kept(one)) for one in selected}
         if kept <= {0}:
-            self._undecided = selected
+            # What is fastest is measured, and may be something else in the next run.
+            self._undecided = [] if determinism.is_asked_for() else selected
             return
         (chosen,) = (candidate for candidate, bits in _BITS.items() if bits == max(kept))
         if any(one.exchange != chosen for one in selected):

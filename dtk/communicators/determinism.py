@@ -1,0 +1,21 @@
+"""Whether TensorFlow was asked for the same bits in every run.
+
+Then nothing that was measured may decide in which order numbers are added up.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+
+def is_asked_for() -> bool:
+    """Return whether `tf.config.experimental.enable_op_determinism` was called.
+
+    TensorFlow has no public function that tells, but then it refuses to tell the time.
+    """
+    with tf.init_scope(), tf.device("CPU:0"):
+        try:
+            tf.timestamp()
+        except tf.errors.FailedPreconditionError:
+            return True
+    return False
