@@ -10,7 +10,7 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtk.communicators import buckets
+from dtk.communicators import buckets, determinism
 from dtk.communicators.costs import ONE_HOP_MOST, Costs, fit_allreduces
 from dtk.communicators.null import NullCommunicator
 from dtk.exchange.dense import DenseOp
@@ -118,3 +118,19 @@ def test_a_communicator_is_told_what_ranks_found_out():
     assert (nobody.alike, nobody.costs) == (False, None)
     nobody.learn(alike=True, costs=costs)
     assert (nobody.alike, nobody.costs) == (True, costs)
+
+
+def test_nothing_is_chosen_by_measured_costs_where_tensorflow_is_to_be_deterministic():
+    """TensorFlow tells in no public way whether it is; see what `determinism` asks it instead."""
+    from tensorflow.python.framework import config
+
+    nobody, costs = NullCommunicator(0, 3), Costs(3, 1e-3, 8e-8, 1e-11)
+    nobody.learn(alike=True, costs=costs)
+    assert nobody.costs == costs and not determinism.is_asked_for()
+    tf.config.experimental.enable_op_determinism()
+    try:
+        assert determinism.is_asked_for() and nobody.costs is None
+        assert tf.function(determinism.is_asked_for)().numpy()  # while a step is traced, too
+    finally:
+        config.disable_op_determinism()
+    assert nobody.costs == costs and not determinism.is_asked_for()
