@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from dtk.cluster import Host
+from dtk.cluster import Host, progress
 from dtk.errors import ClusterError
 from dtk.launch import Job, Process, job_options, plan, ssh, step_settings
 
@@ -70,6 +70,15 @@ _MAX_RESTARTS = 3
     show_default=True,
     help="Seconds a process gets to end itself before it is killed.",
 )
+@click.option(
+    "--stall-timeout",
+    metavar="S",
+    type=float,
+    default=300.0,
+    show_default=True,
+    help="Seconds after which a job that has stopped moving is ended, and says which rank is "
+    "missing; a slow step is none. 0 for never; not with --ps.",
+)
 @click.option("-m", "module", is_flag=True, help="SCRIPT is a module, as in `python -m`.")
 @click.argument("script", required=False)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -85,6 +94,7 @@ def run(
     output_dir: str | None,
     remote_shell: str,
     timeout_grace: float,
+    stall_timeout: float,
     module: bool,
     script: str | None,
     args: tuple[str, ...],
@@ -101,6 +111,8 @@ def run(
     job_options.check_communicator(communicator)
     if not 0.0 <= timeout_grace <= 3600.0:
         raise ClusterError(f"--timeout-grace {timeout_grace:g}: expected 0 to 3600 seconds")
+    if not (stall_timeout == 0.0 or 1.0 <= stall_timeout <= 1e6):
+        raise ClusterError(f"--stall-timeout {stall_timeout:g}: expected 1 second or more, or 0")
     job_options.check_remote_shell(remote_shell)
     where = job_options.places(hosts, hostfile)
     _check_workers(workers, where)
@@ -116,12 +128,16 @@ def run(
         survey=functools.partial(ssh.survey, remote_shell=remote_shell),
     )
     processes = _with_settings(processes)
+    if not ps:
+        told = {progress.VARIABLE: f"{stall_timeout:g}"}
+        processes = [dataclasses.replace(one, env={**one.env, **told}) for one in processes]
     started = Job(
         processes,
         output_dir=output_dir,
         remote_shell=remote_shell,
         grace=timeout_grace,
         max_restarts=_MAX_RESTARTS if max_restarts is None else max_restarts,
+        stall_timeout=0.0 if ps else stall_timeout,
     )
     sys.exit(job_options.see_through(started, "run"))
 

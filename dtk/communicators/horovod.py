@@ -24,6 +24,7 @@ from collections.abc import Iterable, Sequence
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from dtk.cluster import progress
 from dtk.cluster.environment import Environment
 from dtk.communicators import startup
 from dtk.communicators.base import Communicator
@@ -56,7 +57,8 @@ def start(environment: Environment) -> Communicator:
         os.environ.setdefault("HOROVOD_CYCLE_TIME", _CYCLE)
     # Open MPI's word for it: its thread that waits must not keep others from computing.
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
-    hvd.init()
+    with progress.polling_threads():
+        hvd.init()
     startup.check_world(
         environment,
         hvd.rank(),

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import tensorflow as tf
 
+from dtk.cluster import progress
 from dtk.communicators import determinism
 
 _FROM_0, _TO_END = np.array([0]), np.array([-1])
@@ -100,7 +101,8 @@ class CollectiveSequencer:
             if sends:
                 self._eager_bytes += sum(t.shape.num_elements() * t.dtype.size for t in inputs)
             start = time.perf_counter()
-            outputs = collective(list(inputs))
+            with progress.inside("collective"):
+                outputs = collective(list(inputs))
             self._eager_seconds += time.perf_counter() - start
             return outputs
         # Outside the control dependencies below: TensorFlow leaves those off an op whose inputs

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dtk.launch.rank import Rank
+from dtk.launch.stall import Stall
 from dtk.launch.watch import SETTLE
 
 
@@ -28,6 +31,37 @@ def failure_report(rank: Rank, speaker: Rank, count: int) -> str:
         text += " Its last output:" if words else " It wrote nothing."
         lines = [text, *words]
     return "\n".join(["", *lines, ""])
+
+
+def stall_report(stall: Stall, ranks: Sequence[Rank]) -> str:
+    """Return what was seen of a job that has stopped moving: who is missing, where, who waits.
+
+    Args:
+        stall: Why it was ended.
+        ranks: All of them, as they were then.
+
+    Returns:
+        Whole lines, the first of them empty.
+    """
+    lines = ["", "dtk: the job has stopped moving, and was ended."]
+    if not stall.missing:
+        lines[1] += f" {stall.why}."
+    for index in stall.missing:
+        rank = ranks[index]
+        lines.append(f"{rank.process.name}, host {rank.process.host}, {stall.why} {_where(rank)}.")
+        stack = rank.standing.last["stack"] if rank.standing.last is not None else ""
+        if stack:
+            lines += ["Its stack, the innermost call first:", *stack.splitlines()]
+    for index in stall.waiting:
+        lines.append(f"{ranks[index].process.name} waits {_where(ranks[index])}.")
+    return "\n".join([*lines, ""])
+
+
+def _where(rank: Rank) -> str:
+    last = rank.standing.last
+    if last is None:
+        return "before it made a strategy"
+    return f"{'in' if last['inside'] else 'after'} {last['what']}"
 
 
 def _words_about(lost: Rank, chief: Rank) -> list[str]:

@@ -28,7 +28,7 @@ from typing import TextIO
 
 from dtk.errors import ClusterError
 from dtk.launch import agent, ending, ssh
-from dtk.launch.failure_report import failure_report
+from dtk.launch.failure_report import failure_report, stall_report
 from dtk.launch.output import JobOutput
 from dtk.launch.plan import Process
 from dtk.launch.rank import Rank
@@ -49,6 +49,8 @@ class Job:
             what they and the workers get to end by themselves after the chief.
         max_restarts: How often each worker that a signal ended is started again, where there are
             parameter servers. Without, a lost rank ends the job.
+        stall_timeout: Seconds after which a job of which no rank moves is ended, see
+            `dtk.launch.stall`; 0 for never.
         stdout: Where the ranks' standard output goes; `sys.stdout` when None.
         stderr: Where the ranks' standard error goes; `sys.stderr` when None.
 
@@ -71,6 +73,7 @@ class Job:
         remote_shell: str = ssh.DEFAULT_REMOTE_SHELL,
         grace: float = 5.0,
         max_restarts: int = 3,
+        stall_timeout: float = 0.0,
         stdout: TextIO | None = None,
         stderr: TextIO | None = None,
     ) -> None:
@@ -97,7 +100,12 @@ class Job:
             max_restarts,
         )
         self._watch = Watch(
-            self._ranks, self._ending, self._state, restarts.replace, self._output.say
+            self._ranks,
+            self._ending,
+            self._state,
+            restarts.replace,
+            self._output.say,
+            stall_timeout,
         )
         self._done = threading.Event()
         self._started = False
@@ -224,11 +232,16 @@ class Job:
             culprit = self._watch.culprit()
             # Decided now: ending the others gives them exit codes too.
             code = exit_code(culprit, self._ending)
-            self._culprit = culprit
+            self._culprit = None if culprit is None or culprit.code is None else culprit
+            stall = self._watch.stall
+            # As they stand now: ranks that are asked to end may yet move.
+            report = stall_report(stall, self._ranks) if stall is not None else ""
             self._watch.let_serve_out(self._grace)
             self._end_all()
             self._code = 128 + signal.SIGPIPE if self._state.broken_pipe and not culprit else code
-            if culprit is not None:
+            if report:
+                self._output.write_error(report)
+            elif culprit is not None:
                 speaker = self._ending.speaker(culprit)
                 self._output.write_error(failure_report(culprit, speaker, len(self._ranks)))
         finally:

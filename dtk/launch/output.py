@@ -11,6 +11,7 @@ from typing import IO, TextIO
 
 import click
 
+from dtk.cluster import progress
 from dtk.errors import ClusterError
 from dtk.launch.plan import Process
 from dtk.launch.rank import Rank
@@ -112,6 +113,9 @@ class JobOutput:
                 # A progress bar rewrites its line with carriage returns: what counts is what it
                 # shows last.
                 line = raw.decode("utf-8", "replace").rstrip("\r\n").rpartition("\r")[2]
+                if stderr and line.startswith(progress.MARK):
+                    rank.hear(line.removeprefix(progress.MARK))
+                    continue
                 if rank.file is not None:
                     rank.file.write(line + "\n")
                     rank.file.flush()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import json
 import re
 import signal
 import subprocess
@@ -13,6 +15,7 @@ from typing import TextIO
 
 from dtk.launch import agent
 from dtk.launch.plan import Process
+from dtk.launch.stall import Standing
 
 _TAIL = 40  # lines shown of a rank that failed without a traceback
 _TRACE = 200  # lines after which a traceback was evidently survived
@@ -46,6 +49,7 @@ class Rank:
         code: Exit code, 128 + signal if a signal ended it; None while it runs.
         signal: Number of the signal that ended it; 0 while it runs, or when it ended by itself.
         exited: When it ended, by `time.monotonic()`.
+        standing: What it has reported of itself.
         restarts: How often it was started again.
         given_up: Whether the job goes on without it.
     """
@@ -80,6 +84,17 @@ class Rank:
         self.code: int | None = None
         self.signal = 0
         self.exited = 0.0
+        self.standing = Standing()
+
+    def hear(self, text: str) -> None:
+        """Take note of what the process reports of itself.
+
+        Args:
+            text: A `dtk.cluster.progress.Report`, as JSON.
+        """
+        # A line that another program writes like this is none of ours.
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            self.standing.take(json.loads(text), time.monotonic())
 
     def ended(self, returncode: int) -> None:
         """Note how it ended.

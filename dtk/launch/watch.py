@@ -6,12 +6,14 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 
-from dtk.launch import ending
+from dtk.launch import ending, stall
 from dtk.launch.ending import Ending
 from dtk.launch.rank import Rank
+from dtk.launch.stall import Stall
 from dtk.launch.state import JobState
 
 SETTLE = 1.0  # seconds a rank that already printed a traceback gets to exit by itself
+STUCK = 124  # exit code of a job that has stopped moving, as of timeout(1)
 LATE = 5.0  # seconds to wait for the end of a rank that all which failed so far have lost
 # Seconds the chief gets to say what the loss of a parameter server means. On one machine TensorFlow
 # 2.21 raises within seconds; over a network the loss takes longer to show.
@@ -27,6 +29,11 @@ class Watch:
         state: Notified when one of them ends.
         replace: Called with a lost worker that servers can spare, to start it again.
         say: Tells the user what is waited for.
+        stall_timeout: Seconds in which a job of ranks that wait for each other must move; 0 for
+            ever.
+
+    Attributes:
+        stall: Why the job was ended though no process has.
     """
 
     def __init__(
@@ -36,7 +43,10 @@ class Watch:
         state: JobState,
         replace: Callable[[Rank], None],
         say: Callable[[str], None],
+        stall_timeout: float = 0.0,
     ) -> None:
+        self.stall: Stall | None = None
+        self._stall_timeout = stall_timeout
         self._ranks = ranks
         self._ending = ending
         self._state = state
@@ -48,6 +58,8 @@ class Watch:
         culprit = None
         while culprit is None:
             self._wait()
+            if self.stall is not None:
+                return self._ranks[(self.stall.missing or self.stall.waiting)[0]]
             if self._state.stopping or not self._ending.failures():
                 return None
             self._settle()
@@ -72,14 +84,24 @@ class Watch:
             )
 
     def _is_over(self) -> bool:
-        return self._state.stopping or self._ending.over
+        return self._state.stopping or self._ending.over or self._is_stuck()
+
+    def _is_stuck(self) -> bool:
+        """Look whether a job has stopped moving, and why; all its processes still run."""
+        if self._stall_timeout and all(rank.code is None for rank in self._ranks):
+            standings = [rank.standing for rank in self._ranks]
+            self.stall = stall.find(standings, time.monotonic(), self._stall_timeout)
+        return self.stall is not None
 
     def _wait(self) -> None:
         """Wait for the end, and meanwhile replace what can be."""
         changed = self._state.changed
         while True:
             with changed:
-                changed.wait_for(lambda: self._is_over() or bool(self._ending.lost()))
+                # Nothing notifies of a job that does not move.
+                period = min(1.0, self._stall_timeout / 10) or None
+                while not (self._is_over() or self._ending.lost()):
+                    changed.wait(period)
                 # Where many die at once, the chief may be among them: hence the moment.
                 if changed.wait_for(self._is_over, ending.TIE):
                     return
@@ -132,8 +154,10 @@ def exit_code(culprit: Rank | None, ending: Ending) -> int:
 
     Returns:
         That of the process that can say what the failure means, or of the culprit itself; without
-        one 0, or 143 if the job was stopped.
+        one 0, or 143 if the job was stopped. `STUCK` if the culprit still runs.
     """
+    if culprit is not None and culprit.code is None:
+        return STUCK
     if culprit is None:
         stopped = any(rank.code != 0 for rank in ending.essential)
         return 128 + signal.SIGTERM if stopped else 0

@@ -12,6 +12,7 @@ from types import TracebackType
 import keras
 import tensorflow as tf
 
+from dtk.cluster import progress
 from dtk.cluster.processor import instructions
 from dtk.communicators import determinism
 from dtk.communicators.base import Communicator
@@ -38,6 +39,7 @@ def agree(communicator: Communicator, device: str, **chosen: str) -> int | None:
     if communicator.size == 1:
         return None
     end_together(communicator)
+    progress.start()
     asked = str(determinism.is_asked_for())
     check_same_program(communicator, **chosen, **{"deterministic ops": asked})
     gathered = communicator.allgather_object((processor(), devices.given(device)))

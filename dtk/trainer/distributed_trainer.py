@@ -18,7 +18,7 @@ from typing import Generic
 import keras
 import tensorflow as tf
 
-from dtk.compat import keras_data, keras_models, keras_steps, keras_variables
+from dtk.compat import keras_data, keras_models, keras_variables
 from dtk.input import digests, slicing
 from dtk.nests import Args, Function, Kwargs, Nest, Specs
 from dtk.trainer import epoch_data, feed, fit_calls, jit
@@ -27,7 +27,6 @@ from dtk.trainer.gradients import local_steps, shared_optimizer
 from dtk.trainer.model_state import ModelState
 from dtk.trainer.ranks import rank_checks, shared_weights
 from dtk.trainer.replica import predicting, replica_step, self_test, step_times, trial
-from dtk.trainer.tracing import sync_batch_norm, traced_step
 
 
 class DistributedTrainer(ModelState, Generic[StrategyT]):
@@ -201,11 +200,7 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
         function = keras_models.make_function(model, step)
 
         def call(iterator: tf.data.Iterator) -> Nest:
-            with (
-                traced_step.in_shares(),
-                keras_steps.results_through(keras_models.metrics_of(model), replica_step.result_of),
-                keras_steps.moments_through(sync_batch_norm.of_all_replicas),
-            ):
+            with replica_step.running(model, name):
                 return function(iterator)
 
         def run(iterator: tf.data.Iterator | Iterable[Nest]) -> Nest:

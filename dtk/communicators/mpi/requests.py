@@ -26,6 +26,7 @@ import numpy as np
 import tensorflow as tf
 from mpi4py import MPI
 
+from dtk.cluster import progress
 from dtk.errors import CommunicatorError, at_rank
 from dtk.nests import Array
 
@@ -149,7 +150,8 @@ class Progress:
         if self._thread is None:
             self._stopped.clear()
             self._thread = threading.Thread(target=self._run, name="dtk-mpi", daemon=True)
-            self._thread.start()
+            with progress.polling_threads():
+                self._thread.start()
         self._wake.set()
 
     def wait(self, job: Job) -> Array:
@@ -162,12 +164,26 @@ class Progress:
             CommunicatorError: A rank that takes part has left.
         """
         idle, look = 0, time.monotonic() + _LOOK
-        while not job.request.Test():
-            idle = _pause(idle)
-            if time.monotonic() > look:
-                look = time.monotonic() + _LOOK
-                self._check([job])
+        try:
+            while not job.request.Test():
+                idle = _pause(idle)
+                if time.monotonic() > look:
+                    look = time.monotonic() + _LOOK
+                    self._check([job])
+        except MPI.Exception as error:
+            raise self._refused(job.what, error) from error
         return job.result
+
+    def _refused(self, what: str, error: MPI.Exception) -> CommunicatorError:
+        """Return an error that says what one of MPI's most likely means."""
+        return CommunicatorError(
+            at_rank(
+                self._world.rank,
+                f"{what}: {error.Get_error_string()}; another rank took part in it with another "
+                "tensor, or is in another collective: ranks must do the same in the same order, "
+                "as many steps of an epoch among it",
+            )
+        )
 
     def leave(self) -> None:
         """Tell the others that this rank takes part in nothing more; stop testing."""
@@ -202,7 +218,11 @@ class Progress:
             self._wake.clear()
             while self._new:
                 jobs.append(self._new.popleft())
-            done = MPI.Request.Testsome([job.request for job, _ in jobs]) if jobs else []
+            try:
+                done = MPI.Request.Testsome([job.request for job, _ in jobs]) if jobs else []
+            except MPI.Exception as error:
+                what = " or ".join(job.what for job, _ in jobs)
+                raise self._refused(what, error) from error
             for index in done or ():
                 job, deliver = jobs[index]
                 deliver(job.result)

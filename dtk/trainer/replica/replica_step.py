@@ -10,12 +10,14 @@ Keras's own train or test step runs on this replica's slice; what it leaves is t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 
 import keras
 import tensorflow as tf
 
-from dtk.compat import keras_models, tf_replicas
+from dtk.cluster import progress
+from dtk.compat import keras_models, keras_steps, tf_replicas
 from dtk.errors import NotDistributedError, at_rank
 from dtk.input import slicing
 from dtk.nests import Nest
@@ -23,7 +25,24 @@ from dtk.trainer import jit
 from dtk.trainer.contract import StepFunction, Strategy
 from dtk.trainer.gradients import local_steps, shared_optimizer
 from dtk.trainer.replica import compiled_step, step_logs
-from dtk.trainer.tracing import traced_step
+from dtk.trainer.tracing import sync_batch_norm, traced_step
+
+
+@contextlib.contextmanager
+def running(model: keras.Model, name: str) -> Iterator[None]:
+    """Return the context in which a loop around `run_step` is traced, and runs.
+
+    Args:
+        model: The model.
+        name: "train", "test" or another name of the step.
+    """
+    with (
+        progress.inside(f"{name} step"),
+        traced_step.in_shares(),
+        keras_steps.results_through(keras_models.metrics_of(model), result_of),
+        keras_steps.moments_through(sync_batch_norm.of_all_replicas),
+    ):
+        yield
 
 
 def run_step(

@@ -1,0 +1,173 @@
+"""Telling a job that is stuck from one that is slow: by what is known, and with real ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtk.launch.stall import Standing, find
+
+TIMEOUT = 100.0
+
+
+def standing(still, inside, count=5, what="train step 5", heard=0.0, busy=1000.0):
+    """A rank of which all times are seconds ago."""
+    report = {"count": count, "inside": inside, "what": what, "still": still}
+    report |= {"cpu": 0.0, "io": 0, "stack": ""}
+    return Standing(heard=1e4 - heard, moved=1e4 - still, busy=1e4 - busy, last=report)
+
+
+def found(*standings):
+    return find(standings, now=1e4, timeout=TIMEOUT)
+
+
+def test_a_rank_outside_that_does_nothing_is_missing():
+    stall = found(standing(150, inside=True), standing(151, inside=False))
+    assert (stall.missing, stall.waiting) == ((1,), (0,))
+    assert stall.why == "did nothing for 100 s"
+
+
+@pytest.mark.parametrize(
+    ("standings", "why"),
+    [
+        ((standing(90, True), standing(91, False)), "not for long enough"),
+        ((standing(150, True), standing(151, False, busy=20)), "computing, or reading and writing"),
+        ((standing(150, True), standing(150, True, busy=20)), "a slow step"),
+        ((standing(150, False), standing(150, False)), "nobody waits for anybody"),
+        ((standing(150, True), Standing()), "not all have begun"),
+        ((standing(150, True), standing(20, False)), "one moves"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_no_stall(standings, why):
+    assert found(*standings) is None, why
+
+
+def test_a_rank_that_reports_nothing_is_missing_whatever_it_did():
+    stall = found(standing(150, True), standing(150, True, heard=120, busy=110), standing(1, False))
+    assert (stall.missing, stall.waiting) == ((1,), (0, 2))
+
+
+def test_ranks_that_wait_in_different_places():
+    stall = found(
+        standing(150, True, count=8, what="train step 8"),
+        standing(150, True, count=9, what="collective 1"),
+    )
+    assert stall.missing == () and stall.waiting == (0, 1)
+    assert "the data of one ends earlier" in stall.why
+
+
+def test_nobody_does_anything():
+    stall = found(standing(150, True), standing(150, True))
+    assert stall.missing == () and stall.why == "No rank did anything for 100 s"
+
+
+RANKS = st.lists(
+    st.builds(
+        standing,
+        still=st.floats(0, 300),
+        inside=st.booleans(),
+        count=st.integers(1, 3),
+        heard=st.floats(0, 90),
+        busy=st.floats(0, 300),
+    ),
+    min_size=2,
+    max_size=5,
+)
+
+
+@given(RANKS)
+def test_a_job_in_which_anything_moves_or_works_where_it_is_waited_for_goes_on(ranks):
+    stall = found(*ranks)
+    moved = any(1e4 - rank.moved < TIMEOUT for rank in ranks)
+    waited_for = [rank for rank in ranks if not rank.last["inside"]] or ranks
+    working = all(1e4 - rank.busy < TIMEOUT for rank in waited_for)
+    if moved or working:
+        assert stall is None
+    if stall is not None:
+        assert stall.missing or stall.waiting
+        assert all(1e4 - ranks[i].busy >= TIMEOUT for i in stall.missing)
+        assert not any(ranks[i].last["inside"] for i in stall.missing)
+
+
+def test_reports_tell_work_from_waiting():
+    report = standing(0, False).last
+    rank = Standing()
+    rank.take({**report, "cpu": 1.0}, now=10.0)
+    rank.take({**report, "cpu": 1.01, "still": 1.0}, now=11.0)
+    assert rank.busy == 0.0 and rank.moved == 10.0
+    rank.take({**report, "cpu": 1.2, "still": 2.0}, now=12.0)
+    assert rank.busy == 12.0
+    rank.take({**report, "cpu": 1.2, "io": 1_000_000, "still": 3.0}, now=13.0)
+    assert rank.busy == 13.0
+
+
+SCRIPT = """
+import os, signal, sys, time
+import dtk, keras, numpy as np
+strategy = dtk.auto_strategy()
+with strategy.scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, name="only")])
+    model.compile("sgd", "mse")
+class Stuck(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 1 and strategy.rank == 1:
+            {stuck}
+def rows():
+    for _ in range({batches}):
+        yield np.ones((4, 4)), np.ones((4, 2))
+model.fit(rows(), epochs=2, steps_per_epoch={steps}, verbose=0, callbacks=[Stuck()])
+print("done")
+"""
+BUSY = "began = time.time()\n            while time.time() - began < 9: sum(range(10_000))"
+
+
+def job(tmp_path, stuck="pass", batches=8, steps=4, communicator="auto", timeout="4"):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(stuck=stuck, batches=batches, steps=steps))
+    command = [sys.executable, "-m", "dtk.cli.main", "run", "-n", "2", "--stall-timeout", timeout]
+    return subprocess.run(
+        [*command, "--communicator", communicator, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=dict(os.environ),
+    )
+
+
+@pytest.mark.parametrize("communicator", ["auto", "collective", "horovod"])
+def test_a_rank_that_sleeps_is_named_with_its_stack(tmp_path, communicator):
+    done = job(tmp_path, "time.sleep(600)", communicator=communicator)
+    assert done.returncode == 124, done.stderr
+    last = done.stderr[done.stderr.index("dtk: the job has stopped moving, and was ended.") :]
+    assert "rank 1, host localhost, did nothing for 4 s after " in last
+    assert f'File "{tmp_path}/train.py", line 11 in on_epoch_begin' in last
+    assert last.rstrip().splitlines()[-1] == "rank 0 waits in train step 5."
+    assert "progress" not in done.stderr
+
+
+def test_a_rank_that_is_stopped_is_named(tmp_path):
+    done = job(tmp_path, "os.kill(os.getpid(), signal.SIGSTOP)")
+    assert done.returncode == 124, done.stderr
+    assert "rank 1, host localhost, reported nothing for 4 s, last " in done.stderr
+    assert done.stderr.rstrip().splitlines()[-1] == "rank 0 waits in train step 5."
+
+
+def test_data_that_ends_earlier_on_one_rank_ends_the_job(tmp_path):
+    fewer = "8 if strategy.rank == 0 else 7"
+    done = job(tmp_path, batches=fewer, steps="None", communicator="collective")
+    assert done.returncode == 124, done.stderr
+    assert "Ranks wait for each other in different places" in done.stderr
+    assert "rank 0 waits in train step 8." in done.stderr
+
+
+def test_a_slow_callback_is_no_stall(tmp_path):
+    done = job(tmp_path, BUSY)
+    assert (done.returncode, done.stdout.count("done")) == (0, 2), done.stderr
+    done = job(tmp_path, "time.sleep(8)", timeout="0")
+    assert (done.returncode, done.stdout.count("done")) == (0, 2), done.stderr
