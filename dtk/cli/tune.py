@@ -46,8 +46,9 @@ def tune(
 
     SCRIPT is started once for each way of setting TensorFlow, in turns, up to the first step of its
     first fit. That step is timed on its first batch over all processes; then the script ends.
-    oneDNN, the size of pages and threads between operations are tried; a variable that you have set
-    is left as it is. `dtk run` then sets what was faster by more than 5 % each time, and says so.
+    oneDNN, XLA, the size of pages and threads between operations are tried; a variable that you
+    have set is left as it is. `dtk run` then sets what was faster by more than 5 % each time, and
+    says so.
 
     Kernels chosen otherwise may round otherwise: weights then equal those of one process with the
     same settings.
@@ -89,6 +90,8 @@ def _choose(found: tuning.Tuning, file: Path) -> int:
     for name, times in found.times.items():
         middle = statistics.median(times)
         table.add_row(name, f"{middle:.1f} ({min(times):.1f} - {max(times):.1f})")
+    for name in found.failed:
+        table.add_row(name, "the script fails with it")
     rich.console.Console(width=100).print(table)
     step_settings.save(file, best)
     if best.variables:

@@ -10,6 +10,8 @@ from dtk.errors import ClusterError
 SELF_TEST = "DTK_SELF_TEST"
 # In a rank: a file to write the times of steps to, instead of training; see `dtk tune`.
 TIME_STEPS = "DTK_TIME_STEPS"
+# "1": what `jit_compile="auto"` is to mean also where Keras would not choose XLA, as on CPUs.
+JIT_COMPILE = "DTK_JIT_COMPILE"
 # In a rank: the model that its settings were measured with. From the user, "0": use none of them.
 STEP_SETTINGS = "DTK_STEP_SETTINGS"
 

@@ -3,7 +3,7 @@
 Each way of setting them is a job of its own, since TensorFlow reads them while it is imported. Ways
 take turns, in rounds, so that whatever else the machine does falls on all alike.
 
-    round 1   as it comes   oneDNN on   oneDNN off   small pages   one more thread
+    round 1   as it comes   oneDNN on   oneDNN off   XLA   small pages   one more thread
     round 2   ...
     then      what won, together, where several did
 """
@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from dtk.cluster.variables import STEP_SETTINGS, TIME_STEPS
+from dtk.cluster.variables import JIT_COMPILE, STEP_SETTINGS, TIME_STEPS
 from dtk.errors import ClusterError
 from dtk.launch.job import Job
 from dtk.launch.plan import Process
@@ -59,12 +59,13 @@ def ways(threads: int, environ: Variables) -> dict[str, dict[str, str]]:
         environ: The user's variables; what is set there is decided.
 
     >>> list(ways(1, {"TF_ENABLE_ONEDNN_OPTS": "0"}))
-    ['as it comes', 'small pages', 'one more thread between operations']
+    ['as it comes', 'XLA', 'small pages', 'one more thread between operations']
     """
     tried = {
         AS_IT_COMES: {},
         "oneDNN on": {_ONEDNN: "1"},
         "oneDNN off": {_ONEDNN: "0"},
+        "XLA": {JIT_COMPILE: "1"},
         "small pages": {_PAGES: "glibc.malloc.hugetlb=0"},
         "one more thread between operations": {_INTER: str(threads + 1)},
     }
@@ -105,6 +106,7 @@ class Tuning:
 
     Attributes:
         times: Of a step, by way and round, in milliseconds.
+        failed: Ways in which the script fails, and how; XLA cannot compile every step.
     """
 
     ways: dict[str, dict[str, str]]
@@ -112,12 +114,13 @@ class Tuning:
     say: Callable[[str], None]
     rounds: int = 2
     times: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    failed: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def choose(self) -> StepSettings:
         """Measure every way, and return the settings to keep.
 
         Raises:
-            TuneError: The script fails, or wants determinism.
+            TuneError: The script fails as it comes, or wants determinism.
         """
         first = self._take(AS_IT_COMES)
         if first.deterministic:
@@ -127,8 +130,8 @@ class Tuning:
             )
         for number in range(self.rounds):
             for name in self.ways:
-                if number or name != AS_IT_COMES:
-                    self._take(name)
+                if (number or name != AS_IT_COMES) and name not in self.failed:
+                    self._try(name)
         won = self._winners()
         chosen = won[:1]
         if len(won) > 1:
@@ -137,12 +140,22 @@ class Tuning:
                 k: v for name in reversed(won) for k, v in self.ways[name].items()
             }
             for _ in range(self.rounds):
-                self._take(together)
-            if self._typical(together) < self._typical(won[0]):
+                if together not in self.failed:
+                    self._try(together)
+            if together not in self.failed and self._typical(together) < self._typical(won[0]):
                 chosen = [together]
         best = chosen[0] if chosen else AS_IT_COMES
         before = self._typical(AS_IT_COMES)
         return StepSettings(self.ways[best], first.model, self._typical(best), before)
+
+    def _try(self, name: str) -> None:
+        try:
+            self._take(name)
+        except TuneError as error:
+            if name == AS_IT_COMES:
+                raise
+            self.failed[name] = str(error)
+            self.times.pop(name, None)
 
     def _take(self, name: str) -> Timing:
         self.say(name)

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from dtk.cluster import progress
 from dtk.cluster.processor import instructions
+from dtk.cluster.variables import JIT_COMPILE
 from dtk.communicators import determinism
 from dtk.communicators.base import Communicator
 from dtk.communicators.cost_cache import calibrate
@@ -21,6 +22,9 @@ from dtk.compat import tf_replicas
 from dtk.strategies import devices
 from dtk.trainer.ranks import rank_checks
 from dtk.version import __version__
+
+# Which kernels compute, so that what one rank adds up is what another does.
+_KERNELS = ("TF_ENABLE_ONEDNN_OPTS", JIT_COMPILE)
 
 
 def agree(communicator: Communicator, device: str, **chosen: str) -> int | None:
@@ -70,7 +74,7 @@ def check_same_program(communicator: Communicator, **chosen: str) -> None:
         ("Keras version", keras.__version__),
         ("script", os.path.basename(sys.argv[0])),
         ("script's text (its hash)", _text_hash(sys.argv[0])),
-        ("variable TF_ENABLE_ONEDNN_OPTS", os.environ.get("TF_ENABLE_ONEDNN_OPTS")),
+        *((f"variable {name}", os.environ.get(name)) for name in _KERNELS),
         *chosen.items(),
     ]
     rank_checks.compare(mine, communicator)

@@ -1,18 +1,21 @@
 """Whether XLA compiles a model's steps: `jit_compile`, as given to `compile`.
 
     True     always; what XLA cannot compile is refused, here or by XLA at the first step
-    "auto"   where Keras would choose it without a strategy, unless the model communicates in its
-             forward pass, which no compiled function can
+    "auto"   where Keras would choose it without a strategy, or DTK_JIT_COMPILE=1 does (as `dtk
+             tune` may have found), unless the model communicates in its forward pass, which no
+             compiled function can
 
 What is compiled, and what is left outside, is in `replica/compiled_step.py`.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 
 import keras
 
+from dtk.cluster.variables import JIT_COMPILE
 from dtk.compat import keras_models
 from dtk.errors import at_rank
 from dtk.trainer.contract import Strategy
@@ -37,12 +40,17 @@ def settle(asked: bool | str | None, model: keras.Model, strategy: Strategy) -> 
         if asked:
             check(model, strategy)
         return asked
-    chosen = strategy.supports_jit and keras_models.auto_jit(model)
+    chosen = strategy.supports_jit and (keras_models.auto_jit(model) or _is_wished_for(model))
     keras_models.note_auto_jit(model, chosen)
     why = chosen and _why_not(model, strategy)
     if why:
         _say(model, strategy, why)
     return chosen and not why
+
+
+def _is_wished_for(model: keras.Model) -> bool:
+    wished = os.environ.get(JIT_COMPILE) == "1"
+    return wished and all(layer.supports_jit for layer in keras_models.layers_of(model))
 
 
 def settle_built(model: keras.Model, strategy: Strategy) -> None:

@@ -14,7 +14,8 @@ from dtk.launch.step_settings import StepSettings
 from dtk.launch.tuning import AS_IT_COMES, Timing, TuneError, Tuning
 
 ONEDNN, PAGES, INTER = "TF_ENABLE_ONEDNN_OPTS", "GLIBC_TUNABLES", "TF_NUM_INTEROP_THREADS"
-DECIDED = {ONEDNN: "0", PAGES: "glibc.malloc.hugetlb=1", INTER: "1"}
+JIT = "DTK_JIT_COMPILE"
+DECIDED = {JIT: "0", ONEDNN: "0", PAGES: "glibc.malloc.hugetlb=1", INTER: "1"}
 SCRIPT = """
 import dtk, keras, numpy as np
 strategy = dtk.auto_strategy()
@@ -79,6 +80,19 @@ def test_of_two_values_of_a_variable_the_faster_is_kept():
     cost = {None: 100.0, "1": 80.0, "0": 70.0}
     best, _ = tuned(lambda variables, _: cost[variables.get(ONEDNN)])
     assert best.variables == {ONEDNN: "0"}
+
+
+def test_a_way_in_which_the_script_fails_is_left_out():
+    def cost(variables, turn):
+        if JIT in variables and turn > 5:
+            raise TuneError("XLA cannot")
+        return 50.0 if JIT in variables else 100.0
+
+    best, found = tuned(cost)
+    assert best.variables == {}
+    assert found.failed == {"XLA": "XLA cannot"} and "XLA" not in found.times
+    with pytest.raises(TuneError, match="broken"):
+        tuned(lambda variables, _: (_ for _ in ()).throw(TuneError("broken")))
 
 
 def test_nothing_is_chosen_for_a_script_that_wants_determinism():
