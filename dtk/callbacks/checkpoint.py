@@ -148,11 +148,13 @@ class Checkpoint(StrategyCallback):
         Raises:
             ValueError: The checkpoint belongs to another model, or none in the directory can be
                 read.
+            OSError: Nothing can be written to the directory.
         """
         if self._begun:
             return
         self._begun = True
         trainer, epochs = self.trainer, self.params["epochs"]
+        on_chief(self.strategy, self.files.check_writable)
         parts = parts_of(trainer)
         loaded = on_chief(
             self.strategy, lambda: self._reader.load_newest(trainer, self.resume, parts)

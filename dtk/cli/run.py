@@ -15,8 +15,11 @@ import click
 from dtk.cluster import Host, progress
 from dtk.errors import ClusterError
 from dtk.launch import Job, Process, job_options, plan, ssh, step_settings
+from dtk.launch.starter import PortTakenError
 
 _MAX_RESTARTS = 3
+# Another program may take a port between the plan and the start of the job.
+_PLANS = 3
 
 
 @click.command(
@@ -117,29 +120,36 @@ def run(
     where = job_options.places(hosts, hostfile)
     _check_workers(workers, where)
     _check_servers(ps, max_restarts)
-    processes = plan(
-        command,
-        workers,
-        hosts=where,
-        communicator=communicator,
-        ps=ps,
-        evaluator=evaluator,
-        bind=bind,
-        survey=functools.partial(ssh.survey, remote_shell=remote_shell),
-    )
-    processes = _with_settings(processes)
-    if not ps:
-        told = {progress.VARIABLE: f"{stall_timeout:g}"}
-        processes = [dataclasses.replace(one, env={**one.env, **told}) for one in processes]
-    started = Job(
-        processes,
-        output_dir=output_dir,
-        remote_shell=remote_shell,
-        grace=timeout_grace,
-        max_restarts=_MAX_RESTARTS if max_restarts is None else max_restarts,
-        stall_timeout=0.0 if ps else stall_timeout,
-    )
-    sys.exit(job_options.see_through(started, "run"))
+
+    def planned() -> Job:
+        processes = plan(
+            command,
+            workers,
+            hosts=where,
+            communicator=communicator,
+            ps=ps,
+            evaluator=evaluator,
+            bind=bind,
+            survey=functools.partial(ssh.survey, remote_shell=remote_shell),
+        )
+        if not ps:
+            told = {progress.VARIABLE: f"{stall_timeout:g}"}
+            processes = [dataclasses.replace(one, env={**one.env, **told}) for one in processes]
+        return Job(
+            _with_settings(processes),
+            output_dir=output_dir,
+            remote_shell=remote_shell,
+            grace=timeout_grace,
+            max_restarts=_MAX_RESTARTS if max_restarts is None else max_restarts,
+            stall_timeout=0.0 if ps else stall_timeout,
+        )
+
+    for left in reversed(range(_PLANS)):
+        try:
+            sys.exit(job_options.see_through(planned(), "run"))
+        except PortTakenError:
+            if not left:
+                raise
 
 
 def _with_settings(processes: list[Process]) -> list[Process]:

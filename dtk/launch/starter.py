@@ -11,6 +11,10 @@ from dtk.launch import agent, local, mpi_places, rendezvous, ssh
 from dtk.launch.plan import VARIABLE, Process
 
 
+class PortTakenError(ClusterError):
+    """A port that was free when the job was planned is not any more."""
+
+
 class Starter:
     """Starts processes that carry the mark of one job.
 
@@ -47,7 +51,7 @@ class Starter:
         """Start the guard and the rendezvous server, and hold the ports of this machine's ranks.
 
         Raises:
-            ClusterError: A port is taken.
+            PortTakenError: A port is taken.
             CommunicatorError: Horovod or MPI is asked for and not installed, or does not start.
         """
         guard = local.Guard(self._job_id, self._grace)
@@ -147,7 +151,7 @@ class Starter:
         try:
             self._held.enter_context(agent.reserve(host, int(port)))
         except OSError as error:
-            raise ClusterError(
+            raise PortTakenError(
                 f"{process.name}: port {port} of {host} is taken ({error.strerror}); plan the "
                 "job again"
             ) from None

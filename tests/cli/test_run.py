@@ -1,13 +1,20 @@
 """`dtk run` as a user meets it: one clear line for a mistake, and an end to every process."""
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 
 import psutil
 import pytest
+from click.testing import CliRunner
+
+from dtk.cli import run
+from dtk.cli.main import main
+from dtk.launch import plan
 
 DTK = [sys.executable, "-m", "dtk.cli.main"]
 
@@ -235,3 +242,23 @@ def test_ctrl_c_twice_does_not_wait_for_the_grace(script):
             time.sleep(0.05)
         _, err = launcher.communicate(timeout=20)
     assert (launcher.returncode, err) == (130, "dtk run: SIGINT: every process was ended\n")
+
+
+def test_a_port_that_was_taken_meanwhile_is_planned_anew(script, monkeypatch):
+    planned = []
+    with contextlib.ExitStack() as held:
+
+        def plan_and_lose_a_port(*given, **named):
+            planned.append(plan(*given, **named))
+            if len(planned) < 3:
+                host, _, port = planned[-1][1].address.rpartition(":")
+                held.enter_context(socket.create_server((host, int(port))))
+            return planned[-1]
+
+        monkeypatch.setattr(run, "plan", plan_and_lose_a_port)
+        done = CliRunner().invoke(main, ["run", "-n", "2", str(script("pass"))])
+        assert (done.exit_code, done.output, len(planned)) == (0, "", 3)
+        planned.clear()
+        monkeypatch.setattr(run, "_PLANS", 1)
+        done = CliRunner().invoke(main, ["run", "-n", "2", str(script("pass"))])
+        assert done.exit_code == 2 and "is taken" in done.output

@@ -20,6 +20,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -41,11 +42,29 @@ class CheckpointFiles:
     """Checkpoints of one directory.
 
     Args:
-        directory: Where they lie; made when the first one is written.
+        directory: Where they lie; made when it is first looked whether it can be written to.
     """
 
     def __init__(self, directory: str | os.PathLike[str]):
         self.directory = Path(directory)
+
+    def check_writable(self) -> None:
+        """Make the directory, and find out whether files can be made in it.
+
+        Raises:
+            OSError: They cannot; says what to do.
+        """
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.directory):
+                pass
+        except OSError as error:
+            raise type(error)(
+                error.errno,
+                f"no checkpoint can be written ({error.strerror}); give another directory, or "
+                "make this one writable",
+                str(self.directory),
+            ) from None
 
     def names(self) -> list[str]:
         """Return the names of the complete checkpoints, newest first."""
