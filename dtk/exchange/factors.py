@@ -160,8 +160,10 @@ def _row_counts(gradients: list[Factored], communicator: Communicator) -> tf.Ten
 def _pays(gradients: list[Factored], counts: tf.Tensor, flops_per_byte: float) -> tf.Tensor:
     """Return whether sending factors is faster than an all-reduce; the same on all ranks."""
     rows = tf.unstack(tf.cast(tf.reduce_sum(counts, 0), tf.float32))
+    # A rank's own rows are multiplied either way.
+    others = 1.0 - 1.0 / counts.shape[0]
     factors = [
-        n * (g.width * g.left.dtype.size + 2.0 * g.entries / flops_per_byte)
+        n * (g.width * g.left.dtype.size + 2.0 * g.entries * others / flops_per_byte)
         for n, g in zip(rows, gradients, strict=True)
     ]
     # An all-reduce sends everything twice.

@@ -99,15 +99,20 @@ class Factors:
     entries: float
     width: float
 
-    @property
-    def most_rows(self) -> float:
-        """Rows of all workers below which dtk sends factors, and from which on it does not.
+    def most_rows(self, workers: float) -> float:
+        """Return the rows of all workers from which on dtk does not send factors any more.
+
+        Args:
+            workers: How many there are, 2 or more.
 
         Example:
-            >>> round(Factors(entries=2048 * 2048, width=4096).most_rows)
-            335
+            >>> kernel = Factors(entries=2048 * 2048, width=4096)
+            >>> [round(kernel.most_rows(workers)) for workers in (2, 64)]
+            [575, 339]
         """
-        row = self.width * _FLOAT + 2 * self.entries / FLOPS_PER_BYTE
+        # A worker multiplies its own rows either way.
+        others = 1 - 1 / workers
+        row = self.width * _FLOAT + 2 * self.entries * others / FLOPS_PER_BYTE
         return 2 * self.entries * _FLOAT / row
 
     def size(self, rows: int) -> float:
@@ -200,12 +205,12 @@ class Job:
 
         Example:
             >>> job = Job(0.1, 2048 * 2048, rows=32, factors=Factors(2048 * 2048, 4096))
-            >>> [bool(job.factored(workers)) for workers in (1, 2, 10, 11)]
+            >>> [bool(job.factored(workers)) for workers in (1, 2, 11, 12)]
             [False, True, True, False]
         """
-        if self.factors is None or workers == 1 or self.batch(workers) >= self.factors.most_rows:
+        if self.factors is None or workers == 1:
             return None
-        return self.factors
+        return self.factors if self.batch(workers) < self.factors.most_rows(workers) else None
 
     def size(self, exchange: str) -> float:
         """Return the bytes of what one worker sends, as the exchange codes it.

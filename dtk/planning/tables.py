@@ -109,14 +109,15 @@ def _factors(job: Job) -> str:
     Example:
         >>> from dtk.planning.inputs import Factors
         >>> _factors(Job(0.1, 2048 * 2048, factors=Factors(2048 * 2048, 4096)))
-        'as factors with a batch of up to 334 rows: 524.3 kB; '
+        'as factors with a batch of up to 334 rows, more with few workers: 524.3 kB; '
         >>> _factors(Job(0.1, 1000))
         ''
     """
     if job.factors is None:
         return ""
-    most = math.ceil(job.factors.most_rows) - 1
-    return f"as factors with a batch of up to {most} rows: {size(job.factors.size(job.rows))}; "
+    most = math.ceil(job.factors.most_rows(math.inf)) - 1
+    sent = size(job.factors.size(job.rows))
+    return f"as factors with a batch of up to {most} rows, more with few workers: {sent}; "
 
 
 def _speed(bandwidth: float) -> str:

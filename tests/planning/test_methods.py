@@ -176,7 +176,7 @@ def test_bytes_of_factors_are_those_that_the_communicator_counts(exchange, worke
 
 def test_factors_are_sent_as_long_as_the_exchange_does():
     kernel = factors.Factored(*(tf.ones([1, n]) for n in KERNEL))
-    most = math.floor(FACTORS.most_rows)
+    most = math.floor(FACTORS.most_rows(2))
     for rows in (1, most, most + 1):
         pays = factors._pays([kernel], tf.constant([[rows], [0]], tf.int64), FLOPS_PER_BYTE)
         job = Job(1.0, FACTORS.entries, global_batch=rows, factors=FACTORS)
@@ -199,7 +199,7 @@ def test_factors_are_rows_of_all_and_with_many_workers_whole(job, cluster, worke
     if job.factored(workers) is None:
         assert cost == methods.dense(whole, cluster, workers)
     else:
-        assert job.batch(workers) < job.factors.most_rows
+        assert job.batch(workers) < job.factors.most_rows(workers)
         assert cost.bytes < job.size("dense")
         assert cost.coding >= cluster.software.step
 
