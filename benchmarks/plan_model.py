@@ -117,7 +117,8 @@ def measure():
 
 
 def job(workers):
-    command = ["dtk", "run", "-n", str(workers), __file__, *sys.argv[1:], "--measure"]
+    command = [sys.executable, "-m", "dtk.cli.main", "run", "-n", str(workers), __file__]
+    command += [*sys.argv[1:], "--measure"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{command} failed:\n{done.stdout}{done.stderr}")
