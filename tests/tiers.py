@@ -127,7 +127,7 @@ FULL = (
     r"|the_setting|a_peer_that_cannot|the_rest_goes_on)",
     r"cli/test_check.py::test_a_(script_that_trains_nothing|step_that_adds_up)",
     r"launch/test_stall.py::test_(a_rank_that_(sleeps\S+\[(coll|horo)|is_stopped)|data_that|a_slow)",
-    r"cli/test_tune.py::test_(a_real_script|a_script_that|settings_that_fit)",
+    r"cli/test_tune.py::test_(a_real_script|a_script_that|settings_that_fit|ranks_with|what_auto)",
     r"cli/test_doctor.py::test_the_real_libraries",
     r"cli/test_install_horovod.py::test_installed_horovod_really_reduces",
     r"launch/test_ssh.py::test_parameter_servers_on_two_hosts",

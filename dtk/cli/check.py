@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import sys
 
 import click
@@ -11,7 +10,7 @@ import click
 from dtk.cli.run import command_of
 from dtk.cluster.variables import SELF_TEST
 from dtk.errors import ClusterError
-from dtk.launch import Job, job_options, plan, ssh
+from dtk.launch import Job, job_options, plan
 
 
 @click.command(
@@ -43,11 +42,6 @@ def check(
     job_options.check_communicator(communicator)
     if workers < 2:
         raise ClusterError(f"-n {workers}: there is something to compare from 2 on")
-    planned = plan(
-        command,
-        workers,
-        communicator=communicator,
-        survey=functools.partial(ssh.survey, remote_shell=ssh.DEFAULT_REMOTE_SHELL),
-    )
+    planned = plan(command, workers, communicator=communicator)
     processes = [dataclasses.replace(p, env={**p.env, SELF_TEST: "only"}) for p in planned]
     sys.exit(job_options.see_through(Job(processes), "check"))

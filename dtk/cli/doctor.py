@@ -22,11 +22,11 @@ import rich.markup
 import rich.table
 
 from dtk import cluster, communicators
+from dtk.cluster.variables import COMMUNICATOR
 from dtk.errors import ClusterError
 from dtk.horovod_build import reduction_check
 from dtk.horovod_build.requirements import HorovodBuildError, ask
 from dtk.launch import mpi_places
-from dtk.launch.plan import VARIABLE
 from dtk.version import __version__
 
 OK, NOTE, BROKEN = "ok", "note", "broken"
@@ -158,9 +158,9 @@ def mpi4py() -> Finding:
 
 def joined_by() -> Finding:
     """Say by what `dtk run` joins all-reduce ranks, and why."""
-    told = os.environ.get(VARIABLE)
+    told = os.environ.get(COMMUNICATOR)
     if told:
-        return Finding("dtk run", f"joins ranks by {told}: {VARIABLE} says so")
+        return Finding("dtk run", f"joins ranks by {told}: {COMMUNICATOR} says so")
     path = mpi_places.mpirun()
     if path is None:
         found = f"joins ranks by TensorFlow's collectives. Faster: {communicators.INSTALL_MPI}"

@@ -14,7 +14,7 @@ import rich.table
 
 from dtk.cli.run import command_of
 from dtk.errors import ClusterError
-from dtk.launch import job_options, plan, ssh, step_settings, tuning
+from dtk.launch import job_options, plan, step_settings, tuning
 
 
 @click.command(
@@ -59,12 +59,7 @@ def tune(
         raise ClusterError(f"-n {workers}: steps of one process alone are not timed; use -n 2")
     if rounds < 1:
         raise ClusterError(f"--rounds {rounds}: expected 1 or more")
-    planned = plan(
-        command,
-        workers,
-        communicator=communicator,
-        survey=functools.partial(ssh.survey, remote_shell=ssh.DEFAULT_REMOTE_SHELL),
-    )
+    planned = plan(command, workers, communicator=communicator)
     threads = planned[0].env["OMP_NUM_THREADS"]
     file = step_settings.file_of(command, threads)
     if forget:

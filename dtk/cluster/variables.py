@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from dtk.errors import ClusterError
 
+# What `communicator="auto"` is to mean: to `dtk run` by the user, to its ranks by `dtk run`.
+COMMUNICATOR = "DTK_COMMUNICATOR"
 # "0" and "1" overrule what strategies say of `self_test`; "only" ends the script after it.
 SELF_TEST = "DTK_SELF_TEST"
 # In a rank: a file to write the times of steps to, instead of training; see `dtk tune`.

@@ -21,6 +21,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 from dtk.cluster import threads
 from dtk.cluster.environment import Environment
+from dtk.cluster.variables import COMMUNICATOR
 from dtk.errors import CommunicatorError
 
 if TYPE_CHECKING:
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 
 NAMES = ("auto", "collective", "horovod", "mpi", "local", "null")
 INSTALL_MPI = "pip install 'dtk[mpi]'"
-# What "auto" is to mean.
-VARIABLE = "DTK_COMMUNICATOR"
 # Imported when asked for, since they need TensorFlow: `costs` is used without.
 _LATER = {"Communicator": "base", "REDUCE_OPS": "base", "LocalCommunicator": "local"}
 
@@ -63,8 +62,8 @@ def create(name: str = "auto", environment: Environment | None = None) -> Commun
         CommunicatorError: If the transport is missing or cannot start.
     """
     said = ""
-    if name == "auto" and os.environ.get(VARIABLE):
-        name, said = os.environ[VARIABLE], f" in {VARIABLE}"
+    if name == "auto" and os.environ.get(COMMUNICATOR):
+        name, said = os.environ[COMMUNICATOR], f" in {COMMUNICATOR}"
     if name not in NAMES:
         raise ValueError(f"unknown communicator {name!r}{said}; use one of {', '.join(NAMES)}")
     if name == "local":

@@ -3,7 +3,6 @@
 tensorflow.python.distribute.distribute_lib         ReplicaContext (constructor)
     ReplicaContext._replica_id_in_sync_group
 tensorflow.python.eager.context                     context().executing_eagerly, global_seed
-tensorflow.python.framework.config                  is_op_determinism_enabled
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from tensorflow.python.distribute import (
     distribute_lib,
 )
 from tensorflow.python.eager import context as eager_context
-from tensorflow.python.framework import config
 
 from dtk.communicators.base import Communicator
 from dtk.nests import Nest
@@ -42,11 +40,6 @@ def op_name(reduce_op: tf.distribute.ReduceOp | str) -> str:
 def global_seed() -> int | None:
     """Return TensorFlow's global seed; None when none was set."""
     return eager_context.global_seed()
-
-
-def is_deterministic() -> bool:
-    """Return whether `tf.config.experimental.enable_op_determinism` was called."""
-    return bool(config.is_op_determinism_enabled())
 
 
 def replica_index() -> int:

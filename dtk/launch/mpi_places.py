@@ -103,7 +103,7 @@ class MPIPlaces:
         kept = {
             name: value
             for name, value in os.environ.items()
-            if not local.is_foreign(name) and not name.startswith((*_ALLOCATIONS, "TF_CONFIG"))
+            if not local.is_foreign(name) and not name.startswith(_ALLOCATIONS)
         }
         if os.getuid() == 0:  # the user may start training as root, and so what it needs
             kept |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -15,12 +15,11 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from dtk.cluster import Host, TFConfig
+from dtk.cluster.variables import COMMUNICATOR
 from dtk.errors import ClusterError
 from dtk.launch import local, ssh
 
 COMMUNICATORS = ("auto", "collective", "horovod", "mpi")
-# Says what moves the bytes: to this launcher by the user, to the ranks by this launcher.
-VARIABLE = "DTK_COMMUNICATOR"
 # Each process takes a port and hundreds of MB: more is a mistyped number.
 MOST_ON_A_HOST = 1024
 # They mostly wait: the chief for workers, the servers for gradients that workers compute. Giving
@@ -106,7 +105,7 @@ def plan(
     """
     environ = os.environ if environ is None else environ
     if communicator == "auto":
-        told = environ.get(VARIABLE, "auto")
+        told = environ.get(COMMUNICATOR, "auto")
         # Beside a server there is nothing for the others to do.
         communicator = told if told in COMMUNICATORS and not ps else "collective"
     _check(command, workers, hosts, communicator, ps, evaluator)
@@ -213,7 +212,7 @@ def _collective(
     for role, index, host in placed:
         config = TFConfig(frozen, role, index)
         name = f"{role} {index}" if role in ("ps", "evaluator") else f"rank {config.rank}"
-        env = {"DTK_RUN": "1", VARIABLE: joined_by, "TF_CONFIG": config.dumps()}
+        env = {"DTK_RUN": "1", COMMUNICATOR: joined_by, "TF_CONFIG": config.dumps()}
         if joined_by != "collective" and facts[host].interface not in ("", "lo"):
             env["OMPI_MCA_btl_tcp_if_include"] = facts[host].interface
         address = frozen[role][index]
@@ -236,7 +235,7 @@ def _horovod(
         cross = [r for r in range(len(hosts)) if local_ranks[r] == local_ranks[rank]]
         env = {
             "DTK_RUN": "1",
-            VARIABLE: "horovod",
+            COMMUNICATOR: "horovod",
             "DTK_HOSTS": ",".join(hosts),
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",

@@ -6,9 +6,10 @@ import contextlib
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 
+from dtk.cluster.variables import COMMUNICATOR
 from dtk.errors import ClusterError, CommunicatorError
 from dtk.launch import agent, local, mpi_places, rendezvous, ssh
-from dtk.launch.plan import VARIABLE, Process
+from dtk.launch.plan import Process
 
 
 class PortTakenError(ClusterError):
@@ -130,7 +131,7 @@ class Starter:
 
     def _start_mpi(self) -> None:
         """Start MPI's server where the plan asks for it, or would like it."""
-        asked = {process.env.get(VARIABLE) for process in self._processes}
+        asked = {process.env.get(COMMUNICATOR) for process in self._processes}
         must = "mpi" in asked
         if not must and ("auto" not in asked or mpi_places.mpirun() is None):
             return
@@ -144,7 +145,7 @@ class Starter:
             self._say(f"going on over TensorFlow's collectives: {error}")
             return
         self._held.callback(places.close)
-        self._places = [{**env, VARIABLE: "mpi"} for env in places.env]
+        self._places = [{**env, COMMUNICATOR: "mpi"} for env in places.env]
 
     def _hold_port(self, process: Process) -> None:
         host, _, port = process.address.rpartition(":")

@@ -198,3 +198,22 @@ def test_settings_that_fit_otherwise_are_told_and_determinism_refuses_them(tmp_p
     done = dtk("run", "-n", "2", str(script), home=tmp_path)
     assert done.returncode == 1
     assert "op determinism is on, but `dtk run` has set" in done.stderr
+
+
+def test_ranks_with_other_kernels_are_refused(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import json, os\nrank = json.loads(os.environ['TF_CONFIG'])['task']['index']\n"
+        f"os.environ[{ONEDNN!r}] = str(rank)\n" + SCRIPT
+    )
+    done = dtk("run", "-n", "2", str(script), home=tmp_path)
+    assert done.returncode == 1
+    assert f"variable {ONEDNN}" in done.stderr
+
+
+def test_what_auto_is_where_xla_was_found_faster(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.split("class Epochs")[0] + "print(model.jit_compile)")
+    for wished, compiled in (("1", "True"), ("0", "False")):
+        done = dtk("run", "-n", "2", str(script), home=tmp_path, **{JIT: wished})
+        assert sorted(done.stdout.splitlines()) == [f"[0] {compiled}", f"[1] {compiled}"]

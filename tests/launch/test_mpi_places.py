@@ -11,9 +11,9 @@ import time
 import pytest
 
 from dtk.cluster import Host
+from dtk.cluster.variables import COMMUNICATOR
 from dtk.errors import CommunicatorError
 from dtk.launch import Job, agent, mpi_places, plan, ssh
-from dtk.launch.plan import VARIABLE
 
 needs_mpi = pytest.mark.skipif(
     mpi_places.mpirun() is None, reason="no MPI beside python: pip install 'dtk[mpi]'"
@@ -31,7 +31,7 @@ def make(code, workers=2, communicator="auto", **options):
 
 
 def chosen(processes):
-    return {process.env[VARIABLE] for process in processes}
+    return {process.env[COMMUNICATOR] for process in processes}
 
 
 @pytest.fixture
@@ -48,13 +48,15 @@ def places(tmp_path, monkeypatch):
 
 def test_what_the_user_exported_decides_auto():
     assert chosen(make("", environ={})) == {"auto"}
-    assert chosen(make("", environ={VARIABLE: "collective"})) == {"collective"}
-    assert chosen(make("", environ={VARIABLE: "horovod"})) == {"horovod"}
-    assert chosen(make("", communicator="collective", environ={VARIABLE: "mpi"})) == {"collective"}
+    assert chosen(make("", environ={COMMUNICATOR: "collective"})) == {"collective"}
+    assert chosen(make("", environ={COMMUNICATOR: "horovod"})) == {"horovod"}
+    assert chosen(make("", communicator="collective", environ={COMMUNICATOR: "mpi"})) == {
+        "collective"
+    }
 
 
 def test_servers_and_one_rank_alone_are_not_joined_by_mpi():
-    assert chosen(make("", ps=1, environ={VARIABLE: "mpi"})) == {"collective"}
+    assert chosen(make("", ps=1, environ={COMMUNICATOR: "mpi"})) == {"collective"}
     assert chosen(make("", workers=1, environ={})) == {"collective"}
 
 

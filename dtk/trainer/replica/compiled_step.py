@@ -36,28 +36,22 @@ class UncompilableError(ValueError):
     """A step that computes the same only if it is not compiled."""
 
 
-class _Noted:
-    """Receiver of the gradients of a compiled step, see `noting.Noting`.
+class _Noted(noting.Gathered):
+    """Receiver of the gradients of a compiled step, which must not get them in a branch or a loop.
 
     Attributes:
-        applied: What it was given, in order.
         marks: How many ops the cluster had each time.
     """
 
     def __init__(self) -> None:
-        self.applied: list[noting.Applied] = []
+        super().__init__()
         self.marks: list[int] = []
         self._graph = tf.compat.v1.get_default_graph()
 
     def note(
         self, optimizer: keras.Optimizer, gradients: Gradients, variables: list[keras.Variable]
     ) -> None:
-        """Note gradients that an optimizer is given.
-
-        Args:
-            optimizer: The optimizer.
-            gradients: Weighed gradients; None where there is none.
-            variables: Keras variables in the same order.
+        """See `Gathered.note`.
 
         Raises:
             UncompilableError: It is given them in a branch or a loop.
@@ -65,7 +59,7 @@ class _Noted:
         if tf.compat.v1.get_default_graph() is not self._graph:
             raise UncompilableError("its train_step applies gradients in a branch or a loop")
         self.marks.append(len(self._graph.get_operations()))
-        self.applied.append(noting.Applied(optimizer, gradients, variables))
+        super().note(optimizer, gradients, variables)
 
 
 class _Counts:

@@ -19,7 +19,7 @@ import keras
 import tensorflow as tf
 
 from dtk.cluster.variables import STEP_SETTINGS, TIME_STEPS
-from dtk.compat import tf_replicas
+from dtk.communicators import determinism
 from dtk.errors import at_rank
 from dtk.input import slicing
 from dtk.trainer.contract import Loop, Strategy
@@ -92,7 +92,7 @@ def _end_after_timing(
         found = {
             "milliseconds": 1000 * max(of_all),
             "model": described(model, first),
-            "deterministic": tf_replicas.is_deterministic(),
+            "deterministic": determinism.is_asked_for(),
         }
         with open(os.environ[TIME_STEPS], "w") as file:
             json.dump(found, file)
@@ -104,7 +104,7 @@ def _check_settings(model: keras.Model, first: slicing.Slices, strategy: Strateg
     measured_with = os.environ.get(STEP_SETTINGS, "0")
     if measured_with == "0":
         return
-    if tf_replicas.is_deterministic():
+    if determinism.is_asked_for():
         raise ValueError(
             at_rank(
                 strategy.rank,

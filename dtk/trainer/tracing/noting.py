@@ -39,11 +39,7 @@ class Noting(Protocol):
 
 
 class Gathered:
-    """Receiver of the gradients of a step that is only looked at.
-
-    Attributes:
-        applied: What it was given, in order.
-    """
+    """`Noting` of a step that is only looked at."""
 
     def __init__(self) -> None:
         self.applied: list[Applied] = []
@@ -51,11 +47,11 @@ class Gathered:
     def note(
         self, optimizer: keras.Optimizer, gradients: Gradients, variables: list[keras.Variable]
     ) -> None:
-        """Note gradients that an optimizer is given.
+        """See `Noting.note`.
 
         Args:
             optimizer: The optimizer.
-            gradients: Weighed gradients; None where there is none.
+            gradients: Weighed gradients.
             variables: Keras variables in the same order.
         """
         self.applied.append(Applied(optimizer, gradients, variables))
