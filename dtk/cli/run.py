@@ -13,13 +13,12 @@ from pathlib import Path
 import click
 
 from dtk.cluster import Host, progress
+from dtk.cluster.variables import RESTARTS
 from dtk.errors import ClusterError
 from dtk.launch import Job, Process, job_options, plan, ssh, step_settings
-from dtk.launch.starter import PortTakenError
+from dtk.launch.attempts import Attempts, Run, Supervisor, answers
 
 _MAX_RESTARTS = 3
-# Another program may take a port between the plan and the start of the job.
-_PLANS = 3
 
 
 @click.command(
@@ -51,8 +50,16 @@ _PLANS = 3
     "--max-restarts",
     metavar="N",
     type=int,
-    show_default=f"{_MAX_RESTARTS} with --ps",
-    help="Times each worker killed by a signal is started again; with 0, done without.",
+    show_default=f"{_MAX_RESTARTS} with --ps or --min-workers, else 0",
+    help="Times a job that fails is started again, to resume from its checkpoint; with --ps, times "
+    "each worker killed by a signal is.",
+)
+@click.option(
+    "--min-workers",
+    metavar="M",
+    type=int,
+    show_default="all",
+    help="Fewest workers to start the job again with, on the hosts that still answer.",
 )
 @job_options.communicator
 @job_options.hosts
@@ -90,6 +97,7 @@ def run(
     ps: int,
     evaluator: bool,
     max_restarts: int | None,
+    min_workers: int | None,
     communicator: str,
     hosts: str | None,
     hostfile: str | None,
@@ -108,7 +116,7 @@ def run(
     last; the exit code is its own.
 
     With --ps the job ends when the chief does (and the evaluator), and a worker that is killed is
-    started again.
+    started again. Without, --max-restarts starts all ranks again; a Checkpoint callback resumes.
     """
     command = command_of(script, module, args)
     job_options.check_communicator(communicator)
@@ -120,12 +128,15 @@ def run(
     where = job_options.places(hosts, hostfile)
     _check_workers(workers, where)
     _check_servers(ps, max_restarts)
+    _check_fewest(min_workers, workers, where, ps)
+    if max_restarts is None:
+        max_restarts = _MAX_RESTARTS if ps or min_workers else 0
 
-    def planned() -> Job:
+    def planned(attempt: Run) -> Job:
         processes = plan(
             command,
-            workers,
-            hosts=where,
+            attempt.workers,
+            hosts=attempt.hosts,
             communicator=communicator,
             ps=ps,
             evaluator=evaluator,
@@ -133,26 +144,30 @@ def run(
             survey=functools.partial(ssh.survey, remote_shell=remote_shell),
         )
         if not ps:
-            told = {progress.VARIABLE: f"{stall_timeout:g}"}
+            told = {progress.VARIABLE: f"{stall_timeout:g}", RESTARTS: str(attempt.attempt)}
             processes = [dataclasses.replace(one, env={**one.env, **told}) for one in processes]
         return Job(
-            _with_settings(processes),
+            _with_settings(processes, say=not attempt.attempt),
             output_dir=output_dir,
             remote_shell=remote_shell,
             grace=timeout_grace,
-            max_restarts=_MAX_RESTARTS if max_restarts is None else max_restarts,
+            max_restarts=max_restarts,
             stall_timeout=0.0 if ps else stall_timeout,
+            append=attempt.attempt > 0,
         )
 
-    for left in reversed(range(_PLANS)):
-        try:
-            sys.exit(job_options.see_through(planned(), "run"))
-        except PortTakenError:
-            if not left:
-                raise
+    attempts = Attempts(where, workers, min_workers, 0 if ps else max_restarts)
+    supervisor = Supervisor(
+        attempts,
+        planned,
+        functools.partial(answers, ask=functools.partial(ssh.survey, remote_shell=remote_shell)),
+        lambda text: click.echo(f"dtk run: {text}", err=True),
+    )
+    names = [host.name for host in where]
+    sys.exit(job_options.interruptible(lambda: supervisor.run(names), "run", supervisor.jobs))
 
 
-def _with_settings(processes: list[Process]) -> list[Process]:
+def _with_settings(processes: list[Process], say: bool) -> list[Process]:
     """Add what `dtk tune` has found best for this script, and say so."""
     used = None
     changed = []
@@ -160,7 +175,7 @@ def _with_settings(processes: list[Process]) -> list[Process]:
         env, settings = step_settings.apply(process.argv, process.env)
         used = used or settings
         changed.append(dataclasses.replace(process, env=env))
-    if used is not None:
+    if used is not None and say:
         click.echo(
             f"dtk run: {step_settings.written(used.variables)}, as `dtk tune` has measured",
             err=True,
@@ -235,8 +250,23 @@ def _check_servers(ps: int, max_restarts: int | None) -> None:
         raise ClusterError(f"--ps {ps}: expected 0 or more, e.g. `dtk run -n 4 --ps 2 train.py`")
     if max_restarts is not None and max_restarts < 0:
         raise ClusterError(f"--max-restarts {max_restarts}: expected 0 or more")
-    if max_restarts and not ps:
+
+
+def _check_fewest(
+    fewest: int | None, workers: int | None, hosts: tuple[Host, ...], ps: int
+) -> None:
+    if fewest is None:
+        return
+    wanted = sum(host.slots for host in hosts) if workers is None else workers
+    if ps:
         raise ClusterError(
-            f"--max-restarts {max_restarts}: only the workers of parameter servers are started "
-            "again; a lost rank of an all-reduce job ends it, so leave the option out or add --ps"
+            "--min-workers and --ps were both given; with servers a lost worker is done without "
+            "anyway, so leave --min-workers out"
         )
+    if not hosts:
+        raise ClusterError(
+            "--min-workers is for hosts that may be lost; give them with --hosts or --hostfile, or "
+            "leave it out"
+        )
+    if not 1 <= fewest <= wanted:
+        raise ClusterError(f"--min-workers {fewest}: expected 1 to {wanted}, the number of workers")

@@ -12,6 +12,7 @@ or cut off sends none at all.
 
 from __future__ import annotations
 
+import atexit
 import collections
 import contextlib
 import faulthandler
@@ -73,6 +74,7 @@ class _Reporter:
         # As `faulthandler` writes it.
         self._main = threading.main_thread().ident or 0
         threading.Thread(target=self._run, name="dtk-progress", daemon=True).start()
+        atexit.register(self._tell)  # the launcher wants to know whether anything was done
 
     def move(self, depth: int, what: str | None = None) -> None:
         """Note that the main thread goes inside or comes out.
@@ -93,10 +95,13 @@ class _Reporter:
             before, when = self._reported
             if position is not before or now - when >= min(_AT_LEAST, self._timeout / 4):
                 self._reported = (position, now)
-                line = MARK + json.dumps(self._report(position, now)) + "\n"
-                with contextlib.suppress(OSError):  # nobody listens any more
-                    os.write(2, line.encode())
+                self._tell()
             time.sleep(min(_PERIOD, self._timeout / 10))
+
+    def _tell(self) -> None:
+        line = MARK + json.dumps(self._report(self.position, time.monotonic())) + "\n"
+        with contextlib.suppress(OSError):  # nobody listens any more
+            os.write(2, line.encode())
 
     def _report(self, position: _Position, now: float) -> Report:
         still = now - position.since

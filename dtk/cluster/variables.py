@@ -10,6 +10,8 @@ from dtk.errors import ClusterError
 COMMUNICATOR = "DTK_COMMUNICATOR"
 # "0" and "1" overrule what strategies say of `self_test`; "only" ends the script after it.
 SELF_TEST = "DTK_SELF_TEST"
+# In a rank: how often its job was started before.
+RESTARTS = "DTK_RESTARTS"
 # In a rank: a file to write the times of steps to, instead of training; see `dtk tune`.
 TIME_STEPS = "DTK_TIME_STEPS"
 # "1": what `jit_compile="auto"` is to mean also where Keras would not choose XLA, as on CPUs.

@@ -51,6 +51,7 @@ class Job:
             parameter servers. Without, a lost rank ends the job.
         stall_timeout: Seconds after which a job of which no rank moves is ended, see
             `dtk.launch.stall`; 0 for never.
+        append: Whether files in `output_dir` are continued, as of a job that is started again.
         stdout: Where the ranks' standard output goes; `sys.stdout` when None.
         stderr: Where the ranks' standard error goes; `sys.stderr` when None.
 
@@ -74,6 +75,7 @@ class Job:
         grace: float = 5.0,
         max_restarts: int = 3,
         stall_timeout: float = 0.0,
+        append: bool = False,
         stdout: TextIO | None = None,
         stderr: TextIO | None = None,
     ) -> None:
@@ -87,7 +89,7 @@ class Job:
         self._ranks: list[Rank] = []
         self._state = JobState()
         self._output = JobOutput(
-            self.processes, self.output_dir, stdout, stderr, self._state.lose_output
+            self.processes, self.output_dir, append, stdout, stderr, self._state.lose_output
         )
         self._starter = Starter(self.processes, self.job_id, grace, remote_shell, self._output.say)
         self._ending = ending.choose(self.processes, self._ranks)
@@ -194,6 +196,25 @@ class Job:
             return None
         words = "\n".join(self._culprit.last_words())
         return self._culprit.process, self._culprit.code, words
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it was asked to end, or nobody read its output any more."""
+        return self._state.stopping
+
+    @property
+    def failed_before_working_together(self) -> bool:
+        """Whether a process failed by itself before the ranks did anything together.
+
+        Known only where they report, so with a `stall_timeout`.
+        """
+        culprit = self._culprit
+        return (
+            culprit is not None
+            and culprit.failed_by_itself
+            and self._watch.listens
+            and not any(rank.standing.worked for rank in self._ranks)
+        )
 
     @property
     def pids(self) -> dict[str, int]:

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, TextIO
+from typing import IO, Literal, TextIO
 
 import click
 
@@ -26,6 +26,7 @@ class JobOutput:
     Args:
         processes: The plan; gives the prefixes their width and color.
         directory: Gets one file per process with its whole output, or None.
+        append: Whether files that are there are continued.
         stdout: Where standard output goes; `sys.stdout` when None.
         stderr: Where standard error goes; `sys.stderr` when None.
         on_closed: Called when the reader of the output is gone.
@@ -35,12 +36,14 @@ class JobOutput:
         self,
         processes: Sequence[Process],
         directory: Path | None,
+        append: bool,
         stdout: TextIO | None,
         stderr: TextIO | None,
         on_closed: Callable[[], None],
     ) -> None:
         self._processes = processes
         self._directory = directory
+        self._mode: Literal["a", "w"] = "a" if append else "w"
         self._streams = (stdout, stderr)
         self._on_closed = on_closed
         self._write_lock = threading.Lock()
@@ -68,7 +71,7 @@ class JobOutput:
         """
         if self._directory is not None:
             name = rank.process.name.replace(" ", "-") + ".log"
-            rank.file = open(self._directory / name, "w", encoding="utf-8")  # noqa: SIM115
+            rank.file = open(self._directory / name, self._mode, encoding="utf-8")  # noqa: SIM115
 
     def relay(self, rank: Rank) -> None:
         """Start the threads that read what a process writes.

@@ -28,6 +28,8 @@ _PEER_LOST = re.compile(
 # Signals that no failure of another rank sends. Aborts are left out: libraries abort when a peer is
 # gone.
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+# Exit code of ssh where it could not connect, or has lost the connection.
+_SSH_FAILED = 255
 _CHAINED = (
     "During handling of the above exception",
     "The above exception was the direct cause",
@@ -157,6 +159,12 @@ class Rank:
             and not self.signal
             and any(_PEER_LOST.search(line) for line in self.last_words())
         )
+
+    @property
+    def failed_by_itself(self) -> bool:
+        """Whether its own code ended it, such as an exception in the script."""
+        lost_connection = self.remote and self.code == _SSH_FAILED
+        return self.failed and not (self.signal or self.is_victim or lost_connection)
 
     @property
     def was_struck(self) -> bool:

@@ -19,8 +19,9 @@ from collections.abc import Mapping, Sequence
 from dtk.errors import ClusterError
 from dtk.launch import agent, local
 
-# Without a terminal there is nobody to answer a password prompt.
-DEFAULT_REMOTE_SHELL = "ssh -o BatchMode=yes -o ConnectTimeout=10"
+# Without a terminal there is nobody to answer a password prompt. A host that is silent for 45 s is
+# lost.
+DEFAULT_REMOTE_SHELL = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15"
 # Settings of the user's that ranks on other hosts need as well.
 _FORWARDED = (
     "TF_",

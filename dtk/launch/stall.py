@@ -40,6 +40,11 @@ class Standing:
     busy: float = 0.0
     last: Report | None = None
 
+    @property
+    def worked(self) -> bool:
+        """Whether it has done anything together with other ranks."""
+        return self.last is not None and self.last["count"] > 0
+
     def take(self, report: Report, now: float) -> None:
         """Take note of a report.
 

@@ -53,6 +53,11 @@ class Watch:
         self._replace = replace
         self._say = say
 
+    @property
+    def listens(self) -> bool:
+        """Whether ranks are asked to report."""
+        return self._stall_timeout > 0
+
     def culprit(self) -> Rank | None:
         """Wait for what ends the job, and return the process whose failure it is, if anyone's."""
         culprit = None

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from dtk.cli import run
 from dtk.cli.main import main
 from dtk.launch import plan
+from dtk.launch.attempts import supervisor
 
 DTK = [sys.executable, "-m", "dtk.cli.main"]
 
@@ -161,9 +162,17 @@ MISTAKES = {
         ["-n", "1", "--ps", "1", "--max-restarts", "-1", SCRIPT],
         "--max-restarts -1: expected 0 or more",
     ),
-    "restarts without ps": (
-        ["-n", "1", "--max-restarts", "2", SCRIPT],
-        "--max-restarts 2: only the workers of parameter servers are started again",
+    "fewest without hosts": (
+        ["-n", "1", "--min-workers", "1", SCRIPT],
+        "--min-workers is for hosts that may be lost; give them with --hosts or --hostfile",
+    ),
+    "fewest above all": (
+        ["-n", "2", "--hosts", "localhost:2", "--min-workers", "3", SCRIPT],
+        "--min-workers 3: expected 1 to 2, the number of workers",
+    ),
+    "fewest with ps": (
+        ["-n", "1", "--ps", "1", "--min-workers", "1", SCRIPT],
+        "--min-workers and --ps were both given",
     ),
     "remote shell": (["-n", "1", "--remote-shell", "", SCRIPT], "--remote-shell is empty"),
     "unreachable": (
@@ -259,6 +268,6 @@ def test_a_port_that_was_taken_meanwhile_is_planned_anew(script, monkeypatch):
         done = CliRunner().invoke(main, ["run", "-n", "2", str(script("pass"))])
         assert (done.exit_code, done.output, len(planned)) == (0, "", 3)
         planned.clear()
-        monkeypatch.setattr(run, "_PLANS", 1)
+        monkeypatch.setattr(supervisor, "_PLANS", 1)
         done = CliRunner().invoke(main, ["run", "-n", "2", str(script("pass"))])
         assert done.exit_code == 2 and "is taken" in done.output

@@ -101,6 +101,17 @@ ENTRIES = {
         instead=(("node1:2,node2:2", "localhost:4"),),
         needs="mpirun",
     ),
+    ("docs/command-line.md", "dtk run --hosts node1:2,node2:2 --max-restarts"): Parsed(
+        "needs other hosts, of which one is lost",
+        by=(
+            "tests/launch/test_attempts.py::test_a_job_goes_on_without_a_lost_host",
+            "tests/launch/test_attempts.py::"
+            "test_training_that_was_killed_twice_ends_with_the_same_weights",
+        ),
+    ),
+    ("docs/command-line.md", "              ┌──"): Printed(
+        "tests/launch/test_attempts.py::test_any_history_keeps_the_bounds"
+    ),
     ("docs/command-line.md", "#!/bin/bash"): Parsed(
         "needs Slurm",
         by=("tests/cluster/test_slurm.py::test_every_rank_of_a_step_derives_the_same_addresses",),
