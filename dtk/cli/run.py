@@ -15,8 +15,9 @@ import click
 from dtk.cluster import Host, progress
 from dtk.cluster.variables import RESTARTS
 from dtk.errors import ClusterError
-from dtk.launch import Job, Process, job_options, plan, ssh, step_settings
+from dtk.launch import Job, Process, job_options, plan, ssh
 from dtk.launch.attempts import Attempts, Run, Supervisor, answers
+from dtk.launch.settings import step_settings
 
 _MAX_RESTARTS = 3
 

@@ -14,7 +14,8 @@ import rich.table
 
 from dtk.cli.run import command_of
 from dtk.errors import ClusterError
-from dtk.launch import job_options, plan, step_settings, tuning
+from dtk.launch import job_options, plan
+from dtk.launch.settings import step_settings, tuning
 
 
 @click.command(

@@ -12,6 +12,7 @@ No TensorFlow is imported here; what must be asked of it is asked in a subproces
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pathlib
 import platform
@@ -26,6 +27,7 @@ from collections.abc import Mapping, Sequence
 
 from dtk import cache
 from dtk.horovod_build.requirements import (
+    HOROVOD_SHA256,
     HOROVOD_VERSION,
     PIP,
     HorovodBuildError,
@@ -162,7 +164,9 @@ class Build:
             failed=f"horovod {HOROVOD_VERSION} could not be downloaded. Next: check the network, "
             "or: dtk install-horovod --sdist FILE",
         )
-        return next(folder.glob("horovod-*.tar.gz"))
+        sdist = next(folder.glob("horovod-*.tar.gz"))
+        check_digest(sdist)
+        return sdist
 
     def unpack(self, sdist: pathlib.Path) -> pathlib.Path:
         """Unpack the archive, check that it is the right one, leave out the XLA ops.
@@ -284,6 +288,26 @@ def build_variables(mpi: Mpi | None) -> dict[str, str]:
         # make's default here would be eight compilers, 1 GB each, whatever the machine
         "MAKEFLAGS": os.environ.get("MAKEFLAGS", f"-j{len(os.sched_getaffinity(0))}"),
     }
+
+
+def check_digest(sdist: pathlib.Path, expected: str = HOROVOD_SHA256) -> None:
+    """Refuse a downloaded archive that is not what was published: it is compiled and run.
+
+    Args:
+        sdist: The source archive.
+        expected: Its SHA-256, as hexadecimal digits.
+
+    Raises:
+        HorovodBuildError: It is another.
+    """
+    with open(sdist, "rb") as file:
+        given = hashlib.file_digest(file, "sha256").hexdigest()
+    if given != expected:
+        raise HorovodBuildError(
+            f"{sdist.name}, as downloaded, has SHA-256 {given}, expected {expected}: it is not the "
+            "published source. Next: check which package index pip is configured for; an archive "
+            "you trust goes by --sdist FILE"
+        )
 
 
 def check_sdist(sdist: pathlib.Path) -> None:

@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from dtk.errors import DtkError
 
 HOROVOD_VERSION = "0.28.1"
+# Of horovod-0.28.1.tar.gz on the Python Package Index.
+HOROVOD_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 MIN_PYTHON = (3, 11)
 MIN_TENSORFLOW = (2, 21)
 MIN_CMAKE = (3, 13)

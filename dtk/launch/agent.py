@@ -1,12 +1,8 @@
 """The agent beside the ranks: runs one rank on another host, or is the guard on this one.
 
-This file is sent through the remote shell, so it uses the standard library alone and dtk need not
-be importable before the rank itself starts. Its first line of standard input is a JSON object; the
-end of standard input means that the launcher is gone, and everything it started must go too.
-
-Every process of a job carries DTK_JOB in its environment, and so do its children: that mark, not a
-list of process ids, decides what is ended. It finds helpers that left the process group or lost
-their parent.
+This file and `marked` are sent through the remote shell, so they use the standard library alone
+and dtk need not be importable before the rank itself starts. The first line of standard input is a
+JSON object; its end means that the launcher is gone, and everything it started must go too.
 """
 
 from __future__ import annotations
@@ -15,19 +11,18 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias, TypedDict
 
+from dtk.launch.marked import BESIDE, end, start
+
 _SIOCGIFADDR = 0x8915
-# Added to a job's mark: processes that outlive its ranks, and end with its launcher.
-BESIDE = ".beside"
 
 
 class RankSpec(TypedDict):
@@ -55,7 +50,10 @@ class RankSpec(TypedDict):
 
 
 class GuardSpec(TypedDict):
-    """What the launcher asks for, to end its job, with this mark, if it dies; see `RankSpec`."""
+    """What the launcher asks for, to end its job, with this mark, if it dies; see `RankSpec`.
+
+    Lines that follow name folders to remove then.
+    """
 
     task: Literal["guard"]
     job: str
@@ -79,60 +77,6 @@ class Facts(TypedDict):
     ports: list[int]
     cores: list[int]
     interface: str
-
-
-def members(job: str) -> list[int]:
-    """List the processes of a job, and of jobs started inside it.
-
-    Args:
-        job: The value of DTK_JOB.
-
-    Returns:
-        Process ids; zombies and other users' processes are left out.
-
-    >>> members("no-such-job")
-    []
-    """
-    mark = b"\0DTK_JOB=" + job.encode()
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError), open(f"/proc/{entry}/environ", "rb") as file:
-                value = (b"\0" + file.read()).partition(mark)
-                if value[1] and value[2][:1] in (b"\0", b"/", b""):
-                    found.append(int(entry))
-    return found
-
-
-def end(job: str, grace: float, hurry: Callable[[], bool] = bool) -> None:
-    """End every process of a job: SIGTERM, then SIGKILL.
-
-    Args:
-        job: The value of DTK_JOB.
-        grace: Seconds between the two; a process stuck in C++ never acts on the first.
-        hurry: Asked while waiting; True cuts the grace short.
-
-    >>> end("no-such-job", grace=1.0)
-    """
-    pids = members(job)
-    _signal(pids, signal.SIGTERM)
-    # From here: on a busy machine the listing alone may take longer than a short grace.
-    deadline = time.monotonic() + grace
-    while pids and time.monotonic() < deadline and not hurry():
-        time.sleep(0.05)
-        pids = members(job)
-    # Again and again: a process may fork between being listed and being killed.
-    deadline = time.monotonic() + 5.0
-    while pids and time.monotonic() < deadline:
-        _signal(pids, signal.SIGKILL)
-        time.sleep(0.02)
-        pids = members(job)
-
-
-def _signal(pids: list[int], number: signal.Signals) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, number)
 
 
 def reserve(host: str, port: int = 0) -> socket.socket:
@@ -224,76 +168,6 @@ def _place(core: str) -> tuple[int, int]:
         return 0, 0  # not every machine tells
 
 
-@contextlib.contextmanager
-def bound_to(cores: Sequence[int]) -> Iterator[None]:
-    """Let processes started inside, by this thread, use these cores only.
-
-    Where that is not allowed, or the cores are gone since the survey, they use all there are.
-
-    Args:
-        cores: Their numbers; empty for all.
-
-    >>> with bound_to(cores()[:1]):
-    ...     len(os.sched_getaffinity(0))
-    1
-    """
-    before = os.sched_getaffinity(0)
-    try:
-        with contextlib.suppress(OSError):  # a rank that is not bound is only slower
-            os.sched_setaffinity(0, cores or before)
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            os.sched_setaffinity(0, before)
-
-
-def start(
-    argv: Sequence[str],
-    environ: Mapping[str, str],
-    job: str,
-    cores: Sequence[int],
-    *,
-    cwd: str | None = None,
-    output: int | None = None,
-) -> subprocess.Popen[bytes]:
-    """Start a process of a job, in a session of its own and without input.
-
-    Args:
-        argv: The command.
-        environ: All its variables but the mark.
-        job: Value of DTK_JOB, the mark by which `members` finds it.
-        cores: Those it is bound to; all when empty.
-        cwd: Folder to start in; None for this one's.
-        output: `subprocess.PIPE` for a pipe each for its output and its errors; None for this
-            process's own.
-
-    Returns:
-        The process.
-
-    Raises:
-        OSError: It cannot be started.
-    """
-    with bound_to(cores):
-        process = subprocess.Popen(
-            argv,
-            env={**environ, "DTK_JOB": job},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            cwd=cwd,
-            start_new_session=True,
-        )
-    # A moment passes between loading the program, when Popen returns, and being able to read its
-    # variables: `members`, and so `end`, would miss it.
-    with contextlib.suppress(OSError):
-        while process.poll() is None:
-            with open(f"/proc/{process.pid}/environ", "rb") as file:
-                if file.read(1):
-                    break
-            time.sleep(0.001)
-    return process
-
-
 def _interface(host: str) -> str:
     """Name the interface that has this host's address; "" lets the library choose."""
     try:
@@ -354,7 +228,7 @@ def run_rank(spec: RankSpec) -> int:
 
     threading.Thread(target=wait_for_launcher, daemon=True).start()
     code = rank.wait()
-    end(spec["job"], 1.0)
+    end(spec["job"], 1.0, sessions=[rank.pid])
     if held is not None:
         held.close()
     return shell_code(code)
@@ -369,9 +243,12 @@ def guard(spec: GuardSpec) -> int:
     Returns:
         0, the exit code.
     """
-    if "done" not in sys.stdin.read():
+    lines = sys.stdin.read().splitlines()
+    if "done" not in lines:
         end(spec["job"], spec["grace"])
         end(spec["job"] + BESIDE, 0.0)
+        for folder in lines:
+            shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TextIO
 
 from dtk.errors import ClusterError
-from dtk.launch import agent, ending, ssh
+from dtk.launch import ending, marked, ssh
 from dtk.launch.failure_report import failure_report, stall_report
 from dtk.launch.output import JobOutput
 from dtk.launch.plan import Process
@@ -274,7 +274,8 @@ class Job:
             if rank.remote and rank.popen.stdin is not None:
                 with contextlib.suppress(OSError):
                     rank.popen.stdin.close()
-        agent.end(self.job_id, self._grace, lambda: self._state.hurry)
+        own = [rank.popen.pid for rank in self._ranks]
+        marked.end(self.job_id, self._grace, lambda: self._state.hurry, own)
         # Other hosts have the same grace, and some time to answer.
         deadline = time.monotonic() + (0.5 if self._state.hurry else self._grace + 2.0)
         for rank in self._ranks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import ipaddress
 import json
 import os
@@ -9,9 +10,20 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from dtk.launch import agent
+from dtk.launch import agent, marked
 
+# Runs the agent where dtk is not installed, or not imported: in the order sent, each module finds
+# those before it.
+BOOTSTRAP = (
+    "import json,sys,types;"
+    "told=json.loads(sys.stdin.readline());"
+    "load=lambda name,text:(sys.modules.update({name:types.ModuleType(name)}),"
+    "exec(text,vars(sys.modules[name])));"
+    "[load(*one) for one in told['modules'].items()];"
+    "sys.exit(sys.modules['dtk.launch.agent'].main(told['spec']))"
+)
 # What another launcher, or an outer `dtk run`, may have left in the environment: a rank must not
 # take it for its own.
 _FOREIGN = (
@@ -85,6 +97,16 @@ def is_local(host: str) -> bool:
     return bool(addresses & own)
 
 
+def first_line(spec: agent.Spec) -> str:
+    """Return what `BOOTSTRAP` reads: the agent, and what it is to do.
+
+    Args:
+        spec: What it is to do.
+    """
+    modules = {one.__name__: inspect.getsource(one) for one in (marked, agent)}
+    return json.dumps({"modules": modules, "spec": spec}) + "\n"
+
+
 def start(
     argv: tuple[str, ...], env: Mapping[str, str], job: str, cores: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
@@ -109,7 +131,7 @@ def start(
     b'hello\\n'
     """
     inherited = {name: value for name, value in os.environ.items() if not is_foreign(name)}
-    return agent.start(argv, {**inherited, **env}, job, cores, output=subprocess.PIPE)
+    return marked.start(argv, {**inherited, **env}, job, cores, output=subprocess.PIPE)
 
 
 class Guard:
@@ -124,25 +146,33 @@ class Guard:
 
     def __init__(self, job: str, grace: float) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", agent.__file__],
+            [sys.executable, "-I", "-S", "-c", BOOTSTRAP],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             text=True,
             start_new_session=True,
         )
         spec: agent.GuardSpec = {"task": "guard", "job": job, "grace": grace}
-        self._say(json.dumps(spec))
+        self._say(first_line(spec))
+
+    def remove(self, folder: Path) -> None:
+        """Have a folder removed if this process is killed before it can.
+
+        Args:
+            folder: Of no use without this process.
+        """
+        self._say(f"{folder}\n")
 
     def _say(self, line: str) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
+        self._process.stdin.write(line)
         self._process.stdin.flush()
 
     def close(self) -> None:
         """Tell the guard that all is well, and wait for it to leave."""
         assert self._process.stdin is not None
         try:
-            self._say("done")
+            self._say("done\n")
             self._process.stdin.close()
         except OSError:
             pass  # it is gone already

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import fcntl
 import importlib.util
 import os
 import shutil
@@ -27,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dtk.errors import CommunicatorError
-from dtk.launch import agent, local
+from dtk.launch import agent, local, marked
 
 INSTALL = "pip install 'dtk[mpi]'"
 START_SECONDS = 30.0
@@ -37,6 +38,7 @@ _OURS = ("PMIX_", "OMPI_", "OPAL_", "PRTE_")
 _ALLOCATIONS = ("SLURM_", "PBS_", "LSB_", "SGE_", "PE_HOSTFILE", "COBALT_")
 # Each process writes one line, which no other can mix with.
 _PLACE = "base64 -w0 < /proc/self/environ; echo; exec sleep 2147483647"
+_PREFIX = "dtk-mpi-"
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -61,20 +63,26 @@ class MPIPlaces:
 
     Attributes:
         env: Variables of every rank.
+        folders: What lies on disk and in shared memory as long as it runs.
 
     Raises:
         CommunicatorError: There is no such mpirun, or it does not start; with what it wrote.
     """
 
     def __init__(self, hosts: Sequence[str], job: str, remote_shell: str) -> None:
-        self._job = job + agent.BESIDE
+        self._job = job + marked.BESIDE
         self._alone = all(map(local.is_local, hosts))
         self._folder = Path(tempfile.mkdtemp(prefix="dtk-mpi-"))
         self._memory: Path | None = None
+        self._locked: int | None = None
+        self.folders: tuple[Path, ...] = ()
+        _remove_abandoned()
         try:
             with open(self._folder / "errors", "w") as errors:
                 self._process = self._start(hosts, remote_shell, errors.fileno())
             self.env = self._read(len(hosts))
+            server = self.env[0].get("PMIX_SERVER_TMPDIR", self._folder)
+            self.folders = tuple(filter(None, (self._folder, self._memory, Path(server))))
         except BaseException:
             self.close()
             raise
@@ -93,7 +101,8 @@ class MPIPlaces:
             command += ["--map-by", ":OVERSUBSCRIBE"]
             command += ["--prtemca", "oob_tcp_disable_ipv6_family", "1"]
             with contextlib.suppress(OSError):  # then where MPI itself puts it
-                self._memory = Path(tempfile.mkdtemp(prefix="dtk-mpi-", dir=_SHARED_MEMORY))
+                self._memory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_SHARED_MEMORY))
+                self._locked = _lock(self._memory)
         else:
             names = self._folder / "hosts"
             names.write_text("".join(f"{host.strip('[]')}\n" for host in hosts))
@@ -156,11 +165,35 @@ class MPIPlaces:
             # At once: asked to end, it takes a quarter of a second, and removes no more than this.
             self._process.kill()
             self._process.wait()
-            agent.end(self._job, 0.0)
-            for place in getattr(self, "env", ())[:1]:
-                shutil.rmtree(place.get("PMIX_SERVER_TMPDIR", self._folder), ignore_errors=True)
-        for folder in filter(None, (self._folder, self._memory)):
+            marked.end(self._job, 0.0)
+        for folder in filter(None, (self._folder, self._memory, *self.folders)):
             shutil.rmtree(folder, ignore_errors=True)
+        if self._locked is not None:
+            os.close(self._locked)
+            self._locked = None
+
+
+def _remove_abandoned() -> None:
+    """Remove shared memory of launchers that were killed together with their guards."""
+    for folder in _SHARED_MEMORY.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # another user's, in use, or gone meanwhile
+            os.close(_lock(folder))
+            shutil.rmtree(folder)
+
+
+def _lock(folder: Path) -> int:
+    """Lock a folder for as long as this process lives, or until what is returned is closed.
+
+    Raises:
+        OSError: Another process has locked it, or it may not be read.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _variables(line: bytes) -> dict[str, str]:

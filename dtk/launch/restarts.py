@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 
 from dtk.errors import ClusterError
-from dtk.launch import agent
+from dtk.launch import marked
 from dtk.launch.ending import Ending
 from dtk.launch.plan import Process
 from dtk.launch.rank import Rank, signal_name
@@ -76,7 +76,8 @@ class Restarts:
 
         They may hold its port, or the memory for want of which it was killed.
         """
-        agent.end(self._starter.mark(rank.process), grace=0.0)
+        mark = self._starter.mark(rank.process)
+        marked.end(mark, grace=0.0, sessions=[rank.popen.pid])
         if rank.popen.stdin is not None:
             with contextlib.suppress(OSError):
                 rank.popen.stdin.close()

@@ -8,7 +8,6 @@ around `ip netns exec`.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 import os
 import shlex
@@ -37,13 +36,6 @@ _FORWARDED = (
 )
 # What a shell returns for a program that it may not run, or that is not there.
 _NO_PROGRAM = (126, 127)
-_BOOTSTRAP = (
-    "import json,sys;"
-    "spec=json.loads(sys.stdin.readline());"
-    "names={'__name__':'dtk_agent'};"
-    "exec(spec.pop('agent'),names);"
-    "sys.exit(names['main'](spec))"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +86,7 @@ def survey(
     try:
         answer = subprocess.run(
             command,
-            input=_first_line(spec),
+            input=local.first_line(spec).encode(),
             capture_output=True,
             timeout=60,
         )
@@ -175,7 +167,7 @@ def start(
     )
     assert process.stdin is not None
     try:
-        process.stdin.write(_first_line(spec))
+        process.stdin.write(local.first_line(spec).encode())
         process.stdin.flush()
     except BrokenPipeError:
         pass  # the remote shell has failed already, and its exit code and output say why
@@ -190,8 +182,4 @@ def _command(host: str, remote_shell: str, python: str) -> list[str]:
             f"the remote shell {remote_shell!r} cannot be read: {error}; expected a command such "
             f"as `{DEFAULT_REMOTE_SHELL}`"
         ) from None
-    return [*words, host, shlex.join([python, "-c", _BOOTSTRAP])]
-
-
-def _first_line(spec: agent.Spec) -> bytes:
-    return (json.dumps({**spec, "agent": inspect.getsource(agent)}) + "\n").encode()
+    return [*words, host, shlex.join([python, "-c", local.BOOTSTRAP])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +45,7 @@ class Starter:
         self._remote_shell = remote_shell
         self._held: contextlib.ExitStack = contextlib.ExitStack()
         self._say = say
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "dtk starter")
         self._shared: dict[str, str] = {}
         self._places: list[dict[str, str]] = []
         self._local_hosts: set[str] = set()
@@ -55,8 +57,8 @@ class Starter:
             PortTakenError: A port is taken.
             CommunicatorError: Horovod or MPI is asked for and not installed, or does not start.
         """
-        guard = local.Guard(self._job_id, self._grace)
-        self._held.callback(guard.close)
+        self._guard = local.Guard(self._job_id, self._grace)
+        self._held.callback(self._guard.close)
         if rendezvous.is_needed(self._processes):
             server = rendezvous.Rendezvous(self._processes)
             self._held.callback(server.close)
@@ -70,6 +72,7 @@ class Starter:
     def close(self) -> None:
         """Let go of the guard, the rendezvous server and the ports."""
         self._held.close()
+        self._thread.shutdown()
 
     def is_remote(self, process: Process) -> bool:
         """Return whether a process runs on another host, behind the remote shell.
@@ -101,6 +104,10 @@ class Starter:
         Raises:
             ClusterError: It cannot be started.
         """
+        # A rank is asked to end when the thread that started it does. This one ends with the job.
+        return self._thread.submit(self._popen, process, env).result()
+
+    def _popen(self, process: Process, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
         remote = self.is_remote(process)
         try:
             if not remote:
@@ -144,6 +151,8 @@ class Starter:
                 raise
             self._say(f"going on over TensorFlow's collectives: {error}")
             return
+        for folder in places.folders:
+            self._guard.remove(folder)
         self._held.callback(places.close)
         self._places = [{**env, COMMUNICATOR: "mpi"} for env in places.env]
 

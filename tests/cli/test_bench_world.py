@@ -15,7 +15,7 @@ import pytest
 from dtk.bench import places, process_world
 from dtk.bench.measure import WorldLost
 from dtk.bench.process_world import World, command
-from dtk.launch import agent, ssh
+from dtk.launch import marked, ssh
 
 
 @pytest.fixture
@@ -34,12 +34,12 @@ def make(monkeypatch):
     yield make
     for world in worlds:
         world.close()
-        assert agent.members(world.job.job_id) == []
+        assert marked.members(world.job.job_id) == []
 
 
 def members(world):
     """The processes that the agents started."""
-    found = map(psutil.Process, agent.members(world.job.job_id))
+    found = map(psutil.Process, marked.members(world.job.job_id))
     return [
         one
         for one in found

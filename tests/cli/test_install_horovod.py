@@ -6,6 +6,7 @@ machine's own, or absent because PATH says so.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import pathlib
@@ -243,6 +244,13 @@ def test_sdist_that_does_not_exist():
     result = run("--sdist", "nowhere.tar.gz")
     assert "does not exist" in result.output
     assert result.exit_code == 2
+
+
+def test_a_download_that_is_not_what_was_published(tmp_path):
+    archive = sdist(tmp_path / "horovod-0.28.1.tar.gz")
+    with pytest.raises(HorovodBuildError, match="is not the published source. Next: check which"):
+        builder.check_digest(archive)
+    builder.check_digest(archive, hashlib.sha256(archive.read_bytes()).hexdigest())
 
 
 def test_only_the_xla_line_goes(tmp_path):

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from dtk.cluster.variables import STEP_SETTINGS, TIME_STEPS
-from dtk.launch import step_settings, tuning
-from dtk.launch.step_settings import StepSettings
-from dtk.launch.tuning import AS_IT_COMES, Timing, TuneError, Tuning
+from dtk.launch.settings import step_settings, tuning
+from dtk.launch.settings.step_settings import StepSettings
+from dtk.launch.settings.tuning import AS_IT_COMES, Timing, TuneError, Tuning
 
 ONEDNN, PAGES, INTER = "TF_ENABLE_ONEDNN_OPTS", "GLIBC_TUNABLES", "TF_NUM_INTEROP_THREADS"
 JIT = "DTK_JIT_COMPILE"

@@ -11,7 +11,8 @@ from click.testing import CliRunner
 
 from dtk.cli import bench, run, tune
 from dtk.cli.main import main
-from dtk.launch import plan, ssh, tuning
+from dtk.launch import plan, ssh
+from dtk.launch.settings import tuning
 
 from documents.blocks import ROOT, words
 

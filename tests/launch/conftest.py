@@ -6,7 +6,7 @@ import time
 import psutil
 import pytest
 
-from dtk.launch import Job, agent
+from dtk.launch import Job, marked
 
 
 @pytest.fixture
@@ -38,5 +38,5 @@ def run(alive):
 
     yield run
     for job in jobs:
-        assert agent.members(job.job_id) == []
+        assert marked.members(job.job_id) == []
         assert not any(alive(pid) for pid in job.pids.values())

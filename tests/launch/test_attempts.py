@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 
 from dtk.cluster import Host
 from dtk.errors import ClusterError
-from dtk.launch import Job, agent, plan
+from dtk.launch import Job, marked, plan
 from dtk.launch.attempts import Attempts, Over, Run, Supervisor, Wait
 from dtk.launch.attempts.states import LONGEST_WAIT, PATIENCE
 from dtk.launch.plan import Process
@@ -135,7 +135,7 @@ def supervised(tmp_path, code, attempts, monkeypatch, **options):
     answers = options.pop("answers", lambda host: True)
     supervisor = Supervisor(attempts, make, answers, said.append, **options)
     given = supervisor.run(options.pop("hosts", [host.name for host in attempts._hosts]))
-    assert all(agent.members(job.job_id) == [] for job in supervisor.jobs)
+    assert all(marked.members(job.job_id) == [] for job in supervisor.jobs)
     return given, out.getvalue(), said
 
 

@@ -12,10 +12,11 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from dtk.errors import ClusterError
-from dtk.launch import Job, agent, local, plan
+from dtk.launch import Job, agent, local, marked, plan
 from dtk.launch.plan import Process
 
 RANK = (
@@ -175,6 +176,23 @@ def test_children_of_a_rank_end_too_even_when_they_left_its_session(run, alive, 
             assert not alive(int((tmp_path / str(rank)).read_text()))
 
 
+def test_children_that_were_given_another_environment_end_too(run, alive, tmp_path):
+    """By the session of a rank that has ended, or as descendants of one that has not."""
+    child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    spawn = (
+        "import subprocess\n"
+        f"c = [sys.executable, '-c', {child!r}]\n"
+        "ps = [subprocess.Popen(c, env={}, start_new_session=new) for new in (r == 1, False)]\n"
+        f"open({str(tmp_path)!r} + f'/{{r}}', 'w').write(' '.join(str(p.pid) for p in ps))\n"
+        "if r == 1: time.sleep(600)\n"
+        "time.sleep(1); sys.exit(3)"
+    )
+    code, _, _, _ = run(python(spawn))
+    assert code == 3
+    pids = [int(pid) for r in (0, 1) for pid in (tmp_path / str(r)).read_text().split()]
+    assert len(pids) == 4 and not any(map(alive, pids))
+
+
 def test_stop_ends_ranks_that_are_deaf_to_sigterm(run):
     job = Job(python(DEAF + "print('ready')\ntime.sleep(600)"), grace=0.5, stdout=io.StringIO())
     job.start()
@@ -183,7 +201,7 @@ def test_stop_ends_ranks_that_are_deaf_to_sigterm(run):
     began = time.monotonic()
     job.stop()
     assert time.monotonic() - began < 5
-    assert agent.members(job.job_id) == []
+    assert marked.members(job.job_id) == []
     assert job.wait() == 143
     job.stop()  # twice is fine
 
@@ -252,7 +270,7 @@ def test_what_cannot_start_is_named_and_nothing_stays(tmp_path):
     job = Job(processes)
     with pytest.raises(ClusterError, match="rank 1: cannot start no-such-program"):
         job.start()
-    assert agent.members(job.job_id) == []
+    assert marked.members(job.job_id) == []
     (tmp_path / "file").write_text("")
     with pytest.raises(ClusterError, match="output directory .* cannot be made"):
         Job(python("pass", 1), output_dir=tmp_path / "file").start()
@@ -275,13 +293,15 @@ def test_a_process_is_found_as_soon_as_it_was_started():
     for count in range(200):
         job = f"found-{os.getpid()}-{count}"
         with local.start(("sleep", "600"), {}, job) as process:
-            missed += agent.members(job) != [process.pid]
+            missed += marked.members(job) != [process.pid]
             process.kill()
     assert not missed
 
 
-def test_a_launcher_that_is_killed_leaves_nothing_running():
-    command = [sys.executable, "-c", RANK + DEAF + "time.sleep(600)"]
+@pytest.mark.parametrize("guard_too", [False, True], ids=["alone", "with its guard"])
+def test_a_launcher_that_is_killed_leaves_nothing_running(guard_too):
+    deaf = "" if guard_too else DEAF  # nobody is left to insist
+    command = [sys.executable, "-c", RANK + deaf + "time.sleep(600)"]
     code = (
         "import sys, time\nfrom dtk.launch import Job, plan\n"
         f"job = Job(plan({command!r}, 2), grace=0.5).start()\n"
@@ -292,12 +312,15 @@ def test_a_launcher_that_is_killed_leaves_nothing_running():
     ) as launcher:
         assert launcher.stdout is not None
         job_id = launcher.stdout.readline().strip()
-        assert len(agent.members(job_id)) == 2
-        os.kill(launcher.pid, signal.SIGKILL)
+        ranks = marked.members(job_id)
+        assert len(ranks) == 2
+        others = {child.pid for child in psutil.Process(launcher.pid).children()} - set(ranks)
+        for pid in [launcher.pid, *(others if guard_too else ())]:
+            os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + 10
-    while agent.members(job_id) and time.monotonic() < deadline:
+    while marked.members(job_id) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert agent.members(job_id) == []
+    assert marked.members(job_id) == []
 
 
 def test_tensorflows_start_up_noise_is_dropped_and_errors_stay(run, tmp_path):

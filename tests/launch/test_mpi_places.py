@@ -7,13 +7,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 
 from dtk.cluster import Host
 from dtk.cluster.variables import COMMUNICATOR
 from dtk.errors import CommunicatorError
-from dtk.launch import Job, agent, mpi_places, plan, ssh
+from dtk.launch import Job, marked, mpi_places, plan, ssh
 
 needs_mpi = pytest.mark.skipif(
     mpi_places.mpirun() is None, reason="no MPI beside python: pip install 'dtk[mpi]'"
@@ -125,7 +127,10 @@ def test_where_mpi_does_not_start_auto_goes_on_and_says_why(run, places, monkeyp
 
 
 @needs_mpi
-def test_a_launcher_that_is_killed_takes_mpis_server_with_it():
+@pytest.mark.parametrize("guard_too", [False, True], ids=["alone", "with its guard"])
+def test_a_launcher_that_is_killed_takes_mpis_server_and_memory_with_it(guard_too):
+    shared = Path("/dev/shm")
+    before = set(shared.glob("dtk-mpi-*"))
     code = (
         "import sys, time\nfrom dtk.launch import Job, plan\n"
         f"job = Job(plan([sys.executable, '-c', {SUM + '; import time; time.sleep(600)'!r}], 2, "
@@ -134,12 +139,25 @@ def test_a_launcher_that_is_killed_takes_mpis_server_with_it():
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as launcher:
         job = launcher.stdout.readline().decode().strip()
-        assert agent.members(job + agent.BESIDE)
+        assert marked.members(job + marked.BESIDE)
+        own = set(shared.glob("dtk-mpi-*")) - before
+        assert len(own) == 1
+        beside = marked.members(job + marked.BESIDE)
+        for child in psutil.Process(launcher.pid).children() if guard_too else ():
+            if child.pid not in {*marked.members(job), *beside}:
+                child.kill()
         os.kill(launcher.pid, signal.SIGKILL)
+    if guard_too:
+        for pid in beside:
+            os.kill(pid, signal.SIGKILL)
+        assert own & set(shared.glob("dtk-mpi-*"))
+        with Job(make(SUM, communicator="mpi"), stdout=io.StringIO()) as job_after:
+            assert job_after.wait(60) == 0  # which tidies up
     deadline = time.monotonic() + 10
-    while agent.members(job) + agent.members(job + agent.BESIDE) and time.monotonic() < deadline:
+    while marked.members(job) + marked.members(job + marked.BESIDE) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert agent.members(job) + agent.members(job + agent.BESIDE) == []
+    assert not own & set(shared.glob("dtk-mpi-*"))
+    assert marked.members(job) + marked.members(job + marked.BESIDE) == []
 
 
 @needs_mpi
@@ -158,4 +176,4 @@ def test_mpi_between_two_hosts(two_hosts):
         assert job.wait(timeout=60) == 0, err.getvalue()
     assert sorted(out.getvalue().splitlines()) == [f"[{r}] {r} 3 6 mpi" for r in range(3)]
     # The namespaces' shell hands on its variables, by which MPI's servers there are found.
-    assert agent.members(job.job_id + agent.BESIDE) == []
+    assert marked.members(job.job_id + marked.BESIDE) == []

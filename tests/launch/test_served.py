@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from dtk.launch import Job, agent, local, plan, watch
+from dtk.launch import Job, local, marked, plan, watch
 
 # The roles are played by plain Python: servants serve until the file "done" appears.
 STAGE = """
@@ -240,4 +240,4 @@ def test_stop_ends_all_while_workers_come_and_go_or_the_chief_is_heard(play, tmp
         job.stop()
         assert time.monotonic() - began < 10
     assert job.wait() == 143
-    assert agent.members(job.job_id) == []
+    assert marked.members(job.job_id) == []

@@ -12,7 +12,7 @@ import pytest
 
 from dtk.cluster import Host
 from dtk.errors import ClusterError
-from dtk.launch import Job, agent, plan, ssh
+from dtk.launch import Job, marked, plan, ssh
 from dtk.launch.plan import Process
 
 
@@ -38,7 +38,7 @@ def run(processes, wait=60, **options):
     began = time.monotonic()
     with Job(processes, stdout=out, stderr=err, **{"grace": 1.0, **options}) as job:
         code = job.wait(timeout=wait)
-    assert agent.members(job.job_id) == []
+    assert marked.members(job.job_id) == []
     return code, out.getvalue(), err.getvalue(), time.monotonic() - began
 
 
@@ -128,13 +128,13 @@ def test_a_lost_connection_ends_the_rank_over_there(shell):
         deadline = time.monotonic() + 30
         while "up" not in out.getvalue() and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert len(agent.members(job.job_id)) == 1
+        assert len(marked.members(job.job_id)) == 1
         pipe = next(iter(job._ranks)).popen.stdin
         pipe.close()
         with contextlib.redirect_stderr(io.StringIO()):
             assert job.wait(timeout=10) == 143
     job.stop()
-    assert agent.members(job.job_id) == []
+    assert marked.members(job.job_id) == []
 
 
 def test_an_interpreter_missing_over_there_is_named_with_its_host(shell):

@@ -22,7 +22,7 @@ from dtk.cluster.variables import JIT_COMPILE, STEP_SETTINGS, TIME_STEPS
 from dtk.errors import ClusterError
 from dtk.launch.job import Job
 from dtk.launch.plan import Process
-from dtk.launch.step_settings import StepSettings
+from dtk.launch.settings.step_settings import StepSettings
 
 AS_IT_COMES = "as it comes"
 # A setting is kept if each round is faster by this much with it: less may be the next run's noise.

@@ -1,0 +1,212 @@
+"""The processes that carry the mark of a job: starting, finding and ending them, on this host.
+
+Every process of a job carries DTK_JOB in its environment, and so do its children: that mark, not a
+list of process ids, decides what is ended. It finds helpers that left the process group or lost
+their parent. Children that were given another environment are found as descendants, or in the
+session of the rank that started them.
+
+Uses the standard library alone, see `dtk.launch.agent`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+# Added to a job's mark: processes that outlive its ranks, and end with its launcher.
+BESIDE = ".beside"
+
+
+def members(job: str, sessions: Collection[int] = ()) -> list[int]:
+    """List the processes of a job, and of jobs started inside it.
+
+    Args:
+        job: The value of DTK_JOB.
+        sessions: Ids of ranks that may have ended: each led a session of its own.
+
+    Returns:
+        Process ids; zombies and other users' processes are left out.
+
+    >>> members("no-such-job")
+    []
+    """
+    return sorted(_Search(job, sessions).look())
+
+
+class _Search:
+    """Looks for the processes of a job, again and again.
+
+    Args:
+        job: The value of DTK_JOB.
+        sessions: Ids of ranks that may have ended.
+    """
+
+    def __init__(self, job: str, sessions: Collection[int]) -> None:
+        self._mark = b"\0DTK_JOB=" + job.encode()
+        self._sessions = set(sessions)
+        self._seen: set[tuple[int, str]] = set()
+
+    def look(self) -> set[int]:
+        """Return the ids of those that run now.
+
+        Once seen, a process is found again though its parents and its session's leader have ended.
+        """
+        found: set[int] = set()
+        stats: dict[int, list[str]] = {}
+        for entry in os.listdir("/proc"):
+            if entry.isdigit():
+                with contextlib.suppress(OSError), open(f"/proc/{entry}/environ", "rb") as file:
+                    value = (b"\0" + file.read()).partition(self._mark)
+                    if value[1] and value[2][:1] in (b"\0", b"/", b""):
+                        found.add(int(entry))
+                with contextlib.suppress(OSError), open(f"/proc/{entry}/stat") as status:
+                    # From "state" on, which is the third of proc(5).
+                    stat = status.read().rpartition(")")[2].split()
+                    if stat[0] not in "ZX":
+                        stats[int(entry)] = stat
+        parents = {pid: int(stat[1]) for pid, stat in stats.items()}
+        sessions = {pid: int(stat[3]) for pid, stat in stats.items()}
+        seen = {(pid, stat[19]) for pid, stat in stats.items()}  # with the time of its start
+        found &= stats.keys()
+        found |= {pid for pid, _ in self._seen & seen}
+        self._sessions |= {one for one in found if sessions[one] == one}
+        # While its session lives, the number of an ended rank is given to no other process.
+        ours = {one for one in self._sessions if one in found or one not in stats}
+        found |= {pid for pid, session in sessions.items() if session in ours}
+        before = 0
+        while len(found) > before:
+            before = len(found)
+            found |= {pid for pid, parent in parents.items() if parent in found}
+        found.discard(os.getpid())
+        self._seen = {(pid, when) for pid, when in seen if pid in found}
+        return found
+
+
+def end(
+    job: str,
+    grace: float,
+    hurry: Callable[[], bool] = bool,
+    sessions: Collection[int] = (),
+) -> None:
+    """End every process of a job: SIGTERM, then SIGKILL.
+
+    Args:
+        job: The value of DTK_JOB.
+        grace: Seconds between the two; a process stuck in C++ never acts on the first.
+        hurry: Asked while waiting; True cuts the grace short.
+        sessions: Ids of ranks that may have ended: each led a session of its own.
+
+    >>> end("no-such-job", grace=1.0)
+    """
+    search = _Search(job, sessions)
+    pids = search.look()
+    _signal(pids, signal.SIGTERM)
+    # From here: on a busy machine the listing alone may take longer than a short grace.
+    deadline = time.monotonic() + grace
+    while pids and time.monotonic() < deadline and not hurry():
+        time.sleep(0.05)
+        pids = search.look()
+    # Again and again: a process may fork between being listed and being killed.
+    deadline = time.monotonic() + 5.0
+    while pids and time.monotonic() < deadline:
+        _signal(pids, signal.SIGKILL)
+        time.sleep(0.02)
+        pids = search.look()
+
+
+def _signal(pids: Collection[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+@contextlib.contextmanager
+def bound_to(cores: Sequence[int]) -> Iterator[None]:
+    """Let processes started inside, by this thread, use these cores only.
+
+    Where that is not allowed, or the cores are gone since the survey, they use all there are.
+
+    Args:
+        cores: Their numbers; empty for all.
+
+    >>> with bound_to(sorted(os.sched_getaffinity(0))[:1]):
+    ...     len(os.sched_getaffinity(0))
+    1
+    """
+    before = os.sched_getaffinity(0)
+    try:
+        with contextlib.suppress(OSError):  # a rank that is not bound is only slower
+            os.sched_setaffinity(0, cores or before)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, before)
+
+
+def start(
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    job: str,
+    cores: Sequence[int],
+    *,
+    cwd: str | None = None,
+    output: int | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start a process of a job, in a session of its own and without input.
+
+    Where setpriv (util-linux) is installed, Linux sends it SIGTERM when the calling thread ends,
+    as when this process is killed.
+
+    Args:
+        argv: The command.
+        environ: All its variables but the mark.
+        job: Value of DTK_JOB, the mark by which `members` finds it.
+        cores: Those it is bound to; all when empty.
+        cwd: Folder to start in; None for this one's.
+        output: `subprocess.PIPE` for a pipe each for its output and its errors; None for this
+            process's own.
+
+    Returns:
+        The process.
+
+    Raises:
+        OSError: It cannot be started.
+    """
+    command = list(argv)
+    if shutil.which(argv[0]) is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    setpriv = shutil.which("setpriv")
+    if setpriv is not None:
+        command = [setpriv, "--pdeathsig", "TERM", "--", *argv]
+    with bound_to(cores):
+        process = subprocess.Popen(
+            command,
+            env={**environ, "DTK_JOB": job},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            cwd=cwd,
+            start_new_session=True,
+        )
+    # A moment passes between loading the program, when Popen returns, and being able to read its
+    # variables: `members`, and so `end`, would miss it.
+    while process.poll() is None and not _is_loaded(process.pid, setpriv):
+        time.sleep(0.001)
+    return process
+
+
+def _is_loaded(pid: int, setpriv: str | None) -> bool:
+    """Return whether a process runs its own program, and shows its variables."""
+    with (
+        contextlib.suppress(OSError),
+        open(f"/proc/{pid}/cmdline", errors="replace") as program,
+        open(f"/proc/{pid}/environ", "rb") as variables,
+    ):
+        return program.read().partition("\0")[0] not in ("", setpriv) and bool(variables.read(1))
+    return False
