@@ -72,12 +72,12 @@ def hosts(
                     limit = f"root tbf rate {mbit}mbit burst {burst} latency 200ms"
                     do(f"tc qdisc add dev {veth} {limit}")
                     do(f"ip netns exec {mark}{n} tc qdisc add dev eth0 {limit}")
-                # What `ip netns exec` shows as /etc/hosts. Horovod 0.28.1 makes its process sets on
-                # the address of the host's own name, whatever HOROVOD_GLOO_IFACE says.
+                # What `ip netns exec` shows as /etc/hosts; Debian gives a host's own name this
+                # address, on which no other host can reach it.
                 names = Path("/etc/netns", f"{mark}{n}", "hosts")
                 names.parent.mkdir(parents=True)
                 folders.append(names.parent)
-                names.write_text(f"127.0.0.1 localhost\n{net}.{n} {mark}{n}\n")
+                names.write_text(f"127.0.0.1 localhost\n127.0.1.1 {mark}{n}\n")
                 if cores:
                     folders.append(share_of_cores(f"{mark}{n}", cores))
             join = f'echo $$ > "{CORES}/{mark}$n/cgroup.procs"; ' if cores else ""

@@ -16,6 +16,7 @@ rows are put in the group's order here.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import re
 import socket
@@ -57,6 +58,7 @@ def start(environment: Environment) -> Communicator:
         os.environ.setdefault("HOROVOD_CYCLE_TIME", _CYCLE)
     # Open MPI's word for it: its thread that waits must not keep others from computing.
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    _check_own_address(environment)
     with progress.polling_threads():
         hvd.init()
     startup.check_world(
@@ -70,6 +72,31 @@ def start(environment: Environment) -> Communicator:
     world = HorovodCommunicator(hvd.rank(), ("",) * hvd.size(), range(hvd.size()), _Sets())
     world.set_hosts(world.allgather_object(socket.gethostname()))
     return world
+
+
+def _check_own_address(environment: Environment) -> None:
+    """Refuse what Horovod as published would abort of: ranks of several hosts, over Gloo, on
+    loopback.
+    """
+    over_gloo = os.environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo"
+    alone = os.environ.get("HOROVOD_LOCAL_SIZE") == os.environ.get("HOROVOD_SIZE")
+    if not over_gloo or alone or importlib.util.find_spec("horovod.dtk_patches") is not None:
+        return
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        return  # of which Horovod itself says so
+    if address.startswith("127."):
+        raise CommunicatorError(
+            at_rank(
+                environment.rank,
+                f"this host's own name, {name}, means {address} here, where no other host can "
+                "reach it, and this Horovod joins ranks there whatever HOROVOD_GLOO_IFACE says; "
+                f"give {name} its network address in /etc/hosts, install a Horovod without the "
+                "mistake (`dtk install-horovod`), or use the collective communicator",
+            )
+        )
 
 
 class _Sets:

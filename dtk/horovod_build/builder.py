@@ -1,11 +1,10 @@
 """Turn the published Horovod source into a wheel that works on this TensorFlow.
 
-    sdist -> leave out the XLA ops -> pip wheel -> cache/<key>/horovod-*.whl
+    sdist -> patches -> pip wheel -> cache/<key>/horovod-*.whl
 
-Horovod 0.28.1 does not compile against TensorFlow 2.21 as published: `xla_mpi_ops.cc`, optional
-ops for XLA on GPUs, includes headers that have moved. Without that one file it does. The tools its
-build needs at older versions (setuptools, cmake) live in a directory of their own for as long as
-the build lasts, so that the user's environment keeps the versions it has.
+Horovod 0.28.1 does not compile against TensorFlow 2.21 as published; `patches` says what is
+changed. The tools its build needs at older versions (setuptools, cmake) live in a directory of
+their own for as long as the build lasts, so that the user's environment keeps the versions it has.
 
 No TensorFlow is imported here; what must be asked of it is asked in a subprocess.
 """
@@ -26,6 +25,7 @@ import zipfile
 from collections.abc import Mapping, Sequence
 
 from dtk import cache
+from dtk.horovod_build import patches
 from dtk.horovod_build.requirements import (
     HOROVOD_SHA256,
     HOROVOD_VERSION,
@@ -35,8 +35,6 @@ from dtk.horovod_build.requirements import (
     usable_cmake,
 )
 
-CMAKE_LISTS = "horovod/tensorflow/CMakeLists.txt"
-XLA_SOURCE = "horovod/tensorflow/xla_mpi_ops.cc"
 # what Horovod imports when it runs, and its setup.py when it builds
 RUNTIME_REQUIREMENTS = ("cloudpickle", "pyyaml", "psutil", "packaging")
 BUILD_REQUIREMENTS = ("setuptools<81", "wheel", *RUNTIME_REQUIREMENTS)
@@ -53,7 +51,7 @@ def cache_key(tensorflow: str, mpi: Mpi | None) -> str:
         mpi: The MPI it is compiled with, or None.
 
     >>> cache_key("2.21.0", Mpi("openmpi", "4.1.4"))  # doctest: +SKIP
-    'horovod-0.28.1-cp311-tf2.21.0-openmpi4.1.4-linux_x86_64-glibc2.36'
+    'horovod-0.28.1-dtk2-cp311-tf2.21.0-openmpi4.1.4-linux_x86_64-glibc2.36'
     """
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     with_mpi = f"{mpi.vendor}{mpi.version}" if mpi else "nompi"
@@ -61,7 +59,8 @@ def cache_key(tensorflow: str, mpi: Mpi | None) -> str:
     libc = "".join(platform.libc_ver()) or "libc"
     # Horovod's own switch for reducing on GPUs (NCCL) makes another library
     gpu = os.environ.get("HOROVOD_GPU_OPERATIONS", "").lower()
-    parts = [f"horovod-{HOROVOD_VERSION}", python, f"tf{tensorflow}", with_mpi, machine, libc]
+    source = f"horovod-{HOROVOD_VERSION}-dtk{patches.VERSION}"
+    parts = [source, python, f"tf{tensorflow}", with_mpi, machine, libc]
     return "-".join([*parts, *filter(None, [re.sub(r"\W", "_", gpu)])])
 
 
@@ -169,7 +168,7 @@ class Build:
         return sdist
 
     def unpack(self, sdist: pathlib.Path) -> pathlib.Path:
-        """Unpack the archive, check that it is the right one, leave out the XLA ops.
+        """Unpack the archive, check that it is the right one, patch the source.
 
         Args:
             sdist: The source archive.
@@ -178,7 +177,7 @@ class Build:
             The source directory.
 
         Raises:
-            HorovodBuildError: When it is no archive, another version, or lacks the line to drop.
+            HorovodBuildError: When it is no archive, another version, or lacks what is patched.
         """
         check_sdist(sdist)
         folder = self.scratch / "source"
@@ -186,7 +185,7 @@ class Build:
         with tarfile.open(sdist) as archive:
             archive.extractall(folder, **safely)  # type: ignore[arg-type]
         source = folder / f"horovod-{HOROVOD_VERSION}"
-        leave_out_xla(source / CMAKE_LISTS)
+        patches.apply(source)
         return source
 
     def compile(self, source: pathlib.Path, mpi: Mpi | None) -> pathlib.Path:
@@ -333,23 +332,3 @@ def check_sdist(sdist: pathlib.Path) -> None:
         raise HorovodBuildError(
             f"{sdist} holds {given}, expected horovod {HOROVOD_VERSION}. {cure}"
         )
-
-
-def leave_out_xla(cmake_lists: pathlib.Path) -> None:
-    """Delete the one line that compiles the XLA ops.
-
-    Args:
-        cmake_lists: The file that names it.
-
-    Raises:
-        HorovodBuildError: When the line is not there exactly once: this is some other source.
-    """
-    lines = cmake_lists.read_text().splitlines(keepends=True)
-    kept = [line for line in lines if XLA_SOURCE not in line]
-    if len(lines) - len(kept) != 1:
-        raise HorovodBuildError(
-            f"{CMAKE_LISTS} names {XLA_SOURCE} on {len(lines) - len(kept)} lines, expected 1: "
-            f"this is not the published horovod {HOROVOD_VERSION}. "
-            "Next: dtk install-horovod without --sdist"
-        )
-    cmake_lists.write_text("".join(kept))

@@ -22,7 +22,7 @@ import pytest
 from click.testing import CliRunner
 
 from dtk.cli.install_horovod import install_horovod
-from dtk.horovod_build import builder, reduction_check, requirements
+from dtk.horovod_build import builder, patches, reduction_check, requirements
 from dtk.horovod_build.requirements import HorovodBuildError, Mpi
 from dtk.launch import Process
 
@@ -98,10 +98,18 @@ def wheel(folder: pathlib.Path, library: str = "horovod/tensorflow/mpi_lib.so") 
     return path
 
 
+GLOO = (
+    "void GlooContext::Initialize() {\n  device_attr.iface = gloo_iface_;\n}\n"
+    "void GlooContext::InitializeForProcessSet(const GlooContext& global_context) {\n"
+    "  device_attr.iface = gloo_iface_;\n}\n"
+)
+
+
 def sdist(path: pathlib.Path, version: str = "0.28.1", cmake: str | None = None) -> pathlib.Path:
     files = {"PKG-INFO": f"Metadata-Version: 2.1\nName: horovod\nVersion: {version}\n"}
     if cmake is not None:
-        files[builder.CMAKE_LISTS] = cmake
+        files[patches.CMAKE_LISTS] = cmake
+        files[patches.GLOO_CONTEXT] = GLOO
     with tarfile.open(path, "w:gz") as archive:
         for name, text in files.items():
             member = tarfile.TarInfo(f"horovod-{version}/{name}")
@@ -253,17 +261,27 @@ def test_a_download_that_is_not_what_was_published(tmp_path):
     builder.check_digest(archive, hashlib.sha256(archive.read_bytes()).hexdigest())
 
 
-def test_only_the_xla_line_goes(tmp_path):
-    lines = ["keep(1)\n", f'list(APPEND X "{builder.XLA_SOURCE}")\n', "keep(2)\n"]
+def test_the_xla_line_goes_and_process_sets_get_the_interface(tmp_path):
+    lines = ["keep(1)\n", f'list(APPEND X "{patches.XLA_SOURCE}")\n', "keep(2)\n"]
     build = builder.Build(tmp_path / "scratch", tmp_path / "log")
     source = build.unpack(sdist(tmp_path / "h.tar.gz", cmake="".join(lines)))
-    assert (source / builder.CMAKE_LISTS).read_text() == "keep(1)\nkeep(2)\n"
+    assert (source / patches.CMAKE_LISTS).read_text() == "keep(1)\nkeep(2)\n"
+    given = "iface = gloo_iface_ = global_context.gloo_iface_;"
+    changed = (source / patches.GLOO_CONTEXT).read_text()
+    assert changed == given.join(GLOO.rsplit("iface = gloo_iface_;", 1))
+
+
+def test_refuses_a_source_that_makes_process_sets_in_another_way(tmp_path):
+    file = tmp_path / "gloo_context.cc"
+    file.write_text(GLOO.replace("gloo_iface_", "interface"))
+    with pytest.raises(HorovodBuildError, match="process sets 0 times, expected 1: this is not"):
+        patches.put_process_sets_on_interface(file)
 
 
 @pytest.mark.parametrize("count", [0, 2])
 def test_refuses_a_source_where_the_line_is_not_once(tmp_path, count):
     build = builder.Build(tmp_path / "scratch", tmp_path / "log")
-    archive = sdist(tmp_path / "h.tar.gz", cmake=f"{builder.XLA_SOURCE}\n" * count)
+    archive = sdist(tmp_path / "h.tar.gz", cmake=f"{patches.XLA_SOURCE}\n" * count)
     with pytest.raises(HorovodBuildError, match=f"on {count} lines, expected 1"):
         build.unpack(archive)
 
@@ -306,7 +324,9 @@ def test_key_differs_with_all_that_is_compiled_in(monkeypatch):
     keys.add(builder.cache_key("2.21.0", None))
     assert len(keys) == 6
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    assert all(key.startswith(f"horovod-0.28.1-{python}-tf2.2") for key in keys)
+    assert all(
+        key.startswith(f"horovod-0.28.1-dtk{patches.VERSION}-{python}-tf2.2") for key in keys
+    )
     assert all("/" not in key and " " not in key for key in keys)
 
 
