@@ -99,6 +99,8 @@ def examine() -> list[Finding]:
             asked_mpi.result(),
             mpirun(),
             joined_by(),
+            isolation(),
+            own_name(),
             cores(),
             here[1],
         ]
@@ -166,6 +168,36 @@ def joined_by() -> Finding:
         found = f"joins ranks by TensorFlow's collectives. Faster: {communicators.INSTALL_MPI}"
         return Finding("dtk run", found, NOTE)
     return Finding("dtk run", f"joins ranks by MPI: mpi4py is there, and {path}")
+
+
+def isolation() -> Finding:
+    """Say who can reach the ports of a job on this machine, and try what keeps others out."""
+    what = "Ports"
+    if not any(name != "lo" for _, name in socket.if_nameindex()):
+        return Finding(what, "this machine has loopback alone: nobody else reaches those of a job")
+    open_to = "TensorFlow's gRPC listens on every interface of this machine, without a password"
+    script = "from dtk.launch.isolation import isolate; isolate()"
+    probe = ask([sys.executable, "-c", script])
+    if probe.returncode == 0:
+        return Finding(what, f"{open_to}; `dtk run --isolate` keeps a job to itself")
+    lines = probe.stderr.strip().splitlines()
+    why = lines[-1].rpartition("--isolate: ")[2] if lines else f"exit code {probe.returncode}"
+    return Finding(what, f"{open_to}; `dtk run --isolate` does not work here: {why}", NOTE)
+
+
+def own_name() -> Finding:
+    """Say which address this host's own name means."""
+    name, what = socket.gethostname(), "Own name"
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        found = f"{name} means no address ({error}). Next: add it to /etc/hosts"
+        return Finding(what, found, NOTE)
+    if address.startswith("127."):
+        found = f"{name} means {address}, where no other host reaches it: a job on several hosts "
+        found += "over a Horovod that was not built by `dtk install-horovod` is refused"
+        return Finding(what, found, NOTE)
+    return Finding(what, f"{name} means {address}")
 
 
 def environment() -> tuple[str, Finding]:

@@ -15,7 +15,7 @@ import click
 from dtk.cluster import Host, progress
 from dtk.cluster.variables import RESTARTS
 from dtk.errors import ClusterError
-from dtk.launch import Job, Process, job_options, plan, ssh
+from dtk.launch import Job, Process, isolation, job_options, plan, ssh
 from dtk.launch.attempts import Attempts, Run, Supervisor, answers
 from dtk.launch.settings import step_settings
 
@@ -71,6 +71,12 @@ _MAX_RESTARTS = 3
     help="Whether ranks that share a host keep to a part of its cores each; never with --ps, more "
     "ranks than cores, or more threads asked for than a part has.",
 )
+@click.option(
+    "--isolate",
+    is_flag=True,
+    help="Give the job a network of its own: nothing outside reaches its ports, and it reaches "
+    "nothing outside. On this machine only.",
+)
 @click.option("--output-dir", metavar="DIR", help="Also write each rank's output to a file there.")
 @job_options.remote_shell
 @click.option(
@@ -103,6 +109,7 @@ def run(
     hosts: str | None,
     hostfile: str | None,
     bind: bool,
+    isolate: bool,
     output_dir: str | None,
     remote_shell: str,
     timeout_grace: float,
@@ -130,6 +137,13 @@ def run(
     _check_workers(workers, where)
     _check_servers(ps, max_restarts)
     _check_fewest(min_workers, workers, where, ps)
+    if isolate:
+        if where:
+            raise ClusterError(
+                "--isolate is for a job on this machine: one on several hosts needs the network "
+                "between them; leave it out, and keep others from that network"
+            )
+        isolation.isolate()
     if max_restarts is None:
         max_restarts = _MAX_RESTARTS if ps or min_workers else 0
 

@@ -170,6 +170,10 @@ MISTAKES = {
         ["-n", "2", "--hosts", "localhost:2", "--min-workers", "3", SCRIPT],
         "--min-workers 3: expected 1 to 2, the number of workers",
     ),
+    "isolated hosts": (
+        ["-n", "2", "--hosts", "localhost:2", "--isolate", SCRIPT],
+        "--isolate is for a job on this machine",
+    ),
     "fewest with ps": (
         ["-n", "1", "--ps", "1", "--min-workers", "1", SCRIPT],
         "--min-workers and --ps were both given",
