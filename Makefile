@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-all mutants check clean lint types rooms apt horovod
+.PHONY: help demo test test-fast test-all test-faults mutants check clean lint types rooms apt horovod
 
 PYTHON ?= python3
 # what pytest is given, such as PYTEST_ARGS="-k slurm"
@@ -31,6 +31,7 @@ help:
 	@echo 'make test      install what the tests need, Horovod included, then lint, types and tests'
 	@echo 'make test-fast lint, types and the tests of one process'
 	@echo 'make test-all  the same with the whole equivalence matrix'
+	@echo 'make test-faults  kill and stop ranks at random moments, for some hours, and say what does not survive'
 	@echo 'make mutants   break every rule once and say which breaks no test notices'
 	@echo 'make check     lint, types and imports only'
 	@echo 'make clean     remove .venv and everything built'
@@ -46,6 +47,9 @@ test-fast: check
 
 test-all: horovod check
 	@$(call run_pytest,)
+
+test-faults: horovod
+	@$(BIN)/python tools/faults.py
 
 mutants: horovod
 	@$(BIN)/python tools/mutants.py
