@@ -94,7 +94,8 @@ _MAX_RESTARTS = 3
     default=300.0,
     show_default=True,
     help="Seconds after which a job that has stopped moving is ended, and says which rank is "
-    "missing; a slow step is none. 0 for never; not with --ps.",
+    "missing, or, with --ps, a worker that is stuck is started again; a slow step is none. 0 for "
+    "never.",
 )
 @click.option("-m", "module", is_flag=True, help="SCRIPT is a module, as in `python -m`.")
 @click.argument("script", required=False)
@@ -158,16 +159,17 @@ def run(
             bind=bind,
             survey=functools.partial(ssh.survey, remote_shell=remote_shell),
         )
+        told = {progress.VARIABLE: f"{stall_timeout:g}"}
         if not ps:
-            told = {progress.VARIABLE: f"{stall_timeout:g}", RESTARTS: str(attempt.attempt)}
-            processes = [dataclasses.replace(one, env={**one.env, **told}) for one in processes]
+            told[RESTARTS] = str(attempt.attempt)
+        processes = [dataclasses.replace(one, env={**one.env, **told}) for one in processes]
         return Job(
             _with_settings(processes, say=not attempt.attempt),
             output_dir=output_dir,
             remote_shell=remote_shell,
             grace=timeout_grace,
             max_restarts=max_restarts,
-            stall_timeout=0.0 if ps else stall_timeout,
+            stall_timeout=stall_timeout,
             append=attempt.attempt > 0,
         )
 

@@ -6,6 +6,9 @@ It counts how often it has gone inside, and a thread of its own reports once a s
     rank 0   inside train step 42                              waits
     rank 1   outside, after train step 41; no CPU for 300 s    is waited for
 
+In jobs with parameter servers the chief is inside while it waits for workers, and says which of
+them has work since when; the evaluator is inside while it evaluates; the others only serve.
+
 Reports are lines of standard error that the launcher takes out. A rank that is stopped, swapped out
 or cut off sends none at all.
 """
@@ -21,7 +24,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypedDict
 
 MARK = "\x1edtk progress "
@@ -44,7 +47,9 @@ class Report(TypedDict):
         still: Seconds since that changed.
         cpu: Seconds that its process has used, without threads that poll.
         io: Bytes that it has read from storage and written there.
-        stack: Its main thread's, where it has been outside for long; "" else.
+        stack: Its main thread's, where it has been outside for long; "" else, and of a task that
+            serves, which runs nothing of the script's meanwhile.
+        held: Of a chief: for how many seconds each worker has had its work, by the worker's number.
     """
 
     count: int
@@ -54,6 +59,7 @@ class Report(TypedDict):
     cpu: float
     io: int
     stack: str
+    held: dict[str, float]
 
 
 class _Position(NamedTuple):
@@ -61,14 +67,22 @@ class _Position(NamedTuple):
     depth: int = 0
     what: str = "the start"
     since: float = 0.0
+    watched: bool = False
 
 
 class _Reporter:
-    """Reports the position of this process's main thread."""
+    """Reports the position of this process's main thread.
 
-    def __init__(self, timeout: float) -> None:
+    Args:
+        timeout: Seconds, the launcher's.
+        serves: Whether the main thread only waits for the job's end.
+    """
+
+    def __init__(self, timeout: float, serves: bool) -> None:
         self.position = _Position(since=time.monotonic())
+        self.held: Callable[[], dict[int, float]] = dict
         self._timeout = timeout
+        self._serves = serves
         self._times: collections.Counter[str] = collections.Counter()
         self._reported: tuple[_Position, float] = (self.position, 0.0)
         # As `faulthandler` writes it.
@@ -76,18 +90,20 @@ class _Reporter:
         threading.Thread(target=self._run, name="dtk-progress", daemon=True).start()
         atexit.register(self._tell)  # the launcher wants to know whether anything was done
 
-    def move(self, depth: int, what: str | None = None) -> None:
+    def move(self, depth: int, what: str | None = None, watched: bool = False) -> None:
         """Note that the main thread goes inside or comes out.
 
         Args:
             depth: 1 to go inside, -1 to come out.
             what: Where it goes.
+            watched: Whether its stack is of interest there.
         """
-        number, now, before, _ = self.position
+        number, now, before, *_ = self.position
         if what is not None:
             self._times[what] += 1
             before = f"{what} {self._times[what]}"
-        self.position = _Position(number + (depth > 0), now + depth, before, time.monotonic())
+        moment = time.monotonic()
+        self.position = _Position(number + (depth > 0), now + depth, before, moment, watched)
 
     def _run(self) -> None:
         while True:
@@ -105,7 +121,9 @@ class _Reporter:
 
     def _report(self, position: _Position, now: float) -> Report:
         still = now - position.since
-        late = still > self._timeout / 2 and not position.depth
+        held = self.held()
+        late = still > self._timeout / 2 and (not position.depth or position.watched)
+        late &= not self._serves
         return {
             "count": position.number,
             "inside": position.depth > 0,
@@ -114,6 +132,7 @@ class _Reporter:
             "cpu": _cpu(),
             "io": _io(),
             "stack": self._stack() if late else "",
+            "held": {str(worker): now - since for worker, since in held.items()},
         }
 
     def _stack(self) -> str:
@@ -131,20 +150,37 @@ _reporter: _Reporter | None = None
 _polling: set[int] = set()
 
 
-def start() -> None:
-    """Begin to report, once, where the launcher has asked for it."""
+def start(serves: bool = False) -> None:
+    """Begin to report, once, where the launcher has asked for it.
+
+    Args:
+        serves: Whether the main thread only waits for the job's end, while TensorFlow's do what
+            the chief asks for.
+    """
     global _reporter
     timeout = float(os.environ.get(VARIABLE) or 0)
     if _reporter is None and timeout > 0 and os.environ.get("DTK_RUN") == "1":
-        _reporter = _Reporter(timeout)
+        _reporter = _Reporter(timeout, serves)
+
+
+def tell_held(held: Callable[[], dict[int, float]]) -> None:
+    """Report from now on which worker has work.
+
+    Args:
+        held: Returns since when, in seconds of `time.monotonic`, by the worker's number; called on
+            a thread of its own.
+    """
+    if _reporter is not None:
+        _reporter.held = held
 
 
 @contextlib.contextmanager
-def inside(what: str) -> Iterator[None]:
+def inside(what: str, *, watched: bool = False) -> Iterator[None]:
     """Return a context for what all ranks do together.
 
     Args:
         what: Names it, equally on all ranks.
+        watched: Whether to report the stack there, too, once it has taken long.
 
     Example:
         >>> with inside("train step"):
@@ -154,7 +190,7 @@ def inside(what: str) -> Iterator[None]:
     if reporter is None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    reporter.move(1, what)
+    reporter.move(1, what, watched)
     try:
         yield
     finally:

@@ -32,6 +32,8 @@ class Ending:
 
     # The roles whose end, with exit code 0, is the job's.
     essential_roles: tuple[str, ...] = ("chief", "worker")
+    # Whether the job goes on without some of its processes, and these can be started again.
+    can_replace = False
 
     def __init__(self, ranks: Sequence[Rank]) -> None:
         self._ranks = ranks
@@ -92,6 +94,7 @@ class ServedEnding(Ending):
     """
 
     essential_roles = ("chief", "evaluator")
+    can_replace = True
 
     @property
     def chief(self) -> Rank:

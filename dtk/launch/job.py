@@ -106,6 +106,7 @@ class Job:
             self._ending,
             self._state,
             restarts.replace,
+            self._end_stuck,
             self._output.say,
             stall_timeout,
         )
@@ -236,6 +237,20 @@ class Job:
         with self._state.changed:
             rank.started(popen)
         self._attend(rank)
+
+    def _end_stuck(self, rank: Rank) -> None:
+        """End one process that does nothing, and cannot be asked to."""
+        if rank.standing.last is not None and rank.standing.last["stack"]:
+            name, stack = rank.process.name, rank.standing.last["stack"]
+            self._output.say(f"the stack of {name}, the innermost call first:\n{stack}")
+        sessions = [] if rank.remote else [rank.popen.pid]
+        marked.end(self._starter.mark(rank.process), 0.0, sessions=sessions)
+        if rank.remote and rank.popen.stdin is not None:
+            with contextlib.suppress(OSError):
+                rank.popen.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                rank.popen.wait(self._grace + 2.0)
+            rank.popen.kill()
 
     def _attend(self, rank: Rank) -> None:
         """Start the threads that read what a process writes, and note its end."""

@@ -52,6 +52,7 @@ class Rank:
         signal: Number of the signal that ended it; 0 while it runs, or when it ended by itself.
         exited: When it ended, by `time.monotonic()`.
         standing: What it has reported of itself.
+        stuck: Why the launcher has ended it, for a sentence; empty if it has not.
         restarts: How often it was started again.
         given_up: Whether the job goes on without it.
     """
@@ -87,6 +88,7 @@ class Rank:
         self.signal = 0
         self.exited = 0.0
         self.standing = Standing()
+        self.stuck = ""
 
     def hear(self, text: str) -> None:
         """Take note of what the process reports of itself.
@@ -111,6 +113,8 @@ class Rank:
             # side says nothing about the rank behind it.
             self.signal = returncode - 128 if signal_name(returncode) else 0
         self.code = agent.shell_code(returncode)
+        if self.stuck:
+            self.signal = signal.SIGKILL
 
     def remember(self, line: str, stderr: bool) -> None:
         """Keep the last lines, and everything from the start of the last traceback on.
@@ -175,6 +179,8 @@ class Rank:
     def how(self) -> str:
         """How it ended, for a sentence: "with exit code 3" or "by SIGKILL (exit code 137)"."""
         code = self.code or 0
+        if self.stuck:
+            return f"by the launcher, as it {self.stuck}"
         name = signal_name(code)
         return f"by {name} (exit code {code})" if name else f"with exit code {code}"
 

@@ -52,6 +52,8 @@ class Restarts:
         name = f"{rank.process.name} (worker {rank.process.rank - 1})"
         killer = signal_name(128 + rank.signal) or f"signal {rank.signal}"
         lost = f"{name} was killed by {killer}"
+        if rank.stuck:
+            lost = f"{name} {rank.stuck}, and was ended"
         if rank.restarts < self._most:
             rank.restarts += 1
             self._say(f"{lost}; starting it again ({rank.restarts} of {self._most})")

@@ -8,12 +8,19 @@
 It is none while any rank moves, while the one that others wait for uses its processor or reads and
 writes (a slow callback, a long trace, a slow save), while all compute, and while nobody is inside:
 then nobody waits for anybody. See `dtk.cluster.progress`.
+
+With parameter servers, workers and the evaluator can be replaced, and the job goes on:
+
+    silent      a task has reported nothing for the timeout; a server or the chief ends the job
+    stuck       a worker has had its work for that long, or an evaluator its evaluation, and neither
+                computes nor reads
+    missing     the chief neither computes, nor reads, nor waits for workers, and no worker has work
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from dtk.cluster.progress import Report
@@ -22,6 +29,11 @@ from dtk.cluster.progress import Report
 # it reports, and its libraries look for messages.
 _IDLE_CORE = 0.04
 _IDLE_BYTES = 20_000
+# Ranks report this often, or four times in the timeout: of two that seem to have stopped together,
+# the silent one shall be noticed first.
+_LATEST_REPORT = 5.0
+# What can be replaced: see `dtk.launch.restarts`.
+_REPLACEABLE = ("worker", "evaluator")
 
 
 @dataclasses.dataclass
@@ -60,6 +72,17 @@ class Standing:
                 self.busy = now
         self.moved = now - report["still"]
         self.heard, self.last = now, report
+
+    def delay(self, seconds: float) -> None:
+        """Let everything have happened later: the launcher itself was stopped meanwhile.
+
+        Args:
+            seconds: How much later.
+        """
+        self.moved += seconds
+        self.busy += seconds
+        if self.heard is not None:
+            self.heard += seconds
 
 
 class Stall(NamedTuple):
@@ -113,3 +136,94 @@ def find(standings: Sequence[Standing], now: float, timeout: float) -> Stall | N
         why = "Ranks wait for each other in different places, as where the data of one ends earlier"
         return Stall((), why, tuple(everyone))
     return Stall((), f"No rank did anything for {timeout:g} s", tuple(everyone))
+
+
+def find_replaceable(
+    standings: Sequence[Standing], roles: Sequence[str], now: float, timeout: float
+) -> dict[int, str]:
+    """Return the workers of a job with servers, and the evaluator, that are stuck.
+
+    Args:
+        standings: Of every task.
+        roles: Their roles.
+        now: The time.
+        timeout: Seconds that nothing may happen.
+
+    Returns:
+        Why, for a sentence, by the task's index.
+
+    Example:
+        >>> find_replaceable([Standing(), Standing()], ["chief", "worker"], 1000.0, 300.0)
+        {}
+    """
+    if _silent(standings, ("ps",), roles, now - timeout):
+        return {}  # for which a worker may wait
+    since = now - timeout - min(_LATEST_REPORT, timeout / 4)
+    silent = _silent(standings, _REPLACEABLE, roles, now - timeout)
+    found = dict.fromkeys(silent, f"has reported nothing for {timeout:g} s")
+    held = _held(standings, roles)
+    workers = [index for index, role in enumerate(roles) if role == "worker"]
+    for index, role in enumerate(roles):
+        standing = standings[index]
+        if index in found or standing.last is None or standing.busy >= since:
+            continue
+        began = held.get(workers.index(index)) if role == "worker" else None
+        if began is not None and began < since:
+            found[index] = f"has done nothing for {timeout:g} s, though it had work"
+        evaluates = role == "evaluator" and standing.last["inside"]
+        if evaluates and standing.moved < since:
+            found[index] = f"has done nothing for {timeout:g} s in {standing.last['what']}"
+    return found
+
+
+def find_served(
+    standings: Sequence[Standing], roles: Sequence[str], now: float, timeout: float
+) -> Stall | None:
+    """Return why a job with parameter servers is stuck; None while it is not, or not for long.
+
+    Args:
+        standings: Of every task.
+        roles: Their roles.
+        now: The time.
+        timeout: Seconds that nothing may happen.
+
+    Example:
+        >>> find_served([Standing(), Standing()], ["chief", "ps"], 1000.0, 300.0) is None
+        True
+    """
+    chief = roles.index("chief")
+    its = standings[chief]
+    margin = min(_LATEST_REPORT, timeout / 4)
+    why = f"reported nothing for {timeout:g} s, last"
+    if silent := _silent(standings, ("ps",), roles, now - timeout):
+        return Stall(silent, why, () if its.last is None else (chief,))
+    # TensorFlow may keep Python's lock while it asks another task for something, so a chief that
+    # reports nothing may wait itself: for a worker that is replaced before.
+    if silent := _silent(standings, ("chief",), roles, now - timeout - 3 * margin):
+        return Stall(silent, why, ())
+    since = now - timeout - margin
+    if its.last is None or its.last["inside"] or _held(standings, roles):
+        return None
+    heard = its.heard is not None and its.heard >= now - 2 * margin
+    if heard and its.moved < since and its.busy < since:
+        return Stall((chief,), f"did nothing for {timeout:g} s", ())
+    return None
+
+
+def _silent(
+    standings: Sequence[Standing], wanted: Sequence[str], roles: Sequence[str], since: float
+) -> tuple[int, ...]:
+    """Return those of the wanted roles that have reported once, and not any more."""
+    return tuple(
+        index
+        for index, standing in enumerate(standings)
+        if roles[index] in wanted and standing.heard is not None and standing.heard < since
+    )
+
+
+def _held(standings: Sequence[Standing], roles: Sequence[str]) -> Mapping[int, float]:
+    """Return since when workers have had their work, by worker, as the chief last said."""
+    chief = standings[roles.index("chief")]
+    if chief.last is None or chief.heard is None:
+        return {}
+    return {int(worker): chief.heard - age for worker, age in chief.last["held"].items()}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dtk.launch import ending, stall
 from dtk.launch.ending import Ending
 from dtk.launch.rank import Rank
-from dtk.launch.stall import Stall
+from dtk.launch.stall import Stall, Standing
 from dtk.launch.state import JobState
 
 SETTLE = 1.0  # seconds a rank that already printed a traceback gets to exit by itself
@@ -28,6 +28,7 @@ class Watch:
         ending: What of their ends is the job's.
         state: Notified when one of them ends.
         replace: Called with a lost worker that servers can spare, to start it again.
+        end_one: Called with a task that is stuck and can be replaced, to end it.
         say: Tells the user what is waited for.
         stall_timeout: Seconds in which a job of ranks that wait for each other must move; 0 for
             ever.
@@ -42,6 +43,7 @@ class Watch:
         ending: Ending,
         state: JobState,
         replace: Callable[[Rank], None],
+        end_one: Callable[[Rank], None],
         say: Callable[[str], None],
         stall_timeout: float = 0.0,
     ) -> None:
@@ -51,6 +53,8 @@ class Watch:
         self._ending = ending
         self._state = state
         self._replace = replace
+        self._end_one = end_one
+        self._looked = 0.0
         self._say = say
 
     @property
@@ -93,24 +97,59 @@ class Watch:
 
     def _is_stuck(self) -> bool:
         """Look whether a job has stopped moving, and why; all its processes still run."""
-        if self._stall_timeout and all(rank.code is None for rank in self._ranks):
+        if not self._stall_timeout:
+            return False
+        now = time.monotonic()
+        self._allow_for_sleep(now)
+        if self._ending.can_replace:
+            self.stall = stall.find_served(*self._tasks(), now, self._stall_timeout)
+        elif all(rank.code is None for rank in self._ranks):
             standings = [rank.standing for rank in self._ranks]
-            self.stall = stall.find(standings, time.monotonic(), self._stall_timeout)
+            self.stall = stall.find(standings, now, self._stall_timeout)
         return self.stall is not None
+
+    def _allow_for_sleep(self, now: float) -> None:
+        """Count no time in which this process itself was stopped, and heard nothing."""
+        slept = now - self._looked - self._stall_timeout / 4
+        if self._looked and slept > 0:
+            for rank in self._ranks:
+                rank.standing.delay(slept)
+        self._looked = now
+
+    def _stuck(self) -> dict[int, str]:
+        """Return the tasks that hold others up and can be replaced, and why."""
+        if not self._stall_timeout or not self._ending.can_replace:
+            return {}
+        found = stall.find_replaceable(*self._tasks(), time.monotonic(), self._stall_timeout)
+        return {index: why for index, why in found.items() if not self._ranks[index].stuck}
+
+    def _tasks(self) -> tuple[list[Standing], list[str]]:
+        """Return what tasks have said, of those that the job still needs, and their roles."""
+        idle = [id(rank) for rank in self._ending.serving]
+        standings = [
+            rank.standing if rank.code is None and id(rank) not in idle else Standing()
+            for rank in self._ranks
+        ]
+        return standings, [rank.process.role for rank in self._ranks]
 
     def _wait(self) -> None:
         """Wait for the end, and meanwhile replace what can be."""
         changed = self._state.changed
         while True:
+            stuck: dict[int, str] = {}
             with changed:
                 # Nothing notifies of a job that does not move.
                 period = min(1.0, self._stall_timeout / 10) or None
-                while not (self._is_over() or self._ending.lost()):
+                while not (self._is_over() or self._ending.lost() or (stuck := self._stuck())):
                     changed.wait(period)
                 # Where many die at once, the chief may be among them: hence the moment.
                 if changed.wait_for(self._is_over, ending.TIE):
                     return
                 lost = self._ending.lost()
+            # Outside of the lock, which noting their ends needs.
+            for index, why in stuck.items():
+                self._ranks[index].stuck = why
+                self._end_one(self._ranks[index])
             for rank in lost:
                 self._replace(rank)
 
@@ -159,9 +198,10 @@ def exit_code(culprit: Rank | None, ending: Ending) -> int:
 
     Returns:
         That of the process that can say what the failure means, or of the culprit itself; without
-        one 0, or 143 if the job was stopped. `STUCK` if the culprit still runs.
+        one 0, or 143 if the job was stopped. `STUCK` if the culprit still runs, or was ended for
+        being stuck.
     """
-    if culprit is not None and culprit.code is None:
+    if culprit is not None and (culprit.code is None or culprit.stuck):
         return STUCK
     if culprit is None:
         stopped = any(rank.code != 0 for rank in ending.essential)

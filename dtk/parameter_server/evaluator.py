@@ -23,6 +23,7 @@ from typing import NamedTuple, NoReturn, Protocol
 import keras
 import tensorflow as tf
 
+from dtk.cluster import progress
 from dtk.errors import ClusterError
 from dtk.nests import Args, Function, Kwargs
 from dtk.parameter_server import run_server
@@ -211,7 +212,8 @@ def watch_until_end(
             if saved is None:
                 print(f"evaluator: {name} was removed before its turn; going on", flush=True)
             else:
-                log.write(name, saved, evaluate())
+                with progress.inside("evaluation", watched=True):
+                    log.write(name, saved, evaluate())
         if gone:
             break
         time.sleep(_LOOK_SECONDS)

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import tensorflow as tf
 
-from dtk.cluster import TFConfig
+from dtk.cluster import TFConfig, progress
 from dtk.communicators import startup
 from dtk.errors import ClusterError
 
@@ -101,6 +101,7 @@ def serve(config: TFConfig) -> NoReturn:
             ),
             start=True,
         )
+    progress.start(serves=True)
     chief = Chief(config)
     chief.await_()
     while not chief.is_gone():

@@ -22,6 +22,7 @@ from typing import Protocol, TypeVar
 
 import tensorflow as tf
 
+from dtk.cluster import progress
 from dtk.communicators import startup
 from dtk.compat import tf_coordinator
 from dtk.errors import ClusterError
@@ -121,6 +122,9 @@ class WorkerPool:
         self._error: BaseException | None = None
         self._session = 0
         self.lost_workers: set[int] = set()
+        # Since when each worker has had what it computes.
+        self._held: dict[int, float] = {}
+        progress.tell_held(self._held.copy)
 
     @contextlib.contextmanager
     def working(
@@ -186,7 +190,7 @@ class WorkerPool:
             ClusterError: A parameter server is gone, or there has been no worker for too long.
         """
         last_seen = time.monotonic()
-        with self._changed:
+        with progress.inside("work of the workers"), self._changed:
             while True:
                 if self._error is not None:
                     raise self._error
@@ -239,6 +243,7 @@ class WorkerPool:
         """Run a worker's thread until the session is over."""
         worker = tf_coordinator.current_worker()
         while (taken := self._next(worker, session)) is not None:
+            self._held[worker] = time.monotonic()
             try:
                 hand_in = taken.compute()
             except Exception as error:
@@ -251,6 +256,8 @@ class WorkerPool:
                     raise  # TensorFlow waits until it is back
                 time.sleep(_RETRY_SECONDS)
                 continue
+            finally:
+                self._held.pop(worker, None)
             with self._changed:
                 self.lost_workers.discard(worker)
                 hand_in()

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtk import cluster, quiet
-from dtk.cluster import tf_config
+from dtk.cluster import progress, tf_config
 from dtk.communicators import startup
 from dtk.communicators.local import LocalCommunicator
 from dtk.compat import keras_variables, tf_allreduce, tf_coordinator, tf_servers, tf_variables
@@ -104,6 +104,7 @@ class ParameterServerStrategy(DtkStrategy, tf_servers.ServerStrategy):
         """Evaluate, in plain Keras, beside the job."""
         self.chief = run_server.Chief(config)
         self.chief.await_()
+        progress.start()
         with quiet.device_start():
             local = LocalCommunicator()
             device = devices.pin(local)
@@ -130,6 +131,7 @@ class ParameterServerStrategy(DtkStrategy, tf_servers.ServerStrategy):
             LocalCommunicator(),
             resolver,
         )
+        progress.start()
         self.pool = worker_pool.WorkerPool(
             self, config.cluster["worker"], config.cluster["ps"], patience=startup.limit()
         )

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtk.launch.stall import Standing, find
+from dtk.launch.stall import Standing, find, find_replaceable, find_served
 
 TIMEOUT = 100.0
 
@@ -18,7 +18,7 @@ TIMEOUT = 100.0
 def standing(still, inside, count=5, what="train step 5", heard=0.0, busy=1000.0):
     """A rank of which all times are seconds ago."""
     report = {"count": count, "inside": inside, "what": what, "still": still}
-    report |= {"cpu": 0.0, "io": 0, "stack": ""}
+    report |= {"cpu": 0.0, "io": 0, "stack": "", "held": {}}
     return Standing(heard=1e4 - heard, moved=1e4 - still, busy=1e4 - busy, last=report)
 
 
@@ -171,3 +171,66 @@ def test_a_slow_callback_is_no_stall(tmp_path):
     assert (done.returncode, done.stdout.count("done")) == (0, 2), done.stderr
     done = job(tmp_path, "time.sleep(8)", timeout="0")
     assert (done.returncode, done.stdout.count("done")) == (0, 2), done.stderr
+
+
+# With parameter servers.
+
+ROLES = ["chief", "worker", "worker", "ps", "evaluator"]
+
+
+def tasks(held=(), **changed):
+    """Five tasks that all reported a moment ago: the chief waits, the others serve."""
+    given = {"chief": standing(200, True), "evaluator": standing(2000, False)}
+    given |= {name: standing(2000, False) for name in ("worker0", "worker1", "ps")}
+    given |= changed
+    given["chief"].last["held"] = dict(held)
+    return [given[name] for name in ("chief", "worker0", "worker1", "ps", "evaluator")]
+
+
+def replaceable(given):
+    return find_replaceable(given, ROLES, now=1e4, timeout=TIMEOUT)
+
+
+def served(given):
+    return find_served(given, ROLES, now=1e4, timeout=TIMEOUT)
+
+
+def test_a_silent_worker_or_evaluator_is_replaced():
+    given = tasks(worker1=standing(0, False, heard=101), evaluator=standing(0, False, heard=101))
+    why = "has reported nothing for 100 s"
+    assert replaceable(given) == {2: why, 4: why}
+    assert served(given) is None
+
+
+def test_a_worker_that_idles_over_its_work_is_replaced():
+    assert list(replaceable(tasks(held={"0": 106.0}))) == [1]
+    assert replaceable(tasks(held={"0": 104.0})) == {}
+    assert replaceable(tasks(held={"0": 900.0}, worker0=standing(2000, False, busy=9))) == {}
+
+
+def test_an_evaluator_that_idles_over_its_evaluation_is_replaced():
+    assert list(replaceable(tasks(evaluator=standing(106, True)))) == [4]
+    assert replaceable(tasks(evaluator=standing(106, True, busy=9))) == {}
+
+
+def test_a_silent_server_ends_the_job_and_no_worker_is_blamed_for_it():
+    given = tasks({"0": 150.0}, ps=standing(0, False, heard=101), chief=standing(0, 1, heard=110))
+    stall = served(given)
+    assert (stall.missing, stall.waiting) == ((3,), (0,))
+    assert replaceable(given) == {}
+
+
+def test_a_chief_is_blamed_after_the_workers_for_which_it_may_wait():
+    assert served(tasks(chief=standing(90, False, heard=114))) is None
+    assert served(tasks(chief=standing(90, False, heard=116))).missing == (0,)
+    assert served(tasks(chief=standing(106, False))).missing == (0,)
+    assert served(tasks(chief=standing(104, False))) is None
+    assert served(tasks(chief=standing(900, False, busy=9))) is None
+    assert served(tasks({"0": 1.0}, chief=standing(900, False))) is None, "a worker computes"
+    assert served(tasks(chief=standing(900, True))) is None
+
+
+def test_what_a_stopped_launcher_has_not_heard_is_held_against_nobody():
+    silent = standing(120, False, heard=120)
+    silent.delay(50)
+    assert replaceable(tasks(worker0=silent)) == {}
