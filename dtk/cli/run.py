@@ -124,8 +124,9 @@ def run(
     Output is prefixed with the rank. When one process fails, all end, and its last output is shown
     last; the exit code is its own.
 
-    With --ps the job ends when the chief does (and the evaluator), and a worker that is killed is
-    started again. Without, --max-restarts starts all ranks again; a Checkpoint callback resumes.
+    With --ps the job ends when the chief does (and the evaluator), and a worker or evaluator
+    that is killed is started again. Without, --max-restarts starts all ranks again; a Checkpoint
+    callback resumes.
     """
     command = command_of(script, module, args)
     job_options.check_communicator(communicator)

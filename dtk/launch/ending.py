@@ -7,6 +7,9 @@
                          a worker is killed by a signal ────> it is started again, or done without
                          a worker fails by itself ──────────> over: so would its successor
                          a ps fails ────────────────────────> over: its variables are gone
+                         an evaluator is killed, or fails ──> it is started again, or done without
+                         it fails before it evaluated any ──> over: the script asks too much
+                         it is done without, chief ends ────> over, with the evaluator's exit code
 
 Workers and servers are expected to end by themselves soon after the chief; how they do is no
 failure any more.
@@ -111,10 +114,12 @@ class ServedEnding(Ending):
         return [rank for rank in super().failures() if not self._is_borne(rank)]
 
     def lost(self) -> list[Rank]:
-        """Return the workers that a signal ended and about which nothing was done yet."""
+        """Return the tasks that are gone, not for good, and about which nothing was done yet."""
         if self.chief.code is not None:
-            return []  # no chief would give them work
-        return [rank for rank in self._of("worker") if rank.signal and not rank.given_up]
+            return []  # no chief would give them work, or await them
+        gone = [rank for rank in self._of("worker") if rank.signal]
+        gone += [rank for rank in self._of("evaluator") if rank.failed and self._is_borne(rank)]
+        return [rank for rank in gone if not rank.given_up]
 
     def workers_left(self) -> list[Rank]:
         """Return the workers that serve, did so to their end, or can be restarted."""
@@ -141,6 +146,9 @@ class ServedEnding(Ending):
 
     def _is_borne(self, rank: Rank) -> bool:
         """Return whether the job goes on, or ended well, although this rank failed."""
+        if rank.process.role == "evaluator":
+            begun = rank.signal or rank.restarts or rank.has_moved
+            return bool(begun) if self.chief.code is None else self.chief.code != 0
         if rank.process.role in self.essential_roles:
             return False
         if self.chief.code == 0 and rank.exited > self.chief.exited - TIE:

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
+from dtk.cluster.variables import RESTARTS
 from dtk.errors import ClusterError
 from dtk.launch import ending, marked, ssh
 from dtk.launch.failure_report import failure_report, stall_report
@@ -233,7 +234,8 @@ class Job:
             self._attend(rank)
 
     def _start_again(self, rank: Rank) -> None:
-        popen = self._starter.popen(rank.process, rank.env)
+        env = {**rank.env, RESTARTS: str(rank.restarts)}
+        popen = self._starter.popen(rank.process, env)
         with self._state.changed:
             rank.started(popen)
         self._attend(rank)

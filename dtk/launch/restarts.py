@@ -1,4 +1,4 @@
-"""Starting lost workers of a parameter-server job again."""
+"""Starting lost workers, and the evaluator, of a parameter-server job again."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from dtk.launch.starter import Starter
 
 
 class Restarts:
-    """Replaces workers that a signal ended, each a number of times.
+    """Replaces tasks that a signal ended, workers and the evaluator, each a number of times.
 
     Args:
         processes: The plan.
         ending: Tells how many workers are left.
         starter: Gives the marks of processes.
-        start_again: Called with the worker whose place is to be taken.
+        start_again: Called with the task whose place is to be taken.
         say: Tells the user what happened.
-        most: How often each worker is started again.
+        most: How often each is started again.
     """
 
     def __init__(
@@ -42,19 +42,15 @@ class Restarts:
         self._most = most
 
     def replace(self, rank: Rank) -> None:
-        """Start a lost worker again, or say that the job goes on without it.
+        """Start a lost task again, or say that the job goes on without it.
 
         Args:
-            rank: The worker; its count of restarts goes up, or it is given up.
+            rank: The worker or evaluator; its count of restarts goes up, or it is given up.
         """
         self._clear(rank)
-        # The chief is rank 0, so worker 0 is rank 1.
-        name = f"{rank.process.name} (worker {rank.process.rank - 1})"
-        killer = signal_name(128 + rank.signal) or f"signal {rank.signal}"
-        lost = f"{name} was killed by {killer}"
-        if rank.stuck:
-            lost = f"{name} {rank.stuck}, and was ended"
-        if rank.restarts < self._most:
+        lost = _how(rank)
+        # One that failed by itself would do so again.
+        if rank.signal and rank.restarts < self._most:
             rank.restarts += 1
             self._say(f"{lost}; starting it again ({rank.restarts} of {self._most})")
             try:
@@ -62,9 +58,12 @@ class Restarts:
                 return
             except ClusterError as error:
                 lost = str(error)
-        elif self._most:
+        elif rank.signal and self._most:
             lost += f" ({rank.restarts} of {self._most} restarts used)"
         rank.given_up = True
+        if rank.process.role == "evaluator":
+            self._say(f"{lost}; training goes on without it, and its exit code will be the job's")
+            return
         workers = sum(process.role == "worker" for process in self._processes)
         left = len(self._ending.workers_left())
         self._say(
@@ -85,3 +84,15 @@ class Restarts:
                 rank.popen.stdin.close()
         for reader in rank.readers:
             reader.join(2.0)
+
+
+def _how(rank: Rank) -> str:
+    """Say how a task was lost, for a sentence."""
+    name = rank.process.name
+    if rank.process.role == "worker":
+        name += f" (worker {rank.process.rank - 1})"  # the chief is rank 0
+    if rank.stuck:
+        return f"{name} {rank.stuck}, and was ended"
+    if not rank.signal:
+        return f"{name} ended {rank.how}"
+    return f"{name} was killed by {signal_name(128 + rank.signal) or f'signal {rank.signal}'}"

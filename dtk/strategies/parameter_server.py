@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from dtk import cluster, quiet
 from dtk.cluster import progress, tf_config
+from dtk.cluster.variables import RESTARTS
 from dtk.communicators import startup
 from dtk.communicators.local import LocalCommunicator
 from dtk.compat import keras_variables, tf_allreduce, tf_coordinator, tf_servers, tf_variables
@@ -103,7 +104,9 @@ class ParameterServerStrategy(DtkStrategy, tf_servers.ServerStrategy):
     def _become_evaluator(self, config: cluster.TFConfig) -> None:
         """Evaluate, in plain Keras, beside the job."""
         self.chief = run_server.Chief(config)
-        self.chief.await_()
+        # One that is started again may come when training is over, and has evaluations to make.
+        if int(os.environ.get(RESTARTS) or 0) == 0:
+            self.chief.await_()
         progress.start()
         with quiet.device_start():
             local = LocalCommunicator()

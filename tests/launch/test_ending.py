@@ -43,13 +43,35 @@ def test_the_chief_and_the_evaluator_decide():
     assert len(ending.serving) == 3
 
 
-@pytest.mark.parametrize("role", ["chief 0", "evaluator 0", "ps 0"])
-@pytest.mark.parametrize("returncode", [3, -9])
+@pytest.mark.parametrize(
+    ("role", "returncode"),
+    [("chief 0", 3), ("chief 0", -9), ("ps 0", 3), ("ps 0", -9), ("evaluator 0", 3)],
+)
 def test_who_may_not_fail(role, returncode):
     ranks, ending = job(*SERVED)
     end(ranks[role], returncode)
     assert ending.over
     assert ending.culprit() is ranks[role]
+
+
+EVALUATED = {"count": 2, "inside": False, "what": "evaluation 2", "still": 0.0}
+EVALUATED |= {"cpu": 0.0, "io": 0, "stack": "", "held": {}}
+
+
+@pytest.mark.parametrize("returncode", [3, -9])
+def test_training_does_without_an_evaluator_that_has_begun(returncode):
+    ranks, ending = job(*SERVED)
+    ranks["evaluator 0"].standing.take(EVALUATED, 1.0)
+    end(ranks["evaluator 0"], returncode)
+    assert not ending.over
+    assert ending.lost() == [ranks["evaluator 0"]]
+    ranks["evaluator 0"].given_up = True
+    assert (ending.over, ending.lost()) == (False, [])
+    end(ranks["chief 0"], 0, 20.0)
+    assert ending.over
+    assert ending.culprit() is ranks["evaluator 0"], "its numbers are missing"
+    end(ranks["chief 0"], 5, 20.0)
+    assert ending.culprit() is ranks["chief 0"]
 
 
 def test_a_worker_may_be_killed_but_not_fail():

@@ -86,6 +86,35 @@ def test_the_evaluator_is_waited_for_and_may_fail(play, run, code):
     assert ("evaluator 0, host localhost failed first" in err) == bool(code)
 
 
+def test_a_killed_evaluator_is_started_again_and_training_goes_on(play, run):
+    evaluator = """
+if not seen("lost"):
+    mark("lost")
+    die()
+mark("evaluated")
+until("done")
+"""
+    processes = play(chief="until('evaluated')\nmark('done')", evaluator=evaluator)
+    given, _, err, _ = run(processes)
+    said = "dtk run: evaluator 0 was killed by SIGKILL; starting it again (1 of 3)\n"
+    assert (given, err) == (0, said)
+
+
+def test_training_goes_on_without_an_evaluator_and_the_exit_code_says_so(play, run):
+    processes = play(
+        chief="until('lost')\ntime.sleep(1.0)\nprint('trained')\nmark('done')",
+        evaluator="mark('lost')\ndie()",
+    )
+    given, out, err, _ = run(processes, max_restarts=0)
+    assert (given, out) == (137, "[          0] trained\n")
+    first, *_, last = err.strip().splitlines()
+    assert first == (
+        "dtk run: evaluator 0 was killed by SIGKILL; training goes on without it, and its exit "
+        "code will be the job's"
+    )
+    assert "evaluator 0, host localhost failed first, by SIGKILL" in last
+
+
 def test_how_servants_end_after_the_chief_is_nobodys_failure(play, run):
     processes = play(
         2,

@@ -3,7 +3,11 @@
 dtk run -n 1 --ps 1 --evaluator evaluated.py DIRECTORY [what is wrong]
 """
 
+import json
+import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 import keras
@@ -12,6 +16,10 @@ from sklearn.datasets import load_digits
 import dtk
 
 directory, *wrong = sys.argv[1:]
+pids = Path(directory) / "pids"
+if json.loads(os.environ["TF_CONFIG"])["task"]["type"] == "evaluator" and "kill" in wrong:
+    with open(pids, "a") as file:
+        print(os.getpid(), file=file)
 strategy = dtk.strategies.ParameterServerStrategy("async")
 images, labels = load_digits(return_X_y=True)
 keras.utils.set_random_seed(1)
@@ -22,7 +30,20 @@ with strategy.scope():
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )
+
+
+class KillEvaluator(keras.callbacks.Callback):
+    """Kills the evaluator after the first epoch, and waits until it is back."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 0:
+            os.kill(int(pids.read_text().split()[0]), signal.SIGKILL)
+            while "at once" not in wrong and len(pids.read_text().split()) < 2:
+                time.sleep(0.1)
+
+
 callbacks = [
+    *([KillEvaluator()] if "kill" in wrong else []),
     dtk.callbacks.Checkpoint(directory, save_freq=30),
     keras.callbacks.TensorBoard(Path(directory) / "events"),
 ]

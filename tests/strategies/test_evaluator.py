@@ -60,6 +60,15 @@ def test_checkpoints_are_evaluated_as_they_appear(tmp_path):
     assert left == [], "a job that is started again would evaluate these again"
 
 
+@pytest.mark.parametrize("when", ["meanwhile", "at once"])
+def test_a_killed_evaluator_comes_back_and_leaves_no_checkpoint_out(tmp_path, when):
+    """Also where training is over by the time that it is back."""
+    done = run(tmp_path, "kill", when)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "evaluator 0 was killed by SIGKILL; starting it again (1 of 3)" in done.stderr
+    assert [row["iterations"] for row in rows_of(tmp_path)] == ["30", "60", "80"]
+
+
 @pytest.mark.parametrize(
     "callbacks, data, said",
     [
