@@ -51,6 +51,7 @@ FULL = (
     r"strategies/test_feeding.py::test_no_pipeline_waits",
     # one worker, one server and one slow step are the rule; these are the other ways there
     r"launch/test_served_stall.py::\S*(\[sync|chief0|sleep|slow callback|no_worker|last_worker)",
+    r"strategies/test_watching.py::\S*(mpi-sleep|horovod-stop|collective-s|by_the_others\[mpi|alone\])",
     r"strategies/test_evaluator.py::test_a_killed_evaluator\S+\[meanwhile",
     # the same scripts, of which the others are shorter; Horovod is run as a command besides
     r"published/test_published.py::test_two_processes_end_as_one\[horovod-mpi-2-(vae|horovod)",

@@ -74,15 +74,17 @@ class _Reporter:
     """Reports the position of this process's main thread.
 
     Args:
-        timeout: Seconds, the launcher's.
+        timeout: Seconds after which a job that does not move is ended.
         serves: Whether the main thread only waits for the job's end.
+        send: Takes each report, in a thread of its own.
     """
 
-    def __init__(self, timeout: float, serves: bool) -> None:
+    def __init__(self, timeout: float, serves: bool, send: Callable[[Report], None]) -> None:
         self.position = _Position(since=time.monotonic())
         self.held: Callable[[], dict[int, float]] = dict
         self._timeout = timeout
         self._serves = serves
+        self._send = send
         self._times: collections.Counter[str] = collections.Counter()
         self._reported: tuple[_Position, float] = (self.position, 0.0)
         # As `faulthandler` writes it.
@@ -115,9 +117,7 @@ class _Reporter:
             time.sleep(min(_PERIOD, self._timeout / 10))
 
     def _tell(self) -> None:
-        line = MARK + json.dumps(self._report(self.position, time.monotonic())) + "\n"
-        with contextlib.suppress(OSError):  # nobody listens any more
-            os.write(2, line.encode())
+        self._send(self._report(self.position, time.monotonic()))
 
     def _report(self, position: _Position, now: float) -> Report:
         still = now - position.since
@@ -159,8 +159,34 @@ def start(serves: bool = False) -> None:
     """
     global _reporter
     timeout = float(os.environ.get(VARIABLE) or 0)
-    if _reporter is None and timeout > 0 and os.environ.get("DTK_RUN") == "1":
-        _reporter = _Reporter(timeout, serves)
+    if _reporter is None and timeout > 0 and is_launched():
+        _reporter = _Reporter(timeout, serves, _to_launcher)
+
+
+def report_to(send: Callable[[Report], None], timeout: float) -> None:
+    """Begin to report to others than a launcher.
+
+    Args:
+        send: Takes each report, in threads of its own.
+        timeout: Seconds after which a job that does not move is ended.
+    """
+    global _reporter
+    _reporter = _Reporter(timeout, False, send)
+
+
+def is_reporting() -> bool:
+    """Return whether this process reports to anyone."""
+    return _reporter is not None
+
+
+def is_launched() -> bool:
+    """Return whether `dtk run` has started this process, and sees to it."""
+    return os.environ.get("DTK_RUN") == "1"
+
+
+def _to_launcher(report: Report) -> None:
+    with contextlib.suppress(OSError):  # nobody listens any more
+        os.write(2, (MARK + json.dumps(report) + "\n").encode())
 
 
 def tell_held(held: Callable[[], dict[int, float]]) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dtk.cluster import stall as stalls
+from dtk.cluster.stall import Stall
 from dtk.launch.rank import Rank
-from dtk.launch.stall import Stall
 from dtk.launch.watch import SETTLE
 
 
@@ -43,25 +44,9 @@ def stall_report(stall: Stall, ranks: Sequence[Rank]) -> str:
     Returns:
         Whole lines, the first of them empty.
     """
-    lines = ["", "dtk: the job has stopped moving, and was ended."]
-    if not stall.missing:
-        lines[1] += f" {stall.why}."
-    for index in stall.missing:
-        rank = ranks[index]
-        lines.append(f"{rank.process.name}, host {rank.process.host}, {stall.why} {_where(rank)}.")
-        stack = rank.standing.last["stack"] if rank.standing.last is not None else ""
-        if stack:
-            lines += ["Its stack, the innermost call first:", *stack.splitlines()]
-    for index in stall.waiting:
-        lines.append(f"{ranks[index].process.name} waits {_where(ranks[index])}.")
-    return "\n".join([*lines, ""])
-
-
-def _where(rank: Rank) -> str:
-    last = rank.standing.last
-    if last is None:
-        return "before it made a strategy"
-    return f"{'in' if last['inside'] else 'after'} {last['what']}"
+    names = [rank.process.name for rank in ranks]
+    hosts = [rank.process.host for rank in ranks]
+    return stalls.describe(stall, names, hosts, [rank.standing for rank in ranks])
 
 
 def _words_about(lost: Rank, chief: Rank) -> list[str]:

@@ -51,7 +51,7 @@ class Job:
         max_restarts: How often each worker that a signal ended is started again, where there are
             parameter servers. Without, a lost rank ends the job.
         stall_timeout: Seconds after which a job of which no rank moves is ended, see
-            `dtk.launch.stall`; 0 for never.
+            `dtk.cluster.stall`; 0 for never.
         append: Whether files in `output_dir` are continued, as of a job that is started again.
         stdout: Where the ranks' standard output goes; `sys.stdout` when None.
         stderr: Where the ranks' standard error goes; `sys.stderr` when None.

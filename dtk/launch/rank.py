@@ -13,9 +13,9 @@ import time
 from collections.abc import Mapping
 from typing import TextIO
 
+from dtk.cluster.stall import Standing
 from dtk.launch import agent
 from dtk.launch.plan import Process
-from dtk.launch.stall import Standing
 
 _TAIL = 40  # lines shown of a rank that failed without a traceback
 _TRACE = 200  # lines after which a traceback was evidently survived

@@ -6,10 +6,11 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 
-from dtk.launch import ending, stall
+from dtk.cluster import stall
+from dtk.cluster.stall import Stall, Standing
+from dtk.launch import ending
 from dtk.launch.ending import Ending
 from dtk.launch.rank import Rank
-from dtk.launch.stall import Stall, Standing
 from dtk.launch.state import JobState
 
 SETTLE = 1.0  # seconds a rank that already printed a traceback gets to exit by itself

@@ -15,7 +15,7 @@ from dtk.exchange import parse
 from dtk.exchange.base import Exchange
 from dtk.nests import Nest
 from dtk.parameter_server.consistency_models import check_no_exchange
-from dtk.strategies import devices, start
+from dtk.strategies import devices, start, watching
 from dtk.strategies.base import DtkStrategy
 from dtk.strategies.grid import make_grid
 from dtk.trainer.replica.self_test import is_wanted
@@ -50,6 +50,9 @@ class AllReduceStrategy(DtkStrategy):
         self_test: Whether a step is computed on a few rows first, as a whole and in the parts of
             all ranks, which must agree: "auto" where something in it is not Keras's own, True
             always, False never (losses of unknown kind are then taken for means over rows).
+        stall_timeout: Seconds after which a job that has stopped moving is ended, with exit code
+            124, and says which rank is missing; 0 for never, None for what DTK_STALL_TIMEOUT says,
+            else 300. Under `dtk run` its option `--stall-timeout` counts instead.
 
     Raises:
         ValueError: No such exchange, or it cannot work with this many workers or with parts of
@@ -76,9 +79,11 @@ class AllReduceStrategy(DtkStrategy):
         model_parallel: int = 1,
         memory_growth: bool | None = None,
         self_test: bool | str = "auto",
+        stall_timeout: float | None = None,
     ):
         check_no_exchange(exchange)
         self.self_test = is_wanted(self_test)
+        timeout = watching.checked(stall_timeout)
         parsed = parse(exchange)
         with quiet.device_start():
             world, device = _joined(communicator, memory_growth)
@@ -90,7 +95,9 @@ class AllReduceStrategy(DtkStrategy):
         if exchange is not None and grid.data.size == 1:
             print(f"dtk: one worker has nobody to exchange gradients with; {parsed} is not used")
         self.shuffle_seed = ShuffleSeed(
-            start.agree(world, device, exchange=repr(parsed), model_parallel=str(model_parallel))
+            start.agree(
+                world, device, timeout, exchange=repr(parsed), model_parallel=str(model_parallel)
+            )
         )
         grid.learn_from(world)
         grid.check_exchange(parsed)

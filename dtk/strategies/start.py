@@ -12,14 +12,13 @@ from types import TracebackType
 import keras
 import tensorflow as tf
 
-from dtk.cluster import progress
 from dtk.cluster.processor import instructions
 from dtk.cluster.variables import JIT_COMPILE
 from dtk.communicators import determinism
 from dtk.communicators.base import Communicator
 from dtk.communicators.cost_cache import calibrate
 from dtk.compat import tf_replicas
-from dtk.strategies import devices
+from dtk.strategies import devices, watching
 from dtk.trainer.ranks import rank_checks
 from dtk.version import __version__
 
@@ -27,7 +26,9 @@ from dtk.version import __version__
 _KERNELS = ("TF_ENABLE_ONEDNN_OPTS", JIT_COMPILE)
 
 
-def agree(communicator: Communicator, device: str, **chosen: str) -> int | None:
+def agree(
+    communicator: Communicator, device: str, stall_timeout: float, **chosen: str
+) -> int | None:
     """Check that all ranks run the same program, and share one seed; end together on an exception.
 
     The communicator then knows how ranks compute, and what its messages cost.
@@ -35,6 +36,7 @@ def agree(communicator: Communicator, device: str, **chosen: str) -> int | None:
     Args:
         communicator: Between the ranks.
         device: Where this rank computes.
+        stall_timeout: Seconds in which the job must move; 0 for ever.
         chosen: What else must be the same on all of them.
 
     Returns:
@@ -43,7 +45,7 @@ def agree(communicator: Communicator, device: str, **chosen: str) -> int | None:
     if communicator.size == 1:
         return None
     end_together(communicator)
-    progress.start()
+    watching.watch(communicator, stall_timeout)
     asked = str(determinism.is_asked_for())
     check_same_program(communicator, **chosen, **{"deterministic ops": asked})
     gathered = communicator.allgather_object((processor(), devices.given(device)))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtk.launch.stall import Standing, find, find_replaceable, find_served
+from dtk.cluster.stall import Standing, find, find_replaceable, find_served
 
 TIMEOUT = 100.0
 

@@ -138,6 +138,38 @@ def find(standings: Sequence[Standing], now: float, timeout: float) -> Stall | N
     return Stall((), f"No rank did anything for {timeout:g} s", tuple(everyone))
 
 
+def describe(
+    stall: Stall, names: Sequence[str], hosts: Sequence[str], standings: Sequence[Standing]
+) -> str:
+    """Return what was seen of a job that has stopped moving: who is missing, where, who waits.
+
+    Args:
+        stall: Why it was ended.
+        names: Of all its processes.
+        hosts: Where they run.
+        standings: What is known of them.
+
+    Returns:
+        Whole lines, the first of them empty.
+    """
+    lines = ["", "dtk: the job has stopped moving, and was ended."]
+    if not stall.missing:
+        lines[1] += f" {stall.why}."
+    for index in stall.missing:
+        last = standings[index].last
+        lines.append(f"{names[index]}, host {hosts[index]}, {stall.why} {_where(last)}.")
+        if last is not None and last["stack"]:
+            lines += ["Its stack, the innermost call first:", *last["stack"].splitlines()]
+    lines += [f"{names[index]} waits {_where(standings[index].last)}." for index in stall.waiting]
+    return "\n".join([*lines, ""])
+
+
+def _where(last: Report | None) -> str:
+    if last is None:
+        return "before it made a strategy"
+    return f"{'in' if last['inside'] else 'after'} {last['what']}"
+
+
 def find_replaceable(
     standings: Sequence[Standing], roles: Sequence[str], now: float, timeout: float
 ) -> dict[int, str]:

@@ -1,0 +1,325 @@
+"""Ranks that watch each other where no launcher of dtk's does: under `mpirun`, `srun`, by hand.
+
+Rank 0 listens, and every rank keeps one connection to it. They learn its address and a secret by
+the communicator that they have already; each message carries a code that only who knows the secret
+can make, so others can neither speak nor end the job.
+
+    rank k   what it is doing, once a second  ─────> rank 0   tells stuck from slow (`stall`)
+    rank k   tells if rank 0 is silent        <───── rank 0   that it is there
+             says why, and ends with 124      <─────          that the job is stuck, and why
+
+A rank whose connection has ended has left its script; that is a stall once another waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from dtk.cluster import progress, stall
+from dtk.cluster.progress import Report
+from dtk.cluster.stall import Stall, Standing
+
+STUCK = 124  # exit code of a job that has stopped moving, as of timeout(1)
+_CODE = 32  # hexadecimal digits
+_PERIOD = 1.0
+_HANDSHAKE = 5.0  # seconds for one message of it
+# Each rank leaves the one before it this long to say that rank 0 is silent.
+_IN_TURN = 2.0
+
+
+class Line:
+    """One end of a connection whose messages nobody else can make, change or repeat.
+
+    Args:
+        end: The connected socket.
+        secret: What both ends know, and nobody else.
+        nonces: Those of both ends, the same on both.
+        is_door: Whether this is the end of rank 0.
+    """
+
+    def __init__(self, end: socket.socket, secret: bytes, nonces: bytes, is_door: bool) -> None:
+        self.end = end
+        end.settimeout(_HANDSHAKE)
+        keys = [hmac.digest(secret, side + nonces, "sha256") for side in (b"door", b"guest")]
+        self._mine, self._theirs = keys if is_door else keys[::-1]
+        self._sent = self._received = 0
+        self._rest = b""
+        self._lock = threading.Lock()
+
+    def send(self, payload: object) -> None:
+        """Send a message.
+
+        Args:
+            payload: What JSON can hold.
+
+        Raises:
+            OSError: The other end is gone, or takes nothing.
+        """
+        text = json.dumps(payload).encode()
+        with self._lock:
+            self.end.sendall(_code(self._mine, self._sent, text) + text + b"\n")
+            self._sent += 1
+
+    def receive(self) -> list[Mapping[str, object]]:
+        """Return the messages that have come; wait for some.
+
+        Raises:
+            OSError: The other end is gone, or does not know the secret.
+        """
+        read = self.end.recv(1 << 16)
+        if not read:
+            raise ConnectionResetError("the other end is gone")
+        *lines, self._rest = (self._rest + read).split(b"\n")
+        found = []
+        for line in lines:
+            code, text = line[:_CODE], line[_CODE:]
+            if not hmac.compare_digest(code, _code(self._theirs, self._received, text)):
+                raise PermissionError("a message of somebody else")
+            self._received += 1
+            found.append(json.loads(text))
+        return found
+
+
+def _code(key: bytes, number: int, text: bytes) -> bytes:
+    return hmac.digest(key, b"%d " % number + text, "sha256").hex()[:_CODE].encode()
+
+
+class Door:
+    """Where rank 0 awaits the others.
+
+    Args:
+        address: The address of this host to listen on; "" for all of them.
+    """
+
+    def __init__(self, address: str) -> None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._door = socket.create_server((address, 0), family=family)
+        self.port = int(self._door.getsockname()[1])
+        self.secret = os.urandom(32)
+
+    def await_guests(self, size: int, seconds: float) -> dict[int, Line]:
+        """Return the connection to each other rank that comes and knows the secret.
+
+        Args:
+            size: Number of ranks.
+            seconds: How long to wait.
+        """
+        guests: dict[int, Line] = {}
+        deadline = time.monotonic() + seconds
+        with self._door:
+            while len(guests) < size - 1 and time.monotonic() < deadline:
+                self._door.settimeout(max(0.01, deadline - time.monotonic()))
+                with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                    rank, line = self._admit(self._door.accept()[0])
+                    if 0 < rank < size:
+                        guests[rank] = line
+        return guests
+
+    def _admit(self, end: socket.socket) -> tuple[int, Line]:
+        try:
+            end.settimeout(_HANDSHAKE)
+            mine = os.urandom(16)
+            end.sendall(mine)
+            line = Line(end, self.secret, mine + _exactly(end, 16), is_door=True)
+            (hello,) = line.receive()
+            return int(str(hello["rank"])), line
+        except BaseException:
+            end.close()
+            raise
+
+
+def visit(rank: int, addresses: Sequence[str], port: int, secret: bytes) -> Line | None:
+    """Return a connection to rank 0; None if it cannot be reached.
+
+    Args:
+        rank: This rank.
+        addresses: Names and addresses of rank 0's host, the likeliest first.
+        port: Where it listens.
+        secret: What it knows.
+    """
+    for address in addresses:
+        with contextlib.suppress(OSError):
+            end = socket.create_connection((address, port), timeout=_HANDSHAKE)
+            try:
+                theirs, mine = _exactly(end, 16), os.urandom(16)
+                end.sendall(mine)
+                line = Line(end, secret, theirs + mine, is_door=False)
+                line.send({"rank": rank})
+                return line
+            except OSError:
+                end.close()
+    return None
+
+
+def _exactly(end: socket.socket, count: int) -> bytes:
+    read = b""
+    while len(read) < count:
+        more = end.recv(count - len(read))
+        if not more:
+            raise ConnectionResetError("the other end is gone")
+        read += more
+    return read
+
+
+class Table:
+    """What rank 0 knows of all ranks; a thread of it ends a job that is stuck.
+
+    Args:
+        hosts: Of every rank.
+        lines: The connections to the others, by rank.
+        timeout: Seconds in which the job must move.
+    """
+
+    def __init__(self, hosts: Sequence[str], lines: Mapping[int, Line], timeout: float) -> None:
+        self._hosts, self._timeout = hosts, timeout
+        self._lines = dict(lines)
+        self._standings = [Standing() for _ in hosts]
+        self._left: set[int] = set()
+        progress.report_to(self.take, timeout)
+        threading.Thread(target=self._run, name="dtk-watch", daemon=True).start()
+
+    def take(self, report: Report) -> None:
+        """Take note of rank 0's own report.
+
+        Args:
+            report: What it is doing.
+        """
+        self._standings[0].take(report, time.monotonic())
+
+    def _run(self) -> None:
+        told = 0.0
+        while True:
+            self._hear(min(_PERIOD, self._timeout / 10))
+            now = time.monotonic()
+            if now - told > min(_PERIOD, self._timeout / 10):
+                told = now
+                self._tell({"here": True})
+            for rank in self._left:
+                # It has nothing more to say, and nobody expects it to.
+                self._standings[rank].heard = now
+            found = stall.find(self._standings, now, self._timeout)
+            if found is not None:
+                self._end(found)
+
+    def _hear(self, seconds: float) -> None:
+        """Read what has come, all of it, before anyone is taken for silent."""
+        by_end = {line.end: rank for rank, line in self._lines.items()}
+        ready = select.select(list(by_end), [], [], seconds)[0]
+        if not by_end:
+            time.sleep(seconds)
+        for end in ready:
+            rank = by_end[end]
+            try:
+                for message in self._lines[rank].receive():
+                    self._standings[rank].take(_report(message), time.monotonic())
+            except (OSError, ValueError, KeyError, TypeError):
+                self._lines.pop(rank).end.close()
+                self._left.add(rank)
+                last = self._standings[rank].last
+                if last is not None:
+                    self._standings[rank].last = {**last, "inside": False, "stack": ""}
+
+    def _tell(self, message: object) -> None:
+        for line in self._lines.values():
+            with contextlib.suppress(OSError):
+                line.send(message)
+
+    def _end(self, found: Stall) -> NoReturn:
+        if found.missing and set(found.missing) <= self._left:
+            found = found._replace(why="has left its script")
+        names = [f"rank {rank}" for rank in range(len(self._hosts))]
+        _say(stall.describe(found, names, self._hosts, self._standings))
+        self._tell({"stuck": True})
+        os._exit(STUCK)
+
+
+class Guest:
+    """What another rank than 0 sees: reports where it is, and ends when it is told to.
+
+    Args:
+        rank: This rank.
+        hosts: Of every rank.
+        line: The connection to rank 0.
+        timeout: Seconds in which the job must move.
+    """
+
+    def __init__(self, rank: int, hosts: Sequence[str], line: Line, timeout: float) -> None:
+        self._rank, self._hosts, self._line = rank, hosts, line
+        self._timeout = timeout
+        self._standing = Standing()
+        self._heard = time.monotonic()
+        progress.report_to(self.send, timeout)
+        threading.Thread(target=self._run, name="dtk-watch", daemon=True).start()
+
+    def send(self, report: Report) -> None:
+        """Send a report to rank 0.
+
+        Args:
+            report: What this rank is doing.
+        """
+        self._standing.take(report, time.monotonic())
+        with contextlib.suppress(OSError):
+            self._line.send(report)
+
+    def _run(self) -> None:
+        """Await rank 0's word, or its silence; rank 1 speaks first of it."""
+        patience = self._timeout + min(5.0, self._timeout / 4) + _IN_TURN * (self._rank - 1)
+        while True:
+            if select.select([self._line.end], [], [], min(_PERIOD, self._timeout / 10))[0]:
+                try:
+                    messages = self._line.receive()
+                except (OSError, ValueError):
+                    break
+                self._heard = time.monotonic()
+                if any("stuck" in message for message in messages):
+                    os._exit(STUCK)
+            if time.monotonic() - self._heard > patience:
+                self._end(f"reported nothing for {self._timeout:g} s, last")
+        while not self._waits():
+            time.sleep(_PERIOD)
+        self._end("has left its script, last")
+
+    def _waits(self) -> bool:
+        """Return whether this rank has been inside for the timeout, idle: for one that is gone."""
+        own, since = self._standing, time.monotonic() - self._timeout
+        return own.last is not None and own.last["inside"] and max(own.moved, own.busy) < since
+
+    def _end(self, why: str) -> NoReturn:
+        names = [f"rank {rank}" for rank in range(len(self._hosts))]
+        standings = [Standing() for _ in names]
+        standings[self._rank] = self._standing
+        found = Stall((0,), why, (self._rank,))
+        _say(stall.describe(found, names, self._hosts, standings))
+        os._exit(STUCK)
+
+
+def _report(message: Mapping[str, object]) -> Report:
+    """Return a message as a report, of the types that it must have."""
+    return {
+        "count": int(str(message["count"])),
+        "inside": bool(message["inside"]),
+        "what": str(message["what"]),
+        "still": float(str(message["still"])),
+        "cpu": float(str(message["cpu"])),
+        "io": int(str(message["io"])),
+        "stack": str(message["stack"]),
+        "held": {},
+    }
+
+
+def _say(text: str) -> None:
+    """Write to standard error, as the last thing that this process does."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())

@@ -1,0 +1,120 @@
+"""Beginning to watch for stalls where no launcher of dtk's does; see `dtk.cluster.heartbeats`."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import NamedTuple
+
+import psutil
+
+from dtk.cluster import heartbeats, progress
+from dtk.communicators.base import Communicator
+from dtk.errors import ClusterError
+
+DEFAULT_TIMEOUT = 300.0
+# Seconds for all ranks to reach rank 0: it has a few addresses, some of which may lead nowhere.
+_REACH = 30.0
+
+
+class _Invitation(NamedTuple):
+    """What rank 0 tells the others, by the communicator.
+
+    Attributes:
+        timeout: Seconds in which the job must move; 0: nobody watches.
+        addresses: Where it may be reached.
+        port: Where it listens.
+        secret: What shows that it is spoken to by a rank of this job.
+    """
+
+    timeout: float
+    addresses: tuple[str, ...] = ()
+    port: int = 0
+    secret: bytes = b""
+
+
+def checked(stall_timeout: float | None) -> float:
+    """Return the seconds in which a job must move: as given, or DTK_STALL_TIMEOUT, or 300.
+
+    Args:
+        stall_timeout: Seconds; 0 for ever, None asks the environment.
+
+    Raises:
+        ValueError: It is none of these.
+        ClusterError: DTK_STALL_TIMEOUT is none of these.
+    """
+    if stall_timeout is not None:
+        if not _is_timeout(stall_timeout):
+            raise ValueError(f"stall_timeout={stall_timeout!r}: expected 1 second or more, or 0")
+        return float(stall_timeout)
+    text = os.environ.get(progress.VARIABLE) or str(DEFAULT_TIMEOUT)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not _is_timeout(seconds):
+        raise ClusterError(f"{progress.VARIABLE}={text!r}: expected 1 second or more, or 0")
+    return seconds
+
+
+def _is_timeout(seconds: float) -> bool:
+    return seconds == 0.0 or 1.0 <= seconds <= 1e6
+
+
+def watch(communicator: Communicator, timeout: float) -> None:
+    """Let all ranks of a job watch each other, once; every rank calls this.
+
+    Args:
+        communicator: Between all of them.
+        timeout: Seconds in which the job must move, rank 0's counts; 0 for ever.
+    """
+    progress.start()
+    among_processes = communicator.environment is not None and communicator.name != "null"
+    if not among_processes or progress.is_launched() or progress.is_reporting():
+        return
+    rank, hosts = communicator.rank, communicator.hosts
+    door = None
+    invitation = _Invitation(0.0)
+    if rank == 0 and timeout:
+        addresses = _addresses(communicator)
+        door = heartbeats.Door(addresses[0] if addresses == ("127.0.0.1",) else "")
+        invitation = _Invitation(timeout, addresses, door.port, door.secret)
+    invitation = communicator.broadcast_object(invitation, 0)
+    if not invitation.timeout:
+        return
+    lines: dict[int, heartbeats.Line] = {}
+    if door is not None:
+        lines = door.await_guests(communicator.size, _REACH)
+    else:
+        line = heartbeats.visit(rank, invitation.addresses, invitation.port, invitation.secret)
+        lines = {} if line is None else {0: line}
+    # A rank that knocked at some other door is not among rank 0's guests.
+    there = communicator.allgather_object(sorted(lines))[0]
+    if len(there) < communicator.size - 1:
+        for line in lines.values():
+            line.end.close()
+        if rank == 0:
+            missing = [str(one) for one in range(1, communicator.size) if one not in there]
+            print(
+                f"dtk: nobody watches for stalls: rank {', '.join(missing)} cannot reach port "
+                f"{invitation.port} of rank 0 ({', '.join(invitation.addresses)})"
+            )
+    elif door is not None:
+        heartbeats.Table(hosts, lines, invitation.timeout)
+    else:
+        heartbeats.Guest(rank, hosts, lines[0], invitation.timeout)
+
+
+def _addresses(communicator: Communicator) -> tuple[str, ...]:
+    """Return where others may reach this rank, the likeliest first."""
+    if len(set(communicator.hosts)) == 1:
+        return ("127.0.0.1",)
+    environment = communicator.environment
+    told = [] if environment is None else [one.rpartition(":")[0] for one in environment.addresses]
+    own = [
+        address.address
+        for interface in psutil.net_if_addrs().values()
+        for address in interface
+        if address.family == socket.AF_INET and not address.address.startswith("127.")
+    ]
+    return tuple(dict.fromkeys([*told[:1], *own, communicator.hosts[0]]))
