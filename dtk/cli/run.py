@@ -161,6 +161,8 @@ def run(
             survey=functools.partial(ssh.survey, remote_shell=remote_shell),
         )
         told = {progress.VARIABLE: f"{stall_timeout:g}"}
+        # A rank that crashes in C++ says where in the script.
+        told["PYTHONFAULTHANDLER"] = os.environ.get("PYTHONFAULTHANDLER", "1")
         if not ps:
             told[RESTARTS] = str(attempt.attempt)
         processes = [dataclasses.replace(one, env={**one.env, **told}) for one in processes]

@@ -60,6 +60,18 @@ class Ending:
         """Return the processes whose failure ends the job."""
         return [rank for rank in self._ranks if rank.failed]
 
+    def failed_before(self, rank: Rank) -> bool:
+        """Return whether the job has failed, by a process about which this one has nothing to say.
+
+        Args:
+            rank: The process.
+        """
+        failures = self.failures()
+        if not failures:
+            return False
+        first = min(failures, key=lambda one: one.exited)
+        return rank is not first and rank is not self.speaker(first)
+
     def lost(self) -> list[Rank]:
         """Return the processes that are gone and can be replaced or done without."""
         return []

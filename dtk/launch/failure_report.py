@@ -10,13 +10,14 @@ from dtk.launch.rank import Rank
 from dtk.launch.watch import SETTLE
 
 
-def failure_report(rank: Rank, speaker: Rank, count: int) -> str:
+def failure_report(rank: Rank, speaker: Rank, count: int, left_out: int = 0) -> str:
     """Return the first failing process's last output, so that it is what stands last.
 
     Args:
         rank: The process that failed first.
         speaker: The process that can say what the failure means: the chief of a lost server.
         count: How many processes the job has.
+        left_out: How many lines of others, said later, were not shown.
 
     Returns:
         Whole lines, the first of them empty.
@@ -25,6 +26,9 @@ def failure_report(rank: Rank, speaker: Rank, count: int) -> str:
     text += "." if count == 1 else "; the others were ended."
     if rank.file is not None:
         text += f" All it wrote is in {rank.file.name}."
+    if left_out:
+        where = "beside that" if rank.file is not None else "kept by --output-dir"
+        text += f" What others said of it later is left out here: {left_out} lines, {where}."
     words = rank.last_words()
     if speaker is not rank:
         lines = [*_words_about(rank, speaker), text]

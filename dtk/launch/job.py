@@ -89,11 +89,17 @@ class Job:
         self._grace = grace
         self._ranks: list[Rank] = []
         self._state = JobState()
+        self._ending = ending.choose(self.processes, self._ranks)
         self._output = JobOutput(
-            self.processes, self.output_dir, append, stdout, stderr, self._state.lose_output
+            self.processes,
+            self.output_dir,
+            append,
+            stdout,
+            stderr,
+            self._state.lose_output,
+            self._ending.failed_before,
         )
         self._starter = Starter(self.processes, self.job_id, grace, remote_shell, self._output.say)
-        self._ending = ending.choose(self.processes, self._ranks)
         restarts = Restarts(
             self.processes,
             self._ending,
@@ -281,12 +287,26 @@ class Job:
                 self._output.write_error(report)
             elif culprit is not None:
                 speaker = self._ending.speaker(culprit)
-                self._output.write_error(failure_report(culprit, speaker, len(self._ranks)))
+                left_out = self._output.hushed
+                self._output.write_error(
+                    failure_report(culprit, speaker, len(self._ranks), left_out)
+                )
         finally:
             self._done.set()
 
+    def _end_chief(self) -> None:
+        """End the chief, and an evaluator, while what serves them is there.
+
+        Else the chief could not save any more, and would say that a server is gone.
+        """
+        ranks = [rank for rank in self._ending.essential if not rank.remote and rank.code is None]
+        for rank in ranks if self._ending.can_replace else []:
+            mark = self._starter.mark(rank.process)
+            marked.end(mark, self._grace, lambda: self._state.hurry, [rank.popen.pid])
+
     def _end_all(self) -> None:
         """End everything, wait for it, and let go of what the job held."""
+        self._end_chief()
         for rank in self._ranks:
             if rank.remote and rank.popen.stdin is not None:
                 with contextlib.suppress(OSError):

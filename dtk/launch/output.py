@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -17,6 +18,14 @@ from dtk.launch.plan import Process
 from dtk.launch.rank import Rank
 from dtk.quiet import is_noise
 
+# What TensorFlow says to the chief of tasks that are gone, four lines for each function it had sent
+# them: the loss itself is said in one line.
+_TASK_GONE = re.compile(
+    r"[EW]\d{4} .*context\.cc:\d+\] Failed to (remove|register) function remotely due to |"
+    r"Additional GRPC error information from remote target /job:|"
+    r":UNKNOWN:Error received from peer |"
+    r"This could happen if the remote target has been disconnected from the client\.$"
+)
 _COLORS = ("cyan", "yellow", "green", "magenta", "blue", "bright_red")
 
 
@@ -30,6 +39,10 @@ class JobOutput:
         stdout: Where standard output goes; `sys.stdout` when None.
         stderr: Where standard error goes; `sys.stderr` when None.
         on_closed: Called when the reader of the output is gone.
+        is_hushed: Whether a process's standard error goes to its file only: another has failed.
+
+    Attributes:
+        hushed: How many lines did.
     """
 
     def __init__(
@@ -40,7 +53,10 @@ class JobOutput:
         stdout: TextIO | None,
         stderr: TextIO | None,
         on_closed: Callable[[], None],
+        is_hushed: Callable[[Rank], bool],
     ) -> None:
+        self.hushed = 0
+        self._is_hushed = is_hushed
         self._processes = processes
         self._directory = directory
         self._mode: Literal["a", "w"] = "a" if append else "w"
@@ -124,7 +140,12 @@ class JobOutput:
                     rank.file.flush()
                 if stderr and is_noise(line, level):
                     continue
+                if stderr and rank.process.role == "chief" and _TASK_GONE.match(line):
+                    continue
                 rank.remember(line, stderr)
+                if stderr and self._is_hushed(rank):
+                    self.hushed += 1
+                    continue
                 self._write(stream, f"{prefix}{line}\n")
 
     def _prefix(self, rank: Rank, stream: TextIO) -> str:

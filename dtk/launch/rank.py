@@ -52,6 +52,7 @@ class Rank:
         signal: Number of the signal that ended it; 0 while it runs, or when it ended by itself.
         exited: When it ended, by `time.monotonic()`.
         standing: What it has reported of itself.
+        was_short_of_memory: Whether it was killed while the kernel killed for want of memory.
         stuck: Why the launcher has ended it, for a sentence; empty if it has not.
         restarts: How often it was started again.
         given_up: Whether the job goes on without it.
@@ -89,6 +90,8 @@ class Rank:
         self.exited = 0.0
         self.standing = Standing()
         self.stuck = ""
+        self.was_short_of_memory = False
+        self._kills = memory_kills()
 
     def hear(self, text: str) -> None:
         """Take note of what the process reports of itself.
@@ -115,6 +118,8 @@ class Rank:
         self.code = agent.shell_code(returncode)
         if self.stuck:
             self.signal = signal.SIGKILL
+        elif self.signal == signal.SIGKILL and not self.remote:
+            self.was_short_of_memory = memory_kills() > self._kills
 
     def remember(self, line: str, stderr: bool) -> None:
         """Keep the last lines, and everything from the start of the last traceback on.
@@ -187,7 +192,10 @@ class Rank:
         if self.stuck:
             return f"by the launcher, as it {self.stuck}"
         name = signal_name(code)
-        return f"by {name} (exit code {code})" if name else f"with exit code {code}"
+        if not name:
+            return f"with exit code {code}"
+        why = ", probably as memory had run out: the kernel has killed for that meanwhile"
+        return f"by {name} (exit code {code}){why if self.was_short_of_memory else ''}"
 
     def last_words(self) -> list[str]:
         """Return the traceback it died of, or else its last lines."""
@@ -215,3 +223,18 @@ def signal_name(code: int) -> str:
     """
     known = {int(one): one.name for one in signal.Signals}
     return known.get(code - 128, "")
+
+
+def memory_kills(file: str = "/proc/vmstat") -> int:
+    """Return how many processes of this machine the kernel has killed for want of memory.
+
+    Args:
+        file: Where Linux counts them; those of limited groups, such as containers, among them.
+
+    >>> memory_kills() >= 0
+    True
+    """
+    with contextlib.suppress(OSError), open(file) as counts:
+        found = [line.split()[1] for line in counts if line.startswith("oom_kill ")]
+        return int(found[0]) if found else 0
+    return 0

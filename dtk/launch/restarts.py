@@ -95,4 +95,6 @@ def _how(rank: Rank) -> str:
         return f"{name} {rank.stuck}, and was ended"
     if not rank.signal:
         return f"{name} ended {rank.how}"
-    return f"{name} was killed by {signal_name(128 + rank.signal) or f'signal {rank.signal}'}"
+    killer = signal_name(128 + rank.signal) or f"signal {rank.signal}"
+    why = ", probably as memory had run out" if rank.was_short_of_memory else ""
+    return f"{name} was killed by {killer}{why}"

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import platform
+import re
 import signal
 import socket
 import subprocess
@@ -369,3 +370,27 @@ def test_a_killed_rank_that_is_reported_late_is_named(run):
     given, _, err, _ = run(python(code))
     assert given == 137
     assert "rank 1, host localhost failed first, by SIGKILL" in err
+
+
+def test_what_others_say_of_the_first_failure_is_left_out_of_the_screen(run, tmp_path):
+    code = (
+        "if r == 1: print('about to go', file=sys.stderr, flush=True); os.kill(os.getpid(), 9)\n"
+        "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1.0)\n"
+        "for _ in range(90): print('Connection reset by peer', file=sys.stderr, flush=True)\n"
+        "sys.exit(1)"
+    )
+    given, _, err, _ = run(python(code), grace=5.0, output_dir=tmp_path)
+    assert given == 137
+    assert "Connection reset by peer" not in err
+    assert err.endswith("90 lines, beside that. Its last output:\nabout to go\n")
+    assert (tmp_path / "rank-0.log").read_text().count("Connection reset by peer\n") == 90
+
+
+def test_a_crash_in_c_says_where_in_the_script(tmp_path):
+    script = tmp_path / "crash.py"
+    script.write_text("import ctypes\n\ndef crash():\n    ctypes.string_at(0)\n\ncrash()\n")
+    run = [sys.executable, "-m", "dtk.cli.main", "run", "-n", "1", str(script)]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 139
+    assert "failed first, by SIGSEGV" in done.stderr
+    assert re.search(r'crash.py", line 4 in crash\n', done.stderr.split("Its last output")[1])

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from dtk.launch import Job, local, marked, plan, watch
+from dtk.launch import Job, local, marked, plan, rank, watch
 
 # The roles are played by plain Python: servants serve until the file "done" appears.
 STAGE = """
@@ -270,3 +270,48 @@ def test_stop_ends_all_while_workers_come_and_go_or_the_chief_is_heard(play, tmp
         assert time.monotonic() - began < 10
     assert job.wait() == 143
     assert marked.members(job.job_id) == []
+
+
+def test_what_tensorflow_says_of_a_lost_task_is_kept_for_the_file(play, run, tmp_path):
+    lines = [
+        "E0000 00:00:1795.99  9683 context.cc:911] Failed to remove function remotely due to it",
+        "Additional GRPC error information from remote target /job:worker/replica:0/task:1 while",
+        ":UNKNOWN:Error received from peer  {grpc_status:14}",
+        "This could happen if the remote target has been disconnected from the client.",
+        "of the script",
+    ]
+    chief = f"print({chr(10).join(lines)!r}, file=sys.stderr)\nmark('done')"
+    given, _, err, _ = run(play(chief=chief), output_dir=tmp_path / "logs")
+    assert (given, err) == (0, "[   0] of the script\n")
+    assert (tmp_path / "logs" / "rank-0.log").read_text().splitlines() == lines
+
+
+def test_a_kill_for_want_of_memory_is_told_from_others(play, run, monkeypatch):
+    kills = iter([7, 7, 7, 8])
+    monkeypatch.setattr(rank, "memory_kills", lambda: next(kills))
+    worker = "mark('lost')\ndie()"
+    given, _, err, _ = run(play(chief="time.sleep(600)", worker=worker), max_restarts=0)
+    assert given == 137
+    assert "was killed by SIGKILL, probably as memory had run out; no worker is left" in err
+    assert "by SIGKILL (exit code 137), probably as memory had run out: the kernel has" in err
+
+
+def test_the_chief_is_ended_before_what_serves_it(play, tmp_path):
+    serve = "signal.signal(signal.SIGTERM, lambda *_: (mark(role), sys.exit(0)))\nmark('up')\n"
+    chief = """
+def last(*_):
+    time.sleep(1.0)
+    print("served until the end", not seen("ps") and not seen("worker"), flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, last)
+until('up', 2)
+mark('go')
+time.sleep(600)
+"""
+    out, err = io.StringIO(), io.StringIO()
+    processes = play(chief=chief, worker=serve + "time.sleep(600)", ps=serve + "time.sleep(600)")
+    with Job(processes, grace=10.0, stdout=out, stderr=err):
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "go").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert out.getvalue() == "[   0] served until the end True\n"
