@@ -32,6 +32,8 @@ _IDLE_BYTES = 20_000
 # Ranks report this often, or four times in the timeout: of two that seem to have stopped together,
 # the silent one shall be noticed first.
 _LATEST_REPORT = 5.0
+# Seconds that a chief may be silent for longer, while TensorFlow waits for a worker to come back.
+_REPLACING = 15.0
 # What can be replaced: see `dtk.launch.restarts`.
 _REPLACEABLE = ("worker", "evaluator")
 
@@ -231,7 +233,7 @@ def find_served(
         return Stall(silent, why, () if its.last is None else (chief,))
     # TensorFlow may keep Python's lock while it asks another task for something, so a chief that
     # reports nothing may wait itself: for a worker that is replaced before.
-    if silent := _silent(standings, ("chief",), roles, now - timeout - 3 * margin):
+    if silent := _silent(standings, ("chief",), roles, now - timeout - _REPLACING):
         return Stall(silent, why, ())
     since = now - timeout - margin
     if its.last is None or its.last["inside"] or _held(standings, roles):

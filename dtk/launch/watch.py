@@ -153,6 +153,11 @@ class Watch:
                 self._end_one(self._ranks[index])
             for rank in lost:
                 self._replace(rank)
+            if lost:
+                # The chief may be silent while TensorFlow looks for the successor.
+                for rank in self._ranks:
+                    if rank.process.role == "chief" and rank.standing.heard is not None:
+                        rank.standing.delay(time.monotonic() - rank.standing.heard)
 
     def _settle(self) -> None:
         """Wait until it shows who failed first.

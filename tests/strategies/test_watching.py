@@ -92,7 +92,7 @@ def by_hand(communicator, victim, how, tmp_path):
             )
     try:
         last = ranks[int(victim)]
-        codes = {ranks[1 - int(victim)].wait(timeout=60)}
+        codes = {ranks[1 - int(victim)].wait(timeout=120)}
         if how == "stop":
             last.kill()
         codes.add(last.wait(timeout=20))
