@@ -18,6 +18,7 @@ import hmac
 import json
 import os
 import select
+import selectors
 import socket
 import sys
 import threading
@@ -44,14 +45,14 @@ class Line:
         end: The connected socket.
         secret: What both ends know, and nobody else.
         nonces: Those of both ends, the same on both.
-        is_door: Whether this is the end of rank 0.
+        is_listener: Whether this is the end of rank 0.
     """
 
-    def __init__(self, end: socket.socket, secret: bytes, nonces: bytes, is_door: bool) -> None:
+    def __init__(self, end: socket.socket, secret: bytes, nonces: bytes, is_listener: bool) -> None:
         self.end = end
         end.settimeout(_HANDSHAKE)
-        keys = [hmac.digest(secret, side + nonces, "sha256") for side in (b"door", b"guest")]
-        self._mine, self._theirs = keys if is_door else keys[::-1]
+        keys = [hmac.digest(secret, side + nonces, "sha256") for side in (b"listener", b"client")]
+        self._mine, self._theirs = keys if is_listener else keys[::-1]
         self._sent = self._received = 0
         self._rest = b""
         self._lock = threading.Lock()
@@ -94,7 +95,7 @@ def _code(key: bytes, number: int, text: bytes) -> bytes:
     return hmac.digest(key, b"%d " % number + text, "sha256").hex()[:_CODE].encode()
 
 
-class Door:
+class Listener:
     """Where rank 0 awaits the others.
 
     Args:
@@ -103,34 +104,34 @@ class Door:
 
     def __init__(self, address: str) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._door = socket.create_server((address, 0), family=family)
-        self.port = int(self._door.getsockname()[1])
+        self._listener = socket.create_server((address, 0), family=family)
+        self.port = int(self._listener.getsockname()[1])
         self.secret = os.urandom(32)
 
-    def await_guests(self, size: int, seconds: float) -> dict[int, Line]:
+    def accept_clients(self, size: int, seconds: float) -> dict[int, Line]:
         """Return the connection to each other rank that comes and knows the secret.
 
         Args:
             size: Number of ranks.
             seconds: How long to wait.
         """
-        guests: dict[int, Line] = {}
+        clients: dict[int, Line] = {}
         deadline = time.monotonic() + seconds
-        with self._door:
-            while len(guests) < size - 1 and time.monotonic() < deadline:
-                self._door.settimeout(max(0.01, deadline - time.monotonic()))
+        with self._listener:
+            while len(clients) < size - 1 and time.monotonic() < deadline:
+                self._listener.settimeout(max(0.01, deadline - time.monotonic()))
                 with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                    rank, line = self._admit(self._door.accept()[0])
+                    rank, line = self._accept(self._listener.accept()[0])
                     if 0 < rank < size:
-                        guests[rank] = line
-        return guests
+                        clients[rank] = line
+        return clients
 
-    def _admit(self, end: socket.socket) -> tuple[int, Line]:
+    def _accept(self, end: socket.socket) -> tuple[int, Line]:
         try:
             end.settimeout(_HANDSHAKE)
             mine = os.urandom(16)
             end.sendall(mine)
-            line = Line(end, self.secret, mine + _exactly(end, 16), is_door=True)
+            line = Line(end, self.secret, mine + _exactly(end, 16), is_listener=True)
             (hello,) = line.receive()
             return int(str(hello["rank"])), line
         except BaseException:
@@ -138,7 +139,7 @@ class Door:
             raise
 
 
-def visit(rank: int, addresses: Sequence[str], port: int, secret: bytes) -> Line | None:
+def connect(rank: int, addresses: Sequence[str], port: int, secret: bytes) -> Line | None:
     """Return a connection to rank 0; None if it cannot be reached.
 
     Args:
@@ -153,7 +154,7 @@ def visit(rank: int, addresses: Sequence[str], port: int, secret: bytes) -> Line
             try:
                 theirs, mine = _exactly(end, 16), os.urandom(16)
                 end.sendall(mine)
-                line = Line(end, secret, theirs + mine, is_door=False)
+                line = Line(end, secret, theirs + mine, is_listener=False)
                 line.send({"rank": rank})
                 return line
             except OSError:
@@ -185,6 +186,10 @@ class Table:
         self._lines = dict(lines)
         self._standings = [Standing() for _ in hosts]
         self._left: set[int] = set()
+        # Unlike select(2), of any number of connections.
+        self._selector = selectors.DefaultSelector()
+        for rank, line in self._lines.items():
+            self._selector.register(line.end, selectors.EVENT_READ, rank)
         progress.report_to(self.take, timeout)
         threading.Thread(target=self._run, name="dtk-watch", daemon=True).start()
 
@@ -213,21 +218,22 @@ class Table:
 
     def _hear(self, seconds: float) -> None:
         """Read what has come, all of it, before anyone is taken for silent."""
-        by_end = {line.end: rank for rank, line in self._lines.items()}
-        ready = select.select(list(by_end), [], [], seconds)[0]
-        if not by_end:
-            time.sleep(seconds)
-        for end in ready:
-            rank = by_end[end]
+        deadline = time.monotonic() + seconds
+        for key, _ in self._selector.select(seconds):
+            rank = int(key.data)
             try:
                 for message in self._lines[rank].receive():
                     self._standings[rank].take(_report(message), time.monotonic())
             except (OSError, ValueError, KeyError, TypeError):
-                self._lines.pop(rank).end.close()
+                line = self._lines.pop(rank)
+                self._selector.unregister(line.end)
+                line.end.close()
                 self._left.add(rank)
                 last = self._standings[rank].last
                 if last is not None:
                     self._standings[rank].last = {**last, "inside": False, "stack": ""}
+        if not self._lines:
+            time.sleep(max(0.0, deadline - time.monotonic()))
 
     def _tell(self, message: object) -> None:
         for line in self._lines.values():
@@ -243,7 +249,7 @@ class Table:
         os._exit(STUCK)
 
 
-class Guest:
+class Client:
     """What another rank than 0 sees: reports where it is, and ends when it is told to.
 
     Args:

@@ -29,7 +29,7 @@ from dtk.errors import CommunicatorError, at_rank
 from dtk.quiet import device_start
 
 DEFAULT_TIMEOUT = 120.0
-# Between knocks at rank 0's door: often at first, since ranks come at about the same time.
+# Between two attempts to reach rank 0: often at first, since ranks come at about the same time.
 _FIRST_RETRY_SECONDS = 0.01
 _RETRY_SECONDS = 0.1
 _GO = b"go"
@@ -137,19 +137,19 @@ def meet(rank: int, addresses: Sequence[str], timeout: float) -> None:
     if rank == 0:
         _host(addresses, deadline, timeout)
     else:
-        _visit(rank, addresses, deadline, timeout)
+        _connect(rank, addresses, deadline, timeout)
 
 
 def _host(addresses: Sequence[str], deadline: float, timeout: float) -> None:
     size = len(addresses)
     with contextlib.ExitStack() as stack:
-        door = stack.enter_context(_listen(addresses[0], size))
-        guests: dict[int, socket.socket] = {}
+        listener = stack.enter_context(_listen(addresses[0], size))
+        clients: dict[int, socket.socket] = {}
         problem = ""
-        while len(guests) < size - 1 and not problem:
-            ready, _, _ = select.select([door], [], [], max(0.0, deadline - time.monotonic()))
+        while len(clients) < size - 1 and not problem:
+            ready, _, _ = select.select([listener], [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
-                missing = [r for r in range(1, size) if r not in guests]
+                missing = [r for r in range(1, size) if r not in clients]
                 names = ", ".join(f"rank {r} ({addresses[r]})" for r in missing)
                 problem = (
                     f"the world of {size} is not complete after {timeout:g} s: no word from "
@@ -157,9 +157,9 @@ def _host(addresses: Sequence[str], deadline: float, timeout: float) -> None:
                     "(DTK_START_TIMEOUT sets the limit)"
                 )
                 break
-            guest = stack.enter_context(door.accept()[0])
-            guest.settimeout(5.0)
-            hello = _read_hello(guest)
+            client = stack.enter_context(listener.accept()[0])
+            client.settimeout(5.0)
+            hello = _read_hello(client)
             if hello is None:
                 continue  # a port scanner, a health check: not ours to judge
             who, world = hello
@@ -167,29 +167,29 @@ def _host(addresses: Sequence[str], deadline: float, timeout: float) -> None:
                 problem = (
                     f"rank {who} was told another world: {world} there, {list(addresses)} at rank 0"
                 )
-            elif who in guests or not 0 < who < size:
+            elif who in clients or not 0 < who < size:
                 problem = f"two processes say they are rank {who}"
-            guests[who] = guest
+            clients[who] = client
         answer = problem.encode() or _GO
-        for guest in guests.values():
+        for client in clients.values():
             with contextlib.suppress(OSError):
-                guest.sendall(answer)
-                guest.shutdown(socket.SHUT_WR)
-                guest.recv(1)  # let the guest hang up first, so that our port is free at once
+                client.sendall(answer)
+                client.shutdown(socket.SHUT_WR)
+                client.recv(1)  # let the client hang up first, so that our port is free at once
     if problem:
         raise CommunicatorError(at_rank(0, problem))
 
 
-def _read_hello(guest: socket.socket) -> tuple[int, list[str]] | None:
+def _read_hello(client: socket.socket) -> tuple[int, list[str]] | None:
     try:
-        with guest.makefile("rb") as lines:
+        with client.makefile("rb") as lines:
             hello = json.loads(lines.readline(1 << 20))
         return int(hello["rank"]), [str(address) for address in hello["world"]]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _visit(rank: int, addresses: Sequence[str], deadline: float, timeout: float) -> None:
+def _connect(rank: int, addresses: Sequence[str], deadline: float, timeout: float) -> None:
     hello = json.dumps({"rank": rank, "world": list(addresses)}).encode() + b"\n"
     answer = b""
     # Rank 0 knows more than we do about who is missing: give it time to say so.
@@ -216,21 +216,21 @@ def _visit(rank: int, addresses: Sequence[str], deadline: float, timeout: float)
 
 def _listen(address: str, backlog: int) -> socket.socket:
     family, target = _resolve(address)
-    door = socket.socket(family, socket.SOCK_STREAM)
+    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            door.bind(target)
+            listener.bind(target)
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
             # A name that leads here by way of a proxy or NAT is not an address of this host.
-            door.bind(("", target[1]))
-        door.listen(backlog)
+            listener.bind(("", target[1]))
+        listener.listen(backlog)
     except BaseException:
-        door.close()
+        listener.close()
         raise
-    return door
+    return listener
 
 
 def check_world(environment: Environment, rank: int, size: int, library: str, start: str) -> None:

@@ -287,7 +287,7 @@ class Job:
                 self._output.write_error(report)
             elif culprit is not None:
                 speaker = self._ending.speaker(culprit)
-                left_out = self._output.hushed
+                left_out = self._output.suppressed
                 self._output.write_error(
                     failure_report(culprit, speaker, len(self._ranks), left_out)
                 )

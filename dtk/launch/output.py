@@ -39,10 +39,10 @@ class JobOutput:
         stdout: Where standard output goes; `sys.stdout` when None.
         stderr: Where standard error goes; `sys.stderr` when None.
         on_closed: Called when the reader of the output is gone.
-        is_hushed: Whether a process's standard error goes to its file only: another has failed.
+        is_suppressed: Whether a process's standard error goes to its file only: another has failed.
 
     Attributes:
-        hushed: How many lines did.
+        suppressed: How many lines did.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class JobOutput:
         stdout: TextIO | None,
         stderr: TextIO | None,
         on_closed: Callable[[], None],
-        is_hushed: Callable[[Rank], bool],
+        is_suppressed: Callable[[Rank], bool],
     ) -> None:
-        self.hushed = 0
-        self._is_hushed = is_hushed
+        self.suppressed = 0
+        self._is_suppressed = is_suppressed
         self._processes = processes
         self._directory = directory
         self._mode: Literal["a", "w"] = "a" if append else "w"
@@ -143,8 +143,8 @@ class JobOutput:
                 if stderr and rank.process.role == "chief" and _TASK_GONE.match(line):
                     continue
                 rank.remember(line, stderr)
-                if stderr and self._is_hushed(rank):
-                    self.hushed += 1
+                if stderr and self._is_suppressed(rank):
+                    self.suppressed += 1
                     continue
                 self._write(stream, f"{prefix}{line}\n")
 

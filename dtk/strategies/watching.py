@@ -17,7 +17,7 @@ DEFAULT_TIMEOUT = 300.0
 _REACH = 30.0
 
 
-class _Invitation(NamedTuple):
+class _Meeting(NamedTuple):
     """What rank 0 tells the others, by the communicator.
 
     Attributes:
@@ -73,22 +73,22 @@ def watch(communicator: Communicator, timeout: float) -> None:
     if not among_processes or progress.is_launched() or progress.is_reporting():
         return
     rank, hosts = communicator.rank, communicator.hosts
-    door = None
-    invitation = _Invitation(0.0)
+    listener = None
+    meeting = _Meeting(0.0)
     if rank == 0 and timeout:
         addresses = _addresses(communicator)
-        door = heartbeats.Door(addresses[0] if addresses == ("127.0.0.1",) else "")
-        invitation = _Invitation(timeout, addresses, door.port, door.secret)
-    invitation = communicator.broadcast_object(invitation, 0)
-    if not invitation.timeout:
+        listener = heartbeats.Listener(addresses[0] if addresses == ("127.0.0.1",) else "")
+        meeting = _Meeting(timeout, addresses, listener.port, listener.secret)
+    meeting = communicator.broadcast_object(meeting, 0)
+    if not meeting.timeout:
         return
     lines: dict[int, heartbeats.Line] = {}
-    if door is not None:
-        lines = door.await_guests(communicator.size, _REACH)
+    if listener is not None:
+        lines = listener.accept_clients(communicator.size, _REACH)
     else:
-        line = heartbeats.visit(rank, invitation.addresses, invitation.port, invitation.secret)
+        line = heartbeats.connect(rank, meeting.addresses, meeting.port, meeting.secret)
         lines = {} if line is None else {0: line}
-    # A rank that knocked at some other door is not among rank 0's guests.
+    # A rank that reached another listener by mistake is not among rank 0's clients.
     there = communicator.allgather_object(sorted(lines))[0]
     if len(there) < communicator.size - 1:
         for line in lines.values():
@@ -97,12 +97,12 @@ def watch(communicator: Communicator, timeout: float) -> None:
             missing = [str(one) for one in range(1, communicator.size) if one not in there]
             print(
                 f"dtk: nobody watches for stalls: rank {', '.join(missing)} cannot reach port "
-                f"{invitation.port} of rank 0 ({', '.join(invitation.addresses)})"
+                f"{meeting.port} of rank 0 ({', '.join(meeting.addresses)})"
             )
-    elif door is not None:
-        heartbeats.Table(hosts, lines, invitation.timeout)
+    elif listener is not None:
+        heartbeats.Table(hosts, lines, meeting.timeout)
     else:
-        heartbeats.Guest(rank, hosts, lines[0], invitation.timeout)
+        heartbeats.Client(rank, hosts, lines[0], meeting.timeout)
 
 
 def _addresses(communicator: Communicator) -> tuple[str, ...]:

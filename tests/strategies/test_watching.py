@@ -15,7 +15,7 @@ import time
 
 import pytest
 
-from dtk.cluster.heartbeats import Door, Line, visit
+from dtk.cluster.heartbeats import Line, Listener, connect
 from dtk.errors import ClusterError
 from dtk.launch import mpi_places
 from dtk.strategies import watching
@@ -73,11 +73,11 @@ def mpirun(which, communicator, victim, how, tmp_path):
 
 def by_hand(communicator, victim, how, tmp_path):
     """A process for each rank, by TF_CONFIG; those that still run at last are ended."""
-    doors = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
-    addresses = [f"127.0.0.1:{door.getsockname()[1]}" for door in doors]
+    servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    addresses = [f"127.0.0.1:{server.getsockname()[1]}" for server in servers]
     ranks = []
-    for index, door in enumerate(doors):
-        door.close()
+    for index, server in enumerate(servers):
+        server.close()
         task = {"type": "worker", "index": index}
         place = json.dumps({"cluster": {"worker": addresses}, "task": task})
         with open(tmp_path / f"out{index}", "w") as out, open(tmp_path / f"err{index}", "w") as err:
@@ -143,8 +143,9 @@ def test_rank_0_is_watched_by_the_others(tmp_path, launcher):
 
 def test_a_rank_that_leaves_early_is_named(tmp_path):
     codes, _, err = started("collective", "1", "leave", tmp_path)
-    assert codes == [0, 124], err
-    assert "has left its script after collective " in err
+    # TensorFlow may notice the end of a connection that it reads from, and name its other end.
+    told = {124: "has left its script after collective ", 1: "/job:worker/replica:0/task:1"}
+    assert codes[0] == 0 and told[codes[1]] in err, err
 
 
 @pytest.mark.parametrize("how", ["busy", "alone"])
@@ -158,17 +159,17 @@ def test_what_is_slow_or_outlasts_the_others_is_no_stall(tmp_path, how):
 
 
 def meet(secret_of=lambda secret: secret):
-    door = Door("127.0.0.1")
+    listener = Listener("127.0.0.1")
     found = []
 
     def knock():
-        found.append(visit(1, ["127.0.0.1"], door.port, secret_of(door.secret)))
+        found.append(connect(1, ["127.0.0.1"], listener.port, secret_of(listener.secret)))
 
     thread = threading.Thread(target=knock)
     thread.start()
-    guests = door.await_guests(2, 3.0)
+    clients = listener.accept_clients(2, 3.0)
     thread.join()
-    return guests, found[0]
+    return clients, found[0]
 
 
 def hang_up(*lines):
@@ -177,26 +178,26 @@ def hang_up(*lines):
 
 
 def test_messages_pass_both_ways_in_order():
-    guests, line = meet()
+    clients, line = meet()
     for number in range(3):
         line.send({"number": number})
-        guests[1].send({"number": -number})
+        clients[1].send({"number": -number})
     time.sleep(0.1)
-    assert [message["number"] for message in guests[1].receive()] == [0, 1, 2]
+    assert [message["number"] for message in clients[1].receive()] == [0, 1, 2]
     assert [message["number"] for message in line.receive()] == [0, -1, -2]
-    hang_up(line, guests[1])
+    hang_up(line, clients[1])
 
 
 def test_who_does_not_know_the_secret_is_not_let_in():
-    guests, line = meet(lambda secret: bytes(32))
-    assert guests == {}
+    clients, line = meet(lambda secret: bytes(32))
+    assert clients == {}
     hang_up(line)
 
 
 def test_a_message_that_was_said_before_is_refused():
     ours, theirs = socket.socketpair()
-    line = Line(ours, b"secret", b"nonces", is_door=True)
-    said = Line(theirs, b"secret", b"nonces", is_door=False)
+    line = Line(ours, b"secret", b"nonces", is_listener=True)
+    said = Line(theirs, b"secret", b"nonces", is_listener=False)
     said.send({"rank": 1})
     once = ours.recv(1000, socket.MSG_PEEK)
     theirs.sendall(once)
