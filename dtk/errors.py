@@ -28,6 +28,10 @@ class DisagreementError(DtkError, RuntimeError):
     """Ranks differ in something they must agree on: variables, steps, scripts, versions."""
 
 
+class CheckpointInUseError(DtkError, RuntimeError):
+    """Another job saves its checkpoints to the same directory."""
+
+
 def at_rank(rank: int, message: str) -> str:
     """Put the rank in front of a message.
 

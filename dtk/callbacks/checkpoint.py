@@ -13,6 +13,7 @@ from dtk.callbacks.base import StrategyCallback
 from dtk.callbacks.checkpointing.best import BestValue
 from dtk.callbacks.checkpointing.chief import on_chief
 from dtk.callbacks.checkpointing.files import CheckpointFiles
+from dtk.callbacks.checkpointing.lock import DirectoryLock
 from dtk.callbacks.checkpointing.model_state import parts_of, value_of
 from dtk.callbacks.checkpointing.reading import CheckpointReader, restore, resume_message
 from dtk.callbacks.checkpointing.termination import EXIT_CODE, Termination
@@ -43,6 +44,8 @@ class Checkpoint(StrategyCallback):
     begins that validation anew. Nothing is saved when a single step, or what another callback does
     between two, takes more than 20 seconds.
 
+    During `fit` no other job can save to the directory (see `dtk.callbacks.checkpointing.lock`).
+
     A `fit` that is called again with the same callback goes on with the model in memory; give every
     `fit` that must be resumable a directory of its own.
 
@@ -60,6 +63,7 @@ class Checkpoint(StrategyCallback):
     Raises:
         ValueError: An argument is out of range; at train begin, when the checkpoint belongs to
             another model, or none in the directory can be read.
+        CheckpointInUseError: At train begin, when another job saves to the directory.
 
     Example:
         >>> import dtk, keras, numpy as np, tempfile
@@ -105,6 +109,7 @@ class Checkpoint(StrategyCallback):
         self._best = BestValue(monitor, mode)
         self._reader = CheckpointReader(self.files)
         self._writer = CheckpointWriter(self.files, max_to_keep, self._best)
+        self._lock = DirectoryLock(self.files.directory)
         self._begun = self._fitting = False
         self._termination: Termination | None = None
         self._metrics: list[Array] | None = None
@@ -149,12 +154,13 @@ class Checkpoint(StrategyCallback):
             ValueError: The checkpoint belongs to another model, or none in the directory can be
                 read.
             OSError: Nothing can be written to the directory.
+            CheckpointInUseError: Another job saves to the directory; nothing of it was touched.
         """
+        on_chief(self.strategy, self._open)
         if self._begun:
             return
         self._begun = True
         trainer, epochs = self.trainer, self.params["epochs"]
-        on_chief(self.strategy, self.files.check_writable)
         parts = parts_of(trainer)
         loaded = on_chief(
             self.strategy, lambda: self._reader.load_newest(trainer, self.resume, parts)
@@ -224,6 +230,7 @@ class Checkpoint(StrategyCallback):
         if self._termination is not None:
             self._termination.remove()
             self._termination = None
+        self._lock.release()
         if self._fitting:
             self._fitting = False
             self.trainer.set_initial_epoch(self._initial_epoch)
@@ -293,6 +300,10 @@ class Checkpoint(StrategyCallback):
     def _asked_by_sigterm(self) -> list[Checkpoint]:
         """Return those that save on SIGTERM; the last one catches it, when all have seen a step."""
         return [one for one in self.beside(Checkpoint) if one.save_on_sigterm]
+
+    def _open(self) -> None:
+        self.files.check_writable()
+        self._lock.take()
 
     def _check_directories(self) -> None:
         for other in self.beside(Checkpoint):

@@ -1,0 +1,182 @@
+"""One job at a time in a directory of checkpoints.
+
+    .lock      held by flock(2) while `fit` runs; says who holds it: host, process id, start time
+
+The kernel lets go of the file when the process ends, however it ends, so that a killed job is in
+nobody's way. Where the file system has no flock, the process that is named decides: one that does
+not run any more holds nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+import weakref
+from pathlib import Path
+from typing import TypedDict
+
+from dtk.cluster.variables import RESTARTS
+from dtk.errors import CheckpointInUseError
+
+NAME = ".lock"
+# Seconds for a job that is just ending, as when a scheduler starts its successor at once.
+_PATIENCE = 2.0
+_NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+
+
+class Holder(TypedDict):
+    """Process that holds a directory.
+
+    Attributes:
+        host: Name of its host.
+        pid: Its id there.
+        started: When it started, as the kernel counts; an id alone may be used again.
+    """
+
+    host: str
+    pid: int
+    started: str
+
+
+class DirectoryLock:
+    """Keeps other jobs out of a directory.
+
+    Args:
+        directory: The directory, which exists once the lock is taken.
+        patience: Seconds to wait for a holder that may be about to end.
+    """
+
+    def __init__(self, directory: Path, patience: float = _PATIENCE):
+        self._directory = directory
+        self._patience = patience
+        self._descriptor: int | None = None
+        mine = weakref.ref(self)
+        # A process that is forked from this one would hold the lock beyond this one's end.
+        os.register_at_fork(after_in_child=lambda: _forget(mine))
+
+    @property
+    def held(self) -> bool:
+        """Whether this process holds the directory."""
+        return self._descriptor is not None
+
+    def take(self) -> None:
+        """Hold the directory until `release`, or the end of this process.
+
+        Raises:
+            CheckpointInUseError: Another process holds it; names host and process.
+            OSError: No file can be made in it.
+        """
+        deadline = time.monotonic() + self._patience
+        while self._descriptor is None:
+            holder = self._try()
+            if self._descriptor is None and time.monotonic() >= deadline:
+                raise CheckpointInUseError(self._refusal(holder))
+            if self._descriptor is None:
+                time.sleep(0.1)
+
+    def release(self) -> None:
+        """Let go of the directory, and leave no trace."""
+        if self._descriptor is not None:
+            # While it is held: nobody else's file can have this name.
+            (self._directory / NAME).unlink(missing_ok=True)
+            self.forget()
+
+    def _try(self) -> Holder | None:
+        """Try once; return who holds it, where that is known."""
+        path = self._directory / NAME
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            holder = _read(descriptor)
+            locked = _flock(descriptor)
+            free = not _runs(holder) if locked is None else locked
+            # Released in between, the file is not there any more, and its lock keeps nobody out.
+            if free and _is_there(descriptor, path):
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, json.dumps(_myself()).encode(), 0)
+                self._descriptor = descriptor
+            return holder
+        finally:
+            if self._descriptor is None:
+                os.close(descriptor)
+
+    def _refusal(self, holder: Holder | None) -> str:
+        who = (
+            "another process" if holder is None else f"process {holder['pid']} on {holder['host']}"
+        )
+        return (
+            f"{self._directory}: {who} saves its checkpoints there; end that job first, or give "
+            "this one another directory"
+        )
+
+    def forget(self) -> None:
+        """Close the file; the lock goes with the last process that has it open."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _forget(reference: weakref.ref[DirectoryLock]) -> None:
+    lock = reference()
+    if lock is not None:
+        lock.forget()
+
+
+def _flock(descriptor: int) -> bool | None:
+    """Return whether the file could be locked; None where the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _NO_FLOCK:
+            return None
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return False
+        raise
+    return True
+
+
+def _is_there(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _read(descriptor: int) -> Holder | None:
+    """Return who has written the file; None where nobody has, or not to its end."""
+    try:
+        found = json.loads(os.pread(descriptor, 4096, 0))
+        return {
+            "host": str(found["host"]),
+            "pid": int(found["pid"]),
+            "started": str(found["started"]),
+        }
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _myself() -> Holder:
+    pid = os.getpid()
+    return {"host": socket.gethostname(), "pid": pid, "started": _started(pid)}
+
+
+def _started(pid: int) -> str:
+    """Return when a process of this host started, in the kernel's ticks; "" if there is none."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def _runs(holder: Holder | None) -> bool:
+    """Return whether a holder runs, as far as can be told from here."""
+    if holder is None:
+        return False
+    if holder["host"] == socket.gethostname():
+        return _started(holder["pid"]) == holder["started"]
+    # Of another host nothing is known, unless `dtk run` has ended that job and started it again.
+    return os.environ.get(RESTARTS, "0") in ("", "0")
