@@ -13,6 +13,7 @@ from dtk.callbacks.base import StrategyCallback
 from dtk.callbacks.checkpointing.best import BestValue
 from dtk.callbacks.checkpointing.chief import on_chief
 from dtk.callbacks.checkpointing.files import CheckpointFiles
+from dtk.callbacks.checkpointing.frequency import Frequency, is_count
 from dtk.callbacks.checkpointing.lock import DirectoryLock
 from dtk.callbacks.checkpointing.model_state import parts_of, value_of
 from dtk.callbacks.checkpointing.reading import CheckpointReader, restore, resume_message
@@ -59,6 +60,10 @@ class Checkpoint(StrategyCallback):
         mode: "min" or "max"; "auto" decides by the name.
         resume: Whether to go on from the newest checkpoint; an empty directory starts afresh.
         save_on_sigterm: Whether to catch SIGTERM during `fit`.
+        save_every_samples: Samples of all ranks from one checkpoint to the next, in place of
+            `save_freq`: as often whatever the batch, and while it grows. Saved is after the step
+            that completes so many. Rows of data that is not arrays are looked up, by a collective,
+            a few times between two checkpoints; the last steps of an epoch count by those before.
 
     Raises:
         ValueError: An argument is out of range; at train begin, when the checkpoint belongs to
@@ -91,18 +96,17 @@ class Checkpoint(StrategyCallback):
         mode: str = "auto",
         resume: bool = True,
         save_on_sigterm: bool = True,
+        save_every_samples: int | None = None,
     ):
         super().__init__()
-        if save_freq != "epoch" and not _is_count(save_freq):
-            raise ValueError(
-                f"save_freq must be 'epoch' or a number of steps (1 or more), got {save_freq!r}"
-            )
-        if max_to_keep is not None and not _is_count(max_to_keep):
+        self._frequency = Frequency(save_freq, save_every_samples)
+        if max_to_keep is not None and not is_count(max_to_keep):
             raise ValueError(
                 f"max_to_keep must be at least 1, or None for all, got {max_to_keep!r}"
             )
         self.files = CheckpointFiles(directory)
         self.save_freq = save_freq
+        self.save_every_samples = save_every_samples
         self.max_to_keep = max_to_keep
         self.resume = resume
         self.save_on_sigterm = save_on_sigterm
@@ -140,7 +144,8 @@ class Checkpoint(StrategyCallback):
             ValueError: Another `Checkpoint` of this `fit` writes to the same directory.
         """
         self._fitting, self._initial_epoch = True, self.trainer.initial_epoch()
-        self._epoch = self._since_save = self._last_step = self._resumed_step = 0
+        self._epoch = self._resumed_step = 0
+        self._frequency.saved()
         self._trained = None
         self._check_directories()
         if self.save_on_sigterm and self is self._asked_by_sigterm()[-1]:
@@ -177,21 +182,21 @@ class Checkpoint(StrategyCallback):
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Put back the metrics of an epoch that is resumed in its middle."""
-        self._epoch, self._last_step, self._resumed_step = epoch, self._resumed_step, 0
+        done, self._epoch, self._resumed_step = self._resumed_step, epoch, 0
         if self._metrics:
             for variable, value in zip(metric_variables(self.model), self._metrics, strict=True):
                 variable.assign(value)
         self._metrics = None
+        self._frequency.begin_epoch(done, self.model)
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         """Save between two steps."""
-        self._since_save += batch - self._last_step
-        self._last_step = batch
+        self._frequency.count(batch, self.trainer.feed, self.model)
         ending = self._termination is not None and self._termination.wanted_after_step()
         progress = Progress(self._epoch, batch, in_epoch=True)
         if ending:
             self._exit(progress)
-        if self._due() and batch:
+        if self._frequency.due and batch:
             self.save(progress)
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
@@ -213,7 +218,7 @@ class Checkpoint(StrategyCallback):
     def on_epoch_agreed(self, epoch: int, logs: Logs | None = None) -> None:
         """Save after an epoch, when all callbacks have seen it."""
         steps = self.trainer.feed.iterator.num_batches
-        self._since_save += max(0, (steps or 0) - self._last_step)
+        self._frequency.count(steps or 0, self.trainer.feed)
         ending = self._termination is not None and self._termination.wanted()
         if self._termination is not None and self._trained is not None:
             self._termination.find_pace()
@@ -222,7 +227,7 @@ class Checkpoint(StrategyCallback):
         progress = Progress(epoch + 1, 0, in_epoch=False, logs=logs)
         if ending:
             self._exit(progress)
-        if last or self._due() or self.save_freq == "epoch":
+        if last or self._frequency.each_epoch or self._frequency.due:
             self.save(progress)
 
     def on_fit_left(self) -> None:
@@ -235,9 +240,6 @@ class Checkpoint(StrategyCallback):
             self._fitting = False
             self.trainer.set_initial_epoch(self._initial_epoch)
 
-    def _due(self) -> bool:
-        return isinstance(self.save_freq, int) and self._since_save >= self.save_freq
-
     def save(self, progress: Progress) -> Path | None:
         """Save now; every rank calls it.
 
@@ -247,7 +249,7 @@ class Checkpoint(StrategyCallback):
         Returns:
             Path of the checkpoint; None where weights are not finite, which is said.
         """
-        self._since_save = 0
+        self._frequency.saved()
         try:
             return self.files.directory / self._writer.save(self.trainer, progress)
         except NotFiniteError as error:
@@ -318,7 +320,3 @@ class Checkpoint(StrategyCallback):
         saved = [str(path) for one in self._asked_by_sigterm() if (path := one.save(progress))]
         self.say(f"SIGTERM: saved {' and '.join(saved) or 'nothing'}; start again to resume")
         raise SystemExit(EXIT_CODE)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

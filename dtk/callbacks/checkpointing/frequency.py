@@ -1,0 +1,129 @@
+"""When a checkpoint is due: after an epoch, or after so many steps or samples."""
+
+from __future__ import annotations
+
+import keras
+
+from dtk.callbacks.evaluation import count_rows
+from dtk.trainer.feed import Feed
+
+
+class Frequency:
+    """Counts steps and samples since the last checkpoint, alike on all ranks.
+
+    Args:
+        save_freq: "epoch", or a number of steps.
+        save_every_samples: A number of samples, in place of `save_freq`; None for that.
+
+    Attributes:
+        steps: Steps since the last checkpoint.
+        samples: Samples since then, where they are asked for.
+
+    Raises:
+        ValueError: An argument is out of range, or both are given.
+
+    Example:
+        >>> Frequency(save_freq=500).each_epoch, Frequency().each_epoch
+        (False, True)
+    """
+
+    def __init__(self, save_freq: str | int = "epoch", save_every_samples: int | None = None):
+        if save_freq != "epoch" and not is_count(save_freq):
+            raise ValueError(
+                f"save_freq must be 'epoch' or a number of steps (1 or more), got {save_freq!r}"
+            )
+        if save_every_samples is not None and not is_count(save_every_samples):
+            raise ValueError(
+                "save_every_samples must be a number of samples (1 or more), or None, got "
+                f"{save_every_samples!r}"
+            )
+        if save_every_samples is not None and save_freq != "epoch":
+            raise ValueError(
+                f"save_freq={save_freq!r} and save_every_samples={save_every_samples!r} were both "
+                "given; keep one"
+            )
+        self._save_freq = save_freq
+        self._every_samples = save_every_samples
+        self.steps = self.samples = 0
+        self._last_step = 0
+        # Rows since the last checkpoint, and in this epoch, when they were last looked at; steps
+        # since then; rows of a step.
+        self._looked = self._total = self._unseen = 0
+        self._rate = 0.0
+
+    @property
+    def each_epoch(self) -> bool:
+        """Whether one is due after every epoch."""
+        return self._save_freq == "epoch" and self._every_samples is None
+
+    @property
+    def due(self) -> bool:
+        """Whether one is due now, by what was counted."""
+        if self._every_samples is not None:
+            return self.samples >= self._every_samples
+        return isinstance(self._save_freq, int) and self.steps >= self._save_freq
+
+    def begin_epoch(self, done: int, model: keras.Model) -> None:
+        """Begin to count the steps of an epoch.
+
+        Args:
+            done: Steps of it that an earlier run has taken.
+            model: The model, whose metrics have seen the rows of these.
+        """
+        self._last_step = done
+        self._looked += round(self._unseen * self._rate)
+        self._unseen = 0
+        self._total = count_rows(model) if done and self._every_samples is not None else 0
+
+    def count(self, done: int, feed: Feed, model: keras.Model | None = None) -> None:
+        """Count what the epoch has done since the last call.
+
+        Args:
+            done: Steps of the epoch that are done.
+            feed: The data of the running `fit`.
+            model: The model, whose metrics have seen the rows of these steps and no others; None
+                where they were reset.
+
+        Raises:
+            ValueError: The data is not arrays, and the model's metrics do not count its rows.
+        """
+        steps = max(0, done - self._last_step)
+        self.steps += steps
+        if self._every_samples is not None and steps:
+            before, after = feed.rows_counted(self._last_step), feed.rows_counted(done)
+            if before is None or after is None:
+                self._estimate(steps, model)
+            else:
+                self.samples += after - before
+        self._last_step = max(done, self._last_step)
+
+    def _estimate(self, steps: int, model: keras.Model | None) -> None:
+        """Count rows by those of the steps before, and look where enough may have come.
+
+        To look takes a collective. It is done whenever half of what was left at the last look may
+        be there, or steps since the last checkpoint are twice as many: batches may have grown.
+        """
+        assert self._every_samples is not None
+        self._unseen += steps
+        left = self._every_samples - self._looked
+        enough = self._unseen * self._rate >= left / 2 or 2 * self._unseen >= self.steps
+        if model is not None and enough:
+            total = count_rows(model)
+            self._rate = (total - self._total) / self._unseen
+            self._looked += total - self._total
+            self._total, self._unseen = total, 0
+        self.samples = self._looked + round(self._unseen * self._rate)
+
+    def saved(self) -> None:
+        """Note that there is a checkpoint."""
+        self.steps = self.samples = 0
+        self._looked = -round(self._unseen * self._rate)
+
+
+def is_count(value: object) -> bool:
+    """Return whether a value is a whole number above 0.
+
+    Args:
+        value: Any.
+    """
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
