@@ -32,6 +32,10 @@ class CheckpointInUseError(DtkError, RuntimeError):
     """Another job saves its checkpoints to the same directory."""
 
 
+class CheckpointSaveError(DtkError, OSError):
+    """A checkpoint could not be written: the disk is full, read-only or gone."""
+
+
 def at_rank(rank: int, message: str) -> str:
     """Put the rank in front of a message.
 

@@ -19,6 +19,7 @@ from dtk.callbacks.checkpointing.model_state import parts_of, value_of
 from dtk.callbacks.checkpointing.reading import CheckpointReader, restore, resume_message
 from dtk.callbacks.checkpointing.termination import EXIT_CODE, Termination
 from dtk.callbacks.checkpointing.writing import CheckpointWriter, NotFiniteError, Progress
+from dtk.errors import CheckpointSaveError
 from dtk.nests import Array, Logs
 from dtk.parameter_server.evaluator import Saved
 from dtk.trainer.replica.replica_step import metric_variables
@@ -64,11 +65,15 @@ class Checkpoint(StrategyCallback):
             `save_freq`: as often whatever the batch, and while it grows. Saved is after the step
             that completes so many. Rows of data that is not arrays are looked up, by a collective,
             a few times between two checkpoints; the last steps of an epoch count by those before.
+        on_save_error: What to do when a checkpoint cannot be written, as on a full disk. "warn"
+            prints it on rank 0 and trains on: nothing that was learned is thrown away, the last
+            good checkpoint stays, and the next save tries anew. "raise" ends `fit` on all ranks.
 
     Raises:
         ValueError: An argument is out of range; at train begin, when the checkpoint belongs to
             another model, or none in the directory can be read.
         CheckpointInUseError: At train begin, when another job saves to the directory.
+        CheckpointSaveError: While training, as `on_save_error` says.
 
     Example:
         >>> import dtk, keras, numpy as np, tempfile
@@ -97,6 +102,7 @@ class Checkpoint(StrategyCallback):
         resume: bool = True,
         save_on_sigterm: bool = True,
         save_every_samples: int | None = None,
+        on_save_error: str = "warn",
     ):
         super().__init__()
         self._frequency = Frequency(save_freq, save_every_samples)
@@ -104,6 +110,9 @@ class Checkpoint(StrategyCallback):
             raise ValueError(
                 f"max_to_keep must be at least 1, or None for all, got {max_to_keep!r}"
             )
+        if on_save_error not in ("warn", "raise"):
+            raise ValueError(f"on_save_error must be 'warn' or 'raise', got {on_save_error!r}")
+        self.on_save_error = on_save_error
         self.files = CheckpointFiles(directory)
         self.save_freq = save_freq
         self.save_every_samples = save_every_samples
@@ -247,7 +256,11 @@ class Checkpoint(StrategyCallback):
             progress: How far training is.
 
         Returns:
-            Path of the checkpoint; None where weights are not finite, which is said.
+            Path of the checkpoint; None where weights are not finite, or it could not be written,
+            which is said.
+
+        Raises:
+            CheckpointSaveError: It could not be written, and `on_save_error` is "raise".
         """
         self._frequency.saved()
         try:
@@ -263,7 +276,11 @@ class Checkpoint(StrategyCallback):
                 f"epoch {progress.epoch}, step {progress.step}: not saved, as {error}; {kept}. "
                 "Try a smaller learning rate or clipnorm="
             )
-            return None
+        except CheckpointSaveError as error:
+            if self.on_save_error == "raise":
+                raise
+            self.say(f"epoch {progress.epoch}, step {progress.step}: {error}; training goes on")
+        return None
 
     # Evaluating beside the training; see `dtk.parameter_server.evaluator`.
 

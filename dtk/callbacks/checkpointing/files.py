@@ -96,6 +96,9 @@ class CheckpointFiles:
 
         Returns:
             The checkpoint's name.
+
+        Raises:
+            OSError: It cannot be written; nothing of it is left.
         """
         newest = next(iter(self.names()), None)
         name = f"checkpoint-{_serial(newest) + 1 if newest else 1:08d}"
@@ -103,6 +106,23 @@ class CheckpointFiles:
         draft = self.directory / f"{DRAFT}{name}"
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir()
+        try:
+            self._fill(draft, save_weights, state, arrays)
+            os.rename(draft, self.directory / name)
+        except BaseException:
+            # Half a checkpoint would keep the room that the next one needs.
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+        flush(self.directory)
+        return name
+
+    def _fill(
+        self,
+        draft: Path,
+        save_weights: Callable[[str], object],
+        state: Mapping[str, Packed],
+        arrays: Mapping[str, Array],
+    ) -> None:
         save_weights(str(draft / WEIGHTS))
         np.savez(draft / ARRAYS, **arrays)  # type: ignore[arg-type]  # no array is its allow_pickle
         digests = {file: digest(draft / file) for file in (WEIGHTS, ARRAYS)}
@@ -111,9 +131,6 @@ class CheckpointFiles:
         for file in (WEIGHTS, ARRAYS, STATE):
             flush(draft / file)
         flush(draft)
-        os.rename(draft, self.directory / name)
-        flush(self.directory)
-        return name
 
     def read(self, name: str) -> tuple[CheckpointState, dict[str, Array]]:
         """Read state and arrays of one checkpoint, once its files have been checked.

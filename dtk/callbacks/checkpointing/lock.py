@@ -9,6 +9,7 @@ not run any more holds nothing.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -81,8 +82,9 @@ class DirectoryLock:
     def release(self) -> None:
         """Let go of the directory, and leave no trace."""
         if self._descriptor is not None:
-            # While it is held: nobody else's file can have this name.
-            (self._directory / NAME).unlink(missing_ok=True)
+            # While it is held: nobody else's file can have this name. A disk may be read-only now.
+            with contextlib.suppress(OSError):
+                (self._directory / NAME).unlink(missing_ok=True)
             self.forget()
 
     def _try(self) -> Holder | None:

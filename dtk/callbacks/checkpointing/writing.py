@@ -21,6 +21,7 @@ from dtk.callbacks.checkpointing.model_state import (
     value_of,
 )
 from dtk.compat import tf_replicas
+from dtk.errors import CheckpointSaveError
 from dtk.exchange.state import Saved
 from dtk.nests import Array, Logs
 from dtk.trainer.contract import Strategy
@@ -78,7 +79,7 @@ class CheckpointWriter:
         Raises:
             NotFiniteError: Weights that are trained hold NaN or infinite numbers; on every rank.
             ValueError: The logs do not hold the number that decides which epoch is the best.
-            OSError: Rank 0 cannot write; on every rank.
+            CheckpointSaveError: Rank 0 cannot write; on every rank.
         """
         trainer.flush()
         fold_accumulators(trainer)
@@ -144,11 +145,30 @@ class CheckpointWriter:
         arrays: dict[str, Array],
         note: dict[str, object] | None,
     ) -> str:
-        name = self._files.write(model.save_weights, state, arrays)
-        if note is not None:
-            self._files.keep_best(name, note)
-        self._files.prune(self._max_to_keep)
+        files, name = self._files, None
+        try:
+            name = files.write(lambda path: _save_weights(model, path), state, arrays)
+            if note is not None:
+                files.keep_best(name, note)
+            files.prune(self._max_to_keep)
+        except OSError as error:
+            what = "no checkpoint" if name is None else f"{name}, but not all beside it,"
+            newest = next(iter(files.names()), None)
+            kept = f"the newest one is {newest}" if newest else "there is none yet"
+            raise CheckpointSaveError(
+                f"{files.directory}: {what} was written, {kept}: {error}"
+            ) from error
         return name
+
+
+def _save_weights(model: keras.Model, path: str) -> None:
+    try:
+        model.save_weights(path)
+    except (RuntimeError, ValueError) as error:
+        # HDF5's own way to say that it cannot write, when it closes a file.
+        if "errno = " not in str(error):
+            raise
+        raise OSError(str(error)) from error
 
 
 def _check_finite(model: keras.Model) -> None:

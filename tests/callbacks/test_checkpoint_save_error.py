@@ -1,0 +1,123 @@
+"""A disk that is full, or read-only from some moment on: real ones, of the test's own."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pathlib
+import shutil
+import subprocess
+
+import keras
+import pytest
+
+import dtk
+
+from callbacks.bodies import BATCH, compiled, data, fails, strategy
+
+SIZE = 4 << 20
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A file system of 4 MB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("only root can mount a small file system")
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "dtk-test", str(place)],
+        capture_output=True,
+        text=True,
+    )
+    if made.returncode:
+        pytest.skip(f"no file system can be mounted here: {made.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def fill(place):
+    """Leave 100 kB: not enough for the 280 kB of a checkpoint."""
+    free = os.statvfs(place).f_bavail * os.statvfs(place).f_frsize
+    (place / "filler").write_bytes(bytes(free - 100_000))
+
+
+def close(place):
+    """Cover the checkpoints by themselves, read-only."""
+    place = str(place / "checkpoints")
+    subprocess.run(["mount", "--bind", place, place], check=True)
+    subprocess.run(["mount", "-o", "remount,bind,ro", place], check=True)
+
+
+def reopen(place):
+    subprocess.run(["umount", "-l", str(place / "checkpoints")], check=True)
+
+
+def fitted(disk, harm, heal, options):
+    """Four epochs, of which the second and the third cannot be saved."""
+    strategy()
+    place = pathlib.Path(disk, "checkpoints")
+    breaks, heals = {
+        "full": (fill, lambda disk: (disk / "filler").unlink()),
+        "read-only": (close, reopen),
+    }[harm]
+    epochs = []
+
+    class Harm(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            strategy().communicator.barrier()
+            if strategy().is_chief and epoch == 1:
+                breaks(pathlib.Path(disk))
+            if strategy().is_chief and epoch == 3 and heal:
+                heals(pathlib.Path(disk))
+            epochs.append(epoch)
+
+    said, x = io.StringIO(), data(16)
+    callback = dtk.callbacks.Checkpoint(place, **options)
+    model = compiled(keras.optimizers.SGD(0.01), width=8000)
+    with contextlib.redirect_stdout(said):
+        failure = fails(
+            model.fit, *x, batch_size=BATCH, epochs=4, verbose=0, callbacks=[Harm(), callback]
+        )
+    strategy().communicator.barrier()
+    whole = [callback.files.read(name)[0]["epoch"] for name in callback.files.names()]
+    left = sorted(path.name for path in place.iterdir() if path.name.startswith("."))
+    strategy().communicator.barrier()
+    if strategy().is_chief and harm == "read-only" and not heal:
+        reopen(pathlib.Path(disk))
+    return failure, said.getvalue(), epochs, whole, left
+
+
+both = pytest.mark.parametrize("harm", ["full", "read-only"])
+
+
+@both
+@pytest.mark.worlds(("local", 1), ("collective", 2))
+def test_by_default_training_goes_on_and_the_last_good_one_stays(pool, disk, harm):
+    results = pool.run(fitted, str(disk), harm, True, {}, timeout=60)
+    for failure, _, epochs, whole, left in results:
+        assert failure is None and epochs == [0, 1, 2, 3]
+        assert whole == [4, 1] and not left
+    said = results[0][1]
+    assert said.count("no checkpoint was written, the newest one is checkpoint-00000001") == 2
+    assert ("No space left" if harm == "full" else "Read-only") in said
+    assert all(not other for _, other, *_ in results[1:]), "rank 0 speaks"
+
+
+@both
+@pytest.mark.worlds(("local", 1), ("collective", 2))
+def test_raise_ends_fit_on_all_ranks(pool, disk, harm):
+    for failure, _, epochs, whole, left in pool.run(
+        fitted, str(disk), harm, False, {"on_save_error": "raise"}, timeout=60
+    ):
+        kind, text = failure
+        assert kind == "CheckpointSaveError" and epochs == [0, 1]
+        assert "the newest one is checkpoint-00000001" in text
+        assert whole == [1] and left == ([".lock"] if harm == "read-only" else [])
+
+
+@pytest.mark.parametrize("given", ["ignore", None, True])
+def test_what_to_do_is_one_of_two(tmp_path, given):
+    with pytest.raises(ValueError, match="on_save_error must be 'warn' or 'raise'"):
+        dtk.callbacks.Checkpoint(tmp_path, on_save_error=given)
