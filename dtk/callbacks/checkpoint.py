@@ -10,6 +10,7 @@ from typing import NoReturn
 import keras
 
 from dtk.callbacks.base import StrategyCallback
+from dtk.callbacks.checkpointing.background import Background
 from dtk.callbacks.checkpointing.best import BestValue
 from dtk.callbacks.checkpointing.chief import on_chief
 from dtk.callbacks.checkpointing.files import CheckpointFiles
@@ -68,6 +69,10 @@ class Checkpoint(StrategyCallback):
         on_save_error: What to do when a checkpoint cannot be written, as on a full disk. "warn"
             prints it on rank 0 and trains on: nothing that was learned is thrown away, the last
             good checkpoint stays, and the next save tries anew. "raise" ends `fit` on all ranks.
+        background: Whether to train on while rank 0 writes. It holds a copy of weights and
+            optimizer state until that is done, one at most: the next save waits for it, and so
+            do the end of `fit` and SIGTERM. What could not be written shows at the next step, or
+            with several ranks and "raise" at the next save or end of an epoch.
 
     Raises:
         ValueError: An argument is out of range; at train begin, when the checkpoint belongs to
@@ -103,6 +108,7 @@ class Checkpoint(StrategyCallback):
         save_on_sigterm: bool = True,
         save_every_samples: int | None = None,
         on_save_error: str = "warn",
+        background: bool = False,
     ):
         super().__init__()
         self._frequency = Frequency(save_freq, save_every_samples)
@@ -121,9 +127,11 @@ class Checkpoint(StrategyCallback):
         self.save_on_sigterm = save_on_sigterm
         self._best = BestValue(monitor, mode)
         self._reader = CheckpointReader(self.files)
-        self._writer = CheckpointWriter(self.files, max_to_keep, self._best)
+        self._background = Background(self.say) if background else None
+        self._writer = CheckpointWriter(self.files, max_to_keep, self._best, self._background)
         self._lock = DirectoryLock(self.files.directory)
         self._begun = self._fitting = False
+        self._best_before: float | None = None
         self._termination: Termination | None = None
         self._metrics: list[Array] | None = None
         self._trained: Logs | None = None
@@ -201,6 +209,7 @@ class Checkpoint(StrategyCallback):
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         """Save between two steps."""
         self._frequency.count(batch, self.trainer.feed, self.model)
+        self._notice_failure()
         ending = self._termination is not None and self._termination.wanted_after_step()
         progress = Progress(self._epoch, batch, in_epoch=True)
         if ending:
@@ -238,12 +247,20 @@ class Checkpoint(StrategyCallback):
             self._exit(progress)
         if last or self._frequency.each_epoch or self._frequency.due:
             self.save(progress)
+        else:
+            self.finish(wait=False)
+
+    def on_end_agreed(self, logs: Logs | None = None) -> None:
+        """Wait for the last checkpoint."""
+        self.finish()
 
     def on_fit_left(self) -> None:
         """Restore the handler of SIGTERM, and let a later `fit` start where it is told to."""
         if self._termination is not None:
             self._termination.remove()
             self._termination = None
+        if self._background is not None and (failure := self._background.left()) is not None:
+            self.say(str(failure))  # fit was left by another exception
         self._lock.release()
         if self._fitting:
             self._fitting = False
@@ -263,6 +280,8 @@ class Checkpoint(StrategyCallback):
             CheckpointSaveError: It could not be written, and `on_save_error` is "raise".
         """
         self._frequency.saved()
+        self.finish()
+        self._best_before = self._best.value
         try:
             return self.files.directory / self._writer.save(self.trainer, progress)
         except NotFiniteError as error:
@@ -277,10 +296,41 @@ class Checkpoint(StrategyCallback):
                 "Try a smaller learning rate or clipnorm="
             )
         except CheckpointSaveError as error:
-            if self.on_save_error == "raise":
-                raise
-            self.say(f"epoch {progress.epoch}, step {progress.step}: {error}; training goes on")
+            self._fail(error)
         return None
+
+    def finish(self, wait: bool = True) -> bool:
+        """Return whether all that was saved in the background is there; every rank calls it.
+
+        Args:
+            wait: Whether to wait for what is under way.
+        """
+        background = self._background
+        if background is None:
+            return True
+        try:
+            on_chief(self.strategy, background.finish if wait else background.check)
+        except CheckpointSaveError as error:
+            self._fail(error)
+            return False
+        return True
+
+    def _notice_failure(self) -> None:
+        """Tell of a failure in the background between two steps, where one rank can by itself."""
+        background = self._background
+        if background is None or not isinstance(background.failure, CheckpointSaveError):
+            return  # others than rank 0 have none
+        if self.on_save_error == "warn" or self.strategy.world.size == 1:
+            try:
+                background.finish()
+            except CheckpointSaveError as error:
+                self._fail(error)
+
+    def _fail(self, error: CheckpointSaveError) -> None:
+        self._best.value = self._best_before
+        if self.on_save_error == "raise":
+            raise error
+        self.say(f"{error}; training goes on")
 
     # Evaluating beside the training; see `dtk.parameter_server.evaluator`.
 
@@ -334,6 +384,7 @@ class Checkpoint(StrategyCallback):
                 )
 
     def _exit(self, progress: Progress) -> NoReturn:
-        saved = [str(path) for one in self._asked_by_sigterm() if (path := one.save(progress))]
+        asked = [(one, one.save(progress)) for one in self._asked_by_sigterm()]
+        saved = [str(path) for one, path in asked if one.finish() and path]
         self.say(f"SIGTERM: saved {' and '.join(saved) or 'nothing'}; start again to resume")
         raise SystemExit(EXIT_CODE)

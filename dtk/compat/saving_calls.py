@@ -3,13 +3,15 @@
 Private names used, each replaced for good by the first call of `through`, and with a test in
 tests/strategies/test_private_names.py:
 
-    keras.src.saving.saving_lib                  save_model, save_weights_only
+    keras.src.saving.saving_lib                  save_model, save_weights_only, H5IOStore,
+                                                 _save_state
     keras.src.legacy.saving.legacy_h5_format     save_model_to_hdf5
 """
 
 from __future__ import annotations
 
 import functools
+import io
 import re
 from collections.abc import Callable
 from typing import TypeAlias
@@ -54,3 +56,21 @@ def _written(name: str, original: Function[object], write: Write) -> Function[ob
 
     save._dtk_original = original  # type: ignore[attr-defined]
     return save
+
+
+def weights_in_memory(model: keras.Model) -> io.BytesIO:
+    """Return what `model.save_weights` would write, without a file.
+
+    Args:
+        model: The model; of all its weights this process holds the whole.
+
+    Returns:
+        The content of a `.weights.h5` file.
+    """
+    content = io.BytesIO()
+    store = saving_lib.H5IOStore(content, mode="w")
+    saving_lib._save_state(
+        model, weights_store=store, assets_store=None, inner_path="", visited_saveables=set()
+    )
+    store.close()
+    return content

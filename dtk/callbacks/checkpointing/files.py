@@ -73,6 +73,11 @@ class CheckpointFiles:
         found = [entry.name for entry in self.directory.iterdir() if _NAME.fullmatch(entry.name)]
         return sorted(found, key=_serial, reverse=True)
 
+    def next_name(self) -> str:
+        """Return the name of the next checkpoint that is written."""
+        newest = next(iter(self.names()), None)
+        return f"checkpoint-{_serial(newest) + 1 if newest else 1:08d}"
+
     def weights(self, name: str) -> Path:
         """Return the path of one checkpoint's weights.
 
@@ -100,8 +105,7 @@ class CheckpointFiles:
         Raises:
             OSError: It cannot be written; nothing of it is left.
         """
-        newest = next(iter(self.names()), None)
-        name = f"checkpoint-{_serial(newest) + 1 if newest else 1:08d}"
+        name = self.next_name()
         self.directory.mkdir(parents=True, exist_ok=True)
         draft = self.directory / f"{DRAFT}{name}"
         shutil.rmtree(draft, ignore_errors=True)

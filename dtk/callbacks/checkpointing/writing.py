@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import keras
 import numpy as np
 
 from dtk.callbacks.checkpointing import state as states
+from dtk.callbacks.checkpointing.background import Background
 from dtk.callbacks.checkpointing.best import BestValue
 from dtk.callbacks.checkpointing.chief import on_chief
 from dtk.callbacks.checkpointing.files import CheckpointFiles
@@ -20,7 +23,7 @@ from dtk.callbacks.checkpointing.model_state import (
     parts_of,
     value_of,
 )
-from dtk.compat import tf_replicas
+from dtk.compat import saving_calls, tf_replicas
 from dtk.errors import CheckpointSaveError
 from dtk.exchange.state import Saved
 from dtk.nests import Array, Logs
@@ -61,13 +64,23 @@ class CheckpointWriter:
         files: The directory's checkpoints.
         max_to_keep: How many to keep; None keeps all.
         best: Which epoch's weights are copied to `best.weights.h5`.
+        background: Writes while training goes on; None where training waits.
     """
 
-    def __init__(self, files: CheckpointFiles, max_to_keep: int | None, best: BestValue):
+    def __init__(
+        self,
+        files: CheckpointFiles,
+        max_to_keep: int | None,
+        best: BestValue,
+        background: Background | None = None,
+    ):
         self._files, self._max_to_keep, self._best = files, max_to_keep, best
+        self._background = background
 
     def save(self, trainer: DistributedTrainer[Strategy], progress: Progress) -> str:
         """Write one checkpoint. All ranks call it together: some state is spread over them.
+
+        With a `background`, it is copied, and written later; the one before has been finished.
 
         Args:
             trainer: The model, and what its strategy keeps about it.
@@ -104,7 +117,20 @@ class CheckpointWriter:
             _check_finite(whole.model)
             state = self._state(trainer, whole, progress, metrics, exchange)
             packed = {key: states.pack(value, arrays) for key, value in state.items()}
-            return self._write(whole.model, packed, arrays, note)
+            if self._background is None:
+                model = whole.model
+                return self._write(lambda path: _save_weights(model, path), packed, arrays, note)
+            weights = saving_calls.weights_in_memory(whole.model)
+            # An array of a callback's own may change while it is written.
+            copies = {name: np.array(array) for name, array in arrays.items()}
+            name = self._files.next_name()
+            self._background.start(
+                name,
+                lambda: self._write(
+                    lambda path: Path(path).write_bytes(weights.getbuffer()), packed, copies, note
+                ),
+            )
+            return name
 
         return on_chief(trainer.strategy, write)
 
@@ -140,14 +166,14 @@ class CheckpointWriter:
 
     def _write(
         self,
-        model: keras.Model,
+        save_weights: Callable[[str], object],
         state: dict[str, states.Packed],
         arrays: dict[str, Array],
         note: dict[str, object] | None,
     ) -> str:
         files, name = self._files, None
         try:
-            name = files.write(lambda path: _save_weights(model, path), state, arrays)
+            name = files.write(save_weights, state, arrays)
             if note is not None:
                 files.keep_best(name, note)
             files.prune(self._max_to_keep)
