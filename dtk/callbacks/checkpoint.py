@@ -44,8 +44,9 @@ class Checkpoint(StrategyCallback):
     Files never lie half written (see `dtk.callbacks.checkpointing.files`). On SIGTERM all ranks
     save at the same step, within about a second, and exit with code 143, so that a scheduler can
     start the job again. During `fit`'s validation they save what training has reached; resuming
-    begins that validation anew. Nothing is saved when a single step, or what another callback does
-    between two, takes more than 20 seconds.
+    begins that validation anew. Nothing is saved, and that is said, when a single step, or what
+    another callback does between two, takes more than `DTK_SAVE_GRACE` seconds (60); `dtk run` sets
+    it by `--save-grace`, and waits as long.
 
     During `fit` no other job can save to the directory (see `dtk.callbacks.checkpointing.lock`).
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import click
 
-from dtk.cluster import Host, progress
-from dtk.cluster.variables import RESTARTS
+from dtk.cluster import Host, progress, saving
+from dtk.cluster.variables import RESTARTS, SAVE_GRACE
 from dtk.errors import ClusterError
 from dtk.launch import Job, Process, isolation, job_options, plan, ssh
 from dtk.launch.attempts import Attempts, Run, Supervisor, answers
@@ -88,6 +88,15 @@ _MAX_RESTARTS = 3
     help="Seconds a process gets to end itself before it is killed.",
 )
 @click.option(
+    "--save-grace",
+    metavar="S",
+    type=float,
+    default=saving.DEFAULT_GRACE,
+    show_default=True,
+    help="Seconds that ranks with a Checkpoint get to end their step in, and as many again to save "
+    "in, when the job is ended by Ctrl-C or SIGTERM.",
+)
+@click.option(
     "--stall-timeout",
     metavar="S",
     type=float,
@@ -114,6 +123,7 @@ def run(
     output_dir: str | None,
     remote_shell: str,
     timeout_grace: float,
+    save_grace: float,
     stall_timeout: float,
     module: bool,
     script: str | None,
@@ -132,6 +142,8 @@ def run(
     job_options.check_communicator(communicator)
     if not 0.0 <= timeout_grace <= 3600.0:
         raise ClusterError(f"--timeout-grace {timeout_grace:g}: expected 0 to 3600 seconds")
+    if not 1.0 <= save_grace <= 1e6:
+        raise ClusterError(f"--save-grace {save_grace:g}: expected 1 second or more")
     if not (stall_timeout == 0.0 or 1.0 <= stall_timeout <= 1e6):
         raise ClusterError(f"--stall-timeout {stall_timeout:g}: expected 1 second or more, or 0")
     job_options.check_remote_shell(remote_shell)
@@ -160,7 +172,7 @@ def run(
             bind=bind,
             survey=functools.partial(ssh.survey, remote_shell=remote_shell),
         )
-        told = {progress.VARIABLE: f"{stall_timeout:g}"}
+        told = {progress.VARIABLE: f"{stall_timeout:g}", SAVE_GRACE: f"{save_grace:g}"}
         # A rank that crashes in C++ says where in the script.
         told["PYTHONFAULTHANDLER"] = os.environ.get("PYTHONFAULTHANDLER", "1")
         if not ps:
@@ -171,6 +183,7 @@ def run(
             output_dir=output_dir,
             remote_shell=remote_shell,
             grace=timeout_grace,
+            save_grace=save_grace,
             max_restarts=max_restarts,
             stall_timeout=stall_timeout,
             append=attempt.attempt > 0,

@@ -12,6 +12,8 @@ COMMUNICATOR = "DTK_COMMUNICATOR"
 SELF_TEST = "DTK_SELF_TEST"
 # In a rank: how often its job was started before.
 RESTARTS = "DTK_RESTARTS"
+# Seconds that ranks have to save in when their job is ended; see `dtk.cluster.saving`.
+SAVE_GRACE = "DTK_SAVE_GRACE"
 # In a rank: a file to write the times of steps to, instead of training; see `dtk tune`.
 TIME_STEPS = "DTK_TIME_STEPS"
 # "1": what `jit_compile="auto"` is to mean also where Keras would not choose XLA, as on CPUs.

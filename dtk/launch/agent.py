@@ -223,7 +223,8 @@ def run_rank(spec: RankSpec) -> int:
         return 127
 
     def wait_for_launcher() -> None:
-        sys.stdin.read()
+        for _ in sys.stdin:  # a line asks the rank to end by itself
+            rank.terminate()
         end(spec["job"], spec["grace"])
 
     threading.Thread(target=wait_for_launcher, daemon=True).start()

@@ -8,9 +8,10 @@
 
 `ending` says what counts as which, `watch` waits for it. "Ended" is SIGTERM, then, `grace` seconds
 later, SIGKILL for whatever still carries the job's mark: a rank may be stuck inside TensorFlow,
-where it cannot act on SIGTERM. A thread watches, so a failure is acted upon even while the caller
-does not wait; it alone starts and ends processes once the job runs. If this process itself is
-killed, a guard process does the ending.
+where it cannot act on SIGTERM. Of a job that is stopped, ranks that would save a checkpoint are
+asked first, while all that they need still runs. A thread watches, so a failure is acted upon even
+while the caller does not wait; it alone starts and ends processes once the job runs. If this
+process itself is killed, a guard process does the ending.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class Job:
         remote_shell: Command that reaches other hosts, called as `ssh` is.
         grace: Seconds between SIGTERM and SIGKILL; before that, where there are parameter servers,
             what they and the workers get to end by themselves after the chief.
+        save_grace: Seconds that ranks have to begin a checkpoint, and as many to write it, when the
+            job is stopped; see `dtk.cluster.saving`. 0 gives them none but `grace`.
         max_restarts: How often each worker that a signal ended is started again, where there are
             parameter servers. Without, a lost rank ends the job.
         stall_timeout: Seconds after which a job of which no rank moves is ended, see
@@ -74,6 +77,7 @@ class Job:
         output_dir: str | os.PathLike[str] | None = None,
         remote_shell: str = ssh.DEFAULT_REMOTE_SHELL,
         grace: float = 5.0,
+        save_grace: float = 0.0,
         max_restarts: int = 3,
         stall_timeout: float = 0.0,
         append: bool = False,
@@ -86,7 +90,7 @@ class Job:
         self.output_dir = None if output_dir is None else Path(output_dir)
         # A job started by a rank of another job ends with it.
         self.job_id = "/".join(filter(None, (os.environ.get("DTK_JOB"), uuid.uuid4().hex)))
-        self._grace = grace
+        self._grace, self._save_grace = grace, save_grace
         self._ranks: list[Rank] = []
         self._state = JobState()
         self._ending = ending.choose(self.processes, self._ranks)
@@ -280,6 +284,8 @@ class Job:
             stall = self._watch.stall
             # As they stand now: ranks that are asked to end may yet move.
             report = stall_report(stall, self._ranks) if stall is not None else ""
+            if culprit is None:
+                self._watch.let_save(self._save_grace)
             self._watch.let_serve_out(self._grace)
             self._end_all()
             self._code = 128 + signal.SIGPIPE if self._state.broken_pipe and not culprit else code

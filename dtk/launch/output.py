@@ -12,7 +12,7 @@ from typing import IO, Literal, TextIO
 
 import click
 
-from dtk.cluster import progress
+from dtk.cluster import progress, saving
 from dtk.errors import ClusterError
 from dtk.launch.plan import Process
 from dtk.launch.rank import Rank
@@ -134,6 +134,9 @@ class JobOutput:
                 line = raw.decode("utf-8", "replace").rstrip("\r\n").rpartition("\r")[2]
                 if stderr and line.startswith(progress.MARK):
                     rank.hear(line.removeprefix(progress.MARK))
+                    continue
+                if stderr and line.startswith(saving.MARK):
+                    rank.saving = line.removeprefix(saving.MARK)
                     continue
                 if rank.file is not None:
                     rank.file.write(line + "\n")

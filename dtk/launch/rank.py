@@ -54,6 +54,7 @@ class Rank:
         standing: What it has reported of itself.
         was_short_of_memory: Whether it was killed while the kernel killed for want of memory.
         stuck: Why the launcher has ended it, for a sentence; empty if it has not.
+        saving: What it would do, or does, about a checkpoint when it is asked to end.
         restarts: How often it was started again.
         given_up: Whether the job goes on without it.
     """
@@ -92,6 +93,7 @@ class Rank:
         self.stuck = ""
         self.was_short_of_memory = False
         self._kills = memory_kills()
+        self.saving: str = "over"
 
     def hear(self, text: str) -> None:
         """Take note of what the process reports of itself.
@@ -102,6 +104,20 @@ class Rank:
         # A line that another program writes like this is none of ours.
         with contextlib.suppress(ValueError, KeyError, TypeError):
             self.standing.take(json.loads(text), time.monotonic())
+
+    @property
+    def would_save(self) -> bool:
+        """Whether it runs, and would save a checkpoint when it is asked to end."""
+        return self.code is None and self.saving in ("ready", "begun")
+
+    def ask_to_end(self) -> None:
+        """Send SIGTERM to its process, and to no child of that."""
+        if not self.remote:
+            self.popen.terminate()
+        elif self.popen.stdin is not None:
+            with contextlib.suppress(OSError):  # the connection is lost, which its end will tell
+                self.popen.stdin.write(b"end\n")
+                self.popen.stdin.flush()
 
     def ended(self, returncode: int) -> None:
         """Note how it ended.

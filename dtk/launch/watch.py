@@ -93,6 +93,37 @@ class Watch:
                 grace,
             )
 
+    def let_save(self, grace: float) -> None:
+        """Ask the ranks that would save a checkpoint to end, and wait until they have.
+
+        A rank that fails, or an interrupt, cuts it short.
+
+        Args:
+            grace: Seconds that they have to begin, and as many again to write.
+        """
+        saving = [rank for rank in self._ranks if rank.would_save]
+        if not (saving and grace):
+            return
+        names = ", ".join(rank.process.name for rank in saving)
+        self._say(f"waiting up to {grace:g} s for a checkpoint of {names}; once more ends them now")
+        for rank in saving:
+            rank.ask_to_end()
+        began, writing = time.monotonic(), None
+        with self._state.changed:
+            while any(rank.code is None for rank in saving) and not self._state.hurry:
+                now = time.monotonic()
+                if writing is None and any(rank.saving == "begun" for rank in saving):
+                    writing = now
+                # Ranks that are out of patience say so themselves: hence the margin.
+                if now > (began + SETTLE if writing is None else writing) + grace:
+                    self._say(_not_saved(grace, writing is not None))
+                    return
+                if writing is None and any(
+                    rank.failed and rank.code != 128 + signal.SIGTERM for rank in self._ranks
+                ):
+                    return
+                self._state.changed.wait(0.1)
+
     def _is_over(self) -> bool:
         return self._state.stopping or self._ending.over or self._is_stuck()
 
@@ -193,6 +224,15 @@ class Watch:
             self._state.changed.wait_for(
                 lambda: self._state.stopping or chief.code is not None, _FAREWELL
             )
+
+
+def _not_saved(grace: float, writing: bool) -> str:
+    what = (
+        f"the checkpoint was not written within {grace:g} s; the one before it is the newest"
+        if writing
+        else f"no step ended within {grace:g} s, so nothing was saved"
+    )
+    return f"{what}: give --save-grace more seconds"
 
 
 def exit_code(culprit: Rank | None, ending: Ending) -> int:

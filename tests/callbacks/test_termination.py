@@ -21,7 +21,7 @@ def run(body):
     program = f"""
         import os, signal, sys, threading, time, types
         from dtk.callbacks.checkpointing.termination import Termination
-        alone = types.SimpleNamespace(size=1, allgather_object=lambda value: [value])
+        alone = types.SimpleNamespace(size=1, rank=0, allgather_object=lambda value: [value])
         asked = Termination(alone, patience=0.5)
         {body}
     """
@@ -34,12 +34,13 @@ def run(body):
 
 def test_a_process_deaf_in_native_code_ends_all_the_same():
     # C sleep() does not return to Python, as a collective without a peer would not.
-    code, seconds, _ = run(
+    code, seconds, error = run(
         "asked.install(); threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start();"
         "time.sleep(0.1); import ctypes; ctypes.CDLL(None).sleep(40); ctypes.CDLL(None).sleep(40)"
     )
     assert code == EXIT_CODE
     assert seconds < 20
+    assert "rank 0: no step ended within 0.5 s of SIGTERM, so nothing was saved" in error
 
 
 def test_a_granted_wish_leaves_time_to_save():
@@ -49,6 +50,18 @@ def test_a_granted_wish_leaves_time_to_save():
         "print('saved'); sys.exit(0)"
     )
     assert code == 0, error
+
+
+def test_a_second_signal_changes_nothing_where_a_launcher_waits():
+    """Breaks as a death by Slurm: it sends the signal to the ranks, and to the launcher too."""
+    code, _, error = run(
+        "os.environ.update(DTK_RUN='1', DTK_SAVE_GRACE='60'); asked.install();"
+        "os.kill(os.getpid(), signal.SIGTERM); os.kill(os.getpid(), signal.SIGTERM);"
+        "time.sleep(0.1); asked.wanted(); asked.remove(); sys.exit(5)"
+    )
+    assert code == 5
+    told = [line.rpartition(" ")[2] for line in error.splitlines() if "dtk saving" in line]
+    assert told == ["ready", "begun", "over"]
 
 
 def test_a_second_signal_ends_as_before():

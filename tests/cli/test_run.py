@@ -150,6 +150,10 @@ MISTAKES = {
         ["-n", "1", "--timeout-grace", "-1", SCRIPT],
         "--timeout-grace -1: expected 0 to 3600",
     ),
+    "no time to save": (
+        ["-n", "1", "--save-grace", "nan", SCRIPT],
+        "--save-grace nan: expected 1 second or more",
+    ),
     "negative ps": (
         ["-n", "1", "--ps", "-1", SCRIPT],
         "--ps -1: expected 0 or more, e.g. `dtk run",

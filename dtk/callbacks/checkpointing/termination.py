@@ -11,6 +11,10 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from dtk.cluster import saving
+from dtk.cluster.variables import SAVE_GRACE
+from dtk.errors import at_rank
+
 if TYPE_CHECKING:
     from dtk.communicators.base import Communicator
 
@@ -34,12 +38,13 @@ class Termination:
 
     Args:
         communicator: All ranks call `wanted` at the same steps.
-        patience: Seconds the ranks have to agree.
+        patience: Seconds the ranks have to agree; None for those of `dtk.cluster.saving`, which
+            `dtk run` waits for.
     """
 
-    def __init__(self, communicator: Communicator, patience: float = 20.0):
+    def __init__(self, communicator: Communicator, patience: float | None = None):
         self._communicator = communicator
-        self._patience = patience
+        self._patience = saving.grace() if patience is None else patience
         self._caught = False
         self._before: Callable[[int, FrameType | None], object] | int | signal.Handlers | None = (
             None
@@ -51,7 +56,11 @@ class Termination:
         self.find_pace()
 
     def install(self) -> None:
-        """Catch SIGTERM from now on; a second one ends the process as before."""
+        """Catch SIGTERM from now on; a second one ends the process as before.
+
+        Under `dtk run` it does not: schedulers send the signal to launcher and ranks alike, and the
+        launcher knows when to end them.
+        """
         if threading.current_thread() is not threading.main_thread():
             return  # Only the main thread may.
         self._before = signal.signal(signal.SIGTERM, self._catch)
@@ -59,12 +68,14 @@ class Termination:
         os.set_blocking(self._pipe[1], False)
         self._woken_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(self._pipe[0],), daemon=True).start()
+        saving.tell("ready")
 
     def remove(self) -> None:
         """Restore the handler of SIGTERM that was there before."""
         self._agreed.set()
         if self._pipe is None:
             return
+        saving.tell("over")
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
             signal.set_wakeup_fd(self._woken_before)
@@ -75,11 +86,21 @@ class Termination:
         with os.fdopen(signals, "rb", buffering=0) as stream:
             while number := stream.read(1):
                 if number[0] == signal.SIGTERM and not self._agreed.wait(self._patience):
-                    os._exit(EXIT_CODE)
+                    self._give_up()
+
+    def _give_up(self) -> None:
+        text = (
+            f"no step ended within {self._patience:g} s of SIGTERM, so nothing was saved; set "
+            f"{SAVE_GRACE}, or give `dtk run --save-grace`, more seconds"
+        )
+        try:
+            os.write(2, (at_rank(self._communicator.rank, text) + "\n").encode())
+        finally:
+            os._exit(EXIT_CODE)
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
         del number, frame
-        if self._caught:
+        if self._caught and not saving.is_launcher_told():
             self.remove()
             os.kill(os.getpid(), signal.SIGTERM)
         self._caught = True
@@ -112,5 +133,6 @@ class Termination:
         self._next = self._steps + self._interval
         if any(caught for caught, _ in answers):
             self._agreed.set()
+            saving.tell("begun")
             return True
         return False

@@ -1,0 +1,69 @@
+"""Seconds to save in when a job is ended, the same for ranks and for `dtk run`.
+
+A rank that would save on SIGTERM tells the launcher so, in lines of standard error that it takes
+out:
+
+    ready    a SIGTERM would be followed by a checkpoint, when the running step is over
+    begun    all ranks have agreed, and one writes
+    over     nothing would be saved any more
+
+The launcher sends SIGTERM to ranks that are ready, gives them the grace to begin, and as much again
+to write. All others it ends as before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Mapping
+from typing import Literal, TypeAlias
+
+from dtk.cluster.variables import SAVE_GRACE
+from dtk.errors import ClusterError
+
+MARK = "\x1edtk saving "
+DEFAULT_GRACE = 60.0
+
+Readiness: TypeAlias = Literal["ready", "begun", "over"]
+
+
+def grace(environ: Mapping[str, str] = os.environ) -> float:
+    """Return how long ranks may take to agree on a checkpoint, and to write it.
+
+    Args:
+        environ: The environment.
+
+    Returns:
+        Seconds, for either.
+
+    Raises:
+        ClusterError: The variable holds no positive number.
+
+    >>> grace({}), grace({"DTK_SAVE_GRACE": "90"})
+    (60.0, 90.0)
+    """
+    text = environ.get(SAVE_GRACE, "")
+    if not text:
+        return DEFAULT_GRACE
+    with contextlib.suppress(ValueError):
+        seconds = float(text)
+        if math.isfinite(seconds) and seconds > 0:
+            return seconds
+    raise ClusterError(f"{SAVE_GRACE}={text!r}, expected a positive number of seconds")
+
+
+def is_launcher_told() -> bool:
+    """Return whether a launcher reads what `tell` writes."""
+    return os.environ.get("DTK_RUN") == "1" and SAVE_GRACE in os.environ
+
+
+def tell(what: Readiness) -> None:
+    """Tell the launcher what a SIGTERM would lead to; without one, nobody.
+
+    Args:
+        what: See the top of this file.
+    """
+    if is_launcher_told():
+        with contextlib.suppress(OSError):  # nobody listens any more
+            os.write(2, f"{MARK}{what}\n".encode())

@@ -1,0 +1,200 @@
+"""A job that is ended waits for ranks that would save a checkpoint, and for no others."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from dtk.cluster import saving
+from dtk.cluster.variables import SAVE_GRACE
+from dtk.errors import ClusterError
+from dtk.launch import Job, marked, plan
+from dtk.launch.plan import Process
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+SAVES = """
+import os, signal, sys, time
+from dtk.cluster import saving
+rank = int(os.environ["DTK_RANK"])
+def end(*_):
+    if {steps} < 600:
+        time.sleep({steps})
+        saving.tell("begun")
+        time.sleep({writes})
+        open(sys.argv[1] + str(rank), "w").write("saved")
+        sys.exit(143)
+    time.sleep(600)
+signal.signal(signal.SIGTERM, end)
+if ({ready})(rank):
+    saving.tell("ready")
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+class Lines(io.StringIO):
+    """Output that tells when so many lines have come."""
+
+    def __init__(self, wanted):
+        super().__init__()
+        self.come, self._wanted = threading.Event(), wanted
+
+    def write(self, text):
+        super().write(text)
+        if self.getvalue().count("\n") >= self._wanted:
+            self.come.set()
+        return len(text)
+
+
+def stopped(
+    place, steps=0.0, writes=0.0, ready="lambda rank: True", grace=1.0, save_grace=20.0, **also
+):
+    """Stop a job of two ranks; returns what is saved, what was said, and the seconds it took."""
+    code = SAVES.format(steps=steps, writes=writes, ready=ready)
+    processes = plan([sys.executable, "-c", code, f"{place}/"], 2)
+    for process in processes:
+        process.env.update({SAVE_GRACE: f"{save_grace}", "DTK_RANK": str(process.rank)})
+        process.env.update(PYTHONPATH=str(ROOT))
+    out, said = Lines(2), io.StringIO()
+    with Job(processes, grace=grace, save_grace=save_grace, stdout=out, stderr=said) as job:
+        assert out.come.wait(60), said.getvalue()
+        began = time.monotonic()
+        job.stop()
+        seconds = time.monotonic() - began
+    assert marked.members(job.job_id) == []
+    assert job.wait() == 143
+    return sorted(path.name for path in place.iterdir()), said.getvalue(), seconds
+
+
+def test_it_waits_longer_than_the_grace_for_a_rank_that_saves(tmp_path):
+    saved, said, _ = stopped(tmp_path, steps=3.0, writes=3.0, save_grace=5.0)
+    assert saved == ["0", "1"]
+    assert said == (
+        "dtk run: waiting up to 5 s for a checkpoint of rank 0, rank 1; once more ends them now\n"
+    )
+
+
+@pytest.mark.parametrize("steps, writes", [(600, 0), (0, 600)], ids=["step", "write"])
+def test_it_says_that_nothing_was_saved(tmp_path, steps, writes):
+    saved, said, seconds = stopped(tmp_path, steps, writes, save_grace=1.5)
+    assert saved == []
+    what = (
+        "no step ended within 1.5 s, so nothing was" if steps else "the checkpoint was not written"
+    )
+    assert what in said and "give --save-grace more seconds" in said
+    assert seconds >= 1.5
+
+
+def test_who_would_save_nothing_is_not_waited_for(tmp_path):
+    saved, said, seconds = stopped(tmp_path, 600, ready="lambda rank: False", save_grace=100.0)
+    assert (saved, said) == ([], "") and seconds < 50
+
+
+def test_ranks_that_serve_end_after_the_one_that_saves(tmp_path):
+    saved, said, _ = stopped(tmp_path, 2.0, ready="lambda rank: rank == 0", grace=0.5)
+    assert saved == ["0"] and "a checkpoint of rank 0;" in said
+
+
+def test_a_rank_on_another_host_is_asked_through_its_agent(tmp_path):
+    shell = tmp_path / "shell"
+    shell.write_text('#!/bin/sh\nshift; exec env -i sh -c "$*"\n')
+    shell.chmod(0o755)
+    place = tmp_path / "saved"
+    place.mkdir()
+    code = SAVES.format(steps=2.0, writes=0.0, ready="lambda rank: True")
+    env = {SAVE_GRACE: "20", "DTK_RUN": "1", "DTK_RANK": "0", "PYTHONPATH": str(ROOT)}
+    command = (sys.executable, "-c", code, f"{place}/")
+    process = Process("rank 0", "worker", 0, "node0.invalid", command, env)
+    out, said = Lines(1), io.StringIO()
+    options = {"grace": 0.5, "save_grace": 20.0, "remote_shell": str(shell)}
+    with Job([process], stdout=out, stderr=said, **options) as job:
+        assert out.come.wait(60), said.getvalue()
+        job.stop()
+    assert [path.name for path in place.iterdir()] == ["0"], said.getvalue()
+
+
+def test_an_interrupt_meanwhile_ends_at_once(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SAVES.format(steps=500, writes=0, ready="lambda rank: True"))
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "dtk.cli.main", "run", "-n", "1", str(path), f"{tmp_path}/saved"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "DTK_RANK": "0"},
+    )
+    try:
+        assert launcher.stdout is not None and launcher.stderr is not None
+        assert "up" in launcher.stdout.readline()
+        launcher.send_signal(signal.SIGTERM)
+        assert "waiting up to 60 s" in launcher.stderr.readline()
+        began = time.monotonic()
+        launcher.send_signal(signal.SIGINT)
+        _, said = launcher.communicate(timeout=60)
+        assert time.monotonic() - began < 30
+        assert launcher.returncode == 143 and "SIGTERM: every process was ended" in said
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            launcher.kill()
+        launcher.wait()
+
+
+@pytest.mark.parametrize("given", ["soon", "0", "-1", "nan", "inf"])
+def test_a_grace_that_is_none(given):
+    with pytest.raises(ClusterError, match=f"{SAVE_GRACE}='{given}'"):
+        saving.grace({SAVE_GRACE: given})
+
+
+TRAINS = """
+import sys, time
+import dtk, keras, numpy as np
+strategy = dtk.auto_strategy()
+with strategy.scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+class Slow(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch:
+            print("step", flush=True)
+            time.sleep(float(sys.argv[2]))
+x = np.ones((64, 4), "float32")
+model.fit(x, x[:, :1], epochs=4, batch_size=16, verbose=0,
+          callbacks=[dtk.callbacks.Checkpoint(sys.argv[1], save_freq=1000), Slow()])
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("servers", [[], ["--ps", "1"]], ids=["ranks", "servers"])
+def test_training_of_slow_steps_is_saved(tmp_path, servers):
+    script = tmp_path / "train.py"
+    script.write_text(TRAINS)
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "dtk.cli.main", "run", "-n", "2", *servers]
+        + [str(script), str(tmp_path / "saved"), "8"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    try:
+        assert launcher.stdout is not None
+        assert "step" in launcher.stdout.readline()
+        launcher.send_signal(signal.SIGTERM)
+        out, said = launcher.communicate(timeout=120)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            launcher.kill()
+        launcher.wait()
+    assert launcher.returncode == 143, said
+    assert [path.name for path in (tmp_path / "saved").glob("checkpoint-*")], out + said
+    assert "SIGTERM: saved" in out and "waiting up to 60 s for a checkpoint of rank 0" in said
