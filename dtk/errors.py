@@ -36,6 +36,10 @@ class CheckpointSaveError(DtkError, OSError):
     """A checkpoint could not be written: the disk is full, read-only or gone."""
 
 
+class NonFiniteError(DtkError, FloatingPointError):
+    """Training has reached numbers that are NaN or infinite."""
+
+
 def at_rank(rank: int, message: str) -> str:
     """Put the rank in front of a message.
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dtk.callbacks.communication_stats import CommunicationStats
     from dtk.callbacks.cross_validation import CrossValidation
     from dtk.callbacks.final_test import FinalTest
+    from dtk.callbacks.find_non_finite import FindNonFinite
     from dtk.callbacks.grow_batch_instead_of_decay import GrowBatchInsteadOfDecay
     from dtk.callbacks.halve_rate import HalveRate
     from dtk.callbacks.hyperparameters.epochs import epochs_per_worker
@@ -34,6 +35,7 @@ _HOMES = {
     "CommunicationStats": "communication_stats",
     "CrossValidation": "cross_validation",
     "FinalTest": "final_test",
+    "FindNonFinite": "find_non_finite",
     "GrowBatchInsteadOfDecay": "grow_batch_instead_of_decay",
     "HalveRate": "halve_rate",
     "LearningRateScaling": "learning_rate_scaling",
@@ -55,6 +57,7 @@ __all__ = [
     "CommunicationStats",
     "CrossValidation",
     "FinalTest",
+    "FindNonFinite",
     "GrowBatchInsteadOfDecay",
     "HalveRate",
     "LearningRateScaling",

@@ -148,6 +148,7 @@ def test_epochs_per_worker():
         "checkpointing.state",
         "cross_validation",
         "final_test",
+        "find_non_finite",
         "grow_batch_instead_of_decay",
         "halve_rate",
         "hyperparameters.batch_size_search",

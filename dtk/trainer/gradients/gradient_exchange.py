@@ -18,6 +18,7 @@ from dtk.exchange.state import ExchangeState
 from dtk.nests import Gradients
 from dtk.trainer.contract import Strategy
 from dtk.trainer.gradients import transforms
+from dtk.trainer.gradients.non_finite import NonFinite, NonFiniteNotes, NoteNonFinite
 from dtk.trainer.tracing import traced_step
 
 
@@ -43,6 +44,7 @@ class GradientExchange:
         alone = strategy.communicator.size == 1
         self._exchange = (None if alone else strategy.exchange) or Dense()
         self._ops: dict[tuple[int, ...], ExchangeOp] = {}
+        self._notes: NonFiniteNotes | None = None
         self.chooses = isinstance(self._exchange, Auto)
         self.seen: list[tf.TensorSpec] = []
         self.factored: list[tf.TensorSpec] = []
@@ -140,6 +142,7 @@ class GradientExchange:
         op, scale = self.of(variables), self._scale()
         chain: list[transforms.Transform] = [transforms.AsFactors()] if op.factors else []
         chain += [transforms.Observe(self._see), transforms.ZeroIfPadding()]
+        chain += self._noting(gradients, variables)
         if scale is not None:
             chain.append(transforms.Unscale(scale))
         chain.append(transforms.ExchangeStep(op, batch_part()))
@@ -169,7 +172,8 @@ class GradientExchange:
         self, gradients: Gradients, variables: Sequence[keras.Variable]
     ) -> Gradients:
         window = transforms.ReduceWindow(self.of(variables), batch_part())
-        chain: list[transforms.Transform] = [transforms.Observe(self._see), window]
+        chain: list[transforms.Transform] = [transforms.Observe(self._see)]
+        chain += [*self._noting(gradients, variables), window]
         return self._chained(chain, gradients, variables).gradients
 
     def _chained(
@@ -179,11 +183,40 @@ class GradientExchange:
         variables: Sequence[keras.Variable],
     ) -> Update:
         """Send those gradients through a chain that are there, in their static shapes."""
-        present = [i for i, g in enumerate(gradients) if g is not None]
+        present = _present(gradients)
         shapes = transforms.StaticShapes(tuple(variables[i].shape for i in present))
         found = transforms.chained([shapes, *chain], [gradients[i] for i in present])
         reduced = dict(zip(present, found.gradients, strict=True))
         return found._replace(gradients=[reduced.get(i) for i in range(len(gradients))])
+
+    def watch(self, wanted: bool) -> None:
+        """Note gradients that are not finite, or do so no more, once the step is traced anew.
+
+        Args:
+            wanted: Whether to.
+        """
+        scaled = self._outer is not self._inner
+        self._notes = NonFiniteNotes(self._strategy.world.rank, scaled) if wanted else None
+
+    def non_finite(self, loss_is_finite: bool) -> list[NonFinite]:
+        """Return which gradients of this rank were not finite, since `watch` was called.
+
+        Args:
+            loss_is_finite: Whether the loss is, so far. Gradients of a loss that is scaled may
+                overflow; theirs are told only where it is not.
+        """
+        if self._notes is None:
+            return []
+        return self._notes.found(int(self._inner.iterations.numpy()), loss_is_finite)
+
+    def _noting(
+        self, gradients: Gradients, variables: Sequence[keras.Variable]
+    ) -> list[transforms.Transform]:
+        if self._notes is None:
+            return []
+        paths = [variables[i].path for i in _present(gradients)]
+        replica = self._strategy.local_index()
+        return [NoteNonFinite(self._notes, self._inner.iterations, replica, paths)]
 
     def _see(self, gradients: list[Gradient]) -> None:
         self.seen, self.factored = [], []
@@ -235,6 +268,10 @@ class GradientExchange:
         """
         weights = [op.averaging_weight() for op in self._ops.values()]
         return next((weight for weight in weights if weight is not None), None)
+
+
+def _present(gradients: Gradients) -> list[int]:
+    return [i for i, g in enumerate(gradients) if g is not None]
 
 
 def _wholes_and_parts(variables: Sequence[keras.Variable]) -> list[list[int]]:

@@ -1,0 +1,156 @@
+"""Where a loss or weights became NaN or infinite: step, variables and rank."""
+
+from __future__ import annotations
+
+import math
+
+import keras
+import tensorflow as tf
+
+from dtk.callbacks.base import StrategyCallback
+from dtk.errors import NonFiniteError
+from dtk.nests import Logs
+from dtk.strategies import ParameterServerStrategy
+from dtk.trainer.gradients import shared_optimizer
+from dtk.trainer.gradients.non_finite import NonFinite
+
+_NAMED = 3
+
+
+class FindNonFinite(StrategyCallback):
+    """End training at the first loss, gradient or weight that is NaN or infinite, and say where.
+
+    A NaN in the rows of one rank reaches all ranks in the same step, as gradients are added up.
+    Steps therefore look at each rank's own gradients before they are: one pass over them, and
+    nothing that is sent. Once the loss is not finite, or at the end of an epoch, ranks tell each
+    other what they have seen, and rank 0 names the step, the rank and the variables.
+
+    Where the loss is scaled (`LossScaleOptimizer`, mixed precision), gradients that overflow are
+    no error: such steps are left out. What counts there is the loss.
+
+    Behind parameter servers steps are not looked into: the loss and weights are, at the end of each
+    epoch, and no rank is named. Where ranks take steps of their own (`ModelAveraging` and the like)
+    they tell each other at the end of an epoch.
+
+    Args:
+        action: "raise" ends training with an error on all ranks; "say" says it once, and goes on.
+
+    Raises:
+        ValueError: The action is another.
+        NonFiniteError: While training: something is not finite.
+
+    Example:
+        >>> import dtk, keras, numpy as np
+        >>> strategy = dtk.strategies.AllReduceStrategy(communicator="local")
+        >>> with strategy.scope():
+        ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, name="last")])
+        ...     model.compile(optimizer="sgd", loss="mse")
+        >>> history = model.fit(np.full((8, 4), np.nan), np.ones((8, 1)), verbose=0, callbacks=[
+        ...     dtk.callbacks.FindNonFinite("say")])  # doctest: +ELLIPSIS
+        FindNonFinite: epoch 1, step 1: the loss is nan; .../last/kernel, ... from rank 0, ...
+    """
+
+    def __init__(self, action: str = "raise") -> None:
+        super().__init__()
+        if action not in ("raise", "say"):
+            raise ValueError(f"action must be 'raise' or 'say', got {action!r}")
+        self.action = action
+        self._watching = self._said = False
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Have the steps looked into, where they are dtk's."""
+        exchanges = shared_optimizer.gradient_exchanges_of(self.model)
+        served = isinstance(self.strategy, ParameterServerStrategy)
+        # Logs differ between ranks that take steps of their own.
+        self._by_step = not (served or any(e.local for e in exchanges))
+        self._said, self._watching = False, bool(exchanges) and not served
+        self._watch(True)
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        """Note the epoch."""
+        self._epoch, self._step = epoch, 0
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """Look at the loss, which is equal on all ranks."""
+        self._step = batch + 1
+        if self._by_step and not self._said and not math.isfinite(_loss_of(logs)):
+            self._look(logs)
+
+    def on_epoch_agreed(self, epoch: int, logs: Logs | None = None) -> None:
+        """Look at loss and weights, and at gradients that have reached neither."""
+        if not self._said:
+            self._look(logs)
+
+    def on_fit_left(self) -> None:
+        """Leave steps alone again."""
+        if self._watching:
+            self._watch(False)
+            self._watching = False
+
+    def _watch(self, wanted: bool) -> None:
+        exchanges = shared_optimizer.gradient_exchanges_of(self.model) if self._watching else []
+        for exchange in exchanges:
+            exchange.watch(wanted)
+        if exchanges:
+            self.model.make_train_function(force=True)
+
+    def _look(self, logs: Logs | None) -> None:
+        """Compare what ranks have seen; all call it together."""
+        loss = _loss_of(logs)
+        exchanges = shared_optimizer.gradient_exchanges_of(self.model)
+        mine = [note for e in exchanges for note in e.non_finite(math.isfinite(loss))]
+        notes = [n for of in self.strategy.world.allgather_object(mine) for n in of]
+        weights = _non_finite_weights(self.model)
+        if math.isfinite(loss) and not notes and not weights:
+            return
+        self._said = True
+        text = (
+            f"epoch {self._epoch + 1}, step {self._step}: {_about(loss, weights)}{_origin(notes)}"
+        )
+        if self.action == "raise":
+            raise NonFiniteError(text)
+        self.say(text)
+
+
+def _loss_of(logs: Logs | None) -> float:
+    loss = (logs or {}).get("loss")
+    return 0.0 if loss is None else float(loss)
+
+
+def _non_finite_weights(model: keras.Model) -> list[str]:
+    return [
+        v.path
+        for v in model.trainable_variables
+        if not bool(tf.reduce_all(tf.math.is_finite(tf.convert_to_tensor(v))))
+    ]
+
+
+def _about(loss: float, weights: list[str]) -> str:
+    parts = [] if math.isfinite(loss) else [f"the loss is {loss:g}"]
+    if weights:
+        parts.append(f"{_named(weights)} hold NaN or infinite numbers")
+    return "; ".join(parts or ["the loss and all weights are finite"])
+
+
+def _origin(notes: list[NonFinite]) -> str:
+    """Say whose gradients were the first that were not finite, and of which variables."""
+    if not notes:
+        return ""
+    first = min(note.step for note in notes)
+    notes = [note for note in notes if note.step == first]
+    several = len({(n.rank, n.replica) for n in notes}) > len({n.rank for n in notes})
+    paths = list(dict.fromkeys(path for note in notes for path in note.variables))
+    ranks = sorted({(n.rank, n.replica) for n in notes})
+    who = ", ".join(
+        f"rank {rank}" + (f" (replica {replica})" if several or replica else "")
+        for rank, replica in ranks
+    )
+    return (
+        f"; the first gradients that were not finite came from {who}, in step {first + 1} of the "
+        f"optimizer, for {_named(paths)}"
+    )
+
+
+def _named(paths: list[str]) -> str:
+    more = len(paths) - _NAMED
+    return ", ".join(paths[:_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,121 @@
+"""Noting in which step, on which rank and for which variables a gradient is not finite.
+
+Gradients are looked at before ranks add them up: afterwards all ranks hold the same NaN.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from dtk.exchange.base import Gradient, Update
+from dtk.exchange.factors import Factored
+from dtk.nests import Array
+
+
+class NonFinite(NamedTuple):
+    """Gradients of one rank's replica that were not finite.
+
+    Attributes:
+        step: Steps that the optimizer had taken before, accumulated ones included.
+        rank: The rank.
+        replica: Number of the replica on its rank, from 0.
+        variables: Paths of the variables they are of.
+    """
+
+    step: int
+    rank: int
+    replica: int
+    variables: tuple[str, ...]
+
+
+class NonFiniteNotes:
+    """What is noted of one optimizer's gradients on this rank.
+
+    Args:
+        rank: This rank.
+        scaled: Whether the loss is scaled: then gradients may overflow, such a step is left out,
+            and only those of the last step can explain anything.
+    """
+
+    def __init__(self, rank: int, scaled: bool) -> None:
+        self._rank = rank
+        self._scaled = scaled
+        self._taken: list[NonFinite] = []
+        self._lock = threading.Lock()
+
+    def take(self, step: int, replica: int, paths: Sequence[str], finite: Sequence[bool]) -> None:
+        """Note the gradients of a replica's step, unless there are older ones that count.
+
+        Args:
+            step: Steps that the optimizer had taken before.
+            replica: Number of the replica on its rank.
+            paths: Of the variables.
+            finite: Whether the gradient of each is finite.
+        """
+        bad = tuple(path for path, good in zip(paths, finite, strict=True) if not good)
+        with self._lock:
+            if self._taken and self._taken[0].step != step:
+                if not self._scaled:
+                    return
+                self._taken.clear()
+            self._taken.append(NonFinite(step, self._rank, replica, bad))
+
+    def found(self, steps: int, loss_is_finite: bool) -> list[NonFinite]:
+        """Return what was noted and tells something.
+
+        Args:
+            steps: Steps that the optimizer has taken now.
+            loss_is_finite: Whether the loss is, so far.
+        """
+        with self._lock:
+            if self._scaled:
+                # A step that is left out because its gradients have overflowed is not counted.
+                return [n for n in self._taken if n.step == steps and not loss_is_finite]
+            return list(self._taken)
+
+
+class NoteNonFinite:
+    """Link of the chain of `transforms` that notes gradients which are not finite.
+
+    Args:
+        notes: Where to.
+        steps: The optimizer's count of steps, integer scalar.
+        replica: Number of the replica on its rank.
+        paths: Of the variables.
+    """
+
+    def __init__(
+        self, notes: NonFiniteNotes, steps: tf.Tensor, replica: int, paths: Sequence[str]
+    ) -> None:
+        self._notes = notes
+        self._steps = steps
+        self._replica = replica
+        self._paths = tuple(paths)
+
+    def update(self, given: Update) -> Update:
+        """See `Transform.update`."""
+        if not given.gradients:
+            return given
+        finite = tf.stack([_is_finite(g) for g in given.gradients])
+
+        def take(step: Array, finite: Array) -> bool:
+            self._notes.take(int(step), self._replica, self._paths, finite.tolist())
+            return True
+
+        def note() -> tf.Tensor:
+            return tf.numpy_function(take, [tf.cast(self._steps, tf.int64), finite], tf.bool)
+
+        tf.cond(tf.reduce_all(finite), lambda: tf.constant(True), note)
+        return given
+
+
+def _is_finite(gradient: Gradient) -> tf.Tensor:
+    if isinstance(gradient, tf.IndexedSlices):
+        gradient = gradient.values
+    if isinstance(gradient, Factored):
+        return _is_finite(gradient.left) & _is_finite(gradient.right)
+    return tf.reduce_all(tf.math.is_finite(gradient))
