@@ -32,6 +32,10 @@ class CheckpointInUseError(DtkError, RuntimeError):
     """Another job saves its checkpoints to the same directory."""
 
 
+class CheckpointFormatError(DtkError, ValueError):
+    """A checkpoint was written by a newer dtk, in a format that this one does not know."""
+
+
 class CheckpointSaveError(DtkError, OSError):
     """A checkpoint could not be written: the disk is full, read-only or gone."""
 

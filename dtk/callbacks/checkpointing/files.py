@@ -20,7 +20,9 @@ import json
 import os
 import re
 import shutil
+import stat
 import tempfile
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -108,7 +110,7 @@ class CheckpointFiles:
         name = self.next_name()
         self.directory.mkdir(parents=True, exist_ok=True)
         draft = self.directory / f"{DRAFT}{name}"
-        shutil.rmtree(draft, ignore_errors=True)
+        _remove(draft)
         draft.mkdir()
         try:
             self._fill(draft, save_weights, state, arrays)
@@ -150,13 +152,14 @@ class CheckpointFiles:
         """
         folder = self.directory / name
         try:
-            state = json.loads((folder / STATE).read_text())
+            state = json.loads(_regular(folder / STATE).read_text())
             digests = state.pop("digests")
-            # Older checkpoints have none of the state itself.
-            if digests.pop(STATE, found := _digest_of(state)) != found:
+            # The first checkpoints had none of the state itself.
+            digests.setdefault(STATE, found := _digest_of(state))
+            if digests[STATE] != found or digests.keys() != {WEIGHTS, ARRAYS, STATE}:
                 raise CorruptCheckpointError(f"{STATE} is not what was written")
-            for file, expected in digests.items():
-                if digest(folder / file) != expected:
+            for file in (WEIGHTS, ARRAYS):
+                if digest(_regular(folder / file)) != digests[file]:
                     raise CorruptCheckpointError(f"{file} is not what was written")
             with np.load(folder / ARRAYS, allow_pickle=False) as stored:
                 return state, dict(stored)
@@ -165,7 +168,14 @@ class CheckpointFiles:
         except OSError as error:  # a folder in the place of a file, a disk that does not answer
             name = Path(error.filename or folder).name
             raise CorruptCheckpointError(f"{name} cannot be read ({error.strerror})") from error
-        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        except (
+            ValueError,
+            KeyError,
+            AttributeError,
+            TypeError,
+            RecursionError,
+            zipfile.BadZipFile,
+        ) as error:
             raise CorruptCheckpointError(f"{STATE} cannot be read ({error})") from error
 
     def prune(self, keep: int | None) -> None:
@@ -177,16 +187,14 @@ class CheckpointFiles:
         for name in self.names()[keep:] if keep else []:
             # Renamed first: a removal that is cut short leaves no half checkpoint.
             doomed = self.directory / f"{DRAFT}{name}"
+            _remove(doomed)
             os.rename(self.directory / name, doomed)
-            shutil.rmtree(doomed)
+            _remove(doomed)
 
     def clear_unfinished(self) -> None:
         """Remove what an earlier process left half written."""
         for draft in self.directory.glob(f"{DRAFT}*"):
-            if draft.is_dir():
-                shutil.rmtree(draft)
-            else:
-                draft.unlink()
+            _remove(draft)
 
     def keep_best(self, name: str, note: Mapping[str, object]) -> None:
         """Copy one checkpoint's weights to `best.weights.h5`, and a note to `best.json`.
@@ -204,6 +212,21 @@ class CheckpointFiles:
     def _put(self, draft: Path, name: str) -> None:
         flush(draft)
         os.replace(draft, self.directory / name)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or a folder, where there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _regular(path: Path) -> Path:
+    """Return the path of a file, and not of a pipe, whose reader would wait for ever."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise CorruptCheckpointError(f"{path.name} is no file")
+    return path
 
 
 def _digest_of(state: object) -> str:

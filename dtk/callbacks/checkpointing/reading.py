@@ -21,6 +21,7 @@ from dtk.callbacks.checkpointing.model_state import (
     restore_exchange,
 )
 from dtk.compat import tf_replicas
+from dtk.errors import CheckpointFormatError
 from dtk.layers.whole import ModelInParts
 from dtk.nests import Array
 from dtk.parameter_server import evaluator
@@ -62,6 +63,7 @@ class CheckpointReader:
 
         Raises:
             ValueError: The checkpoint belongs to another model, or none can be read.
+            CheckpointFormatError: A newer dtk has written it.
         """
         self._files.clear_unfinished()
         names = self._files.names() if resume else []
@@ -90,6 +92,7 @@ class CheckpointReader:
             except CorruptCheckpointError as error:
                 corrupt.append(f"{self._files.directory / name}: {error}")
                 continue
+            _check_format(found[0], self._files.directory / name)
             if corrupt:
                 warnings.warn(
                     f"corrupt checkpoint ({'; '.join(corrupt)}); going back to "
@@ -114,6 +117,7 @@ class CheckpointReader:
 
         Raises:
             CorruptCheckpointError: It is not what was written.
+            CheckpointFormatError: A newer dtk has written it.
             ValueError: It belongs to another model.
         """
         trainer = trainer_of(model)
@@ -121,6 +125,7 @@ class CheckpointReader:
         try:
             packed, _ = self._files.read(name)
             count, path = len(model.weights), self._files.directory / name
+            _check_format(packed, path)
             check_same_model(packed["variables"][:count], describe(trainer)[:count], path)
             evaluator.quietly_load(model, self._files.weights(name))
         except (CorruptCheckpointError, FileNotFoundError):
@@ -128,6 +133,15 @@ class CheckpointReader:
                 raise
             return None
         return evaluator.Saved(packed["epoch"], packed["step"], packed.get("iterations"))
+
+
+def _check_format(state: states.CheckpointState, path: Path) -> None:
+    """Refuse what a newer dtk has written: an older checkpoint in its place would lose steps."""
+    if state["format"] > states.FORMAT:
+        raise CheckpointFormatError(
+            f"{path} has format {state['format']}, and this dtk reads {states.FORMAT} at most; "
+            "resume with the dtk that wrote it or a newer one, or give another directory"
+        )
 
 
 def restore(

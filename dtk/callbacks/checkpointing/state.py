@@ -27,6 +27,9 @@ KNOWN: tuple[tuple[type, tuple[str, ...]], ...] = (
     (keras.callbacks.SwapEMAWeights, ("_ema_weights_in_model",)),
 )
 
+# Raised when what is written cannot be read by an older dtk.
+FORMAT = 1
+
 # What goes to JSON, and the path, the shape and the dtype of each variable there.
 Packed: TypeAlias = "bool | int | float | str | list[Packed] | dict[str, Packed] | None"
 Described: TypeAlias = list[tuple[str, list[int], str]]

@@ -32,8 +32,6 @@ from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.model_state import ModelState
 from dtk.trainer.replica.replica_step import metric_variables
 
-_FORMAT = 1
-
 
 class Progress(NamedTuple):
     """Progress of training when a checkpoint is written.
@@ -145,7 +143,7 @@ class CheckpointWriter:
         """Collect what rank 0 knows by itself."""
         model, strategy = trainer.model, trainer.strategy
         return {
-            "format": _FORMAT,
+            "format": states.FORMAT,
             "workers": strategy.size,
             "iterations": iterations_of(model),
             "variables": describe(whole),

@@ -1,0 +1,221 @@
+"""Whatever happens to a directory of checkpoints: the newest that is whole is loaded, or none."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import shutil
+import warnings
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import dtk
+from dtk.callbacks.base import StrategyCallback
+from dtk.callbacks.checkpointing.files import ARRAYS, STATE, WEIGHTS, CheckpointFiles, _digest_of
+from dtk.callbacks.checkpointing.reading import CheckpointReader
+from dtk.trainer.model_scope import trainer_of
+
+from callbacks.bodies import BATCH, compiled, data, everything, fails, strategy
+
+FILES = (WEIGHTS, ARRAYS, STATE)
+NAMES = tuple(f"checkpoint-{number:08d}" for number in (1, 2, 3))
+
+names, files = st.sampled_from(NAMES), st.sampled_from(FILES)
+place = st.floats(0.0, 0.999)
+texts = st.sampled_from([b"", b"[]", b"null", b'{"digests": {}}', b"[" * 5000, b"\xff\x00" * 99])
+damages = st.one_of(
+    st.tuples(st.just("cut"), names, files, place),
+    st.tuples(st.just("flip"), names, files, place, st.integers(0, 7)),
+    st.tuples(st.just("replace"), names, files, texts),
+    st.tuples(st.just("append"), names, files, texts),
+    st.tuples(st.just("remove"), names, files),
+    st.tuples(st.just("folder"), names, files),
+    st.tuples(st.just("pipe"), names, files),
+    st.tuples(st.just("loop"), names, files),
+    st.tuples(st.just("swap"), names, names, files),
+    st.tuples(st.just("swap files"), names, files, files),
+    st.tuples(st.just("remove all"), names),
+    st.tuples(st.just("file for folder"), names),
+    st.tuples(st.just("extra"), names),
+    st.tuples(st.just("stranger"), st.sampled_from(["checkpoint-00000009", ".writing-x"])),
+    st.tuples(st.just("strange folder"), st.sampled_from(["checkpoint-00000009", ".writing-x"])),
+    st.tuples(st.just("strange link"), st.sampled_from(["checkpoint-00000009", ".writing-x"])),
+)
+
+
+def harm(directory, damage):
+    """Do one damage; what is not there any more cannot be damaged again."""
+    kind, name, *more = damage
+    folder = directory / name
+    if kind in ("stranger", "strange folder", "strange link"):
+        if not os.path.lexists(folder):
+            if kind == "stranger":
+                folder.write_bytes(b"something")
+            elif kind == "strange folder":
+                folder.mkdir()
+            else:
+                folder.symlink_to(directory / "nowhere")
+        return
+    if not folder.is_dir():
+        return
+    if kind == "extra":
+        (folder / "notes.txt").write_text("mine")
+    elif kind in ("remove all", "file for folder"):
+        shutil.rmtree(folder)
+        if kind == "file for folder":
+            folder.write_bytes(b"something")
+    elif kind in ("swap", "swap files"):
+        one, other = (
+            (folder / more[1], directory / more[0] / more[1])
+            if kind == "swap"
+            else (folder / more[0], folder / more[1])
+        )
+        if one.is_file() and other.is_file():
+            first, second = one.read_bytes(), other.read_bytes()
+            one.write_bytes(second)
+            other.write_bytes(first)
+    elif (path := folder / more[0]).is_file():
+        change(path, kind, *more[1:])
+
+
+def change(path, kind, *more):
+    content = path.read_bytes()
+    at = int(more[0] * len(content)) if kind in ("cut", "flip") else 0
+    path.unlink()
+    if kind == "cut":
+        path.write_bytes(content[:at])
+    elif kind == "flip":
+        flipped = bytes([content[at] ^ 1 << more[1]]) if content else b"x"
+        path.write_bytes(content[:at] + flipped + content[at + 1 :])
+    elif kind == "replace":
+        path.write_bytes(more[0])
+    elif kind == "append":
+        path.write_bytes(content + more[0])
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "loop":
+        path.symlink_to(path)
+
+
+def damaged(directory, examples):
+    """Damage copies of a directory with three checkpoints, and load of each what can be loaded."""
+    strategy()
+    pristine, copy = pathlib.Path(directory, "pristine"), pathlib.Path(directory, "copy")
+    x, y = data()
+    model = compiled("sgd")
+    trained = {}
+
+    class Keep(StrategyCallback):
+        def on_epoch_agreed(self, epoch, logs=None):
+            trained[NAMES[epoch]] = everything(model)
+
+    model.fit(
+        x,
+        y,
+        batch_size=BATCH,
+        epochs=3,
+        verbose=0,
+        callbacks=[Keep(), dtk.callbacks.Checkpoint(pristine)],
+    )
+    trainer = trainer_of(model)
+    states = {name: CheckpointFiles(pristine).read(name)[0] for name in NAMES}
+    fallen = []
+
+    def same(name):
+        return all(
+            (copy / name / file).is_file()
+            and (copy / name / file).read_bytes() == (pristine / name / file).read_bytes()
+            for file in FILES
+        )
+
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.lists(damages, min_size=1, max_size=5))
+    def check(several):
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(pristine, copy)
+        for damage in several:
+            harm(copy, damage)
+        untouched = [name for name in reversed(NAMES) if same(name)]
+        found = CheckpointFiles(copy)
+        listed = found.names()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                loaded = CheckpointReader(found).load_newest(trainer)
+            except ValueError as error:
+                assert str(error).startswith("no checkpoint can be read ("), error
+                assert not untouched and listed
+                loaded = None
+        if loaded is None:
+            assert not untouched
+        else:
+            name, state = loaded
+            # A damage that JSON does not see, such as of a space, is none.
+            assert not untouched or name >= untouched[0]
+            assert state["epoch"] == states[name]["epoch"]
+            np.testing.assert_array_equal(everything(model), trained[name])
+            told = [str(one.message) for one in caught if "going back to" in str(one.message)]
+            assert bool(told) == (name != listed[0])
+            fallen.append(name)
+        # And it can be saved to.
+        after = found.write(lambda path: pathlib.Path(path).write_text("next"), {"epoch": 9}, {})
+        assert found.names()[0] == after
+        found.prune(1)
+        assert found.names() == [after]
+
+    check()
+    return {name: fallen.count(name) for name in NAMES}
+
+
+@pytest.mark.worlds(("local", 1))
+def test_the_newest_that_is_whole_is_loaded_or_none(pool, tmp_path):
+    (fallen,) = pool.run(damaged, str(tmp_path), 200, timeout=200)
+    assert all(fallen.values()), "every one of the three must have been the newest"
+
+
+def newer(directory):
+    """The newest of two checkpoints is from a dtk to come."""
+    strategy()
+    x, y = data()
+
+    def fit(epochs):
+        saved = dtk.callbacks.Checkpoint(directory)
+        compiled("sgd").fit(x, y, batch_size=BATCH, epochs=epochs, verbose=0, callbacks=[saved])
+
+    fit(2)
+    strategy().communicator.barrier()
+    path = pathlib.Path(directory, NAMES[1], STATE)
+    if strategy().is_chief:
+        state = json.loads(path.read_text())
+        digests = state.pop("digests")
+        state["format"] = 77
+        digests[STATE] = _digest_of(state)
+        path.write_text(json.dumps({**state, "digests": digests}))
+    strategy().communicator.barrier()
+    return fails(fit, 3)
+
+
+@pytest.mark.worlds(("local", 1), ("collective", 2))
+def test_a_format_to_come_is_refused_on_every_rank(pool, tmp_path):
+    for kind, text in pool.run(newer, str(tmp_path)):
+        assert kind == "CheckpointFormatError"
+        assert "checkpoint-00000002 has format 77, and this dtk reads 1 at most" in text
+
+
+def test_every_file_is_in_the_digests_and_nothing_else(tmp_path):
+    written = CheckpointFiles(tmp_path)
+    name = written.write(lambda path: pathlib.Path(path).write_text("x"), {"epoch": 1}, {})
+    found = json.loads((tmp_path / name / STATE).read_text())["digests"]
+    assert sorted(found) == sorted(path.name for path in (tmp_path / name).iterdir())
