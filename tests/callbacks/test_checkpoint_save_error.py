@@ -8,6 +8,7 @@ import os
 import pathlib
 import shutil
 import subprocess
+import sys
 
 import keras
 import pytest
@@ -115,6 +116,34 @@ def test_raise_ends_fit_on_all_ranks(pool, disk, harm):
         assert kind == "CheckpointSaveError" and epochs == [0, 1]
         assert "the newest one is checkpoint-00000001" in text
         assert whole == [1] and left == ([".lock"] if harm == "read-only" else [])
+
+
+ENDS = """
+import os, sys
+import dtk, keras, numpy as np
+strategy = dtk.strategies.AllReduceStrategy(communicator="local")
+with strategy.scope():
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(1000)])
+    model.compile("sgd", "mse")
+place = sys.argv[1]
+class Fill(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        free = os.statvfs(place).f_bavail * os.statvfs(place).f_frsize
+        with open(place + "/filler", "wb") as file:
+            file.write(bytes(free - 20_000))
+model.fit(np.ones((8, 64)), np.ones((8, 1000)), verbose=0,
+          callbacks=[Fill(), dtk.callbacks.Checkpoint(place + "/saved")])
+print("trained")
+"""
+
+
+def test_a_process_that_has_met_a_full_disk_ends_well(disk):
+    """Breaks by SIGSEGV: HDF5 crashed, when the process ended, by a file it could not close."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS, str(disk)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "no checkpoint was written" in done.stdout and done.stdout.endswith("trained\n")
 
 
 @pytest.mark.parametrize("given", ["ignore", None, True])

@@ -115,19 +115,19 @@ class CheckpointWriter:
             _check_finite(whole.model)
             state = self._state(trainer, whole, progress, metrics, exchange)
             packed = {key: states.pack(value, arrays) for key, value in state.items()}
-            if self._background is None:
-                model = whole.model
-                return self._write(lambda path: _save_weights(model, path), packed, arrays, note)
+            # HDF5 itself must not meet a full disk: a file that it cannot close makes it crash, at
+            # the end of the process at the latest.
             weights = saving_calls.weights_in_memory(whole.model)
+
+            def save_weights(path: str) -> None:
+                Path(path).write_bytes(weights.getbuffer())
+
+            if self._background is None:
+                return self._write(save_weights, packed, arrays, note)
             # An array of a callback's own may change while it is written.
             copies = {name: np.array(array) for name, array in arrays.items()}
             name = self._files.next_name()
-            self._background.start(
-                name,
-                lambda: self._write(
-                    lambda path: Path(path).write_bytes(weights.getbuffer()), packed, copies, note
-                ),
-            )
+            self._background.start(name, lambda: self._write(save_weights, packed, copies, note))
             return name
 
         return on_chief(trainer.strategy, write)
@@ -183,16 +183,6 @@ class CheckpointWriter:
                 f"{files.directory}: {what} was written, {kept}: {error}"
             ) from error
         return name
-
-
-def _save_weights(model: keras.Model, path: str) -> None:
-    try:
-        model.save_weights(path)
-    except (RuntimeError, ValueError) as error:
-        # HDF5's own way to say that it cannot write, when it closes a file.
-        if "errno = " not in str(error):
-            raise
-        raise OSError(str(error)) from error
 
 
 def _check_finite(model: keras.Model) -> None:
