@@ -58,19 +58,15 @@ def _written(name: str, original: Function[object], write: Write) -> Function[ob
     return save
 
 
-def weights_in_memory(model: keras.Model) -> io.BytesIO:
-    """Return what `model.save_weights` would write, without a file.
+def write_weights(model: keras.Model, file: io.BytesIO) -> None:
+    """Write what `model.save_weights` would to an object that stands for a file.
 
     Args:
         model: The model; of all its weights this process holds the whole.
-
-    Returns:
-        The content of a `.weights.h5` file.
+        file: Gets the content of a `.weights.h5` file.
     """
-    content = io.BytesIO()
-    store = saving_lib.H5IOStore(content, mode="w")
+    store = saving_lib.H5IOStore(file, mode="w")
     saving_lib._save_state(
         model, weights_store=store, assets_store=None, inner_path="", visited_saveables=set()
     )
     store.close()
-    return content

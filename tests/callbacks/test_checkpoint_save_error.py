@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import os
 import pathlib
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 
+import h5py
 import keras
+import numpy as np
 import pytest
 
 import dtk
+from dtk.callbacks.checkpointing import weights_file
+from dtk.compat import saving_calls
 
 from callbacks.bodies import BATCH, compiled, data, fails, strategy
 
@@ -150,3 +157,39 @@ def test_a_process_that_has_met_a_full_disk_ends_well(disk):
 def test_what_to_do_is_one_of_two(tmp_path, given):
     with pytest.raises(ValueError, match="on_save_error must be 'warn' or 'raise'"):
         dtk.callbacks.Checkpoint(tmp_path, on_save_error=given)
+
+
+def limited(directory, room):
+    """Save 32 kB of weights in a file that may have so many; count what HDF5 keeps open."""
+    strategy()
+    path = pathlib.Path(directory, "x.weights.h5")
+    model = compiled("sgd", width=1000)
+    x, y = data()
+    model.fit(x, y, batch_size=BATCH, verbose=0)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        failure = fails(weights_file.save_weights, model, str(path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    gc.collect()
+    held = h5py.h5f.get_obj_count(h5py.h5f.OBJ_ALL, h5py.h5f.OBJ_FILE)
+    path.unlink()
+    weights_file.save_weights(model, str(path))
+    weights, content = model.get_weights(), io.BytesIO()
+    saving_calls.write_weights(model, content)
+    model.set_weights([0.0 * weight for weight in weights])
+    model.load_weights(path)
+    same = all(map(np.array_equal, model.get_weights(), weights))
+    return failure, held, same and path.read_bytes() == content.getvalue()
+
+
+@pytest.mark.parametrize("room", [0, 100, 2048, 5000, 20_000, 33_000])
+@pytest.mark.worlds(("local", 1))
+def test_hdf5_never_meets_the_error(pool, tmp_path, room):
+    """Breaks as the end of the process, some time after HDF5 could not close its file."""
+    ((failure, held, same),) = pool.run(limited, str(tmp_path), room)
+    assert failure == ("OSError", "[Errno 27] File too large")
+    assert held == 0 and same

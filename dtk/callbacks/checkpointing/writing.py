@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from dtk.callbacks.checkpointing.model_state import (
     parts_of,
     value_of,
 )
+from dtk.callbacks.checkpointing.weights_file import save_weights
 from dtk.compat import saving_calls, tf_replicas
 from dtk.errors import CheckpointSaveError
 from dtk.exchange.state import Saved
@@ -115,19 +117,20 @@ class CheckpointWriter:
             _check_finite(whole.model)
             state = self._state(trainer, whole, progress, metrics, exchange)
             packed = {key: states.pack(value, arrays) for key, value in state.items()}
-            # HDF5 itself must not meet a full disk: a file that it cannot close makes it crash, at
-            # the end of the process at the latest.
-            weights = saving_calls.weights_in_memory(whole.model)
-
-            def save_weights(path: str) -> None:
-                Path(path).write_bytes(weights.getbuffer())
-
             if self._background is None:
-                return self._write(save_weights, packed, arrays, note)
+                model = whole.model
+                return self._write(lambda path: save_weights(model, path), packed, arrays, note)
+            weights = io.BytesIO()
+            saving_calls.write_weights(whole.model, weights)
             # An array of a callback's own may change while it is written.
             copies = {name: np.array(array) for name, array in arrays.items()}
             name = self._files.next_name()
-            self._background.start(name, lambda: self._write(save_weights, packed, copies, note))
+            self._background.start(
+                name,
+                lambda: self._write(
+                    lambda path: Path(path).write_bytes(weights.getbuffer()), packed, copies, note
+                ),
+            )
             return name
 
         return on_chief(trainer.strategy, write)

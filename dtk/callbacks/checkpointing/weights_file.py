@@ -1,0 +1,101 @@
+"""A file of weights that HDF5 writes, without HDF5 meeting an error of the disk.
+
+HDF5 that cannot write to a file can neither close nor forget it, and may take the process along. So
+what it writes goes through here: after the first error all else is dropped, and the error is raised
+once HDF5 is done.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import keras
+
+from dtk.compat import saving_calls
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+def save_weights(model: keras.Model, path: str) -> None:
+    """Write what `model.save_weights` would.
+
+    Args:
+        model: The model.
+        path: A file that is not there yet.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    with _File(path) as file:
+        try:
+            saving_calls.write_weights(model, file)
+        finally:
+            # Whatever HDF5 has made of it.
+            if file.failure is not None:
+                raise file.failure
+
+
+class _File(io.BytesIO):
+    """A file on disk that behaves as if every write went well; Keras takes no other kind of object.
+
+    Args:
+        path: The file.
+
+    Attributes:
+        failure: The first error.
+    """
+
+    def __init__(self, path: str):
+        super().__init__()
+        self.failure: OSError | None = None
+        self._descriptor = os.open(Path(path), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._at = self._size = 0
+
+    def write(self, data: Buffer, /) -> int:
+        """See `io.BytesIO`."""
+        left = memoryview(data).cast("B")
+        end = self._at + len(left)
+        try:
+            while len(left) and self.failure is None:
+                left = left[os.pwrite(self._descriptor, left, end - len(left)) :]
+        except OSError as error:
+            self.failure = error
+        written, self._at, self._size = end - self._at, end, max(self._size, end)
+        return written
+
+    def readinto(self, buffer: Buffer, /) -> int:
+        """See `io.BytesIO`; what could not be written is zeros."""
+        view = memoryview(buffer).cast("B")
+        found = os.pread(self._descriptor, len(view), self._at)
+        view[:] = found + bytes(len(view) - len(found))
+        self._at += len(view)
+        return len(view)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        """See `io.BytesIO`."""
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        """See `io.BytesIO`."""
+        return self._at
+
+    def truncate(self, size: int | None = None, /) -> int:
+        """See `io.BytesIO`."""
+        self._size = self._at if size is None else size
+        try:
+            os.ftruncate(self._descriptor, self._size)
+        except OSError as error:
+            self.failure = self.failure or error
+        return self._size
+
+    def close(self) -> None:
+        """See `io.BytesIO`."""
+        if not self.closed:
+            os.close(self._descriptor)
+        super().close()
