@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 
 import dtk
 from dtk.callbacks.base import StrategyCallback
-from dtk.callbacks.checkpointing.files import ARRAYS, STATE, WEIGHTS, CheckpointFiles, _digest_of
+from dtk.callbacks.checkpointing.files import (
+    ARRAYS,
+    STATE,
+    WEIGHTS,
+    CheckpointFiles,
+    CorruptCheckpointError,
+    _digest_of,
+)
 from dtk.callbacks.checkpointing.reading import CheckpointReader
 from dtk.trainer.model_scope import trainer_of
 
@@ -219,3 +226,9 @@ def test_every_file_is_in_the_digests_and_nothing_else(tmp_path):
     name = written.write(lambda path: pathlib.Path(path).write_text("x"), {"epoch": 1}, {})
     found = json.loads((tmp_path / name / STATE).read_text())["digests"]
     assert sorted(found) == sorted(path.name for path in (tmp_path / name).iterdir())
+    state = json.loads((tmp_path / name / STATE).read_text())
+    state["digests"]["notes.txt"] = state["digests"][WEIGHTS]
+    (tmp_path / name / "notes.txt").write_text("x")
+    (tmp_path / name / STATE).write_text(json.dumps(state))
+    with pytest.raises(CorruptCheckpointError, match="state.json is not what was written"):
+        written.read(name)

@@ -59,6 +59,19 @@ def test_rows_are_looked_up_seldom(monkeypatch):
     assert len(looks) < 60
 
 
+def test_rows_that_were_not_looked_up_before_a_checkpoint_count_only_once(monkeypatch):
+    """The last steps of an epoch count by those before; they are no part of what comes next."""
+    monkeypatch.setattr(frequency, "count_rows", lambda step: 10 * step)
+    counted = Frequency(save_every_samples=100)
+    for step in range(1, 9):
+        counted.count(step, Generator(), step)
+    counted.count(10, Generator(), None)
+    assert counted.due and counted.samples == 100
+    counted.saved()
+    counted.count(11, Generator(), 11)
+    assert counted.samples == 10
+
+
 def test_batches_that_grow_are_counted_as_they_are(monkeypatch):
     monkeypatch.setattr(frequency, "count_rows", lambda step: 8 * step if step < 9 else 64 * step)
     counted = Frequency(save_every_samples=1000)

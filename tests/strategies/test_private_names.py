@@ -80,6 +80,8 @@ KERAS = {
     "backend.common.variables": ["Variable.assign"],
     "backend.Variable": ["_initialize", "_initialize_with_initializer", "value"],
     "backend.tensorflow.numpy": ["take"],
+    "saving.saving_lib": ["save_model", "save_weights_only", "H5IOStore.close", "_save_state"],
+    "legacy.saving.legacy_h5_format": ["save_model_to_hdf5"],
     "trainers.trainer": [
         "Trainer.compile",
         "Trainer._symbolic_build",
