@@ -167,10 +167,16 @@ def read(path: str | os.PathLike[str]) -> Results:
         raise BenchError(
             f"{path} is not a saved benchmark; expected what `dtk bench --json FILE` writes"
         )
-    for variants in found["turns"].values():
-        for turns in variants.values():
-            turns[:] = [[reading_of(known) for known in turn] for turn in turns]
-    return Results(**found)
+    try:
+        for variants in found["turns"].values():
+            for turns in variants.values():
+                turns[:] = [[reading_of(known) for known in turn] for turn in turns]
+        return Results(**found)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise BenchError(
+            f"{path} is damaged ({type(error).__name__}: {error}); measure anew with "
+            "`dtk bench --json`"
+        ) from None
 
 
 def reading_of(known: Answer) -> Reading:

@@ -20,9 +20,11 @@ _PORTS = range(12000, 32000)  # below Linux's ephemeral range, which starts at 3
 _PORTS_PER_JOB = 128
 _PORTS_PER_STEP = 16
 
-_REPEAT = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
+# More than any machine has: what asks for more is damaged, and would fill the memory.
+_MOST = 1 << 17
+_REPEAT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 _BRACKETS = re.compile(r"([^\[\]]*)\[([^\[\]]*)\]")
-_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
+_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 
 
 def read(environ: Mapping[str, str]) -> Environment | None:
@@ -178,7 +180,10 @@ def expand_tasks_per_node(text: str) -> tuple[int, ...]:
             raise ClusterError(
                 f"tasks per node {text!r}: {part!r} is not understood, expected e.g. 2(x3),1"
             )
-        counts += [int(match[1])] * int(match[2] or 1)
+        repeated = int(match[2] or 1)
+        if len(counts) + repeated > _MOST:
+            raise ClusterError(f"tasks per node {text!r}: more than {_MOST} nodes, expected fewer")
+        counts += [int(match[1])] * repeated
     return tuple(counts)
 
 
@@ -217,7 +222,14 @@ def _expand_name(name: str, text: str) -> list[str]:
     if match is None:
         return [name]
     tails = _expand_name(name[match.end() :], text)
-    return [match[1] + number + tail for number in _numbers(match[2], text) for tail in tails]
+    numbers = _numbers(match[2], text)
+    if len(numbers) * len(tails) > _MOST:
+        raise _too_many(text)
+    return [match[1] + number + tail for number in numbers for tail in tails]
+
+
+def _too_many(text: str) -> ClusterError:
+    return ClusterError(f"node list {text!r}: more than {_MOST} names, expected fewer")
 
 
 def _numbers(ranges: str, text: str) -> list[str]:
@@ -229,6 +241,8 @@ def _numbers(ranges: str, text: str) -> list[str]:
                 f"node list {text!r}: [{ranges}] is not a range, expected e.g. node[01-03,7]"
             )
         first, last = match[1], match[2] or match[1]
+        if len(numbers) + int(last) - int(first) > _MOST:
+            raise _too_many(text)
         numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
     return numbers
 

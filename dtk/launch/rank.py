@@ -102,7 +102,7 @@ class Rank:
             text: A `dtk.cluster.progress.Report`, as JSON.
         """
         # A line that another program writes like this is none of ours.
-        with contextlib.suppress(ValueError, KeyError, TypeError):
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
             self.standing.take(json.loads(text), time.monotonic())
 
     @property
