@@ -240,6 +240,8 @@ def command_of(script: str | None, module: bool, args: tuple[str, ...]) -> list[
                 f"no module named {top!r} here or installed; run from the directory that holds it"
             )
         return [sys.executable, "-m", script, *args]
+    if script.startswith("-"):
+        raise ClusterError(f"no such option: {script}; see `dtk run --help`")
     path = Path(script)
     if path.is_dir() and not (path / "__main__.py").is_file():
         raise ClusterError(

@@ -20,6 +20,8 @@ from dtk.errors import ClusterError
 from dtk.launch import local, ssh
 
 COMMUNICATORS = ("auto", "collective", "horovod", "mpi")
+# What ranks may be told to use all the same, as to see what they cost without communication.
+_NOT_BETWEEN_PROCESSES = ("local", "null")
 # Each process takes a port and hundreds of MB: more is a mistyped number.
 MOST_ON_A_HOST = 1024
 # They mostly wait: the chief for workers, the servers for gradients that workers compute. Giving
@@ -105,7 +107,11 @@ def plan(
     """
     environ = os.environ if environ is None else environ
     if communicator == "auto":
-        told = environ.get(COMMUNICATOR, "auto")
+        told = environ.get(COMMUNICATOR) or "auto"
+        if told not in (*COMMUNICATORS, *_NOT_BETWEEN_PROCESSES):
+            raise ClusterError(
+                f"{COMMUNICATOR}={told!r}: unknown, expected {', '.join(COMMUNICATORS)}; unset it"
+            )
         # Beside a server there is nothing for the others to do.
         communicator = told if told in COMMUNICATORS and not ps else "collective"
     _check(command, workers, hosts, communicator, ps, evaluator)
