@@ -50,9 +50,10 @@ FULL = (
     r"strategies/test_saving.py::test_a_later_export",
     r"strategies/test_feeding.py::test_no_pipeline_waits",
     # one worker, one server and one slow step are the rule; these are the other ways there
-    r"launch/test_served_stall.py::\S*(\[sync|chief0|sleep|slow callback|no_worker|last_worker)",
-    r"strategies/test_watching.py::\S*(mpi-sleep|horovod-stop|collective-s|by_the_others\[mpi|alone\])",
-    r"strategies/test_evaluator.py::test_a_killed_evaluator\S+\[meanwhile",
+    r"launch/test_served_stall.py::(?!test_a_stopped_worker_is_ended\S+\[async)",
+    r"strategies/test_watching.py::\S*(\[mpi-sleep|\[horovod|\[collective-s|others\[mpi|alone\]|busy\])",
+    r"strategies/test_watching.py::test_a_rank_that_leaves_early",
+    r"strategies/test_evaluator.py::test_a_killed_evaluator",
     # the same scripts, of which the others are shorter; Horovod is run as a command besides
     r"published/test_published.py::test_two_processes_end_as_one\[horovod-mpi-2-(vae|horovod)",
     r"published/test_published.py::test_two_processes_end_as_one\[collective-2-("

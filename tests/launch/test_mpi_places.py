@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -128,11 +127,13 @@ def test_where_mpi_does_not_start_auto_goes_on_and_says_why(run, places, monkeyp
 
 @needs_mpi
 @pytest.mark.parametrize("guard_too", [False, True], ids=["alone", "with its guard"])
-def test_a_launcher_that_is_killed_takes_mpis_server_and_memory_with_it(guard_too):
-    shared = Path("/dev/shm")
-    before = set(shared.glob("dtk-mpi-*"))
+def test_a_launcher_that_is_killed_takes_mpis_server_and_memory_with_it(
+    guard_too, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(mpi_places, "_SHARED_MEMORY", tmp_path)
     code = (
-        "import sys, time\nfrom dtk.launch import Job, plan\n"
+        "import pathlib, sys, time\nfrom dtk.launch import Job, mpi_places, plan\n"
+        f"mpi_places._SHARED_MEMORY = pathlib.Path({str(tmp_path)!r})\n"
         f"job = Job(plan([sys.executable, '-c', {SUM + '; import time; time.sleep(600)'!r}], 2, "
         "communicator='mpi'), grace=0.5).start()\n"
         "print(job.job_id, flush=True)\ntime.sleep(600)"
@@ -140,7 +141,7 @@ def test_a_launcher_that_is_killed_takes_mpis_server_and_memory_with_it(guard_to
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as launcher:
         job = launcher.stdout.readline().decode().strip()
         assert marked.members(job + marked.BESIDE)
-        own = set(shared.glob("dtk-mpi-*")) - before
+        own = set(tmp_path.iterdir())
         assert len(own) == 1
         beside = marked.members(job + marked.BESIDE)
         for child in psutil.Process(launcher.pid).children() if guard_too else ():
@@ -150,13 +151,13 @@ def test_a_launcher_that_is_killed_takes_mpis_server_and_memory_with_it(guard_to
     if guard_too:
         for pid in beside:
             os.kill(pid, signal.SIGKILL)
-        assert own & set(shared.glob("dtk-mpi-*"))
+        assert own & set(tmp_path.iterdir())
         with Job(make(SUM, communicator="mpi"), stdout=io.StringIO()) as job_after:
             assert job_after.wait(60) == 0  # which tidies up
     deadline = time.monotonic() + 10
     while marked.members(job) + marked.members(job + marked.BESIDE) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not own & set(shared.glob("dtk-mpi-*"))
+    assert not own & set(tmp_path.iterdir())
     assert marked.members(job) + marked.members(job + marked.BESIDE) == []
 
 
