@@ -56,6 +56,12 @@ class Lines(io.StringIO):
         return len(text)
 
 
+def hear_all(job):
+    """Wait until the launcher has read what ranks said on their other stream, standard error."""
+    time.sleep(0.5)
+    assert all(rank.code is None for rank in job._ranks)
+
+
 def stopped(
     place, steps=0.0, writes=0.0, ready="lambda rank: True", grace=1.0, save_grace=20.0, **also
 ):
@@ -68,6 +74,7 @@ def stopped(
     out, said = Lines(2), io.StringIO()
     with Job(processes, grace=grace, save_grace=save_grace, stdout=out, stderr=said) as job:
         assert out.come.wait(60), said.getvalue()
+        hear_all(job)
         began = time.monotonic()
         job.stop()
         seconds = time.monotonic() - began
@@ -119,6 +126,7 @@ def test_a_rank_on_another_host_is_asked_through_its_agent(tmp_path):
     options = {"grace": 0.5, "save_grace": 20.0, "remote_shell": str(shell)}
     with Job([process], stdout=out, stderr=said, **options) as job:
         assert out.come.wait(60), said.getvalue()
+        hear_all(job)
         job.stop()
     assert [path.name for path in place.iterdir()] == ["0"], said.getvalue()
 
@@ -136,6 +144,7 @@ def test_an_interrupt_meanwhile_ends_at_once(tmp_path):
     try:
         assert launcher.stdout is not None and launcher.stderr is not None
         assert "up" in launcher.stdout.readline()
+        time.sleep(0.5)  # what it said on standard error may be read later
         launcher.send_signal(signal.SIGTERM)
         assert "waiting up to 60 s" in launcher.stderr.readline()
         began = time.monotonic()
