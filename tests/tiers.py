@@ -53,6 +53,7 @@ FULL = (
     r"launch/test_served_stall.py::(?!test_a_stopped_worker_is_ended\S+\[async)",
     r"strategies/test_watching.py::\S*(\[mpi-sleep|\[horovod|\[collective-s|others\[mpi|alone\]|busy\])",
     r"strategies/test_watching.py::test_a_rank_that_leaves_early",
+    r"strategies/test_watching.py::test_rank_0_is_watched",
     r"strategies/test_evaluator.py::test_a_killed_evaluator",
     # the same scripts, of which the others are shorter; Horovod is run as a command besides
     r"published/test_published.py::test_two_processes_end_as_one\[horovod-mpi-2-(vae|horovod)",
