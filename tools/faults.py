@@ -126,6 +126,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--busy", type=int, default=4, help="processes that compute beside")
     asked = parser.parse_args()
+    # Ended by a signal, it still ends what it has started.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     print(f"seed {asked.seed}, {asked.busy} busy processes beside", flush=True)
     kinds = asked.kind or list(COUNTS)
     wrong = 0
