@@ -195,22 +195,12 @@ def servers(count: int, chance: random.Random) -> int:
     for trial in range(count):
         mark = f"{os.getpid()}-servers-{trial}"
         role, index = chance.choice([("worker", 0), ("worker", 1), ("ps", 0), ("chief", 0)])
-        faults = []
         with tempfile.TemporaryFile("w+") as told, started(command, mark, told, told) as job:
             time.sleep(chance.uniform(1.0, 15.0))
             found = [process for process in marked(mark) if task(process) == (role, index)]
             for process in found[:1]:
                 process.kill()
-            try:
-                job.wait(4 * END)
-            except subprocess.TimeoutExpired:
-                faults.append("hang")
-                end(mark)
-                job.wait(END)
-            told.seek(0)
-            text = told.read()
-        if not gone(mark):
-            faults.append("left running")
+            faults, text = awaited(job, mark, told, 4 * END)
         survives = role == "worker" or not found
         name = "ps 0" if role == "ps" else "rank 0"
         if survives and job.returncode:
@@ -255,30 +245,36 @@ def trial(kind: str, way: Way, chance: random.Random, script: Path, folder: Path
             wait_for_save(folder / "checkpoints", chance.randrange(1, 30))
         else:
             time.sleep(chance.uniform(0.0, 1.5))
-        faults = []
         if kind == "stalls" and chance.random() < 0.5:
             (folder / f"sleep-{victim}").touch()
         else:
             number = signal.SIGSTOP if kind == "stalls" else chance.choice(SIGNALS)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pids[victim], number)
-        try:
-            job.wait(END)
-        except subprocess.TimeoutExpired:
-            faults.append("hang")
-            end(mark)
-            job.wait(END)
-        told.seek(0)
-        text = told.read()
-    if not gone(mark):
-        faults.append("left running")
-        end(mark)
+        faults, text = awaited(job, mark, told, END)
     if job.returncode == 0:
         return Outcome(not faults, tuple(faults), text)
     named = re.search(STALLED if kind == "stalls" else way.named, text)
     if named is None or int(named[1]) != victim:
         faults.append("wrong rank" if named else "no rank")
     return Outcome(False, tuple(faults), f"struck was rank {victim}\n{text}")
+
+
+def awaited(
+    job: subprocess.Popen[str], mark: str, told: TextIO, seconds: float
+) -> tuple[list[str], str]:
+    """Wait for the end of a job that was struck; return what is wrong with it, and what it said."""
+    faults = []
+    try:
+        job.wait(seconds)
+    except subprocess.TimeoutExpired:
+        faults.append("hang")
+        end(mark)
+        job.wait(END)
+    if not gone(mark):
+        faults.append("left running")
+    told.seek(0)
+    return faults, told.read()
 
 
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)

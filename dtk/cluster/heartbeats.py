@@ -28,9 +28,8 @@ from typing import NoReturn
 
 from dtk.cluster import progress, stall
 from dtk.cluster.progress import Report
-from dtk.cluster.stall import Stall, Standing
+from dtk.cluster.stall import STUCK, Stall, Standing
 
-STUCK = 124  # exit code of a job that has stopped moving, as of timeout(1)
 _CODE = 32  # hexadecimal digits
 _PERIOD = 1.0
 _HANDSHAKE = 5.0  # seconds for one message of it

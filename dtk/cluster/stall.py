@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from dtk.cluster.progress import Report
 
+STUCK = 124  # exit code of a job that has stopped moving, as of timeout(1)
 # Less than this part of a core, and so many bytes a second, is what a rank uses that only waits:
 # it reports, and its libraries look for messages.
 _IDLE_CORE = 0.04
@@ -56,7 +57,7 @@ class Standing:
 
     @property
     def worked(self) -> bool:
-        """Whether it has done anything together with other ranks."""
+        """Whether it has done anything together with other ranks, or an evaluation."""
         return self.last is not None and self.last["count"] > 0
 
     def take(self, report: Report, now: float) -> None:

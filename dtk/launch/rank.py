@@ -162,11 +162,6 @@ class Rank:
         return self.code not in (None, 0)
 
     @property
-    def has_moved(self) -> bool:
-        """Whether it has reported that it has done something with others, or an evaluation."""
-        return self.standing.last is not None and self.standing.last["count"] > 0
-
-    @property
     def in_trouble(self) -> bool:
         """Whether a traceback was just printed by a rank that still runs."""
         began = self.trace_began

@@ -7,14 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 
 from dtk.cluster import stall
-from dtk.cluster.stall import Stall, Standing
+from dtk.cluster.stall import STUCK, Stall, Standing
 from dtk.launch import ending
 from dtk.launch.ending import Ending
 from dtk.launch.rank import Rank
 from dtk.launch.state import JobState
 
 SETTLE = 1.0  # seconds a rank that already printed a traceback gets to exit by itself
-STUCK = 124  # exit code of a job that has stopped moving, as of timeout(1)
 LATE = 5.0  # seconds to wait for the end of a rank that all which failed so far have lost
 # Seconds the chief gets to say what the loss of a parameter server means. On one machine TensorFlow
 # 2.21 raises within seconds; over a network the loss takes longer to show.
