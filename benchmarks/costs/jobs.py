@@ -16,7 +16,7 @@ from dtk.bench import places
 from dtk.launch import plan
 
 OWN, MPI = "collective", "horovod-mpi"
-COMMUNICATORS = (OWN, "horovod", MPI)
+COMMUNICATORS = (OWN, "mpi", "horovod", MPI)
 RANK = Path(__file__).with_name("rank.py")
 THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 

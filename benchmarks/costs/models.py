@@ -31,4 +31,4 @@ def _images(random, count):
 SMALL = {build.__name__: Problem(build, _images) for build in (dense, conv, normed)}
 # Those that read floats, which can be decoded.
 LARGE = {name: models.PROBLEMS[name] for name in ("resnet20", "mlp", "transformer")}
-PROBLEMS = {**LARGE, **SMALL}
+PROBLEMS = {**models.PROBLEMS, **SMALL}

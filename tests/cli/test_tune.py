@@ -14,8 +14,8 @@ from dtk.launch.settings.step_settings import StepSettings
 from dtk.launch.settings.tuning import AS_IT_COMES, Timing, TuneError, Tuning
 
 ONEDNN, PAGES, INTER = "TF_ENABLE_ONEDNN_OPTS", "GLIBC_TUNABLES", "TF_NUM_INTEROP_THREADS"
-JIT = "DTK_JIT_COMPILE"
-DECIDED = {JIT: "0", ONEDNN: "0", PAGES: "glibc.malloc.hugetlb=1", INTER: "1"}
+JIT, FUSED = "DTK_JIT_COMPILE", "DTK_FUSED_BATCH_NORM"
+DECIDED = {JIT: "0", ONEDNN: "0", PAGES: "glibc.malloc.hugetlb=1", INTER: "1", FUSED: "0"}
 SCRIPT = """
 import dtk, keras, numpy as np
 strategy = dtk.auto_strategy()
@@ -100,6 +100,21 @@ def test_nothing_is_chosen_for_a_script_that_wants_determinism():
         tuned(lambda *_: 1.0, deterministic=True)
 
 
+def test_a_model_without_batch_norm_is_not_measured_with_it_fused():
+    measured = []
+
+    def measure(variables):
+        measured.append(dict(variables))
+        return Timing(50.0 if variables else 100.0, "a model", False, normalizes=FUSED in tried)
+
+    ways = {AS_IT_COMES: {}, tuning.FUSED: {FUSED: "1"}}
+    tried = {}
+    assert Tuning(dict(ways), measure, lambda name: None).choose().variables == {}
+    assert measured == [{}, {}]
+    tried = {FUSED}
+    assert Tuning(dict(ways), measure, lambda name: None).choose().variables == {FUSED: "1"}
+
+
 def test_what_the_user_has_set_is_not_tried():
     assert list(tuning.ways(2, DECIDED)) == [AS_IT_COMES]
     assert tuning.ways(2, {})["one more thread between operations"] == {INTER: "3"}
@@ -167,8 +182,10 @@ def test_one_worker_and_no_round_are_refused(kept, tmp_path):
 def test_a_real_script_is_timed_and_trains_nothing(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    done = dtk("tune", "--rounds", "1", str(script), home=tmp_path, **DECIDED)
+    open_still = {name: value for name, value in DECIDED.items() if name != FUSED}
+    done = dtk("tune", "--rounds", "1", str(script), home=tmp_path, **open_still)
     assert done.returncode == 0, done.stderr
+    assert tuning.FUSED not in done.stdout
     assert "as it comes" in done.stdout and "nothing is faster by 5 %" in done.stdout
     (file,) = Path(tmp_path, "dtk", "step-settings").iterdir()
     kept = json.loads(file.read_text())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 from unittest import mock
 
 import keras
@@ -11,6 +12,9 @@ import numpy as np
 import tensorflow as tf
 
 import dtk
+from dtk.cluster.variables import FUSED_BATCH_NORM
+from dtk.compat import keras_norms
+from dtk.strategies import start
 
 from strategies import bodies, cases
 
@@ -285,3 +289,44 @@ def chosen(strategy=None):
         derived.fit(x, y, batch_size=8, epochs=2, verbose=0)
         found["derived, after a step"] = derived.jit_compile
     return found, printed.getvalue().splitlines()
+
+
+def fused_fit(strategy=None):
+    """Fit with fused batch normalization; also how often a step was traced with it."""
+    chosen = mock.patch.dict(os.environ, {FUSED_BATCH_NORM: "1"})
+    # Without a strategy nothing of dtk's is in the process.
+    alone = contextlib.nullcontext() if strategy else keras_norms.fused_if_chosen()
+    counted = mock.patch.object(keras_norms, "_fused", wraps=keras_norms._fused)
+    with chosen, counted as fused, alone:
+        found = fit(strategy, jit_compile=False)
+    return {**found, "fused": float(fused.call_count > 0)}
+
+
+def other_norms_on_rank_1():
+    """What a strategy says where one rank alone has fused batch normalization."""
+    strategy = bodies.strategy()
+    chosen = {FUSED_BATCH_NORM: "1"} if strategy.rank == 1 else {}
+    with mock.patch.dict(os.environ, chosen):
+        try:
+            start.check_same_program(strategy.communicator)
+        except dtk.errors.DtkError as error:
+            return str(error)
+    return "nothing"
+
+
+def operations_of_a_lookup():
+    """Kinds of operations of a step of `fit`, up to what an embedding returns."""
+    kinds = []
+
+    def note(inputs):
+        graph = tf.compat.v1.get_default_graph()
+        kinds.append({op.type for op in graph.get_operations()})
+        return inputs
+
+    layers = keras.layers
+    with bodies.strategy().scope():
+        found = [keras.Input((2,), dtype="int32"), layers.Embedding(7, 3), layers.Lambda(note)]
+        model = keras.Sequential(found)
+        model.compile("sgd", "mse")
+    model.fit(np.zeros((4, 2), "int32"), np.zeros((4, 2, 3)), batch_size=4, verbose=0)
+    return kinds[-1]  # before it Keras finds out shapes

@@ -34,6 +34,16 @@ def test_two_ranks_equal_one_process(pool):
     check(results, once(plain))
 
 
+@pytest.mark.worlds(("collective", 2))
+def test_two_ranks_with_fused_batch_norm_equal_one_process_with_it(pool):
+    """Tolerance as above; one rank that normalizes otherwise is named."""
+    plain = compiled_bodies.fused_fit
+    results = pool.run(plain, "here", meanwhile=lambda: once(plain))
+    check(results, once(plain))
+    for said in pool.run(compiled_bodies.other_norms_on_rank_1):
+        assert "variable DTK_FUSED_BATCH_NORM" in said
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("backend, size", [("collective", 2), ("mirrored", 2), ("local", 1)])
 def test_near_to_the_uncompiled_one(world, backend, size):

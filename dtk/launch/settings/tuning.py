@@ -3,7 +3,7 @@
 Each way of setting them is a job of its own, since TensorFlow reads them while it is imported. Ways
 take turns, in rounds, so that whatever else the machine does falls on all alike.
 
-    round 1   as it comes   oneDNN on   oneDNN off   XLA   small pages   one more thread
+    round 1   as it comes   oneDNN on   oneDNN off   XLA   fused batch norm ...
     round 2   ...
     then      what won, together, where several did
 """
@@ -18,13 +18,13 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from dtk.cluster.variables import JIT_COMPILE, STEP_SETTINGS, TIME_STEPS
+from dtk.cluster.variables import FUSED_BATCH_NORM, JIT_COMPILE, STEP_SETTINGS, TIME_STEPS
 from dtk.errors import ClusterError
 from dtk.launch.job import Job
 from dtk.launch.plan import Process
 from dtk.launch.settings.step_settings import StepSettings
 
-AS_IT_COMES = "as it comes"
+AS_IT_COMES, FUSED = "as it comes", "fused batch norm"
 # A setting is kept if each round is faster by this much with it: less may be the next run's noise.
 _GAIN = 0.95
 _ONEDNN, _PAGES, _INTER = "TF_ENABLE_ONEDNN_OPTS", "GLIBC_TUNABLES", "TF_NUM_INTEROP_THREADS"
@@ -44,11 +44,13 @@ class Timing:
         milliseconds: Of a step, median of some, of the slowest rank.
         model: Describes the model and the batch.
         deterministic: Whether the script has turned op determinism on.
+        normalizes: Whether the model has batch normalization.
     """
 
     milliseconds: float
     model: str
     deterministic: bool
+    normalizes: bool = True
 
 
 def ways(threads: int, environ: Variables) -> dict[str, dict[str, str]]:
@@ -58,14 +60,15 @@ def ways(threads: int, environ: Variables) -> dict[str, dict[str, str]]:
         threads: A rank's share of the cores.
         environ: The user's variables; what is set there is decided.
 
-    >>> list(ways(1, {"TF_ENABLE_ONEDNN_OPTS": "0"}))
-    ['as it comes', 'XLA', 'small pages', 'one more thread between operations']
+    >>> list(ways(1, {"TF_ENABLE_ONEDNN_OPTS": "0", "DTK_JIT_COMPILE": "0", "GLIBC_TUNABLES": ""}))
+    ['as it comes', 'fused batch norm', 'one more thread between operations']
     """
     tried = {
         AS_IT_COMES: {},
         "oneDNN on": {_ONEDNN: "1"},
         "oneDNN off": {_ONEDNN: "0"},
         "XLA": {JIT_COMPILE: "1"},
+        FUSED: {FUSED_BATCH_NORM: "1"},
         "small pages": {_PAGES: "glibc.malloc.hugetlb=0"},
         "one more thread between operations": {_INTER: str(threads + 1)},
     }
@@ -128,6 +131,8 @@ class Tuning:
                 "the script turns op determinism on: what is measured must not decide how it "
                 "computes, so nothing was chosen"
             )
+        if not first.normalizes:
+            self.ways.pop(FUSED, None)
         for number in range(self.rounds):
             for name in self.ways:
                 if (number or name != AS_IT_COMES) and name not in self.failed:

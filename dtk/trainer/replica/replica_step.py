@@ -25,7 +25,7 @@ from dtk.trainer import jit
 from dtk.trainer.contract import StepFunction, Strategy
 from dtk.trainer.gradients import local_steps, shared_optimizer
 from dtk.trainer.replica import compiled_step, step_logs
-from dtk.trainer.tracing import sync_batch_norm, traced_step
+from dtk.trainer.tracing import lookups, sync_batch_norm, traced_step
 
 
 @contextlib.contextmanager
@@ -41,6 +41,7 @@ def running(model: keras.Model, name: str) -> Iterator[None]:
         traced_step.in_shares(),
         keras_steps.results_through(keras_models.metrics_of(model), result_of),
         keras_steps.moments_through(sync_batch_norm.of_all_replicas),
+        lookups.in_place(),
     ):
         yield
 

@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from dtk.cluster.variables import STEP_SETTINGS, TIME_STEPS
 from dtk.communicators import determinism
+from dtk.compat import keras_models
 from dtk.errors import at_rank
 from dtk.input import slicing
 from dtk.trainer.contract import Loop, Strategy
@@ -93,6 +94,10 @@ def _end_after_timing(
             "milliseconds": 1000 * max(of_all),
             "model": described(model, first),
             "deterministic": determinism.is_asked_for(),
+            "normalizes": any(
+                isinstance(layer, keras.layers.BatchNormalization)
+                for layer in keras_models.layers_of(model)
+            ),
         }
         with open(os.environ[TIME_STEPS], "w") as file:
             json.dump(found, file)

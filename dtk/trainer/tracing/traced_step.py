@@ -24,7 +24,7 @@ from typing import Protocol, TypeAlias
 import keras
 import tensorflow as tf
 
-from dtk.compat import keras_models, keras_steps, keras_variables
+from dtk.compat import keras_models, keras_norms, keras_steps, keras_variables
 from dtk.nests import Function, Gradients, Nest
 from dtk.trainer.tracing import noting
 from dtk.trainer.tracing.loss_terms import Terms, depends_on_data
@@ -177,7 +177,7 @@ def tracing(step: Step) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_shares() -> Iterator[None]:
-    """Return a context in which what steps compute keeps the rule above.
+    """Return a context in which what steps compute keeps the rule above, by the kernels chosen.
 
     Outside it nothing is patched.
     """
@@ -186,6 +186,7 @@ def in_shares() -> Iterator[None]:
         keras_steps.assigns_through(_note_assign),
         keras_steps.means_through(_update_mean),
         keras_steps.tapes_through(_differentiate),
+        keras_norms.fused_if_chosen(),
     ):
         yield
 

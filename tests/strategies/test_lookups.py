@@ -1,0 +1,83 @@
+"""Rows of a table are read where they are: the same rows, the same gradient, and no whole table."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dtk.trainer.tracing import lookups
+
+from strategies import compiled_bodies
+
+ROWS = 7
+PLACES = [[0, -1, 3], [3, 6, -7]]
+
+
+def looked_up(variable, indices, axis=0):
+    """What is taken, its gradient as rows and where they go, and the operations it took."""
+    kinds = set()
+
+    @tf.function(autograph=False)
+    def step():
+        with tf.GradientTape() as tape:
+            taken = keras.ops.take(variable, indices, axis=axis)
+            loss = tf.reduce_sum(tf.cast(taken, tf.float32) ** 2)
+        gradient = tape.gradient(loss, variable)
+        kinds.update(op.type for op in tf.compat.v1.get_default_graph().get_operations())
+        if isinstance(gradient, tf.IndexedSlices):
+            return taken, gradient.values, gradient.indices, gradient.dense_shape
+        return taken, gradient
+
+    return [np.asarray(one) for one in step()], kinds
+
+
+def table(dtype="float32"):
+    values = np.random.default_rng(1).normal(size=(ROWS, 3))
+    return keras.Variable(values, dtype=dtype, name="table")
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("of", ["float32", "float64", "bfloat16"])
+def test_rows_and_gradients_are_keras_s(dtype, of):
+    variable, indices = table(of), tf.constant(PLACES, dtype)
+    own, read = looked_up(variable, indices)
+    with lookups.in_place():
+        found, kinds = looked_up(variable, indices)
+    assert "ResourceGather" in kinds and not {"ReadVariableOp", "GatherV2"} & kinds
+    assert "ReadVariableOp" in read
+    for one, other in zip(found, own, strict=True):
+        assert one.dtype == other.dtype and one.tobytes() == other.tobytes()
+
+
+@pytest.mark.parametrize(
+    "variable, indices, axis",
+    [
+        (table(), tf.constant([2, -1]), 1),
+        (table(), tf.constant([2, 20]), None),
+        (table(), tf.constant([1, 2], tf.int16), 0),
+        (tf.constant(np.ones((4, 2), "float32")), tf.constant([1, -2]), 0),
+        (table(), [1, 2], 0),
+    ],
+)
+def test_other_lookups_stay_keras_s(variable, indices, axis):
+    own = keras.ops.take(variable, indices, axis=axis)
+    with lookups.in_place():
+        found = keras.ops.take(variable, indices, axis=axis)
+    np.testing.assert_array_equal(found, own)
+
+
+def test_ragged_indices_another_value_and_another_type():
+    variable, indices = table(), tf.constant([1, 2])
+    ragged = tf.ragged.constant([[1], [2, 3]])
+    with lookups.in_place():
+        assert isinstance(keras.ops.take(variable, ragged, axis=0), tf.RaggedTensor)
+        with keras.StatelessScope([(variable, tf.zeros((ROWS, 3)))]):
+            assert not np.any(keras.ops.take(variable, indices, axis=0))
+        with keras.src.backend.AutocastScope("float16"):
+            assert keras.ops.take(variable, indices, axis=0).dtype == tf.float16
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_a_step_of_fit_does_not_read_the_table(pool):
+    for kinds in pool.run(compiled_bodies.operations_of_a_lookup):
+        assert "ResourceGather" in kinds
