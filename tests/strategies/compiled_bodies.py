@@ -312,21 +312,3 @@ def other_norms_on_rank_1():
         except dtk.errors.DtkError as error:
             return str(error)
     return "nothing"
-
-
-def operations_of_a_lookup():
-    """Kinds of operations of a step of `fit`, up to what an embedding returns."""
-    kinds = []
-
-    def note(inputs):
-        graph = tf.compat.v1.get_default_graph()
-        kinds.append({op.type for op in graph.get_operations()})
-        return inputs
-
-    layers = keras.layers
-    with bodies.strategy().scope():
-        found = [keras.Input((2,), dtype="int32"), layers.Embedding(7, 3), layers.Lambda(note)]
-        model = keras.Sequential(found)
-        model.compile("sgd", "mse")
-    model.fit(np.zeros((4, 2), "int32"), np.zeros((4, 2, 3)), batch_size=4, verbose=0)
-    return kinds[-1]  # before it Keras finds out shapes

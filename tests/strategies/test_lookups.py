@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from dtk.trainer.tracing import lookups
 
-from strategies import compiled_bodies
+from strategies import graph_bodies
 
 ROWS = 7
 PLACES = [[0, -1, 3], [3, 6, -7]]
@@ -78,6 +78,7 @@ def test_ragged_indices_another_value_and_another_type():
 
 
 @pytest.mark.worlds(("collective", 2))
-def test_a_step_of_fit_does_not_read_the_table(pool):
-    for kinds in pool.run(compiled_bodies.operations_of_a_lookup):
-        assert "ResourceGather" in kinds
+def test_steps_do_not_read_the_table(pool):
+    for trained, predicted in pool.run(graph_bodies.operations_of_a_lookup):
+        assert "ResourceGather" in trained
+        assert "ResourceGather" in predicted and "ReadVariableOp" not in predicted

@@ -20,7 +20,7 @@ from dtk.trainer.ranks import shared_weights
 from dtk.trainer.shuffle_seed import ShuffleSeed
 
 from once import once
-from strategies import bodies, cases
+from strategies import bodies, cases, graph_bodies
 
 TWO = pytest.mark.parametrize("backend, size", [("collective", 2)])
 SEVERAL = pytest.mark.parametrize(
@@ -552,3 +552,11 @@ def test_only_rank_0_draws_progress(world, backend, size):
     first, second = world(backend, size).run(output_of_fit)
     assert first.count("step") >= 3
     assert second == ""
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_weights_are_updated_as_soon_as_their_bucket_is_there(pool):
+    """Not when the last of all gradients is: each update waits for one collective, its own."""
+    for updates in pool.run(graph_bodies.what_updates_wait_for):
+        assert [len(before) for before in updates] == [1, 1, 1]
+        assert len({name for before in updates for name in before}) > 1

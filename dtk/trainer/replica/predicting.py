@@ -12,6 +12,7 @@ from dtk.nests import Leaf, Nest
 from dtk.trainer import epoch_data
 from dtk.trainer.contract import Strategy
 from dtk.trainer.replica import replica_step
+from dtk.trainer.tracing import lookups
 
 
 def make_predict_function(model: keras.Model, strategy: Strategy) -> Callable[[list[Nest]], Nest]:
@@ -33,7 +34,10 @@ def make_predict_function(model: keras.Model, strategy: Strategy) -> Callable[[l
 
     @tf.autograph.experimental.do_not_convert
     def every_step(batches: list[Nest]) -> Nest:
-        outputs = [strategy.join_outputs(strategy.run(one_step, args=(data,))) for data in batches]
+        with lookups.in_place():
+            outputs = [
+                strategy.join_outputs(strategy.run(one_step, args=(data,))) for data in batches
+            ]
         return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
 
     return every_step if model.run_eagerly else tf.function(every_step, reduce_retracing=True)
