@@ -23,8 +23,10 @@ _RECENT = 10.0  # seconds between a traceback and the exit it explains
 # What ranks say when the connection to another one breaks.
 _PEER_LOST = re.compile(
     r"Socket closed|Connection reset by peer|[Cc]onnection closed by peer|UnavailableError|"
-    r"HorovodInternalError"
+    r"HorovodInternalError|Horovod has been shut down"
 )
+# How what a rank dies of begins, in Python and where Python itself is ended.
+_DIES = ("Traceback (most recent call last)", "Fatal Python error: ")
 # Signals that no failure of another rank sends. Aborts are left out: libraries abort when a peer is
 # gone.
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
@@ -147,7 +149,7 @@ class Rank:
         self.tail.append(line)
         if not stderr:
             return
-        if line.startswith("Traceback (most recent call last)") and not self.chained:
+        if line.startswith(_DIES) and not self.chained:
             self.trace, self.trace_began = [], time.monotonic()
         if self.trace_began is not None:
             self.trace.append(line)

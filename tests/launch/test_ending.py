@@ -1,5 +1,7 @@
 """What ends a job is pure: these tests start nothing."""
 
+import time
+
 import pytest
 
 from dtk.launch.ending import TIE, choose
@@ -145,6 +147,7 @@ def test_the_remote_shells_exit_code_tells_of_the_signal_over_there():
 
 
 LOST = ["Traceback (most recent call last):", "UnavailableError: Socket closed"]
+SHUT = ["Traceback (most recent call last):", "UnknownError: Horovod has been shut down. This was"]
 
 
 def failed(rank, returncode, moment, words=()):
@@ -159,6 +162,7 @@ def failed(rank, returncode, moment, words=()):
     "first, then, culprit",
     [
         ((1, 10.0, LOST), (-9, 10.4), "worker 1"),  # the system reports a large process late
+        ((1, 10.0, SHUT), (-6, 10.4), "worker 1"),
         ((1, 10.0, ["ValueError: no such batch"]), (-6, 10.1), "worker 0"),  # its peer aborts
         ((1, 10.0, LOST), (1, 10.4, ["Traceback", "ValueError: no such batch"]), "worker 1"),
         ((1, 10.0, LOST), (1, 10.4, LOST), "worker 0"),
@@ -170,3 +174,14 @@ def test_who_lost_a_peer_is_not_who_failed_first(first, then, culprit):
     failed(ranks["worker 0"], *first)
     failed(ranks["worker 1"], *then)
     assert ending.culprit() is ranks[culprit]
+
+
+def test_a_rank_that_says_that_it_crashes_is_waited_for():
+    """Writing where it crashed takes a busy machine longer than its peer takes to fail of it."""
+    ranks, ending = job("worker", "worker")
+    ranks["worker 1"].remember("Fatal Python error: Aborted", stderr=True)
+    assert ranks["worker 1"].in_trouble and not ranks["worker 0"].in_trouble
+    end(ranks["worker 0"], 1, time.monotonic() + 0.1)
+    end(ranks["worker 1"], -6, time.monotonic() + 0.4)
+    assert ending.culprit() is ranks["worker 1"]
+    assert ranks["worker 1"].last_words() == ["Fatal Python error: Aborted"]
