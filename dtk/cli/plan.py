@@ -104,7 +104,8 @@ def plan(
     """Predict time, efficiency and cost on up to thousands of workers.
 
     One step, measured (or given), and the links between hosts say what a step would take with each
-    strategy and exchange. Nothing is run. docs/plan.md has the formulas, how far predictions were
+    strategy and exchange. A step that is given beside --bench is planned with what messages and
+    bytes took there. Nothing is run. docs/plan.md has the formulas, how far predictions were
     off, and when not to trust them.
 
     With a model to divide (--model model.keras, or package.module:function) it measures that
@@ -126,8 +127,12 @@ def plan(
         _check_alone(model, communicator)
         known = _given(step_time, parameters, batch_size)
     else:
-        _check_bench(bench, step_time, parameters, batch_size)
+        other = step_time is not None and parameters is not None
+        if not other:
+            _check_bench(bench, step_time, parameters, batch_size)
         known = calibrated(read(bench), model, communicator)
+        if other:
+            known = _another(known, _given(step_time, parameters, batch_size))
     per_host = known.per_host
     if workers_per_host is not None:
         per_host = quantity.count("--workers-per-host", workers_per_host)
@@ -168,7 +173,10 @@ def _check_bench(bench: str, *given: str | None) -> None:
     """Raise PlanError where the benchmark's own numbers were given, too."""
     for option, text in zip(("--step-time", "--parameters", "--batch-size"), given, strict=True):
         if text is not None:
-            raise PlanError(f"{option} {text}: {bench} says so already; keep one of the two")
+            raise PlanError(
+                f"{option} {text}: {bench} says so already; leave it out, or give --step-time and "
+                "--parameters for another model over what sends there"
+            )
 
 
 def _check_alone(*given: str | None) -> None:
@@ -189,6 +197,12 @@ def _given(step_time: str | None, parameters: str | None, batch_size: str | None
     seconds = quantity.seconds("--step-time", step_time)
     job = Job(seconds, quantity.count("--parameters", parameters), rows)
     return Calibration(job, Software(), per_host=1, hosts=1)
+
+
+def _another(measured: Calibration, given: Calibration) -> Calibration:
+    """Keep of a benchmark what sending takes, for a model that it did not measure."""
+    software = dataclasses.replace(measured.software, product=0.0, hidden=0.0)
+    return dataclasses.replace(measured, job=given.job, software=software)
 
 
 def _software(software: Software, coding: str | None) -> Software:

@@ -82,6 +82,17 @@ def test_a_benchmark_calibrates_and_the_network_is_given(bench):
     assert row[:2] == ["100", "150"] and float(row[2]) > 500
 
 
+def test_another_model_is_planned_with_what_a_benchmark_found_of_sending(bench):
+    given = ["--step-time", "400ms", "--parameters", "44M", "--batch-size", "64"]
+    done = run(*bench(), *given, "--bandwidth", "25Gbit/s", "--workers", "1,2,4")
+    assert done.exit_code == 0, done.stderr
+    assert "a step of 400 ms for 64 rows on a worker, 176.0 MB of gradients" in done.stdout
+    # 12 - 2 ms for 4 MiB - 128 KiB, and two messages
+    assert "software adds 839 us to a message and 2.5 ns to a byte" in done.stdout
+    slower = run(*given, "--bandwidth", "25Gbit/s", "--latency", "0us", "--workers", "1,2,4")
+    assert "software adds 770 us to a message and 3 ns to a byte" in slower.stdout
+
+
 def test_a_benchmark_between_hosts_holds_the_network(bench):
     done = run(*bench(hosts=2), "--workers", "1,2,4")
     assert done.exit_code == 0, done.stderr

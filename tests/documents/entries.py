@@ -232,6 +232,13 @@ ENTRIES = {
     ("docs/plan.md", "dtk bench -n 2 --model resnet20 "): Shell(
         ("Use ",), only="dtk plan", files=("benchmark",)
     ),
+    ("docs/plan.md", "dtk bench --model resnet20 --exchange none "): Parsed(
+        "as the block above, for another model",
+        by=(
+            "tests/cli/test_planning.py::test_another_model_is_planned_with_what_a_benchmark_found"
+            "_of_sending",
+        ),
+    ),
     ("docs/plan.md", "dtk plan --model model.keras "): Parsed(
         "measures a model of one's own",
         by=(
