@@ -47,9 +47,9 @@ def tune(
 
     SCRIPT is started once for each way of setting TensorFlow, in turns, up to the first step of its
     first fit. That step is timed on its first batch over all processes; then the script ends.
-    oneDNN, XLA, fused batch normalization, the size of pages and threads between operations are
-    tried; a variable that you have set is left as it is. `dtk run` then sets what was faster by
-    more than 5 % each time, and says so.
+    oneDNN, XLA, fused batch normalization and Adam, the size of pages and threads between
+    operations are tried; a variable that you have set is left as it is. `dtk run` then sets what
+    was faster by more than 5 % each time, and says so.
 
     Kernels chosen otherwise may round otherwise: weights then equal those of one process with the
     same settings.

@@ -4,10 +4,8 @@ Optimizer   _distribution_strategy, _all_reduce_sum_gradients, _clip_gradients,
             _accumulated_gradients, _learning_rate,
             _trainable_variables_indices, _trainable_variables, _var_key,
             _var_to_optimizer_idx (of a MultiOptimizer)
-            _backend_apply_gradients, _get_variable_index
+            _backend_apply_gradients
 Muon        _should_use_adamw
-tensorflow.python.distribute.values                 DistributedVariable._get
-tensorflow.python.ops.resource_variable_ops         BaseResourceVariable
 """
 
 from __future__ import annotations
@@ -19,8 +17,6 @@ from typing import TypeAlias, TypeVar
 import keras
 import tensorflow as tf
 from keras.src.backend.common.variables import Variable as KerasVariable
-from tensorflow.python.distribute import values
-from tensorflow.python.ops import resource_variable_ops
 
 from dtk.nests import Gradients, Nest
 
@@ -170,50 +166,6 @@ def apply_through(
 
     optimizer.apply = applied
     return apply
-
-
-def update_in_one_pass(optimizer: keras.Optimizer) -> None:
-    """Make SGD update a variable by one operation of TensorFlow's, which computes the same bits.
-
-    Keras's own takes an operation for each product and sum, and goes through the memory of the
-    variable, the gradient and the momentum for each: 10.5 M weights take 13 ms in place of 6, with
-    Nesterov's momentum 20 in place of 8. Of TensorFlow's operation for Adam, which would save as
-    much, results differ in the last digits, so Adam is left as it is.
-
-    Args:
-        optimizer: Any; all but Keras's own SGD are left as they are.
-    """
-    if type(optimizer) is not keras.optimizers.SGD or "update_step" in vars(optimizer):
-        return
-    by_parts = optimizer.update_step
-
-    def update_step(gradient: _Gradient, variable: tf.Variable, learning_rate: tf.Tensor) -> None:
-        momentum = None
-        if optimizer.momentum != 0:
-            momentum = optimizer.momentums[optimizer._get_variable_index(variable)].value
-            if isinstance(momentum, values.DistributedVariable):
-                momentum = momentum._get()  # the copy beside the variable that is updated
-        plain = all(
-            isinstance(one, resource_variable_ops.BaseResourceVariable)
-            for one in (variable, variable if momentum is None else momentum)
-        )
-        if not plain or isinstance(gradient, tf.IndexedSlices) or not variable.dtype.is_floating:
-            by_parts(gradient, variable, learning_rate)
-            return
-        rate, gradient = (tf.cast(one, variable.dtype) for one in (learning_rate, gradient))
-        if momentum is None:
-            tf.raw_ops.ResourceApplyGradientDescent(var=variable.handle, alpha=rate, delta=gradient)
-            return
-        tf.raw_ops.ResourceApplyKerasMomentum(
-            var=variable.handle,
-            accum=momentum.handle,
-            lr=rate,
-            grad=gradient,
-            momentum=tf.cast(optimizer.momentum, variable.dtype),
-            use_nesterov=optimizer.nesterov,
-        )
-
-    optimizer.update_step = update_step
 
 
 def scale_loss_through(

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from dtk.cluster.processor import instructions
-from dtk.cluster.variables import FUSED_BATCH_NORM, JIT_COMPILE
+from dtk.cluster.variables import FUSED_ADAM, FUSED_BATCH_NORM, JIT_COMPILE
 from dtk.communicators import determinism
 from dtk.communicators.base import Communicator
 from dtk.communicators.cost_cache import calibrate
@@ -23,7 +23,7 @@ from dtk.trainer.ranks import rank_checks
 from dtk.version import __version__
 
 # Which kernels compute, so that what one rank adds up is what another does.
-_KERNELS = ("TF_ENABLE_ONEDNN_OPTS", JIT_COMPILE, FUSED_BATCH_NORM)
+_KERNELS = ("TF_ENABLE_ONEDNN_OPTS", JIT_COMPILE, FUSED_BATCH_NORM, FUSED_ADAM)
 
 
 def agree(

@@ -14,8 +14,15 @@ from dtk.launch.settings.step_settings import StepSettings
 from dtk.launch.settings.tuning import AS_IT_COMES, Timing, TuneError, Tuning
 
 ONEDNN, PAGES, INTER = "TF_ENABLE_ONEDNN_OPTS", "GLIBC_TUNABLES", "TF_NUM_INTEROP_THREADS"
-JIT, FUSED = "DTK_JIT_COMPILE", "DTK_FUSED_BATCH_NORM"
-DECIDED = {JIT: "0", ONEDNN: "0", PAGES: "glibc.malloc.hugetlb=1", INTER: "1", FUSED: "0"}
+JIT, FUSED, ADAM = "DTK_JIT_COMPILE", "DTK_FUSED_BATCH_NORM", "DTK_FUSED_ADAM"
+DECIDED = {
+    JIT: "0",
+    ONEDNN: "0",
+    PAGES: "glibc.malloc.hugetlb=1",
+    INTER: "1",
+    FUSED: "0",
+    ADAM: "0",
+}
 SCRIPT = """
 import dtk, keras, numpy as np
 strategy = dtk.auto_strategy()
@@ -100,18 +107,18 @@ def test_nothing_is_chosen_for_a_script_that_wants_determinism():
         tuned(lambda *_: 1.0, deterministic=True)
 
 
-def test_a_model_without_batch_norm_is_not_measured_with_it_fused():
+def test_what_changes_nothing_for_a_model_is_not_measured():
     measured = []
 
     def measure(variables):
         measured.append(dict(variables))
-        return Timing(50.0 if variables else 100.0, "a model", False, normalizes=FUSED in tried)
+        return Timing(50.0 if variables else 100.0, "a model", False, idle)
 
-    ways = {AS_IT_COMES: {}, tuning.FUSED: {FUSED: "1"}}
-    tried = {}
+    ways = {AS_IT_COMES: {}, "fused": {FUSED: "1"}}
+    idle = [FUSED, ADAM]
     assert Tuning(dict(ways), measure, lambda name: None).choose().variables == {}
     assert measured == [{}, {}]
-    tried = {FUSED}
+    idle = [ADAM]
     assert Tuning(dict(ways), measure, lambda name: None).choose().variables == {FUSED: "1"}
 
 
@@ -182,10 +189,10 @@ def test_one_worker_and_no_round_are_refused(kept, tmp_path):
 def test_a_real_script_is_timed_and_trains_nothing(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    open_still = {name: value for name, value in DECIDED.items() if name != FUSED}
+    open_still = {name: value for name, value in DECIDED.items() if name not in (FUSED, ADAM)}
     done = dtk("tune", "--rounds", "1", str(script), home=tmp_path, **open_still)
     assert done.returncode == 0, done.stderr
-    assert tuning.FUSED not in done.stdout
+    assert "fused" not in done.stdout
     assert "as it comes" in done.stdout and "nothing is faster by 5 %" in done.stdout
     (file,) = Path(tmp_path, "dtk", "step-settings").iterdir()
     kept = json.loads(file.read_text())

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtk.compat import keras_optimizers
+from dtk.cluster.variables import FUSED_ADAM
+from dtk.compat import one_pass
 
 SHAPES = ((7, 5), (64, 33), (129,), ())
 ONE_OP = {"ResourceApplyGradientDescent", "ResourceApplyKerasMomentum"}
@@ -21,7 +22,7 @@ def trained(options, in_one_pass, dtype="float32", steps=7):
     optimizer = keras.optimizers.SGD(**options)
     optimizer.build(variables)
     if in_one_pass:
-        keras_optimizers.update_in_one_pass(optimizer)
+        one_pass.update_in_one_pass(optimizer)
     kinds = set()
 
     @tf.function(autograph=False)
@@ -65,10 +66,71 @@ def test_rows_of_a_table_are_updated_alone():
     table = keras.Variable(np.ones((5, 2), "float32"))
     optimizer = keras.optimizers.SGD(0.5)
     optimizer.build([table])
-    keras_optimizers.update_in_one_pass(optimizer)
+    one_pass.update_in_one_pass(optimizer)
     rows = tf.IndexedSlices(tf.ones((2, 2)), tf.constant([1, 3]), tf.constant([5, 2]))
     optimizer.apply([rows], [table])
     np.testing.assert_array_equal(table.numpy()[:, 0], [1, 0.5, 1, 0.5, 1])
+
+
+ADAMS = {
+    "adam": lambda: keras.optimizers.Adam(0.01, beta_1=0.8, epsilon=1e-3),
+    "adamw, clipping": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1, global_clipnorm=1.0),
+}
+
+
+def trained_by_adam(make, dtype="float32"):
+    """Weights and moments after some steps, and the kinds of operations an update takes."""
+    random = np.random.default_rng(3)
+    variables = [
+        keras.Variable(random.normal(size=shape), dtype=dtype, name=f"v{i}")
+        for i, shape in enumerate(SHAPES)
+    ]
+    optimizer = make()
+    optimizer.build(variables)
+    one_pass.update_in_one_pass(optimizer)
+    kinds = set()
+
+    @tf.function(autograph=False)
+    def step(gradients):
+        optimizer.apply(gradients, variables)
+        kinds.update(op.type for op in tf.compat.v1.get_default_graph().get_operations())
+
+    for _ in range(7):
+        step([tf.constant(random.normal(size=shape), "float32") for shape in SHAPES])
+    return [v.numpy() for v in [*variables, *optimizer._momentums, *optimizer._velocities]], kinds
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-6), ("float64", 1e-12)])
+@pytest.mark.parametrize("make", ADAMS.values(), ids=ADAMS)
+def test_adam_is_fused_where_it_was_chosen_and_is_near_to_keras_s(
+    monkeypatch, make, dtype, tolerance
+):
+    monkeypatch.setenv(FUSED_ADAM, "0")
+    parts, without = trained_by_adam(make, dtype)
+    monkeypatch.setenv(FUSED_ADAM, "1")
+    whole, kinds = trained_by_adam(make, dtype)
+    assert "ResourceApplyAdam" in kinds and "ResourceApplyAdam" not in without
+    for ours, theirs in zip(whole, parts, strict=True):
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_allclose(ours, theirs, 5 * tolerance, tolerance)
+
+
+def test_amsgrad_and_rows_of_a_table_stay_keras_s(monkeypatch):
+    monkeypatch.setenv(FUSED_ADAM, "1")
+    optimizer = keras.optimizers.Adam(amsgrad=True)
+    one_pass.update_in_one_pass(optimizer)
+    assert "update_step" not in vars(optimizer)
+    found = []
+    for chosen in ("0", "1"):
+        monkeypatch.setenv(FUSED_ADAM, chosen)
+        table = keras.Variable(np.ones((5, 2), "float32"))
+        optimizer = keras.optimizers.Adam(0.5)
+        optimizer.build([table])
+        one_pass.update_in_one_pass(optimizer)
+        rows = tf.IndexedSlices(tf.ones((2, 2)), tf.constant([1, 3]), tf.constant([5, 2]))
+        optimizer.apply([rows], [table])
+        found.append(table.numpy())
+    np.testing.assert_array_equal(*found)
 
 
 @pytest.mark.parametrize(
@@ -81,5 +143,5 @@ def test_rows_of_a_table_are_updated_alone():
 )
 def test_other_optimizers_are_left_as_they_are(made):
     optimizer = made()
-    keras_optimizers.update_in_one_pass(optimizer)
+    one_pass.update_in_one_pass(optimizer)
     assert "update_step" not in vars(optimizer)

@@ -12,8 +12,8 @@ import numpy as np
 import tensorflow as tf
 
 import dtk
-from dtk.cluster.variables import FUSED_BATCH_NORM
-from dtk.compat import keras_norms
+from dtk.cluster.variables import FUSED_ADAM, FUSED_BATCH_NORM
+from dtk.compat import one_pass
 from dtk.strategies import start
 
 from strategies import bodies, cases
@@ -292,11 +292,11 @@ def chosen(strategy=None):
 
 
 def fused_fit(strategy=None):
-    """Fit with fused batch normalization; also how often a step was traced with it."""
-    chosen = mock.patch.dict(os.environ, {FUSED_BATCH_NORM: "1"})
+    """Fit with fused batch normalization and Adam; also whether a step was traced with it."""
+    chosen = mock.patch.dict(os.environ, {FUSED_BATCH_NORM: "1", FUSED_ADAM: "1"})
     # Without a strategy nothing of dtk's is in the process.
-    alone = contextlib.nullcontext() if strategy else keras_norms.fused_if_chosen()
-    counted = mock.patch.object(keras_norms, "_fused", wraps=keras_norms._fused)
+    alone = contextlib.nullcontext() if strategy else one_pass.norms_if_chosen()
+    counted = mock.patch.object(one_pass, "_fused", wraps=one_pass._fused)
     with chosen, counted as fused, alone:
         found = fit(strategy, jit_compile=False)
     return {**found, "fused": float(fused.call_count > 0)}

@@ -18,13 +18,19 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from dtk.cluster.variables import FUSED_BATCH_NORM, JIT_COMPILE, STEP_SETTINGS, TIME_STEPS
+from dtk.cluster.variables import (
+    FUSED_ADAM,
+    FUSED_BATCH_NORM,
+    JIT_COMPILE,
+    STEP_SETTINGS,
+    TIME_STEPS,
+)
 from dtk.errors import ClusterError
 from dtk.launch.job import Job
 from dtk.launch.plan import Process
 from dtk.launch.settings.step_settings import StepSettings
 
-AS_IT_COMES, FUSED = "as it comes", "fused batch norm"
+AS_IT_COMES = "as it comes"
 # A setting is kept if each round is faster by this much with it: less may be the next run's noise.
 _GAIN = 0.95
 _ONEDNN, _PAGES, _INTER = "TF_ENABLE_ONEDNN_OPTS", "GLIBC_TUNABLES", "TF_NUM_INTEROP_THREADS"
@@ -44,13 +50,13 @@ class Timing:
         milliseconds: Of a step, median of some, of the slowest rank.
         model: Describes the model and the batch.
         deterministic: Whether the script has turned op determinism on.
-        normalizes: Whether the model has batch normalization.
+        idle: Variables that change nothing for this model.
     """
 
     milliseconds: float
     model: str
     deterministic: bool
-    normalizes: bool = True
+    idle: Sequence[str] = ()
 
 
 def ways(threads: int, environ: Variables) -> dict[str, dict[str, str]]:
@@ -60,15 +66,17 @@ def ways(threads: int, environ: Variables) -> dict[str, dict[str, str]]:
         threads: A rank's share of the cores.
         environ: The user's variables; what is set there is decided.
 
-    >>> list(ways(1, {"TF_ENABLE_ONEDNN_OPTS": "0", "DTK_JIT_COMPILE": "0", "GLIBC_TUNABLES": ""}))
-    ['as it comes', 'fused batch norm', 'one more thread between operations']
+    >>> list(ways(1, {"TF_ENABLE_ONEDNN_OPTS": "0", "DTK_JIT_COMPILE": "0", "GLIBC_TUNABLES": "", \
+    ... "TF_NUM_INTEROP_THREADS": "1"}))
+    ['as it comes', 'fused batch norm', 'fused Adam']
     """
     tried = {
         AS_IT_COMES: {},
         "oneDNN on": {_ONEDNN: "1"},
         "oneDNN off": {_ONEDNN: "0"},
         "XLA": {JIT_COMPILE: "1"},
-        FUSED: {FUSED_BATCH_NORM: "1"},
+        "fused batch norm": {FUSED_BATCH_NORM: "1"},
+        "fused Adam": {FUSED_ADAM: "1"},
         "small pages": {_PAGES: "glibc.malloc.hugetlb=0"},
         "one more thread between operations": {_INTER: str(threads + 1)},
     }
@@ -131,8 +139,9 @@ class Tuning:
                 "the script turns op determinism on: what is measured must not decide how it "
                 "computes, so nothing was chosen"
             )
-        if not first.normalizes:
-            self.ways.pop(FUSED, None)
+        for name, variables in list(self.ways.items()):
+            if variables and variables.keys() <= set(first.idle):
+                del self.ways[name]
         for number in range(self.rounds):
             for name in self.ways:
                 if (number or name != AS_IT_COMES) and name not in self.failed:

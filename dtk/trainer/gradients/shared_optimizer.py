@@ -16,7 +16,7 @@ from typing import TypeAlias, cast
 import keras
 import tensorflow as tf
 
-from dtk.compat import keras_optimizers, tf_replicas
+from dtk.compat import keras_optimizers, one_pass, tf_replicas
 from dtk.compat.keras_optimizers import Apply, Clip
 from dtk.errors import at_rank
 from dtk.nests import Gradients, Nest
@@ -148,7 +148,7 @@ def _own(optimizer: keras.Optimizer, strategy: Strategy) -> _Bond:
             check_exchange(member, strategy)
             keras_optimizers.own_optimizer(member, strategy)
             shards.take_shards(member, strategy)
-            keras_optimizers.update_in_one_pass(member)
+            one_pass.update_in_one_pass(member)
             keras_optimizers.set_note(member, _Bond(strategy))
     return _bond_of(optimizer)
 

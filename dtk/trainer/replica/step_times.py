@@ -18,9 +18,9 @@ from typing import NoReturn
 import keras
 import tensorflow as tf
 
-from dtk.cluster.variables import STEP_SETTINGS, TIME_STEPS
+from dtk.cluster.variables import FUSED_ADAM, FUSED_BATCH_NORM, STEP_SETTINGS, TIME_STEPS
 from dtk.communicators import determinism
-from dtk.compat import keras_models
+from dtk.compat import keras_models, keras_optimizers, one_pass
 from dtk.errors import at_rank
 from dtk.input import slicing
 from dtk.trainer.contract import Loop, Strategy
@@ -94,15 +94,23 @@ def _end_after_timing(
             "milliseconds": 1000 * max(of_all),
             "model": described(model, first),
             "deterministic": determinism.is_asked_for(),
-            "normalizes": any(
-                isinstance(layer, keras.layers.BatchNormalization)
-                for layer in keras_models.layers_of(model)
-            ),
+            "idle": _idle(model),
         }
         with open(os.environ[TIME_STEPS], "w") as file:
             json.dump(found, file)
     atexit.unregister(_nothing_was_timed)
     raise SystemExit(0)
+
+
+def _idle(model: keras.Model) -> list[str]:
+    """Return the settings that change nothing for a model: it has not what they are about."""
+    layers = keras_models.layers_of(model)
+    optimizers = keras_optimizers.chain(model.optimizer)
+    has = {
+        FUSED_BATCH_NORM: any(isinstance(x, keras.layers.BatchNormalization) for x in layers),
+        FUSED_ADAM: any(map(one_pass.has_fused_adam, optimizers)),
+    }
+    return [name for name, it_has in has.items() if not it_has]
 
 
 def _check_settings(model: keras.Model, first: slicing.Slices, strategy: Strategy) -> None:

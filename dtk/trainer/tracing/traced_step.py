@@ -24,7 +24,7 @@ from typing import Protocol, TypeAlias
 import keras
 import tensorflow as tf
 
-from dtk.compat import keras_models, keras_norms, keras_steps, keras_variables
+from dtk.compat import keras_models, keras_steps, keras_variables, one_pass
 from dtk.nests import Function, Gradients, Nest
 from dtk.trainer.tracing import noting
 from dtk.trainer.tracing.loss_terms import Terms, depends_on_data
@@ -186,7 +186,7 @@ def in_shares() -> Iterator[None]:
         keras_steps.assigns_through(_note_assign),
         keras_steps.means_through(_update_mean),
         keras_steps.tapes_through(_differentiate),
-        keras_norms.fused_if_chosen(),
+        one_pass.norms_if_chosen(),
     ):
         yield
 

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from dtk.cluster.variables import FUSED_BATCH_NORM
-from dtk.compat import keras_norms
+from dtk.compat import one_pass
 
 FUSED = "FusedBatchNormV3"
 
@@ -53,7 +53,7 @@ def trained(shape, *, mask=None, trainable=True, training=True, dtype="float32",
 def test_equals_keras(monkeypatch, shape, options):
     monkeypatch.setenv(FUSED_BATCH_NORM, "1")
     own, without = trained(shape, **options)
-    with keras_norms.fused_if_chosen():
+    with one_pass.norms_if_chosen():
         fused, kinds = trained(shape, **options)
     assert FUSED in kinds and FUSED not in without
     tolerance = 1e-2 if "dtype" in options else 2e-5
@@ -77,7 +77,7 @@ def test_equals_keras(monkeypatch, shape, options):
 )
 def test_what_it_cannot_compute_stays_keras_s(monkeypatch, options):
     monkeypatch.setenv(FUSED_BATCH_NORM, "1")
-    with keras_norms.fused_if_chosen():
+    with one_pass.norms_if_chosen():
         found, kinds = trained((4, 5, 6, 3), **options)
     assert FUSED not in kinds
     for one, other in zip(found, trained((4, 5, 6, 3), **options)[0], strict=True):
@@ -90,9 +90,9 @@ def test_nothing_is_fused_unless_chosen(monkeypatch, chosen):
     if chosen is not None:
         monkeypatch.setenv(FUSED_BATCH_NORM, chosen)
     before = keras.layers.BatchNormalization.call
-    with keras_norms.fused_if_chosen():
+    with one_pass.norms_if_chosen():
         assert keras.layers.BatchNormalization.call is before
     monkeypatch.setenv(FUSED_BATCH_NORM, "1")
-    with keras_norms.fused_if_chosen():
+    with one_pass.norms_if_chosen():
         assert keras.layers.BatchNormalization.call is not before
     assert keras.layers.BatchNormalization.call is before
