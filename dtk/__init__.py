@@ -8,7 +8,8 @@
 Importing dtk costs next to nothing; TensorFlow is loaded when the first part that needs it is used.
 It changes nothing in a process but defaults of environment variables, and warns at the end of a job
 of several processes that made no strategy. In processes that `dtk run` has started it also hastens
-and hushes the imports of TensorFlow and Keras, and refuses to train before a strategy is made.
+and hushes the imports of TensorFlow and Keras, refuses to train before a strategy is made, and
+begins to report where the process is.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ __all__ = [
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 if os.environ.get("DTK_RUN") == "1":
     from dtk import garbage, importing, quiet
+    from dtk.cluster import progress
 
+    progress.start()
     importing.inside("tensorflow", quiet.tensorflow_import, garbage.left_alone)
     # It imports TensorFlow, and what the rest of it makes lives as long.
     importing.inside("keras", garbage.left_alone, undistributed_jobs.training_refused)

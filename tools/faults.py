@@ -2,12 +2,14 @@
 
     python tools/faults.py                          # kills, also while saving, stalls, servers
     python tools/faults.py kills --count 20 --seed 7 --busy 4
+    python tools/faults.py stalls --phase save --way MPI
 
 Each trial starts a job that resumes the training of the trial before, waits until all ranks train,
-and ends or stops one of them. Looked at are: whether the job ends in time, which rank its report
-names, whether a process of it is left, and, once the last trial of a way to start jobs is over,
-whether the training that was interrupted so often ends with the weights of one that never was. The
-exit code is 1 if anything was otherwise.
+and ends one of them. Looked at are: whether the job ends in time, which rank its report names,
+whether a process of it is left, and, once the last trial of a way to start jobs is over, whether
+the training that was interrupted so often ends with the weights of one that never was. Ranks that
+are stopped, sleep or lack data are in `stall_faults.py`, servers below. The exit code is 1 if
+anything was otherwise.
 
 `--busy` keeps so many processes computing beside the job, which delays whoever notices the end of
 a rank. Every random choice follows from the seed, which is printed.
@@ -18,8 +20,6 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import importlib.util
-import json
 import os
 import random
 import re
@@ -31,17 +31,12 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import NamedTuple
 
 import numpy as np
-import psutil
+import stall_faults
+from fault_jobs import BIN, END, RANKS, START, Way, awaited, marked, started, task, ways
 
-BIN = Path(sys.executable).parent
-MARK = "DTK_FAULTS"  # of every process of a trial
-RANKS = 2
-START = 90.0  # seconds until all ranks train, on a busy machine
-END = 60.0  # seconds from the fault to the end of the job
-STALL = 5.0
 COUNTS = {"kills": 100, "saves": 100, "stalls": 30, "servers": 20}
 SERVED = Path(__file__).resolve().parents[1] / "examples" / "digits_parameter_server.py"
 SCRIPT = """
@@ -59,8 +54,6 @@ class Tell(keras.callbacks.Callback):
         if pause:
             (folder / f"rank-{strategy.rank}").write_text(f"{os.getpid()} ")
             time.sleep(pause)
-            while (folder / f"sleep-{strategy.rank}").exists():
-                time.sleep(1)
 x = np.random.default_rng(0).normal(size=(256, 20)).astype("float32")
 saves = dtk.callbacks.Checkpoint(folder / "checkpoints", save_freq=freq)
 model.fit(x, x[:, :1] ** 2, epochs=EPOCHS, batch_size=16, verbose=0, callbacks=[saves, Tell()])
@@ -68,20 +61,6 @@ if strategy.rank == 0:
     np.save(folder / "weights.npy", np.concatenate([w.ravel() for w in model.get_weights()]))
 """
 EPOCHS = 60
-
-
-class Way(NamedTuple):
-    """A way to start a job.
-
-    Attributes:
-        name: For the table.
-        command: What comes before the script.
-        named: Finds the rank that the launcher's report names.
-    """
-
-    name: str
-    command: tuple[str, ...]
-    named: str
 
 
 class Outcome(NamedTuple):
@@ -98,30 +77,13 @@ class Outcome(NamedTuple):
     told: str = ""
 
 
-def ways() -> list[Way]:
-    """Return the ways to start a job that this machine has."""
-    run = (str(BIN / "dtk"), "run", "-n", str(RANKS), "--stall-timeout", str(STALL))
-    by_dtk = r"dtk: rank (\d+), host \S+ failed first"
-    by_mpi = r"(?:process rank |Process name: \[\S+,)(\d+)"
-    found = [Way("dtk run, collectives", (*run, "--communicator", "collective"), by_dtk)]
-    mpirun, ours = shutil.which("mpirun"), BIN / "mpirun"
-    if importlib.util.find_spec("horovod") is not None:
-        found.append(Way("dtk run, Horovod", (*run, "--communicator", "horovod"), by_dtk))
-        if mpirun is not None and Path(mpirun) != ours:
-            command = (mpirun, "--oversubscribe", "-np", str(RANKS), sys.executable)
-            found.append(Way("mpirun, Horovod", command, by_mpi))
-    if ours.exists():
-        found.append(Way("dtk run, MPI", (*run, "--communicator", "mpi"), by_dtk))
-        command = (str(ours), "--oversubscribe", "-np", str(RANKS), sys.executable)
-        found.append(Way("mpirun, MPI", command, by_mpi))
-    return found
-
-
 def main() -> int:
     """Run the trials asked for, and print a table."""
     parser = argparse.ArgumentParser(description="Kill and stop ranks at random moments.")
     parser.add_argument("kind", nargs="*", choices=[[], *COUNTS], default=[])
     parser.add_argument("--count", type=int, help=f"trials of each kind; {COUNTS} without")
+    phases = stall_faults.PHASES
+    parser.add_argument("--phase", action="append", choices=phases, help="of stalls; all without")
     parser.add_argument("--way", action="append", default=[], help="words of ways to start jobs")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--busy", type=int, default=4, help="processes that compute beside")
@@ -134,11 +96,16 @@ def main() -> int:
     with busy(asked.busy), tempfile.TemporaryDirectory(prefix="dtk-faults-") as folder:
         script = Path(folder, "train.py")
         script.write_text(SCRIPT.replace("EPOCHS", str(EPOCHS)))
-        whole = np.asarray(reference(script, Path(folder, "whole")))
+        compared = {"kills", "saves"} & set(kinds)
+        whole = np.asarray(reference(script, Path(folder, "whole")) if compared else [])
         for kind in kinds:
             count = asked.count or COUNTS[kind]
             if kind == "servers":
                 wrong += servers(count, random.Random(f"{asked.seed} servers"))
+                continue
+            if kind == "stalls":
+                chosen = tuple(asked.phase or phases)
+                wrong += stall_faults.run(count, asked.way, asked.seed, chosen)
                 continue
             every = [way for way in ways() if all(word in way.name for word in asked.way)]
             for index, way in enumerate(every):
@@ -216,17 +183,9 @@ def servers(count: int, chance: random.Random) -> int:
     return wrong
 
 
-def task(process: psutil.Process) -> tuple[str, int] | None:
-    """Return role and index of a task of a job with servers."""
-    with contextlib.suppress(psutil.Error, KeyError, ValueError):
-        told = json.loads(process.environ()["TF_CONFIG"])["task"]
-        return told["type"], told["index"]
-    return None
-
-
 def trial(kind: str, way: Way, chance: random.Random, script: Path, folder: Path) -> Outcome:
     """Start a job, strike one of its ranks, and see how it ends."""
-    for old in (*folder.glob("rank-*"), *folder.glob("sleep-*")):
+    for old in folder.glob("rank-*"):
         old.unlink()
     frequency = "1" if kind == "saves" else "7"
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
@@ -245,63 +204,18 @@ def trial(kind: str, way: Way, chance: random.Random, script: Path, folder: Path
             wait_for_save(folder / "checkpoints", chance.randrange(1, 30))
         else:
             time.sleep(chance.uniform(0.0, 1.5))
-        if kind == "stalls" and chance.random() < 0.5:
-            (folder / f"sleep-{victim}").touch()
-        else:
-            number = signal.SIGSTOP if kind == "stalls" else chance.choice(SIGNALS)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pids[victim], number)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pids[victim], chance.choice(SIGNALS))
         faults, text = awaited(job, mark, told, END)
     if job.returncode == 0:
         return Outcome(not faults, tuple(faults), text)
-    named = re.search(STALLED if kind == "stalls" else way.named, text)
+    named = re.search(way.named, text)
     if named is None or int(named[1]) != victim:
         faults.append("wrong rank" if named else "no rank")
     return Outcome(False, tuple(faults), f"struck was rank {victim}\n{text}")
 
 
-def awaited(
-    job: subprocess.Popen[str], mark: str, told: TextIO, seconds: float
-) -> tuple[list[str], str]:
-    """Wait for the end of a job that was struck; return what is wrong with it, and what it said."""
-    faults = []
-    try:
-        job.wait(seconds)
-    except subprocess.TimeoutExpired:
-        faults.append("hang")
-        end(mark)
-        job.wait(END)
-    if not gone(mark):
-        faults.append("left running")
-    told.seek(0)
-    return faults, told.read()
-
-
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)
-STALLED = r"rank (\d+), host \S+, (?:did nothing|reported nothing)"
-
-
-@contextlib.contextmanager
-def started(
-    command: list[str], mark: str, told: TextIO, output: TextIO | None = None
-) -> Iterator[subprocess.Popen[str]]:
-    """Start a job in a session of its own; it is gone afterwards."""
-    env = {**os.environ, MARK: mark, "DTK_STALL_TIMEOUT": str(STALL), "DTK_CALIBRATE": "0"}
-    if os.getuid() == 0:
-        env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    with subprocess.Popen(
-        command,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=output or subprocess.DEVNULL,
-        stderr=told,
-        start_new_session=True,
-        text=True,
-    ) as job:
-        try:
-            yield job
-        finally:
-            end(mark)
 
 
 def wait_for_ranks(job: subprocess.Popen[str], folder: Path) -> list[int] | None:
@@ -328,8 +242,6 @@ def wait_for_save(folder: Path, changes: int) -> None:
 
 def finish(way: Way, script: Path, folder: Path) -> bool:
     """Let an interrupted training come to its end; returns whether it did."""
-    for old in folder.glob("sleep-*"):
-        old.unlink()
     command = [*way.command, str(script), str(folder), "1000", "0"]
     with (
         tempfile.TemporaryFile("w+") as told,
@@ -357,34 +269,6 @@ def differs(folder: Path, whole: np.ndarray) -> bool:
         return False
     print(f"weights differ by {np.abs(found - whole).max():g}", flush=True)
     return True
-
-
-def marked(mark: str) -> list[psutil.Process]:
-    """List the processes of a trial."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
-
-
-def gone(mark: str) -> bool:
-    """Return whether a trial has left no process, a moment after the launcher ended."""
-    deadline = time.monotonic() + 5.0
-    while left := marked(mark):
-        if time.monotonic() > deadline:
-            print(*(f"left: {process.pid} {process.cmdline()}" for process in left), sep="\n")
-            return False
-        time.sleep(0.1)
-    return True
-
-
-def end(mark: str) -> None:
-    """Kill what a trial has left."""
-    for process in marked(mark):
-        with contextlib.suppress(psutil.Error):
-            process.kill()
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import tensorflow as tf
 from dtk.callbacks.base import StrategyCallback
 from dtk.errors import NonFiniteError
 from dtk.nests import Logs
+from dtk.parameter_server.chief_trainer import ParameterServerTrainer
 from dtk.strategies import ParameterServerStrategy
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.gradients.non_finite import NonFinite
@@ -28,9 +29,10 @@ class FindNonFinite(StrategyCallback):
     Where the loss is scaled (`LossScaleOptimizer`, mixed precision), gradients that overflow are
     no error: such steps are left out. What counts there is the loss.
 
-    Behind parameter servers steps are not looked into: the loss and weights are, at the end of each
-    epoch, and no rank is named. Where ranks take steps of their own (`ModelAveraging` and the like)
-    they tell each other at the end of an epoch.
+    Behind parameter servers gradients do not pass the chief, and are not looked at: the loss and
+    weights are, at the end of each epoch, and the first step whose loss or metrics were not finite
+    is named with its worker, which are there anyway. Where ranks take steps of their own
+    (`ModelAveraging` and the like) they tell each other at the end of an epoch.
 
     Args:
         action: "raise" ends training with an error on all ranks; "say" says it once, and goes on.
@@ -65,6 +67,7 @@ class FindNonFinite(StrategyCallback):
         self._by_step = not (served or any(e.local for e in exchanges))
         self._said, self._watching = False, bool(exchanges) and not served
         self._watch(True)
+        self._of_a_worker()  # what an earlier `fit` has left
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Note the epoch."""
@@ -106,10 +109,23 @@ class FindNonFinite(StrategyCallback):
         self._said = True
         text = (
             f"epoch {self._epoch + 1}, step {self._step}: {_about(loss, weights)}{_origin(notes)}"
+            f"{self._of_a_worker()}"
         )
         if self.action == "raise":
             raise NonFiniteError(text)
         self.say(text)
+
+    def _of_a_worker(self) -> str:
+        """Say whose rows were the first with a loss that was not finite, behind servers."""
+        trainer: object = self.trainer
+        first = trainer.non_finite_step() if isinstance(trainer, ParameterServerTrainer) else None
+        if first is None:
+            return ""
+        workers = ", ".join(f"worker {worker}" for worker in first.workers)
+        return (
+            f"; the first loss or metric that was not finite came from {workers}, in step "
+            f"{first.step} of this training"
+        )
 
 
 def _loss_of(logs: Logs | None) -> float:

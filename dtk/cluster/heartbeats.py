@@ -27,8 +27,9 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from dtk.cluster import progress, stall
-from dtk.cluster.progress import Report
-from dtk.cluster.stall import STUCK, Stall, Standing
+from dtk.cluster.reports import Report, report_of
+from dtk.cluster.stall import STUCK, Stall
+from dtk.cluster.standing import Standing
 
 _CODE = 32  # hexadecimal digits
 _PERIOD = 1.0
@@ -183,8 +184,8 @@ class Table:
     def __init__(self, hosts: Sequence[str], lines: Mapping[int, Line], timeout: float) -> None:
         self._hosts, self._timeout = hosts, timeout
         self._lines = dict(lines)
-        self._standings = [Standing() for _ in hosts]
-        self._left: set[int] = set()
+        self._standings = [Standing(started=True, moved=time.monotonic()) for _ in hosts]
+        self._said = False
         # Unlike select(2), of any number of connections.
         self._selector = selectors.DefaultSelector()
         for rank, line in self._lines.items():
@@ -208,9 +209,7 @@ class Table:
             if now - told > min(_PERIOD, self._timeout / 10):
                 told = now
                 self._tell({"here": True})
-            for rank in self._left:
-                # It has nothing more to say, and nobody expects it to.
-                self._standings[rank].heard = now
+            self._tell_short()
             found = stall.find(self._standings, now, self._timeout)
             if found is not None:
                 self._end(found)
@@ -222,17 +221,24 @@ class Table:
             rank = int(key.data)
             try:
                 for message in self._lines[rank].receive():
-                    self._standings[rank].take(_report(message), time.monotonic())
+                    self._standings[rank].take(report_of(message), time.monotonic())
             except (OSError, ValueError, KeyError, TypeError):
                 line = self._lines.pop(rank)
                 self._selector.unregister(line.end)
                 line.end.close()
-                self._left.add(rank)
-                last = self._standings[rank].last
-                if last is not None:
-                    self._standings[rank].last = {**last, "inside": False, "stack": ""}
+                self._standings[rank].left = True
         if not self._lines:
             time.sleep(max(0.0, deadline - time.monotonic()))
+
+    def _tell_short(self) -> None:
+        """Say, once, whose data has ended before that of others: a rank is about to end of it."""
+        found = None if self._said else stall.find_short(self._standings)
+        if found is not None:
+            self._said = True
+            names = [f"rank {rank}" for rank in range(len(self._hosts))]
+            lines = stall.describe_missing(found, names, self._hosts, self._standings)
+            with contextlib.suppress(OSError):
+                os.write(2, "\n".join(["dtk: " + lines[0], *lines[1:], ""]).encode())
 
     def _tell(self, message: object) -> None:
         for line in self._lines.values():
@@ -240,8 +246,6 @@ class Table:
                 line.send(message)
 
     def _end(self, found: Stall) -> NoReturn:
-        if found.missing and set(found.missing) <= self._left:
-            found = found._replace(why="has left its script")
         names = [f"rank {rank}" for rank in range(len(self._hosts))]
         _say(stall.describe(found, names, self._hosts, self._standings))
         self._tell({"stuck": True})
@@ -306,20 +310,6 @@ class Client:
         found = Stall((0,), why, (self._rank,))
         _say(stall.describe(found, names, self._hosts, standings))
         os._exit(STUCK)
-
-
-def _report(message: Mapping[str, object]) -> Report:
-    """Return a message as a report, of the types that it must have."""
-    return {
-        "count": int(str(message["count"])),
-        "inside": bool(message["inside"]),
-        "what": str(message["what"]),
-        "still": float(str(message["still"])),
-        "cpu": float(str(message["cpu"])),
-        "io": int(str(message["io"])),
-        "stack": str(message["stack"]),
-        "held": {},
-    }
 
 
 def _say(text: str) -> None:

@@ -6,8 +6,14 @@ It counts how often it has gone inside, and a thread of its own reports once a s
     rank 0   inside train step 42                              waits
     rank 1   outside, after train step 41; no CPU for 300 s    is waited for
 
+What a rank does alone though it is inside, such as tracing the step, is outside (`alone`). Before
+there is a communicator a rank *joins* the others: it waits, too, and often cannot report
+meanwhile, since TensorFlow and MPI keep Python's lock while they start.
+
 In jobs with parameter servers the chief is inside while it waits for workers, and says which of
 them has work since when; the evaluator is inside while it evaluates; the others only serve.
+
+Under `dtk run` a rank reports from the import of dtk on, elsewhere from the strategy on.
 
 Reports are lines of standard error that the launcher takes out. A rank that is stopped, swapped out
 or cut off sends none at all.
@@ -18,48 +24,21 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
-import faulthandler
 import json
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple
+
+from dtk.cluster import stacks, usage
+from dtk.cluster.reports import Report
 
 MARK = "\x1edtk progress "
 # Seconds, of the launcher's: set in ranks that are to report. See `dtk run --stall-timeout`.
 VARIABLE = "DTK_STALL_TIMEOUT"
 _PERIOD = 1.0
 _AT_LEAST = 5.0
-_FRAMES = 15
-# A line longer than a pipe takes at once could mix with another.
-_LONGEST = 3000
-
-
-class Report(TypedDict):
-    """What a rank says of itself.
-
-    Attributes:
-        count: How often it has gone inside.
-        inside: Whether it is.
-        what: Where it is, or was last.
-        still: Seconds since that changed.
-        cpu: Seconds that its process has used, without threads that poll.
-        io: Bytes that it has read from storage and written there.
-        stack: Its main thread's, where it has been outside for long; "" else, and of a task that
-            serves, which runs nothing of the script's meanwhile.
-        held: Of a chief: for how many seconds each worker has had its work, by the worker's number.
-    """
-
-    count: int
-    inside: bool
-    what: str
-    still: float
-    cpu: float
-    io: int
-    stack: str
-    held: dict[str, float]
 
 
 class _Position(NamedTuple):
@@ -67,7 +46,8 @@ class _Position(NamedTuple):
     depth: int = 0
     what: str = "the start"
     since: float = 0.0
-    watched: bool = False
+    alone: bool = False
+    joining: bool = False
 
 
 class _Reporter:
@@ -75,37 +55,63 @@ class _Reporter:
 
     Args:
         timeout: Seconds after which a job that does not move is ended.
-        serves: Whether the main thread only waits for the job's end.
         send: Takes each report, in a thread of its own.
     """
 
-    def __init__(self, timeout: float, serves: bool, send: Callable[[Report], None]) -> None:
+    def __init__(self, timeout: float, send: Callable[[Report], None]) -> None:
         self.position = _Position(since=time.monotonic())
         self.held: Callable[[], dict[int, float]] = dict
+        self.loops = 0
+        self.refused = False
+        self.awaited: threading.Thread | None = None
         self._timeout = timeout
-        self._serves = serves
+        self._serves = False
         self._send = send
         self._times: collections.Counter[str] = collections.Counter()
         self._reported: tuple[_Position, float] = (self.position, 0.0)
-        # As `faulthandler` writes it.
         self._main = threading.main_thread().ident or 0
+        # Seconds that the main thread has computed in looking for messages, and since when it does.
+        self.polled = 0.0
+        self.polls_since: float | None = None
         threading.Thread(target=self._run, name="dtk-progress", daemon=True).start()
-        atexit.register(self._tell)  # the launcher wants to know whether anything was done
+        atexit.register(self.tell)  # the launcher wants to know whether anything was done
 
-    def move(self, depth: int, what: str | None = None, watched: bool = False) -> None:
-        """Note that the main thread goes inside or comes out.
+    def serve(self) -> None:
+        """Note that the main thread only waits for the job's end from now on."""
+        self._serves = True
+        self.position = _Position(0, 1, "service", time.monotonic())
+
+    def _polls(self) -> float:
+        since = self.polls_since
+        main = threading.main_thread().native_id or 0
+        return 0.0 if since is None else max(0.0, usage.cpu(main) - since)
+
+    def next_place(self, what: str) -> _Position:
+        """Return where the main thread is once it goes inside.
 
         Args:
-            depth: 1 to go inside, -1 to come out.
             what: Where it goes.
-            watched: Whether its stack is of interest there.
         """
-        number, now, before, *_ = self.position
-        if what is not None:
-            self._times[what] += 1
-            before = f"{what} {self._times[what]}"
-        moment = time.monotonic()
-        self.position = _Position(number + (depth > 0), now + depth, before, moment, watched)
+        self._times[what] += 1
+        number, depth, *_ = self.position
+        return _Position(number + 1, depth + 1, f"{what} {self._times[what]}")
+
+    @contextlib.contextmanager
+    def at(self, place: _Position, stays: bool = False) -> Iterator[None]:
+        """Return a context in which the main thread is at a place.
+
+        Args:
+            place: The place.
+            stays: Whether it is the last one known of when that is over; else the one before is.
+        """
+        before = self.position
+        self.position = place._replace(since=time.monotonic())
+        try:
+            yield
+        finally:
+            after = place._replace(depth=0) if stays else before
+            number = self.position.number
+            self.position = after._replace(number=number, since=time.monotonic())
 
     def _run(self) -> None:
         while True:
@@ -113,36 +119,33 @@ class _Reporter:
             before, when = self._reported
             if position is not before or now - when >= min(_AT_LEAST, self._timeout / 4):
                 self._reported = (position, now)
-                self._tell()
+                self.tell()
             time.sleep(min(_PERIOD, self._timeout / 10))
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
+        """Report now."""
         self._send(self._report(self.position, time.monotonic()))
 
     def _report(self, position: _Position, now: float) -> Report:
         still = now - position.since
         held = self.held()
-        late = still > self._timeout / 2 and (not position.depth or position.watched)
-        late &= not self._serves
+        late = still > self._timeout / 2 and not self._serves
+        stack, feeds = stacks.of_this_process(self._main, self.awaited) if late else ("", False)
         return {
             "count": position.number,
             "inside": position.depth > 0,
+            "alone": position.alone,
+            "joining": position.joining,
+            "loops": self.loops,
+            "refused": self.refused,
+            "feeds": feeds,
             "what": position.what,
             "still": still,
-            "cpu": _cpu(),
-            "io": _io(),
-            "stack": self._stack() if late else "",
+            "cpu": _cpu() - self.polled - self._polls(),
+            "io": usage.io(),
+            "stack": stack,
             "held": {str(worker): now - since for worker, since in held.items()},
         }
-
-    def _stack(self) -> str:
-        with tempfile.TemporaryFile("w+") as file:
-            faulthandler.dump_traceback(file)
-            file.seek(0)
-            threads = file.read().split("\n\n")
-        mark = f"0x{self._main:016x} "
-        mine = next((one for one in threads if mark in one), "")
-        return "\n".join(mine.splitlines()[1 : 1 + _FRAMES])[:_LONGEST]
 
 
 _reporter: _Reporter | None = None
@@ -158,9 +161,18 @@ def start(serves: bool = False) -> None:
             the chief asks for.
     """
     global _reporter
-    timeout = float(os.environ.get(VARIABLE) or 0)
-    if _reporter is None and timeout > 0 and is_launched():
-        _reporter = _Reporter(timeout, serves, _to_launcher)
+    timeout = 0.0
+    with contextlib.suppress(ValueError):  # which the strategy refuses, by name
+        timeout = float(os.environ.get(VARIABLE) or 0)
+    if _reporter is None and timeout > 0 and _is_rank():
+        _reporter = _Reporter(timeout, _to_launcher)
+    if _reporter is not None and serves:
+        _reporter.serve()
+
+
+def _is_rank() -> bool:
+    """Return whether the launcher has started this very process, and not one that did."""
+    return is_launched() and os.getsid(0) == os.getpid()
 
 
 def report_to(send: Callable[[Report], None], timeout: float) -> None:
@@ -171,7 +183,7 @@ def report_to(send: Callable[[Report], None], timeout: float) -> None:
         timeout: Seconds after which a job that does not move is ended.
     """
     global _reporter
-    _reporter = _Reporter(timeout, False, send)
+    _reporter = _Reporter(timeout, send)
 
 
 def is_reporting() -> bool:
@@ -200,27 +212,98 @@ def tell_held(held: Callable[[], dict[int, float]]) -> None:
         _reporter.held = held
 
 
+def _mine() -> _Reporter | None:
+    """Return what reports of this thread; None where nothing does."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return _reporter if is_main else None
+
+
 @contextlib.contextmanager
-def inside(what: str, *, watched: bool = False) -> Iterator[None]:
+def inside(what: str) -> Iterator[None]:
     """Return a context for what all ranks do together.
 
     Args:
         what: Names it, equally on all ranks.
-        watched: Whether to report the stack there, too, once it has taken long.
 
     Example:
         >>> with inside("train step"):
         ...     pass
     """
-    reporter = _reporter
-    if reporter is None or threading.current_thread() is not threading.main_thread():
+    reporter = _mine()
+    if reporter is None:
         yield
         return
-    reporter.move(1, what, watched)
+    before = reporter.position
+    with reporter.at(reporter.next_place(what), stays=not (before.depth or before.alone)):
+        yield
+
+
+@contextlib.contextmanager
+def alone(what: str) -> Iterator[None]:
+    """Return a context, inside of another, for what a rank does without the others.
+
+    Args:
+        what: Names it, for a sentence that goes on with where this is, such as "the trace of".
+    """
+    reporter = _mine()
+    if reporter is None or not reporter.position.depth:
+        yield
+        return
+    number, _, where, *_ = reporter.position
+    with reporter.at(_Position(number, 0, f"{what} {where}", alone=True)):
+        yield
+
+
+@contextlib.contextmanager
+def joining(what: str) -> Iterator[None]:
+    """Return a context in which this rank waits until the others have started, too.
+
+    Args:
+        what: What is started.
+    """
+    reporter = _mine()
+    if reporter is None:
+        yield
+        return
+    number, depth, *_ = reporter.position
+    with reporter.at(_Position(number, depth, what, joining=True)):
+        reporter.tell()  # while it can
+        yield
+
+
+@contextlib.contextmanager
+def awaiting(thread: threading.Thread) -> Iterator[None]:
+    """Return a context in which the main thread waits for another of this process.
+
+    Args:
+        thread: The other, whose stack is of interest as well.
+    """
+    reporter = _mine()
+    if reporter is None:
+        yield
+        return
+    reporter.awaited = thread
     try:
         yield
     finally:
-        reporter.move(-1)
+        reporter.awaited = None
+
+
+def end_of_data() -> None:
+    """Note that this rank has come to the end of an epoch's data, or of that of a call."""
+    reporter = _mine()
+    if reporter is not None:
+        reporter.loops += 1
+        reporter.tell()
+
+
+def refused() -> None:
+    """Note that others take part in another collective than this rank; who watches may say why."""
+    reporter = _reporter
+    if reporter is not None:
+        reporter.refused = True
+        reporter.tell()
+        time.sleep(_PERIOD)
 
 
 @contextlib.contextmanager
@@ -236,6 +319,24 @@ def polling_threads() -> Iterator[None]:
         _polling.update(_threads() - before)
 
 
+@contextlib.contextmanager
+def polling() -> Iterator[None]:
+    """Return a context in which this thread asks for messages all the time.
+
+    What it uses of the processor does not count as computing.
+    """
+    reporter = _mine()
+    if reporter is None:
+        yield
+        return
+    began = reporter.polls_since = time.thread_time()
+    try:
+        yield
+    finally:
+        reporter.polls_since = None
+        reporter.polled += time.thread_time() - began
+
+
 def _threads() -> set[int]:
     try:
         return set(map(int, os.listdir("/proc/self/task")))
@@ -244,19 +345,4 @@ def _threads() -> set[int]:
 
 
 def _cpu() -> float:
-    used = time.process_time()
-    for number in _polling:
-        with contextlib.suppress(OSError), open(f"/proc/self/task/{number}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-            used -= (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return used
-
-
-def _io() -> int:
-    try:
-        with open("/proc/self/io") as file:
-            told = dict(line.split(":") for line in file)
-    except OSError:
-        return 0
-    # Not what goes through sockets and pipes, which ranks that wait look at all the time.
-    return int(told["read_bytes"]) + int(told["write_bytes"])
+    return time.process_time() - sum(map(usage.cpu, _polling))

@@ -2,8 +2,14 @@
 
     silent      a rank has reported nothing for the timeout: stopped, swapped out, cut off
     missing     others are inside and wait; a rank is outside, and neither computes nor reads
-    different   all are inside, but not in the same: one has left its loop early
+    ended       the same, and the rank's script is over
+    feeding     all are inside, and one has Python of its own to wait for, such as a generator
+    short       all are inside, and the data of one has come to its end once more than others'
+    different   all are inside, but not in the same
     nobody      all are inside the same, and none computes
+
+A rank that joins the others at the start is inside, and may be silent. One that has not imported
+dtk yet is outside, and seen from outside: see `dtk.cluster.usage`.
 
 It is none while any rank moves, while the one that others wait for uses its processor or reads and
 writes (a slow callback, a long trace, a slow save), while all compute, and while nobody is inside:
@@ -15,77 +21,26 @@ With parameter servers, workers and the evaluator can be replaced, and the job g
     stuck       a worker has had its work for that long, or an evaluator its evaluation, and neither
                 computes nor reads
     missing     the chief neither computes, nor reads, nor waits for workers, and no worker has work
+    starting    the chief waits for all to start, and one of them neither computes nor reads; or all
+                wait for the chief
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from dtk.cluster.progress import Report
+from dtk.cluster.standing import Standing
 
 STUCK = 124  # exit code of a job that has stopped moving, as of timeout(1)
-# Less than this part of a core, and so many bytes a second, is what a rank uses that only waits:
-# it reports, and its libraries look for messages.
-_IDLE_CORE = 0.04
-_IDLE_BYTES = 20_000
 # Ranks report this often, or four times in the timeout: of two that seem to have stopped together,
 # the silent one shall be noticed first.
 _LATEST_REPORT = 5.0
+_SHORT = "has come to the end of its data before the others"
 # Seconds that a chief may be silent for longer, while TensorFlow waits for a worker to come back.
 _REPLACING = 15.0
 # What can be replaced: see `dtk.launch.restarts`.
 _REPLACEABLE = ("worker", "evaluator")
-
-
-@dataclasses.dataclass
-class Standing:
-    """What is known of one rank.
-
-    Attributes:
-        heard: When it last reported; None before its first report. In seconds, as all times.
-        moved: When it last went inside or came out.
-        busy: When it was last seen computing, reading or writing.
-        last: Its last report.
-    """
-
-    heard: float | None = None
-    moved: float = 0.0
-    busy: float = 0.0
-    last: Report | None = None
-
-    @property
-    def worked(self) -> bool:
-        """Whether it has done anything together with other ranks, or an evaluation."""
-        return self.last is not None and self.last["count"] > 0
-
-    def take(self, report: Report, now: float) -> None:
-        """Take note of a report.
-
-        Args:
-            report: What the rank says.
-            now: When.
-        """
-        if self.last is not None and self.heard is not None:
-            seconds = max(now - self.heard, 1e-3)
-            used = (report["cpu"] - self.last["cpu"]) / seconds
-            moved = (report["io"] - self.last["io"]) / seconds
-            if used > _IDLE_CORE or moved > _IDLE_BYTES:
-                self.busy = now
-        self.moved = now - report["still"]
-        self.heard, self.last = now, report
-
-    def delay(self, seconds: float) -> None:
-        """Let everything have happened later: the launcher itself was stopped meanwhile.
-
-        Args:
-            seconds: How much later.
-        """
-        self.moved += seconds
-        self.busy += seconds
-        if self.heard is not None:
-            self.heard += seconds
 
 
 class Stall(NamedTuple):
@@ -114,31 +69,88 @@ def find(standings: Sequence[Standing], now: float, timeout: float) -> Stall | N
         >>> find([Standing()], now=1000.0, timeout=300.0) is None
         True
     """
-    reports = [standing.last for standing in standings]
-    if any(report is None for report in reports):
-        return None  # not all have made a strategy
-    told = [report for report in reports if report is not None]
+    if any(standing.last is None and not standing.started for standing in standings):
+        return None  # nobody knows whether they are there
     since = now - timeout
     everyone = range(len(standings))
-    silent = tuple(i for i in everyone if (standings[i].heard or 0.0) < since)
+    silent = tuple(i for i in everyone if standings[i].is_silent(since))
     if silent:
         others = tuple(i for i in everyone if i not in silent)
         return Stall(silent, f"reported nothing for {timeout:g} s, last", others)
-    if any(standing.moved > since for standing in standings):
+    if any(standing.last is not None and standing.is_stopped for standing in standings):
+        return None  # it will be silent in a moment, and what it has said last is not so any more
+    waiting = tuple(i for i in everyone if standings[i].waits)
+    if not waiting or any(standing.moved > since for standing in standings if not standing.left):
         return None
-    inside = [i for i in everyone if told[i]["inside"]]
-    if not inside:
+    idle = tuple(i for i in everyone if i not in waiting and standings[i].is_idle(since))
+    if idle:
+        left = all(standings[i].left for i in idle)
+        why = "has left its script" if left else f"did nothing for {timeout:g} s"
+        return Stall(idle, why, waiting)
+    if len(waiting) < len(standings):
         return None
-    outside = [i for i in everyone if i not in inside]
-    if outside:
-        idle = tuple(i for i in outside if standings[i].busy < since)
-        return Stall(idle, f"did nothing for {timeout:g} s", tuple(inside)) if idle else None
+    return _mutual(standings, since, timeout)
+
+
+def _mutual(standings: Sequence[Standing], since: float, timeout: float) -> Stall | None:
+    """Return why ranks are stuck that all wait."""
+    everyone = tuple(range(len(standings)))
     if any(standing.busy >= since for standing in standings):
         return None
+    told = [standing.last for standing in standings if standing.last is not None]
+    feeding = tuple(i for i in everyone if told[i]["feeds"])
+    if 0 < len(feeding) < len(everyone):
+        others = tuple(i for i in everyone if i not in feeding)
+        return Stall(feeding, f"got no data for {timeout:g} s from Python", others)
+    if ahead := _ahead(standings):
+        others = tuple(i for i in everyone if i not in ahead)
+        return Stall(ahead, f"{_SHORT}, and waits", others)
     if len({(one["count"], one["what"]) for one in told}) > 1:
         why = "Ranks wait for each other in different places, as where the data of one ends earlier"
-        return Stall((), why, tuple(everyone))
-    return Stall((), f"No rank did anything for {timeout:g} s", tuple(everyone))
+        return Stall((), why, everyone)
+    return Stall((), f"No rank did anything for {timeout:g} s", everyone)
+
+
+def _ahead(standings: Sequence[Standing]) -> tuple[int, ...]:
+    """Return the ranks that have come to the end of their data more often than the others."""
+    loops = [0 if standing.last is None else standing.last["loops"] for standing in standings]
+    ahead = tuple(index for index, count in enumerate(loops) if count == max(loops))
+    return ahead if len(ahead) < len(loops) else ()
+
+
+def find_short(standings: Sequence[Standing]) -> Stall | None:
+    """Return whose data has ended before that of others, where a collective has shown that.
+
+    Args:
+        standings: Of every rank.
+
+    Returns:
+        None where no rank has taken part in a collective that others have not, or for another
+        reason.
+    """
+    refused = any(one.last is not None and one.last["refused"] for one in standings)
+    ahead = _ahead(standings) if refused else ()
+    return Stall(ahead, f"{_SHORT}, last", ()) if ahead else None
+
+
+def describe_missing(
+    stall: Stall, names: Sequence[str], hosts: Sequence[str], standings: Sequence[Standing]
+) -> list[str]:
+    """Return the lines that say who is missing, and where in its script.
+
+    Args:
+        stall: Why it was ended.
+        names: Of all its processes.
+        hosts: Where they run.
+        standings: What is known of them.
+    """
+    lines = []
+    for index in stall.missing:
+        text = f"{names[index]}, host {hosts[index]}, {stall.why} {_where(standings[index])}."
+        if standings[index].is_stopped:
+            text += " It is stopped, as by SIGSTOP."
+        lines += [text, *_stack(standings[index])]
+    return lines
 
 
 def describe(
@@ -158,19 +170,25 @@ def describe(
     lines = ["", "dtk: the job has stopped moving, and was ended."]
     if not stall.missing:
         lines[1] += f" {stall.why}."
-    for index in stall.missing:
-        last = standings[index].last
-        lines.append(f"{names[index]}, host {hosts[index]}, {stall.why} {_where(last)}.")
-        if last is not None and last["stack"]:
-            lines += ["Its stack, the innermost call first:", *last["stack"].splitlines()]
-    lines += [f"{names[index]} waits {_where(standings[index].last)}." for index in stall.waiting]
+    lines += describe_missing(stall, names, hosts, standings)
+    for index in stall.waiting:
+        lines.append(f"{names[index]} waits {_where(standings[index])}.")
+        if not stall.missing:
+            lines += _stack(standings[index])
     return "\n".join([*lines, ""])
 
 
-def _where(last: Report | None) -> str:
+def _stack(standing: Standing) -> list[str]:
+    calls = standing.calls.splitlines()
+    return ["Its stack, the innermost call first:", *calls] if calls else []
+
+
+def _where(standing: Standing) -> str:
+    last = standing.last
     if last is None:
         return "before it made a strategy"
-    return f"{'in' if last['inside'] else 'after'} {last['what']}"
+    is_there = not standing.left and (last["inside"] or last["joining"] or last["alone"])
+    return f"{'in' if is_there else 'after'} {last['what']}"
 
 
 def find_replaceable(
@@ -208,7 +226,8 @@ def find_replaceable(
         evaluates = role == "evaluator" and standing.last["inside"]
         if evaluates and standing.moved < since:
             found[index] = f"has done nothing for {timeout:g} s in {standing.last['what']}"
-    return found
+    late = _not_started(standings, ("worker",), roles, since)
+    return found | dict.fromkeys(late, f"has done nothing for {timeout:g} s since its start")
 
 
 def find_served(
@@ -237,7 +256,13 @@ def find_served(
     if silent := _silent(standings, ("chief",), roles, now - timeout - _REPLACING):
         return Stall(silent, why, ())
     since = now - timeout - margin
-    if its.last is None or its.last["inside"] or _held(standings, roles):
+    if late := _not_started(standings, ("ps",), roles, since):
+        return Stall(late, f"did nothing for {timeout:g} s", (chief,))
+    if its.last is None:
+        waiting = tuple(index for index, standing in enumerate(standings) if standing.waits)
+        stuck = bool(waiting) and its.is_idle(since)
+        return Stall((chief,), f"did nothing for {timeout:g} s", waiting) if stuck else None
+    if its.waits or _held(standings, roles):
         return None
     heard = its.heard is not None and its.heard >= now - 2 * margin
     if heard and its.moved < since and its.busy < since:
@@ -252,7 +277,24 @@ def _silent(
     return tuple(
         index
         for index, standing in enumerate(standings)
-        if roles[index] in wanted and standing.heard is not None and standing.heard < since
+        if roles[index] in wanted and standing.is_silent(since)
+    )
+
+
+def _not_started(
+    standings: Sequence[Standing], wanted: Sequence[str], roles: Sequence[str], since: float
+) -> tuple[int, ...]:
+    """Return those of the wanted roles that do nothing at their start, while the chief waits."""
+    chief = standings[roles.index("chief")]
+    if chief.last is None or not chief.last["joining"] or chief.moved >= since:
+        return ()
+    return tuple(
+        index
+        for index, standing in enumerate(standings)
+        if roles[index] in wanted
+        and not standing.waits
+        and standing.moved < since
+        and standing.is_idle(since)
     )
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 # A user who set a level gets that level.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
-from dtk.cluster import threads
+from dtk.cluster import progress, threads
 from dtk.cluster.environment import Environment
 from dtk.cluster.variables import COMMUNICATOR
 from dtk.errors import CommunicatorError
@@ -81,7 +81,8 @@ def create(name: str = "auto", environment: Environment | None = None) -> Commun
     if name == "auto":
         name = _choose(environment)
     threads.divide(environment)
-    world = _world(name, environment)
+    with progress.joining(f"the start of {name}"):
+        world = _world(name, environment)
     world.environment = environment
     return world
 

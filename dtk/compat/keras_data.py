@@ -3,11 +3,12 @@
 keras.src.trainers.data_adapters     ArrayDataAdapter (._inputs, ._shuffle), TFDatasetAdapter,
             DataAdapter (its name)
 TFEpochIterator   _distributed_dataset, _num_batches, _current_iterator, _steps_seen,
-            _get_iterator, _enumerate_iterator, _interrupted_warning
+            _get_iterator, _enumerate_iterator, _interrupted_warning, catch_stop_iteration
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
@@ -219,6 +220,29 @@ def at_end_of_data(iterator: TFEpochIterator, call: Callable[[], None]) -> None:
         call()
 
     steps_through(iterator, until_end)
+
+
+def after_loop(iterator: TFEpochIterator, call: Callable[[], None]) -> None:
+    """Call a function whenever a loop over an epoch iterator is over, whatever its length.
+
+    Not when an exception ends it. Once is enough, as for `at_end_of_data`.
+
+    Args:
+        iterator: The epoch iterator.
+        call: Called without arguments.
+    """
+    if getattr(iterator, "_dtk_tells_its_loops", False):
+        return
+    iterator._dtk_tells_its_loops = True
+    catch = iterator.catch_stop_iteration
+
+    @contextlib.contextmanager
+    def through() -> Iterator[None]:
+        with catch():
+            yield
+        call()
+
+    iterator.catch_stop_iteration = through
 
 
 def end_quietly(iterator: TFEpochIterator) -> None:

@@ -17,10 +17,13 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias, TypedDict
 
-from dtk.launch.marked import BESIDE, end, start
+from dtk.cluster.usage import MARK, of
+from dtk.launch.marked import BESIDE, abort, end, start
+from dtk.launch.orphans import Saver
 
 _SIOCGIFADDR = 0x8915
 
@@ -35,6 +38,9 @@ class RankSpec(TypedDict):
         cwd: Folder to start in.
         job: A mark of this rank alone.
         grace: Seconds between SIGTERM and SIGKILL.
+        save_grace: Seconds that a rank has to begin a checkpoint, and as many to write it.
+        serves: Whether others need it to save what they have.
+        watch: Seconds between two looks at the rank, told to the launcher; 0 for none.
         reserve: A port to hold until it ends, "host:port"; "" for none.
         cores: Those it is bound to; all when empty.
     """
@@ -45,6 +51,9 @@ class RankSpec(TypedDict):
     cwd: str
     job: str
     grace: float
+    save_grace: float
+    serves: bool
+    watch: float
     reserve: str
     cores: Sequence[int]
 
@@ -52,12 +61,18 @@ class RankSpec(TypedDict):
 class GuardSpec(TypedDict):
     """What the launcher asks for, to end its job, with this mark, if it dies; see `RankSpec`.
 
-    Lines that follow name folders to remove then.
+    Lines that follow:
+
+        remove FOLDER   of no use without the launcher
+        ready PID       this rank would save a checkpoint if it were asked to end
+        over PID        it would not any more
+        done            all is well: leave
     """
 
     task: Literal["guard"]
     job: str
     grace: float
+    save_grace: float
 
 
 class SurveySpec(TypedDict):
@@ -222,12 +237,32 @@ def run_rank(spec: RankSpec) -> int:
         print(f"cannot start {spec['argv'][0]} in {spec['cwd']}: {error.strerror}", file=sys.stderr)
         return 127
 
+    saver = Saver(spec["job"], spec["save_grace"])
+
     def wait_for_launcher() -> None:
-        for _ in sys.stdin:  # a line asks the rank to end by itself
-            rank.terminate()
+        serves = spec["serves"]
+        for line in sys.stdin:
+            word = line.strip()
+            serves &= word != "over"
+            if word == "end":  # by itself
+                rank.terminate()
+            elif word == "stack":
+                abort(rank.pid)
+            else:
+                saver.note(word, rank.pid)
+        saver.let_save([rank.pid] if serves else [])
         end(spec["job"], spec["grace"])
 
+    def watch() -> None:
+        while rank.poll() is None:
+            if seen := of(rank.pid):
+                with contextlib.suppress(OSError):
+                    os.write(2, f"{MARK}{json.dumps(seen)}\n".encode())
+            time.sleep(spec["watch"])
+
     threading.Thread(target=wait_for_launcher, daemon=True).start()
+    if spec["watch"]:
+        threading.Thread(target=watch, daemon=True).start()
     code = rank.wait()
     end(spec["job"], 1.0, sessions=[rank.pid])
     if held is not None:
@@ -238,18 +273,30 @@ def run_rank(spec: RankSpec) -> int:
 def guard(spec: GuardSpec) -> int:
     """Wait for the launcher; if it dies without saying goodbye, end its job.
 
+    Ranks that would save a checkpoint have the time for it, as if the launcher had been asked to
+    end.
+
     Args:
         spec: What the launcher asked for.
 
     Returns:
         0, the exit code.
     """
-    lines = sys.stdin.read().splitlines()
-    if "done" not in lines:
-        end(spec["job"], spec["grace"])
-        end(spec["job"] + BESIDE, 0.0)
-        for folder in lines:
-            shutil.rmtree(folder, ignore_errors=True)
+    saver = Saver(spec["job"], spec["save_grace"])
+    folders = []
+    for line in sys.stdin:
+        word, _, rest = line.rstrip("\n").partition(" ")
+        if word == "done":
+            return 0
+        if word == "remove":
+            folders.append(rest)
+        else:
+            saver.note(word, int(rest))
+    saver.let_save()
+    end(spec["job"], spec["grace"])
+    end(spec["job"] + BESIDE, 0.0)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 
 from dtk.cluster import stall as stalls
@@ -9,8 +10,16 @@ from dtk.cluster.stall import Stall
 from dtk.launch.rank import Rank
 from dtk.launch.watch import SETTLE
 
+# What to do about a rank that somebody, or the system, has killed.
+_NEXT = (
+    "dtk: a script with dtk.callbacks.Checkpoint(directory, resume=True) goes on from its last "
+    "checkpoint when it is started again; `dtk run --max-restarts 3 ...` does so by itself."
+)
 
-def failure_report(rank: Rank, speaker: Rank, count: int, left_out: int = 0) -> str:
+
+def failure_report(
+    rank: Rank, speaker: Rank, count: int, left_out: int = 0, restarts: bool = True
+) -> str:
     """Return the first failing process's last output, so that it is what stands last.
 
     Args:
@@ -18,6 +27,7 @@ def failure_report(rank: Rank, speaker: Rank, count: int, left_out: int = 0) -> 
         speaker: The process that can say what the failure means: the chief of a lost server.
         count: How many processes the job has.
         left_out: How many lines of others, said later, were not shown.
+        restarts: Whether the job may be started again, or is of a kind that is not.
 
     Returns:
         Whole lines, the first of them empty.
@@ -35,22 +45,29 @@ def failure_report(rank: Rank, speaker: Rank, count: int, left_out: int = 0) -> 
     else:
         text += " Its last output:" if words else " It wrote nothing."
         lines = [text, *words]
+    if rank.signal == signal.SIGKILL and not restarts:
+        lines.append(_NEXT)
     return "\n".join(["", *lines, ""])
 
 
-def stall_report(stall: Stall, ranks: Sequence[Rank]) -> str:
+def stall_report(stall: Stall, ranks: Sequence[Rank], ended: bool = True) -> str:
     """Return what was seen of a job that has stopped moving: who is missing, where, who waits.
 
     Args:
         stall: Why it was ended.
         ranks: All of them, as they were then.
+        ended: Whether it was ended for that; else a rank has failed of it.
 
     Returns:
-        Whole lines, the first of them empty.
+        Whole lines, the first of them empty where the job was ended.
     """
     names = [rank.process.name for rank in ranks]
     hosts = [rank.process.host for rank in ranks]
-    return stalls.describe(stall, names, hosts, [rank.standing for rank in ranks])
+    standings = [rank.standing for rank in ranks]
+    if ended:
+        return stalls.describe(stall, names, hosts, standings)
+    lines = stalls.describe_missing(stall, names, hosts, standings)
+    return "\n".join([f"dtk: {lines[0]}", *lines[1:], ""])
 
 
 def _words_about(lost: Rank, chief: Rank) -> list[str]:

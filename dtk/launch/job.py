@@ -52,7 +52,8 @@ class Job:
         save_grace: Seconds that ranks have to begin a checkpoint, and as many to write it, when the
             job is stopped; see `dtk.cluster.saving`. 0 gives them none but `grace`.
         max_restarts: How often each worker that a signal ended is started again, where there are
-            parameter servers. Without, a lost rank ends the job.
+            parameter servers. Without, a lost rank ends the job, and 0 says that nobody starts
+            it again.
         stall_timeout: Seconds after which a job of which no rank moves is ended, see
             `dtk.cluster.stall`; 0 for never.
         append: Whether files in `output_dir` are continued, as of a job that is started again.
@@ -91,6 +92,7 @@ class Job:
         # A job started by a rank of another job ends with it.
         self.job_id = "/".join(filter(None, (os.environ.get("DTK_JOB"), uuid.uuid4().hex)))
         self._grace, self._save_grace = grace, save_grace
+        self._max_restarts = max_restarts
         self._ranks: list[Rank] = []
         self._state = JobState()
         self._ending = ending.choose(self.processes, self._ranks)
@@ -102,8 +104,11 @@ class Job:
             stderr,
             self._state.lose_output,
             self._ending.failed_before,
+            self._note_saving,
         )
-        self._starter = Starter(self.processes, self.job_id, grace, remote_shell, self._output.say)
+        self._starter = Starter(
+            self.processes, self.job_id, grace, save_grace, remote_shell, self._output.say
+        )
         restarts = Restarts(
             self.processes,
             self._ending,
@@ -252,17 +257,25 @@ class Job:
 
     def _end_stuck(self, rank: Rank) -> None:
         """End one process that does nothing, and cannot be asked to."""
-        if rank.standing.last is not None and rank.standing.last["stack"]:
-            name, stack = rank.process.name, rank.standing.last["stack"]
+        if not (rank.standing.waits or rank.standing.has_stack):
+            self._watch.ask_for_stacks([rank])
+        if stack := rank.standing.calls:
+            name = rank.process.name
             self._output.say(f"the stack of {name}, the innermost call first:\n{stack}")
         sessions = [] if rank.remote else [rank.popen.pid]
         marked.end(self._starter.mark(rank.process), 0.0, sessions=sessions)
-        if rank.remote and rank.popen.stdin is not None:
-            with contextlib.suppress(OSError):
-                rank.popen.stdin.close()
+        if rank.remote:
+            rank.hang_up()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 rank.popen.wait(self._grace + 2.0)
             rank.popen.kill()
+
+    def _note_saving(self, rank: Rank) -> None:
+        """Tell who ends a rank without this process that it would save a checkpoint, or not."""
+        if rank.remote:
+            rank.tell_agent("ready" if rank.would_save else "over")
+        else:
+            self._starter.note_saving(rank.popen.pid, rank.would_save)
 
     def _attend(self, rank: Rank) -> None:
         """Start the threads that read what a process writes, and note its end."""
@@ -282,8 +295,11 @@ class Job:
             code = exit_code(culprit, self._ending)
             self._culprit = None if culprit is None or culprit.code is None else culprit
             stall = self._watch.stall
+            self._watch.ask_missing()
             # As they stand now: ranks that are asked to end may yet move.
             report = stall_report(stall, self._ranks) if stall is not None else ""
+            short = self._watch.short
+            why = stall_report(short, self._ranks, ended=False) if short is not None else ""
             if culprit is None:
                 self._watch.let_save(self._save_grace)
             self._watch.let_serve_out(self._grace)
@@ -294,8 +310,9 @@ class Job:
             elif culprit is not None:
                 speaker = self._ending.speaker(culprit)
                 left_out = self._output.suppressed
+                restarts = self._max_restarts > 0 or self._ending.can_replace
                 self._output.write_error(
-                    failure_report(culprit, speaker, len(self._ranks), left_out)
+                    failure_report(culprit, speaker, len(self._ranks), left_out, restarts) + why
                 )
         finally:
             self._done.set()
@@ -314,9 +331,8 @@ class Job:
         """End everything, wait for it, and let go of what the job held."""
         self._end_chief()
         for rank in self._ranks:
-            if rank.remote and rank.popen.stdin is not None:
-                with contextlib.suppress(OSError):
-                    rank.popen.stdin.close()
+            if rank.remote:
+                rank.hang_up()
         own = [rank.popen.pid for rank in self._ranks]
         marked.end(self.job_id, self._grace, lambda: self._state.hurry, own)
         # Other hosts have the same grace, and some time to answer.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import ipaddress
 import json
@@ -9,10 +10,12 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dtk.launch import agent, marked
+from dtk.cluster import usage
+from dtk.launch import agent, marked, orphans
 
 # Runs the agent where dtk is not installed, or not imported: in the order sent, each module finds
 # those before it.
@@ -103,12 +106,16 @@ def first_line(spec: agent.Spec) -> str:
     Args:
         spec: What it is to do.
     """
-    modules = {one.__name__: inspect.getsource(one) for one in (marked, agent)}
+    modules = {one.__name__: inspect.getsource(one) for one in (usage, marked, orphans, agent)}
     return json.dumps({"modules": modules, "spec": spec}) + "\n"
 
 
 def start(
-    argv: tuple[str, ...], env: Mapping[str, str], job: str, cores: Sequence[int] = ()
+    argv: tuple[str, ...],
+    env: Mapping[str, str],
+    job: str,
+    cores: Sequence[int] = (),
+    serves: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Start one rank here, in a session of its own.
 
@@ -119,6 +126,7 @@ def start(
         env: Variables added to this process's, without those of other launchers.
         job: Value of DTK_JOB, the mark by which the job's processes are found.
         cores: Those it is bound to; all when empty.
+        serves: Whether others need it to save what they have.
 
     Returns:
         The process, with pipes for its output.
@@ -131,7 +139,8 @@ def start(
     b'hello\\n'
     """
     inherited = {name: value for name, value in os.environ.items() if not is_foreign(name)}
-    return marked.start(argv, {**inherited, **env}, job, cores, output=subprocess.PIPE)
+    environ = {**inherited, **env}
+    return marked.start(argv, environ, job, cores, output=subprocess.PIPE, serves=serves)
 
 
 class Guard:
@@ -140,11 +149,12 @@ class Guard:
     Args:
         job: Value of DTK_JOB.
         grace: Seconds between SIGTERM and SIGKILL.
+        save_grace: Seconds that ranks have to begin a checkpoint, and as many to write it.
 
     >>> Guard("example", grace=1.0).close()
     """
 
-    def __init__(self, job: str, grace: float) -> None:
+    def __init__(self, job: str, grace: float, save_grace: float = 0.0) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", BOOTSTRAP],
             stdin=subprocess.PIPE,
@@ -152,8 +162,10 @@ class Guard:
             text=True,
             start_new_session=True,
         )
-        spec: agent.GuardSpec = {"task": "guard", "job": job, "grace": grace}
-        self._say(first_line(spec))
+        self._lock = threading.Lock()
+        self._say(
+            first_line({"task": "guard", "job": job, "grace": grace, "save_grace": save_grace})
+        )
 
     def remove(self, folder: Path) -> None:
         """Have a folder removed if this process is killed before it can.
@@ -161,12 +173,23 @@ class Guard:
         Args:
             folder: Of no use without this process.
         """
-        self._say(f"{folder}\n")
+        self._say(f"remove {folder}\n")
+
+    def note_saving(self, pid: int, ready: bool) -> None:
+        """Tell whether a rank here would save a checkpoint, if it were asked to end.
+
+        Args:
+            pid: Its process.
+            ready: Whether it would.
+        """
+        with contextlib.suppress(OSError, ValueError):  # it is gone, or this job is over
+            self._say(f"{'ready' if ready else 'over'} {pid}\n")
 
     def _say(self, line: str) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(line)
-        self._process.stdin.flush()
+        with self._lock:
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
 
     def close(self) -> None:
         """Tell the guard that all is well, and wait for it to leave."""

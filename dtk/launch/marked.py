@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -120,6 +121,18 @@ def end(
         pids = search.look()
 
 
+def abort(pid: int) -> None:
+    """End a process such that Python's `faulthandler` writes where it was, also if it is stopped.
+
+    Args:
+        pid: Its id, of a process that is not yet waited for.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))  # nobody asked for its memory
+    for number in (signal.SIGABRT, signal.SIGCONT):
+        _signal([pid], number)
+
+
 def _signal(pids: Collection[int], number: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -157,11 +170,12 @@ def start(
     *,
     cwd: str | None = None,
     output: int | None = None,
+    serves: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Start a process of a job, in a session of its own and without input.
 
     Where setpriv (util-linux) is installed, Linux sends it SIGTERM when the calling thread ends,
-    as when this process is killed.
+    as when this process is killed; but not one that serves, which ends after those it serves.
 
     Args:
         argv: The command.
@@ -171,6 +185,7 @@ def start(
         cwd: Folder to start in; None for this one's.
         output: `subprocess.PIPE` for a pipe each for its output and its errors; None for this
             process's own.
+        serves: Whether others need it to save what they have.
 
     Returns:
         The process.
@@ -182,7 +197,7 @@ def start(
     if shutil.which(argv[0]) is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
     setpriv = shutil.which("setpriv")
-    if setpriv is not None:
+    if setpriv is not None and not serves:
         command = [setpriv, "--pdeathsig", "TERM", "--", *argv]
     with bound_to(cores):
         process = subprocess.Popen(

@@ -12,7 +12,7 @@ from typing import IO, Literal, TextIO
 
 import click
 
-from dtk.cluster import progress, saving
+from dtk.cluster import progress, saving, usage
 from dtk.errors import ClusterError
 from dtk.launch.plan import Process
 from dtk.launch.rank import Rank
@@ -40,6 +40,7 @@ class JobOutput:
         stderr: Where standard error goes; `sys.stderr` when None.
         on_closed: Called when the reader of the output is gone.
         is_suppressed: Whether a process's standard error goes to its file only: another has failed.
+        on_saving: Called when a process says what it would do, or does, about a checkpoint.
 
     Attributes:
         suppressed: How many lines did.
@@ -54,9 +55,11 @@ class JobOutput:
         stderr: TextIO | None,
         on_closed: Callable[[], None],
         is_suppressed: Callable[[Rank], bool],
+        on_saving: Callable[[Rank], None],
     ) -> None:
         self.suppressed = 0
         self._is_suppressed = is_suppressed
+        self._on_saving = on_saving
         self._processes = processes
         self._directory = directory
         self._mode: Literal["a", "w"] = "a" if append else "w"
@@ -137,10 +140,17 @@ class JobOutput:
                     continue
                 if stderr and line.startswith(saving.MARK):
                     rank.saving = line.removeprefix(saving.MARK)
+                    self._on_saving(rank)
+                    continue
+                if stderr and line.startswith(usage.MARK):
+                    rank.observe(line.removeprefix(usage.MARK))
                     continue
                 if rank.file is not None:
                     rank.file.write(line + "\n")
                     rank.file.flush()
+                if stderr and rank.dump is not None:
+                    rank.dump.append(line)
+                    continue
                 if stderr and is_noise(line, level):
                     continue
                 if stderr and rank.process.role == "chief" and _TASK_GONE.match(line):

@@ -13,10 +13,14 @@ import time
 from collections.abc import Mapping
 from typing import TextIO
 
-from dtk.cluster.stall import Standing
-from dtk.launch import agent
+from dtk.cluster import stacks, usage
+from dtk.cluster.reports import report_of
+from dtk.cluster.standing import Standing
+from dtk.launch import agent, marked
 from dtk.launch.plan import Process
 
+# What lines raise that another program has written like ours.
+_FOREIGN = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 _TAIL = 40  # lines shown of a rank that failed without a traceback
 _TRACE = 200  # lines after which a traceback was evidently survived
 _RECENT = 10.0  # seconds between a traceback and the exit it explains
@@ -55,6 +59,7 @@ class Rank:
         exited: When it ended, by `time.monotonic()`.
         standing: What it has reported of itself.
         was_short_of_memory: Whether it was killed while the kernel killed for want of memory.
+        dump: What it writes to standard error since it was asked for its stack; None before.
         stuck: Why the launcher has ended it, for a sentence; empty if it has not.
         saving: What it would do, or does, about a checkpoint when it is asked to end.
         restarts: How often it was started again.
@@ -91,7 +96,8 @@ class Rank:
         self.code: int | None = None
         self.signal = 0
         self.exited = 0.0
-        self.standing = Standing()
+        self.standing = Standing(started=True, moved=time.monotonic())
+        self.dump: list[str] | None = None
         self.stuck = ""
         self.was_short_of_memory = False
         self._kills = memory_kills()
@@ -101,11 +107,37 @@ class Rank:
         """Take note of what the process reports of itself.
 
         Args:
-            text: A `dtk.cluster.progress.Report`, as JSON.
+            text: A `dtk.cluster.reports.Report`, as JSON.
         """
-        # A line that another program writes like this is none of ours.
-        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-            self.standing.take(json.loads(text), time.monotonic())
+        with contextlib.suppress(*_FOREIGN):
+            self.standing.take(report_of(json.loads(text)), time.monotonic())
+
+    def observe(self, text: str | None = None) -> None:
+        """Look at the process from outside.
+
+        Args:
+            text: What the agent of another host has seen: a `dtk.cluster.usage.Usage`, as JSON;
+                None for a process of this one.
+        """
+        with contextlib.suppress(*_FOREIGN):
+            if text is not None:
+                state, cpu, io = json.loads(text)
+                seen: usage.Usage | None = usage.Usage(str(state), float(cpu), int(io))
+            else:
+                seen = None if self.remote else usage.of(self.popen.pid)
+            self.standing.observe(seen, time.monotonic())
+
+    def ask_for_stack(self) -> None:
+        """Have its process say where in the script it is, and end: also one that is stopped."""
+        self.dump = []
+        if not self.remote:
+            marked.abort(self.popen.pid)
+        else:
+            self.tell_agent("stack")
+
+    def note_stack(self) -> None:
+        """Take over the stack that was asked for."""
+        self.standing.stack = stacks.of_main_thread(self.dump or [])
 
     @property
     def would_save(self) -> bool:
@@ -116,10 +148,27 @@ class Rank:
         """Send SIGTERM to its process, and to no child of that."""
         if not self.remote:
             self.popen.terminate()
-        elif self.popen.stdin is not None:
-            with contextlib.suppress(OSError):  # the connection is lost, which its end will tell
-                self.popen.stdin.write(b"end\n")
+        else:
+            self.tell_agent("end")
+
+    def tell_agent(self, line: str) -> None:
+        """Tell the agent on another host something, see `dtk.launch.agent`; here there is none.
+
+        Args:
+            line: What.
+        """
+        if self.popen.stdin is not None:
+            # The connection is lost, which its end will tell, or was ended here.
+            with contextlib.suppress(OSError, ValueError):
+                self.popen.stdin.write(f"{line}\n".encode())
                 self.popen.stdin.flush()
+
+    def hang_up(self) -> None:
+        """Let the agent on another host end the process, and not wait for a checkpoint."""
+        self.tell_agent("over")
+        if self.popen.stdin is not None:
+            with contextlib.suppress(OSError):
+                self.popen.stdin.close()
 
     def ended(self, returncode: int) -> None:
         """Note how it ended.

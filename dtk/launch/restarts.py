@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 
 from dtk.errors import ClusterError
@@ -79,9 +78,7 @@ class Restarts:
         """
         mark = self._starter.mark(rank.process)
         marked.end(mark, grace=0.0, sessions=[rank.popen.pid])
-        if rank.popen.stdin is not None:
-            with contextlib.suppress(OSError):
-                rank.popen.stdin.close()
+        rank.hang_up()
         for reader in rank.readers:
             reader.join(2.0)
 

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
+from dtk.cluster import progress
 from dtk.errors import ClusterError
 from dtk.launch import agent, local
 
@@ -34,6 +35,7 @@ _FORWARDED = (
     "GRPC_",
     "PYTHON",
 )
+_WATCH = 2.0  # seconds between two looks at a rank from outside
 # What a shell returns for a program that it may not run, or that is not there.
 _NO_PROGRAM = (126, 127)
 
@@ -118,6 +120,8 @@ def start(
     address: str = "",
     cores: Sequence[int] = (),
     grace: float = 5.0,
+    save_grace: float = 0.0,
+    serves: bool = False,
     remote_shell: str = DEFAULT_REMOTE_SHELL,
     python: str = sys.executable,
 ) -> subprocess.Popen[bytes]:
@@ -134,6 +138,9 @@ def start(
         address: "host:port" to hold for the rank until it listens there, or "".
         cores: Those it is bound to over there; all when empty.
         grace: Seconds between SIGTERM and SIGKILL.
+        save_grace: Seconds to begin a checkpoint in, and as many to write it, where the launcher is
+            killed or the connection lost.
+        serves: Whether others need it to save what they have.
         remote_shell: Command to reach the host with.
         python: Interpreter over there.
 
@@ -155,6 +162,9 @@ def start(
         "cwd": os.getcwd(),
         "job": job,
         "grace": grace,
+        "save_grace": save_grace,
+        "serves": serves,
+        "watch": min(_WATCH, float(env.get(progress.VARIABLE) or 0) / 10),
         "reserve": address,
         "cores": list(cores),
     }

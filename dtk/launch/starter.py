@@ -27,6 +27,8 @@ class Starter:
         processes: The plan.
         job_id: The mark (DTK_JOB).
         grace: Seconds between SIGTERM and SIGKILL, for the guard and for other hosts.
+        save_grace: Seconds that ranks have to begin a checkpoint, and as many to write it, where
+            this process is killed.
         remote_shell: Command that reaches other hosts, called as `ssh` is.
         say: Told a line that the user should see.
     """
@@ -36,12 +38,14 @@ class Starter:
         processes: Sequence[Process],
         job_id: str,
         grace: float,
+        save_grace: float,
         remote_shell: str,
         say: Callable[[str], None],
     ) -> None:
         self._processes = processes
+        self._served = any(process.role == "ps" for process in processes)
         self._job_id = job_id
-        self._grace = grace
+        self._grace, self._save_grace = grace, save_grace
         self._remote_shell = remote_shell
         self._held: contextlib.ExitStack = contextlib.ExitStack()
         self._say = say
@@ -57,7 +61,7 @@ class Starter:
             PortTakenError: A port is taken.
             CommunicatorError: Horovod or MPI is asked for and not installed, or does not start.
         """
-        self._guard = local.Guard(self._job_id, self._grace)
+        self._guard = local.Guard(self._job_id, self._grace, self._save_grace)
         self._held.callback(self._guard.close)
         if rendezvous.is_needed(self._processes):
             server = rendezvous.Rendezvous(self._processes)
@@ -68,6 +72,15 @@ class Starter:
         for process in self._processes:
             if process.address and not self.is_remote(process):
                 self._hold_port(process)
+
+    def note_saving(self, pid: int, ready: bool) -> None:
+        """Tell the guard whether a rank of this machine would save a checkpoint.
+
+        Args:
+            pid: Its process.
+            ready: Whether it would.
+        """
+        self._guard.note_saving(pid, ready)
 
     def close(self) -> None:
         """Let go of the guard, the rendezvous server and the ports."""
@@ -109,9 +122,11 @@ class Starter:
 
     def _popen(self, process: Process, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
         remote = self.is_remote(process)
+        serves = self._served and process.role != "chief"
         try:
             if not remote:
-                return local.start(process.argv, env, self.mark(process), process.cores)
+                mark = self.mark(process)
+                return local.start(process.argv, env, mark, process.cores, serves)
             return ssh.start(
                 process.host,
                 process.argv,
@@ -120,6 +135,8 @@ class Starter:
                 address=process.address,
                 cores=process.cores,
                 grace=self._grace,
+                save_grace=self._save_grace,
+                serves=serves,
                 remote_shell=self._remote_shell,
             )
         except OSError as error:

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from dtk.cluster import stall
-from dtk.cluster.stall import STUCK, Stall, Standing
+from dtk.cluster.stall import STUCK, Stall
+from dtk.cluster.standing import Standing
 from dtk.launch import ending
 from dtk.launch.ending import Ending
 from dtk.launch.rank import Rank
@@ -15,6 +16,7 @@ from dtk.launch.state import JobState
 
 SETTLE = 1.0  # seconds a rank that already printed a traceback gets to exit by itself
 LATE = 5.0  # seconds to wait for the end of a rank that all which failed so far have lost
+_STACK = 3.0  # seconds that a rank gets to say where it is
 # Seconds the chief gets to say what the loss of a parameter server means. On one machine TensorFlow
 # 2.21 raises within seconds; over a network the loss takes longer to show.
 _FAREWELL = 30.0
@@ -68,7 +70,9 @@ class Watch:
         while culprit is None:
             self._wait()
             if self.stall is not None:
-                return self._ranks[(self.stall.missing or self.stall.waiting)[0]]
+                concerned = [self._ranks[i] for i in self.stall.missing + self.stall.waiting]
+                # The missing one may have left with 0.
+                return next((rank for rank in concerned if rank.code is None), concerned[0])
             if self._state.stopping or not self._ending.failures():
                 return None
             self._settle()
@@ -76,6 +80,35 @@ class Watch:
         if culprit.process.role == "ps":
             self._hear_chief(culprit)
         return None if self._state.stopping else culprit
+
+    @property
+    def short(self) -> Stall | None:
+        """Whose data has ended before that of others, where a rank has failed of it."""
+        return stall.find_short([rank.standing for rank in self._ranks])
+
+    def ask_missing(self) -> None:
+        """Have the missing ranks of a stall say where they are, if they have not; it ends them."""
+        found = self.stall or self.short
+        missing = [] if found is None else [self._ranks[i] for i in found.missing]
+        self.ask_for_stacks([rank for rank in missing if not rank.standing.has_stack])
+
+    def ask_for_stacks(self, ranks: Sequence[Rank]) -> None:
+        """Have ranks say where they are in the script; it ends them.
+
+        Args:
+            ranks: Some of this job's; those that have ended are not asked.
+        """
+        asked = [rank for rank in ranks if rank.code is None]
+        for rank in asked:
+            rank.ask_for_stack()
+        with self._state.changed:
+            self._state.changed.wait_for(
+                lambda: self._state.hurry or all(rank.code is not None for rank in asked), _STACK
+            )
+        for rank in asked:
+            for reader in rank.readers:
+                reader.join(_STACK)
+            rank.note_stack()
 
     def let_serve_out(self, grace: float) -> None:
         """Give what served the chief time to notice that it has ended.
@@ -127,14 +160,18 @@ class Watch:
         return self._state.stopping or self._ending.over or self._is_stuck()
 
     def _is_stuck(self) -> bool:
-        """Look whether a job has stopped moving, and why; all its processes still run."""
+        """Look whether a job has stopped moving, and why; none of its processes has failed."""
         if not self._stall_timeout:
             return False
         now = time.monotonic()
         self._allow_for_sleep(now)
+        for rank in self._ranks:
+            rank.standing.left = rank.code == 0
+            if rank.code is None:
+                rank.observe()
         if self._ending.can_replace:
             self.stall = stall.find_served(*self._tasks(), now, self._stall_timeout)
-        elif all(rank.code is None for rank in self._ranks):
+        else:
             standings = [rank.standing for rank in self._ranks]
             self.stall = stall.find(standings, now, self._stall_timeout)
         return self.stall is not None

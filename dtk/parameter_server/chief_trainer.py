@@ -28,6 +28,7 @@ from dtk.parameter_server.jobs.batch_dispatch import BatchDispatcher, SerialPhas
 from dtk.parameter_server.jobs.batches import Batch, Batcher
 from dtk.parameter_server.jobs.downpour import DownpourJob
 from dtk.parameter_server.jobs.predict import PredictJob
+from dtk.parameter_server.jobs.step_update import NonFiniteStep, StepUpdate
 from dtk.parameter_server.jobs.test import TestJob
 from dtk.parameter_server.jobs.train import TrainJob
 from dtk.parameter_server.scheduler import Schedule
@@ -53,6 +54,7 @@ class ParameterServerTrainer(DistributedTrainer[ServerStrategy]):
         super().__init__(model, strategy)
         self._parts: dict[int, list[gradient_buffers.Weight]] = {}
         self._dispatchers: dict[str, BatchDispatcher[object]] = {}
+        self._update: StepUpdate | None = None
 
     @property
     def takes_over(self) -> bool:
@@ -77,6 +79,13 @@ class ParameterServerTrainer(DistributedTrainer[ServerStrategy]):
         """Schedule of training; None before the first step."""
         dispatcher = self._dispatchers.get("train")
         return None if dispatcher is None else dispatcher.schedule
+
+    def non_finite_step(self) -> NonFiniteStep | None:
+        """Return the first step that was not finite since this was asked last."""
+        if self._update is None:
+            return None
+        found, self._update.non_finite = self._update.non_finite, None
+        return found
 
     def rng_state_variables(self) -> list[keras.Variable]:
         """Return the state variables of the model's random number generators.
@@ -218,6 +227,7 @@ class ParameterServerTrainer(DistributedTrainer[ServerStrategy]):
             else:
                 job = DownpourJob(self, strategy.exchange, serial_phase)
                 batcher = Batcher(strategy.exchange.push_every)
+            self._update = job.update
             dispatcher = BatchDispatcher(
                 strategy,
                 functools.partial(Schedule.of, strategy.consistency, strategy.workers),

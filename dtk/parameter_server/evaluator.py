@@ -212,7 +212,7 @@ def watch_until_end(
             if saved is None:
                 print(f"evaluator: {name} was removed before its turn; going on", flush=True)
             else:
-                with progress.inside("evaluation", watched=True):
+                with progress.inside("evaluation"):
                     log.write(name, saved, evaluate())
         if gone:
             break

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from dtk import cluster, communicators, quiet
+from dtk.cluster import progress, roll_call
 from dtk.communicators.base import Communicator
 from dtk.compat.tf_allreduce import AllReduceExtended
 from dtk.exchange import parse
@@ -86,7 +87,7 @@ class AllReduceStrategy(DtkStrategy):
         timeout = watching.checked(stall_timeout)
         parsed = parse(exchange)
         with quiet.device_start():
-            world, device = _joined(communicator, memory_growth)
+            world, device = _joined(communicator, memory_growth, timeout)
         grid = make_grid(world, model_parallel)
         super().__init__(
             AllReduceExtended(self, device, grid.data), grid.data, None, world, grid.model
@@ -161,7 +162,7 @@ class AllReduceStrategy(DtkStrategy):
 
 
 def _joined(
-    communicator: str | Communicator, memory_growth: bool | None
+    communicator: str | Communicator, memory_growth: bool | None, stall_timeout: float
 ) -> tuple[Communicator, str]:
     """Join the ranks and take this rank's device, before TensorFlow starts if possible."""
     if isinstance(communicator, Communicator):
@@ -171,6 +172,8 @@ def _joined(
     # that starts TensorFlow.
     ahead = place is not None and place.tells_local_rank
     device = devices.pin(place, memory_growth) if place is not None and ahead else ""
+    if place is not None and not progress.is_launched():
+        roll_call.await_neighbours(place, stall_timeout)
     world = communicators.create(communicator, place)
     return world, device or devices.pin(world, memory_growth)
 

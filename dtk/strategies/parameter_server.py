@@ -125,16 +125,18 @@ class ParameterServerStrategy(DtkStrategy, tf_servers.ServerStrategy):
         resolver = JobResolver(
             run_server.cluster_of(config), task_type="chief", task_id=0, rpc_layer="grpc"
         )
-        await_tasks(config)
-        tf.config.threading.set_inter_op_parallelism_threads(run_server.threads_to_wait_with())
-        with quiet.device_start(), startup.quiet(), startup.at_most(startup.limit()):
-            self.connect(resolver)
+        progress.start()
+        with progress.joining("the start of workers and servers"):
+            await_tasks(config)
+            threads = run_server.threads_to_wait_with()
+            tf.config.threading.set_inter_op_parallelism_threads(threads)
+            with quiet.device_start(), startup.quiet(), startup.at_most(startup.limit()):
+                self.connect(resolver)
         super().__init__(
             tf_servers.ParameterServerExtended(self, resolver, variable_partitioner),
             LocalCommunicator(),
             resolver,
         )
-        progress.start()
         self.pool = worker_pool.WorkerPool(
             self, config.cluster["worker"], config.cluster["ps"], patience=startup.limit()
         )

@@ -18,6 +18,7 @@ from typing import Generic
 import keras
 import tensorflow as tf
 
+from dtk.cluster import progress
 from dtk.compat import keras_data, keras_models, keras_variables
 from dtk.input import digests, slicing
 from dtk.nests import Args, Function, Kwargs, Nest, Specs
@@ -88,9 +89,8 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
         Args:
             dataset: What `fit` was given, as a dataset.
         """
-        if self.takes_over:
-            return self.cut(dataset)
-        return self.strategy.experimental_distribute_dataset(dataset)
+        cut = self.cut if self.takes_over else self.strategy.experimental_distribute_dataset
+        return cut(dataset)
 
     def take_epoch_iterator(
         self, iterator: keras_data.TFEpochIterator | None = None, data_batch: Nest = None
@@ -107,6 +107,7 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
         if iterator is not None:
             self._unread = True
             given = self._give_cut(iterator)
+            keras_data.after_loop(iterator, progress.end_of_data)
             if self.callbacks is not None and self.feed.iterator is None:
                 self.feed.begin(iterator, given, self.callbacks)
             data_batch = epoch_data.spec_of(given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 
 import keras
 import numpy as np
@@ -13,6 +14,7 @@ import tensorflow as tf
 import dtk
 import dtk.exchange
 from dtk.errors import NonFiniteError
+from dtk.parameter_server.jobs.step_update import TrainOutputs, non_finite
 
 from callbacks.bodies import BATCH, strategy
 from strategies.bodies import served_with
@@ -184,9 +186,22 @@ def test_it_ends_with_its_fit_and_begins_again(pool):
 
 
 @pytest.mark.worlds(("served", 2))
-def test_behind_servers_the_epoch_is_told(pool):
+def test_behind_servers_the_epoch_and_the_worker_are_told(pool):
     ((raised, _),) = pool.run(served)
     assert raised.startswith("epoch 1, step 5: the loss is nan; ") and "/kernel" in raised
+    # Either worker may have computed the second slice.
+    assert re.search(r"not finite came from worker [01], in step 3 of this training$", raised)
+
+
+def test_the_worker_is_the_one_that_has_counted_what_is_not_finite():
+    def counted(worker, *metrics):
+        report = {"metrics": [np.array(one) for one in metrics]}
+        return TrainOutputs(report, 0.5, None, worker)
+
+    good = [counted(0, 1.0, 4), counted(1, [2.0, 3.0], 4)]
+    assert non_finite(good, 7) is None
+    assert non_finite([*good, counted(2, np.nan, 4)], 7) == (7, (2,))
+    assert non_finite([counted(3, np.inf), counted(1, 1.0, [0.0, np.nan])], 1) == (1, (1, 3))
 
 
 def served():
@@ -194,9 +209,10 @@ def served():
     with chosen.scope():
         model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1, name="first")])
         model.compile(optimizer="sgd", loss="mse")
-    x, y = rows(2 * BATCH)
+    x, y = rows(3 * BATCH - 1)  # in step 3, of the second slice
+    found = dtk.callbacks.FindNonFinite()
     with pytest.raises(NonFiniteError) as caught:
-        model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[dtk.callbacks.FindNonFinite()])
+        model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[found])
     return str(caught.value), ""
 
 

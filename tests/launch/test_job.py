@@ -372,6 +372,20 @@ def test_a_killed_rank_that_is_reported_late_is_named(run):
     assert "rank 1, host localhost failed first, by SIGKILL" in err
 
 
+@pytest.mark.parametrize("restarts", [0, 3])
+def test_a_killed_rank_is_followed_by_what_to_do_next(run, restarts):
+    """Where nobody starts the job again; with servers, and with restarts, somebody does."""
+    kill = "os.kill(os.getpid(), 9)"
+    _, _, err, _ = run(python(f"if r == 1: {kill}\ntime.sleep(600)"), max_restarts=restarts)
+    said = (
+        "dtk: a script with dtk.callbacks.Checkpoint(directory, resume=True) goes on from its last "
+        "checkpoint when it is started again; `dtk run --max-restarts 3 ...` does so by itself.\n"
+    )
+    assert err.endswith(said) == (restarts == 0)
+    _, _, err, _ = run(python("if r == 1: sys.exit(3)\ntime.sleep(600)"), max_restarts=restarts)
+    assert "--max-restarts" not in err, "it would fail again"
+
+
 def test_what_others_say_of_the_first_failure_is_left_out_of_the_screen(run, tmp_path):
     code = (
         "if r == 1: print('about to go', file=sys.stderr, flush=True); os.kill(os.getpid(), 9)\n"

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 
+import psutil
 import pytest
 
 from dtk.cluster import saving
@@ -207,3 +208,56 @@ def test_training_of_slow_steps_is_saved(tmp_path, servers):
     assert launcher.returncode == 143, said
     assert [path.name for path in (tmp_path / "saved").glob("checkpoint-*")], out + said
     assert "SIGTERM: saved" in out and "waiting up to 60 s for a checkpoint of rank 0" in said
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("servers", [[], ["--ps", "1"]], ids=["ranks", "servers"])
+def test_a_launcher_that_is_killed_leaves_ranks_the_time_to_save(tmp_path, servers):
+    """Steps take longer than its own grace, and what ranks print has no reader any more."""
+    script = tmp_path / "train.py"
+    script.write_text(TRAINS)
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "dtk.cli.main", "run", "-n", "2", *servers]
+        + ["--timeout-grace", "1", str(script), str(tmp_path / "saved"), "6"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    try:
+        assert launcher.stdout is not None
+        assert "step" in launcher.stdout.readline()
+        time.sleep(0.5)  # what it said on standard error may be read later
+        children = psutil.Process(launcher.pid).children()
+        ranks = [child for child in children if str(script) in child.cmdline()]
+    finally:
+        launcher.kill()
+        launcher.communicate()
+    gone, alive = psutil.wait_procs(ranks, timeout=60)
+    assert gone and not alive
+    assert [path.name for path in (tmp_path / "saved").glob("checkpoint-*")]
+
+
+def test_the_guard_ends_a_rank_that_does_not_save(tmp_path):
+    code = SAVES.format(steps=600, writes=0, ready="lambda rank: rank == 0")
+    launcher = (
+        "import sys, time\nfrom dtk.launch import Job, plan\n"
+        f"processes = plan([sys.executable, '-c', {code!r}, {str(tmp_path)!r}], 2)\n"
+        "for one in processes:\n"
+        f"    one.env.update(DTK_RANK=str(one.rank), PYTHONPATH={str(ROOT)!r}, {SAVE_GRACE}='1')\n"
+        "job = Job(processes, grace=0.5, save_grace=1.0).start()\n"
+        "print(job.job_id, flush=True)\ntime.sleep(600)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True
+    ) as started:
+        assert started.stdout is not None
+        job = started.stdout.readline().strip()
+        assert [started.stdout.readline().split()[-1] for _ in range(2)] == ["up", "up"]
+        time.sleep(0.5)  # what it said on standard error may be read later
+        started.kill()
+        began = time.monotonic()
+    while (left := marked.members(job)) and time.monotonic() < began + 30:
+        time.sleep(0.1)
+    assert left == []
+    assert time.monotonic() - began >= 2.0, "rank 0 had the time to save"

@@ -16,6 +16,9 @@ import keras, numpy as np, tensorflow as tf
 here, consistency, victims, backup = sys.argv[1:]
 task = json.loads(os.environ["TF_CONFIG"])["task"]
 name = task["type"] + str(task["index"])
+if victims == name + " starts" and not os.path.exists(os.path.join(here, name)):
+    open(os.path.join(here, name), "w").close()
+    time.sleep(600)
 pipe = os.path.join(here, "pipe")
 if name == "worker1" and victims == "worker1 reads":
     # The first worker 1 reads a pipe that nobody writes to, its successor a file.
@@ -125,10 +128,27 @@ def test_a_worker_that_does_nothing_with_its_work_is_ended(tmp_path):
     assert lost in done.stderr
 
 
+def test_a_worker_that_sleeps_at_its_start_is_started_again(tmp_path):
+    done = job(tmp_path, "worker1 starts")
+    assert (done.returncode, "done 32\n" in done.stdout) == (0, True), done.stderr
+    lost = "rank 2 (worker 1) has done nothing for 4 s since its start, and was ended; starting it"
+    assert lost in done.stderr
+    assert "the stack of rank 2, the innermost call first:\n  File " in done.stderr
+
+
+@pytest.mark.parametrize("victim", ["ps0", "chief0"])
+def test_a_server_or_chief_that_sleeps_at_its_start_ends_the_job(tmp_path, victim):
+    done = job(tmp_path, f"{victim} starts")
+    assert done.returncode == 124, done.stderr
+    name = "ps 0" if victim == "ps0" else "rank 0"
+    assert f"{name}, host localhost, did nothing for 4 s before it made a" in done.stderr
+    assert f'File "{tmp_path}/train.py", line ' in done.stderr
+
+
 @pytest.mark.parametrize(
     ("victim", "said"),
     [
-        ("ps0", "ps 0, host localhost, reported nothing for 4 s, last after the start.\nrank 0"),
+        ("ps0", "ps 0, host localhost, reported nothing for 4 s, last in service."),
         ("chief0", "rank 0, host localhost, reported nothing for 4 s, last "),
         ("sleep", "rank 0, host localhost, did nothing for 4 s after work of the workers 4.\nIts"),
     ],

@@ -10,15 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtk.cluster.stall import Standing, find, find_replaceable, find_served
+from dtk.cluster.stall import describe, find, find_replaceable, find_served, find_short
+from dtk.cluster.standing import Standing
+from dtk.cluster.usage import Usage
 
 TIMEOUT = 100.0
 
 
-def standing(still, inside, count=5, what="train step 5", heard=0.0, busy=1000.0):
+def standing(still, inside, count=5, what="train step 5", heard=0.0, busy=1000.0, **more):
     """A rank of which all times are seconds ago."""
-    report = {"count": count, "inside": inside, "what": what, "still": still}
-    report |= {"cpu": 0.0, "io": 0, "stack": "", "held": {}}
+    report = {"count": count, "inside": inside, "what": what, "still": still, "alone": False}
+    report |= {"joining": False, "loops": 0, "feeds": False, "refused": False}
+    report |= {"cpu": 0.0, "io": 0, "stack": "", "held": {}, **more}
     return Standing(heard=1e4 - heard, moved=1e4 - still, busy=1e4 - busy, last=report)
 
 
@@ -46,6 +49,99 @@ def test_a_rank_outside_that_does_nothing_is_missing():
 )
 def test_what_is_no_stall(standings, why):
     assert found(*standings) is None, why
+
+
+def unseen(since=500, ran=500):
+    """A rank that was started, and has reported nothing yet."""
+    return Standing(started=True, moved=1e4 - since, ran=None if ran is None else 1e4 - ran)
+
+
+def joining(still, **more):
+    return standing(still, inside=False, what="the start of mpi", joining=True, **more)
+
+
+@pytest.mark.parametrize(
+    ("standings", "missing"),
+    [
+        ((joining(150), unseen()), (1,)),
+        ((joining(150), unseen(ran=None)), (1,)),
+        ((joining(150), unseen(ran=20)), None),
+        ((joining(150), unseen(since=20)), None),
+        ((unseen(), unseen()), None),
+        ((joining(150), standing(151, inside=False, what="the start")), (1,)),
+        # TensorFlow and MPI keep Python's lock while they wait.
+        ((joining(150, heard=150), unseen()), (1,)),
+        ((joining(150, heard=150), joining(20)), None),
+    ],
+)
+def test_a_rank_that_does_nothing_at_its_start(standings, missing):
+    stall = found(*standings)
+    assert (None if stall is None else stall.missing) == missing
+
+
+def test_a_rank_that_is_stopped_while_it_may_be_silent():
+    stopped = joining(150, heard=150)
+    stopped.seen, stopped.ran = (Usage("T", 1.0, 0), 1e4), 1e4 - 150
+    stall = found(joining(150, heard=150), stopped)
+    assert stall.missing == (1,)
+    assert (
+        "rank 1, host b, reported nothing for 100 s, last in the start of mpi. It is stopped"
+        in (describe(stall, ["rank 0", "rank 1"], ["a", "b"], [stopped, stopped]))
+    )
+
+
+def test_a_rank_that_is_stopped_is_silent_before_it_is_idle():
+    stopped = standing(150, False, heard=99)
+    stopped.seen, stopped.ran = (Usage("T", 1.0, 0), 1e4), 1e4 - 99
+    assert found(standing(150, True), stopped) is None
+    stopped.delay(-2)
+    assert found(standing(150, True), stopped).why == "reported nothing for 100 s, last"
+
+
+def test_a_rank_that_computes_and_cannot_say_so_is_not_silent():
+    computing = standing(1, inside=False, heard=120)
+    computing.observe(Usage("R", 1.0, 0), 1e4 - 9)
+    computing.observe(Usage("R", 4.0, 0), 1e4 - 5)
+    assert found(standing(150, inside=True), computing) is None
+
+
+def test_a_rank_that_traces_is_waited_for():
+    tracing = standing(150, inside=False, what="the Python of train step 1", alone=True)
+    stall = found(standing(150, inside=True), tracing)
+    assert stall.missing == (1,)
+    told = describe(stall, ["rank 0", "rank 1"], ["a", "b"], [tracing, tracing])
+    assert "did nothing for 100 s in the Python of train step 1." in told
+
+
+def test_a_rank_whose_script_is_over():
+    left = standing(900, inside=False)
+    left.left = True
+    stall = found(standing(150, inside=True), left)
+    assert (stall.missing, stall.why) == ((1,), "has left its script")
+    assert found(standing(150, inside=False), left) is None
+
+
+def test_a_rank_whose_data_ended_before():
+    stall = found(
+        standing(150, True, count=8, what="train step 8"),
+        standing(150, True, count=9, what="collective 1", loops=1),
+    )
+    assert (stall.missing, stall.waiting) == ((1,), (0,))
+    assert stall.why.startswith("has come to the end of its data before the others")
+
+
+def test_a_rank_that_has_failed_of_shorter_data_of_another():
+    """MPI notices at once that ranks are in different collectives, and not which is wrong."""
+    ranks = [standing(1, True, refused=True), standing(1, True, loops=1)]
+    assert find_short(ranks).missing == (1,)
+    assert find_short([standing(1, True), standing(1, True, loops=1)]) is None
+    assert find_short([standing(1, True, refused=True), standing(1, True)]) is None
+
+
+def test_a_rank_whose_generator_is_waited_for():
+    stall = found(standing(150, True), standing(150, True, feeds=True))
+    assert (stall.missing, stall.why) == ((1,), "got no data for 100 s from Python")
+    assert found(standing(150, True), standing(150, True, feeds=True, busy=20)) is None
 
 
 def test_a_rank_that_reports_nothing_is_missing_whatever_it_did():
@@ -96,7 +192,7 @@ def test_a_job_in_which_anything_moves_or_works_where_it_is_waited_for_goes_on(r
 
 
 def test_reports_tell_work_from_waiting():
-    report = standing(0, False).last
+    report = dict(standing(0, False).last)
     rank = Standing()
     rank.take({**report, "cpu": 1.0}, now=10.0)
     rank.take({**report, "cpu": 1.01, "still": 1.0}, now=11.0)
@@ -162,7 +258,8 @@ def test_data_that_ends_earlier_on_one_rank_ends_the_job(tmp_path):
     fewer = "8 if strategy.rank == 0 else 7"
     done = job(tmp_path, batches=fewer, steps="None", communicator="collective")
     assert done.returncode == 124, done.stderr
-    assert "Ranks wait for each other in different places" in done.stderr
+    named = "rank 1, host localhost, has come to the end of its data before the others, and waits "
+    assert named in done.stderr
     assert "rank 0 waits in train step 8." in done.stderr
 
 
@@ -228,6 +325,28 @@ def test_a_chief_is_blamed_after_the_workers_for_which_it_may_wait():
     assert served(tasks(chief=standing(900, False, busy=9))) is None
     assert served(tasks({"0": 1.0}, chief=standing(900, False))) is None, "a worker computes"
     assert served(tasks(chief=standing(900, True))) is None
+
+
+def test_a_worker_that_does_nothing_at_its_start_is_replaced():
+    waits = joining(200)
+    starting = standing(2000, False)
+    serving = {name: standing(2000, True) for name in ("worker0", "ps")}
+    assert list(replaceable(tasks(chief=waits, worker1=starting, **serving))) == [2]
+    assert list(replaceable(tasks(chief=waits, worker1=unseen(), **serving))) == [2]
+    busy = standing(2000, False, busy=9)
+    assert replaceable(tasks(chief=waits, worker1=busy, **serving)) == {}
+    assert replaceable(tasks(chief=standing(200, True), worker1=starting, **serving)) == {}
+
+
+def test_a_server_or_chief_that_does_nothing_at_its_start_ends_the_job():
+    serving = {name: standing(2000, True) for name in ("worker0", "worker1")}
+    stall = served(tasks(chief=joining(200), ps=standing(2000, False), **serving))
+    assert (stall.missing, stall.waiting) == ((3,), (0,))
+    given = tasks(ps=standing(2000, True), **serving)
+    given[0] = unseen()
+    assert served(given).missing == (0,)
+    given[0] = unseen(ran=9)
+    assert served(given) is None
 
 
 def test_what_a_stopped_launcher_has_not_heard_is_held_against_nobody():

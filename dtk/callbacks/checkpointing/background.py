@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from dtk.cluster import progress
+
 # Seconds after which it is said that training waits for the disk.
 _LONG = 10.0
 
@@ -64,10 +66,11 @@ class Background:
     def left(self) -> Exception | None:
         """Wait for the work that is under way, and return what it has raised."""
         if self._thread is not None:
-            self._thread.join(self._long)
-            if self._thread.is_alive():
-                self._say(f"waiting for {self._what}, which takes more than {self._long:g} s")
-                self._thread.join()
+            with progress.awaiting(self._thread):
+                self._thread.join(self._long)
+                if self._thread.is_alive():
+                    self._say(f"waiting for {self._what}, which takes more than {self._long:g} s")
+                    self._thread.join()
             self._thread = None
         failure, self.failure = self.failure, None
         return failure

@@ -202,10 +202,13 @@ class MPICommunicator(PackedCommunicator):
     def _lane(self, number: int) -> _Lane:
         """Return MPI's communicator for the running lane, and one of the collectives in it.
 
-        All ranks make it while they trace the first collective that needs it.
+        All ranks make it while they trace the first collective that needs it. Eager ones have their
+        own: a rank whose data has ended would else take part in a step of the others with a number
+        of its own, of which MPI makes sizes, and all would go on with them.
         """
         concurrent = (name for name, one in self._concurrent.items() if one is self._sequencer)
-        key = (next(concurrent, ""), number % _BESIDE)
+        name = "eager" if tf.executing_eagerly() else next(concurrent, "")
+        key = (name, number % _BESIDE)
         if key not in self._lanes:
             tag = zlib.crc32(repr(key).encode()) % _TAGS
             self._lanes[key] = _Lane(self._comm.Create_group(self._comm.group, tag))

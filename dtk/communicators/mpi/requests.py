@@ -174,17 +174,19 @@ class Progress:
         """
         idle, look = 0, time.monotonic() + _LOOK
         try:
-            while not job.request.Test():
-                idle = _pause(idle)
-                if time.monotonic() > look:
-                    look = time.monotonic() + _LOOK
-                    self._check([job])
+            with progress.polling():
+                while not job.request.Test():
+                    idle = _pause(idle)
+                    if time.monotonic() > look:
+                        look = time.monotonic() + _LOOK
+                        self._check([job])
         except MPI.Exception as error:
             raise self._refused(job.what, error) from error
         return job.result
 
     def _refused(self, what: str, error: MPI.Exception) -> CommunicatorError:
         """Return an error that says what one of MPI's most likely means."""
+        progress.refused()
         return CommunicatorError(
             at_rank(
                 self._world.rank,

@@ -170,6 +170,11 @@ class DownpourJob:
         """Loss, metrics and staleness of the steps so far, by name."""
         return self._update.metrics.logs
 
+    @property
+    def update(self) -> StepUpdate:
+        """What is done with complete steps."""
+        return self._update
+
     def trace(self, spec: Specs, rng_states: tf.TensorSpec) -> ConcreteFunction:
         """Trace the step for batches like this one.
 
@@ -263,7 +268,7 @@ class DownpourJob:
         pulled = trained.fetches * self._exchanging.fetched + sum(int(r["read"]) for r in reports)
         traffic = np.array([pulled, sent], np.int64)
         self._trainer.strategy.note_traffic(worker, traffic, len(reports))
-        outputs = TrainOutputs(_merge_reports(reports), 1.0, buffer, len(reports))
+        outputs = TrainOutputs(_merge_reports(reports), 1.0, buffer, worker, len(reports))
         return Result(outputs, older, functools.partial(commit.release, buffer))
 
     def _fetch(self, schedule: Schedule) -> Held:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from dtk.nests import Array, Nest
@@ -38,13 +39,27 @@ class TrainOutputs(NamedTuple):
         report: What it reported.
         share: The slice's part of the rows of its batch, 0 to 1.
         buffer: The buffer that its gradients lie in.
+        worker: Index of the worker.
         batches: How many batches they are of.
     """
 
     report: TrainReport
     share: float
     buffer: gradient_buffers.GradientBuffer
+    worker: int
     batches: int = 1
+
+
+class NonFiniteStep(NamedTuple):
+    """First step of a training whose loss or metrics were not finite.
+
+    Attributes:
+        step: Its number, from 1.
+        workers: Indices of the workers whose slices of it they were.
+    """
+
+    step: int
+    workers: tuple[int, ...]
 
 
 class StepUpdate:
@@ -59,6 +74,7 @@ class StepUpdate:
         commit: Applies gradients.
         rng_states: States of random layers.
         metrics: Sum of the metrics.
+        non_finite: The first step that was not finite; None before.
     """
 
     def __init__(
@@ -71,6 +87,7 @@ class StepUpdate:
         self.commit = GradientCommit(trainer, new_layout)
         self.rng_states = RngStates(trainer.rng_state_variables, draws=True)
         self.metrics = MetricSum(trainer.model)
+        self.non_finite: NonFiniteStep | None = None
 
     def report(
         self,
@@ -111,9 +128,29 @@ class StepUpdate:
             # One after the other, steps go on from where the last one stopped.
             self.rng_states.go_on_from(reports[0]["rng_state"])
         self.metrics.add(reports)
+        if self.non_finite is None:
+            self.non_finite = non_finite(outputs, schedule.finished + 1)
         rows = sum(int(report["rows"]) for report in reports)
         self._serial_phase.count(rows, sum(found.batches for found in outputs), schedule)
         if schedule.tau:
             statistics = schedule.statistics
             self.metrics.logs["staleness_mean"] = statistics.mean
             self.metrics.logs["staleness_max"] = float(statistics.max)
+
+
+def non_finite(outputs: Sequence[TrainOutputs], step: int) -> NonFiniteStep | None:
+    """Look whether what a step has counted is finite: at numbers that are here, and no gradient.
+
+    Args:
+        outputs: What workers have computed of it.
+        step: Its number, from 1.
+
+    Returns:
+        Whose slices were not; None where all were.
+    """
+    workers = {
+        one.worker
+        for one in outputs
+        if not all(bool(np.all(np.isfinite(counted))) for counted in one.report["metrics"])
+    }
+    return NonFiniteStep(step, tuple(sorted(workers))) if workers else None

@@ -58,6 +58,11 @@ class TrainJob:
         """Loss, metrics and staleness of the steps so far, by name."""
         return self._update.metrics.logs
 
+    @property
+    def update(self) -> StepUpdate:
+        """What is done with complete steps."""
+        return self._update
+
     def trace(self, spec: Specs, rng_states: tf.TensorSpec) -> ConcreteFunction:
         """Trace the step for batches like this one.
 
@@ -124,7 +129,7 @@ class TrainJob:
         rng_states = self.rng_states.of(task.piece, schedule)
         report = self.traces.call(task, worker, rng_states, buffer.handles)
         self._trainer.strategy.note_traffic(worker, report["traffic"])
-        outputs = TrainOutputs(report, task.work.share_of(task.part), buffer)
+        outputs = TrainOutputs(report, task.work.share_of(task.part), buffer, worker)
         return Result(outputs, release=functools.partial(commit.release, buffer))
 
     def apply(

@@ -16,6 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dtk.cluster import progress
 from dtk.communicators.base import Communicator
 from dtk.compat import keras_shards, tf_replicas
 from dtk.errors import DisagreementError, at_rank
@@ -266,6 +267,7 @@ class ReadingCheck:
         Raises:
             DisagreementError: Ranks have read different ones.
         """
+        progress.end_of_data()
         if self._batches:
             check_same_digest(self._strategy, int(self._digest), "at the end of the data")
 

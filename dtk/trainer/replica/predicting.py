@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import keras
 import tensorflow as tf
 
+from dtk.cluster import progress
 from dtk.input import slicing
 from dtk.nests import Leaf, Nest
 from dtk.trainer import epoch_data
@@ -30,7 +32,9 @@ def make_predict_function(model: keras.Model, strategy: Strategy) -> Callable[[l
     @tf.autograph.experimental.do_not_convert
     def one_step(data: Nest) -> Nest:
         with strategy.sequence(sequence):
-            return strategy.gather_outputs(predict_rows(data, model))
+            with progress.alone("the Python of"):
+                outputs = predict_rows(data, model)
+            return strategy.gather_outputs(outputs)
 
     @tf.autograph.experimental.do_not_convert
     def every_step(batches: list[Nest]) -> Nest:
@@ -40,7 +44,14 @@ def make_predict_function(model: keras.Model, strategy: Strategy) -> Callable[[l
             ]
         return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
 
-    return every_step if model.run_eagerly else tf.function(every_step, reduce_retracing=True)
+    predict = every_step if model.run_eagerly else tf.function(every_step, reduce_retracing=True)
+
+    @functools.wraps(every_step)
+    def watched(batches: list[Nest]) -> Nest:
+        with progress.inside("predict step"):
+            return predict(batches)
+
+    return watched
 
 
 def predict_on_batch(predict: Callable[[list[Nest]], Nest], x: Nest, strategy: Strategy) -> Nest:

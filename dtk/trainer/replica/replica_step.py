@@ -55,6 +55,8 @@ def run_step(
 ) -> Nest:
     """Run Keras's own train or test step on this replica's slice, then make its logs global.
 
+    Its Python runs while it is traced, or eagerly: what waits for others there says so itself.
+
     Args:
         step_function: `model.train_step` or `model.test_step`.
         batch: This process's slices of a global batch.
@@ -73,7 +75,8 @@ def run_step(
     trains = step_function.__name__ == "train_step"
     if not (trains and any(e.local for e in shared_optimizer.gradient_exchanges_of(model))):
         step.world = World(step, before, present)
-    with traced_step.tracing(step), tf_replicas.counted_if(present):
+    tracing = progress.alone("the Python of")
+    with tracing, traced_step.tracing(step), tf_replicas.counted_if(present):
         logs = _compute(step_function, data, step, kinds, strategy)
         _forget_padding(present, before, model)
         if trains:

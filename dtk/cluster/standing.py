@@ -1,0 +1,140 @@
+"""What is known of one rank: what it reports, and what is seen of its process from outside."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from dtk.cluster.reports import Report
+from dtk.cluster.usage import STOPPED, Usage
+
+# Less than this part of a core, and so many bytes a second, is what a rank uses that only waits:
+# it reports, and its libraries look for messages.
+_IDLE_CORE = 0.04
+_IDLE_BYTES = 20_000
+_LOOK = 0.5  # seconds between two looks from outside: the system counts hundredths of a second
+
+
+@dataclasses.dataclass
+class Standing:
+    """What is known of one rank.
+
+    Attributes:
+        heard: When it last reported; None before its first report. In seconds, as all times.
+        moved: When it last went inside or came out; when it was started, before its first report.
+        busy: When it was last seen computing, reading or writing, by its reports.
+        last: Its last report.
+        started: Whether somebody has seen it start, and so waits for its first report.
+        ran: The same as `busy`, as seen from outside; None where nobody looks.
+        seen: What was seen last from outside.
+        left: Whether its script is over.
+        stack: Its stack, where the report has none.
+    """
+
+    heard: float | None = None
+    moved: float = 0.0
+    busy: float = 0.0
+    last: Report | None = None
+    started: bool = False
+    ran: float | None = None
+    seen: tuple[Usage, float] | None = None
+    left: bool = False
+    stack: str = ""
+
+    @property
+    def worked(self) -> bool:
+        """Whether it has done anything together with other ranks, or an evaluation."""
+        return self.last is not None and self.last["count"] > 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for others, or computes with them."""
+        last = self.last
+        return last is not None and not self.left and (last["inside"] or last["joining"])
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it was stopped by a signal when it was last seen from outside."""
+        return self.seen is not None and self.seen[0].state in STOPPED
+
+    @property
+    def has_stack(self) -> bool:
+        """Whether it has said where it is, and is there still."""
+        return self.last is not None and bool(self.last["stack"]) and not self.is_stopped
+
+    @property
+    def calls(self) -> str:
+        """Its stack, the innermost call first; "" where it is not known."""
+        told = "" if self.last is None or self.left else self.last["stack"]
+        return self.stack or told
+
+    def take(self, report: Report, now: float) -> None:
+        """Take note of a report.
+
+        Args:
+            report: What the rank says.
+            now: When.
+        """
+        if self.last is not None and self.heard is not None:
+            seconds = max(now - self.heard, 1e-3)
+            if _works(report["cpu"] - self.last["cpu"], report["io"] - self.last["io"], seconds):
+                self.busy = now
+        self.moved = now - report["still"]
+        self.heard, self.last = now, report
+
+    def observe(self, usage: Usage | None, now: float) -> None:
+        """Take note of what is seen of its process from outside.
+
+        Args:
+            usage: What it has used so far; None where its process is not found.
+            now: When.
+        """
+        if usage is None:
+            return
+        if self.seen is None:
+            self.ran = now
+        else:
+            before, when = self.seen
+            if now - when < _LOOK:
+                return
+            if _works(usage.cpu - before.cpu, usage.io - before.io, now - when):
+                self.ran = now
+        self.seen = (usage, now)
+
+    def is_silent(self, since: float) -> bool:
+        """Return whether it has reported nothing, and not been seen to run either.
+
+        Args:
+            since: For how long, as a time.
+        """
+        if self.last is None or self.heard is None or self.left or self.heard >= since:
+            return False
+        if self.last["joining"] and not self.is_stopped:
+            return False
+        return self.ran is None or self.ran < since
+
+    def is_idle(self, since: float) -> bool:
+        """Return whether it has neither computed, nor read nor written.
+
+        Args:
+            since: For how long, as a time.
+        """
+        if self.last is None:
+            return self.started and self.moved < since and (self.ran is None or self.ran < since)
+        return self.left or self.busy < since
+
+    def delay(self, seconds: float) -> None:
+        """Let everything have happened later: the launcher itself was stopped meanwhile.
+
+        Args:
+            seconds: How much later.
+        """
+        self.moved += seconds
+        self.busy += seconds
+        if self.heard is not None:
+            self.heard += seconds
+        if self.ran is not None:
+            self.ran += seconds
+
+
+def _works(cpu: float, io: float, seconds: float) -> bool:
+    return cpu / seconds > _IDLE_CORE or io / seconds > _IDLE_BYTES
