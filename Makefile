@@ -31,7 +31,7 @@ help:
 	@echo 'make test      install what the tests need, Horovod included, then lint, types and tests'
 	@echo 'make test-fast lint, types and the tests of one process'
 	@echo 'make test-all  the same with the whole equivalence matrix'
-	@echo 'make test-faults  kill and stop ranks at random moments, for some hours, and say what does not survive'
+	@echo 'make test-faults  kill and stop ranks and cut links at random moments, for some hours, and say what does not survive'
 	@echo 'make mutants   break every rule once and say which breaks no test notices'
 	@echo 'make check     lint, types and imports only'
 	@echo 'make clean     remove .venv and everything built'
@@ -50,6 +50,8 @@ test-all: horovod check
 
 test-faults: horovod
 	@$(BIN)/python tools/faults.py
+	@$(BIN)/python tools/soak.py
+	@$(BIN)/python tools/link_faults.py || [ $$? = 2 ]  # which is where no hosts can be made
 
 mutants: horovod
 	@$(BIN)/python tools/mutants.py

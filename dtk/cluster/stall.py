@@ -7,6 +7,7 @@
     short       all are inside, and the data of one has come to its end once more than others'
     different   all are inside, but not in the same
     nobody      all are inside the same, and none computes
+    cut off     a rank is silent for less than that, and another has ended since it has lost one
 
 A rank that joins the others at the start is inside, and may be silent. One that has not imported
 dtk yet is outside, and seen from outside: see `dtk.cluster.usage`.
@@ -151,6 +152,33 @@ def describe_missing(
             text += " It is stopped, as by SIGSTOP."
         lines += [text, *_stack(standings[index])]
     return lines
+
+
+def find_cut_off(standings: Sequence[Standing], now: float, timeout: float) -> Stall | None:
+    """Return which ranks are silent, in a job of which others have lost a rank.
+
+    TensorFlow takes a rank of which it hears nothing for lost sooner than the timeout. A rank that
+    was stopped is silent, too.
+
+    Args:
+        standings: Of every rank; those that have ended have said nothing.
+        now: The time.
+        timeout: Seconds that nothing may happen.
+
+    Returns:
+        None if all that run have reported lately.
+
+    Example:
+        >>> find_cut_off([Standing(), Standing(heard=900.0)], now=1000.0, timeout=300.0).missing
+        (1,)
+    """
+    seconds = 2 * min(_LATEST_REPORT, timeout / 4)
+    silent = tuple(
+        index
+        for index, standing in enumerate(standings)
+        if standing.heard is not None and (standing.heard < now - seconds or standing.is_stopped)
+    )
+    return Stall(silent, f"reported nothing for {seconds:g} s, last", ()) if silent else None
 
 
 def describe(

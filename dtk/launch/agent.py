@@ -2,7 +2,8 @@
 
 This file and `marked` are sent through the remote shell, so they use the standard library alone
 and dtk need not be importable before the rank itself starts. The first line of standard input is a
-JSON object; its end means that the launcher is gone, and everything it started must go too.
+JSON object; its end means that the launcher is gone, and everything it started must go too. So does
+silence: a connection that was cut, as by a cable that was pulled, does not end.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import contextlib
 import fcntl
 import json
 import os
+import queue
+import select
 import shutil
 import signal
 import socket
@@ -18,7 +21,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeAlias, TypedDict
 
 from dtk.cluster.usage import MARK, of
@@ -26,6 +29,7 @@ from dtk.launch.marked import BESIDE, abort, end, start
 from dtk.launch.orphans import Saver
 
 _SIOCGIFADDR = 0x8915
+_LOOKS = 10  # at the silence of a launcher, before it counts as gone
 
 
 class RankSpec(TypedDict):
@@ -43,6 +47,7 @@ class RankSpec(TypedDict):
         watch: Seconds between two looks at the rank, told to the launcher; 0 for none.
         reserve: A port to hold until it ends, "host:port"; "" for none.
         cores: Those it is bound to; all when empty.
+        silence: Seconds after which a launcher that says nothing is gone.
     """
 
     task: Literal["rank"]
@@ -56,6 +61,7 @@ class RankSpec(TypedDict):
     watch: float
     reserve: str
     cores: Sequence[int]
+    silence: float
 
 
 class GuardSpec(TypedDict):
@@ -217,7 +223,7 @@ def shell_code(code: int) -> int:
 
 
 def run_rank(spec: RankSpec) -> int:
-    """Run one rank here until it ends, or until standard input does.
+    """Run one rank here until it ends, or the launcher is gone.
 
     Args:
         spec: What the launcher asked for.
@@ -241,8 +247,9 @@ def run_rank(spec: RankSpec) -> int:
 
     def wait_for_launcher() -> None:
         serves = spec["serves"]
-        for line in sys.stdin:
-            word = line.strip()
+
+        def follow(word: str) -> None:
+            nonlocal serves
             serves &= word != "over"
             if word == "end":  # by itself
                 rank.terminate()
@@ -250,6 +257,9 @@ def run_rank(spec: RankSpec) -> int:
                 abort(rank.pid)
             else:
                 saver.note(word, rank.pid)
+
+        if not obey(follow, spec["silence"]):
+            _say(f"dtk: the launcher said nothing for {spec['silence']:g} s; the rank is ended")
         saver.let_save([rank.pid] if serves else [])
         end(spec["job"], spec["grace"])
 
@@ -268,6 +278,50 @@ def run_rank(spec: RankSpec) -> int:
     if held is not None:
         held.close()
     return shell_code(code)
+
+
+def obey(follow: Callable[[str], None], silence: float) -> bool:
+    """Follow what the launcher says on standard input, until it is gone.
+
+    Args:
+        follow: Called with each line, without its end. Empty ones say no more than that the
+            launcher is there, and are left out.
+        silence: Seconds after which a launcher that says nothing is gone. Those in which this
+            process itself was stopped do not count.
+
+    Returns:
+        Whether the launcher has closed the connection; False after silence.
+    """
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in sys.stdin:
+            lines.put(line)
+        lines.put("")
+
+    threading.Thread(target=read, daemon=True).start()
+    looks = 0
+    while looks < _LOOKS:
+        try:
+            line = lines.get(timeout=silence / _LOOKS)
+        except queue.Empty:
+            looks += 1
+            continue
+        looks = 0
+        if not line:
+            return True
+        if word := line.strip():
+            follow(word)
+    return False
+
+
+def _say(text: str) -> None:
+    """Write a line to standard error, unless nobody takes what was written there before."""
+    poll = select.poll()
+    poll.register(2, select.POLLOUT)
+    if poll.poll(0):
+        with contextlib.suppress(OSError):
+            os.write(2, text.encode() + b"\n")
 
 
 def guard(spec: GuardSpec) -> int:

@@ -152,6 +152,8 @@ class Job:
             self._done.set()
             raise
         threading.Thread(target=self._supervise, name="dtk job", daemon=True).start()
+        if any(rank.remote for rank in self._ranks):
+            threading.Thread(target=self._beat, name="dtk heartbeats", daemon=True).start()
         return self
 
     def wait(self, timeout: float | None = None) -> int:
@@ -287,6 +289,12 @@ class Job:
         with self._state.changed:
             rank.ended(code)
             self._state.changed.notify_all()
+
+    def _beat(self) -> None:
+        """Let other hosts hear of this process, as long as it wants ranks there to run."""
+        while not self._done.wait(ssh.HEARTBEAT):
+            for rank in self._ranks:
+                rank.tell_that_we_are_here()
 
     def _supervise(self) -> None:
         try:

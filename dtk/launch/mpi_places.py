@@ -36,6 +36,9 @@ START_SECONDS = 30.0
 _OURS = ("PMIX_", "OMPI_", "OPAL_", "PRTE_")
 # An allocation that mpirun would place its processes in by itself.
 _ALLOCATIONS = ("SLURM_", "PBS_", "LSB_", "SGE_", "PE_HOSTFILE", "COBALT_")
+# Seconds, and how often: after 90 s of silence a server on another host ends, as ranks there do
+# (`dtk.launch.ssh.SILENCE`); by itself it would after eight minutes.
+_KEEPALIVE = {"time": "15", "intvl": "5", "probes": "15"}
 # Each process writes one line, which no other can mix with.
 _PLACE = "base64 -w0 < /proc/self/environ; echo; exec sleep 2147483647"
 _PREFIX = "dtk-mpi-"
@@ -109,6 +112,8 @@ class MPIPlaces:
             # The rank's number is that of its line.
             command += ["--map-by", "seq:OVERSUBSCRIBE", "--hostfile", str(names)]
             command += ["--prtemca", "plm_ssh_agent", remote_shell]
+            for name, value in _KEEPALIVE.items():
+                command += ["--prtemca", f"oob_tcp_keepalive_{name}", value]
         kept = {
             name: value
             for name, value in os.environ.items()

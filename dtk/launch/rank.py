@@ -6,12 +6,13 @@ import collections
 import contextlib
 import json
 import re
+import select
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Mapping
-from typing import TextIO
+from typing import IO, TextIO
 
 from dtk.cluster import stacks, usage
 from dtk.cluster.reports import report_of
@@ -155,13 +156,20 @@ class Rank:
         """Tell the agent on another host something, see `dtk.launch.agent`; here there is none.
 
         Args:
-            line: What.
+            line: What; nothing to say no more than that the launcher is there.
         """
-        if self.popen.stdin is not None:
-            # The connection is lost, which its end will tell, or was ended here.
-            with contextlib.suppress(OSError, ValueError):
-                self.popen.stdin.write(f"{line}\n".encode())
-                self.popen.stdin.flush()
+        pipe = self.popen.stdin
+        # Of a lost connection the remote shell's end will tell; of one that takes nothing any more,
+        # the agent's silence.
+        with contextlib.suppress(OSError, ValueError):
+            if pipe is not None and _takes_more(pipe):
+                pipe.write(f"{line}\n".encode())
+                pipe.flush()
+
+    def tell_that_we_are_here(self) -> None:
+        """Let the agent on its host hear of the launcher; see `dtk.launch.agent.obey`."""
+        if self.remote and self.code is None:
+            self.tell_agent("")
 
     def hang_up(self) -> None:
         """Let the agent on another host end the process, and not wait for a checkpoint."""
@@ -233,14 +241,19 @@ class Rank:
         return (
             self.failed
             and not self.signal
+            and not self.lost_connection
             and any(_PEER_LOST.search(line) for line in self.last_words())
         )
 
     @property
     def failed_by_itself(self) -> bool:
         """Whether its own code ended it, such as an exception in the script."""
-        lost_connection = self.remote and self.code == _SSH_FAILED
-        return self.failed and not (self.signal or self.is_victim or lost_connection)
+        return self.failed and not (self.signal or self.is_victim or self.lost_connection)
+
+    @property
+    def lost_connection(self) -> bool:
+        """Whether the remote shell ended, and not the rank: its last words are those of ssh."""
+        return self.remote and self.code == _SSH_FAILED
 
     @property
     def was_struck(self) -> bool:
@@ -272,6 +285,13 @@ class Rank:
         """
         began = self.trace_began
         return list(self.trace) if began is not None and began > moment else []
+
+
+def _takes_more(pipe: IO[bytes]) -> bool:
+    """Return whether a line can be written to a pipe without waiting for its reader."""
+    poll = select.poll()
+    poll.register(pipe, select.POLLOUT)
+    return bool(poll.poll(0))
 
 
 def signal_name(code: int) -> str:

@@ -22,6 +22,11 @@ from dtk.launch import agent, local
 # Without a terminal there is nobody to answer a password prompt. A host that is silent for 45 s is
 # lost.
 DEFAULT_REMOTE_SHELL = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15"
+# Seconds after which the agent over there ends the rank of a launcher that says nothing, and how
+# often a launcher does. An outage that this side survives must not end ranks on the other: ssh
+# gives a connection up after 45 to 60 s, and the last word before it may be `HEARTBEAT` older.
+SILENCE = 90.0
+HEARTBEAT = 10.0
 # Settings of the user's that ranks on other hosts need as well.
 _FORWARDED = (
     "TF_",
@@ -128,7 +133,8 @@ def start(
     """Start one rank on another host.
 
     Closing the returned process's standard input ends the rank over there, and so does losing the
-    connection.
+    connection. The latter may show only in that nothing comes: `SILENCE` seconds without an empty
+    line end the rank, too, so write one every `HEARTBEAT` seconds.
 
     Args:
         host: Name or address.
@@ -167,6 +173,7 @@ def start(
         "watch": min(_WATCH, float(env.get(progress.VARIABLE) or 0) / 10),
         "reserve": address,
         "cores": list(cores),
+        "silence": SILENCE,
     }
     process = subprocess.Popen(
         _command(host, remote_shell, python),

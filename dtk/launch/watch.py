@@ -77,6 +77,10 @@ class Watch:
                 return None
             self._settle()
             culprit = self._ending.culprit()
+            if culprit is not None and culprit.is_victim and not self._state.stopping:
+                self.stall = self._cut_off()
+                if self.stall is not None:
+                    return self._ranks[self.stall.missing[0]]
         if culprit.process.role == "ps":
             self._hear_chief(culprit)
         return None if self._state.stopping else culprit
@@ -175,6 +179,12 @@ class Watch:
             standings = [rank.standing for rank in self._ranks]
             self.stall = stall.find(standings, now, self._stall_timeout)
         return self.stall is not None
+
+    def _cut_off(self) -> Stall | None:
+        """Return which rank others have lost, if it still runs and is only cut off."""
+        if not self._stall_timeout or self._ending.can_replace:
+            return None
+        return stall.find_cut_off(self._tasks()[0], time.monotonic(), self._stall_timeout)
 
     def _allow_for_sleep(self, now: float) -> None:
         """Count no time in which this process itself was stopped, and heard nothing."""

@@ -185,3 +185,12 @@ def test_a_rank_that_says_that_it_crashes_is_waited_for():
     end(ranks["worker 1"], -6, time.monotonic() + 0.4)
     assert ending.culprit() is ranks["worker 1"]
     assert ranks["worker 1"].last_words() == ["Fatal Python error: Aborted"]
+
+
+def test_who_is_behind_a_lost_connection_is_not_a_victim_of_it():
+    # ssh says that the connection was reset, as a rank does that has lost a peer.
+    ranks, ending = job("worker", "worker")
+    ranks["worker 1"].remote = True
+    failed(ranks["worker 0"], 1, 10.0, [LOST[0], "UnknownError: Horovod has been shut down."])
+    failed(ranks["worker 1"], 255, 10.4, ["Connection reset by peer"])
+    assert ending.culprit() is ranks["worker 1"]

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -120,8 +121,10 @@ def test_where_mpi_does_not_start_auto_goes_on_and_says_why(run, places, monkeyp
     assert sorted(out.splitlines()) == ["[0] auto", "[1] auto"]
     (line,) = err.splitlines()
     assert line.startswith("dtk run: going on over TensorFlow's collectives: communicator mpi: ")
-    assert "No network interfaces were found" in line
-    with pytest.raises(CommunicatorError, match="before the ranks could start: No network interf"):
+    # On a busy machine mpirun may end before it has written why.
+    why = "before the ranks could start: (No network interfaces were found|it said nothing)"
+    assert re.search(why, line)
+    with pytest.raises(CommunicatorError, match=why):
         run(make("", communicator="mpi"))
 
 

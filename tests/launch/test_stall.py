@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -10,9 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtk.cluster.stall import describe, find, find_replaceable, find_served, find_short
+from dtk.cluster.stall import (
+    describe,
+    find,
+    find_cut_off,
+    find_replaceable,
+    find_served,
+    find_short,
+)
 from dtk.cluster.standing import Standing
 from dtk.cluster.usage import Usage
+from dtk.launch import Job
+from dtk.launch.plan import Process
 
 TIMEOUT = 100.0
 
@@ -201,6 +211,37 @@ def test_reports_tell_work_from_waiting():
     assert rank.busy == 12.0
     rank.take({**report, "cpu": 1.2, "io": 1_000_000, "still": 3.0}, now=13.0)
     assert rank.busy == 13.0
+
+
+def test_a_silent_rank_is_what_others_have_lost():
+    ranks = [Standing(), standing(1, True, heard=9), standing(1, True, heard=11)]
+    assert find_cut_off(ranks, now=1e4, timeout=TIMEOUT).missing == (2,)
+    assert find_cut_off(ranks[:2], now=1e4, timeout=TIMEOUT) is None
+
+
+LOSES = """
+import json, sys, time
+report = {"count": 5, "inside": True, "what": "train step 5", "still": 0.0}
+report |= {"cpu": 0.0, "io": 0, "stack": "", "held": {}, "alone": False, "joining": False}
+report |= {"loops": 0, "refused": False, "feeds": False}
+print("\x1edtk progress " + json.dumps(report), file=sys.stderr, flush=True)
+if sys.argv[1] == "0":
+    sys.exit("UnavailableError: task 1 has stopped sending heartbeats")
+time.sleep(600)
+"""
+
+
+def test_a_rank_that_is_cut_off_is_named_and_not_the_one_that_lost_it():
+    # TensorFlow noticed before the timeout; rank 0 was said to have failed first.
+    err = io.StringIO()
+    processes = [
+        Process(f"rank {r}", "worker", r, "localhost", (sys.executable, "-c", LOSES, str(r)), {})
+        for r in range(2)
+    ]
+    with Job(processes, stall_timeout=8.0, grace=1.0, stdout=io.StringIO(), stderr=err) as job:
+        assert job.wait(timeout=60) == 124
+    last = err.getvalue().splitlines()[-1]
+    assert last == "rank 1, host localhost, reported nothing for 4 s, last in train step 5."
 
 
 SCRIPT = """
