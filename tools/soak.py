@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import faults
+import fault_jobs as jobs
 import numpy as np
 import psutil
 
@@ -177,16 +177,16 @@ class Soak:
         """Take samples; returns the ranks, if all of them train."""
         if self._process.poll() is not None:
             return {}
-        ranks, jobs = {}, set()
+        ranks, marks = {}, set()
         with contextlib.suppress(psutil.Error):
             for child in self._root.children():
                 with contextlib.suppress(psutil.Error):
                     job, _, name = child.environ().get("DTK_JOB", "").rpartition("/rank-")
                     if job:
                         ranks[int(name)] = child
-                        jobs.add(job)
-        if len(jobs) == 1 and (not self.attempts or {self.attempts[-1].job} != jobs):
-            self.attempts.append(Attempt(jobs.pop()))
+                        marks.add(job)
+        if len(marks) == 1 and (not self.attempts or {self.attempts[-1].job} != marks):
+            self.attempts.append(Attempt(marks.pop()))
         self._check_progress()
         if not self.attempts or not all(
             rank in ranks and self._trains(rank, ranks[rank].pid) for rank in range(WORKERS)
@@ -224,7 +224,7 @@ class Soak:
 
     def _check_orphans(self, job: str) -> None:
         """Note processes of earlier attempts that still run."""
-        for process in faults.marked(self._mark):
+        for process in jobs.marked(self._mark):
             with contextlib.suppress(psutil.Error):
                 its = process.environ().get("DTK_JOB", job).partition("/")[0]
                 if not its.startswith(job):
@@ -304,18 +304,18 @@ def soak(asked: argparse.Namespace, place: Path) -> list[str]:
     whole.mkdir()
     mark = f"soak-{time.monotonic_ns()}"
     kills = int(asked.minutes * 60 / asked.every) + 3
-    run = [str(faults.BIN / "python"), "-m", "dtk.cli.main", "run", "-n", str(WORKERS)]
+    run = [str(jobs.BIN / "python"), "-m", "dtk.cli.main", "run", "-n", str(WORKERS)]
     run += ["--communicator", asked.communicator, "--stall-timeout", f"{STALL:g}"]
     often = ["--max-restarts", str(kills), str(script), str(folder), str(10**9), str(asked.pause)]
     with (
         open(place / "told", "w+") as told,
-        faults.started([*run, *often], mark, told) as job,
+        jobs.started([*run, *often], mark, told) as job,
     ):
         found = Soak(folder, job, mark, random.Random(asked.seed), asked.samples)
         found.run(asked.minutes * 60, asked.every)
         if found.faults:
-            faults.end(mark)
-        if not faults.gone(mark):
+            jobs.end(mark)
+        if not jobs.gone(mark):
             found.faults.append("left running after its end")
         told.seek(0)
         text = told.read()
@@ -334,7 +334,7 @@ def soak(asked: argparse.Namespace, place: Path) -> list[str]:
     began = time.monotonic()
     with (
         open(place / "told", "w+") as told,
-        faults.started([*run, str(script), str(whole), epochs, "0"], f"{mark}-whole", told) as job,
+        jobs.started([*run, str(script), str(whole), epochs, "0"], f"{mark}-whole", told) as job,
     ):
         calm = Soak(whole, job, f"{mark}-whole", random.Random(asked.seed), None)
         while job.poll() is None and not calm.faults:
