@@ -19,7 +19,7 @@ from mpi4py import MPI
 
 from dtk.communicators.base import Communicator
 from dtk.communicators.local import LocalCommunicator
-from dtk.communicators.mpi.requests import MESSAGE_SECONDS, SOON_SECONDS, Job, Progress
+from dtk.communicators.mpi.requests import Job, Progress
 from dtk.communicators.packed import PackedCommunicator
 from dtk.nests import Array
 
@@ -220,12 +220,11 @@ class MPICommunicator(PackedCommunicator):
             given = [_array(tensor) for tensor in inputs]
             return _tensor(self._progress.wait(post(lane.comm, given)))
         site = _Site(dtype, self._device)
-        moment = MESSAGE_SECONDS if lane is self._pairs else SOON_SECONDS
 
         def start(*given: Array) -> tuple[np.bool_, Array]:
             turn = site.begin()
             job = post(lane.comm, given)
-            if self._progress.soon(job, moment):
+            if self._progress.soon(job):
                 return np.True_, job.result
             self._progress.later(job, functools.partial(site.deliver, turn))
             return np.False_, job.result[:0]
