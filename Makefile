@@ -21,6 +21,8 @@ TEST := .[test,check,examples]
 # command:Debian package
 FOR_HOROVOD := g++:g++ make:make mpicxx:libopenmpi-dev mpirun:openmpi-bin
 FOR_TESTS := $(FOR_HOROVOD) cmake:cmake ip:iproute2
+# daemons, which Debian starts where it can: for the whole matrix only
+FOR_ALL := munged:munge slurmctld:slurmctld slurmd:slurmd srun:slurm-client
 
 # pip's advice about itself is not about dtk
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
@@ -30,7 +32,7 @@ help:
 	@echo 'make demo      train a small network on two processes and compare with one (4 minutes the first time)'
 	@echo 'make test      install what the tests need, Horovod included, then lint, types and tests'
 	@echo 'make test-fast lint, types and the tests of one process'
-	@echo 'make test-all  the same with the whole equivalence matrix'
+	@echo 'make test-all  the same with the whole equivalence matrix, and with Slurm, which it installs'
 	@echo 'make test-faults  kill and stop ranks and cut links at random moments, for some hours, and say what does not survive'
 	@echo 'make mutants   break every rule once and say which breaks no test notices'
 	@echo 'make check     lint, types and imports only'
@@ -45,6 +47,7 @@ test: horovod check
 test-fast: check
 	@$(call run_pytest,-m "fast and not full")
 
+test-all: FOR_TESTS += $(FOR_ALL)
 test-all: horovod check
 	@$(call run_pytest,)
 

@@ -77,7 +77,9 @@ def hosts(
                 names = Path("/etc/netns", f"{mark}{n}", "hosts")
                 names.parent.mkdir(parents=True)
                 folders.append(names.parent)
-                names.write_text(f"127.0.0.1 localhost\n127.0.1.1 {mark}{n}\n")
+                others = [f"{net}.{k} {mark}{k}" for k in range(1, count + 1) if k != n]
+                known = ["127.0.0.1 localhost", f"127.0.1.1 {mark}{n}", *others]
+                names.write_text("\n".join([*known, f"{net}.254 {os.uname().nodename}", ""]))
                 if cores:
                     folders.append(share_of_cores(f"{mark}{n}", cores))
             join = f'echo $$ > "{CORES}/{mark}$n/cgroup.procs"; ' if cores else ""

@@ -95,14 +95,14 @@ def examine() -> list[Finding]:
             Finding("dtk", __version__),
             Finding("Python", f"{platform.python_version()} ({sys.executable})"),
             *asked_libraries.result(),
-            with_need(asked_horovod.result(), here),
+            with_need(asked_horovod.result(), here[0]),
             asked_mpi.result(),
             mpirun(),
             joined_by(),
             isolation(),
             own_name(),
             cores(),
-            here[1],
+            *here[1],
         ]
 
 
@@ -200,31 +200,38 @@ def own_name() -> Finding:
     return Finding(what, f"{name} means {address}")
 
 
-def environment() -> tuple[str, Finding]:
-    """Say where dtk believes this process is, and why.
+def environment() -> tuple[str, list[Finding]]:
+    """Say where dtk believes this process is, what joins it to the other ranks, and why.
 
     Returns:
-        The kind of launcher, and the finding.
+        The kind of launcher, and the findings.
     """
     try:
         here = cluster.detect()
     except ClusterError as error:
-        return "", Finding("Cluster", str(error), BROKEN)
+        return "", [Finding("Cluster", str(error), BROKEN)]
     place = f"{here.kind}, {here.role} rank {here.rank} of {here.size}: {here.reason}"
-    return here.kind, Finding("Cluster", place)
+    told = os.environ.get(COMMUNICATOR)
+    choice = (
+        communicators.Choice(told, f"{COMMUNICATOR} says so")
+        if told
+        else communicators.choose(here)
+    )
+    joined = Finding("Communicator", f"{choice.name}: {choice.why}")
+    return here.kind, [Finding("Cluster", place), *([joined] if here.size > 1 else [])]
 
 
-def with_need(found: Finding, here: tuple[str, Finding]) -> Finding:
+def with_need(found: Finding, kind: str) -> Finding:
     """Make Horovod a need where horovodrun started the job, or mpirun and mpi4py is missing too.
 
     Args:
         found: What was found of Horovod.
-        here: What `environment` returned.
+        kind: Of launcher, as `environment` returned it.
 
     Returns:
         The finding, which may now be a failure.
     """
-    needed = here[0] == "horovod" or (here[0] == "mpi" and not communicators.mpi_installed())
+    needed = kind == "horovod" or (kind == "mpi" and not communicators.mpi_installed())
     if found.state == NOTE and needed:
         return dataclasses.replace(found, state=BROKEN)
     return found

@@ -26,7 +26,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from dtk.cluster import progress, stall
+from dtk.cluster import progress, slurm, stall
 from dtk.cluster.reports import Report, report_of
 from dtk.cluster.stall import STUCK, Stall
 from dtk.cluster.standing import Standing
@@ -249,7 +249,7 @@ class Table:
         names = [f"rank {rank}" for rank in range(len(self._hosts))]
         _say(stall.describe(found, names, self._hosts, self._standings))
         self._tell({"stuck": True})
-        os._exit(STUCK)
+        _leave()
 
 
 class Client:
@@ -309,7 +309,14 @@ class Client:
         standings[self._rank] = self._standing
         found = Stall((0,), why, (self._rank,))
         _say(stall.describe(found, names, self._hosts, standings))
-        os._exit(STUCK)
+        _leave()
+
+
+def _leave() -> NoReturn:
+    """End this process; the launcher ends the others, which may be stopped, on other hosts."""
+    with contextlib.suppress(OSError):
+        slurm.end_step(os.environ)
+    os._exit(STUCK)
 
 
 def _say(text: str) -> None:

@@ -8,6 +8,8 @@ both, a script runs alone.
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from collections.abc import Mapping
 
 from dtk.cluster.environment import Environment
@@ -129,6 +131,37 @@ def in_step(environ: Mapping[str, str]) -> bool:
     if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
         return False
     return 0 <= integer(environ, "SLURM_STEP_ID") < _FIRST_SPECIAL_STEP
+
+
+def process_manager(environ: Mapping[str, str]) -> str:
+    """Return what `srun --mpi` offers an MPI to find its ranks by: "pmix", "pmi2", or "" for none.
+
+    Args:
+        environ: The environment, usually `os.environ`.
+
+    >>> process_manager({"PMIX_RANK": "0"}), process_manager({"SLURM_MPI_TYPE": "none"})
+    ('pmix', '')
+    """
+    if "PMIX_RANK" in environ:
+        return "pmix"
+    return "pmi2" if "PMI_RANK" in environ else ""
+
+
+def end_step(environ: Mapping[str, str]) -> None:
+    """Let Slurm end every task of this step, a stopped one too; nothing outside a step.
+
+    `srun` leaves the others alone when one task fails, without `--kill-on-bad-exit`. A second
+    passes first, in which the caller exits with the code that `srun` shall show.
+
+    Args:
+        environ: The environment, usually `os.environ`.
+    """
+    scancel = shutil.which("scancel")
+    if scancel is None or not in_step(environ) or "SLURM_JOB_ID" not in environ:
+        return
+    step = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
+    command = ["sh", "-c", 'sleep 1; exec "$0" --quiet "$1"', scancel, step]
+    subprocess.Popen(command, start_new_session=True)
 
 
 def port_base(environ: Mapping[str, str]) -> int:

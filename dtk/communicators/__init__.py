@@ -13,16 +13,16 @@ import importlib.util
 import os
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 # Before TensorFlow is imported: hide its start-up notes, keep warnings of its own and errors.
 # A user who set a level gets that level.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
-from dtk.cluster import progress, threads
+from dtk.cluster import progress, slurm, threads
 from dtk.cluster.environment import Environment
 from dtk.cluster.variables import COMMUNICATOR
-from dtk.errors import CommunicatorError
+from dtk.errors import CommunicatorError, at_rank
 
 if TYPE_CHECKING:
     from dtk.communicators.base import REDUCE_OPS, Communicator
@@ -30,10 +30,11 @@ if TYPE_CHECKING:
 
 NAMES = ("auto", "collective", "horovod", "mpi", "local", "null")
 INSTALL_MPI = "pip install 'dtk[mpi]'"
+SRUN = "`srun --mpi=pmix`"
 # Imported when asked for, since they need TensorFlow: `costs` is used without.
 _LATER = {"Communicator": "base", "REDUCE_OPS": "base", "LocalCommunicator": "local"}
 
-__all__ = ["NAMES", "REDUCE_OPS", "Communicator", "LocalCommunicator", "create"]
+__all__ = ["NAMES", "REDUCE_OPS", "Choice", "Communicator", "LocalCommunicator", "choose", "create"]
 
 
 def __getattr__(name: str) -> object:
@@ -50,8 +51,9 @@ def create(name: str = "auto", environment: Environment | None = None) -> Commun
             "local" (a world of one), "null" (claims the environment's size and sends nothing, to
             measure overhead). "auto" takes local for one process, under mpirun Horovod where it is
             installed and mpi where it is not or where dtk[mpi] brought the mpirun, Horovod under
-            its own launcher, TensorFlow's collectives under TF_CONFIG, and under Slurm Horovod
-            where it is installed; the variable DTK_COMMUNICATOR overrules it.
+            its own launcher, TensorFlow's collectives under TF_CONFIG and srun, under
+            `srun --mpi=pmix` Horovod or mpi where they are installed; the variable
+            DTK_COMMUNICATOR overrules it, and `choose` says why.
         environment: Where this process stands; detected when None.
 
     Returns:
@@ -79,7 +81,7 @@ def create(name: str = "auto", environment: Environment | None = None) -> Commun
             "ParameterServerStrategy, or leave that role out of the job"
         )
     if name == "auto":
-        name = _choose(environment)
+        name = choose(environment).name
     threads.divide(environment)
     with progress.joining(f"the start of {name}"):
         world = _world(name, environment)
@@ -105,12 +107,14 @@ def _world(name: str, environment: Environment) -> Communicator:
                 "another MPI than it was built with: start with that one's mpirun, or use "
                 "communicator='mpi'"
             )
+        _check_offer("Horovod", environment)
         from dtk.communicators.horovod import start as start_horovod
 
         return start_horovod(environment)
     if name == "mpi":
         if not mpi_installed():
             raise CommunicatorError(f"mpi4py is not installed: run `{INSTALL_MPI}`")
+        _check_offer("MPI", environment)
         from dtk.communicators.mpi import start as start_mpi
 
         return start_mpi(environment)
@@ -147,19 +151,58 @@ def mpirun_of_python_started(environ: Mapping[str, str]) -> bool:
     return os.path.realpath(environ.get("OPAL_PREFIX", "/")) == os.path.realpath(sys.prefix)
 
 
+class Choice(NamedTuple):
+    """What `communicator="auto"` is in a job, and why."""
+
+    name: str
+    why: str
+
+
+def choose(environment: Environment) -> Choice:
+    """Say which communicator "auto" is, where DTK_COMMUNICATOR does not say.
+
+    Args:
+        environment: Where this process stands.
+    """
+    kind, horovod = environment.kind, horovod_installed()
+    if environment.size == 1:
+        return Choice("local", "one process")
+    if kind == "horovod":
+        return Choice("horovod", "its launcher started this job")
+    if kind == "mpi":
+        if horovod and not mpirun_of_python_started(os.environ):
+            return Choice("horovod", "mpirun started this job, and Horovod is installed")
+        if mpi_installed():
+            return Choice("mpi", "mpirun started this job, and mpi4py is installed")
+        return Choice("horovod", f"mpirun started this job; without Horovod: {INSTALL_MPI}")
+    if kind == "slurm":
+        offered = slurm.process_manager(os.environ)
+        if offered == "pmix" and horovod:
+            return Choice("horovod", "srun offers PMIx, and Horovod is installed")
+        if offered == "pmix" and mpi_installed():
+            return Choice("mpi", "srun offers PMIx, and mpi4py is installed")
+        if offered == "pmix":
+            return Choice("collective", f"neither Horovod nor mpi4py is here. Next: {INSTALL_MPI}")
+        found = "PMI2, which not every MPI knows" if offered else "MPI nothing to find ranks by"
+        return Choice("collective", f"srun offers {found}. Faster: {SRUN}")
+    return Choice("collective", f"{kind} gives every rank an address")
+
+
+def _check_offer(library: str, environment: Environment) -> None:
+    """Refuse an MPI that would not find its ranks: it ends the process, or sees a world of one."""
+    if environment.kind != "slurm" or environment.size == 1:
+        return
+    if slurm.process_manager(os.environ) == "":
+        raise CommunicatorError(
+            at_rank(
+                environment.rank,
+                f"{library} cannot find the other ranks, since srun offers MPI nothing to find "
+                f"them by (--mpi={os.environ.get('SLURM_MPI_TYPE', 'none')}): start with {SRUN} "
+                "(`srun --mpi=list` says what it has), or use communicator='collective'",
+            )
+        )
+
+
 def _install(kind: str) -> str:
     """Return what installs that which joins the ranks of a launcher."""
     return f"{INSTALL_MPI}` or `dtk install-horovod" if kind == "mpi" else "dtk install-horovod"
-
-
-def _choose(environment: Environment) -> str:
-    if environment.size == 1:
-        return "local"
-    without_horovod = not horovod_installed() or mpirun_of_python_started(os.environ)
-    if environment.kind == "mpi" and mpi_installed() and without_horovod:
-        return "mpi"
-    if environment.kind in ("mpi", "horovod"):
-        return "horovod"
-    if environment.kind == "slurm":
-        return "horovod" if horovod_installed() else "collective"
-    return "collective"

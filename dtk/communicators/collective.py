@@ -80,7 +80,7 @@ def start(environment: Environment, timeout: float | None = None) -> Communicato
             )
         )
     timeout = startup.limit(timeout)
-    startup.check_free(rank, addresses[rank])
+    startup.check_free(rank, addresses[rank], addresses)
     startup.meet(rank, addresses, timeout)
     with startup.at_most(timeout), startup.quiet():
         runtime = _bring_up(rank, addresses)

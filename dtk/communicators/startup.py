@@ -71,18 +71,19 @@ def parse_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def check_free(rank: int, address: str) -> None:
+def check_free(rank: int, address: str, world: Sequence[str] = ()) -> None:
     """Make sure this rank can listen on its own address.
 
     Args:
         rank: This rank, for the message.
         address: Its "host:port".
+        world: Those of all ranks, where others connect to this one.
 
     Raises:
         CommunicatorError: Naming the address, and the process that holds it where that can be seen.
     """
     try:
-        _listen(address, 1).close()
+        _listen(address, world).close()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise CommunicatorError(
@@ -143,7 +144,7 @@ def meet(rank: int, addresses: Sequence[str], timeout: float) -> None:
 def _host(addresses: Sequence[str], deadline: float, timeout: float) -> None:
     size = len(addresses)
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(_listen(addresses[0], size))
+        listener = stack.enter_context(_listen(addresses[0], addresses))
         clients: dict[int, socket.socket] = {}
         problem = ""
         while len(clients) < size - 1 and not problem:
@@ -214,8 +215,10 @@ def _connect(rank: int, addresses: Sequence[str], deadline: float, timeout: floa
     raise CommunicatorError(at_rank(rank, problem))
 
 
-def _listen(address: str, backlog: int) -> socket.socket:
+def _listen(address: str, world: Sequence[str]) -> socket.socket:
     family, target = _resolve(address)
+    if _is_known_elsewhere(address, world, str(target[0])):
+        target = ("", parse_address(address)[1])
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -226,11 +229,21 @@ def _listen(address: str, backlog: int) -> socket.socket:
                 raise
             # A name that leads here by way of a proxy or NAT is not an address of this host.
             listener.bind(("", target[1]))
-        listener.listen(backlog)
+        listener.listen(max(1, len(world)))
     except BaseException:
         listener.close()
         raise
     return listener
+
+
+def _is_known_elsewhere(address: str, world: Sequence[str], meaning: str) -> bool:
+    """Return whether this host's name means loopback here, while ranks elsewhere reach it by it.
+
+    Debian's /etc/hosts gives a host's own name 127.0.1.1, on which no other host reaches it.
+    """
+    own = parse_address(address)[0]
+    others = {parse_address(one)[0] for one in world} - {own}
+    return bool(others) and own != meaning and meaning.startswith("127.")
 
 
 def check_world(environment: Environment, rank: int, size: int, library: str, start: str) -> None:

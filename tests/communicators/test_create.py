@@ -67,14 +67,51 @@ def end(process, timeout=60):
         ("mpi", 2, True, "horovod"),
         ("horovod", 2, True, "horovod"),
         ("slurm", 2, True, "horovod"),
-        ("slurm", 2, False, "collective"),
+        ("slurm", 2, False, "mpi"),
         ("tf_config", 2, True, "collective"),
     ],
 )
 def test_auto(monkeypatch, kind, size, installed, expected):
     monkeypatch.setattr(communicators, "horovod_installed", lambda: installed)
     monkeypatch.setattr(communicators, "mpi_installed", lambda: True)
-    assert communicators._choose(Environment(kind, 0, size)) == expected
+    monkeypatch.setenv("PMIX_RANK", "0")
+    assert communicators.choose(Environment(kind, 0, size)).name == expected
+
+
+@pytest.mark.parametrize("variables", [{}, {"PMI_RANK": "0", "PMI_FD": "11"}])
+def test_srun_without_pmix_joins_ranks_by_collectives(monkeypatch, variables):
+    """By MPI they would end at once, or each see a world of one."""
+    monkeypatch.setattr(communicators, "horovod_installed", lambda: True)
+    monkeypatch.setattr(communicators, "mpi_installed", lambda: True)
+    for name in ("PMIX_RANK", "PMI_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    name, why = communicators.choose(Environment("slurm", 0, 2))
+    assert name == "collective" and why.endswith("Faster: `srun --mpi=pmix`")
+
+
+@pytest.mark.parametrize("name", ["horovod", "mpi"])
+def test_an_mpi_that_srun_tells_nothing_is_refused(monkeypatch, name):
+    monkeypatch.setattr(communicators, "horovod_installed", lambda: True)
+    monkeypatch.setattr(communicators, "mpi_installed", lambda: True)
+    for variable in ("PMIX_RANK", "PMI_RANK"):
+        monkeypatch.delenv(variable, raising=False)
+    told = r"rank 1: .*nothing to find them by \(--mpi=none\): start with `srun --mpi=pmix`"
+    with pytest.raises(CommunicatorError, match=told):
+        create(name, Environment("slurm", 1, 2))
+
+
+def test_a_name_that_means_loopback_here_is_listened_for_everywhere(monkeypatch):
+    """Debian gives a host's own name 127.0.1.1; other hosts come to its address."""
+
+    def resolve(host, port, **options):
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    for world, expected in ((["n1:0", "n2:0"], "0.0.0.0"), (["n1:0", "n1:0"], "127.0.1.1")):
+        with startup._listen("n1:0", world) as listener:
+            assert listener.getsockname()[0] == expected
 
 
 def test_one_process_needs_nothing():
@@ -119,11 +156,11 @@ def test_horovod_is_not_taken_under_the_mpirun_of_python(monkeypatch):
     monkeypatch.setattr(communicators, "horovod_installed", lambda: True)
     monkeypatch.setattr(communicators, "mpi_installed", lambda: True)
     monkeypatch.setenv("OPAL_PREFIX", sys.prefix)
-    assert communicators._choose(Environment("mpi", 0, 2)) == "mpi"
+    assert communicators.choose(Environment("mpi", 0, 2)).name == "mpi"
     with pytest.raises(CommunicatorError, match="start with that one's mpirun, or use commun"):
         create("horovod", Environment("mpi", 0, 2))
     monkeypatch.setenv("OPAL_PREFIX", "/usr")
-    assert communicators._choose(Environment("mpi", 0, 2)) == "horovod"
+    assert communicators.choose(Environment("mpi", 0, 2)).name == "horovod"
 
 
 def test_a_variable_says_what_auto_is(monkeypatch):

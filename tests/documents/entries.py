@@ -112,9 +112,13 @@ ENTRIES = {
     ("docs/command-line.md", "              ┌──"): Printed(
         "tests/launch/test_attempts.py::test_any_history_keeps_the_bounds"
     ),
+    ("docs/command-line.md", "#!/bin/sh"): Parsed(
+        "needs Slurm",
+        by=("tests/cluster/test_slurm_jobs.py::test_a_job_that_is_requeued_resumes",),
+    ),
     ("docs/command-line.md", "#!/bin/bash"): Parsed(
         "needs Slurm",
-        by=("tests/cluster/test_slurm.py::test_every_rank_of_a_step_derives_the_same_addresses",),
+        by=("tests/cluster/test_slurm_jobs.py::test_srun_trains_what_one_process_does",),
     ),
     ("docs/command-line.md", "export TF_CONFIG="): Shell(("worker 1 of 2",)),
     ("docs/command-line.md", "$ mpirun -np 2 dtk doctor"): Printed(

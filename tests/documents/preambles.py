@@ -96,7 +96,7 @@ FILES = {"benchmark": benchmark}
 DOCTOR = """
 from dtk.cli import doctor
 
-doctor.show([doctor.Finding("TensorFlow", ""), doctor.environment()[1]])
+doctor.show(doctor.environment()[1])
 """
 
 # Stands where the documentation has the user's script.

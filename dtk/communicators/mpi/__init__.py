@@ -45,8 +45,10 @@ def start(environment: Environment) -> Communicator:
         world.rank,
         world.size,
         library,
-        "start with the mpirun of that library (the one beside `python`), or with `dtk run` and "
-        "another communicator",
+        "start with `srun --mpi=pmix`, or `--mpi=pmi2` for MPICH, or use another communicator"
+        if environment.kind == "slurm"
+        else "start with the mpirun of that library (the one beside `python`), or with `dtk run` "
+        "and another communicator",
     )
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise CommunicatorError(
