@@ -162,16 +162,22 @@ def run(
         max_restarts = _MAX_RESTARTS if ps or min_workers else 0
 
     def planned(attempt: Run) -> Job:
-        processes = plan(
+        make = functools.partial(
+            plan,
             command,
             attempt.workers,
             hosts=attempt.hosts,
-            communicator=communicator,
             ps=ps,
             evaluator=evaluator,
             bind=bind,
             survey=functools.partial(ssh.survey, remote_shell=remote_shell),
         )
+        processes = make(communicator=communicator)
+        if communicator == "auto" and not ps and not attempt.hosts and len(processes) > 1:
+            # How many threads a rank has, by which measurements are kept, is known from here on.
+            best = step_settings.communicator(command, processes[0].env)
+            if best in job_options.installed():
+                processes = make(communicator=best)
         told = {progress.VARIABLE: f"{stall_timeout:g}", SAVE_GRACE: f"{save_grace:g}"}
         # A rank that crashes in C++ says where in the script.
         told["PYTHONFAULTHANDLER"] = os.environ.get("PYTHONFAULTHANDLER", "1")

@@ -14,7 +14,7 @@ import rich.table
 
 from dtk.cli.run import command_of
 from dtk.errors import ClusterError
-from dtk.launch import job_options, plan
+from dtk.launch import Process, job_options, plan
 from dtk.launch.settings import step_settings, tuning
 
 
@@ -47,9 +47,9 @@ def tune(
 
     SCRIPT is started once for each way of setting TensorFlow, in turns, up to the first step of its
     first fit. That step is timed on its first batch over all processes; then the script ends.
-    oneDNN, XLA, fused batch normalization and Adam, the size of pages and threads between
-    operations are tried; a variable that you have set is left as it is. `dtk run` then sets what
-    was faster by more than 5 % each time, and says so.
+    oneDNN, XLA, fused batch normalization and Adam, the size of pages, threads between operations
+    and communicators are tried; a variable that you have set is left as it is. `dtk run` then sets
+    what was faster by more than 5 % each time, and says so; the communicator on one machine only.
 
     Kernels chosen otherwise may round otherwise: weights then equal those of one process with the
     same settings.
@@ -60,8 +60,12 @@ def tune(
         raise ClusterError(f"-n {workers}: steps of one process alone are not timed; use -n 2")
     if rounds < 1:
         raise ClusterError(f"--rounds {rounds}: expected 1 or more")
-    planned = plan(command, workers, communicator=communicator)
-    threads = planned[0].env["OMP_NUM_THREADS"]
+
+    def planned(name: str | None) -> list[Process]:
+        return plan(command, workers, communicator=name or communicator)
+
+    threads = planned(None)[0].env["OMP_NUM_THREADS"]
+    others = job_options.installed()[1:] if communicator == "auto" else []
     file = step_settings.file_of(command, threads)
     if forget:
         known = file.exists()
@@ -70,7 +74,7 @@ def tune(
         return
     with rich.console.Console(stderr=True).status("starting ...") as status:
         found = tuning.Tuning(
-            tuning.ways(int(threads), os.environ),
+            tuning.ways(int(threads), os.environ, others),
             functools.partial(tuning.run, planned),
             lambda name: status.update(f"measuring: {name}"),
             rounds,

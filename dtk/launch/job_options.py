@@ -197,6 +197,16 @@ def _signals_raise() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def installed() -> list[str]:
+    """Return the communicators that a job can use here; `dtk run` takes the first by itself."""
+    found = ["collective"]
+    if mpi_places.mpirun() is not None:
+        found.insert(0, "mpi")
+    if importlib.util.find_spec("horovod") is not None:
+        found.append("horovod")
+    return found
+
+
 def check_communicator(name: str) -> None:
     """Refuse a communicator that is unknown or not installed here.
 
@@ -209,12 +219,12 @@ def check_communicator(name: str) -> None:
     """
     if name not in COMMUNICATORS:
         raise ClusterError(f"--communicator {name}: unknown, expected {', '.join(COMMUNICATORS)}")
-    if name == "mpi" and mpi_places.mpirun() is None:
+    if name == "mpi" and name not in installed():
         raise CommunicatorError(
             f"--communicator mpi: no mpi4py, or no mpirun of Open MPI beside {sys.executable}; run "
             f"`{mpi_places.INSTALL}`"
         )
-    if name == "horovod" and importlib.util.find_spec("horovod") is None:
+    if name == "horovod" and name not in installed():
         raise CommunicatorError(
             "--communicator horovod: Horovod is not installed; run `dtk install-horovod`"
         )

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dtk.cluster.variables import STEP_SETTINGS, TIME_STEPS
+from dtk.cluster.variables import COMMUNICATOR, STEP_SETTINGS, TIME_STEPS
+from dtk.launch import job_options
 from dtk.launch.settings import step_settings, tuning
 from dtk.launch.settings.step_settings import StepSettings
 from dtk.launch.settings.tuning import AS_IT_COMES, Timing, TuneError, Tuning
@@ -127,6 +128,50 @@ def test_what_the_user_has_set_is_not_tried():
     assert tuning.ways(2, {})["one more thread between operations"] == {INTER: "3"}
 
 
+def test_other_communicators_are_tried_unless_one_was_named():
+    found = tuning.ways(1, DECIDED, ["collective", "horovod"])
+    assert found["over collective"] == {COMMUNICATOR: "collective"}
+    assert found["over horovod"] == {COMMUNICATOR: "horovod"}
+    asked = {**DECIDED, COMMUNICATOR: "mpi"}
+    assert list(tuning.ways(1, asked, ["collective", "horovod"])) == [AS_IT_COMES]
+
+
+def test_a_real_script_is_timed_over_every_communicator(tmp_path):
+    others = job_options.installed()[1:]
+    if not others:
+        pytest.skip("neither MPI nor Horovod is installed")
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    done = dtk("tune", "--rounds", "1", str(script), home=tmp_path, **DECIDED)
+    assert done.returncode == 0, done.stderr
+    rows = [line.partition("  ")[0] for line in done.stdout.splitlines()]
+    assert rows[1 : 2 + len(others)] == [AS_IT_COMES, *(f"over {name}" for name in others)]
+    assert "the script fails" not in done.stdout
+
+
+def test_dtk_run_takes_the_communicator_that_was_kept(tmp_path, monkeypatch):
+    """On one machine, unless the user names one or it is not installed any more."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in (*DECIDED, COMMUNICATOR, STEP_SETTINGS, TIME_STEPS):
+        monkeypatch.delenv(name, raising=False)
+    script = tmp_path / "train.py"
+    script.write_text(f"import os; print(os.environ[{COMMUNICATOR!r}])")
+    threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    file = step_settings.file_of([sys.executable, str(script)], threads)
+    other = "horovod" if "horovod" in job_options.installed() else "collective"
+    step_settings.save(file, StepSettings({COMMUNICATOR: other}, "a model", 1.0, 2.0))
+    done = dtk("run", "-n", "2", str(script), home=tmp_path)
+    assert sorted(done.stdout.splitlines()) == [f"[0] {other}", f"[1] {other}"]
+    assert f"{COMMUNICATOR}={other}, as `dtk tune` has measured" in done.stderr
+    named = dtk("run", "-n", "2", "--communicator", "collective", str(script), home=tmp_path)
+    assert "[0] collective" in named.stdout
+    hosts = dtk("run", "--hosts", "localhost:2", str(script), home=tmp_path)
+    assert f"[0] {job_options.installed()[0]}" in hosts.stdout
+    step_settings.save(file, StepSettings({COMMUNICATOR: "pigeon"}, "a model", 1.0, 2.0))
+    gone = dtk("run", "-n", "2", str(script), home=tmp_path)
+    assert f"[0] {job_options.installed()[0]}" in gone.stdout and gone.stderr == ""
+
+
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
     """A script, and settings that are kept for it."""
@@ -190,8 +235,12 @@ def test_a_real_script_is_timed_and_trains_nothing(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     open_still = {name: value for name, value in DECIDED.items() if name not in (FUSED, ADAM)}
-    done = dtk("tune", "--rounds", "1", str(script), home=tmp_path, **open_still)
+    done = dtk(
+        "tune", "--rounds", "1", "--communicator", "collective", str(script),
+        home=tmp_path, **open_still,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert "over " not in done.stdout
     assert "fused" not in done.stdout
     assert "as it comes" in done.stdout and "nothing is faster by 5 %" in done.stdout
     (file,) = Path(tmp_path, "dtk", "step-settings").iterdir()

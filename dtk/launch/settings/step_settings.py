@@ -18,7 +18,7 @@ from pathlib import Path
 
 from dtk import cache
 from dtk.cluster import processor
-from dtk.cluster.variables import STEP_SETTINGS, TIME_STEPS
+from dtk.cluster.variables import COMMUNICATOR, STEP_SETTINGS, TIME_STEPS
 
 _FORMAT = 1
 
@@ -121,10 +121,31 @@ def apply(
     if found is None:
         return dict(env), None
     used = {name: value for name, value in found.variables.items() if name not in environ}
+    if used.get(COMMUNICATOR) != env.get(COMMUNICATOR):
+        used.pop(COMMUNICATOR, None)  # another was asked for, or there are other hosts
     if not used:
         return dict(env), None
     settings = dataclasses.replace(found, variables=used)
     return {**env, **used, STEP_SETTINGS: found.model}, settings
+
+
+def communicator(
+    command: Sequence[str], env: Mapping[str, str], environ: Mapping[str, str] = os.environ
+) -> str | None:
+    """Return the communicator that was found fastest between processes of one machine, if any.
+
+    Args:
+        command: What starts the script.
+        env: The variables of a rank.
+        environ: The user's; what is set there is left as it is.
+    """
+    if COMMUNICATOR in environ or environ.get(STEP_SETTINGS) == "0":
+        return None
+    try:
+        found = read(file_of(command, env.get("OMP_NUM_THREADS", "")))
+    except RuntimeError:  # a user without a home has no cache
+        return None
+    return None if found is None else found.variables.get(COMMUNICATOR)
 
 
 def written(variables: Mapping[str, str]) -> str:

@@ -3,7 +3,7 @@
 Each way of setting them is a job of its own, since TensorFlow reads them while it is imported. Ways
 take turns, in rounds, so that whatever else the machine does falls on all alike.
 
-    round 1   as it comes   oneDNN on   oneDNN off   XLA   fused batch norm ...
+    round 1   as it comes   oneDNN on   oneDNN off   XLA   over collective ...
     round 2   ...
     then      what won, together, where several did
 """
@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from dtk.cluster.variables import (
+    COMMUNICATOR,
     FUSED_ADAM,
     FUSED_BATCH_NORM,
     JIT_COMPILE,
@@ -59,12 +60,15 @@ class Timing:
     idle: Sequence[str] = ()
 
 
-def ways(threads: int, environ: Variables) -> dict[str, dict[str, str]]:
+def ways(
+    threads: int, environ: Variables, communicators: Sequence[str] = ()
+) -> dict[str, dict[str, str]]:
     """Return what is tried, by name: the variables that are set.
 
     Args:
         threads: A rank's share of the cores.
         environ: The user's variables; what is set there is decided.
+        communicators: Others than the one taken without.
 
     >>> list(ways(1, {"TF_ENABLE_ONEDNN_OPTS": "0", "DTK_JIT_COMPILE": "0", "GLIBC_TUNABLES": "", \
     ... "TF_NUM_INTEROP_THREADS": "1"}))
@@ -79,16 +83,17 @@ def ways(threads: int, environ: Variables) -> dict[str, dict[str, str]]:
         "fused Adam": {FUSED_ADAM: "1"},
         "small pages": {_PAGES: "glibc.malloc.hugetlb=0"},
         "one more thread between operations": {_INTER: str(threads + 1)},
+        **{f"over {name}": {COMMUNICATOR: name} for name in communicators},
     }
     return {name: new for name, new in tried.items() if not new.keys() & environ.keys()}
 
 
-def run(processes: Sequence[Process], variables: Variables) -> Timing:
+def run(planned: Callable[[str | None], Sequence[Process]], variables: Variables) -> Timing:
     """Measure the script's step with some settings.
 
     Args:
-        processes: Of a plan of the script.
-        variables: Set in all of them.
+        planned: Plans the script with a communicator, or with that taken without.
+        variables: Set in all processes.
 
     Raises:
         TuneError: The script has failed; with its last words.
@@ -96,9 +101,12 @@ def run(processes: Sequence[Process], variables: Variables) -> Timing:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "steps.json")
         given = {**variables, TIME_STEPS: str(file), STEP_SETTINGS: "0"}
+        communicator = given.pop(COMMUNICATOR, None)
         said = io.StringIO()
-        planned = [dataclasses.replace(one, env={**one.env, **given}) for one in processes]
-        with Job(planned, stdout=io.StringIO(), stderr=said) as job:
+        processes = [
+            dataclasses.replace(one, env={**one.env, **given}) for one in planned(communicator)
+        ]
+        with Job(processes, stdout=io.StringIO(), stderr=said) as job:
             code = job.wait()
         if code:
             raise TuneError(f"the script ended with exit code {code}:\n{said.getvalue().rstrip()}")
