@@ -2,6 +2,7 @@
 
     SGD                    the same bits, so always
     Adam, AdamW            other last digits: where the user or `dtk tune` has chosen it
+    any, under XLA         compiled by it, as in Keras
     BatchNormalization     the same
 
 Optimizer                                           _get_variable_index
@@ -15,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 import keras
@@ -27,11 +28,72 @@ from dtk.cluster.variables import FUSED_ADAM, FUSED_BATCH_NORM
 from dtk.compat.replacing import replaced
 
 _Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
+_Operation: TypeAlias = Callable[[keras.Optimizer, list[tf.Tensor], tf.Tensor, tf.Tensor], None]
+# Elements of a variable: with less, what operations cost besides their passes is little, too, and
+# each variable is compiled by itself.
+_WORTH_COMPILING = 1 << 14
 # cuDNN refuses less, and TensorFlow would then normalize with another one than the layer's.
 _LEAST_EPSILON = 1.001e-5
 
 
 # Optimizers.
+
+
+class _Update:
+    """What stands for an optimizer's `update_step`.
+
+    Args:
+        optimizer: The optimizer.
+        operation: Updates in one operation; None where TensorFlow has none for it.
+        slots: Names of the lists of variables that the operation changes, too.
+
+    Attributes:
+        compiled: Whether XLA compiles what no operation does, from the next trace on.
+    """
+
+    def __init__(
+        self, optimizer: keras.Optimizer, operation: _Operation | None, slots: Sequence[str]
+    ):
+        self.compiled = False
+        self._optimizer, self._operation, self._slots = optimizer, operation, slots
+        self._by_parts = optimizer.update_step
+
+    def __call__(
+        self, gradient: _Gradient, variable: tf.Variable, learning_rate: tf.Tensor
+    ) -> None:
+        if isinstance(gradient, tf.IndexedSlices) or not _is_plain(variable):
+            self._by_parts(gradient, variable, learning_rate)
+        elif self._operation is not None and variable.dtype.is_floating:
+            self._operate(self._operation, gradient, variable, learning_rate)
+        elif self.compiled and variable.shape.num_elements() >= _WORTH_COMPILING:
+            self._compile(gradient, variable, learning_rate)
+        else:
+            self._by_parts(gradient, variable, learning_rate)
+
+    def _operate(
+        self,
+        operation: _Operation,
+        gradient: tf.Tensor,
+        variable: tf.Variable,
+        learning_rate: tf.Tensor,
+    ) -> None:
+        place = self._optimizer._get_variable_index(variable) if self._slots else 0
+        # The copies beside the variable that is updated.
+        slots = [_local(getattr(self._optimizer, name)[place].value) for name in self._slots]
+        if not all(map(_is_plain, slots)):
+            self._by_parts(gradient, variable, learning_rate)
+            return
+        rate, gradient = (tf.cast(one, variable.dtype) for one in (learning_rate, gradient))
+        operation(self._optimizer, [one.handle for one in (variable, *slots)], gradient, rate)
+
+    def _compile(
+        self, gradient: tf.Tensor, variable: tf.Variable, learning_rate: tf.Tensor
+    ) -> None:
+        @functools.partial(tf.function, autograph=False, jit_compile=True)
+        def update(gradient: tf.Tensor, learning_rate: tf.Tensor) -> None:
+            self._by_parts(gradient, variable, learning_rate)
+
+        update(gradient, tf.convert_to_tensor(learning_rate))
 
 
 def update_in_one_pass(optimizer: keras.Optimizer) -> None:
@@ -44,30 +106,35 @@ def update_in_one_pass(optimizer: keras.Optimizer) -> None:
     chosen, by DTK_FUSED_ADAM=1.
 
     Args:
-        optimizer: Any; all but Keras's own SGD, Adam and AdamW are left as they are.
+        optimizer: Any; of others than Keras's own SGD, Adam and AdamW nothing changes, unless XLA
+            is to compile it, see `compile_updates`.
     """
+    if isinstance(vars(optimizer).get("update_step"), _Update):
+        return
+    operation: _Operation | None = None
+    slots: list[str] = []
     if "update_step" in vars(optimizer):
-        return
-    if type(optimizer) is keras.optimizers.SGD:
-        update, slots = _update_sgd, ["momentums"] if optimizer.momentum != 0 else []
+        pass  # the user's
+    elif type(optimizer) is keras.optimizers.SGD:
+        operation, slots = _update_sgd, ["momentums"] if optimizer.momentum != 0 else []
     elif has_fused_adam(optimizer) and os.environ.get(FUSED_ADAM) == "1":
-        update, slots = _update_adam, ["_momentums", "_velocities"]
-    else:
-        return
-    by_parts = optimizer.update_step
+        operation, slots = _update_adam, ["_momentums", "_velocities"]
+    optimizer.update_step = _Update(optimizer, operation, slots)
 
-    def update_step(gradient: _Gradient, variable: tf.Variable, learning_rate: tf.Tensor) -> None:
-        place = optimizer._get_variable_index(variable) if slots else 0
-        # The copies beside the variable that is updated.
-        used = [variable, *(_local(getattr(optimizer, name)[place].value) for name in slots)]
-        plain = all(isinstance(one, resource_variable_ops.BaseResourceVariable) for one in used)
-        if not plain or isinstance(gradient, tf.IndexedSlices) or not variable.dtype.is_floating:
-            by_parts(gradient, variable, learning_rate)
-            return
-        rate, gradient = (tf.cast(one, variable.dtype) for one in (learning_rate, gradient))
-        update(optimizer, [one.handle for one in used], gradient, rate)
 
-    optimizer.update_step = update_step
+def compile_updates(optimizer: keras.Optimizer, wished: bool) -> None:
+    """Let XLA compile how an optimizer updates each large variable, from the next trace on.
+
+    Each update is a cluster of its own, which begins once the variable's gradient is there. What is
+    done in one operation anyway stays so.
+
+    Args:
+        optimizer: One that `update_in_one_pass` was called with; others are left alone.
+        wished: Whether to.
+    """
+    update = vars(optimizer).get("update_step")
+    if isinstance(update, _Update):
+        update.compiled = wished
 
 
 def has_fused_adam(optimizer: keras.Optimizer) -> bool:
@@ -79,6 +146,10 @@ def has_fused_adam(optimizer: keras.Optimizer) -> bool:
     return type(optimizer) in (keras.optimizers.Adam, keras.optimizers.AdamW) and not (
         optimizer.amsgrad
     )
+
+
+def _is_plain(variable: tf.Variable) -> bool:
+    return isinstance(variable, resource_variable_ops.BaseResourceVariable)
 
 
 def _local(variable: tf.Variable) -> tf.Variable:

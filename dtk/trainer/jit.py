@@ -16,9 +16,10 @@ import sys
 import keras
 
 from dtk.cluster.variables import JIT_COMPILE
-from dtk.compat import keras_models
+from dtk.compat import keras_models, one_pass
 from dtk.errors import at_rank
 from dtk.trainer.contract import Strategy
+from dtk.trainer.gradients import partitioned_variables, shared_optimizer
 
 
 def settle(asked: bool | str | None, model: keras.Model, strategy: Strategy) -> bool | str | None:
@@ -110,6 +111,18 @@ def leave(model: keras.Model, strategy: Strategy, why: str) -> None:
         )
     _say(model, strategy, why)
     model.jit_compile = False
+
+
+def compile_updates(model: keras.Model, wished: bool) -> None:
+    """Let XLA compile how a model's optimizers update its variables, from the next trace on.
+
+    Args:
+        model: The model.
+        wished: Whether to.
+    """
+    for optimizer in shared_optimizer.optimizers_of(model):
+        for member in partitioned_variables.members(optimizer):
+            one_pass.compile_updates(member, wished)
 
 
 def _say(model: keras.Model, strategy: Strategy, why: str) -> None:

@@ -12,29 +12,33 @@ SHAPES = ((7, 5), (64, 33), (129,), ())
 ONE_OP = {"ResourceApplyGradientDescent", "ResourceApplyKerasMomentum"}
 
 
-def trained(options, in_one_pass, dtype="float32", steps=7):
-    """Weights and momentum after some steps, and the kinds of operations an update takes."""
+def trained(make, prepare=lambda optimizer: None, dtype="float32", shapes=SHAPES, steps=7):
+    """What the variables and those of the optimizer are after some steps, and the last graph."""
     random = np.random.default_rng(3)
     variables = [
         keras.Variable(random.normal(size=shape), dtype=dtype, name=f"v{i}")
-        for i, shape in enumerate(SHAPES)
+        for i, shape in enumerate(shapes)
     ]
-    optimizer = keras.optimizers.SGD(**options)
+    optimizer = make()
     optimizer.build(variables)
-    if in_one_pass:
-        one_pass.update_in_one_pass(optimizer)
-    kinds = set()
+    prepare(optimizer)
+    graphs = []
 
     @tf.function(autograph=False)
     def step(gradients):
         optimizer.apply(gradients, variables)
-        kinds.update(op.type for op in tf.compat.v1.get_default_graph().get_operations())
+        graphs.append(tf.compat.v1.get_default_graph())
 
     # Keras sums up gradients of the variable's own type only.
     given = dtype if optimizer.gradient_accumulation_steps else "float32"
     for _ in range(steps):
-        step([tf.constant(random.normal(size=shape), given) for shape in SHAPES])
-    return [v.numpy() for v in [*variables, *optimizer.momentums]], kinds
+        step([tf.constant(random.normal(size=shape), given) for shape in shapes])
+    return [v.numpy() for v in [*variables, *optimizer.variables[2:]]], graphs[-1]
+
+
+def kinds(graph):
+    """The kinds of operations an update takes."""
+    return {op.type for op in graph.get_operations()}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
@@ -54,12 +58,15 @@ def trained(options, in_one_pass, dtype="float32", steps=7):
     ids=["plain", "momentum", "nesterov, decay", "schedule, clipping, accumulation"],
 )
 def test_one_operation_computes_the_same_bits(options, dtype):
-    parts, _ = trained(options, in_one_pass=False, dtype=dtype)
-    whole, kinds = trained(options, in_one_pass=True, dtype=dtype)
+    def make():
+        return keras.optimizers.SGD(**options)
+
+    parts, _ = trained(make, dtype=dtype)
+    whole, graph = trained(make, one_pass.update_in_one_pass, dtype)
     for ours, theirs in zip(whole, parts, strict=True):
         np.testing.assert_array_equal(ours, theirs)
     if "gradient_accumulation_steps" not in options:  # there inside a branch
-        assert kinds & ONE_OP
+        assert kinds(graph) & ONE_OP
 
 
 def test_rows_of_a_table_are_updated_alone():
@@ -78,38 +85,16 @@ ADAMS = {
 }
 
 
-def trained_by_adam(make, dtype="float32"):
-    """Weights and moments after some steps, and the kinds of operations an update takes."""
-    random = np.random.default_rng(3)
-    variables = [
-        keras.Variable(random.normal(size=shape), dtype=dtype, name=f"v{i}")
-        for i, shape in enumerate(SHAPES)
-    ]
-    optimizer = make()
-    optimizer.build(variables)
-    one_pass.update_in_one_pass(optimizer)
-    kinds = set()
-
-    @tf.function(autograph=False)
-    def step(gradients):
-        optimizer.apply(gradients, variables)
-        kinds.update(op.type for op in tf.compat.v1.get_default_graph().get_operations())
-
-    for _ in range(7):
-        step([tf.constant(random.normal(size=shape), "float32") for shape in SHAPES])
-    return [v.numpy() for v in [*variables, *optimizer._momentums, *optimizer._velocities]], kinds
-
-
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-6), ("float64", 1e-12)])
 @pytest.mark.parametrize("make", ADAMS.values(), ids=ADAMS)
 def test_adam_is_fused_where_it_was_chosen_and_is_near_to_keras_s(
     monkeypatch, make, dtype, tolerance
 ):
     monkeypatch.setenv(FUSED_ADAM, "0")
-    parts, without = trained_by_adam(make, dtype)
+    parts, without = trained(make, one_pass.update_in_one_pass, dtype)
     monkeypatch.setenv(FUSED_ADAM, "1")
-    whole, kinds = trained_by_adam(make, dtype)
-    assert "ResourceApplyAdam" in kinds and "ResourceApplyAdam" not in without
+    whole, graph = trained(make, one_pass.update_in_one_pass, dtype)
+    assert "ResourceApplyAdam" in kinds(graph) - kinds(without)
     for ours, theirs in zip(whole, parts, strict=True):
         assert ours.dtype == theirs.dtype
         np.testing.assert_allclose(ours, theirs, 5 * tolerance, tolerance)
@@ -117,9 +102,8 @@ def test_adam_is_fused_where_it_was_chosen_and_is_near_to_keras_s(
 
 def test_amsgrad_and_rows_of_a_table_stay_keras_s(monkeypatch):
     monkeypatch.setenv(FUSED_ADAM, "1")
-    optimizer = keras.optimizers.Adam(amsgrad=True)
-    one_pass.update_in_one_pass(optimizer)
-    assert "update_step" not in vars(optimizer)
+    _, graph = trained(lambda: keras.optimizers.Adam(amsgrad=True), one_pass.update_in_one_pass)
+    assert "ResourceApplyAdam" not in kinds(graph)
     found = []
     for chosen in ("0", "1"):
         monkeypatch.setenv(FUSED_ADAM, chosen)
@@ -142,6 +126,37 @@ def test_amsgrad_and_rows_of_a_table_stay_keras_s(monkeypatch):
     ids=["another", "a class of one's own"],
 )
 def test_other_optimizers_are_left_as_they_are(made):
-    optimizer = made()
-    one_pass.update_in_one_pass(optimizer)
-    assert "update_step" not in vars(optimizer)
+    parts, before = trained(made)
+    whole, graph = trained(made, one_pass.update_in_one_pass)
+    assert kinds(graph) == kinds(before)
+    for ours, theirs in zip(whole, parts, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "RMSprop", "Lion", "Nadam", "Adafactor"])
+def test_xla_compiles_updates_of_large_variables(name):
+    def make():
+        return getattr(keras.optimizers, name)(0.01)
+
+    def prepare(optimizer):
+        one_pass.update_in_one_pass(optimizer)
+        one_pass.compile_updates(optimizer, True)
+
+    shapes = ((128, 128), (127, 129))
+    parts, _ = trained(make, shapes=shapes)
+    whole, graph = trained(make, prepare, shapes=shapes)
+    for ours, theirs in zip(whole, parts, strict=True):
+        np.testing.assert_allclose(ours, theirs, 1e-5, 1e-6)
+    functions = graph.as_graph_def().library.function
+    compiled = [f for f in functions if f.attr["_XlaMustCompile"].b]
+    assert len(compiled) == 1, "one for the variable of 16,384 elements, none for the other"
+
+
+def test_updates_are_not_compiled_any_more_when_the_model_is_not():
+    def prepare(optimizer):
+        one_pass.update_in_one_pass(optimizer)
+        one_pass.compile_updates(optimizer, True)
+        one_pass.compile_updates(optimizer, False)
+
+    _, graph = trained(keras.optimizers.Adam, prepare, shapes=((128, 128),))
+    assert not graph.as_graph_def().library.function

@@ -47,18 +47,22 @@ def fit(strategy=None, devices=0, jit_compile=True):
     """Fit; evaluate and predict an odd number of rows."""
     x, y = bodies.digits()
     x, y, weight = twice(x[:32]), y[:64], np.linspace(0.0, 2.0, 64)
+    strategy = bodies.strategy(devices) if strategy == "here" else strategy
     model = cases.compiled(
-        bodies.strategy(devices) if strategy == "here" else strategy,
+        strategy,
         convolutional,
         optimizer=keras.optimizers.Adam(0.01, global_clipnorm=0.5),
         metrics=["accuracy"],
         weighted_metrics=["accuracy"],
         jit_compile=jit_compile,
     )
-    history = model.fit(
-        x, y, sample_weight=weight, batch_size=16, epochs=2, shuffle=False, verbose=0
-    )
+    with mock.patch.object(one_pass, "_WORTH_COMPILING", 1):  # so that all updates are compiled
+        history = model.fit(
+            x, y, sample_weight=weight, batch_size=16, epochs=2, shuffle=False, verbose=0
+        )
     assert model.jit_compile == jit_compile
+    if strategy is not None and strategy.num_replicas_in_sync > 1:
+        assert model.optimizer.update_step.compiled == jit_compile
     return cases.outcome(
         model,
         history,

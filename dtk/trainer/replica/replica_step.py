@@ -97,7 +97,9 @@ def _compute(
 ) -> Nest:
     """Run Keras's own step, compiled by XLA where the model asks for it."""
     model = step.model
-    if not model.jit_compile or tf.executing_eagerly():
+    compiles = bool(model.jit_compile) and not tf.executing_eagerly()
+    jit.compile_updates(model, compiles)
+    if not compiles:
         return step_function(data)
     compiled = compiled_step.CompiledStep(
         step_function, step, kinds, factors=strategy.communicator.size > 1
