@@ -12,6 +12,7 @@ from pathlib import Path
 
 import click
 
+from dtk.cli.preflight import Preflight
 from dtk.cluster import Host, progress, saving
 from dtk.cluster.variables import RESTARTS, SAVE_GRACE
 from dtk.errors import ClusterError
@@ -162,6 +163,7 @@ def run(
         max_restarts = _MAX_RESTARTS if ps or min_workers else 0
 
     def planned(attempt: Run) -> Job:
+        preflight = Preflight(remote_shell)
         make = functools.partial(
             plan,
             command,
@@ -170,7 +172,7 @@ def run(
             ps=ps,
             evaluator=evaluator,
             bind=bind,
-            survey=functools.partial(ssh.survey, remote_shell=remote_shell),
+            survey=preflight.survey,
         )
         processes = make(communicator=communicator)
         if communicator == "auto" and not ps and not attempt.hosts and len(processes) > 1:
@@ -178,6 +180,8 @@ def run(
             best = step_settings.communicator(command, processes[0].env)
             if best in job_options.installed():
                 processes = make(communicator=best)
+        for notice in preflight.check():
+            click.echo(f"dtk run: {notice}", err=True)
         told = {progress.VARIABLE: f"{stall_timeout:g}", SAVE_GRACE: f"{save_grace:g}"}
         # A rank that crashes in C++ says where in the script.
         told["PYTHONFAULTHANDLER"] = os.environ.get("PYTHONFAULTHANDLER", "1")

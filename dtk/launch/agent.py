@@ -100,6 +100,18 @@ class Facts(TypedDict):
     interface: str
 
 
+class FarFacts(Facts):
+    """What the launcher is told of another host.
+
+    Attributes:
+        versions: See `versions`.
+        clock: What its clock shows, in seconds of the epoch.
+    """
+
+    versions: dict[str, str]
+    clock: float
+
+
 def reserve(host: str, port: int = 0) -> socket.socket:
     """Hold a port for a rank that will listen on it later.
 
@@ -160,6 +172,21 @@ def survey(host: str, ports: int) -> Facts:
     finally:
         for one in held:
             one.close()
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of what decides how a rank computes, as far as installed.
+
+    >>> sorted(versions())[0]
+    'Python'
+    """
+    import importlib.metadata  # 20 ms, which only jobs on several hosts pay
+
+    found = {"Python": "{}.{}".format(*sys.version_info)}
+    for name in ("dtk", "tensorflow", "keras"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def cores(folder: str = "/sys/devices/system/cpu") -> list[int]:
@@ -370,7 +397,9 @@ def main(spec: Spec) -> int:
         return run_rank(spec)
     if spec["task"] == "guard":
         return guard(spec)
-    print(json.dumps(survey(spec["host"], spec["ports"])))
+    seen = survey(spec["host"], spec["ports"])
+    told: FarFacts = {**seen, "versions": versions(), "clock": time.time()}
+    print(json.dumps(told))
     return 0
 
 

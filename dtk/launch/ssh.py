@@ -13,6 +13,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 
 from dtk.cluster import progress
@@ -53,11 +54,15 @@ class Facts:
         ports: Free ports on it.
         cores: Those a process may use, neighbors side by side; see `agent.cores`.
         interface: Network interface that has its address, or "".
+        versions: Of Python and packages on another host, by name, as far as they are installed.
+        ahead: Seconds its clock is ahead of this machine's, as far as that could be seen.
     """
 
     ports: tuple[int, ...]
     cores: tuple[int, ...]
     interface: str
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    ahead: float = 0.0
 
 
 def survey(
@@ -90,6 +95,7 @@ def survey(
         return Facts(tuple(found["ports"]), tuple(found["cores"]), found["interface"])
     spec: agent.SurveySpec = {"task": "survey", "host": host, "ports": ports}
     command = _command(host, remote_shell, python)
+    asked = time.time()
     try:
         answer = subprocess.run(
             command,
@@ -113,7 +119,10 @@ def survey(
             f"host {host} cannot be reached: {cause}; try `{remote_shell} {host} "
             f"{shlex.quote(python)} --version`"
         ) from None
-    return Facts(tuple(found["ports"]), tuple(found["cores"]), found["interface"])
+    # It read its clock at some time in between.
+    ahead = min(found["clock"] - asked, 0.0) + max(found["clock"] - time.time(), 0.0)
+    seen = tuple(found["ports"]), tuple(found["cores"]), found["interface"]
+    return Facts(*seen, found["versions"], ahead)
 
 
 def start(

@@ -1,0 +1,68 @@
+"""Looking at the hosts of a job before anything starts on them."""
+
+from __future__ import annotations
+
+from dtk.errors import ClusterError
+from dtk.launch import agent, ssh
+
+# Seconds between clocks from which on the lines of a job no longer stand in order.
+_APART = 2.0
+
+
+class Preflight:
+    """Asks hosts what a plan needs, and compares what must be alike.
+
+    Args:
+        remote_shell: Command to reach hosts with.
+    """
+
+    def __init__(self, remote_shell: str):
+        self._remote_shell = remote_shell
+        self._facts: dict[str, ssh.Facts] = {}
+
+    def survey(self, host: str, ports: int) -> ssh.Facts:
+        """Ask a host for free ports, its cores, its interface, versions and clock.
+
+        Args:
+            host: Name or address.
+            ports: How many free ports are wanted.
+
+        Raises:
+            ClusterError: The host cannot be reached; says what to try.
+        """
+        self._facts[host] = facts = ssh.survey(host, ports, remote_shell=self._remote_shell)
+        return facts
+
+    def check(self) -> list[str]:
+        """Compare the hosts that were asked.
+
+        Returns:
+            What is worth a line, but stops no job.
+
+        Raises:
+            ClusterError: Ranks would compute with different versions.
+        """
+        versions = {host: facts.versions for host, facts in self._facts.items()}
+        if any(versions.values()):
+            # Of this machine there is something to compare.
+            versions = {host: known or agent.versions() for host, known in versions.items()}
+        for name in ("Python", "dtk", "tensorflow", "keras"):
+            found: dict[str, list[str]] = {}
+            for host, known in versions.items():
+                if name in known:
+                    found.setdefault(known[name], []).append(host)
+            if len(found) > 1:
+                told = ", ".join(
+                    f"{version} on {' and '.join(at)}" for version, at in found.items()
+                )
+                raise ClusterError(
+                    f"hosts differ in {name}: {told}; ranks must compute alike: install the same "
+                    "everywhere, or share one environment"
+                )
+        return [
+            f"the clock of {host} is {abs(facts.ahead):.0f} s "
+            f"{'ahead of' if facts.ahead > 0 else 'behind'} this machine's: times in logs and "
+            "files will not agree"
+            for host, facts in self._facts.items()
+            if abs(facts.ahead) > _APART
+        ]
