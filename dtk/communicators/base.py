@@ -9,13 +9,13 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
-import pickle
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar, overload
+from typing import TypeVar, cast, overload
 
 import numpy as np
 import tensorflow as tf
 
+from dtk.cluster import letters
 from dtk.cluster.environment import Environment
 from dtk.communicators import determinism
 from dtk.communicators.costs import Costs
@@ -51,11 +51,13 @@ class Communicator(abc.ABC):
         hosts: One host name per rank, in rank order.
         alike: Whether all ranks compute with the same kind of processor and as many threads, so
             that equal operations give equal bits; False until `learn` is told.
+        is_private: Whether only ranks of the job can write to each other.
         environment: What the launcher told, of a communicator over all ranks of a job; None of one
             over a part of them, or over this process alone.
     """
 
     name: str = "abstract"
+    is_private: bool = True
     alike: bool = False
     environment: Environment | None = None
     _costs: Costs | None = None
@@ -337,9 +339,7 @@ class Communicator(abc.ABC):
     # Small Python values ride on the tensor collectives.
 
     def broadcast_object(self, value: _Value | None = None, root: int = 0) -> _Value:
-        """Give every rank `root`'s Python value.
-
-        It is pickled: use it only between ranks you started.
+        """Give every rank `root`'s Python value, as `dtk.cluster.letters` allows.
 
         Args:
             value: Counts on `root` only.
@@ -348,25 +348,26 @@ class Communicator(abc.ABC):
         Returns:
             The value of `root`.
         """
-        payload = _to_bytes(value) if self.rank == root else np.zeros(0, np.uint8)
-        length = self.broadcast(tf.constant(payload.size, tf.int64), root)
-        if self.rank != root:
-            payload = np.zeros(int(length), np.uint8)
-        return pickle.loads(_bytes(self.broadcast(tf.constant(payload), root)))
+        payload = letters.write(value, self.is_private) if self.rank == root else b""
+        length = self.broadcast(tf.constant(len(payload), tf.int64), root)
+        rows = np.frombuffer(payload.ljust(int(length)), np.uint8)
+        return cast(_Value, self._read(self.broadcast(tf.constant(rows), root)))
 
     def allgather_object(self, value: _Value) -> list[_Value]:
         """Return one Python value per rank, in rank order, on every rank.
 
         Args:
-            value: This rank's; it is pickled.
+            value: This rank's; what `dtk.cluster.letters` allows.
         """
-        payload = _to_bytes(value)
+        payload = np.frombuffer(letters.write(value, self.is_private), np.uint8)
         lengths = self.allgather(tf.constant([payload.size], tf.int64), [1] * self.size).numpy()
         rows = self.allgather(tf.constant(payload), lengths.tolist()).numpy()
         ends = np.cumsum(lengths)
-        return [
-            pickle.loads(_bytes(rows[end - n : end])) for n, end in zip(lengths, ends, strict=True)
-        ]
+        found = [self._read(rows[end - n : end]) for n, end in zip(lengths, ends, strict=True)]
+        return cast(list[_Value], found)
+
+    def _read(self, letter: tf.Tensor | Array) -> object:
+        return letters.read(np.asarray(letter, np.uint8).tobytes(), self.is_private)
 
     def learn(self, alike: bool, costs: Costs | None) -> None:
         """Take note of what ranks have found out about how they compute and what messages take.
@@ -381,11 +382,3 @@ class Communicator(abc.ABC):
 
     def close(self) -> None:  # noqa: B027
         """Release what the communicator holds; safe to call twice."""
-
-
-def _to_bytes(value: object) -> Array:
-    return np.frombuffer(pickle.dumps(value), np.uint8)
-
-
-def _bytes(payload: tf.Tensor | Array) -> bytes:
-    return np.asarray(payload, np.uint8).tobytes()

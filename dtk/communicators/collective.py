@@ -131,6 +131,7 @@ class CollectiveCommunicator(PackedCommunicator):
     """
 
     name = "collective"
+    is_private = False  # TensorFlow's gRPC asks nobody who he is
 
     reduces = frozenset({tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64})
     # What gather, broadcast and all-to-all have in common.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
+from dtk.cluster import letters
 from dtk.communicators.base import Communicator
 from dtk.errors import at_rank
 
@@ -19,7 +19,7 @@ def on_root(communicator: Communicator, work: Callable[[], _T], root: int = 0) -
 
     Args:
         communicator: The ranks.
-        work: Called on `root` only. Its result is pickled, which is part of what may fail.
+        work: Called on `root` only. Its result is sent, which is part of what may fail.
         root: The rank that works.
 
     Returns:
@@ -27,7 +27,7 @@ def on_root(communicator: Communicator, work: Callable[[], _T], root: int = 0) -
 
     Raises:
         Exception: What `work` raised, on every rank; a RuntimeError that says the same where that
-            cannot be pickled.
+            cannot be sent.
 
     Example:
         >>> from dtk.communicators import LocalCommunicator
@@ -36,8 +36,10 @@ def on_root(communicator: Communicator, work: Callable[[], _T], root: int = 0) -
     """
     if communicator.size == 1 and root == 0:
         return work()
-    payload, failure = _outcome(work) if communicator.rank == root else (None, None)
-    result, error = pickle.loads(communicator.broadcast_object(payload, root))
+    payload, failure = _outcome(work, communicator) if communicator.rank == root else (b"", None)
+    letter = communicator.broadcast_object(payload, root)
+    outcome = letters.read(letter, communicator.is_private)
+    result, error = cast(tuple[_T, Exception | None], outcome)
     if failure is not None:
         raise failure  # root's own, with its traceback
     if error is not None:
@@ -46,18 +48,23 @@ def on_root(communicator: Communicator, work: Callable[[], _T], root: int = 0) -
     return result
 
 
-def _outcome(work: Callable[[], object]) -> tuple[bytes, Exception | None]:
-    """Return the pickled pair (result, error), and the error itself."""
+def _outcome(
+    work: Callable[[], object], communicator: Communicator
+) -> tuple[bytes, Exception | None]:
+    """Return the pair (result, error) as other ranks read it, and the error itself."""
     try:
-        return pickle.dumps((work(), None)), None
+        return letters.write((work(), None), communicator.is_private), None
     except Exception as caught:
-        return pickle.dumps((None, _sendable(caught))), caught
+        return letters.write(
+            (None, _sendable(caught, communicator)), communicator.is_private
+        ), caught
 
 
-def _sendable(error: Exception) -> Exception:
-    """Return the error, or one that says the same where it cannot be pickled."""
+def _sendable(error: Exception, communicator: Communicator) -> Exception:
+    """Return the error, or one that says the same where it cannot be sent."""
     try:
-        pickle.loads(pickle.dumps(error))
+        private = communicator.is_private
+        letters.read(letters.write(error, private), private)
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error

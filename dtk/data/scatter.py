@@ -13,11 +13,11 @@ read. `fit` needs neither: it cuts every global batch of data that is the same o
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 
 import numpy as np
 
+from dtk.cluster import letters
 from dtk.communicators.base import Communicator
 from dtk.communicators.root import on_root
 from dtk.data import rows
@@ -179,18 +179,19 @@ def _counted(dataset: Data) -> int | str | None:
 
 def _deal(dataset: Data, blocks: Sequence[Indices], communicator: Communicator, root: int) -> Data:
     """Give rank i the i-th block of rows that `root` reads."""
-    letters = [b""] * communicator.size
+    written = [b""] * communicator.size
 
     def write() -> int:
-        letters[:] = [pickle.dumps(part) for part in rows.pack(dataset, blocks)]
-        return max(map(len, letters))
+        private = communicator.is_private
+        written[:] = [letters.write(part, private) for part in rows.pack(dataset, blocks)]
+        return max(map(len, written))
 
     longest = on_root(communicator, write, root)
     mine = bytearray()
     for begin in range(0, longest, _MESSAGE):
-        pages = [letter[begin : begin + _MESSAGE] for letter in letters]
+        pages = [letter[begin : begin + _MESSAGE] for letter in written]
         received, _ = communicator.alltoall(
             np.frombuffer(b"".join(pages), np.uint8), [len(page) for page in pages]
         )
         mine += received.numpy().tobytes()
-    return pickle.loads(bytes(mine))
+    return letters.read(bytes(mine), communicator.is_private)

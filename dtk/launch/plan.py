@@ -12,10 +12,11 @@ from __future__ import annotations
 import collections
 import dataclasses
 import os
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from dtk.cluster import Host, TFConfig
-from dtk.cluster.variables import COMMUNICATOR
+from dtk.cluster.variables import COMMUNICATOR, JOB_SECRET
 from dtk.errors import ClusterError
 from dtk.launch import local, ssh
 
@@ -126,8 +127,9 @@ def plan(
         joins = communicator if len(placed) > 1 else "collective"
         processes = _collective(command, placed, facts, joins)
     shares = {host: len(facts[host].cores) // max(1, computing[host]) for host in per_host}
+    secret = {JOB_SECRET: environ.get(JOB_SECRET) or secrets.token_hex(16)}
     processes = [
-        dataclasses.replace(p, env={**_defaults(environ, shares[p.host]), **p.env})
+        dataclasses.replace(p, env={**_defaults(environ, shares[p.host]), **secret, **p.env})
         for p in processes
     ]
     return _bound(processes, facts) if bind and not ps else processes

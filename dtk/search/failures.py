@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import pickle
 import traceback
 from collections.abc import Sequence
 
 import optuna
 import tensorflow as tf
 
+from dtk.cluster import letters
 from dtk.errors import DtkError, at_rank
 
 
@@ -29,7 +29,7 @@ class Failure:
         rank: Where it was raised.
         kind: Name of its class.
         text: Its traceback.
-        sent: The exception, pickled; None where that is not possible.
+        sent: The exception, as `dtk.cluster.letters` writes it; None where that is not possible.
         pruned: Whether it is Optuna's `TrialPruned`.
         caught: Whether the study goes on after it.
     """
@@ -118,7 +118,7 @@ def _pickled(error: Exception) -> bytes | None:
         # It holds the operation, which belongs to this process.
         error = type(error)(None, None, error.message)
     try:
-        sent = pickle.dumps(error)
+        sent = letters.write(error, is_private=False)
     except Exception:  # whatever its attributes and its class raise
         return None
     made = _unpickled(sent)
@@ -128,7 +128,7 @@ def _pickled(error: Exception) -> bytes | None:
 def _unpickled(sent: bytes | None) -> Exception | None:
     """None for what is no exception here, such as a class whose constructor takes other things."""
     try:
-        made = None if sent is None else pickle.loads(sent)
+        made = None if sent is None else letters.read(sent, is_private=False)
     except Exception:  # a constructor of the script's
         return None
     return made if isinstance(made, Exception) else None

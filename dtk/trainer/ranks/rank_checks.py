@@ -107,7 +107,7 @@ def number_of(value: object) -> int:
     """Compute a hash of a value, of 63 bits and greater than any rank.
 
     Args:
-        value: objectthing that can be pickled.
+        value: Anything that can be pickled.
     """
     digest = hashlib.blake2b(pickle.dumps(value), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1 | 1 << 62
