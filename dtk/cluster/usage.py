@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 # Lines of standard error in which another host's agent tells the launcher what it has seen.
 MARK = "\x1edtk usage "
+# What follows it where the kernel has killed the process for want of memory.
+NO_MEMORY = "no memory"
 # States of proc(5): stopped by a signal, or by a debugger.
 STOPPED = "Tt"
 
@@ -78,3 +80,48 @@ def io(pid: int | str = "self") -> int:
     except OSError:
         return 0
     return int(told["read_bytes"]) + int(told["write_bytes"])
+
+
+class MemoryKills:
+    """Says whether the kernel has killed for want of memory since this was made.
+
+    Counted are the processes of a process's control group, such as a container, or of the machine
+    where that does not tell.
+
+    Args:
+        pid: Id of the process.
+        proc: Where Linux tells of processes.
+        groups: Where it tells of control groups.
+
+    >>> MemoryKills(os.getpid()).are_more()
+    False
+    """
+
+    def __init__(self, pid: int, proc: str = "/proc", groups: str = "/sys/fs/cgroup"):
+        self._files = [*_group_counts(f"{proc}/{pid}/cgroup", groups), f"{proc}/vmstat"]
+        self._before = self._count()
+
+    def are_more(self) -> bool:
+        """Return whether there are more than there were."""
+        return self._count() > self._before
+
+    def _count(self) -> int:
+        for file in self._files:
+            with contextlib.suppress(OSError), open(file) as lines:
+                counts = dict(line.split() for line in lines)
+                if "oom_kill" in counts:
+                    return int(counts["oom_kill"])
+        return 0
+
+
+def _group_counts(file: str, groups: str) -> list[str]:
+    """Return where the kills of a process's control group may be counted."""
+    found = []
+    with contextlib.suppress(OSError), open(file) as lines:
+        for line in lines:
+            _, controllers, path = line.rstrip("\n").split(":", 2)
+            if "memory" in controllers.split(","):
+                found.append(f"{groups}/memory{path}/memory.oom_control")
+            elif not controllers:
+                found.append(f"{groups}{path}/memory.events")
+    return found

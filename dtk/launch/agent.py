@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeAlias, TypedDict
 
-from dtk.cluster.usage import MARK, of
+from dtk.cluster.usage import MARK, NO_MEMORY, MemoryKills, of
 from dtk.launch.marked import BESIDE, abort, end, start
 from dtk.launch.orphans import Saver
 
@@ -271,6 +271,7 @@ def run_rank(spec: RankSpec) -> int:
         return 127
 
     saver = Saver(spec["job"], spec["save_grace"])
+    kills = MemoryKills(rank.pid)
 
     def wait_for_launcher() -> None:
         serves = spec["serves"]
@@ -301,6 +302,8 @@ def run_rank(spec: RankSpec) -> int:
     if spec["watch"]:
         threading.Thread(target=watch, daemon=True).start()
     code = rank.wait()
+    if code == -signal.SIGKILL and kills.are_more():
+        _say(f"{MARK}{NO_MEMORY}")
     end(spec["job"], 1.0, sessions=[rank.pid])
     if held is not None:
         held.close()

@@ -101,7 +101,7 @@ class Rank:
         self.dump: list[str] | None = None
         self.stuck = ""
         self.was_short_of_memory = False
-        self._kills = memory_kills()
+        self._kills = usage.MemoryKills(popen.pid)
         self.saving: str = "over"
 
     def hear(self, text: str) -> None:
@@ -117,9 +117,12 @@ class Rank:
         """Look at the process from outside.
 
         Args:
-            text: What the agent of another host has seen: a `dtk.cluster.usage.Usage`, as JSON;
-                None for a process of this one.
+            text: What the agent of another host has seen: a `dtk.cluster.usage.Usage`, as JSON, or
+                NO_MEMORY; None for a process of this one.
         """
+        if text == usage.NO_MEMORY:
+            self.was_short_of_memory = True
+            return
         with contextlib.suppress(*_FOREIGN):
             if text is not None:
                 state, cpu, io = json.loads(text)
@@ -194,7 +197,7 @@ class Rank:
         if self.stuck:
             self.signal = signal.SIGKILL
         elif self.signal == signal.SIGKILL and not self.remote:
-            self.was_short_of_memory = memory_kills() > self._kills
+            self.was_short_of_memory = self._kills.are_more()
 
     def remember(self, line: str, stderr: bool) -> None:
         """Keep the last lines, and everything from the start of the last traceback on.
@@ -305,18 +308,3 @@ def signal_name(code: int) -> str:
     """
     known = {int(one): one.name for one in signal.Signals}
     return known.get(code - 128, "")
-
-
-def memory_kills(file: str = "/proc/vmstat") -> int:
-    """Return how many processes of this machine the kernel has killed for want of memory.
-
-    Args:
-        file: Where Linux counts them; those of limited groups, such as containers, among them.
-
-    >>> memory_kills() >= 0
-    True
-    """
-    with contextlib.suppress(OSError), open(file) as counts:
-        found = [line.split()[1] for line in counts if line.startswith("oom_kill ")]
-        return int(found[0]) if found else 0
-    return 0

@@ -11,12 +11,18 @@ from dtk.launch.rank import Rank
 SERVED = ["chief", "worker", "worker", "ps", "evaluator"]
 
 
+class Ended:
+    """Stands for a process that has ended."""
+
+    pid = 0
+
+
 def job(*roles):
     """A job's processes by name ("worker 1"), all running, and its rules."""
     ranks = {}
     for number, role in enumerate(roles):
         process = Process(f"rank {number}", role, number, "localhost", ("python",), {})
-        ranks[f"{role} {roles[:number].count(role)}"] = Rank(process, {}, False, None)
+        ranks[f"{role} {roles[:number].count(role)}"] = Rank(process, {}, False, Ended())
     return ranks, choose([rank.process for rank in ranks.values()], list(ranks.values()))
 
 
@@ -136,7 +142,7 @@ def test_a_chief_quick_to_say_that_a_server_is_gone_is_not_blamed():
 
 def test_the_remote_shells_exit_code_tells_of_the_signal_over_there():
     process = Process("rank 1", "worker", 1, "node1", ("python",), {})
-    far, near = Rank(process, {}, True, None), Rank(process, {}, False, None)
+    far, near = Rank(process, {}, True, Ended()), Rank(process, {}, False, Ended())
     given = {code: [] for code in (137, 255, 3, -9)}
     for code, signals in given.items():
         for rank in (far, near):

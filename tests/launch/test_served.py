@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from dtk.launch import Job, local, marked, plan, rank, watch
+from dtk.cluster import usage
+from dtk.launch import Job, local, marked, plan, watch
 
 # The roles are played by plain Python: servants serve until the file "done" appears.
 STAGE = """
@@ -288,7 +289,7 @@ def test_what_tensorflow_says_of_a_lost_task_is_kept_for_the_file(play, run, tmp
 
 def test_a_kill_for_want_of_memory_is_told_from_others(play, run, monkeypatch):
     kills = iter([7, 7, 7, 8])
-    monkeypatch.setattr(rank, "memory_kills", lambda: next(kills))
+    monkeypatch.setattr(usage.MemoryKills, "_count", lambda self: next(kills))
     worker = "mark('lost')\ndie()"
     given, _, err, _ = run(play(chief="time.sleep(600)", worker=worker), max_restarts=0)
     assert given == 137
