@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 # Before TensorFlow is imported: hide its start-up notes, keep warnings of its own and errors.
@@ -43,7 +43,11 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module 'dtk.communicators' has no attribute {name!r}")
 
 
-def create(name: str = "auto", environment: Environment | None = None) -> Communicator:
+def create(
+    name: str = "auto",
+    environment: Environment | None = None,
+    before_collectives: Callable[[int], None] | None = None,
+) -> Communicator:
     """Return the world communicator of this process.
 
     Args:
@@ -55,6 +59,7 @@ def create(name: str = "auto", environment: Environment | None = None) -> Commun
             `srun --mpi=pmix` Horovod or mpi where they are installed; the variable
             DTK_COMMUNICATOR overrules it, and `choose` says why.
         environment: Where this process stands; detected when None.
+        before_collectives: Called with the number of ranks before TensorFlow's collectives start.
 
     Returns:
         A communicator over all training processes of the job.
@@ -84,12 +89,14 @@ def create(name: str = "auto", environment: Environment | None = None) -> Commun
         name = choose(environment).name
     threads.divide(environment)
     with progress.joining(f"the start of {name}"):
-        world = _world(name, environment)
+        world = _world(name, environment, before_collectives)
     world.environment = environment
     return world
 
 
-def _world(name: str, environment: Environment) -> Communicator:
+def _world(
+    name: str, environment: Environment, before_collectives: Callable[[int], None] | None
+) -> Communicator:
     if name == "null":
         from dtk.communicators.null import NullCommunicator
 
@@ -121,7 +128,7 @@ def _world(name: str, environment: Environment) -> Communicator:
     if name == "collective" and environment.size > 1:
         from dtk.communicators.collective import start as start_collective
 
-        return start_collective(environment)
+        return start_collective(environment, prepare=before_collectives)
     # TensorFlow's collectives over one process need no cluster and change nothing.
     return _alone(environment.hosts[0] if environment.hosts else None)
 

@@ -27,7 +27,7 @@ import hashlib
 import itertools
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -56,12 +56,17 @@ _PIECE_BYTES = 1 << 20
 
 
 @functools.cache  # a process has one runtime: a second strategy shares it
-def start(environment: Environment, timeout: float | None = None) -> Communicator:
+def start(
+    environment: Environment,
+    timeout: float | None = None,
+    prepare: Callable[[int], None] | None = None,
+) -> Communicator:
     """Bring TensorFlow's collective runtime up over all ranks of `environment`.
 
     Args:
         environment: Must hold one "host:port" per rank in `addresses`.
         timeout: Seconds to wait for the last rank; `DTK_START_TIMEOUT` or 120 when None.
+        prepare: Called with the number of ranks before TensorFlow's runtime starts.
 
     Returns:
         The communicator over all ranks.
@@ -83,6 +88,8 @@ def start(environment: Environment, timeout: float | None = None) -> Communicato
     startup.check_free(rank, addresses[rank], addresses)
     startup.meet(rank, addresses, timeout)
     with startup.at_most(timeout), startup.quiet():
+        if prepare is not None:
+            prepare(environment.size)
         runtime = _bring_up(rank, addresses)
         world = CollectiveCommunicator(
             rank, ("",) * environment.size, range(environment.size), _FIRST_KEY, runtime

@@ -11,6 +11,7 @@ import tensorflow as tf
 from dtk import cluster, communicators, quiet
 from dtk.cluster import progress, roll_call
 from dtk.communicators.base import Communicator
+from dtk.compat import tf_collectives
 from dtk.compat.tf_allreduce import AllReduceExtended
 from dtk.exchange import parse
 from dtk.exchange.base import Exchange
@@ -174,7 +175,9 @@ def _joined(
     device = devices.pin(place, memory_growth) if place is not None and ahead else ""
     if place is not None and not progress.is_launched():
         roll_call.await_neighbours(place, stall_timeout)
-    world = communicators.create(communicator, place)
+    # Elsewhere a task that has died is found by its silence; here the launcher sees it at once.
+    patient = tf_collectives.let_tasks_be_silent if progress.is_launched() else None
+    world = communicators.create(communicator, place, patient)
     return world, device or devices.pin(world, memory_growth)
 
 

@@ -73,3 +73,22 @@ def test_a_rank_behind_a_cut_cable_ends(two_hosts):
         while marked.members(job):
             assert time.monotonic() < cut + 60.0
             time.sleep(0.05)
+
+
+SILENCE = """
+import dtk
+from tensorflow.python.eager import context
+dtk.strategies.AllReduceStrategy("collective")
+print(context.context().coordination_service.heartbeat_timeout_in_ms)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_collectives_outlive_a_short_outage_under_dtk_run(tmp_path):
+    """Of 5 and 10 seconds, which `tools/link_faults.py` makes."""
+    (tmp_path / "train.py").write_text(SILENCE)
+    command = [sys.executable, "-m", "dtk.cli.main", "run", "-n", "2", "--communicator"]
+    done = subprocess.run(
+        [*command, "collective", str(tmp_path / "train.py")], capture_output=True, text=True
+    )
+    assert sorted(done.stdout.splitlines()) == ["[0] 40000", "[1] 40000"], done.stderr
