@@ -55,6 +55,7 @@ test-faults: horovod
 	@$(BIN)/python tools/faults.py
 	@$(BIN)/python tools/soak.py
 	@$(BIN)/python tools/link_faults.py || [ $$? = 2 ]  # which is where no hosts can be made
+	@$(BIN)/python tools/lost_host.py || [ $$? = 2 ]
 
 mutants: horovod
 	@$(BIN)/python tools/mutants.py
