@@ -225,6 +225,7 @@ FULL = (
     r"launch/test_ssh.py::test_horovod_reduces",
     r"inference/test_predict_to_disk.py::test_a_killed_job",
     r"cluster/test_slurm_jobs",
+    r"callbacks/test_checkpoint_background.py::test_a_job_with_servers",
     r"communicators/test_create.py::test_(two_ranks_come_up|a_peer_that_dies)",
     r"communicators/test_measuring_once.py::test_(measured|a_strategy)\S+\[horovod",
     r"communicators/test_contract.py::test_behaviour\[collective-3-keys",
