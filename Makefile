@@ -56,6 +56,7 @@ test-faults: horovod
 	@$(BIN)/python tools/soak.py
 	@$(BIN)/python tools/link_faults.py || [ $$? = 2 ]  # which is where no hosts can be made
 	@$(BIN)/python tools/lost_host.py || [ $$? = 2 ]
+	@$(BIN)/python tools/forwarder_faults.py || [ $$? = 2 ]
 
 mutants: horovod
 	@$(BIN)/python tools/mutants.py
