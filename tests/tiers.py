@@ -141,7 +141,7 @@ FULL = (
     r"cli/test_doctor.py::test_the_real_libraries",
     r"cli/test_install_horovod.py::test_installed_horovod_really_reduces",
     r"launch/test_ssh.py::test_parameter_servers_on_two_hosts",
-    r"launch/test_heartbeat.py",
+    r"launch/test_heartbeat.py::(?!test_collectives_outlive)",
     r"launch/test_stall.py::test_a_rank_that_is_cut_off",
     r"test_world.py::test_a_failure_ends_every_process\[collective-2-(sleep|die)",
     r"callbacks/test_batch_norm_statistics.py::test_(synchronized|two_ranks\[collective-2-dataset)",
