@@ -30,6 +30,7 @@ from dtk.cluster import progress, slurm, stall
 from dtk.cluster.reports import Report, report_of
 from dtk.cluster.stall import STUCK, Stall
 from dtk.cluster.standing import Standing
+from dtk.errors import ClusterError
 
 _CODE = 32  # hexadecimal digits
 _PERIOD = 1.0
@@ -314,9 +315,11 @@ class Client:
 
 def _leave() -> NoReturn:
     """End this process; the launcher ends the others, which may be stopped, on other hosts."""
-    with contextlib.suppress(OSError):
-        slurm.end_step(os.environ)
-    os._exit(STUCK)
+    try:
+        with contextlib.suppress(OSError, ClusterError):  # nothing may keep it from ending
+            slurm.end_step(os.environ)
+    finally:
+        os._exit(STUCK)
 
 
 def _say(text: str) -> None:

@@ -7,6 +7,7 @@ both, a script runs alone.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import subprocess
@@ -150,8 +151,8 @@ def process_manager(environ: Mapping[str, str]) -> str:
 def end_step(environ: Mapping[str, str]) -> None:
     """Let Slurm end every task of this step, a stopped one too; nothing outside a step.
 
-    `srun` leaves the others alone when one task fails, without `--kill-on-bad-exit`. A second
-    passes first, in which the caller exits with the code that `srun` shall show.
+    `srun` leaves the others alone when one task fails, without `--kill-on-bad-exit`. This one gets
+    a SIGTERM, too.
 
     Args:
         environ: The environment, usually `os.environ`.
@@ -160,8 +161,9 @@ def end_step(environ: Mapping[str, str]) -> None:
     if scancel is None or not in_step(environ) or "SLURM_JOB_ID" not in environ:
         return
     step = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
-    command = ["sh", "-c", 'sleep 1; exec "$0" --quiet "$1"', scancel, step]
-    subprocess.Popen(command, start_new_session=True)
+    # Waited for: what a task leaves behind may be killed with it.
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        subprocess.run([scancel, "--quiet", step], timeout=10, check=False)
 
 
 def port_base(environ: Mapping[str, str]) -> int:

@@ -99,19 +99,22 @@ class MemoryKills:
 
     def __init__(self, pid: int, proc: str = "/proc", groups: str = "/sys/fs/cgroup"):
         self._files = [*_group_counts(f"{proc}/{pid}/cgroup", groups), f"{proc}/vmstat"]
-        self._before = self._count()
+        self._before = self._counts()
 
     def are_more(self) -> bool:
         """Return whether there are more than there were."""
-        return self._count() > self._before
+        now = self._counts()
+        # Of the first that told before; if it is gone, with the group, nobody knows.
+        return any(now.get(file, count) > count for file, count in [*self._before.items()][:1])
 
-    def _count(self) -> int:
+    def _counts(self) -> dict[str, int]:
+        found = {}
         for file in self._files:
             with contextlib.suppress(OSError), open(file) as lines:
                 counts = dict(line.split() for line in lines)
                 if "oom_kill" in counts:
-                    return int(counts["oom_kill"])
-        return 0
+                    found[file] = int(counts["oom_kill"])
+        return found
 
 
 def _group_counts(file: str, groups: str) -> list[str]:

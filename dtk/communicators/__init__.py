@@ -190,7 +190,7 @@ def choose(environment: Environment) -> Choice:
             return Choice("mpi", "srun offers PMIx, and mpi4py is installed")
         if offered == "pmix":
             return Choice("collective", f"neither Horovod nor mpi4py is here. Next: {INSTALL_MPI}")
-        found = "PMI2, which not every MPI knows" if offered else "MPI nothing to find ranks by"
+        found = "PMI2 only, which not every MPI knows" if offered else "no PMIx to an MPI"
         return Choice("collective", f"srun offers {found}. Faster: {SRUN}")
     return Choice("collective", f"{kind} gives every rank an address")
 
@@ -199,7 +199,9 @@ def _check_offer(library: str, environment: Environment) -> None:
     """Refuse an MPI that would not find its ranks: it ends the process, or sees a world of one."""
     if environment.kind != "slurm" or environment.size == 1:
         return
-    if slurm.process_manager(os.environ) == "":
+    others = ("PALS_RANKID", "I_MPI_PMI_LIBRARY")  # how Cray's and Intel's MPI find them
+    offers_none = os.environ.get("SLURM_MPI_TYPE", "none") == "none"
+    if offers_none and not any(name in os.environ for name in ("PMIX_RANK", "PMI_RANK", *others)):
         raise CommunicatorError(
             at_rank(
                 environment.rank,

@@ -51,13 +51,11 @@ class Communicator(abc.ABC):
         hosts: One host name per rank, in rank order.
         alike: Whether all ranks compute with the same kind of processor and as many threads, so
             that equal operations give equal bits; False until `learn` is told.
-        is_private: Whether only ranks of the job can write to each other.
         environment: What the launcher told, of a communicator over all ranks of a job; None of one
             over a part of them, or over this process alone.
     """
 
     name: str = "abstract"
-    is_private: bool = True
     alike: bool = False
     environment: Environment | None = None
     _costs: Costs | None = None
@@ -339,7 +337,7 @@ class Communicator(abc.ABC):
     # Small Python values ride on the tensor collectives.
 
     def broadcast_object(self, value: _Value | None = None, root: int = 0) -> _Value:
-        """Give every rank `root`'s Python value, as `dtk.cluster.letters` allows.
+        """Give every rank `root`'s Python value, see `dtk.cluster.letters`.
 
         Args:
             value: Counts on `root` only.
@@ -348,7 +346,7 @@ class Communicator(abc.ABC):
         Returns:
             The value of `root`.
         """
-        payload = letters.write(value, self.is_private) if self.rank == root else b""
+        payload = letters.write(value) if self.rank == root else b""
         length = self.broadcast(tf.constant(len(payload), tf.int64), root)
         rows = np.frombuffer(payload.ljust(int(length)), np.uint8)
         return cast(_Value, self._read(self.broadcast(tf.constant(rows), root)))
@@ -357,9 +355,9 @@ class Communicator(abc.ABC):
         """Return one Python value per rank, in rank order, on every rank.
 
         Args:
-            value: This rank's; what `dtk.cluster.letters` allows.
+            value: This rank's; see `dtk.cluster.letters`.
         """
-        payload = np.frombuffer(letters.write(value, self.is_private), np.uint8)
+        payload = np.frombuffer(letters.write(value), np.uint8)
         lengths = self.allgather(tf.constant([payload.size], tf.int64), [1] * self.size).numpy()
         rows = self.allgather(tf.constant(payload), lengths.tolist()).numpy()
         ends = np.cumsum(lengths)
@@ -367,7 +365,7 @@ class Communicator(abc.ABC):
         return cast(list[_Value], found)
 
     def _read(self, letter: tf.Tensor | Array) -> object:
-        return letters.read(np.asarray(letter, np.uint8).tobytes(), self.is_private)
+        return letters.read(np.asarray(letter, np.uint8).tobytes())
 
     def learn(self, alike: bool, costs: Costs | None) -> None:
         """Take note of what ranks have found out about how they compute and what messages take.

@@ -22,7 +22,6 @@ Everything runs on the host's CPU device; on GPUs Horovod with NCCL is the commu
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import os
@@ -54,8 +53,10 @@ _MIX = 1_103_515_245  # odd and below 2^31: the product stays within int64
 _PIECES = 4
 _PIECE_BYTES = 1 << 20
 
+# A process has one runtime: a second strategy shares it.
+_STARTED: dict[Environment, Communicator] = {}
 
-@functools.cache  # a process has one runtime: a second strategy shares it
+
 def start(
     environment: Environment,
     timeout: float | None = None,
@@ -75,6 +76,8 @@ def start(
         CommunicatorError: If addresses are missing, this rank's is in use, ranks are missing, or
             TensorFlow has already run an operation.
     """
+    if environment in _STARTED:
+        return _STARTED[environment]
     rank, addresses = environment.rank, environment.addresses
     if len(addresses) != environment.size:
         raise CommunicatorError(
@@ -98,6 +101,7 @@ def start(
         # The first collective also proves that every peer came up; still under the limit.
         names = world.allgather_object(hosts[rank] if hosts else socket.gethostname())
     world.set_hosts(names)
+    _STARTED[environment] = world
     return world
 
 
@@ -138,7 +142,6 @@ class CollectiveCommunicator(PackedCommunicator):
     """
 
     name = "collective"
-    is_private = False  # TensorFlow's gRPC asks nobody who he is
 
     reduces = frozenset({tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64})
     # What gather, broadcast and all-to-all have in common.

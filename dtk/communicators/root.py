@@ -36,9 +36,9 @@ def on_root(communicator: Communicator, work: Callable[[], _T], root: int = 0) -
     """
     if communicator.size == 1 and root == 0:
         return work()
-    payload, failure = _outcome(work, communicator) if communicator.rank == root else (b"", None)
+    payload, failure = _outcome(work) if communicator.rank == root else (b"", None)
     letter = communicator.broadcast_object(payload, root)
-    outcome = letters.read(letter, communicator.is_private)
+    outcome = letters.read(letter)
     result, error = cast(tuple[_T, Exception | None], outcome)
     if failure is not None:
         raise failure  # root's own, with its traceback
@@ -48,23 +48,18 @@ def on_root(communicator: Communicator, work: Callable[[], _T], root: int = 0) -
     return result
 
 
-def _outcome(
-    work: Callable[[], object], communicator: Communicator
-) -> tuple[bytes, Exception | None]:
+def _outcome(work: Callable[[], object]) -> tuple[bytes, Exception | None]:
     """Return the pair (result, error) as other ranks read it, and the error itself."""
     try:
-        return letters.write((work(), None), communicator.is_private), None
+        return letters.write((work(), None)), None
     except Exception as caught:
-        return letters.write(
-            (None, _sendable(caught, communicator)), communicator.is_private
-        ), caught
+        return letters.write((None, _sendable(caught))), caught
 
 
-def _sendable(error: Exception, communicator: Communicator) -> Exception:
+def _sendable(error: Exception) -> Exception:
     """Return the error, or one that says the same where it cannot be sent."""
     try:
-        private = communicator.is_private
-        letters.read(letters.write(error, private), private)
+        letters.read(letters.write(error))
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error

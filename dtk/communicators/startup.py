@@ -242,7 +242,7 @@ def _is_known_elsewhere(address: str, world: Sequence[str], meaning: str) -> boo
     Debian's /etc/hosts gives a host's own name 127.0.1.1, on which no other host reaches it.
     """
     own = parse_address(address)[0]
-    others = {parse_address(one)[0] for one in world} - {own}
+    others = {parse_address(one)[0] for one in world} - {own, "localhost", "127.0.0.1", "::1"}
     return bool(others) and own != meaning and meaning.startswith("127.")
 
 

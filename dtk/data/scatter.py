@@ -182,8 +182,7 @@ def _deal(dataset: Data, blocks: Sequence[Indices], communicator: Communicator, 
     written = [b""] * communicator.size
 
     def write() -> int:
-        private = communicator.is_private
-        written[:] = [letters.write(part, private) for part in rows.pack(dataset, blocks)]
+        written[:] = [letters.write(part) for part in rows.pack(dataset, blocks)]
         return max(map(len, written))
 
     longest = on_root(communicator, write, root)
@@ -194,4 +193,4 @@ def _deal(dataset: Data, blocks: Sequence[Indices], communicator: Communicator, 
             np.frombuffer(b"".join(pages), np.uint8), [len(page) for page in pages]
         )
         mine += received.numpy().tobytes()
-    return letters.read(bytes(mine), communicator.is_private)
+    return letters.read(bytes(mine))

@@ -118,7 +118,7 @@ def _pickled(error: Exception) -> bytes | None:
         # It holds the operation, which belongs to this process.
         error = type(error)(None, None, error.message)
     try:
-        sent = letters.write(error, is_private=False)
+        sent = letters.write(error)
     except Exception:  # whatever its attributes and its class raise
         return None
     made = _unpickled(sent)
@@ -128,7 +128,7 @@ def _pickled(error: Exception) -> bytes | None:
 def _unpickled(sent: bytes | None) -> Exception | None:
     """None for what is no exception here, such as a class whose constructor takes other things."""
     try:
-        made = None if sent is None else letters.read(sent, is_private=False)
+        made = None if sent is None else letters.read(sent)
     except Exception:  # a constructor of the script's
         return None
     return made if isinstance(made, Exception) else None

@@ -117,7 +117,7 @@ def test_a_stopped_rank_is_named_and_ends_the_job(slurm, tmp_path):
         await_text(tmp_path / "said", "epoch 1")
         os.kill(pid_of(1), signal.SIGSTOP)
         try:
-            assert job.wait(60) in (124, 137)  # the highest of all tasks is what srun shows
+            assert job.wait(60) in (124, 137, 143)  # the highest of all tasks' is shown
         finally:
             job.kill()
     told = (tmp_path / "said").read_text()

@@ -289,7 +289,7 @@ def test_what_tensorflow_says_of_a_lost_task_is_kept_for_the_file(play, run, tmp
 
 def test_a_kill_for_want_of_memory_is_told_from_others(play, run, monkeypatch):
     kills = iter([7, 7, 7, 8])
-    monkeypatch.setattr(usage.MemoryKills, "_count", lambda self: next(kills))
+    monkeypatch.setattr(usage.MemoryKills, "_counts", lambda self: {"": next(kills)})
     worker = "mark('lost')\ndie()"
     given, _, err, _ = run(play(chief="time.sleep(600)", worker=worker), max_restarts=0)
     assert given == 137
