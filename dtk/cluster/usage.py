@@ -103,14 +103,15 @@ class MemoryKills:
 
     def are_more(self) -> bool:
         """Return whether there are more than there were."""
-        now = self._counts()
-        # Of the first that told before; if it is gone, with the group, nobody knows.
-        return any(now.get(file, count) > count for file, count in [*self._before.items()][:1])
+        if not self._before:
+            return False
+        file = next(iter(self._before))  # the process's own group, where that told
+        return self._counts().get(file, 0) > self._before[file]
 
     def _counts(self) -> dict[str, int]:
         found = {}
         for file in self._files:
-            with contextlib.suppress(OSError), open(file) as lines:
+            with contextlib.suppress(OSError, ValueError), open(file) as lines:
                 counts = dict(line.split() for line in lines)
                 if "oom_kill" in counts:
                     found[file] = int(counts["oom_kill"])

@@ -55,6 +55,19 @@ def line(result, what: str) -> list[str]:
     return [found[0][:8].strip(), found[0][8:].removeprefix(what).strip()]
 
 
+def test_in_a_job_the_communicator_is_named_with_the_reason(monkeypatch):
+    for name in ("DTK_COMMUNICATOR", "PMIX_RANK", "PMI_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    here = {"JOB_ID": "7", "STEP_ID": "0", "PROCID": "0", "NTASKS": "2"}
+    for name, text in here.items():
+        monkeypatch.setenv(f"SLURM_{name}", text)
+    kind, (_, joined) = module.environment()
+    assert (kind, joined.what) == ("slurm", "Communicator")
+    assert joined.found == "collective: srun offers no PMIx to an MPI. Faster: `srun --mpi=pmix`"
+    monkeypatch.setenv("DTK_COMMUNICATOR", "mpi")
+    assert module.environment()[1][1].found == "mpi: DTK_COMMUNICATOR says so"
+
+
 def test_a_healthy_machine(run):
     result = run()
     assert result.exit_code == 0, result.output

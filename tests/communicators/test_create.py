@@ -102,6 +102,14 @@ def test_an_mpi_that_srun_tells_nothing_is_refused(monkeypatch, name):
         create(name, Environment("slurm", 1, 2))
 
 
+@pytest.mark.parametrize("variable", ["PALS_RANKID", "I_MPI_PMI_LIBRARY", "PMI_RANK"])
+def test_an_mpi_that_srun_tells_otherwise_may_try(monkeypatch, variable):
+    for name in ("PMIX_RANK", "PMI_RANK", "SLURM_MPI_TYPE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, "0")
+    communicators._check_offer("MPI", Environment("slurm", 1, 2))
+
+
 def test_a_name_that_means_loopback_here_is_listened_for_everywhere(monkeypatch):
     """Debian gives a host's own name 127.0.1.1; other hosts come to its address."""
 
@@ -109,7 +117,12 @@ def test_a_name_that_means_loopback_here_is_listened_for_everywhere(monkeypatch)
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", port))]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    for world, expected in ((["n1:0", "n2:0"], "0.0.0.0"), (["n1:0", "n1:0"], "127.0.1.1")):
+    alone = "127.0.1.1"
+    for world, expected in (
+        (["n1:0", "n2:0"], "0.0.0.0"),
+        (["n1:0", "n1:0"], alone),
+        (["n1:0", "localhost:1"], alone),
+    ):
         with startup._listen("n1:0", world) as listener:
             assert listener.getsockname()[0] == expected
 
