@@ -20,7 +20,7 @@ TEST := .[test,check,examples]
 
 # command:Debian package
 FOR_HOROVOD := g++:g++ make:make mpicxx:libopenmpi-dev mpirun:openmpi-bin
-FOR_TESTS := $(FOR_HOROVOD) cmake:cmake ip:iproute2
+FOR_TESTS := $(FOR_HOROVOD) cmake:cmake ip:iproute2 nft:nftables
 # daemons, which Debian starts where it can: for the whole matrix only
 FOR_ALL := munged:munge slurmctld:slurmctld slurmd:slurmd srun:slurm-client
 
@@ -106,7 +106,7 @@ horovod: $(VENV)/.for-test apt
 	  && touch $(VENV)/.horovod; \
 	fi
 
-# Debian's Open MPI, a compiler, and iproute2 for the tests that make hosts of network namespaces
+# Debian's Open MPI, a compiler, and for the tests that make hosts of network namespaces iproute2 and nftables
 apt:
 	@packages="$$($(call missing,$(FOR_TESTS)))"; \
 	if [ -z "$$packages" ]; then exit 0; fi; \

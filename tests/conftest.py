@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import shutil
@@ -83,17 +84,30 @@ def pool(_worlds: _Worlds, request: pytest.FixtureRequest) -> World:
 
 
 @pytest.fixture
-def two_hosts() -> Iterator[tuple[list[Host], str]]:
-    """Two network namespaces on a bridge: hosts with addresses of their own, and a shell there."""
+def many_hosts() -> Iterator[Callable[[int], tuple[list[str], str]]]:
+    """Make network namespaces on a bridge: hosts with addresses of their own, and a shell there."""
     if os.getuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and iproute2")
     import hosts
 
-    try:
-        with hosts.hosts(2) as ((first, second), shell):
-            yield [Host(first, 2), Host(second, 1)], shell
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"network namespaces do not work here: {error.stderr.decode().strip()}")
+    with contextlib.ExitStack() as stack:
+
+        def make(count: int) -> tuple[list[str], str]:
+            try:
+                return stack.enter_context(hosts.hosts(count))
+            except subprocess.CalledProcessError as error:
+                pytest.skip(f"network namespaces do not work here: {error.stderr.decode().strip()}")
+
+        yield make
+
+
+@pytest.fixture
+def two_hosts(
+    many_hosts: Callable[[int], tuple[list[str], str]],
+) -> tuple[list[Host], str]:
+    """Two such hosts, of which the first has two slots."""
+    (first, second), shell = many_hosts(2)
+    return [Host(first, 2), Host(second, 1)], shell
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -27,6 +27,7 @@ from dtk.errors import ClusterError
 from dtk.horovod_build import reduction_check
 from dtk.horovod_build.requirements import HorovodBuildError, ask
 from dtk.launch import mpi_places
+from dtk.launch.firewall import rules
 from dtk.version import __version__
 
 OK, NOTE, BROKEN = "ok", "note", "broken"
@@ -69,15 +70,41 @@ class Finding:
 @click.command("doctor")
 @click.option("--hosts", default="", metavar="H1,H2", help="Also try to reach these hosts.")
 @click.option("--port", default=22, show_default=True, help="Port to try on them; 22 is ssh.")
-def doctor(hosts: str, port: int) -> None:
+@click.option(
+    "--firewall",
+    is_flag=True,
+    help="Only print rules for nftables by which nobody but --hosts reaches the ports of jobs.",
+)
+def doctor(hosts: str, port: int, firewall: bool) -> None:
     """Report what dtk finds here; exits with 1 when something needed is broken."""
+    names = [name.strip().partition(":")[0] for name in hosts.split(",") if name.strip()]
+    if firewall:
+        print_rules(names)
+        return
     with rich.console.Console(stderr=True).status("importing TensorFlow and Horovod ..."):
         findings = examine()
-        findings += reach([name for name in hosts.split(",") if name.strip()], port)
+        findings += [*reach(names, port), *between(names)]
     show(findings)
     broken = [finding.what for finding in findings if finding.state == BROKEN]
     if broken:
         raise click.ClickException(f"broken: {', '.join(broken)}")
+
+
+def print_rules(hosts: list[str]) -> None:
+    """Print a firewall's rules for these hosts.
+
+    Args:
+        hosts: Names or addresses.
+
+    Raises:
+        UsageError: There are none, or one of them cannot be meant.
+    """
+    if not hosts:
+        raise click.UsageError("--firewall needs the hosts of the job: --hosts node1,node2")
+    try:
+        click.echo(rules(hosts), nl=False)
+    except ClusterError as error:
+        raise click.UsageError(str(error)) from error
 
 
 def examine() -> list[Finding]:
@@ -200,6 +227,19 @@ def own_name() -> Finding:
     return Finding(what, f"{name} means {address}")
 
 
+def between(hosts: list[str]) -> list[Finding]:
+    """Say who can reach the ports of a job between these hosts, and what keeps others out.
+
+    Args:
+        hosts: Their names; with none there is nothing to say.
+    """
+    if not hosts:
+        return []
+    found = "open to whoever reaches these hosts, without a password; "
+    found += f"`dtk doctor --hosts {','.join(hosts)} --firewall` prints rules that close them"
+    return [Finding("Ports of jobs on hosts", found)]
+
+
 def environment() -> tuple[str, list[Finding]]:
     """Say where dtk believes this process is, what joins it to the other ranks, and why.
 
@@ -259,7 +299,7 @@ def reach(hosts: list[str], port: int) -> list[Finding]:
     """Try a TCP connection to every host at once, three seconds each.
 
     Args:
-        hosts: Given as `name` or as `name:slots`.
+        hosts: Their names.
         port: To connect to.
 
     Returns:
@@ -269,17 +309,16 @@ def reach(hosts: list[str], port: int) -> list[Finding]:
         return list(pool.map(lambda host: reach_one(host, port), hosts))
 
 
-def reach_one(entry: str, port: int) -> Finding:
+def reach_one(name: str, port: int) -> Finding:
     """Try one host.
 
     Args:
-        entry: Given as `name` or as `name:slots`.
+        name: Of the host.
         port: To connect to.
 
     Returns:
         What was found.
     """
-    name = entry.strip().partition(":")[0]
     what = f"Host {name}"
     if port == 22 and name in ("localhost", "127.0.0.1", socket.gethostname()):
         return Finding(what, "this machine, needs no ssh")

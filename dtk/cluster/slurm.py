@@ -19,7 +19,7 @@ from dtk.errors import ClusterError
 
 # Step ids from here on are Slurm's own (batch, interactive, extern, pending).
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-_PORTS = range(12000, 32000)  # below Linux's ephemeral range, which starts at 32768
+PORTS = range(12000, 32000)  # below Linux's ephemeral range, which starts at 32768
 _PORTS_PER_JOB = 128
 _PORTS_PER_STEP = 16
 
@@ -190,7 +190,7 @@ def port_base(environ: Mapping[str, str]) -> int:
         return base
     job = integer(environ, "SLURM_JOB_ID") if "SLURM_JOB_ID" in environ else 0
     offset = job * _PORTS_PER_JOB + integer(environ, "SLURM_STEP_ID") * _PORTS_PER_STEP
-    return _PORTS[offset % (len(_PORTS) - _PORTS_PER_JOB)]
+    return PORTS[offset % (len(PORTS) - _PORTS_PER_JOB)]
 
 
 def expand_tasks_per_node(text: str) -> tuple[int, ...]:

@@ -186,3 +186,29 @@ def test_the_real_libraries():
     assert result.exit_code == 0, result.output
     assert line(result, "TensorFlow")[0] == "ok"
     assert line(result, "Keras")[0] == "ok"
+
+
+def test_hosts_are_told_apart_and_the_way_to_close_their_ports_is_said(run):
+    result = run("--hosts", "127.0.0.1, localhost:4")
+    assert line(result, "Host 127.0.0.1")[1] == line(result, "Host localhost")[1]
+    said = line(result, "Ports of jobs on hosts")[1]
+    assert "`dtk doctor --hosts 127.0.0.1,localhost --firewall` prints rules" in said
+
+
+def test_rules_are_printed_alone():
+    result = CliRunner().invoke(doctor, ["--hosts", "192.0.2.1,192.0.2.2:4", "--firewall"])
+    assert result.exit_code == 0
+    assert result.output.startswith("# Only 192.0.2.1, 192.0.2.2 reach")
+    assert "ip saddr { 192.0.2.1, 192.0.2.2 } accept" in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "--firewall needs the hosts of the job: --hosts node1,node2"),
+        (["--hosts", "localhost"], "on which no other host is reached"),
+    ],
+)
+def test_rules_for_nobody_are_refused(options, said):
+    result = CliRunner().invoke(doctor, ["--firewall", *options])
+    assert result.exit_code != 0 and said in result.output
