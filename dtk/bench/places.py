@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
@@ -66,7 +65,7 @@ def check_mpirun(hosts: Sequence[Host]) -> None:
         CommunicatorError: It is not installed.
     """
     _check_here(hosts)
-    if shutil.which("mpirun") is None:
+    if mpi_places.find_other("mpirun") is None:
         raise CommunicatorError(
             "no mpirun: install Debian's openmpi-bin and libopenmpi-dev, then `dtk install-horovod`"
         )
@@ -149,7 +148,7 @@ def mpirun(
         env: Variables for all of them.
         binding: Options that say which cores each gets.
     """
-    argv = ["mpirun", "--oversubscribe", *binding]
+    argv = [mpi_places.find_other("mpirun") or "mpirun", "--oversubscribe", *binding]
     if os.geteuid() == 0:
         argv.append("--allow-run-as-root")
     # A rank that waits must not keep the others from computing.

@@ -34,6 +34,7 @@ from dtk.horovod_build.requirements import (
     Mpi,
     usable_cmake,
 )
+from dtk.launch import mpi_places
 
 # what Horovod imports when it runs, and its setup.py when it builds
 RUNTIME_REQUIREMENTS = ("cloudpickle", "pyyaml", "psutil", "packaging")
@@ -218,8 +219,10 @@ class Build:
         """Return this process's variables with the private tools in front.
 
         Inherited `HOROVOD_WITH...` switches would contradict `build_variables`; they are dropped.
+        So is the MPI of `dtk[mpi]`, whose compiler an activated environment finds first.
         """
         environ = {k: v for k, v in os.environ.items() if not k.startswith("HOROVOD_WITH")}
+        environ["PATH"] = mpi_places.path_of_others()
         for name, path in {"PYTHONPATH": self.tools, "PATH": self.tools / "bin"}.items():
             environ[name] = os.pathsep.join(filter(None, [str(path), environ.get(name)]))
         return environ

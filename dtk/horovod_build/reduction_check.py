@@ -13,14 +13,13 @@ import io
 import json
 import os
 import pathlib
-import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 
 from dtk.horovod_build.requirements import HorovodBuildError, ask, reason_of
-from dtk.launch import Job, Process, local, plan
+from dtk.launch import Job, Process, local, mpi_places, plan
 
 TIMEOUT = 120.0
 
@@ -140,11 +139,12 @@ def check_mpi(timeout: float = TIMEOUT) -> float:
     Raises:
         HorovodBuildError: When `mpirun` is missing, or they do not both read 3 in time.
     """
-    if shutil.which("mpirun") is None:
+    found = mpi_places.find_other("mpirun")
+    if found is None:
         raise HorovodBuildError("mpirun is not on PATH. Next: apt-get install openmpi-bin")
     with tempfile.TemporaryDirectory(prefix="dtk-") as folder:
-        command = ["mpirun", "-np", "2"]
-        if "Open MPI" in ask(["mpirun", "--version"]).stdout:
+        command = [found, "-np", "2"]
+        if "Open MPI" in ask([found, "--version"]).stdout:
             command += ["--host", "localhost:2", "--oversubscribe", "--bind-to", "none"]
             command += ["--allow-run-as-root"] * (os.geteuid() == 0)
         command += [sys.executable, "-c", _RANK, folder]

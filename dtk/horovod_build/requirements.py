@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 
 from dtk.errors import DtkError
+from dtk.launch import mpi_places
 
 HOROVOD_VERSION = "0.28.1"
 # Of horovod-0.28.1.tar.gz on the Python Package Index.
@@ -133,10 +134,12 @@ def find_mpi() -> Mpi:
         "Next: apt-get install libopenmpi-dev openmpi-bin, "
         "or dtk install-horovod --without-mpi for Gloo only"
     )
-    for tool, purpose in (("mpicxx", "compiles against MPI"), ("mpirun", "starts the processes")):
-        if shutil.which(tool) is None:
+    tools = {"mpicxx": "compiles against MPI", "mpirun": "starts the processes"}
+    found_tools = {tool: mpi_places.find_other(tool) for tool in tools}
+    for tool, purpose in tools.items():
+        if found_tools[tool] is None:
             raise HorovodBuildError(f"{tool}, which {purpose}, is not on PATH. {cure}")
-    probe = ask(["mpicxx", "-E", "-P", "-x", "c++", "-"], _MPI_PROBE)
+    probe = ask([str(found_tools["mpicxx"]), "-E", "-P", "-x", "c++", "-"], _MPI_PROBE)
     found = re.search(r'^dtk (\w+) ([\d" .]+)$', probe.stdout, re.MULTILINE)
     if probe.returncode or found is None:
         raise HorovodBuildError(f"mpicxx cannot read mpi.h ({reason_of(probe, 0)}). {cure}")

@@ -55,6 +55,31 @@ def mpirun() -> Path | None:
     return found if found.is_file() else None
 
 
+def find_other(tool: str) -> str | None:
+    """Find a tool of the MPI that Horovod is built with, which is not the one beside this Python.
+
+    `pip install 'dtk[mpi]'` puts `mpirun` and `mpicxx` beside Python, and an activated environment
+    puts them first. Horovod loads the MPI of the system.
+
+    Args:
+        tool: Such as "mpirun".
+
+    Returns:
+        Its path; None where there is none.
+    """
+    return shutil.which(tool, path=path_of_others())
+
+
+def path_of_others() -> str:
+    """Return PATH without the directory of the MPI beside this Python, where there is one."""
+    path = os.environ.get("PATH", os.defpath)
+    if mpirun() is None:
+        return path
+    beside = os.path.realpath(Path(sys.executable).parent)
+    kept = [one for one in path.split(os.pathsep) if os.path.realpath(one or ".") != beside]
+    return os.pathsep.join(kept)
+
+
 class MPIPlaces:
     """The variables by which each rank joins MPI's world, and the server that they lead to.
 

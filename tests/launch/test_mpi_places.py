@@ -4,6 +4,7 @@ import io
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,23 @@ def make(code, workers=2, communicator="auto", **options):
 
 def chosen(processes):
     return {process.env[COMMUNICATOR] for process in processes}
+
+
+@needs_mpi
+def test_horovod_is_built_and_started_by_another_mpi_than_the_one_beside_python(
+    tmp_path, monkeypatch
+):
+    # An activated environment finds that one first; `dtk install-horovod` failed its check there.
+    beside = os.path.dirname(sys.executable)
+    system = tmp_path / "bin"
+    system.mkdir()
+    (system / "mpirun").touch(stat.S_IRWXU)
+    link = tmp_path / "link"
+    link.symlink_to(beside)
+    monkeypatch.setenv("PATH", os.pathsep.join([beside, str(link), str(system)]))
+    assert mpi_places.find_other("mpirun") == str(system / "mpirun")
+    assert mpi_places.find_other("mpicxx") is None
+    assert mpi_places.path_of_others() == str(system)
 
 
 @pytest.fixture
