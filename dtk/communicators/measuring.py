@@ -3,11 +3,13 @@
 all-reduces of 128 kB, one after the other   ->  message   \\  Hockney's model: so many messages
 one of a few megabytes                       ->  byte      /   and bytes as a ring needs
 a product of two matrices                    ->  operation
+
+The least of several turns counts: what else a machine does makes one longer and none shorter, and
+what is found once is kept for later jobs.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 
@@ -21,7 +23,7 @@ _FEW, _SOME, _MANY = 1 << 17, 1 << 20, 1 << 22  # bytes
 _LEAST = 1e-6
 # All-reduces in a turn, so that calling it costs none of them much.
 _CHAIN = 4
-_TURNS = 5
+_TURNS = 9
 # Where the shortest takes longer, in seconds, less is sent, in fewer turns.
 _SLOW = 5e-3
 # A longer one is taken to need so much more than the shortest: less cannot be told from chance.
@@ -43,15 +45,18 @@ def measure(communicator: Communicator, device: str) -> Costs:
         What a message, a byte and an operation take, of the slowest rank.
     """
     operation = _slowest(communicator, _time(_product(device), _TURNS)) / (2 * _ROWS * _SIDE**2)
-    few = _allreduce_seconds(communicator, _FEW, _TURNS)
+    short = _allreduces(communicator, _FEW)
+    few = _slowest(communicator, _time(short, _TURNS)) / _CHAIN
     many, turns = (_MANY, _TURNS) if few < _SLOW else (_SOME, 1)
-    much = _allreduce_seconds(communicator, many, turns)
+    much = _slowest(communicator, _time(_allreduces(communicator, many), turns)) / _CHAIN
+    if few < _SLOW:
+        few = min(few, _slowest(communicator, _time(short, _TURNS)) / _CHAIN)
     seconds = {_FEW: few, many: max(much, _APART * few)}
     message, byte = fit_allreduces(communicator.size, seconds, _LEAST)
     return Costs(communicator.size, message, byte, operation)
 
 
-def _allreduce_seconds(communicator: Communicator, size: int, turns: int) -> float:
+def _allreduces(communicator: Communicator, size: int) -> Callable[[], object]:
     with tf.device("CPU:0"):
         values = tf.zeros(size // 4)
 
@@ -63,7 +68,7 @@ def _allreduce_seconds(communicator: Communicator, size: int, turns: int) -> flo
                 value = communicator.allreduce(value)
             return value[0]
 
-    return _slowest(communicator, _time(lambda: sums().numpy(), turns)) / _CHAIN
+    return lambda: sums().numpy()
 
 
 def _product(device: str) -> Callable[[], object]:
@@ -78,14 +83,14 @@ def _product(device: str) -> Callable[[], object]:
 
 
 def _time(work: Callable[[], object], turns: int) -> float:
-    """Return the median seconds of a few calls, after one that traces."""
+    """Return the seconds of the shortest of a few calls, after one that traces."""
     work()
     took = []
     for _ in range(turns):
         began = time.perf_counter()
         work()
         took.append(time.perf_counter() - began)
-    return statistics.median(took)
+    return min(took)
 
 
 def _slowest(communicator: Communicator, seconds: float) -> float:
