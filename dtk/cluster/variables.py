@@ -8,7 +8,7 @@ from dtk.errors import ClusterError
 
 # What `communicator="auto"` is to mean: to `dtk run` by the user, to its ranks by `dtk run`.
 COMMUNICATOR = "DTK_COMMUNICATOR"
-# What values between ranks are sealed with, equal on all ranks of a job; see `dtk.cluster.letters`.
+# What values between ranks are sealed with, equal on all ranks; see `dtk.communicators.objects`.
 JOB_SECRET = "DTK_JOB_SECRET"
 # "0" and "1" overrule what strategies say of `self_test`; "only" ends the script after it.
 SELF_TEST = "DTK_SELF_TEST"

@@ -15,10 +15,10 @@ from typing import TypeVar, cast, overload
 import numpy as np
 import tensorflow as tf
 
-from dtk.cluster import letters
 from dtk.cluster.environment import Environment
-from dtk.communicators import determinism
+from dtk.communicators import determinism, objects
 from dtk.communicators.costs import Costs
+from dtk.errors import CommunicatorError, at_rank
 from dtk.nests import Array
 
 _Value = TypeVar("_Value")
@@ -337,7 +337,7 @@ class Communicator(abc.ABC):
     # Small Python values ride on the tensor collectives.
 
     def broadcast_object(self, value: _Value | None = None, root: int = 0) -> _Value:
-        """Give every rank `root`'s Python value, see `dtk.cluster.letters`.
+        """Give every rank `root`'s Python value, see `dtk.communicators.objects`.
 
         Args:
             value: Counts on `root` only.
@@ -345,27 +345,50 @@ class Communicator(abc.ABC):
 
         Returns:
             The value of `root`.
+
+        Raises:
+            CommunicatorError: On every rank: `root`'s cannot be sent, or what came cannot be read.
         """
-        payload = letters.write(value) if self.rank == root else b""
-        length = self.broadcast(tf.constant(len(payload), tf.int64), root)
-        rows = np.frombuffer(payload.ljust(int(length)), np.uint8)
-        return cast(_Value, self._read(self.broadcast(tf.constant(rows), root)))
+        if self.size == 1 and root == 0:
+            return cast(_Value, value)
+        payload, failure = _written(value) if self.rank == root else (b"", None)
+        length = int(self.broadcast(tf.constant(len(payload), tf.int64), root))
+        self._check_written([length], failure, first=root)
+        rows = np.frombuffer(payload.ljust(length), np.uint8)
+        return cast(_Value, _read(self.broadcast(tf.constant(rows), root)))
 
     def allgather_object(self, value: _Value) -> list[_Value]:
         """Return one Python value per rank, in rank order, on every rank.
 
         Args:
-            value: This rank's; see `dtk.cluster.letters`.
+            value: This rank's; see `dtk.communicators.objects`.
+
+        Raises:
+            CommunicatorError: On every rank: one of them cannot be sent, or what came cannot be
+                read.
         """
-        payload = np.frombuffer(letters.write(value), np.uint8)
+        if self.size == 1:
+            return [value]
+        written, failure = _written(value)
+        payload = np.frombuffer(written, np.uint8)
         lengths = self.allgather(tf.constant([payload.size], tf.int64), [1] * self.size).numpy()
+        self._check_written(lengths.tolist(), failure)
         rows = self.allgather(tf.constant(payload), lengths.tolist()).numpy()
         ends = np.cumsum(lengths)
-        found = [self._read(rows[end - n : end]) for n, end in zip(lengths, ends, strict=True)]
+        found = [_read(rows[end - n : end]) for n, end in zip(lengths, ends, strict=True)]
         return cast(list[_Value], found)
 
-    def _read(self, letter: tf.Tensor | Array) -> object:
-        return letters.read(np.asarray(letter, np.uint8).tobytes())
+    def _check_written(
+        self, lengths: Sequence[int], failure: Exception | None, first: int = 0
+    ) -> None:
+        """Raise on every rank where one could not write its value, which then sends no byte."""
+        if failure is not None:
+            raise failure
+        if 0 in lengths:
+            rank = first + lengths.index(0)
+            raise CommunicatorError(
+                at_rank(self.rank, f"rank {rank} has a value that cannot be sent, and says why")
+            )
 
     def learn(self, alike: bool, costs: Costs | None) -> None:
         """Take note of what ranks have found out about how they compute and what messages take.
@@ -380,3 +403,15 @@ class Communicator(abc.ABC):
 
     def close(self) -> None:  # noqa: B027
         """Release what the communicator holds; safe to call twice."""
+
+
+def _written(value: object) -> tuple[bytes, Exception | None]:
+    """Return a value as other ranks read it; or nothing, and what is wrong with it."""
+    try:
+        return objects.dumps(value), None
+    except Exception as error:  # of a pickle, whatever the value's class raises
+        return b"", error
+
+
+def _read(payload: tf.Tensor | Array) -> object:
+    return objects.loads(np.asarray(payload, np.uint8).tobytes())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar, cast
 
-from dtk.cluster import letters
+from dtk.communicators import objects
 from dtk.communicators.base import Communicator
 from dtk.errors import at_rank
 
@@ -37,8 +37,7 @@ def on_root(communicator: Communicator, work: Callable[[], _T], root: int = 0) -
     if communicator.size == 1 and root == 0:
         return work()
     payload, failure = _outcome(work) if communicator.rank == root else (b"", None)
-    letter = communicator.broadcast_object(payload, root)
-    outcome = letters.read(letter)
+    outcome = objects.loads(communicator.broadcast_object(payload, root))
     result, error = cast(tuple[_T, Exception | None], outcome)
     if failure is not None:
         raise failure  # root's own, with its traceback
@@ -51,15 +50,15 @@ def on_root(communicator: Communicator, work: Callable[[], _T], root: int = 0) -
 def _outcome(work: Callable[[], object]) -> tuple[bytes, Exception | None]:
     """Return the pair (result, error) as other ranks read it, and the error itself."""
     try:
-        return letters.write((work(), None)), None
+        return objects.dumps((work(), None)), None
     except Exception as caught:
-        return letters.write((None, _sendable(caught))), caught
+        return objects.dumps((None, _sendable(caught))), caught
 
 
 def _sendable(error: Exception) -> Exception:
     """Return the error, or one that says the same where it cannot be sent."""
     try:
-        letters.read(letters.write(error))
+        objects.loads(objects.dumps(error))
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error

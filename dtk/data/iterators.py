@@ -29,8 +29,8 @@ def broadcast_iterator(
     breaks it on all.
 
     Args:
-        iterable: Of structures of arrays or tensors, or of anything that can be pickled. Only
-            `root`'s is read; None elsewhere.
+        iterable: Of structures of arrays or tensors, or of what else can be sent, see
+            `dtk.communicators.objects`. Only `root`'s is read; None elsewhere.
         strategy_or_communicator: The ranks; None inside a strategy's scope.
         root: The rank that reads.
 

@@ -184,7 +184,7 @@ def _read(dataset: tf.data.Dataset, indices: Iterable[int]) -> dict[int, Nest]:
 
 
 def pack(dataset: Data, blocks: Sequence[Indices]) -> list[Data | Elements]:
-    """Return several blocks of rows, each as a value that can be pickled; `unpack` is the way back.
+    """Return several blocks of rows, each as a value that can be sent; `unpack` is the way back.
 
     Args:
         dataset: Arrays, a sequence of samples, or a `tf.data.Dataset` of single elements.

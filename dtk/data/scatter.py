@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dtk.cluster import letters
+from dtk.communicators import objects
 from dtk.communicators.base import Communicator
 from dtk.communicators.root import on_root
 from dtk.data import rows
@@ -182,15 +182,15 @@ def _deal(dataset: Data, blocks: Sequence[Indices], communicator: Communicator, 
     written = [b""] * communicator.size
 
     def write() -> int:
-        written[:] = [letters.write(part) for part in rows.pack(dataset, blocks)]
+        written[:] = [objects.dumps(part) for part in rows.pack(dataset, blocks)]
         return max(map(len, written))
 
     longest = on_root(communicator, write, root)
     mine = bytearray()
     for begin in range(0, longest, _MESSAGE):
-        pages = [letter[begin : begin + _MESSAGE] for letter in written]
+        pages = [payload[begin : begin + _MESSAGE] for payload in written]
         received, _ = communicator.alltoall(
             np.frombuffer(b"".join(pages), np.uint8), [len(page) for page in pages]
         )
         mine += received.numpy().tobytes()
-    return letters.read(bytes(mine))
+    return objects.loads(bytes(mine))

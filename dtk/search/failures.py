@@ -7,10 +7,9 @@ import traceback
 from collections.abc import Sequence
 
 import optuna
-import tensorflow as tf
 
-from dtk.cluster import letters
-from dtk.errors import DtkError, at_rank
+from dtk.communicators import objects
+from dtk.errors import CommunicatorError, DtkError, at_rank
 
 
 class RankError(DtkError):
@@ -29,7 +28,7 @@ class Failure:
         rank: Where it was raised.
         kind: Name of its class.
         text: Its traceback.
-        sent: The exception, as `dtk.cluster.letters` writes it; None where that is not possible.
+        sent: The exception, as `dtk.communicators.objects` writes it; None where it cannot.
         pruned: Whether it is Optuna's `TrialPruned`.
         caught: Whether the study goes on after it.
     """
@@ -57,7 +56,7 @@ class Failure:
             rank,
             type(error).__qualname__,
             "".join(traceback.format_exception(error)),
-            _pickled(error),
+            _written(error),
             isinstance(error, optuna.TrialPruned),
             isinstance(error, catch),
         )
@@ -72,14 +71,21 @@ class Failure:
         """Make the exception again, on another rank.
 
         Returns:
-            One of the same class, or a `RankError`; its notes say where it comes from.
+            One of the same class, or else a `RankError`, or `TrialPruned` where that is meant; its
+            notes say where it comes from.
         """
-        made = _unpickled(self.sent)
+        made = _read(self.sent)
         if made is None:
-            kind = CaughtRankError if self.caught else RankError
-            made = kind(at_rank(self.rank, self.last_line))
+            made = self._told()
         made.add_note(f"Raised on rank {self.rank}, and here because of it. There:\n{self.text}")
         return made
+
+    def _told(self) -> Exception:
+        """Make an exception that says the same, of the class that the study takes it for."""
+        if self.pruned:
+            return optuna.TrialPruned(at_rank(self.rank, self.last_line))
+        kind = CaughtRankError if self.caught else RankError
+        return kind(at_rank(self.rank, self.last_line))
 
 
 def root_of(failures: Sequence[Failure]) -> Failure:
@@ -113,22 +119,18 @@ def agreed_error(failures: Sequence[Failure], mine: Exception | None) -> Excepti
     return error
 
 
-def _pickled(error: Exception) -> bytes | None:
-    if isinstance(error, tf.errors.OpError):
-        # It holds the operation, which belongs to this process.
-        error = type(error)(None, None, error.message)
+def _written(error: Exception) -> bytes | None:
     try:
-        sent = letters.write(error)
+        sent = objects.dumps(error)
     except Exception:  # whatever its attributes and its class raise
         return None
-    made = _unpickled(sent)
-    return sent if type(made) is type(error) else None
+    return sent if type(_read(sent)) is type(error) else None
 
 
-def _unpickled(sent: bytes | None) -> Exception | None:
+def _read(sent: bytes | None) -> Exception | None:
     """None for what is no exception here, such as a class whose constructor takes other things."""
     try:
-        made = None if sent is None else letters.read(sent)
-    except Exception:  # a constructor of the script's
+        made = None if sent is None else objects.loads(sent)
+    except CommunicatorError:
         return None
     return made if isinstance(made, Exception) else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +14,7 @@ import optuna
 from dtk.errors import at_rank
 from dtk.search import history
 from dtk.search.failures import CaughtRankError, Failure
+from dtk.search.results import Results
 from dtk.search.rounds import Message, Rounds
 from dtk.search.trial import DistributedTrial, Start
 from dtk.strategies.base import DtkStrategy
@@ -26,24 +26,6 @@ Callback: TypeAlias = "Callable[[optuna.Study, optuna.trial.FrozenTrial], None]"
 _NEXT = "the next trial"
 # Of objectives that return the same number on all ranks, by relative difference.
 _SAME = 1e-6
-
-
-@dataclasses.dataclass(frozen=True)
-class _Results:
-    """What rank 0 tells when the study is over."""
-
-    seed: int
-    name: str
-    directions: Sequence[optuna.study.StudyDirection]
-    trials: Sequence[optuna.trial.FrozenTrial]
-
-    def study(self) -> optuna.Study:
-        """Make a study in memory, without a word in the log."""
-        storage = optuna.storages.InMemoryStorage()
-        storage.create_new_study(self.directions, self.name)
-        made = optuna.load_study(study_name=self.name, storage=storage)
-        made.add_trials(self.trials)
-        return made
 
 
 class _OneTooMany(Exception):
@@ -165,9 +147,7 @@ class _Run:
                     at_rank(0, "study=None; rank 0 owns the study: give it optuna.create_study()")
                 )
             self._optimize(study, n_trials, timeout, callbacks)
-            results = _Results(
-                random.getrandbits(31), study.study_name, study.directions, study.trials
-            )
+            results = Results.of(study, random.getrandbits(31))
         except Exception as error:
             if error is not self._told:  # the storage's, or a callback's
                 self._rounds.meet(Message(_NEXT, failure=Failure.of(error, 0)))
@@ -268,7 +248,7 @@ class _Run:
             if first.failure is not None:
                 raise first.failure.error()
             start = first.value
-            if isinstance(start, _Results):
+            if isinstance(start, Results):
                 keras.utils.set_random_seed(start.seed)
                 return start.study()
             assert isinstance(start, Start)

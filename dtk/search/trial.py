@@ -12,6 +12,7 @@ import optuna
 
 from dtk.errors import DisagreementError, at_rank
 from dtk.search.failures import Failure, agreed_error, root_of
+from dtk.search.results import Distribution
 from dtk.search.rounds import Message, Rounds
 
 _Value = TypeVar("_Value")
@@ -310,10 +311,11 @@ class DistributedTrial(optuna.trial.BaseTrial):
         return [message.value for message in messages]  # type: ignore[misc]
 
     def _suggest(self, name: str, at: str, suggest: Callable[[optuna.Trial], _Value]) -> _Value:
-        def answer(trial: optuna.Trial) -> tuple[_Value, optuna.distributions.BaseDistribution]:
-            return suggest(trial), trial.distributions[name]
+        def answer(trial: optuna.Trial) -> tuple[_Value, Distribution]:
+            return suggest(trial), Distribution.of(trial.distributions[name])
 
-        value, self._distributions[name] = self._ask(at, answer)
+        value, distribution = self._ask(at, answer)
+        self._distributions[name] = distribution.made()
         self._params[name] = value  # type: ignore[assignment]
         return value
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import types
 
 import keras
 import numpy as np
@@ -22,6 +23,7 @@ from dtk.exchange import (
 from dtk.exchange.base import BatchPart, Trained
 from dtk.exchange.state import ExchangeState
 from dtk.trainer.model_scope import trainer_of
+from dtk.trainer.ranks.rank_callbacks import SynchronizeWeights
 from dtk.trainer.replica.snapshot import Snapshot, changed_by_training
 
 from exchange.exchanged import (
@@ -297,6 +299,22 @@ def test_numbers_that_no_metric_counts_are_the_same_everywhere(pool, value):
     """ReduceLROnPlateau and the like once decided on each rank by its own loss."""
     first, second = pool.run(own_logs, value)
     assert first == second
+
+
+def test_what_else_a_callback_puts_into_the_logs_is_not_sent():
+    """Ranks without a secret refuse to send an object of a script's own class."""
+
+    def gather(numbers):
+        assert numbers == {"score": 1.0, "steps": 2}
+        return [numbers, {"score": 3.0, "steps": 2}]
+
+    strategy = types.SimpleNamespace(world=types.SimpleNamespace(allgather_object=gather))
+    trainer = types.SimpleNamespace(
+        has_local_steps=True, synchronize_weights=lambda: None, strategy=strategy
+    )
+    logs = {"score": 1.0, "steps": 2, "own": object()}
+    SynchronizeWeights(trainer).on_epoch_end(0, logs)
+    assert (logs["score"], logs["steps"]) == (2.0, 2)
 
 
 def normalised(value, rows):

@@ -17,7 +17,7 @@ def on_chief(strategy: Strategy, work: Callable[[], T]) -> T:
 
     Args:
         strategy: The strategy whose rank 0 works.
-        work: What rank 0 calls; its result must be one that can be pickled.
+        work: What rank 0 calls; its result must be one that can be sent.
 
     Returns:
         What `work` returned on rank 0.

@@ -62,8 +62,10 @@ class SynchronizeWeights(keras.callbacks.Callback):
             return
         self.trainer.synchronize_weights()
         logs = {} if logs is None else logs
-        gathered = self.trainer.strategy.world.allgather_object(logs)
-        for name in logs:
+        # What else callbacks put there need not be one that can be sent.
+        numbers = {name: value for name, value in logs.items() if isinstance(value, float | int)}
+        gathered = self.trainer.strategy.world.allgather_object(numbers)
+        for name in numbers:
             values = [one[name] for one in gathered]
             if isinstance(values[0], float) and len(set(values)) > 1:
                 logs[name] = sum(values) / len(values)

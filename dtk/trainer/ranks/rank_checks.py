@@ -67,7 +67,7 @@ def compare(mine: Facts, communicator: Communicator, cure: str = SAME_SCRIPT) ->
     """Compare lists of (what, value) over all ranks.
 
     Args:
-        mine: This rank's list; values can be pickled.
+        mine: This rank's list; values can be pickled, and sent.
         communicator: Between the ranks.
         cure: What to do about a difference, for the message.
 
