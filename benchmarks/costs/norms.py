@@ -1,10 +1,16 @@
-"""Synchronized BatchNormalization in all of a model's norms, against each worker's own."""
+"""Synchronized BatchNormalization in all of a model's norms, against each worker's own.
+
+A second line has the same over dtk's `null` communicator, which sends nothing: what is between the
+two lines is messages, and waiting in each for the slower worker.
+"""
 
 import sys
 
+import dtk
 import keras
 from dtk.bench.models import Problem
 from dtk.bench.variant import Fit
+from dtk.communicators.null import NullCommunicator
 
 import report
 from fits import take, warm
@@ -19,8 +25,14 @@ def measure(setting, strategy):
     x, y = problem.data((setting.steps + 1) * batch)
     data = {"x": x, "y": y, "batch_size": batch}
     variants = []
-    for name, one in {"own": problem, "synchronized": synchronized(problem)}.items():
-        with strategy.scope():
+    null = NullCommunicator(communicator.rank, communicator.size)
+    silent = dtk.strategies.AllReduceStrategy(communicator=null)
+    for name, one, scope in (
+        ("own", problem, strategy),
+        ("synchronized", synchronized(problem), strategy),
+        ("nothing sent", synchronized(problem), silent),
+    ):
+        with scope.scope():
             model = one.compiled(keras)
         variants.append(Fit(name, model, data, setting.steps, communicator))
     norms = sum(map(is_norm, model.layers))
@@ -30,8 +42,17 @@ def measure(setting, strategy):
     seconds = take(variants, setting.rounds, communicator)
     header = "model|synchronized, ms per step|not synchronized, ms per step|"
     header += "synchronized / not|target|"
-    cells = report.compared(seconds["synchronized"], seconds["own"], TIME)
-    return report.markdown(header, [[f"{setting.model}, {norms} norms", *cells]])
+    what = f"{setting.model}, {norms} norms"
+    rows = [
+        [what, *report.compared(seconds["synchronized"], seconds["own"], TIME)],
+        [f"{what}, nothing sent", *told(seconds["nothing sent"], seconds["own"]), "", ""],
+    ]
+    return report.markdown(header, rows)
+
+
+def told(one, other):
+    """Cells of a line without a target."""
+    return report.compared(one, other, TIME)[:3]
 
 
 def synchronized(problem):
