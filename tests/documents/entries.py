@@ -233,6 +233,10 @@ ENTRIES = {
         f"{_MEASURES}, and installs PyTorch and others",
         by=("tests/cli/test_bench.py::test_every_turn_of_every_rank_is_saved",),
     ),
+    ("docs/performance.md", "export ONEDNN_MAX_CPU_ISA=AVX2 "): Parsed(
+        f"{_MEASURES}, and installs PyTorch and others",
+        by=("tests/cli/test_bench.py::test_every_turn_of_every_rank_is_saved",),
+    ),
     ("docs/plan.md", "dtk bench -n 2 --model resnet20 "): Shell(
         ("Use ",), only="dtk plan", files=("benchmark",)
     ),
