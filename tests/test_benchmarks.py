@@ -44,7 +44,7 @@ def test_costs_prints_a_table_for_each_row(tmp_path):
         assert len(re.findall(r"\| (?:met|\*\*missed\*\*) \|", tables[name])) == judged, printed
     assert dict(re.findall(r"^\| (.*) \| (\d\.\d\d) \|$", tables["input"], re.M)) == {
         "arrays (rows gathered)": "2.00",
-        "`tf.data`: `.map(decode).batch(n)`": "2.00",
+        "`tf.data`: `.map(decode).batch(n)`, with state": "2.00",
         "`PyDataset`": "2.00",
         "`shard(dataset.map(decode), ...)`": "2.00",
         "`shard(dataset, ...).map(decode)`": "1.00",
