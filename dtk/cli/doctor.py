@@ -77,7 +77,10 @@ class Finding:
 )
 def doctor(hosts: str, port: int, firewall: bool) -> None:
     """Report what dtk finds here; exits with 1 when something needed is broken."""
-    names = [name.strip().partition(":")[0] for name in hosts.split(",") if name.strip()]
+    try:
+        names = [host.name for host in cluster.parse_hosts(hosts)] if hosts.strip() else []
+    except ClusterError as error:
+        raise click.UsageError(str(error)) from error
     if firewall:
         print_rules(names)
         return

@@ -134,12 +134,11 @@ def find_mpi() -> Mpi:
         "Next: apt-get install libopenmpi-dev openmpi-bin, "
         "or dtk install-horovod --without-mpi for Gloo only"
     )
-    tools = {"mpicxx": "compiles against MPI", "mpirun": "starts the processes"}
-    found_tools = {tool: mpi_places.find_other(tool) for tool in tools}
-    for tool, purpose in tools.items():
-        if found_tools[tool] is None:
-            raise HorovodBuildError(f"{tool}, which {purpose}, is not on PATH. {cure}")
-    probe = ask([str(found_tools["mpicxx"]), "-E", "-P", "-x", "c++", "-"], _MPI_PROBE)
+    beside = "" if mpi_places.mpirun() is None else " (that of dtk[mpi] is another)"
+    for tool, purpose in (("mpicxx", "compiles against MPI"), ("mpirun", "starts the processes")):
+        if mpi_places.find_other(tool) is None:
+            raise HorovodBuildError(f"{tool}, which {purpose}, is not on PATH{beside}. {cure}")
+    probe = ask([str(mpi_places.find_other("mpicxx")), "-E", "-P", "-x", "c++", "-"], _MPI_PROBE)
     found = re.search(r'^dtk (\w+) ([\d" .]+)$', probe.stdout, re.MULTILINE)
     if probe.returncode or found is None:
         raise HorovodBuildError(f"mpicxx cannot read mpi.h ({reason_of(probe, 0)}). {cure}")

@@ -207,6 +207,8 @@ def test_rules_are_printed_alone():
     [
         ([], "--firewall needs the hosts of the job: --hosts node1,node2"),
         (["--hosts", "localhost"], "on which no other host is reached"),
+        # its first part is a number, which would mean the address 0.0.7.209
+        (["--hosts", "2001:db8::7"], "2001:db8::7"),
     ],
 )
 def test_rules_for_nobody_are_refused(options, said):

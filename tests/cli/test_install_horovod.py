@@ -24,7 +24,7 @@ from click.testing import CliRunner
 from dtk.cli.install_horovod import install_horovod
 from dtk.horovod_build import builder, patches, reduction_check, requirements
 from dtk.horovod_build.requirements import HorovodBuildError, Mpi
-from dtk.launch import Process
+from dtk.launch import Process, mpi_places
 
 TENSORFLOW = "__version__ = '{version}'\ndef constant(x): return x\n"
 HOROVOD = """
@@ -307,6 +307,43 @@ def test_build_tools_come_first_and_inherited_switches_go(tmp_path, monkeypatch)
     assert environ["PATH"].startswith(f"{tmp_path}/tools/bin:")
     assert environ["HOROVOD_WITHOUT_MPI"] == "1"
     assert "HOROVOD_WITH_MPI" not in environ
+
+
+@pytest.fixture
+def activated(tmp_path, monkeypatch):
+    """An environment with `dtk[mpi]`, activated, whose tools all fail; and a system's that work."""
+    own, system = tmp_path / "own", tmp_path / "system"
+    for folder, code in ((own, "exit 9"), (system, "echo 'dtk openmpi 4 1 4'")):
+        folder.mkdir()
+        for tool in ("mpicxx", "mpirun"):
+            (folder / tool).write_text(f"#!/bin/sh\n{code}\n")
+            (folder / tool).chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(own / "python"))
+    monkeypatch.setattr(mpi_places, "mpirun", lambda: own / "mpirun")
+    monkeypatch.setenv("PATH", f"{own}:{system}")
+    return own, system
+
+
+def test_horovod_is_built_with_the_mpi_of_the_system(activated, tmp_path):
+    own, system = activated
+    assert requirements.find_mpi() == Mpi("openmpi", "4.1.4")
+    path = builder.Build(tmp_path, tmp_path / "log").environ()["PATH"].split(":")
+    assert str(own) not in path and str(system) in path
+    (system / "mpicxx").unlink()
+    with pytest.raises(HorovodBuildError, match=r"not on PATH \(that of dtk\[mpi\] is another\)"):
+        requirements.find_mpi()
+
+
+def test_horovod_is_checked_by_the_mpi_of_the_system(activated, monkeypatch):
+    started = []
+
+    def both(name, processes, folder, timeout, mpi):
+        started.extend(processes)
+        return 0.0
+
+    monkeypatch.setattr(reduction_check, "_both_read_three", both)
+    reduction_check.check_mpi()
+    assert started[0].argv[0] == str(activated[1] / "mpirun")
 
 
 # --- the cache ------------------------------------------------------------------------------------
