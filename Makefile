@@ -127,8 +127,11 @@ for pair in $(1); do \
   PATH="$$PATH:/usr/sbin:/sbin" command -v "$${pair%%:*}" >/dev/null || printf '%s ' "$${pair#*:}"; done
 endef
 
-# Twice quiet: errors are shown, and the whole story is in .venv/pip.log
+# Twice quiet: errors are shown, and the whole story is in .venv/pip.log. Before dtk was keras-dtk, pip
+# called it dtk: with both records the command and the package would have two owners.
 define pip_install
+if ls $(VENV)/lib/python3*/site-packages/dtk-*.dist-info >/dev/null 2>&1; then \
+  $(PIP) uninstall -qq -y dtk; rm -rf dtk.egg-info; fi; \
 $(PIP) install -qq --progress-bar off -e '$(1)' || { echo 'pip failed; $(VENV)/pip.log holds all it said'; exit 1; }
 endef
 

@@ -75,7 +75,7 @@ wanted = [
 if importlib.util.find_spec("tf2onnx") and importlib.util.find_spec("onnxruntime"):
     wanted.append(("ONNX float32", "onnx", "float32.onnx", {}))
 elif strategy.is_chief:
-    print("no ONNX: pip install 'dtk[export]'")
+    print("no ONNX: pip install './dtk[export]'")
 written = {}
 for title, kind, name, options in wanted:
     rows = test_images[:32]

@@ -5,7 +5,7 @@
 
 Both workers train every trial together, and Optuna on rank 0 chooses its parameters. Trials that do
 worse than the median of others are pruned early. The study is kept in a journal: start the script
-again, with more trials or after a failure, and it goes on. Needs `pip install 'dtk[search]'
+again, with more trials or after a failure, and it goes on. Needs `pip install './dtk[search]'
 matplotlib scikit-learn`.
 """
 

@@ -69,3 +69,21 @@ def test_without_apt_get_it_names_the_packages(make_apt):
 def test_a_failing_apt_get_is_told_and_the_rest_goes_on(make_apt):
     said, _ = make_apt(0, fails=100, apt_get=APT)
     assert "apt-get failed, .venv/apt.log says why" in said
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_an_environment_with_the_name_that_dtk_had_loses_that_record(tmp_path, before):
+    binaries, site = tmp_path / ".venv/bin", tmp_path / ".venv/lib/python3.11/site-packages"
+    binaries.mkdir(parents=True)
+    (site / ("dtk-0.1.0.dist-info" if before else "keras_dtk-0.1.0.dist-info")).mkdir(parents=True)
+    (binaries / "python").write_text("#!/bin/bash\necho $* >> log\n")
+    (binaries / "python").chmod(0o755)
+    for name in ("setup.cfg", "pyproject.toml"):
+        (tmp_path / name).touch()
+    made = [MAKE, "-f", str(ROOT / "Makefile"), ".venv/.for-demo"]
+    subprocess.run(made, cwd=tmp_path, check=True, capture_output=True, timeout=30)
+    asked = (tmp_path / "log").read_text().splitlines()
+    assert [line for line in asked if "uninstall" in line] == (
+        ["-m pip --log .venv/pip.log uninstall -qq -y dtk"] if before else []
+    )
+    assert asked[-1].endswith("-e .[examples,mpi]")

@@ -62,7 +62,7 @@ class Started(Hello):
 def missing(backend: str) -> str | None:
     """Why a backend cannot run here, and what to do about it; None if it can."""
     if backend == "mpi-wheel" and mpi_places.mpirun() is None:
-        return "no mpi4py, or no mpirun beside python: pip install 'dtk[mpi]'"
+        return "no mpi4py, or no mpirun beside python: pip install './dtk[mpi]'"
     if not backend.startswith("horovod"):
         return None
     if importlib.util.find_spec("horovod") is None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from dtk.bench import report
 from dtk.bench.results import Results
 from dtk.bench.setting import BenchError
+from dtk.version import pip_install
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,7 +35,7 @@ def check(file: str) -> None:
     if Path(file).suffix not in (".svg", ".png"):
         raise BenchError(f"--plot {file}: expected a name in .svg or .png")
     if importlib.util.find_spec("matplotlib") is None:
-        raise BenchError(f"--plot {file}: needs matplotlib; run `pip install 'dtk[bench]'`")
+        raise BenchError(f"--plot {file}: needs matplotlib; run `{pip_install('bench')}`")
 
 
 def save(results: Results, file: str) -> None:

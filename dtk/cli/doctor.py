@@ -28,7 +28,7 @@ from dtk.horovod_build import reduction_check
 from dtk.horovod_build.requirements import HorovodBuildError, ask
 from dtk.launch import mpi_places
 from dtk.launch.firewall import rules
-from dtk.version import __version__
+from dtk.version import __version__, pip_install
 
 OK, NOTE, BROKEN = "ok", "note", "broken"
 _STYLES = {OK: "green", NOTE: "yellow", BROKEN: "bold red"}
@@ -176,7 +176,7 @@ def horovod() -> Finding:
 def mpi4py() -> Finding:
     """Load MPI by mpi4py, which is optional, in a subprocess and say which library it is."""
     if not communicators.mpi_installed():
-        return Finding("MPI (mpi4py)", f"not installed. Next: {communicators.INSTALL_MPI}", NOTE)
+        return Finding("MPI (mpi4py)", f"not installed. Next: {pip_install('mpi')}", NOTE)
     # Not started: inside a job of MPI's that would be another process of it.
     script = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
     script += "print(MPI.Get_library_version().splitlines()[0])"
@@ -184,7 +184,7 @@ def mpi4py() -> Finding:
     lines = (probe.stdout if probe.returncode == 0 else probe.stderr).strip().splitlines()
     said = lines[-1] if lines else f"exit code {probe.returncode}"
     if probe.returncode:
-        return Finding("MPI (mpi4py)", f"{said}. Next: {communicators.INSTALL_MPI}", BROKEN)
+        return Finding("MPI (mpi4py)", f"{said}. Next: {pip_install('mpi')}", BROKEN)
     return Finding("MPI (mpi4py)", said.partition(", package")[0])
 
 
@@ -195,7 +195,7 @@ def joined_by() -> Finding:
         return Finding("dtk run", f"joins ranks by {told}: {COMMUNICATOR} says so")
     path = mpi_places.mpirun()
     if path is None:
-        found = f"joins ranks by TensorFlow's collectives. Faster: {communicators.INSTALL_MPI}"
+        found = f"joins ranks by TensorFlow's collectives. Faster: {pip_install('mpi')}"
         return Finding("dtk run", found, NOTE)
     return Finding("dtk run", f"joins ranks by MPI: mpi4py is there, and {path}")
 
@@ -284,7 +284,7 @@ def mpirun() -> Finding:
     """Find mpirun and its version."""
     path = shutil.which("mpirun")
     if path is None:
-        found = f"not found. Next: {communicators.INSTALL_MPI}, or apt-get install openmpi-bin"
+        found = f"not found. Next: {pip_install('mpi')}, or apt-get install openmpi-bin"
         return Finding("mpirun", found, NOTE)
     first = (ask([path, "--version"]).stdout.strip().splitlines() or ["version unknown"])[0]
     return Finding("mpirun", f"{first} ({path})")

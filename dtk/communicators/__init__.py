@@ -23,13 +23,13 @@ from dtk.cluster import progress, slurm, threads
 from dtk.cluster.environment import Environment
 from dtk.cluster.variables import COMMUNICATOR
 from dtk.errors import CommunicatorError, at_rank
+from dtk.version import pip_install
 
 if TYPE_CHECKING:
     from dtk.communicators.base import REDUCE_OPS, Communicator
     from dtk.communicators.local import LocalCommunicator
 
 NAMES = ("auto", "collective", "horovod", "mpi", "local", "null")
-INSTALL_MPI = "pip install 'dtk[mpi]'"
 SRUN = "`srun --mpi=pmix`"
 # Imported when asked for, since they need TensorFlow: `costs` is used without.
 _LATER = {"Communicator": "base", "REDUCE_OPS": "base", "LocalCommunicator": "local"}
@@ -54,8 +54,8 @@ def create(
         name: "auto", or one transport: "collective" (TensorFlow's), "horovod", "mpi" (mpi4py),
             "local" (a world of one), "null" (claims the environment's size and sends nothing, to
             measure overhead). "auto" takes local for one process, under mpirun Horovod where it is
-            installed and mpi where it is not or where dtk[mpi] brought the mpirun, Horovod under
-            its own launcher, TensorFlow's collectives under TF_CONFIG and srun, under
+            installed and mpi where it is not or where keras-dtk[mpi] brought the mpirun, Horovod
+            under its own launcher, TensorFlow's collectives under TF_CONFIG and srun, under
             `srun --mpi=pmix` Horovod or mpi where they are installed; the variable
             DTK_COMMUNICATOR overrules it, and `choose` says why.
         environment: Where this process stands; detected when None.
@@ -120,7 +120,7 @@ def _world(
         return start_horovod(environment)
     if name == "mpi":
         if not mpi_installed():
-            raise CommunicatorError(f"mpi4py is not installed: run `{INSTALL_MPI}`")
+            raise CommunicatorError(f"mpi4py is not installed: run `{pip_install('mpi')}`")
         _check_offer("MPI", environment)
         from dtk.communicators.mpi import start as start_mpi
 
@@ -150,7 +150,7 @@ def mpi_installed() -> bool:
 
 
 def mpirun_of_python_started(environ: Mapping[str, str]) -> bool:
-    """Return whether the mpirun that `pip install 'dtk[mpi]'` brings started this process.
+    """Return whether the mpirun of keras-dtk[mpi] started this process.
 
     Args:
         environ: Variables of the process.
@@ -181,7 +181,7 @@ def choose(environment: Environment) -> Choice:
             return Choice("horovod", "mpirun started this job, and Horovod is installed")
         if mpi_installed():
             return Choice("mpi", "mpirun started this job, and mpi4py is installed")
-        return Choice("horovod", f"mpirun started this job; without Horovod: {INSTALL_MPI}")
+        return Choice("horovod", f"mpirun started this job; without Horovod: {pip_install('mpi')}")
     if kind == "slurm":
         offered = slurm.process_manager(os.environ)
         if offered == "pmix" and horovod:
@@ -189,7 +189,8 @@ def choose(environment: Environment) -> Choice:
         if offered == "pmix" and mpi_installed():
             return Choice("mpi", "srun offers PMIx, and mpi4py is installed")
         if offered == "pmix":
-            return Choice("collective", f"neither Horovod nor mpi4py is here. Next: {INSTALL_MPI}")
+            why = f"neither Horovod nor mpi4py is here. Next: {pip_install('mpi')}"
+            return Choice("collective", why)
         found = "PMI2 only, which not every MPI knows" if offered else "no PMIx to an MPI"
         return Choice("collective", f"srun offers {found}. Faster: {SRUN}")
     return Choice("collective", f"{kind} gives every rank an address")
@@ -214,4 +215,5 @@ def _check_offer(library: str, environment: Environment) -> None:
 
 def _install(kind: str) -> str:
     """Return what installs that which joins the ranks of a launcher."""
-    return f"{INSTALL_MPI}` or `dtk install-horovod" if kind == "mpi" else "dtk install-horovod"
+    horovod = "dtk install-horovod"
+    return f"{pip_install('mpi')}` or `{horovod}" if kind == "mpi" else horovod

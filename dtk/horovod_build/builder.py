@@ -219,7 +219,7 @@ class Build:
         """Return this process's variables with the private tools in front.
 
         Inherited `HOROVOD_WITH...` switches would contradict `build_variables`; they are dropped.
-        So is the MPI of `dtk[mpi]`, whose compiler an activated environment finds first.
+        So is the MPI of `keras-dtk[mpi]`, whose compiler an activated environment finds first.
         """
         environ = {k: v for k, v in os.environ.items() if not k.startswith("HOROVOD_WITH")}
         environ["PATH"] = mpi_places.path_of_others()

@@ -134,7 +134,7 @@ def find_mpi() -> Mpi:
         "Next: apt-get install libopenmpi-dev openmpi-bin, "
         "or dtk install-horovod --without-mpi for Gloo only"
     )
-    beside = "" if mpi_places.mpirun() is None else " (that of dtk[mpi] is another)"
+    beside = "" if mpi_places.mpirun() is None else " (that of keras-dtk[mpi] is another)"
     for tool, purpose in (("mpicxx", "compiles against MPI"), ("mpirun", "starts the processes")):
         if mpi_places.find_other(tool) is None:
             raise HorovodBuildError(f"{tool}, which {purpose}, is not on PATH{beside}. {cure}")

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from dtk import quiet
 from dtk.nests import Array, Nest, Specs
+from dtk.version import pip_install
 
 # How each format's files end; a SavedModel is a folder.
 ENDINGS = {"keras": ".keras", "litert": ".tflite", "onnx": ".onnx", "tf_saved_model": ""}
@@ -137,7 +138,7 @@ def _onnx(path: Path) -> Run:
         import onnxruntime
     except ImportError as error:
         raise ImportError(
-            "running an ONNX file needs onnxruntime; install it with pip install 'dtk[export]'"
+            f"running an ONNX file needs onnxruntime; run `{pip_install('export')}`"
         ) from error
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1

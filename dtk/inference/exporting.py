@@ -24,6 +24,7 @@ from dtk.inference.quantizing import quantized_layers
 from dtk.nests import Array, Nest
 from dtk.strategies.base import DtkStrategy
 from dtk.trainer import saving
+from dtk.version import pip_install
 
 Format: TypeAlias = Literal["tf_saved_model", "litert", "onnx", "keras"]
 
@@ -61,7 +62,7 @@ def export(
         model: A built model.
         path: Where to; its folder is made where it is missing, and what is there is replaced.
         format: "tf_saved_model", a folder for TensorFlow Serving; "litert", a file that ends with
-            .tflite; "onnx", with .onnx, which needs `pip install 'dtk[export]'`; "keras", Keras's
+            .tflite; "onnx", with .onnx, which needs the extra `export`; "keras", Keras's
             own file, which ends with .keras.
         strategy: The ranks; None takes the model's own.
         sample: Rows to compare artifact and model on, as the model takes them; None draws some, for
@@ -154,8 +155,7 @@ def _check_onnx_is_installed() -> None:
         import tf2onnx  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            f"ONNX needs {error.name}, which is not installed; install it with pip install "
-            "'dtk[export]'"
+            f"ONNX needs {error.name}, which is not installed; run `{pip_install('export')}`"
         ) from error
 
 

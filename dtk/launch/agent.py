@@ -183,9 +183,9 @@ def versions() -> dict[str, str]:
     import importlib.metadata  # 20 ms, which only jobs on several hosts pay
 
     found = {"Python": "{}.{}".format(*sys.version_info)}
-    for name in ("dtk", "tensorflow", "keras"):
+    for name, package in (("dtk", "keras-dtk"), ("tensorflow",) * 2, ("keras",) * 2):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
+            found[name] = importlib.metadata.version(package)
     return found
 
 

@@ -16,6 +16,7 @@ import click
 from dtk.cluster import Host, parse_hosts, read_hostfile
 from dtk.errors import ClusterError, CommunicatorError, DtkError
 from dtk.launch import COMMUNICATORS, Job, mpi_places, ssh
+from dtk.version import pip_install
 
 # What `signal.signal` takes and returns.
 _Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
@@ -222,7 +223,7 @@ def check_communicator(name: str) -> None:
     if name == "mpi" and name not in installed():
         raise CommunicatorError(
             f"--communicator mpi: no mpi4py, or no mpirun of Open MPI beside {sys.executable}; run "
-            f"`{mpi_places.INSTALL}`"
+            f"`{pip_install('mpi')}`"
         )
     if name == "horovod" and name not in installed():
         raise CommunicatorError(

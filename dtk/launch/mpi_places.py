@@ -1,6 +1,6 @@
 """Places in MPI's world for ranks that dtk itself starts.
 
-The `mpirun` that `pip install 'dtk[mpi]'` brings starts one small process for each rank, which
+The `mpirun` that `keras-dtk[mpi]` brings starts one small process for each rank, which
 writes its variables and sleeps. A rank that dtk starts with those variables takes its place: MPI's
 server on that host knows a process by them, not by its id.
 
@@ -29,8 +29,8 @@ from pathlib import Path
 
 from dtk.errors import CommunicatorError
 from dtk.launch import agent, local, marked
+from dtk.version import pip_install
 
-INSTALL = "pip install 'dtk[mpi]'"
 START_SECONDS = 30.0
 # Of what mpirun gives a process, that which MPI reads.
 _OURS = ("PMIX_", "OMPI_", "OPAL_", "PRTE_")
@@ -58,7 +58,7 @@ def mpirun() -> Path | None:
 def find_other(tool: str) -> str | None:
     """Find a tool of the MPI that Horovod is built with, which is not the one beside this Python.
 
-    `pip install 'dtk[mpi]'` puts `mpirun` and `mpicxx` beside Python, and an activated environment
+    `keras-dtk[mpi]` puts `mpirun` and `mpicxx` beside Python, and an activated environment
     puts them first. Horovod loads the MPI of the system.
 
     Args:
@@ -122,7 +122,7 @@ class MPIPlaces:
         if path is None:
             raise CommunicatorError(
                 f"communicator mpi: no mpirun of Open MPI beside {sys.executable}, or no mpi4py; "
-                f"run `{INSTALL}`"
+                f"run `{pip_install('mpi')}`"
             )
         command = [str(path), "--bind-to", "none", "-n", str(len(hosts))]
         if self._alone:

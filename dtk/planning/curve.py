@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dtk.planning.prediction import Prediction
 from dtk.planning.quantity import PlanError
+from dtk.version import pip_install
 
 
 def draw(predictions: Sequence[Sequence[Prediction]], path: str | os.PathLike[str]) -> None:
@@ -23,7 +24,7 @@ def draw(predictions: Sequence[Sequence[Prediction]], path: str | os.PathLike[st
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise PlanError("--plot needs matplotlib; run `pip install 'dtk[bench]'`") from None
+        raise PlanError(f"--plot needs matplotlib; run `{pip_install('bench')}`") from None
     figure = Figure(figsize=(9, 4), layout="constrained")
     speed, efficiency = figure.subplots(1, 2)
     for of in predictions:

@@ -9,6 +9,8 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING
 
+from dtk.version import pip_install
+
 if TYPE_CHECKING:
     from dtk.search.failures import RankError
     from dtk.search.grouping import Group, groups
@@ -33,7 +35,7 @@ def __getattr__(name: str) -> object:
         if importlib.util.find_spec("optuna") is None:
             raise ModuleNotFoundError(
                 f"dtk.search.{name} needs Optuna, which is not installed; run "
-                "`pip install 'dtk[search]'`",
+                f"`{pip_install('search')}`",
                 name="optuna",
             )
         return getattr(importlib.import_module(f"dtk.search.{_HOMES[name]}"), name)

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from dtk.cli import doctor as module
 from dtk.cli.doctor import doctor
+from dtk.version import pip_install
 
 GOOD = {
     "tensorflow": """
@@ -132,7 +133,7 @@ def test_no_mpirun_is_a_note(run, monkeypatch, tmp_path):
     result = run()
     assert line(result, "mpirun") == [
         "note",
-        "not found. Next: pip install 'dtk[mpi]', or apt-get install openmpi-bin",
+        f"not found. Next: {pip_install('mpi')}, or apt-get install openmpi-bin",
     ]
     assert result.exit_code == 0
 
@@ -144,7 +145,7 @@ def test_no_mpirun_is_a_note(run, monkeypatch, tmp_path):
         (
             "",
             False,
-            ["note", "joins ranks by TensorFlow's collectives. Faster: pip install 'dtk[mpi]'"],
+            ["note", f"joins ranks by TensorFlow's collectives. Faster: {pip_install('mpi')}"],
         ),
         ("horovod", True, ["ok", "joins ranks by horovod: DTK_COMMUNICATOR says so"]),
     ],

@@ -311,7 +311,7 @@ def test_build_tools_come_first_and_inherited_switches_go(tmp_path, monkeypatch)
 
 @pytest.fixture
 def activated(tmp_path, monkeypatch):
-    """An environment with `dtk[mpi]`, activated, whose tools all fail; and a system's that work."""
+    """An environment with keras-dtk[mpi], activated, whose tools all fail; a system's that work."""
     own, system = tmp_path / "own", tmp_path / "system"
     for folder, code in ((own, "exit 9"), (system, "echo 'dtk openmpi 4 1 4'")):
         folder.mkdir()

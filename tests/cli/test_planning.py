@@ -12,6 +12,7 @@ from dtk.cli.main import main
 from dtk.planning.inputs import Cluster, Job, Link, Software
 from dtk.planning.methods import METHODS
 from dtk.planning.prediction import predict
+from dtk.version import pip_install
 
 GIVEN = ["--step-time", "85ms", "--parameters", "270k"]
 NETWORK = ["--bandwidth", "1Gbit/s", "--latency", "50us"]
@@ -141,7 +142,7 @@ def test_a_curve_that_cannot_be_written_is_one_line(tmp_path):
 def test_without_matplotlib_the_curve_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     done = run(*GIVEN, *NETWORK, "--plot", "curve.svg")
-    assert "--plot needs matplotlib; run `pip install 'dtk[bench]'`" in done.stderr
+    assert f"--plot needs matplotlib; run `{pip_install('bench')}`" in done.stderr
 
 
 MISTAKES = {

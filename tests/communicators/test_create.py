@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from dtk.cluster import Environment
 from dtk.communicators import LocalCommunicator, create, startup
 from dtk.errors import CommunicatorError
 from dtk.strategies import AllReduceStrategy
+from dtk.version import pip_install
 
 
 def free_address():
@@ -157,10 +159,10 @@ def test_roles_that_do_not_train_are_refused(monkeypatch, role, name):
 def test_horovod_missing(monkeypatch):
     monkeypatch.setattr(communicators, "horovod_installed", lambda: False)
     monkeypatch.setattr(communicators, "mpi_installed", lambda: False)
-    told = "`pip install 'dtk\\[mpi\\]'` or `dtk install-horovod`, or start with `dtk run`"
+    told = f"`{re.escape(pip_install('mpi'))}` or `dtk install-horovod`, or start with `dtk run`"
     with pytest.raises(CommunicatorError, match=told):
         create("auto", Environment("mpi", 0, 2))
-    with pytest.raises(CommunicatorError, match="run `pip install 'dtk\\[mpi\\]'`"):
+    with pytest.raises(CommunicatorError, match=re.escape(f"run `{pip_install('mpi')}`")):
         create("mpi", Environment("mpi", 0, 2))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -12,13 +13,14 @@ import pytest
 import tensorflow as tf
 
 from dtk.inference import ExportError, export, latency, load, size_of
+from dtk.version import pip_install
 
 from inference import bodies
 from strategies import bodies as worlds
 
 ONNX = pytest.mark.skipif(
     importlib.util.find_spec("onnxruntime") is None or importlib.util.find_spec("tf2onnx") is None,
-    reason="pip install 'dtk[export]' for ONNX",
+    reason="pip install './dtk[export]' for ONNX",
 )
 PATHS = {"tf_saved_model": "model", "litert": "model.tflite", "keras": "model.keras"}
 
@@ -140,11 +142,11 @@ def test_names_and_formats_that_do_not_fit(name, format, said):
 
 def test_what_is_not_installed_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tf2onnx", None)
-    with pytest.raises(ImportError, match=r"pip install 'dtk\[export\]'"):
+    with pytest.raises(ImportError, match=re.escape(pip_install("export"))):
         export(small(), tmp_path / "model.onnx", "onnx")
     (tmp_path / "model.onnx").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(ImportError, match=r"pip install 'dtk\[export\]'"):
+    with pytest.raises(ImportError, match=re.escape(pip_install("export"))):
         load(tmp_path / "model.onnx")
     with pytest.raises(FileNotFoundError, match="is not there"):
         load(tmp_path / "other.onnx")

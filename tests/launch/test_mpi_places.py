@@ -19,7 +19,7 @@ from dtk.errors import CommunicatorError
 from dtk.launch import Job, marked, mpi_places, plan, ssh
 
 needs_mpi = pytest.mark.skipif(
-    mpi_places.mpirun() is None, reason="no MPI beside python: pip install 'dtk[mpi]'"
+    mpi_places.mpirun() is None, reason="no MPI beside python: pip install './dtk[mpi]'"
 )
 SUM = (
     "import os\nfrom mpi4py import MPI\nworld = MPI.COMM_WORLD\n"

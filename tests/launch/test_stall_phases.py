@@ -116,7 +116,7 @@ def report(said):
 @pytest.mark.parametrize("place", ["import", "imported", "constructor", "build", "trace"])
 def test_a_rank_that_sleeps_at_its_start_is_named_with_its_stack(tmp_path, place, communicator):
     if communicator == "mpi" and mpi_places.mpirun() is None:
-        pytest.skip("no mpi4py, or no mpirun beside python: pip install 'dtk[mpi]'")
+        pytest.skip("no mpi4py, or no mpirun beside python: pip install './dtk[mpi]'")
     code, _, said = job(tmp_path, place, communicator=communicator)
     assert code == 124, said
     last = report(said)

@@ -108,7 +108,7 @@ def started(launcher, victim, how, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     if launcher == "mpi":
         if mpi_places.mpirun() is None:
-            pytest.skip("no mpi4py, or no mpirun beside python: pip install 'dtk[mpi]'")
+            pytest.skip("no mpi4py, or no mpirun beside python: pip install './dtk[mpi]'")
         return mpirun(mpi_places.mpirun(), "mpi", victim, how, tmp_path)
     if launcher == "horovod":
         if shutil.which("mpirun") is None:

@@ -1,4 +1,4 @@
-"""MPI by mpi4py: `pip install dtk[mpi]` brings MPI itself, `mpirun` included.
+"""MPI by mpi4py: `keras-dtk[mpi]` brings MPI itself, `mpirun` included.
 
 No compiler and no root is needed. Started by the `mpirun` of that package, by any other of the
 same kind of MPI, or by Slurm with PMIx.
@@ -12,9 +12,10 @@ import os
 import socket
 
 from dtk.cluster.environment import Environment
-from dtk.communicators import INSTALL_MPI, startup
+from dtk.communicators import startup
 from dtk.communicators.base import Communicator
 from dtk.errors import CommunicatorError, at_rank
+from dtk.version import pip_install
 
 
 @functools.cache  # a process has one runtime: a second strategy shares it
@@ -36,7 +37,7 @@ def start(environment: Environment) -> Communicator:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise CommunicatorError(
-            at_rank(environment.rank, f"cannot load MPI ({error}): run `{INSTALL_MPI}`")
+            at_rank(environment.rank, f"cannot load MPI ({error}): run `{pip_install('mpi')}`")
         ) from error
     library = MPI.Get_library_version().split(",")[0]
     world = MPI.COMM_WORLD
