@@ -36,6 +36,8 @@ parser.add_argument("--every", type=int, default=10, help="epochs between grids 
 parser.add_argument("--output", type=Path, default=Path("dcgan"), help="folder of the grids")
 parser.add_argument("--weights", help="save the weights in the end, as NAME.weights.h5")
 args = parser.parse_args()
+if args.weights and not args.weights.endswith(".weights.h5"):
+    parser.error(f"--weights {args.weights}: Keras wants a name that ends in .weights.h5")
 
 
 def initial():

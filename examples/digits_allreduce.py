@@ -23,6 +23,8 @@ parser.add_argument("--batch-size", type=int, default=256, help="the global batc
 parser.add_argument("--width", type=int, default=64, help="filters of the first layer")
 parser.add_argument("--learning-rate", type=float, default=0.002)
 args = parser.parse_args()
+if args.epochs < 2:
+    parser.error(f"--epochs {args.epochs}: the first epoch warms up and is not timed; 2 or more")
 
 TRAIN = 1437  # of 1797 images; the rest is the test set
 

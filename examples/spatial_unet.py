@@ -95,10 +95,11 @@ history = model.fit(
 )
 loss, accuracy = model.evaluate(images[train:], masks[train:], batch_size=8, verbose=0)
 if strategy.is_chief:
-    step = 1e3 * np.median(np.diff(clock.times)[1:])
+    seconds = np.diff(clock.times)[1:]  # without the first step, which is traced
+    speed = f"{1e3 * np.median(seconds):.0f} ms a step" if seconds.size else "too few steps to time"
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
     for epoch, value in enumerate(history.history["loss"]):
         print(f"epoch {epoch + 1}/{args.epochs}: loss {value:.5f}")
     print(f"test loss {loss:.4f}, accuracy of pixels {accuracy:.4f}")
     parts = strategy.model_communicator.size
-    print(f"{parts} rank(s) for an image: {step:.0f} ms a step, at most {memory:.0f} MiB on rank 0")
+    print(f"{parts} rank(s) for an image: {speed}, at most {memory:.0f} MiB on rank 0")

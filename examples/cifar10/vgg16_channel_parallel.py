@@ -75,9 +75,10 @@ history = model.fit(
 sent = (group.bytes_sent - before) / len(clock.times) / 1e6
 _, accuracy = model.evaluate((x_test[:256] - mean) / 64, y_test[:256], verbose=0)
 if strategy.is_chief:
-    step = 1e3 * np.median(np.diff(clock.times)[1:])
+    seconds = np.diff(clock.times)[1:]  # without the first step, which is traced
+    speed = f"{1e3 * np.median(seconds):.0f} ms a step" if seconds.size else "too few steps to time"
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
     here = sum(int(np.prod(v.shape)) for v in model.trainable_variables)
     print(f"{found.title}: loss {history.history['loss'][-1]:.4f}, test accuracy {accuracy:.4f}")
-    print(f"{group.size} rank(s) for one model: {step:.0f} ms a step, {sent:.1f} MB sent in it")
+    print(f"{group.size} rank(s) for one model: {speed}, {sent:.1f} MB sent in it")
     print(f"rank 0 holds {here / 1e6:.2f} M weights, and at most {memory:.0f} MiB")
