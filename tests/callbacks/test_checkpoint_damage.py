@@ -232,3 +232,61 @@ def test_every_file_is_in_the_digests_and_nothing_else(tmp_path):
     (tmp_path / name / STATE).write_text(json.dumps(state))
     with pytest.raises(CorruptCheckpointError, match="state.json is not what was written"):
         written.read(name)
+
+
+IMPOSSIBLE = {
+    "epoch": -3,
+    "step": -1,
+    "workers": 0,
+    "iterations": -7,
+    "stopped": "no",
+    "best": "0.5",
+    "variables": [["kernel", "[2]", "float32"]],
+    "shuffle_seed": 1.5,
+    "metrics": 5,
+    "data": {"iterators": 1, "seen": -2, "open": False, "batch_size": 8, "batches": 4},
+    "format": "one",
+}
+
+
+def impossible(directory):
+    """The newest of two checkpoints holds one value that no dtk has written, with its digest."""
+    strategy()
+    x, y = data()
+    told = {}
+
+    def fit(epochs, place):
+        model = compiled("sgd")
+        saved = dtk.callbacks.Checkpoint(place)
+        return model.fit(x, y, batch_size=BATCH, epochs=epochs, verbose=0, callbacks=[saved])
+
+    for key, value in IMPOSSIBLE.items():
+        place = pathlib.Path(directory, key)
+        fit(2, place)
+        path = place / NAMES[1] / STATE
+        state = json.loads(path.read_text())
+        digests = state.pop("digests")
+        state[key] = value
+        digests[STATE] = _digest_of(state)
+        path.write_text(json.dumps({**state, "digests": digests}))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            epochs = fit(3, place).epoch
+        told[key] = epochs, [str(one.message) for one in caught]
+    return told
+
+
+@pytest.mark.worlds(("local", 1))
+def test_a_value_that_cannot_be_is_named_and_the_one_before_is_loaded(pool, tmp_path):
+    (told,) = pool.run(impossible, str(tmp_path))
+    for key, value in IMPOSSIBLE.items():
+        epochs, warned = told[key]
+        assert epochs == [0, 1, 2], key
+        shown = {"data": "data.seen is -2", "variables": "['kernel', '[2]', 'float32']"}
+        assert any(
+            f"{NAMES[1]}: state.json: " in text
+            and shown.get(key, f"{key} is {value!r}") in text
+            and "expected" in text
+            and f"going back to {tmp_path}/{key}/{NAMES[0]}" in text
+            for text in warned
+        ), (key, warned)

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from dtk.callbacks.checkpointing import state as states
-from dtk.callbacks.checkpointing.files import CheckpointFiles, CorruptCheckpointError
+from dtk.callbacks.checkpointing.files import STATE, CheckpointFiles, CorruptCheckpointError
 from dtk.callbacks.checkpointing.model_state import (
     accumulators_of,
     check_same_counts,
@@ -89,10 +89,10 @@ class CheckpointReader:
         for name in names:
             try:
                 found = self._files.read(name)
+                _check(found[0], self._files.directory / name)
             except CorruptCheckpointError as error:
                 corrupt.append(f"{self._files.directory / name}: {error}")
                 continue
-            _check_format(found[0], self._files.directory / name)
             if corrupt:
                 warnings.warn(
                     f"corrupt checkpoint ({'; '.join(corrupt)}); going back to "
@@ -125,7 +125,7 @@ class CheckpointReader:
         try:
             packed, _ = self._files.read(name)
             count, path = len(model.weights), self._files.directory / name
-            _check_format(packed, path)
+            _check(packed, path)
             check_same_model(packed["variables"][:count], describe(trainer)[:count], path)
             evaluator.quietly_load(model, self._files.weights(name))
         except (CorruptCheckpointError, FileNotFoundError):
@@ -135,13 +135,23 @@ class CheckpointReader:
         return evaluator.Saved(packed["epoch"], packed["step"], packed.get("iterations"))
 
 
-def _check_format(state: states.CheckpointState, path: Path) -> None:
-    """Refuse what a newer dtk has written: an older checkpoint in its place would lose steps."""
-    if state["format"] > states.FORMAT:
+def _check(state: states.CheckpointState, path: Path) -> None:
+    """Refuse values that cannot be, and what a newer dtk has written.
+
+    An older checkpoint in the place of a newer dtk's would lose steps.
+    """
+    given = state.get("format")
+    if not isinstance(given, int) or given < 1:
+        raise CorruptCheckpointError(f"{STATE}: format is {given!r:.60}, expected 1 or more")
+    if given > states.FORMAT:
         raise CheckpointFormatError(
-            f"{path} has format {state['format']}, and this dtk reads {states.FORMAT} at most; "
+            f"{path} has format {given}, and this dtk reads {states.FORMAT} at most; "
             "resume with the dtk that wrote it or a newer one, or give another directory"
         )
+    try:
+        states.check(state)
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{STATE}: {error}") from None
 
 
 def restore(
