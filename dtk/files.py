@@ -24,6 +24,22 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
+def create(path: Path) -> None:
+    """Make an empty file in the place of what has its name.
+
+    Where others may write to the folder, too, that may be a link to a file that only this user may
+    change: it is removed, and never followed.
+
+    Args:
+        path: The file.
+
+    Raises:
+        OSError: It cannot be made, as where the name is a folder's, or was taken at once again.
+    """
+    path.unlink(missing_ok=True)
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
+
+
 @contextlib.contextmanager
 def written(file: Path) -> Iterator[Path]:
     """Give the block a draft to write, which becomes the file when the block ends well.
@@ -35,7 +51,7 @@ def written(file: Path) -> Iterator[Path]:
         file: Where the draft goes; its folder exists.
 
     Yields:
-        Where to write; a name of this process's own, in the same folder.
+        Where to write; an empty file of this process's own, in the same folder.
 
     Example:
         >>> import tempfile
@@ -46,6 +62,7 @@ def written(file: Path) -> Iterator[Path]:
         (['file'], 'whole')
     """
     draft = file.with_name(f"{DRAFT}{os.getpid()}-{file.name}")
+    create(draft)
     try:
         yield draft
         flush(draft)

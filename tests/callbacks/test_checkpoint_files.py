@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 import dtk
 from dtk.callbacks.checkpointing.files import CheckpointFiles, CorruptCheckpointError
+from dtk.files import DRAFT
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -146,9 +148,26 @@ def test_an_absent_directory_is_empty(tmp_path):
     files.prune(1)
 
 
+ENDS = ("weights.h5", "json")
+
+
 def test_best_is_replaced_whole(tmp_path):
     files = CheckpointFiles(tmp_path)
     for text in ("one", "two"):
         files.keep_best(files.write(save(text), {}, {}), {"value": text})
     assert (tmp_path / "best.weights.h5").read_text() == "two"
     assert (tmp_path / "best.json").read_text() == '{"value": "two"}'
+
+
+def test_links_where_drafts_go_are_not_followed(tmp_path):
+    victim, directory = tmp_path / "victim", tmp_path / "shared"
+    victim.write_text("mine")
+    files = CheckpointFiles(directory)
+    directory.mkdir()
+    drafts = ("checkpoint-00000001", "best", *(f"{os.getpid()}-best.{end}" for end in ENDS))
+    for name in drafts:
+        (directory / f"{DRAFT}{name}").symlink_to(victim)
+    files.keep_best(files.write(save("one"), {}, {}), {"value": 1})
+    assert victim.read_text() == "mine"
+    assert (directory / "best.weights.h5").read_text() == "one"
+    assert not (directory / "best.weights.h5").is_symlink()

@@ -175,3 +175,24 @@ def test_a_second_fit_is_refused_on_every_rank(pool, tmp_path, first):
     for told, untouched in pool.run(second_job, str(tmp_path), first.pid):
         assert told is None and not untouched
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-00000001"]
+
+
+@pytest.mark.parametrize("kind", ["link", "hard link", "link to nothing", "pipe", "folder"])
+def test_a_lock_that_another_user_has_put_there_is_refused(tmp_path, kind):
+    """A link would have had its target emptied, and a pipe waited for its reader."""
+    victim, directory = tmp_path / "victim", tmp_path / "shared"
+    victim.write_text("mine")
+    directory.mkdir()
+    trap = directory / NAME
+    if kind == "pipe":
+        os.mkfifo(trap)
+    elif kind == "folder":
+        trap.mkdir()
+    elif kind == "hard link":
+        trap.hardlink_to(victim)
+    else:
+        trap.symlink_to(victim if kind == "link" else tmp_path / "nothing")
+    with pytest.raises(OSError, match="a link, or no file, .* then remove it, or give another"):
+        DirectoryLock(directory, patience=0.0).take()
+    assert victim.read_text() == "mine"
+    assert not (tmp_path / "nothing").exists()

@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from dtk.callbacks.checkpointing.state import CheckpointState, Packed
-from dtk.files import DRAFT, flush
+from dtk.files import DRAFT, flush, written
 from dtk.nests import Array
 
 WEIGHTS, ARRAYS, STATE = "weights.weights.h5", "arrays.npz", "state.json"
@@ -130,10 +130,12 @@ class CheckpointFiles:
         arrays: Mapping[str, Array],
     ) -> None:
         save_weights(str(draft / WEIGHTS))
-        np.savez(draft / ARRAYS, **arrays)  # type: ignore[arg-type]  # no array is its allow_pickle
+        with open(draft / ARRAYS, "xb") as stream:
+            np.savez(stream, **arrays)  # type: ignore[arg-type]  # no array is its allow_pickle
         digests = {file: digest(draft / file) for file in (WEIGHTS, ARRAYS)}
         digests[STATE] = _digest_of(json.loads(json.dumps(state)))
-        (draft / STATE).write_text(json.dumps({**state, "digests": digests}))
+        with open(draft / STATE, "x") as text:
+            text.write(json.dumps({**state, "digests": digests}))
         for file in (WEIGHTS, ARRAYS, STATE):
             flush(draft / file)
         flush(draft)
@@ -203,15 +205,10 @@ class CheckpointFiles:
             name: The checkpoint's name.
             note: What goes to JSON.
         """
-        draft = self.directory / f"{DRAFT}best"
-        shutil.copyfile(self.weights(name), draft)
-        self._put(draft, "best.weights.h5")
-        draft.write_text(json.dumps(note))
-        self._put(draft, "best.json")
-
-    def _put(self, draft: Path, name: str) -> None:
-        flush(draft)
-        os.replace(draft, self.directory / name)
+        with written(self.directory / "best.weights.h5") as draft:
+            shutil.copyfile(self.weights(name), draft)
+        with written(self.directory / "best.json") as draft:
+            draft.write_text(json.dumps(note))
 
 
 def _remove(path: Path) -> None:

@@ -15,6 +15,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import time
 import weakref
 from pathlib import Path
@@ -90,7 +91,7 @@ class DirectoryLock:
     def _try(self) -> Holder | None:
         """Try once; return who holds it, where that is known."""
         path = self._directory / NAME
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = _opened(path)
         try:
             holder = _read(descriptor)
             locked = _flock(descriptor)
@@ -125,6 +126,32 @@ def _forget(reference: weakref.ref[DirectoryLock]) -> None:
     lock = reference()
     if lock is not None:
         lock.forget()
+
+
+def _opened(path: Path) -> int:
+    """Open the file, or make it.
+
+    Raises:
+        OSError: It cannot be; or it is a link, and what that leads to would be written over.
+    """
+    try:
+        # Not to wait for a pipe's reader.
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise
+    else:
+        found = os.fstat(descriptor)
+        if stat.S_ISREG(found.st_mode) and found.st_nlink < 2:
+            return descriptor
+        os.close(descriptor)
+    raise FileExistsError(
+        errno.EEXIST,
+        "a link, or no file, has the name of the file that dtk writes there; find out who made it, "
+        "then remove it, or give another directory",
+        str(path),
+    )
 
 
 def _flock(descriptor: int) -> bool | None:

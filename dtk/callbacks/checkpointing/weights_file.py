@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import keras
@@ -52,7 +51,7 @@ class _File(io.BytesIO):
     def __init__(self, path: str):
         super().__init__()
         self.failure: OSError | None = None
-        self._descriptor = os.open(Path(path), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         self._at = self._size = 0
 
     def write(self, data: Buffer, /) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import keras
@@ -128,7 +127,7 @@ class CheckpointWriter:
             self._background.start(
                 name,
                 lambda: self._write(
-                    lambda path: Path(path).write_bytes(weights.getbuffer()), packed, copies, note
+                    lambda path: _put(path, weights.getbuffer()), packed, copies, note
                 ),
             )
             return name
@@ -186,6 +185,11 @@ class CheckpointWriter:
                 f"{files.directory}: {what} was written, {kept}: {error}"
             ) from error
         return name
+
+
+def _put(path: str, content: memoryview) -> None:
+    with open(path, "xb") as file:
+        file.write(content)
 
 
 def _check_finite(model: keras.Model) -> None:
