@@ -159,7 +159,8 @@ def _row_counts(gradients: list[Factored], communicator: Communicator) -> tf.Ten
 
 def _pays(gradients: list[Factored], counts: tf.Tensor, flops_per_byte: float) -> tf.Tensor:
     """Return whether sending factors is faster than an all-reduce; the same on all ranks."""
-    rows = tf.unstack(tf.cast(tf.reduce_sum(counts, 0), tf.float32))
+    # All wait for the rank with most rows: an all-gather takes as long as if all had as many.
+    rows = tf.unstack(counts.shape[0] * tf.cast(tf.reduce_max(counts, 0), tf.float32))
     # A rank's own rows are multiplied either way.
     others = 1.0 - 1.0 / counts.shape[0]
     factors = [

@@ -102,6 +102,8 @@ class Factors:
     def most_rows(self, workers: float) -> float:
         """Return the rows of all workers from which on dtk does not send factors any more.
 
+        Each holds as many.
+
         Args:
             workers: How many there are, 2 or more.
 
@@ -210,7 +212,9 @@ class Job:
         """
         if self.factors is None or workers == 1:
             return None
-        return self.factors if self.batch(workers) < self.factors.most_rows(workers) else None
+        # All wait for the worker with most rows, as if all had as many.
+        rows = workers * self.rows_of(workers)
+        return self.factors if rows < self.factors.most_rows(workers) else None
 
     def size(self, exchange: str) -> float:
         """Return the bytes of what one worker sends, as the exchange codes it.

@@ -158,6 +158,17 @@ def test_factors_pay_up_to_some_number_of_rows_of_all_ranks(size):
     assert abs(size * wanted.count(True) - most) <= 2 * size
 
 
+def test_the_rank_with_most_rows_decides_since_all_wait_for_it():
+    gradient = factors.Factored(tf.zeros([1, 512]), tf.zeros([1, 512]))
+
+    def pays(*rows):
+        counts = tf.constant([[n] for n in rows], tf.int64)
+        return bool(factors._pays([gradient], counts, factors.FLOPS_PER_BYTE))
+
+    assert pays(100, 100)
+    assert not pays(200, 0)
+
+
 def order(beside):
     """Whether the second of two independent all-reduces waits for the first."""
     communicator = bodies.strategy().communicator
