@@ -49,7 +49,7 @@ test-fast: check
 
 test-all: FOR_TESTS += $(FOR_ALL)
 test-all: horovod check
-	@$(call run_pytest,)
+	@$(call run_pytest,--hypothesis-profile search)
 
 test-faults: horovod
 	@$(BIN)/python tools/faults.py

@@ -15,6 +15,19 @@ ALL = "g++ make libopenmpi-dev openmpi-bin cmake"
 pytestmark = pytest.mark.skipif(MAKE is None, reason="make is not installed")
 
 
+@pytest.mark.parametrize("target, searches", [("test", 0), ("test-fast", 0), ("test-all", 1)])
+def test_only_test_all_searches_at_random(target, searches):
+    asked = subprocess.run(
+        [MAKE, "-n", "-f", str(ROOT / "Makefile"), target],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert asked.returncode == 0, asked.stderr
+    assert asked.stdout.count("--hypothesis-profile search") == searches
+
+
 @pytest.fixture
 def make_apt(tmp_path):
     """Run `make apt` where none of the wanted commands is there, and others as given."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 
+import numpy as np
 import psutil
 import pytest
+from hypothesis import settings
 
 import world as harness
 
@@ -37,6 +40,27 @@ def test_results_come_in_rank_order_and_processes_are_reused(world, backend, siz
     assert first == again
     assert [r[:2] for r in first] == [(backend.split("-")[0], 42)] * size
     assert [r[2] for r in first] != [os.getpid()] * size
+
+
+def unseeded():
+    import keras
+
+    harness.communicator()  # before the first tensor
+    layer = keras.layers.Dense(3)
+    layer.build((None, 2))
+    return random.random(), np.random.rand(), layer.kernel.numpy().tolist()
+
+
+@pytest.mark.worlds(("local", 1), ("collective", 2))
+def test_what_is_drawn_without_a_seed_is_the_same_in_each_run(pool):
+    drawn = pool.run(unseeded)
+    assert pool.run(unseeded) == drawn
+    assert len({one[0] for one in drawn}) == pool.size
+
+
+def test_hypothesis_tries_the_same_examples_unless_told_to_search():
+    searches = settings.get_current_profile_name() == "search"
+    assert settings().derandomize != searches
 
 
 def seed_apart():

@@ -23,9 +23,13 @@ def main() -> None:
     from dtk.bench.ranks import Failure
     from dtk.cluster import detect
 
+    import world
+
+    rank = detect().rank
     with connect() as line:
-        line.send({"rank": detect().rank, "pid": os.getpid()})
+        line.send({"rank": rank, "pid": os.getpid()})
         while (task := _next(line)) is not None:
+            world.seed(rank)  # apart: that dtk makes ranks alike is tested
             try:
                 line.send(_run(*task))
             except BaseException:

@@ -25,6 +25,7 @@ import dataclasses
 import importlib.util
 import inspect
 import os
+import random
 import re
 import shutil
 import sys
@@ -33,6 +34,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
 from dtk.bench import places
@@ -92,6 +94,12 @@ def named_in(test: str) -> str | None:
     if found is None:
         return None
     return "local-1" if found[1] == "mirrored" else f"{found[1]}-{found[2]}"
+
+
+def seed(number: int) -> None:
+    """Make what is drawn without a seed of its own the same in each run; Keras draws seeds, too."""
+    random.seed(number)
+    np.random.seed(number)
 
 
 def communicator() -> Any:
