@@ -8,6 +8,10 @@ keeps working:
 """
 
 
+import difflib
+from collections.abc import Iterable
+
+
 class DtkError(Exception):
     """Base of every error dtk raises on purpose."""
 
@@ -42,6 +46,16 @@ class CheckpointSaveError(DtkError, OSError):
 
 class NonFiniteError(DtkError, FloatingPointError):
     """Training has reached numbers that are NaN or infinite."""
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """Name what is spelled nearly so, to be put behind a refusal; nothing if none is.
+
+    >>> did_you_mean("--wokers", ["--workers", "--hosts"]), did_you_mean("x", ["--hosts"])
+    (', did you mean --workers?', '')
+    """
+    close = difflib.get_close_matches(given, known, n=2)
+    return f", did you mean {' or '.join(close)}?" if close else ""
 
 
 def at_rank(rank: int, message: str) -> str:

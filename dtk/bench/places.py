@@ -47,11 +47,9 @@ def check(launcher: str, hosts: Sequence[Host]) -> None:
         CommunicatorError: It is not installed.
     """
     check_names("--communicator", [launcher], LAUNCHERS)
-    if launcher != MPI:
-        job_options.check_communicator(launcher)
-        return
-    job_options.check_communicator("horovod")
-    check_mpirun(hosts)
+    if launcher == MPI:
+        check_mpirun(hosts)
+    job_options.check_installed("horovod" if launcher == MPI else launcher)
 
 
 def check_mpirun(hosts: Sequence[Host]) -> None:

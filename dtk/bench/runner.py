@@ -175,10 +175,10 @@ class Run:
         """Raise the reason why a baseline cannot be measured, before anything is installed."""
         if not baseline.trains and not self.setting.allreduce:
             raise WorldLost("trains nothing; add for example --allreduce 100MB")
-        if baseline.environment is None:
-            job_options.check_communicator("horovod")
         if baseline.launcher == places.MPI:
             places.check_mpirun(self.hosts)
+        if baseline.environment is None:
+            job_options.check_installed("horovod")
 
     def _start(
         self,

@@ -146,13 +146,13 @@ def bench(
     for name in setting.exchanges:
         setting.steps_with(name, count)
     communicators = _once(communicators) or (places.usual(),)
-    for name in communicators:
-        places.check(name, where)
     chosen = baselines.choose(_once(peers), _BASELINES)
     saved = None if compare is None else read(compare)
     files = {"--json": json_file, "--markdown": markdown_file, "--plot": plot_file}
     for option, file in files.items():
         _check_writable(option, file)
+    for name in communicators:
+        places.check(name, where)
     if plot_file is not None:
         plot.check(plot_file)
     run = Run(setting, count, where, remote_shell, dict(map(_variable, tuned)))

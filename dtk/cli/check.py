@@ -15,7 +15,7 @@ from dtk.launch import Job, job_options, plan
 
 @click.command(
     cls=job_options.JobCommand,
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    context_settings={"allow_interspersed_args": False},
     epilog="""
     \b
     dtk check train.py --epochs 3
@@ -39,9 +39,10 @@ def check(
     The exit code is 0 if they do. A script that trains no model ends with 1.
     """
     command = command_of(script, module, args)
-    job_options.check_communicator(communicator)
+    job_options.check_known(communicator)
     if workers < 2:
         raise ClusterError(f"-n {workers}: there is something to compare from 2 on")
+    job_options.check_installed(communicator)
     planned = plan(command, workers, communicator=communicator)
     processes = [dataclasses.replace(p, env={**p.env, SELF_TEST: "only"}) for p in planned]
     sys.exit(job_options.see_through(Job(processes), "check"))

@@ -7,6 +7,7 @@ import importlib.util
 
 import click
 
+from dtk.errors import did_you_mean
 from dtk.version import __version__
 
 # name: (module, one-line help). The help stands here so that `dtk --help` imports nothing;
@@ -49,6 +50,24 @@ class LazyGroup(click.Group):
         command = getattr(importlib.import_module(module), module.rpartition(".")[2])
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command that was called.
+
+        Args:
+            ctx: Of this group.
+            args: Its name, and what follows.
+
+        Raises:
+            click.UsageError: There is none, with those that are spelled nearly so.
+        """
+        name, known = args[0], self.list_commands(ctx)
+        if name not in known and not name.startswith("-"):
+            told = f"no such command: {name}{did_you_mean(name, known)}"
+            raise click.UsageError(told, ctx)
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands without importing them.

@@ -16,7 +16,7 @@ from dtk.cli.preflight import Preflight
 from dtk.cluster import Host, progress, saving
 from dtk.cluster.variables import RESTARTS, SAVE_GRACE
 from dtk.errors import ClusterError
-from dtk.launch import Job, Process, isolation, job_options, plan, ssh
+from dtk.launch import Job, Process, check_plan, isolation, job_options, plan, ssh
 from dtk.launch.attempts import Attempts, Run, Supervisor, answers
 from dtk.launch.settings import step_settings
 
@@ -25,7 +25,7 @@ _MAX_RESTARTS = 3
 
 @click.command(
     cls=job_options.JobCommand,
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    context_settings={"allow_interspersed_args": False},
     epilog="""
     \b
     dtk run -n 2 train.py --epochs 3
@@ -140,7 +140,7 @@ def run(
     callback resumes.
     """
     command = command_of(script, module, args)
-    job_options.check_communicator(communicator)
+    job_options.check_known(communicator)
     if not 0.0 <= timeout_grace <= 3600.0:
         raise ClusterError(f"--timeout-grace {timeout_grace:g}: expected 0 to 3600 seconds")
     if not 1.0 <= save_grace <= 1e6:
@@ -152,12 +152,14 @@ def run(
     _check_workers(workers, where)
     _check_servers(ps, max_restarts)
     _check_fewest(min_workers, workers, where, ps)
+    if isolate and where:
+        raise ClusterError(
+            "--isolate is for a job on this machine: one on several hosts needs the network "
+            "between them; leave it out, and keep others from that network"
+        )
+    check_plan(command, workers, where, communicator, ps, evaluator)
+    job_options.check_installed(communicator)
     if isolate:
-        if where:
-            raise ClusterError(
-                "--isolate is for a job on this machine: one on several hosts needs the network "
-                "between them; leave it out, and keep others from that network"
-            )
         isolation.isolate()
     if max_restarts is None:
         max_restarts = _MAX_RESTARTS if ps or min_workers else 0
@@ -250,8 +252,6 @@ def command_of(script: str | None, module: bool, args: tuple[str, ...]) -> list[
                 f"no module named {top!r} here or installed; run from the directory that holds it"
             )
         return [sys.executable, "-m", script, *args]
-    if script.startswith("-"):
-        raise ClusterError(f"no such option: {script}; see `dtk run --help`")
     path = Path(script)
     if path.is_dir() and not (path / "__main__.py").is_file():
         raise ClusterError(

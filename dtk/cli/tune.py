@@ -20,7 +20,7 @@ from dtk.launch.settings import step_settings, tuning
 
 @click.command(
     cls=job_options.JobCommand,
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    context_settings={"allow_interspersed_args": False},
     epilog="""
     \b
     dtk tune train.py --batch-size 256
@@ -55,11 +55,12 @@ def tune(
     same settings.
     """
     command = command_of(script, module, args)
-    job_options.check_communicator(communicator)
+    job_options.check_known(communicator)
     if workers < 2:
         raise ClusterError(f"-n {workers}: steps of one process alone are not timed; use -n 2")
     if rounds < 1:
         raise ClusterError(f"--rounds {rounds}: expected 1 or more")
+    job_options.check_installed(communicator)
 
     def planned(name: str | None) -> list[Process]:
         return plan(command, workers, communicator=name or communicator)

@@ -9,5 +9,6 @@
 
 from dtk.launch.job import Job
 from dtk.launch.plan import COMMUNICATORS, Process, plan
+from dtk.launch.plan import check as check_plan
 
-__all__ = ["COMMUNICATORS", "Job", "Process", "plan"]
+__all__ = ["COMMUNICATORS", "Job", "Process", "check_plan", "plan"]

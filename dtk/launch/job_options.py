@@ -14,7 +14,7 @@ from typing import IO, TypeAlias
 import click
 
 from dtk.cluster import Host, parse_hosts, read_hostfile
-from dtk.errors import ClusterError, CommunicatorError, DtkError
+from dtk.errors import ClusterError, CommunicatorError, DtkError, did_you_mean
 from dtk.launch import COMMUNICATORS, Job, mpi_places, ssh
 from dtk.version import pip_install
 
@@ -90,6 +90,10 @@ class JobCommand(click.Command):
         """
         try:
             return super().make_context(info_name, args, parent, **extra)
+        except click.NoSuchOption as error:
+            options = [name for parameter in self.params for name in parameter.opts]
+            told = f"no such option: {error.option_name}{did_you_mean(error.option_name, options)}"
+            raise Refused(self.name, f"{told}; see `dtk {self.name} --help`") from None
         except click.UsageError as error:
             told = error.format_message().rstrip(".")
             raise Refused(self.name, f"{told}; see `dtk {self.name} --help`") from None
@@ -208,18 +212,28 @@ def installed() -> list[str]:
     return found
 
 
-def check_communicator(name: str) -> None:
-    """Refuse a communicator that is unknown or not installed here.
+def check_known(name: str) -> None:
+    """Refuse a communicator that does not exist.
 
     Args:
         name: As given with --communicator.
 
     Raises:
         ClusterError: There is no such communicator.
-        CommunicatorError: Horovod or MPI is not installed.
     """
     if name not in COMMUNICATORS:
         raise ClusterError(f"--communicator {name}: unknown, expected {', '.join(COMMUNICATORS)}")
+
+
+def check_installed(name: str) -> None:
+    """Refuse a communicator that is not installed here: after all that no package would cure.
+
+    Args:
+        name: As given with --communicator.
+
+    Raises:
+        CommunicatorError: Horovod or MPI is not installed.
+    """
     if name == "mpi" and name not in installed():
         raise CommunicatorError(
             f"--communicator mpi: no mpi4py, or no mpirun of Open MPI beside {sys.executable}; run "

@@ -115,7 +115,7 @@ def plan(
             )
         # Beside a server there is nothing for the others to do.
         communicator = told if told in COMMUNICATORS and not ps else "collective"
-    _check(command, workers, hosts, communicator, ps, evaluator)
+    check(command, workers, hosts, communicator, ps, evaluator)
     hosts = tuple(hosts) or (Host("localhost", workers or 1),)
     placed = _place(workers, hosts, ps, evaluator)
     per_host = collections.Counter(host for _, _, host in placed)
@@ -135,14 +135,27 @@ def plan(
     return _bound(processes, facts) if bind and not ps else processes
 
 
-def _check(
+def check(
     command: Sequence[str],
     workers: int | None,
     hosts: Sequence[Host],
     communicator: str,
-    ps: int,
-    evaluator: bool,
+    ps: int = 0,
+    evaluator: bool = False,
 ) -> None:
+    """Refuse what `plan` cannot plan anywhere: whatever is installed here, whoever answers.
+
+    Args:
+        command: As for `plan`, as are the others.
+        workers: Number of training processes.
+        hosts: Where to run.
+        communicator: What moves the bytes.
+        ps: Number of parameter servers.
+        evaluator: Whether there is one.
+
+    Raises:
+        ClusterError: Says what contradicts what.
+    """
     if not command:
         raise ClusterError("no command to run; give at least a program, e.g. `python train.py`")
     if communicator not in COMMUNICATORS:

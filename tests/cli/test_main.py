@@ -1,6 +1,8 @@
 """The command line costs nothing until a command is called."""
 
 import importlib
+import subprocess
+import sys
 
 import click
 import pytest
@@ -20,10 +22,31 @@ def test_version():
     assert CliRunner().invoke(main, ["--version"]).output == f"dtk, version {__version__}\n"
 
 
-def test_an_unknown_command_is_refused():
-    result = CliRunner().invoke(main, ["train"])
+def test_python_m_dtk_is_dtk():
+    done = subprocess.run(
+        [sys.executable, "-m", "dtk", "--version"], capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout, done.stderr) == (f"dtk, version {__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    "given, told",
+    [
+        ("train", "no such command: train\n"),
+        ("rum", "no such command: rum, did you mean run?\n"),
+        ("instal-horovod", "no such command: instal-horovod, did you mean install-horovod?\n"),
+        ("run --hostfil x.py", "no such option: --hostfil, did you mean --hostfile or --hosts?"),
+        ("check --wokers 2 x.py", "no such option: --wokers, did you mean --workers?; see `dtk"),
+        ("tune --no-such x.py", "no such option: --no-such; see `dtk tune --help`"),
+        ("bench -w 2", "no such option: -w; see `dtk bench --help`"),
+        ("plan --modle x", "no such option: --modle, did you mean --model?; see `dtk plan --help`"),
+        ("doctor --host a", "'--hosts'"),  # click's own
+    ],
+)
+def test_what_is_spelled_wrong_is_refused_and_told_as_it_is_spelled(given, told):
+    result = CliRunner().invoke(main, given.split())
     assert result.exit_code == 2
-    assert "No such command 'train'" in result.output
+    assert told in result.output
 
 
 @pytest.mark.parametrize("name", COMMANDS)
