@@ -11,7 +11,6 @@ No TensorFlow is imported here; what must be asked of it is asked in a subproces
 
 from __future__ import annotations
 
-import hashlib
 import os
 import pathlib
 import platform
@@ -38,7 +37,16 @@ from dtk.launch import mpi_places
 
 # what Horovod imports when it runs, and its setup.py when it builds
 RUNTIME_REQUIREMENTS = ("cloudpickle", "pyyaml", "psutil", "packaging")
-BUILD_REQUIREMENTS = ("setuptools<81", "wheel", *RUNTIME_REQUIREMENTS)
+# These run while it is built, so it is these versions alone, and none that pip would have to build.
+BUILD_REQUIREMENTS = (
+    "setuptools==80.9.0",
+    "wheel==0.45.1",
+    "cloudpickle==3.1.2",
+    "pyyaml==6.0.3",
+    "psutil==7.1.3",
+    "packaging==25.0",
+)
+CMAKE = "cmake==3.31.10"
 
 
 # --- where wheels are kept ------------------------------------------------------------------------
@@ -138,12 +146,15 @@ class Build:
         Raises:
             HorovodBuildError: When the package index cannot be reached or lacks one of them.
         """
-        cmake = () if usable_cmake() else ("cmake<4",)
+        cmake = () if usable_cmake() else (CMAKE,)
         cure = "check the network and pip's configuration"
         if cmake:
             cure += ", or: apt-get install cmake (3.13 or later, below 4)"
         self._run(
-            [*PIP, "install", "--target", str(self.tools), *BUILD_REQUIREMENTS, *cmake],
+            [
+                *(*PIP, "install", "--only-binary", ":all:", "--no-deps"),
+                *("--target", str(self.tools), *BUILD_REQUIREMENTS, *cmake),
+            ],
             failed=f"the build tools could not be fetched. Next: {cure}",
             environ=dict(os.environ),
         )
@@ -151,22 +162,27 @@ class Build:
     def fetch_source(self) -> pathlib.Path:
         """Download Horovod's source archive from the configured package index.
 
+        pip runs its setup.py to learn what it needs, so pip is told the digest: it runs nothing of
+        another archive.
+
         Returns:
             The archive.
 
         Raises:
-            HorovodBuildError: When that fails.
+            HorovodBuildError: When that fails, or what came is not what was published.
         """
-        folder = self.scratch / "sdist"
+        folder, wanted = self.scratch / "sdist", self.scratch / "horovod.txt"
+        self.scratch.mkdir(parents=True, exist_ok=True)
+        wanted.write_text(f"horovod=={HOROVOD_VERSION} --hash=sha256:{HOROVOD_SHA256}\n")
         download = [*PIP, "download", "--no-deps", "--no-binary", "horovod", "--no-build-isolation"]
         self._run(
-            [*download, f"horovod=={HOROVOD_VERSION}", "--dest", str(folder)],
-            failed=f"horovod {HOROVOD_VERSION} could not be downloaded. Next: check the network, "
-            "or: dtk install-horovod --sdist FILE",
+            [*download, "--require-hashes", "--requirement", str(wanted), "--dest", str(folder)],
+            failed=f"horovod {HOROVOD_VERSION} could not be downloaded, or what came is not the "
+            f"published source (SHA-256 {HOROVOD_SHA256}). Next: check the network and which "
+            "package index pip is configured for, or: dtk install-horovod --sdist FILE, for an "
+            "archive that you trust",
         )
-        sdist = next(folder.glob("horovod-*.tar.gz"))
-        check_digest(sdist)
-        return sdist
+        return next(folder.glob("horovod-*.tar.gz"))
 
     def unpack(self, sdist: pathlib.Path) -> pathlib.Path:
         """Unpack the archive, check that it is the right one, patch the source.
@@ -292,26 +308,6 @@ def build_variables(mpi: Mpi | None) -> dict[str, str]:
     }
 
 
-def check_digest(sdist: pathlib.Path, expected: str = HOROVOD_SHA256) -> None:
-    """Refuse a downloaded archive that is not what was published: it is compiled and run.
-
-    Args:
-        sdist: The source archive.
-        expected: Its SHA-256, as hexadecimal digits.
-
-    Raises:
-        HorovodBuildError: It is another.
-    """
-    with open(sdist, "rb") as file:
-        given = hashlib.file_digest(file, "sha256").hexdigest()
-    if given != expected:
-        raise HorovodBuildError(
-            f"{sdist.name}, as downloaded, has SHA-256 {given}, expected {expected}: it is not the "
-            "published source. Next: check which package index pip is configured for; an archive "
-            "you trust goes by --sdist FILE"
-        )
-
-
 def check_sdist(sdist: pathlib.Path) -> None:
     """Refuse an archive that is not the source of this Horovod, by its own statement.
 
@@ -321,7 +317,7 @@ def check_sdist(sdist: pathlib.Path) -> None:
     Raises:
         HorovodBuildError: When it is missing, no archive, or not horovod 0.28.1.
     """
-    cure = f"Next: pip download --no-deps --no-binary horovod horovod=={HOROVOD_VERSION}"
+    cure = f"Next: dtk install-horovod without --sdist, which downloads horovod {HOROVOD_VERSION}"
     try:
         with tarfile.open(sdist) as archive:
             depth = [name for name in archive.getnames() if re.fullmatch("[^/]+/PKG-INFO", name)]

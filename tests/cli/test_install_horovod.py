@@ -6,10 +6,10 @@ machine's own, or absent because PATH says so.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -105,8 +105,12 @@ GLOO = (
 )
 
 
-def sdist(path: pathlib.Path, version: str = "0.28.1", cmake: str | None = None) -> pathlib.Path:
+def sdist(
+    path: pathlib.Path, version: str = "0.28.1", cmake: str | None = None, setup: str = ""
+) -> pathlib.Path:
     files = {"PKG-INFO": f"Metadata-Version: 2.1\nName: horovod\nVersion: {version}\n"}
+    if setup:
+        files["setup.py"] = setup
     if cmake is not None:
         files[patches.CMAKE_LISTS] = cmake
         files[patches.GLOO_CONTEXT] = GLOO
@@ -227,7 +231,7 @@ def test_no_cmake_and_no_package_index(only, fake, monkeypatch, tmp_path):
     assert "build tools could not be fetched" in result.output
     assert "apt-get install cmake" in result.output
     assert "build.log):" in result.output  # names the log and shows its end
-    assert "No matching distribution found for setuptools<81" in result.output
+    assert "No matching distribution found for setuptools==" in result.output
     assert result.exit_code == 1
 
 
@@ -254,11 +258,24 @@ def test_sdist_that_does_not_exist():
     assert result.exit_code == 2
 
 
-def test_a_download_that_is_not_what_was_published(tmp_path):
-    archive = sdist(tmp_path / "horovod-0.28.1.tar.gz")
-    with pytest.raises(HorovodBuildError, match="is not the published source. Next: check which"):
-        builder.check_digest(archive)
-    builder.check_digest(archive, hashlib.sha256(archive.read_bytes()).hexdigest())
+def test_nothing_runs_of_a_download_that_is_not_what_was_published(tmp_path, monkeypatch):
+    """pip runs an archive's setup.py to read what it needs."""
+    index, ran = tmp_path / "index", tmp_path / "ran"
+    index.mkdir()
+    sdist(index / "horovod-0.28.1.tar.gz", setup=f"open({str(ran)!r}, 'w')\n")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    build = builder.Build(tmp_path / "scratch", tmp_path / "log")
+    with pytest.raises(HorovodBuildError, match="what came is not the published source") as error:
+        build.fetch_source()
+    assert "DO NOT MATCH THE HASHES" in str(error.value)
+    assert not ran.exists()
+
+
+def test_tools_that_run_while_it_is_built_are_of_one_version_and_none_is_built():
+    for one in (*builder.BUILD_REQUIREMENTS, builder.CMAKE):
+        assert re.fullmatch(r"[a-z]+==[\d.]+", one)
 
 
 def test_the_xla_line_goes_and_process_sets_get_the_interface(tmp_path):
