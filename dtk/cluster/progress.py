@@ -15,8 +15,8 @@ them has work since when; the evaluator is inside while it evaluates; the others
 
 Under `dtk run` a rank reports from the import of dtk on, elsewhere from the strategy on.
 
-Reports are lines of standard error that the launcher takes out. A rank that is stopped, swapped out
-or cut off sends none at all.
+Reports go to the launcher by `dtk.cluster.report_channel`. A rank that is stopped, swapped out or
+cut off sends none at all.
 """
 
 from __future__ import annotations
@@ -24,17 +24,15 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
-import json
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from dtk.cluster import stacks, usage
+from dtk.cluster import report_channel, stacks, usage
 from dtk.cluster.reports import Report
 
-MARK = "\x1edtk progress "
 # Seconds, of the launcher's: set in ranks that are to report. See `dtk run --stall-timeout`.
 VARIABLE = "DTK_STALL_TIMEOUT"
 _PERIOD = 1.0
@@ -164,6 +162,8 @@ def start(serves: bool = False) -> None:
     timeout = 0.0
     with contextlib.suppress(ValueError):  # which the strategy refuses, by name
         timeout = float(os.environ.get(VARIABLE) or 0)
+    if _is_rank():
+        report_channel.keep()
     if _reporter is None and timeout > 0 and _is_rank():
         _reporter = _Reporter(timeout, _to_launcher)
     if _reporter is not None and serves:
@@ -197,8 +197,7 @@ def is_launched() -> bool:
 
 
 def _to_launcher(report: Report) -> None:
-    with contextlib.suppress(OSError):  # nobody listens any more
-        os.write(2, (MARK + json.dumps(report) + "\n").encode())
+    report_channel.tell({"progress": report})
 
 
 def tell_held(held: Callable[[], dict[int, float]]) -> None:

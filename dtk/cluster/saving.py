@@ -1,7 +1,6 @@
 """Seconds to save in when a job is ended, the same for ranks and for `dtk run`.
 
-A rank that would save on SIGTERM tells the launcher so, in lines of standard error that it takes
-out:
+A rank that would save on SIGTERM tells the launcher so, by `dtk.cluster.report_channel`:
 
     ready    a SIGTERM would be followed by a checkpoint, when the running step is over
     begun    all ranks have agreed, and one writes
@@ -19,10 +18,10 @@ import os
 from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
+from dtk.cluster import report_channel
 from dtk.cluster.variables import SAVE_GRACE
 from dtk.errors import ClusterError
 
-MARK = "\x1edtk saving "
 DEFAULT_GRACE = 60.0
 
 Readiness: TypeAlias = Literal["ready", "begun", "over"]
@@ -65,5 +64,4 @@ def tell(what: Readiness) -> None:
         what: See the top of this file.
     """
     if is_launcher_told():
-        with contextlib.suppress(OSError):  # nobody listens any more
-            os.write(2, f"{MARK}{what}\n".encode())
+        report_channel.tell({"saving": what})

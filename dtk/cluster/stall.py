@@ -176,7 +176,11 @@ def find_cut_off(standings: Sequence[Standing], now: float, timeout: float) -> S
     silent = tuple(
         index
         for index, standing in enumerate(standings)
-        if standing.heard is not None and (standing.heard < now - seconds or standing.is_stopped)
+        if standing.heard is not None
+        and (
+            standing.is_stopped
+            or (standing.heard < now - seconds and standing.is_unused(now - seconds))
+        )
     )
     return Stall(silent, f"reported nothing for {seconds:g} s, last", ()) if silent else None
 

@@ -24,7 +24,8 @@ class Standing:
         busy: When it was last seen computing, reading or writing, by its reports.
         last: Its last report.
         started: Whether somebody has seen it start, and so waits for its first report.
-        ran: The same as `busy`, as seen from outside; None where nobody looks.
+        ran: The same as `busy`, as seen from outside, of its main thread; None where nobody looks.
+        used: The same, of any thread: a process that is stopped has none that runs.
         seen: What was seen last from outside.
         left: Whether its script is over.
         stack: Its stack, where the report has none.
@@ -36,6 +37,7 @@ class Standing:
     last: Report | None = None
     started: bool = False
     ran: float | None = None
+    used: float | None = None
     seen: tuple[Usage, float] | None = None
     left: bool = False
     stack: str = ""
@@ -91,17 +93,20 @@ class Standing:
         if usage is None:
             return
         if self.seen is None:
-            self.ran = now
+            self.ran = self.used = now
         else:
             before, when = self.seen
             if now - when < _LOOK:
                 return
-            if _works(usage.cpu - before.cpu, usage.io - before.io, now - when):
-                self.ran = now
+            seconds = now - when
+            if _works(usage.cpu - before.cpu, usage.io - before.io, seconds):
+                self.ran = self.used = now
+            if _works(usage.total - before.total, 0, seconds):
+                self.used = now
         self.seen = (usage, now)
 
     def is_silent(self, since: float) -> bool:
-        """Return whether it has reported nothing, and not been seen to run either.
+        """Return whether it has reported nothing, and none of its threads was seen to run either.
 
         Args:
             since: For how long, as a time.
@@ -110,7 +115,15 @@ class Standing:
             return False
         if self.last["joining"] and not self.is_stopped:
             return False
-        return self.ran is None or self.ran < since
+        return self.is_unused(since)
+
+    def is_unused(self, since: float) -> bool:
+        """Return whether no thread of it was seen to run, as of a process that is stopped.
+
+        Args:
+            since: For how long, as a time.
+        """
+        return self.used is None or self.used < since
 
     def is_idle(self, since: float) -> bool:
         """Return whether it has neither computed, nor read nor written.
@@ -134,6 +147,8 @@ class Standing:
             self.heard += seconds
         if self.ran is not None:
             self.ran += seconds
+        if self.used is not None:
+            self.used += seconds
 
 
 def _works(cpu: float, io: float, seconds: float) -> bool:

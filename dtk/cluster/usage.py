@@ -9,9 +9,7 @@ import contextlib
 import os
 from typing import NamedTuple
 
-# Lines of standard error in which another host's agent tells the launcher what it has seen.
-MARK = "\x1edtk usage "
-# What follows it where the kernel has killed the process for want of memory.
+# What another host's agent reports where the kernel has killed the process for want of memory.
 NO_MEMORY = "no memory"
 # States of proc(5): stopped by a signal, or by a debugger.
 STOPPED = "Tt"
@@ -24,11 +22,13 @@ class Usage(NamedTuple):
         state: Of its main thread, a letter of proc(5).
         cpu: Seconds that its main thread has computed: others may only look for messages.
         io: Bytes that the process has read from storage and written there.
+        total: Seconds that all its threads have computed.
     """
 
     state: str
     cpu: float
     io: int
+    total: float = 0.0
 
 
 def of(pid: int) -> Usage | None:
@@ -44,11 +44,12 @@ def of(pid: int) -> Usage | None:
     'R'
     """
     try:
-        with open(f"/proc/{pid}/task/{pid}/stat") as file:
-            stat = file.read().rpartition(")")[2].split()
+        with open(f"/proc/{pid}/task/{pid}/stat") as main, open(f"/proc/{pid}/stat") as all_of_it:
+            stat = main.read().rpartition(")")[2].split()
+            total = all_of_it.read().rpartition(")")[2].split()
     except OSError:
         return None
-    return Usage(stat[0], _seconds(stat), io(pid))
+    return Usage(stat[0], _seconds(stat), io(pid), _seconds(total))
 
 
 def cpu(thread: int) -> float:

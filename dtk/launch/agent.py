@@ -1,9 +1,9 @@
 """The agent beside the ranks: runs one rank on another host, or is the guard on this one.
 
-This file and `marked` are sent through the remote shell, so they use the standard library alone
-and dtk need not be importable before the rank itself starts. The first line of standard input is a
-JSON object; its end means that the launcher is gone, and everything it started must go too. So does
-silence: a connection that was cut, as by a cable that was pulled, does not end.
+This file and those it imports are sent through the remote shell, so they use the standard library
+alone and dtk need not be importable before the rank itself starts. The first line of standard input
+is a JSON object; its end means that the launcher is gone, and everything it started must go too. So
+does silence: a connection that was cut, as by a cable that was pulled, does not end.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeAlias, TypedDict
 
-from dtk.cluster.usage import MARK, NO_MEMORY, MemoryKills, of
+from dtk.cluster.report_channel import pair, receive, record, variables
+from dtk.cluster.usage import NO_MEMORY, MemoryKills, of
 from dtk.launch.marked import BESIDE, abort, end, start
 from dtk.launch.orphans import Saver
 
 _SIOCGIFADDR = 0x8915
 _LOOKS = 10  # at the silence of a launcher, before it counts as gone
+_LAST_WORDS = 2.0  # seconds for what a rank has reported before it ended
 
 
 class RankSpec(TypedDict):
@@ -263,9 +265,12 @@ def run_rank(spec: RankSpec) -> int:
     if host:
         with contextlib.suppress(OSError):  # a port in use is reported by the rank itself
             held = reserve(host, int(port))
-    environ = {**os.environ, **spec["env"]}
+    reports, end_of_rank = pair()
+    environ = {**os.environ, **spec["env"], **variables(end_of_rank)}
+    command, keeps = spec["argv"], [end_of_rank.fileno()]
     try:
-        rank = start(spec["argv"], environ, spec["job"], spec["cores"], cwd=spec["cwd"])
+        with end_of_rank:
+            rank = start(command, environ, spec["job"], spec["cores"], cwd=spec["cwd"], keeps=keeps)
     except OSError as error:
         print(f"cannot start {spec['argv'][0]} in {spec['cwd']}: {error.strerror}", file=sys.stderr)
         return 127
@@ -287,24 +292,32 @@ def run_rank(spec: RankSpec) -> int:
                 saver.note(word, rank.pid)
 
         if not obey(follow, spec["silence"]):
-            _say(f"dtk: the launcher said nothing for {spec['silence']:g} s; the rank is ended")
+            text = f"dtk: the launcher said nothing for {spec['silence']:g} s; the rank is ended\n"
+            _say(text.encode())
         saver.let_save([rank.pid] if serves else [])
         end(spec["job"], spec["grace"])
 
     def watch() -> None:
         while rank.poll() is None:
             if seen := of(rank.pid):
-                with contextlib.suppress(OSError):
-                    os.write(2, f"{MARK}{json.dumps(seen)}\n".encode())
+                _pass_on(json.dumps({"usage": seen}).encode())
             time.sleep(spec["watch"])
+
+    def hear() -> None:
+        with reports:
+            while message := receive(reports):
+                _pass_on(message)
 
     threading.Thread(target=wait_for_launcher, daemon=True).start()
     if spec["watch"]:
         threading.Thread(target=watch, daemon=True).start()
+    hearing = threading.Thread(target=hear, daemon=True)
+    hearing.start()
     code = rank.wait()
     if code == -signal.SIGKILL and kills.are_more():
-        _say(f"{MARK}{NO_MEMORY}")
+        _say(record(json.dumps({"usage": NO_MEMORY}).encode()))
     end(spec["job"], 1.0, sessions=[rank.pid])
+    hearing.join(_LAST_WORDS)
     if held is not None:
         held.close()
     return shell_code(code)
@@ -345,13 +358,19 @@ def obey(follow: Callable[[str], None], silence: float) -> bool:
     return False
 
 
-def _say(text: str) -> None:
+def _pass_on(report: bytes) -> None:
+    """Send a report of this host's to the launcher, among what the rank writes."""
+    with contextlib.suppress(OSError):  # nobody listens any more
+        os.write(2, record(report))
+
+
+def _say(line: bytes) -> None:
     """Write a line to standard error, unless nobody takes what was written there before."""
     poll = select.poll()
     poll.register(2, select.POLLOUT)
     if poll.poll(0):
         with contextlib.suppress(OSError):
-            os.write(2, text.encode() + b"\n")
+            os.write(2, line)
 
 
 def guard(spec: GuardSpec) -> int:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -245,17 +246,18 @@ class Job:
         self._starter.prepare()
         for process in self.processes:
             env, remote = self._starter.env(process), self._starter.is_remote(process)
-            rank = Rank(process, env, remote, self._starter.popen(process, env))
+            popen, reports = self._starter.popen(process, env)
+            rank = Rank(process, env, remote, popen)
             self._ranks.append(rank)
             self._output.open_file(rank)
-            self._attend(rank)
+            self._attend(rank, reports)
 
     def _start_again(self, rank: Rank) -> None:
         env = {**rank.env, RESTARTS: str(rank.restarts)}
-        popen = self._starter.popen(rank.process, env)
+        popen, reports = self._starter.popen(rank.process, env)
         with self._state.changed:
             rank.started(popen)
-        self._attend(rank)
+        self._attend(rank, reports)
 
     def _end_stuck(self, rank: Rank) -> None:
         """End one process that does nothing, and cannot be asked to."""
@@ -279,9 +281,9 @@ class Job:
         else:
             self._starter.note_saving(rank.popen.pid, rank.would_save)
 
-    def _attend(self, rank: Rank) -> None:
+    def _attend(self, rank: Rank, reports: socket.socket | None) -> None:
         """Start the threads that read what a process writes, and note its end."""
-        self._output.relay(rank)
+        self._output.relay(rank, reports)
         threading.Thread(target=self._reap, args=(rank,), daemon=True).start()
 
     def _reap(self, rank: Rank) -> None:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dtk.cluster import usage
+from dtk.cluster import report_channel, usage
 from dtk.launch import agent, marked, orphans
 
 # Runs the agent where dtk is not installed, or not imported: in the order sent, each module finds
@@ -106,7 +106,8 @@ def first_line(spec: agent.Spec) -> str:
     Args:
         spec: What it is to do.
     """
-    modules = {one.__name__: inspect.getsource(one) for one in (usage, marked, orphans, agent)}
+    sent = (usage, report_channel, marked, orphans, agent)
+    modules = {one.__name__: inspect.getsource(one) for one in sent}
     return json.dumps({"modules": modules, "spec": spec}) + "\n"
 
 
@@ -116,6 +117,7 @@ def start(
     job: str,
     cores: Sequence[int] = (),
     serves: bool = False,
+    reports: socket.socket | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start one rank here, in a session of its own.
 
@@ -127,6 +129,7 @@ def start(
         job: Value of DTK_JOB, the mark by which the job's processes are found.
         cores: Those it is bound to; all when empty.
         serves: Whether others need it to save what they have.
+        reports: Its end of a `report_channel.pair`.
 
     Returns:
         The process, with pipes for its output.
@@ -139,8 +142,10 @@ def start(
     b'hello\\n'
     """
     inherited = {name: value for name, value in os.environ.items() if not is_foreign(name)}
-    environ = {**inherited, **env}
-    return marked.start(argv, environ, job, cores, output=subprocess.PIPE, serves=serves)
+    environ = {**inherited, **env, **(report_channel.variables(reports) if reports else {})}
+    keeps = [reports.fileno()] if reports else []
+    output = subprocess.PIPE
+    return marked.start(argv, environ, job, cores, output=output, serves=serves, keeps=keeps)
 
 
 class Guard:

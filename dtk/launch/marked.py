@@ -171,6 +171,7 @@ def start(
     cwd: str | None = None,
     output: int | None = None,
     serves: bool = False,
+    keeps: Collection[int] = (),
 ) -> subprocess.Popen[bytes]:
     """Start a process of a job, in a session of its own and without input.
 
@@ -186,6 +187,7 @@ def start(
         output: `subprocess.PIPE` for a pipe each for its output and its errors; None for this
             process's own.
         serves: Whether others need it to save what they have.
+        keeps: Descriptors that it inherits.
 
     Returns:
         The process.
@@ -208,6 +210,7 @@ def start(
             stderr=output,
             cwd=cwd,
             start_new_session=True,
+            pass_fds=keeps,
         )
     # A moment passes between loading the program, when Popen returns, and being able to read its
     # variables: `members`, and so `end`, would miss it.

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Literal, TextIO
+from typing import IO, Literal, TextIO, TypeVarTuple
 
 import click
 
-from dtk.cluster import progress, saving, usage
+from dtk.cluster import progress, report_channel
+from dtk.cluster.standing import Standing
 from dtk.errors import ClusterError
 from dtk.launch.plan import Process
 from dtk.launch.rank import Rank
@@ -26,7 +30,11 @@ _TASK_GONE = re.compile(
     r":UNKNOWN:Error received from peer |"
     r"This could happen if the remote target has been disconnected from the client\.$"
 )
+_ENDS = 5.0  # seconds that a process has to end after it has closed everything
 _COLORS = ("cyan", "yellow", "green", "magenta", "blue", "bright_red")
+
+
+Given = TypeVarTuple("Given")
 
 
 class JobOutput:
@@ -92,12 +100,15 @@ class JobOutput:
             name = rank.process.name.replace(" ", "-") + ".log"
             rank.file = open(self._directory / name, self._mode, encoding="utf-8")  # noqa: SIM115
 
-    def relay(self, rank: Rank) -> None:
-        """Start the threads that read what a process writes.
+    def relay(self, rank: Rank, reports: socket.socket | None) -> None:
+        """Start the threads that read what a process writes and reports.
 
         Args:
             rank: What runs; gets the threads, and remembers its last lines.
+            reports: Where its reports come; None where they are in its standard error.
         """
+        if reports is not None:
+            self._start_reader(rank, self._listen, rank, rank.popen, reports)
         streams = [
             given or default
             for given, default in zip(self._streams, (sys.stdout, sys.stderr), strict=True)
@@ -105,11 +116,7 @@ class JobOutput:
         popen = rank.popen
         for pipe, stream in ((popen.stdout, streams[0]), (popen.stderr, streams[1])):
             assert pipe is not None
-            reader = threading.Thread(
-                target=self._read, args=(rank, pipe, stream, pipe is popen.stderr), daemon=True
-            )
-            rank.readers.append(reader)
-            reader.start()
+            self._start_reader(rank, self._read, rank, pipe, stream, pipe is popen.stderr)
 
     def write_error(self, text: str) -> None:
         """Write to the standard error.
@@ -128,38 +135,62 @@ class JobOutput:
         self.write_error(f"dtk run: {text}\n")
 
     def _read(self, rank: Rank, pipe: IO[bytes], stream: TextIO, stderr: bool) -> None:
-        prefix = self._prefix(rank, stream)
-        level = rank.process.env.get("TF_CPP_MIN_LOG_LEVEL")
+        line, torn = b"", b""
         with pipe:
-            while raw := pipe.readline(1 << 16):
-                # A progress bar rewrites its line with carriage returns: what counts is what it
-                # shows last.
-                line = raw.decode("utf-8", "replace").rstrip("\r\n").rpartition("\r")[2]
-                if stderr and line.startswith(progress.MARK):
-                    rank.hear(line.removeprefix(progress.MARK))
-                    continue
-                if stderr and line.startswith(saving.MARK):
-                    rank.saving = line.removeprefix(saving.MARK)
-                    self._on_saving(rank)
-                    continue
-                if stderr and line.startswith(usage.MARK):
-                    rank.observe(line.removeprefix(usage.MARK))
-                    continue
-                if rank.file is not None:
-                    rank.file.write(line + "\n")
-                    rank.file.flush()
-                if stderr and rank.dump is not None:
-                    rank.dump.append(line)
-                    continue
-                if stderr and is_noise(line, level):
-                    continue
-                if stderr and rank.process.role == "chief" and _TASK_GONE.match(line):
-                    continue
-                rank.remember(line, stderr)
-                if stderr and self._is_suppressed(rank):
-                    self.suppressed += 1
-                    continue
-                self._write(stream, f"{prefix}{line}\n")
+            while read := pipe.read1(1 << 16):  # type: ignore[attr-defined]
+                if stderr and rank.remote:
+                    read, records, torn = report_channel.cut(torn + read)
+                    for record in records:
+                        self._hear(rank, record)
+                *lines, line = (line + read).split(b"\n")
+                for one in lines:
+                    self._take(rank, one, stream, stderr)
+        if line + torn:
+            self._take(rank, line + torn, stream, stderr)
+
+    def _take(self, rank: Rank, raw: bytes, stream: TextIO, stderr: bool) -> None:
+        # A progress bar rewrites its line with carriage returns: what counts is what it shows last.
+        line = raw.decode("utf-8", "replace").rstrip("\r").rpartition("\r")[2]
+        if rank.file is not None:
+            rank.file.write(line + "\n")
+            rank.file.flush()
+        if stderr and rank.dump is not None:
+            rank.dump.append(line)
+            return
+        if stderr and is_noise(line, rank.process.env.get("TF_CPP_MIN_LOG_LEVEL")):
+            return
+        if stderr and rank.process.role == "chief" and _TASK_GONE.match(line):
+            return
+        rank.remember(line, stderr)
+        if stderr and self._is_suppressed(rank):
+            self.suppressed += 1
+            return
+        self._write(stream, f"{self._prefix(rank, stream)}{line}\n")
+
+    def _start_reader(self, rank: Rank, read: Callable[[*Given], None], *given: *Given) -> None:
+        reader = threading.Thread(target=read, args=given, daemon=True)
+        rank.readers.append(reader)
+        reader.start()
+
+    def _listen(self, rank: Rank, popen: subprocess.Popen[bytes], reports: socket.socket) -> None:
+        with reports:
+            while message := report_channel.receive(reports):
+                self._hear(rank, message)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            popen.wait(_ENDS)
+            return
+        if rank.popen is popen and progress.VARIABLE in rank.env:
+            rank.standing = Standing()
+            self.say(
+                f"{rank.process.name} has closed the descriptor of its reports "
+                f"({report_channel.VARIABLE}): a job that is stuck is not noticed any more"
+            )
+
+    def _hear(self, rank: Rank, message: bytes) -> None:
+        before = rank.saving
+        rank.hear(message)
+        if rank.saving != before:
+            self._on_saving(rank)
 
     def _prefix(self, rank: Rank, stream: TextIO) -> str:
         width = max(len(process.label) for process in self._processes)

@@ -104,32 +104,30 @@ class Rank:
         self._kills = usage.MemoryKills(popen.pid)
         self.saving: str = "over"
 
-    def hear(self, text: str) -> None:
-        """Take note of what the process reports of itself.
+    def hear(self, message: bytes) -> None:
+        """Take note of what comes by its `report_channel`.
 
         Args:
-            text: A `dtk.cluster.reports.Report`, as JSON.
+            message: From the process a `Report`, or what it would do about a checkpoint; from the
+                agent of another host a `Usage`, or NO_MEMORY. As JSON.
         """
         with contextlib.suppress(*_FOREIGN):
-            self.standing.take(report_of(json.loads(text)), time.monotonic())
-
-    def observe(self, text: str | None = None) -> None:
-        """Look at the process from outside.
-
-        Args:
-            text: What the agent of another host has seen: a `dtk.cluster.usage.Usage`, as JSON, or
-                NO_MEMORY; None for a process of this one.
-        """
-        if text == usage.NO_MEMORY:
-            self.was_short_of_memory = True
-            return
-        with contextlib.suppress(*_FOREIGN):
-            if text is not None:
-                state, cpu, io = json.loads(text)
-                seen: usage.Usage | None = usage.Usage(str(state), float(cpu), int(io))
+            told = json.loads(message)
+            if "progress" in told:
+                self.standing.take(report_of(told["progress"]), time.monotonic())
+            elif "saving" in told:
+                self.saving = str(told["saving"])
+            elif told["usage"] == usage.NO_MEMORY:
+                self.was_short_of_memory = True
             else:
-                seen = None if self.remote else usage.of(self.popen.pid)
-            self.standing.observe(seen, time.monotonic())
+                state, cpu, io, total = told["usage"]
+                seen = usage.Usage(str(state), float(cpu), int(io), float(total))
+                self.standing.observe(seen, time.monotonic())
+
+    def observe(self) -> None:
+        """Look at a process of this machine from outside; agents of others tell by themselves."""
+        if not self.remote:
+            self.standing.observe(usage.of(self.popen.pid), time.monotonic())
 
     def ask_for_stack(self) -> None:
         """Have its process say where in the script it is, and end: also one that is stopped."""

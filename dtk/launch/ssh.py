@@ -143,7 +143,8 @@ def start(
 
     Closing the returned process's standard input ends the rank over there, and so does losing the
     connection. The latter may show only in that nothing comes: `SILENCE` seconds without an empty
-    line end the rank, too, so write one every `HEARTBEAT` seconds.
+    line end the rank, too, so write one every `HEARTBEAT` seconds. Among what it writes to standard
+    error are the agent's records, see `report_channel.cut`.
 
     Args:
         host: Name or address.

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
+from dtk.cluster import report_channel
 from dtk.cluster.variables import COMMUNICATOR
 from dtk.errors import ClusterError, CommunicatorError
 from dtk.launch import agent, local, mpi_places, rendezvous, ssh
@@ -15,6 +18,19 @@ from dtk.launch.plan import Process
 
 class PortTakenError(ClusterError):
     """A port that was free when the job was planned is not any more."""
+
+
+class Started(NamedTuple):
+    """A process of a job.
+
+    Attributes:
+        popen: The process, or the remote shell that leads to it.
+        reports: Where its reports are read; None behind a remote shell, where they are in its
+            standard error.
+    """
+
+    popen: subprocess.Popen[bytes]
+    reports: socket.socket | None
 
 
 class Starter:
@@ -104,15 +120,12 @@ class Starter:
         place = self._places[process.rank] if self._places else {}
         return {**process.env, **self._shared, **place}
 
-    def popen(self, process: Process, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    def popen(self, process: Process, env: Mapping[str, str]) -> Started:
         """Start one process.
 
         Args:
             process: Of the plan.
             env: Its variables.
-
-        Returns:
-            The process, or the remote shell that leads to it.
 
         Raises:
             ClusterError: It cannot be started.
@@ -120,14 +133,21 @@ class Starter:
         # A rank is asked to end when the thread that started it does. This one ends with the job.
         return self._thread.submit(self._popen, process, env).result()
 
-    def _popen(self, process: Process, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    def _popen(self, process: Process, env: Mapping[str, str]) -> Started:
         remote = self.is_remote(process)
         serves = self._served and process.role != "chief"
         try:
             if not remote:
                 mark = self.mark(process)
-                return local.start(process.argv, env, mark, process.cores, serves)
-            return ssh.start(
+                reports, end = report_channel.pair()
+                try:
+                    with end:
+                        popen = local.start(process.argv, env, mark, process.cores, serves, end)
+                except OSError:
+                    reports.close()
+                    raise
+                return Started(popen, reports)
+            popen = ssh.start(
                 process.host,
                 process.argv,
                 env,
@@ -139,6 +159,7 @@ class Starter:
                 serves=serves,
                 remote_shell=self._remote_shell,
             )
+            return Started(popen, None)
         except OSError as error:
             program = self._remote_shell.split()[0] if remote else process.argv[0]
             raise ClusterError(

@@ -83,7 +83,9 @@ def test_a_line_that_looks_like_a_ranks_report(value):
     (process,) = plan(["python"], workers=1, survey=lambda host, ports: FACTS)
     rank = Rank(process, {}, False, Ended())
     for _ in range(2):
-        rank.hear(value if isinstance(value, str) else json.dumps(value))
+        rank.hear((value if isinstance(value, str) else json.dumps(value)).encode())
+        rank.hear(json.dumps({"progress": value}).encode())
+        rank.hear(json.dumps({"usage": value}).encode())
     assert stall.find([rank.standing], 1e9, 1.0) is None or rank.standing.last is not None
 
 

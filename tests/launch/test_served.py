@@ -188,11 +188,11 @@ def test_a_worker_that_cannot_be_started_again_is_done_without(play, run, monkey
     start = local.start
     began = []
 
-    def once(argv, env, job, cores, serves):
+    def once(argv, env, job, cores, serves, reports):
         began.append(job)
         if len(began) > 4:
             raise OSError(12, "Cannot allocate memory")
-        return start(argv, env, job, cores, serves)
+        return start(argv, env, job, cores, serves, reports)
 
     monkeypatch.setattr(local, "start", once)
     chief = "until('killed')\ntime.sleep(1.0)\nmark('done')"

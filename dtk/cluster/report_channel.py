@@ -1,0 +1,126 @@
+"""The way of a rank's reports to the launcher: a socket of their own, which no output disturbs.
+
+    rank ── DTK_REPORTS ──> socket pair ──> launcher                                 on its machine
+    rank ── DTK_REPORTS ──> socket pair ──> agent ── MARK, JSON ──> stderr of ssh ──> launcher
+
+A script may leave a line of its standard error open, as progress bars do, send it elsewhere, or
+close it: what the rank reports arrives. The agent's records may stand anywhere in what the rank
+writes, and are cut out of its bytes.
+
+Uses the standard library alone, see `dtk.launch.agent`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import select
+import socket
+import stat
+from collections.abc import Mapping
+
+VARIABLE = "DTK_REPORTS"
+# How a record of the agent's begins; the end of the line ends it. Written at once, and shorter than
+# PIPE_BUF, it is never torn.
+MARK = b"\x1edtk report "
+_LARGEST = 1 << 16
+_PATIENCE = 1000  # milliseconds, for a launcher that is stopped itself
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Return where reports are read, and the end that a rank inherits."""
+    reading, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return reading, end
+
+
+def variables(end: socket.socket) -> dict[str, str]:
+    """Return what tells a rank of its end.
+
+    With the inode: a script may close the descriptor, and open a file of its own by that number.
+    """
+    return {VARIABLE: f"{end.fileno()}:{os.fstat(end.fileno()).st_ino}"}
+
+
+def receive(reading: socket.socket) -> bytes:
+    """Wait for a report, and return it; empty when nobody is left who could send one."""
+    return reading.recv(_LARGEST)
+
+
+def cut(data: bytes) -> tuple[bytes, list[bytes], bytes]:
+    r"""Cut the agent's records out of what a remote shell wrote.
+
+    Returns:
+        The rest, the records, and what may be the beginning of another.
+
+    >>> cut(b"50%" + MARK + b"1\n|100%\n" + MARK[:4])
+    (b'50%|100%\n', [b'1'], b'\x1edtk')
+    """
+    text = b""
+    records: list[bytes] = []
+    while True:
+        before, mark, after = data.partition(MARK)
+        text += before
+        if not mark:
+            break
+        record, newline, data = after.partition(b"\n")
+        if not newline:
+            return text, records, mark + after
+        records.append(record)
+    begins = text.rfind(MARK[:1])
+    if begins >= 0 and MARK.startswith(text[begins:]):
+        return text[:begins], records, text[begins:]
+    return text, records, b""
+
+
+def record(message: bytes) -> bytes:
+    """Return a report as the agent writes it."""
+    return MARK + message + b"\n"
+
+
+# In a rank.
+
+
+def keep() -> None:
+    """Keep the programs and processes that this rank starts from holding its end open."""
+    if (end := _end()) is not None:
+        os.set_inheritable(end, False)
+        os.register_at_fork(after_in_child=_close)
+
+
+def tell(message: Mapping[str, object]) -> None:
+    """Send a report; nobody may be there to read it."""
+    end = _end()
+    if end is None or os.getsid(0) != os.getpid():  # a process that the rank has started
+        return
+    with contextlib.suppress(OSError):
+        poll = select.poll()
+        poll.register(end, select.POLLOUT)
+        poll.poll(_PATIENCE)
+        sending = socket.socket(fileno=end)
+        try:
+            sending.send(json.dumps(message).encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        finally:
+            sending.detach()
+
+
+@functools.cache
+def _place() -> tuple[int, int]:
+    number, _, inode = os.environ.get(VARIABLE, "").partition(":")
+    return (int(number), int(inode)) if number.isdigit() and inode.isdigit() else (-1, 0)
+
+
+def _end() -> int | None:
+    """Return this rank's end; None where there is none any more."""
+    number, inode = _place()
+    with contextlib.suppress(OSError):
+        found = os.fstat(number)
+        if stat.S_ISSOCK(found.st_mode) and found.st_ino == inode:
+            return number
+    return None
+
+
+def _close() -> None:
+    if (end := _end()) is not None:
+        os.close(end)
