@@ -28,6 +28,20 @@ _COLLECTIVES = frozenset(
 )
 
 
+class AlignedSlices(tf.IndexedSlices):
+    """Slices whose indices are the same on all ranks: a sum adds them up, one by one."""
+
+
+def with_values(slices: tf.IndexedSlices, values: tf.Tensor) -> tf.IndexedSlices:
+    """Return slices of the same kind, at the same places, with other values.
+
+    Args:
+        slices: The slices.
+        values: As many rows.
+    """
+    return type(slices)(values, slices.indices, slices.dense_shape)
+
+
 class Communicator(abc.ABC):
     """A group of ranks that exchange tensors.
 
@@ -132,7 +146,7 @@ class Communicator(abc.ABC):
 
         Returns:
             The same structure, shapes and dtypes; an `IndexedSlices` stays one, holding the rows of
-            every rank.
+            every rank, one after the other; those of `AlignedSlices` are added up.
 
         Raises:
             ValueError: The op is unknown, or makes no sense for a dtype or for `tf.IndexedSlices`.

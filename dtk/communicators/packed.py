@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 import tensorflow as tf
 
 from dtk.communicators import buckets, wire
-from dtk.communicators.base import Communicator
+from dtk.communicators.base import AlignedSlices, Communicator, with_values
 from dtk.communicators.blocks import block_sizes
 from dtk.communicators.bucket_reduction import BucketReduction, mean
 from dtk.communicators.messages import Message, run_together
@@ -193,14 +193,16 @@ class PackedCommunicator(Communicator):
             return self.allreduce([value], op)[0]
         results = [v if isinstance(v, tf.IndexedSlices) else tf.convert_to_tensor(v) for v in value]
         wire.check_all((item.dtype for item in results), op)
-        tables = [i for i, item in enumerate(results) if isinstance(item, tf.IndexedSlices)]
+        tables = [i for i, item in enumerate(results) if _is_gathered(item)]
         dense = [i for i in range(len(results)) if i not in tables]
         summed = [self._row_sum(results[i], op) for i in tables]
-        messages = [self._reduction([results[i] for i in dense], op)] if dense else []
+        aligned = {i: results[i] for i in dense if isinstance(results[i], AlignedSlices)}
+        whole = [aligned[i].values if i in aligned else results[i] for i in dense]
+        messages = [self._reduction(whole, op)] if dense else []
         reduced = run_together([*messages, *summed], self._sequencer)
         if dense:
             for i, tensor in zip(dense, reduced.pop(0), strict=True):
-                results[i] = tensor
+                results[i] = with_values(aligned[i], tensor) if i in aligned else tensor
         for i, slices in zip(tables, reduced, strict=True):
             results[i] = slices
         return results
@@ -223,11 +225,35 @@ class PackedCommunicator(Communicator):
 
         def finish(parts: list[tf.Tensor]) -> tf.IndexedSlices:
             values = gathering.finish(parts)
+            aligned = isinstance(slices, AlignedSlices)
+            if aligned:
+                values = tf.reduce_sum(self._aligned(values, indices, slices), 0)
             if op == "mean":
                 values = mean(values, self.size)
+            if aligned:
+                return with_values(slices, values)
             return tf.IndexedSlices(values, indices, slices.dense_shape)
 
         return gathering._replace(finish=finish)
+
+    def _aligned(
+        self, values: tf.Tensor, indices: tf.Tensor, mine: tf.IndexedSlices
+    ) -> tf.Tensor:
+        """Stack the ranks' values of slices that are of the same places, of which they assure."""
+        everyone = tf.tile(mine.indices, [self.size])
+        equal = tf.cond(
+            tf.equal(tf.size(indices), tf.size(everyone)),
+            lambda: tf.reduce_all(tf.equal(indices, everyone)),
+            lambda: tf.constant(False),
+        )
+        message = (
+            "a table is looked up at other places on another rank, though its indices depend on no "
+            "row of the batch (sequences are of other lengths there?). Pad the whole batch to one "
+            "length before it is cut, in the dataset"
+        )
+        with tf.control_dependencies([tf.debugging.Assert(equal, [at_rank(self.rank, message)])]):
+            shape = tf.concat([[self.size], tf.shape(mine.values)], 0)
+            return tf.reshape(values, shape)
 
     def allgather(
         self, value: tf.Tensor, rows: Sequence[int] | tf.Tensor | None = None
@@ -376,3 +402,10 @@ class PackedCommunicator(Communicator):
             )
         if what != "root" and rank == self.rank:
             raise ValueError(at_rank(self.rank, f"{what}={rank} is this rank itself"))
+
+
+def _is_gathered(value: tf.Tensor | tf.IndexedSlices) -> bool:
+    """Return whether ranks get each other's slices of a value: where their number may differ."""
+    if not isinstance(value, tf.IndexedSlices):
+        return False
+    return not isinstance(value, AlignedSlices) or not value.values.shape.is_fully_defined()

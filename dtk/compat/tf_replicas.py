@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TypeVar
 
 import tensorflow as tf
@@ -18,7 +18,7 @@ from tensorflow.python.distribute import (
 )
 from tensorflow.python.eager import context as eager_context
 
-from dtk.communicators.base import Communicator
+from dtk.communicators.base import Communicator, with_values
 from dtk.nests import Nest
 
 # A tensor, or a structure of tensors and `tf.IndexedSlices` with None for what is absent.
@@ -86,37 +86,36 @@ def if_present(value: _Structure) -> _Structure:
     flat = tf.nest.flatten(value)
     if present is None or not flat:
         return value
-    given = [v for v in flat if v is not None]
-    elements = [getattr(v, "shape", tf.TensorShape(None)).num_elements() for v in given]
-    if None not in elements and sum(elements) < _FEW and not _any_slices(given):
-        counted = [_times(tf.convert_to_tensor(v), present) for v in given]
+    # Indices stay what they are: a branch would hide from what they are computed.
+    given = [
+        v.values if isinstance(v, tf.IndexedSlices) else tf.convert_to_tensor(v)
+        for v in flat
+        if v is not None
+    ]
+    elements = [v.shape.num_elements() for v in given]
+    if None not in elements and sum(elements) < _FEW:
+        counted = [_times(v, present) for v in given]
     else:
         counted = tf.cond(
             present,
-            lambda: [_nothing(v, False) for v in given],
-            lambda: [_nothing(v, True) for v in given],
+            lambda: [tf.identity(v) for v in given],
+            lambda: [tf.zeros_like(v) for v in given],
         )
     remaining = iter(counted)
-    flat = [None if v is None else next(remaining) for v in flat]
+    flat = [None if v is None else _with(v, next(remaining)) for v in flat]
     return tf.nest.pack_sequence_as(value, flat)
 
 
-def _any_slices(flat: Sequence[tf.Tensor | tf.IndexedSlices | None]) -> bool:
-    return any(isinstance(v, tf.IndexedSlices) for v in flat)
+def _with(
+    value: tf.Tensor | tf.IndexedSlices, counted: tf.Tensor
+) -> tf.Tensor | tf.IndexedSlices:
+    return with_values(value, counted) if isinstance(value, tf.IndexedSlices) else counted
 
 
 def _times(value: tf.Tensor, present: tf.Tensor) -> tf.Tensor:
     if value.dtype.is_floating:
         return tf.math.multiply_no_nan(value, tf.cast(present, value.dtype))
     return tf.where(present, value, tf.zeros_like(value))
-
-
-def _nothing(value: tf.Tensor | tf.IndexedSlices, really: bool) -> tf.Tensor | tf.IndexedSlices:
-    """`value`, or as much of zero."""
-    if isinstance(value, tf.IndexedSlices):
-        return tf.IndexedSlices(_nothing(value.values, really), value.indices, value.dense_shape)
-    value = tf.convert_to_tensor(value)
-    return tf.zeros_like(value) if really else tf.identity(value)
 
 
 # Whether this thread computes a step as if there were one replica.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from dtk.communicators.base import Communicator
+from dtk.communicators.base import Communicator, with_values
 from dtk.exchange.base import BatchPart, Exchange, ExchangeOp, Gradient, Trained, Update
 from dtk.exchange.state import ExchangeState
 
@@ -181,7 +181,5 @@ class LocalOp(ExchangeOp):
 def _divided(gradient: Gradient, weight: tf.Tensor) -> Gradient:
     """Turn a mean over the whole batch into one over this worker's rows; zeros for none."""
     if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(
-            _divided(gradient.values, weight), gradient.indices, gradient.dense_shape
-        )
+        return with_values(gradient, _divided(gradient.values, weight))
     return tf.math.divide_no_nan(gradient, tf.cast(weight, gradient.dtype))

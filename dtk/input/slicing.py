@@ -244,10 +244,10 @@ def _forget(leaf: Leaf | None) -> Leaf | None:
         rows = tf.raw_ops.PlaceholderWithDefault(input=leaf.dense_shape[0], shape=[])
         # Stacked, and not concatenated, they stay known: layers are built from them.
         sizes = [rows, *(_size(leaf, axis) for axis in range(1, leaf.shape.rank))]
-        return tf.SparseTensor(leaf.indices, leaf.values, tf.stack(sizes))
+        return tf.SparseTensor(_forget(leaf.indices), _forget(leaf.values), tf.stack(sizes))
     if isinstance(leaf, tf.RaggedTensor):
         splits = tf.raw_ops.PlaceholderWithDefault(input=leaf.row_splits, shape=[None])
-        return tf.RaggedTensor.from_row_splits(leaf.values, splits, validate=False)
+        return tf.RaggedTensor.from_row_splits(_forget(leaf.values), splits, validate=False)
     if not isinstance(leaf, tf.Tensor) or leaf.shape.rank in (None, 0) or leaf.shape[0] is None:
         return leaf
     return tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=[None, *leaf.shape[1:]])

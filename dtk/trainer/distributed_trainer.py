@@ -39,6 +39,7 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
         feed: The data of the running `fit`.
         callbacks: The `keras.callbacks.CallbackList` of the running `fit`; None outside.
         kinds: What is known of the terms of each step, see `loss_terms`; of those tried so far.
+        tried: Names of the steps that were tried on a few rows, see `self_test`.
         calls: How often single batches were given, by the method's name.
     """
 
@@ -48,6 +49,7 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
         self.feed = feed.Feed(model, strategy, self.distribute)
         self.callbacks: keras.callbacks.CallbackList = None
         self.kinds: dict[str, dict[str, str]] = {}
+        self.tried: set[str] = set()
         self.calls: collections.Counter[str] = collections.Counter()
         self._unread = False
         self._digests: dict[str, tf.Variable] = {}
@@ -55,6 +57,7 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
     def compiled(self) -> None:
         """Forget what is known of the model's steps, when it has been compiled, maybe anew."""
         self.kinds.clear()
+        self.tried.clear()
         self.calls.clear()
 
     @property
@@ -194,9 +197,8 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
             if not isinstance(batch.digest, tuple):
                 read.assign(digests.add(read, batch.digest))
             with strategy.sequence(sequence):
-                return replica_step.run_step(
-                    step_function, batch, model, strategy, self.kinds_of(name)
-                )
+                kinds, tried = self.kinds_of(name), name in self.tried
+                return replica_step.run_step(step_function, batch, model, strategy, kinds, tried)
 
         function = keras_models.make_function(model, step)
 
@@ -263,6 +265,7 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
         if why or asked in (True, "only"):
             why = why or ["asked for"]
             self.kinds[name] = self_test.run(self.make_trial(step_function, first), why).kinds
+            self.tried.add(name)
         if asked == "only":
             self_test.end_check()
 

@@ -172,6 +172,7 @@ def test_autograph_rewrites_no_communicator(pool):
         contract.keys_do_not_pile_up,
         contract.retrace_on_one_rank,
         contract.refuses,
+        contract.refuses_slices_of_other_places,
     ],
     ids=lambda body: body.__name__,
 )

@@ -7,7 +7,9 @@ import tensorflow as tf
 
 from dtk.trainer.tracing import lookups
 
-from strategies import graph_bodies
+from once import once
+from strategies import graph_bodies, lookup_bodies
+from strategies.test_equivalence import run
 
 ROWS = 7
 PLACES = [[0, -1, 3], [3, 6, -7]]
@@ -82,3 +84,42 @@ def test_steps_do_not_read_the_table(pool):
     for trained, predicted in pool.run(graph_bodies.operations_of_a_lookup):
         assert "ResourceGather" in trained
         assert "ResourceGather" in predicted and "ReadVariableOp" not in predicted
+
+
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    "backend, size, compiled",
+    [
+        ("collective", 2, {}),
+        ("mirrored", 2, {"jit_compile": True}),
+        pytest.param("collective", 3, {"steps_per_execution": 2}, marks=FULL),
+        pytest.param("horovod-mpi", 2, {}, marks=FULL),
+        pytest.param("mpi-wheel", 2, {}, marks=FULL),
+        pytest.param("mirrored", 3, {}, marks=FULL),
+    ],
+)
+def test_places_and_words_train_as_in_one_process(world, backend, size, compiled):
+    """Slices of places were gathered, not summed: Adam squared each worker's part by itself."""
+    devices = () if backend == "mirrored" else (0,)
+    results = run(
+        world,
+        backend,
+        size,
+        lookup_bodies.train_with,
+        compiled,
+        *devices,
+        meanwhile=lambda: once(lookup_bodies.train_plain),
+    )
+    for mine in results:
+        check_equal(mine, once(lookup_bodies.train_plain))
+
+
+def check_equal(mine, expected):
+    assert mine.keys() == expected.keys()
+    apart = {
+        name: np.linalg.norm(mine[name] - wanted) / np.linalg.norm(wanted)
+        for name, wanted in expected.items()
+    }
+    assert max(apart.values()) <= 1e-5, apart

@@ -17,7 +17,8 @@ from dtk.exchange.factors import Factored
 from dtk.exchange.state import ExchangeState
 from dtk.nests import Gradients
 from dtk.trainer.contract import Strategy
-from dtk.trainer.gradients import transforms
+from dtk.trainer.gradients import lookup_slices, transforms
+from dtk.trainer.gradients.lookup_slices import is_linear
 from dtk.trainer.gradients.non_finite import NonFinite, NonFiniteNotes, NoteNonFinite
 from dtk.trainer.tracing import traced_step
 
@@ -145,7 +146,8 @@ class GradientExchange:
         chain += self._noting(gradients, variables)
         if scale is not None:
             chain.append(transforms.Unscale(scale))
-        chain.append(transforms.ExchangeStep(op, batch_part()))
+        division = self._division(gradients, variables)
+        chain.append(transforms.ExchangeStep(op, batch_part(), division))
         if scale is not None:
             chain.append(transforms.Rescale(scale))
         return self._chained(chain, gradients, variables)
@@ -171,10 +173,19 @@ class GradientExchange:
     def _reduce_window(
         self, gradients: Gradients, variables: Sequence[keras.Variable]
     ) -> Gradients:
-        window = transforms.ReduceWindow(self.of(variables), batch_part())
+        division = self._division(gradients, variables)
+        window = transforms.ReduceWindow(self.of(variables), batch_part(), division)
         chain: list[transforms.Transform] = [transforms.Observe(self._see)]
         chain += [*self._noting(gradients, variables), window]
         return self._chained(chain, gradients, variables).gradients
+
+    def _division(
+        self, gradients: Gradients, variables: Sequence[keras.Variable]
+    ) -> lookup_slices.Division:
+        paths = [variables[i].path for i in _present(gradients)]
+        return lookup_slices.Division(
+            paths, self._strategy.rank, needed=not self.local, linear=is_linear(self._outer)
+        )
 
     def _chained(
         self,

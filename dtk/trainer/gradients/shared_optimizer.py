@@ -80,18 +80,6 @@ def accumulates(optimizer: keras.Optimizer) -> bool:
     return bool(keras_optimizers.chain(optimizer)[-1].gradient_accumulation_steps)
 
 
-def is_linear(optimizer: keras.Optimizer) -> bool:
-    """Return whether an optimizer makes the same of two gradients and of their sum.
-
-    Args:
-        optimizer: The optimizer.
-    """
-    chain = keras_optimizers.chain(optimizer)
-    inner = chain[-1]
-    clips = inner.clipnorm or inner.global_clipnorm or inner.clipvalue
-    return type(inner) is keras.optimizers.SGD and len(chain) == 1 and not clips
-
-
 # Reducing.
 
 

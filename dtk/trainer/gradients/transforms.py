@@ -18,9 +18,11 @@ from typing import Protocol
 
 import tensorflow as tf
 
+from dtk.communicators.base import with_values
 from dtk.compat import tf_replicas
 from dtk.exchange.base import BatchPart, ExchangeOp, Gradient, Update
 from dtk.exchange.factors import factored
+from dtk.trainer.gradients import lookup_slices
 
 
 class Transform(Protocol):
@@ -150,14 +152,18 @@ class ExchangeStep:
     Args:
         op: How.
         part: This replica's part of the batch; None in a loop of the script's own.
+        slices: Divides sparse gradients by what they are of.
     """
 
     op: ExchangeOp
     part: BatchPart | None
+    slices: lookup_slices.Division
 
     def update(self, given: Update) -> Update:
         """See `Transform.update`."""
-        return self.op.update(given.gradients, self.part)
+        divided, join = self.slices.of(given.gradients)
+        found = self.op.update(divided, self.part)
+        return found._replace(gradients=join(found.gradients))
 
 
 @dataclass(frozen=True)
@@ -167,14 +173,17 @@ class ReduceWindow:
     Args:
         op: How.
         part: This replica's part of the batch; None in a loop of the script's own.
+        slices: Divides sparse gradients by what they are of.
     """
 
     op: ExchangeOp
     part: BatchPart | None
+    slices: lookup_slices.Division
 
     def update(self, given: Update) -> Update:
         """See `Transform.update`."""
-        return given._replace(gradients=self.op.reduce(given.gradients, self.part))
+        divided, join = self.slices.of(given.gradients)
+        return given._replace(gradients=join(self.op.reduce(divided, self.part)))
 
 
 def _each(
@@ -187,6 +196,5 @@ def _scaled(
     operation: Callable[[tf.Tensor, tf.Tensor], tf.Tensor], gradient: Gradient, scale: tf.Tensor
 ) -> Gradient:
     if isinstance(gradient, tf.IndexedSlices):
-        values = _scaled(operation, gradient.values, scale)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+        return with_values(gradient, _scaled(operation, gradient.values, scale))
     return operation(gradient, tf.cast(scale, gradient.dtype))

@@ -25,10 +25,10 @@ from dtk.exchange.factors import Factored, factored
 from dtk.nests import Gradients, Nest
 from dtk.trainer.contract import StepFunction
 from dtk.trainer.replica import step_logs
-from dtk.trainer.tracing import noting, traced_step
+from dtk.trainer.tracing import noting, slice_origins, traced_step
 
-# What a cluster returns: gradients by optimizer, some as two factors, and the tensors among what
-# the step logs.
+# What a cluster returns: gradients by optimizer, some as two factors or in pieces, and the tensors
+# among what the step logs.
 _Found: TypeAlias = tuple[list[list[Nest]], list[tf.Tensor]]
 
 
@@ -103,6 +103,7 @@ class CompiledStep:
         self._noted: _Noted
         self._inside: traced_step.Step
         self._counts = _Counts(())
+        self._pieces: list[list[slice_origins.Piece]] = []
         self._logs: Nest = None
 
     def trace(self, data: Nest) -> Callable[[], Nest]:
@@ -135,7 +136,7 @@ class CompiledStep:
             gradients, logged = concrete(data, step.share, totals)
             step.take(self._inside)
             for applied, given in zip(self._noted.applied, gradients, strict=True):
-                applied.optimizer.apply(_whole(given), applied.variables)
+                applied.optimizer.apply(self._whole(given), applied.variables)
             return self._logged(logged)
 
         return run
@@ -150,7 +151,7 @@ class CompiledStep:
 
     def _compute(self, data: Nest, share: tf.Tensor, totals: list[tf.Tensor]) -> _Found:
         """Compute the step up to what replicas make of it together; traced into the cluster."""
-        self._noted, self._counts = _Noted(), _Counts(totals)
+        self._noted, self._counts, self._pieces = _Noted(), _Counts(totals), []
         self._inside = inside = traced_step.Step(
             share,
             self._step.size,
@@ -163,10 +164,29 @@ class CompiledStep:
         with traced_step.tracing(inside):
             logs = self._step_function(data)
             self._logs = step_logs.replaced(logs, dict(step_logs.numbers_of(inside, logs)))
-        found = [applied.gradients for applied in self._noted.applied]
+        found = [list(map(self._divided, applied.gradients)) for applied in self._noted.applied]
         if self._factors:
             found = [[factored(gradient) for gradient in gradients] for gradients in found]
         return found, [value for value in keras.tree.flatten(self._logs) if tf.is_tensor(value)]
+
+    def _divided(self, gradient: Nest) -> Nest:
+        """Divide slices by what they are of: outside, nothing tells it."""
+        if not isinstance(gradient, tf.IndexedSlices):
+            return gradient
+        pieces = slice_origins.pieces_of(gradient.indices, self._inside.graph)
+        self._pieces.append(pieces)
+        return slice_origins.parts_of(gradient, pieces)
+
+    def _whole(self, gradients: list[Nest]) -> Gradients:
+        """Multiply factors, and join slices; who exchanges them looks behind the product."""
+        products = [g.product() if isinstance(g, Factored) else g for g in gradients]
+        return [self._joined(g) if isinstance(g, list) else g for g in products]
+
+    def _joined(self, parts: list[tf.IndexedSlices]) -> tf.IndexedSlices:
+        pieces = self._pieces.pop(0)
+        for piece, part in zip(pieces, parts, strict=True):
+            self._step.origins[part.indices.ref()] = piece.kind, piece.sure
+        return slice_origins.concatenated(parts)
 
     def _count(self, data: Nest, share: tf.Tensor) -> list[tf.Tensor]:
         with keras.StatelessScope():
@@ -240,11 +260,6 @@ class CompiledStep:
                     f"{results[tensor.ref()][0].name!r}, which is known outside the compiled part "
                     "only"
                 )
-
-
-def _whole(gradients: list[Nest]) -> Gradients:
-    """Multiply factors; an exchange that sends factors finds them behind the product."""
-    return [g.product() if isinstance(g, Factored) else g for g in gradients]
 
 
 # Types of ops that wait for other replicas begin with these.

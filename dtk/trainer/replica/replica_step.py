@@ -52,6 +52,7 @@ def run_step(
     model: keras.Model,
     strategy: Strategy,
     kinds: Mapping[str, str],
+    tried: bool = False,
 ) -> Nest:
     """Run Keras's own train or test step on this replica's slice, then make its logs global.
 
@@ -63,6 +64,7 @@ def run_step(
         model: The model.
         strategy: Its strategy.
         kinds: Of the step's terms, see `loss_terms`.
+        tried: Whether `self_test` has found that it adds up.
 
     Returns:
         The logs; equal on all replicas, but for local steps.
@@ -71,6 +73,7 @@ def run_step(
         NotDistributedError: A train step reduced no gradient.
     """
     data, step, present = begin_step(step_function, batch, model, strategy, kinds)
+    step.tried = tried
     before = {id(v): tf.identity(v) for v in metric_variables(model)}
     trains = step_function.__name__ == "train_step"
     if not (trains and any(e.local for e in shared_optimizer.gradient_exchanges_of(model))):

@@ -162,7 +162,7 @@ class Trial(Generic[StrategyT]):
             random_draws.restart(self.rows)
             rows = tf.constant(self.rows, tf.int64)
             step = traced_step.Step(tf.ones([]), 1, self.model, tf.identity, rows, own=self.own)
-            step.noted = noting.Gathered()
+            step.noted, step.tried = noting.Gathered(), True
             with traced_step.tracing(step):
                 logs = self.step_function(slicing.forget_rows(self._whole_data))
                 return self._observed(step, logs, names, lambda values: values)
@@ -182,6 +182,7 @@ class Trial(Generic[StrategyT]):
                 data, step, present = replica_step.begin_step(
                     self.step_function, batch, model, strategy, kinds
                 )
+                step.tried = True
                 before = {id(v): tf.identity(v) for v in replica_step.metric_variables(model)}
                 step.noted, step.world = (
                     noting.Gathered(),

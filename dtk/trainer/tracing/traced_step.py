@@ -77,6 +77,9 @@ class Step:
             reference.
         terms: The scalars of which nothing is known by themselves.
         weighed_later: Whether gradients computed now are weighed where they are handed over.
+        graph: The graph that the step is traced in.
+        tried: Whether its parts are known to add up, see `self_test`.
+        origins: What the graph does not say of indices, by reference, see `slice_origins`.
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class Step:
         self.own = own
         self.noted: noting.Noting | None = None
         self.rows_read: list[tf.Tensor] = [tf.constant(0, tf.int64)]
-        self._graph = tf.compat.v1.get_default_graph()
+        self.graph = tf.compat.v1.get_default_graph()
         self.reductions = 0
         self.assigned: dict[int, keras.Variable] = {}
         self.assignments = 0
@@ -107,6 +110,8 @@ class Step:
         self.terms = Terms(share, world_sum, kinds or {})
         self.inside_loss = False
         self.weighed_later = False
+        self.tried = False
+        self.origins: dict[Hashable, tuple[str, bool]] = {}
 
     def take(self, inside: Step) -> None:
         """Take over what a part of this step has done, whose gradients are weighed.
@@ -122,7 +127,7 @@ class Step:
 
     def note_read(self, rows: tf.Tensor) -> None:
         """Count bytes of rows read; not in a loop or branch, whose tensors cannot leave it."""
-        if tf.compat.v1.get_default_graph() is self._graph:
+        if tf.compat.v1.get_default_graph() is self.graph:
             self.rows_read.append(tf.size(rows, tf.int64) * rows.dtype.size)
 
     def weighed(

@@ -1,0 +1,120 @@
+"""Sparse gradients, divided by what their slices are of; see `slice_origins`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import keras
+import tensorflow as tf
+
+from dtk.compat import keras_optimizers
+from dtk.errors import NotDistributedError, at_rank
+from dtk.exchange.base import Gradient
+from dtk.trainer.tracing import traced_step
+from dtk.trainer.tracing.slice_origins import Piece, parts_of, pieces_of, whole_of
+
+# Puts exchanged gradients together again.
+Join: TypeAlias = Callable[[list[Gradient]], list[Gradient]]
+
+
+def is_linear(optimizer: keras.Optimizer) -> bool:
+    """Return whether an optimizer makes the same of two gradients and of their sum.
+
+    Args:
+        optimizer: The optimizer.
+    """
+    chain = keras_optimizers.chain(optimizer)
+    inner = chain[-1]
+    clips = inner.clipnorm or inner.global_clipnorm or inner.clipvalue
+    return type(inner) is keras.optimizers.SGD and len(chain) == 1 and not clips
+
+
+@dataclass(frozen=True)
+class Division:
+    """How the sparse gradients of a step are divided.
+
+    Args:
+        paths: Of the gradients' variables.
+        rank: Of this process.
+        needed: Whether replicas exchange gradients at all.
+        linear: Whether their optimizer makes the same of slices and of their sum.
+    """
+
+    paths: Sequence[str]
+    rank: int
+    needed: bool
+    linear: bool
+
+    def of(self, gradients: list[Gradient]) -> tuple[list[Gradient], Join]:
+        """Divide gradients into what is to be exchanged.
+
+        Args:
+            gradients: Of this replica.
+
+        Returns:
+            As many, and more behind them where a gradient has several pieces; and what puts them
+            together again.
+
+        Raises:
+            NotDistributedError: Nothing tells what slices are of, and it matters.
+        """
+        divided: list[Gradient] = list(gradients)
+        more: list[Gradient] = []
+        places: dict[int, list[tuple[Piece, int]]] = {}
+        for i, (gradient, path) in enumerate(zip(gradients, self.paths, strict=True)):
+            if not self.needed or not isinstance(gradient, tf.IndexedSlices):
+                continue
+            pieces = known_pieces(gradient, path, self.rank, self.linear)
+            first, *others = parts_of(gradient, pieces)
+            divided[i] = first
+            ends = range(len(gradients) + len(more), len(gradients) + len(more) + len(others))
+            places[i] = list(zip(pieces, (i, *ends), strict=True))
+            more += others
+
+        def join(found: list[Gradient]) -> list[Gradient]:
+            joined = found[: len(gradients)]
+            for i, held in places.items():
+                joined[i] = whole_of([(piece, found[place]) for piece, place in held])
+            return joined
+
+        return [*divided, *more], join
+
+
+def known_pieces(gradient: tf.IndexedSlices, path: str, rank: int, linear: bool) -> list[Piece]:
+    """Return what the slices of a gradient are of, as the graph or the self-test says.
+
+    Args:
+        gradient: Of this replica.
+        path: Of its variable.
+        rank: Of this process.
+        linear: Whether its optimizer makes the same of slices and of their sum.
+
+    Raises:
+        NotDistributedError: Neither says it, and it matters.
+    """
+    step = traced_step.current()
+    if step is None:
+        pieces = pieces_of(gradient.indices)
+    else:
+        pieces = pieces_of(gradient.indices, step.graph, step.origins)
+    if linear or (step is not None and step.tried) or all(piece.sure for piece in pieces):
+        return pieces
+    eager = tf.executing_eagerly()
+    how = (
+        "train with run_eagerly=False, or put @tf.function around the step of a loop of your own"
+        if eager
+        else "compute the indices from constants and the shapes of the data, or from its rows"
+    )
+    trial = "" if step is None else ", or make the strategy with self_test=True, which tries it"
+    raise NotDistributedError(
+        at_rank(
+            rank,
+            f"{path!r} is looked up by indices of which nothing tells whether they belong to rows "
+            "of the batch, such as words, or are the same for every row, such as positions: one "
+            "process sums slices of the gradient in the second case only, and this optimizer "
+            f"squares or clips them one by one. Please {how}{trial}. keras.optimizers.SGD without "
+            "clipping makes no difference",
+        )
+    )

@@ -1,0 +1,140 @@
+"""What the slices of a sparse gradient are of: places of a table, or rows of a batch.
+
+Keras squares and clips the slices of a gradient one by one, so replicas together must have the
+slices that one process has:
+
+    table[range(5)] + x[rows, 5]      one for each place: those of the replicas are added up
+    table[tokens[rows, 5]]            one for each token: those of the replicas follow each other
+    table[unique(tokens)]             one for each line that is read: added up where lines are equal
+
+The graph says which, backwards from the indices: what is the same on all replicas is of places;
+what has an axis of some entries for each row of the batch is of rows; see `row_dependence`. Of
+anything else nothing is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from dtk.communicators.base import AlignedSlices
+from dtk.trainer.tracing.row_dependence import OF_ROWS, RowDependence
+
+PLACES, ROWS, LINES = "places", "rows", "lines"
+
+class Piece(NamedTuple):
+    """Slices of a gradient that one lookup has made.
+
+    Attributes:
+        kind: `PLACES`, `ROWS` or `LINES`.
+        sure: Whether the graph says so; else it is a guess.
+        slices: How many; a number where it is known while the graph is made.
+    """
+
+    kind: str
+    sure: bool
+    slices: int | tf.Tensor
+
+
+def pieces_of(
+    indices: tf.Tensor,
+    inside: tf.Graph | None = None,
+    said: Mapping[Hashable, tuple[str, bool]] = MappingProxyType({}),
+) -> list[Piece]:
+    """Return the lookups that the slices of a gradient come from, in their order.
+
+    Args:
+        indices: Of the gradient.
+        inside: Graph whose placeholders are data; None for any.
+        said: Kind and sureness of indices that the graph does not say, by reference.
+    """
+    if not hasattr(indices, "graph"):  # computed eagerly: nothing tells from what
+        return [Piece(ROWS, False, indices.shape[0])]
+    known = RowDependence(inside)
+    return [
+        Piece(*said.get(flat.ref(), ()) or _kind(_reshaped(flat), known), _count(flat))
+        for flat in _concatenated(indices)
+    ]
+
+
+def _count(flat: tf.Tensor) -> int | tf.Tensor:
+    count = flat.shape.num_elements()
+    return tf.size(flat) if count is None else count
+
+
+def _concatenated(indices: tf.Tensor) -> list[tf.Tensor]:
+    """Return the tensors that indices are a concatenation of; themselves where they are none."""
+    op = _reshaped(indices).op
+    if op.type == "ConcatV2" and tf.get_static_value(op.inputs[-1]) == 0:
+        return [part for one in op.inputs[:-1] for part in _concatenated(one)]
+    return [indices]
+
+
+def _reshaped(tensor: tf.Tensor) -> tf.Tensor:
+    """Return what a tensor is a reshaped copy of."""
+    while tensor.op.type in ("Reshape", "Cast", "Identity", "EnsureShape", "StopGradient"):
+        tensor = tensor.op.inputs[0]
+    return tensor
+
+
+def _kind(source: tf.Tensor, known: RowDependence) -> tuple[str, bool]:
+    if known.is_equal(source):
+        return PLACES, not set(source.shape) & known.known_rows(source.graph)
+    if source.op.type in ("Unique", "UniqueV2"):
+        return LINES, OF_ROWS in (known.sizes(source.op.inputs[0]) or ())
+    if OF_ROWS in (known.sizes(source) or ()):
+        return ROWS, True
+    return (LINES if source.op.type == "Range" else ROWS), False
+
+
+def parts_of(gradient: tf.IndexedSlices, pieces: Sequence[Piece]) -> list[tf.IndexedSlices]:
+    """Divide the slices of a gradient.
+
+    Args:
+        gradient: The gradient.
+        pieces: What its slices are of, in their order.
+
+    Returns:
+        `AlignedSlices` where they are of places; one for each piece.
+    """
+    values, indices = [gradient.values], [gradient.indices]
+    if len(pieces) > 1:
+        counts = [piece.slices for piece in pieces]
+        values = tf.split(gradient.values, counts, num=len(counts))
+        indices = tf.split(gradient.indices, counts, num=len(counts))
+    return [
+        (AlignedSlices if piece.kind == PLACES else tf.IndexedSlices)(v, i, gradient.dense_shape)
+        for piece, v, i in zip(pieces, values, indices, strict=True)
+    ]
+
+
+def whole_of(parts: Sequence[tuple[Piece, tf.IndexedSlices]]) -> tf.IndexedSlices:
+    """Put the slices of a gradient together as one process would have them.
+
+    Args:
+        parts: The exchanged slices of each piece.
+    """
+    found = [_once(part) if piece.kind == LINES else part for piece, part in parts]
+    return concatenated(found)
+
+
+def concatenated(parts: Sequence[tf.IndexedSlices]) -> tf.IndexedSlices:
+    """Put slices one after the other.
+
+    Args:
+        parts: Of one gradient.
+    """
+    values, indices = [part.values for part in parts], [part.indices for part in parts]
+    if len(parts) == 1:
+        return tf.IndexedSlices(values[0], indices[0], parts[0].dense_shape)
+    return tf.IndexedSlices(tf.concat(values, 0), tf.concat(indices, 0), parts[0].dense_shape)
+
+
+def _once(slices: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Add up slices of the same line of a table."""
+    lines, places = tf.unique(slices.indices)
+    values = tf.math.unsorted_segment_sum(slices.values, places, tf.size(lines))
+    return tf.IndexedSlices(values, lines, slices.dense_shape)
