@@ -50,6 +50,21 @@ def failure_report(
     return "\n".join(["", *lines, ""])
 
 
+def leaver_report(left: Rank) -> str:
+    """Return the line about a rank that left its script while others needed it.
+
+    Args:
+        left: The rank.
+    """
+    last = left.standing.last
+    where = f" after {last['what']}" if last else ""
+    return (
+        f"dtk: {left.process.name}, host {left.process.host}, left its script{where}, with exit "
+        "code 0, and the others, which need every rank to their end, have failed of that: look for "
+        "sys.exit, os._exit, or data that ends earlier on one rank.\n"
+    )
+
+
 def stall_report(stall: Stall, ranks: Sequence[Rank], ended: bool = True) -> str:
     """Return what was seen of a job that has stopped moving: who is missing, where, who waits.
 

@@ -31,7 +31,7 @@ from typing import TextIO
 from dtk.cluster.variables import RESTARTS
 from dtk.errors import ClusterError
 from dtk.launch import ending, marked, ssh
-from dtk.launch.failure_report import failure_report, stall_report
+from dtk.launch.failure_report import failure_report, leaver_report, stall_report
 from dtk.launch.output import JobOutput
 from dtk.launch.plan import Process
 from dtk.launch.rank import Rank
@@ -125,6 +125,7 @@ class Job:
             restarts.replace,
             self._end_stuck,
             self._output.say,
+            self._starter.lost,
             stall_timeout,
         )
         self._done = threading.Event()
@@ -310,6 +311,12 @@ class Job:
             report = stall_report(stall, self._ranks) if stall is not None else ""
             short = self._watch.short
             why = stall_report(short, self._ranks, ended=False) if short is not None else ""
+            if culprit is not None and culprit.is_victim and not why:
+                left = self._watch.left
+                why = leaver_report(left) if left is not None else ""
+            if self._watch.gone:
+                code = self._watch.gone.code
+                report = f"\ndtk: {self._watch.gone.how}; every rank needs it. The job was ended.\n"
             if culprit is None:
                 self._watch.let_save(self._save_grace)
             self._watch.let_serve_out(self._grace)

@@ -49,6 +49,8 @@ _FOREIGN_PREFIXES = (
     "HOROVOD_GLOO_IFACE",
 )
 
+_LEAVES = 5.0  # seconds that the guard has to leave, once it is told to
+
 
 def is_foreign(name: str) -> bool:
     """Return whether a variable places a process in some other job.
@@ -191,17 +193,23 @@ class Guard:
             self._say(f"{'ready' if ready else 'over'} {pid}\n")
 
     def _say(self, line: str) -> None:
-        assert self._process.stdin is not None
+        pipe = self._process.stdin
+        assert pipe is not None
         with self._lock:
-            self._process.stdin.write(line)
-            self._process.stdin.flush()
+            if marked.takes_more(pipe):  # one that is stopped reads nothing
+                pipe.write(line)
+                pipe.flush()
 
     def close(self) -> None:
-        """Tell the guard that all is well, and wait for it to leave."""
+        """Tell the guard that all is well, and wait for it to leave, or end it."""
         assert self._process.stdin is not None
         try:
             self._say("done\n")
             self._process.stdin.close()
         except OSError:
             pass  # it is gone already
-        self._process.wait()
+        try:
+            self._process.wait(_LEAVES)
+        except subprocess.TimeoutExpired:  # it is stopped, as by SIGSTOP
+            self._process.kill()
+            self._process.wait()

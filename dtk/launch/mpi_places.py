@@ -1,10 +1,10 @@
 """Places in MPI's world for ranks that dtk itself starts.
 
 The `mpirun` that `keras-dtk[mpi]` brings starts one small process for each rank, which
-writes its variables and sleeps. A rank that dtk starts with those variables takes its place: MPI's
+writes its variables and waits. A rank that dtk starts with those variables takes its place: MPI's
 server on that host knows a process by them, not by its id.
 
-    mpirun --> sh: writes PMIX_RANK=0, PMIX_SERVER_URI=..., sleeps       (one for each rank)
+    mpirun --> sh: writes PMIX_RANK=0, PMIX_SERVER_URI=..., waits        (one for each rank)
     dtk run --> python train.py with PMIX_RANK=0, ...  -- MPI_Init --> the server in mpirun
 
 So failures, prefixes, binding and endings are dtk's as without MPI, and the server ends with the
@@ -19,14 +19,18 @@ import contextlib
 import fcntl
 import importlib.util
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from dtk.cluster.variables import MPI_LEASE
 from dtk.errors import CommunicatorError
 from dtk.launch import agent, local, marked
 from dtk.version import pip_install
@@ -39,8 +43,12 @@ _ALLOCATIONS = ("SLURM_", "PBS_", "LSB_", "SGE_", "PE_HOSTFILE", "COBALT_")
 # Seconds, and how often: after 90 s of silence a server on another host ends, as ranks there do
 # (`dtk.launch.ssh.SILENCE`); by itself it would after eight minutes.
 _KEEPALIVE = {"time": "15", "intvl": "5", "probes": "15"}
-# Each process writes one line, which no other can mix with.
-_PLACE = "base64 -w0 < /proc/self/environ; echo; exec sleep 2147483647"
+# Each process writes one line, which no other can mix with. Then it waits for the end of a pipe,
+# which the launcher and the ranks of this host have open as long as they live.
+_PLACE = (
+    "base64 -w0 < /proc/self/environ; echo; "
+    '[ -p "$1" ] && exec cat "$1" >/dev/null; exec sleep 2147483647'
+)
 _PREFIX = "dtk-mpi-"
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -80,6 +88,13 @@ def path_of_others() -> str:
     return os.pathsep.join(kept)
 
 
+class Loss(NamedTuple):
+    """What has ended that all ranks need: how, for the begin of a sentence, and with which code."""
+
+    how: str
+    code: int
+
+
 class MPIPlaces:
     """The variables by which each rank joins MPI's world, and the server that they lead to.
 
@@ -104,6 +119,9 @@ class MPIPlaces:
         self._memory: Path | None = None
         self._locked: int | None = None
         self.folders: tuple[Path, ...] = ()
+        self._lease = self._folder / "lease"
+        os.mkfifo(self._lease, 0o600)
+        self._held: int | None = os.open(self._lease, os.O_RDWR | os.O_CLOEXEC)
         _remove_abandoned()
         try:
             with open(self._folder / "errors", "w") as errors:
@@ -147,7 +165,7 @@ class MPIPlaces:
         if os.getuid() == 0:  # the user may start training as root, and so what it needs
             kept |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         return subprocess.Popen(
-            [*command, "sh", "-c", _PLACE],
+            [*command, "sh", "-c", _PLACE, "sh", str(self._lease)],
             env={**kept, "DTK_JOB": self._job},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -177,12 +195,35 @@ class MPIPlaces:
                 extra["OMPI_MCA_btl_sm_backing_directory"] = str(self._memory)
             for env in found.values():
                 env.update({name: os.environ.get(name, value) for name, value in extra.items()})
-        return [found[rank] for rank in range(size)]
+        return [{**found[rank], MPI_LEASE: str(self._lease)} for rank in range(size)]
+
+    def lost(self) -> Loss | None:
+        """Return how the server has ended; None while it runs."""
+        code = self._process.poll()
+        if code is None:
+            return None
+        said = " ".join(self._said())
+        killed = re.search(r"rank (\d+) with PID (\d+).*? exited on signal (\d+)", said)
+        if killed:
+            rank, pid, number = map(int, killed.groups())
+            place = f"process {pid}, which MPI's server keeps in the place of rank {rank},"
+            how = f"was ended by {signal.Signals(number).name}, and with it the server (prterun)"
+            return Loss(f"{place} {how}", 128 + number)
+        server = f"MPI's server (prterun, process {self._process.pid})"
+        if code < 0:
+            name = signal.Signals(-code).name
+            return Loss(f"{server} was ended by {name}", agent.shell_code(code))
+        words = f", saying: {said:.500}" if said else ""
+        return Loss(f"{server} ended with exit code {code}{words}", code or 1)
+
+    def _said(self) -> list[str]:
+        """Return what the server wrote, line by line."""
+        lines = (self._folder / "errors").read_text(errors="replace").splitlines()
+        return [line.strip() for line in lines if line.strip(" -\n")]
 
     def _why(self) -> str:
         code = self._process.wait()
-        said = (self._folder / "errors").read_text(errors="replace").splitlines()
-        lines = [line.strip() for line in said if line.strip(" -\n")]
+        lines = self._said()
         return (
             f"communicator mpi: mpirun ended with exit code {agent.shell_code(code)} before the "
             f"ranks could start: {' '.join(lines[:6]) or 'it said nothing'}; use --communicator "
@@ -201,6 +242,9 @@ class MPIPlaces:
         if self._locked is not None:
             os.close(self._locked)
             self._locked = None
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
 
 
 def _remove_abandoned() -> None:

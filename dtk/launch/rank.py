@@ -6,13 +6,12 @@ import collections
 import contextlib
 import json
 import re
-import select
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Mapping
-from typing import IO, TextIO
+from typing import TextIO
 
 from dtk.cluster import stacks, usage
 from dtk.cluster.reports import report_of
@@ -28,7 +27,8 @@ _RECENT = 10.0  # seconds between a traceback and the exit it explains
 # What ranks say when the connection to another one breaks.
 _PEER_LOST = re.compile(
     r"Socket closed|Connection reset by peer|[Cc]onnection closed by peer|UnavailableError|"
-    r"HorovodInternalError|Horovod has been shut down"
+    r"HorovodInternalError|Horovod has been shut down|"
+    r"An error occurred in PMIx Event Notification"  # MPI's server is gone
 )
 # How what a rank dies of begins, in Python and where Python itself is ended.
 _DIES = ("Traceback (most recent call last)", "Fatal Python error: ")
@@ -163,7 +163,7 @@ class Rank:
         # Of a lost connection the remote shell's end will tell; of one that takes nothing any more,
         # the agent's silence.
         with contextlib.suppress(OSError, ValueError):
-            if pipe is not None and _takes_more(pipe):
+            if pipe is not None and marked.takes_more(pipe):
                 pipe.write(f"{line}\n".encode())
                 pipe.flush()
 
@@ -286,13 +286,6 @@ class Rank:
         """
         began = self.trace_began
         return list(self.trace) if began is not None and began > moment else []
-
-
-def _takes_more(pipe: IO[bytes]) -> bool:
-    """Return whether a line can be written to a pipe without waiting for its reader."""
-    poll = select.poll()
-    poll.register(pipe, select.POLLOUT)
-    return bool(poll.poll(0))
 
 
 def signal_name(code: int) -> str:

@@ -68,6 +68,7 @@ class Starter:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "dtk starter")
         self._shared: dict[str, str] = {}
         self._places: list[dict[str, str]] = []
+        self._mpi: mpi_places.MPIPlaces | None = None
         self._local_hosts: set[str] = set()
 
     def prepare(self) -> None:
@@ -97,6 +98,10 @@ class Starter:
             ready: Whether it would.
         """
         self._guard.note_saving(pid, ready)
+
+    def lost(self) -> mpi_places.Loss | None:
+        """Return what has ended that all ranks need beside each other; None if nothing has."""
+        return None if self._mpi is None else self._mpi.lost()
 
     def close(self) -> None:
         """Let go of the guard, the rendezvous server and the ports."""
@@ -192,6 +197,7 @@ class Starter:
         for folder in places.folders:
             self._guard.remove(folder)
         self._held.callback(places.close)
+        self._mpi = places
         self._places = [{**env, COMMUNICATOR: "mpi"} for env in places.env]
 
     def _hold_port(self, process: Process) -> None:

@@ -11,6 +11,7 @@ from dtk.cluster.stall import STUCK, Stall
 from dtk.cluster.standing import Standing
 from dtk.launch import ending
 from dtk.launch.ending import Ending
+from dtk.launch.mpi_places import Loss
 from dtk.launch.rank import Rank
 from dtk.launch.state import JobState
 
@@ -32,11 +33,13 @@ class Watch:
         replace: Called with a lost worker that servers can spare, to start it again.
         end_one: Called with a task that is stuck and can be replaced, to end it.
         say: Tells the user what is waited for.
+        lost: Tells what has ended that all ranks need beside each other; None while nothing has.
         stall_timeout: Seconds in which a job of ranks that wait for each other must move; 0 for
             ever.
 
     Attributes:
         stall: Why the job was ended though no process has.
+        gone: What `lost` told, where ranks have failed of that.
     """
 
     def __init__(
@@ -47,9 +50,12 @@ class Watch:
         replace: Callable[[Rank], None],
         end_one: Callable[[Rank], None],
         say: Callable[[str], None],
+        lost: Callable[[], Loss | None] = lambda: None,
         stall_timeout: float = 0.0,
     ) -> None:
         self.stall: Stall | None = None
+        self.gone: Loss | None = None
+        self._lost = lost
         self._stall_timeout = stall_timeout
         self._ranks = ranks
         self._ending = ending
@@ -73,12 +79,17 @@ class Watch:
                 concerned = [self._ranks[i] for i in self.stall.missing + self.stall.waiting]
                 # The missing one may have left with 0.
                 return next((rank for rank in concerned if rank.code is None), concerned[0])
-            if self._state.stopping or not self._ending.failures():
+            if self._lost():
+                self._hear_of_failures()
+            if self._state.stopping or not (self._ending.failures() or self.gone):
                 return None
+            if self.gone:
+                return self._ranks[0]
             self._settle()
             culprit = self._ending.culprit()
             if culprit is not None and culprit.is_victim and not self._state.stopping:
-                self.stall = self._cut_off()
+                self.gone = self._lost()
+                self.stall = None if self.gone else self._cut_off()
                 if self.stall is not None:
                     return self._ranks[self.stall.missing[0]]
         if culprit.process.role == "ps":
@@ -89,6 +100,14 @@ class Watch:
     def short(self) -> Stall | None:
         """Whose data has ended before that of others, where a rank has failed of it."""
         return stall.find_short([rank.standing for rank in self._ranks])
+
+    @property
+    def left(self) -> Rank | None:
+        """The rank that left first, with exit code 0, where others have failed as it was gone."""
+        left = [rank for rank in self._ending.essential if rank.code == 0]
+        if self.stall or self.gone or self._ending.can_replace:
+            return None
+        return min(left, key=lambda rank: rank.exited, default=None)
 
     def ask_missing(self) -> None:
         """Have the missing ranks of a stall say where they are, if they have not; it ends them."""
@@ -161,7 +180,14 @@ class Watch:
                 self._state.changed.wait(0.1)
 
     def _is_over(self) -> bool:
-        return self._state.stopping or self._ending.over or self._is_stuck()
+        return bool(self._state.stopping or self._ending.over or self._is_stuck() or self._lost())
+
+    def _hear_of_failures(self) -> None:
+        """Give ranks the time to fail of what is gone, or to show that it is gone of a failure."""
+        with self._state.changed:
+            self._state.changed.wait_for(lambda: self._state.stopping or self._ending.over, LATE)
+        if not self._ending.over:
+            self.gone = self._lost()
 
     def _is_stuck(self) -> bool:
         """Look whether a job has stopped moving, and why; none of its processes has failed."""
@@ -217,7 +243,7 @@ class Watch:
             stuck: dict[int, str] = {}
             with changed:
                 # Nothing notifies of a job that does not move.
-                period = min(1.0, self._stall_timeout / 10) or None
+                period = min(1.0, self._stall_timeout / 10) or 1.0
                 while not (self._is_over() or self._ending.lost() or (stuck := self._stuck())):
                     changed.wait(period)
                 # Where many die at once, the chief may be among them: hence the moment.
@@ -249,7 +275,7 @@ class Watch:
             while not self._state.stopping:
                 if any(rank.in_trouble for rank in self._ranks):
                     until = began + SETTLE
-                elif all(rank.is_victim for rank in self._ending.failures()):
+                elif all(rank.is_victim for rank in self._ending.failures()) and not self._lost():
                     until = began + LATE
                 else:
                     break

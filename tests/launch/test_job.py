@@ -121,6 +121,32 @@ def test_a_peer_that_dies_sooner_of_the_broken_connection_is_not_blamed(run):
     assert code == 1
 
 
+@pytest.mark.parametrize("leaves", ["sys.exit(0)", "os._exit(0)"])
+def test_a_rank_that_leaves_with_0_is_named_where_others_fail_of_that(run, leaves):
+    code = f"if r == 1:\n    {leaves}\ntime.sleep(1)\nraise OSError('Socket closed')"
+    code, _, err, _ = run(python(code))
+    assert code == 1
+    assert "OSError: Socket closed" in err
+    last = err.splitlines()[-1]
+    assert last.startswith("dtk: rank 1, host localhost, left its script, with exit code 0, and")
+
+
+def test_a_rank_that_ends_well_before_another_fails_by_itself_is_not_named(run):
+    code = "if r == 1:\n    sys.exit(0)\ntime.sleep(1)\nraise OSError('the disk is full')"
+    _, _, err, _ = run(python(code))
+    assert err.splitlines()[-1] == "OSError: the disk is full"
+
+
+def test_a_guard_that_is_stopped_keeps_no_job_from_ending():
+    with Job(python("time.sleep(2)")) as job:
+        ranks = set(job.pids.values())
+        guards = [one for one in psutil.Process().children() if one.pid not in ranks]
+        (guard,) = [one for one in guards if "dtk.launch.agent" in " ".join(one.cmdline())]
+        guard.suspend()
+        assert job.wait(30) == 0
+    assert not guard.is_running()
+
+
 def test_a_chained_exception_is_shown_whole(run):
     _, _, err, _ = run(
         python(

@@ -112,6 +112,29 @@ def test_a_rank_that_is_killed_is_named_and_nothing_is_left(run, places):
 
 
 @needs_mpi
+@pytest.mark.parametrize("which", ["prterun", "cat"])
+def test_mpis_server_that_is_killed_is_named_and_no_rank(which, places):
+    """Each rank said that it had failed by itself, with exit code 195."""
+    code = "from mpi4py import MPI\nMPI.COMM_WORLD.Barrier()\nimport time; time.sleep(600)"
+    out, err = io.StringIO(), io.StringIO()
+    with Job(make(code, communicator="mpi"), stdout=out, stderr=err, grace=0.5) as job:
+        time.sleep(1.0)  # MPI has started by then, or not: the server is gone either way
+        beside = map(psutil.Process, marked.members(job.job_id + marked.BESIDE))
+        victim = next(one for one in beside if one.name() == which)
+        victim.kill()
+        assert job.wait(60) == 137
+    last = err.getvalue().splitlines()[-1]
+    named = (
+        f"dtk: MPI's server (prterun, process {victim.pid}) was ended by SIGKILL"
+        if which == "prterun"
+        else f"dtk: process {victim.pid}, which MPI's server keeps in the place of rank "
+    )
+    assert last.startswith(named), err.getvalue()
+    assert "failed first" not in err.getvalue()
+    assert last.endswith("every rank needs it. The job was ended.")
+
+
+@needs_mpi
 def test_ranks_that_are_asked_to_end_can_still_make_groups(tmp_path):
     # As in saving a checkpoint together: MPI's server must not be ended with them.
     code = (
@@ -165,13 +188,13 @@ def test_a_launcher_that_is_killed_takes_mpis_server_and_memory_with_it(
         own = set(tmp_path.iterdir())
         assert len(own) == 1
         beside = marked.members(job + marked.BESIDE)
+        there = [*marked.members(job), *beside]
         for child in psutil.Process(launcher.pid).children() if guard_too else ():
-            if child.pid not in {*marked.members(job), *beside}:
+            if child.pid not in there:
                 child.kill()
         os.kill(launcher.pid, signal.SIGKILL)
     if guard_too:
-        for pid in beside:
-            os.kill(pid, signal.SIGKILL)
+        psutil.wait_procs([psutil.Process(pid) for pid in there if psutil.pid_exists(pid)], 10)
         assert own & set(tmp_path.iterdir())
         with Job(make(SUM, communicator="mpi"), stdout=io.StringIO()) as job_after:
             assert job_after.wait(60) == 0  # which tidies up

@@ -7,11 +7,14 @@ same kind of MPI, or by Slurm with PMIx.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import socket
+from collections.abc import Mapping
 
 from dtk.cluster.environment import Environment
+from dtk.cluster.variables import MPI_LEASE
 from dtk.communicators import startup
 from dtk.communicators.base import Communicator
 from dtk.errors import CommunicatorError, at_rank
@@ -33,6 +36,7 @@ def start(environment: Environment) -> Communicator:
     """
     # Open MPI's word for it: a thread that waits must not keep others from computing.
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    _keep_server(os.environ)
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -68,3 +72,9 @@ def start(environment: Environment) -> Communicator:
     made = MPICommunicator(world.Dup(), ("",) * world.size, range(world.size), progress)
     made.set_hosts(made.allgather_object(socket.gethostname()))
     return made
+
+
+def _keep_server(environ: Mapping[str, str]) -> None:
+    """Keep MPI's server until this process ends, also where its launcher has been killed."""
+    with contextlib.suppress(OSError, KeyError):  # not under `dtk run`, or on another host
+        os.open(environ[MPI_LEASE], os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
