@@ -6,9 +6,18 @@ Inside `by_row` the n-th draw of a step is a constant of the graph, of which eac
 part. Shuffles leave the order as it is, and draws whose distribution belongs to a row (categorical,
 gamma, Poisson, binomial) return a number that stands for it.
 
+The size of a draw says how many numbers a row has, and not which they are where it has several. Of
+a batch of rows a, b and c, computed as `a b` and `c`:
+
+    BLOCKS      [a b c | a b c]     fakes, then reals       parts [a b | a b] and [c | c]
+    REPEATED    [a a | b b | c c]   patches of an image     parts [a a | b b] and [c c]
+    ALIKE       [x x x x x x]       all rows have the same numbers, in whatever order
+
 Private names used: tensorflow.python.ops.gen_random_ops, gen_stateless_random_ops,
 gen_stateless_random_ops_v2, gen_stateful_random_ops, through which all of TensorFlow's and Keras's
-random functions go; keras.src.backend.tensorflow.random.shuffle. tests/compat holds them.
+random functions go; gen_candidate_sampling_ops; keras.src.backend.tensorflow.random.shuffle;
+tensorflow.python.eager.polymorphic_function.polymorphic_function.Function.__call__, _clone;
+tensorflow.python.framework.tensor_util.constant_value_as_shape. tests/compat holds them.
 """
 
 from __future__ import annotations
@@ -16,24 +25,38 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import random
 import threading
 from collections.abc import Iterator
 from types import ModuleType
 
+import numpy as np
 import tensorflow as tf
 from keras.src.backend.tensorflow import random as keras_random
+from tensorflow.python.eager.polymorphic_function import polymorphic_function
+from tensorflow.python.framework import tensor_util
 from tensorflow.python.ops import (
+    gen_candidate_sampling_ops,
     gen_random_ops,
     gen_stateful_random_ops,
     gen_stateless_random_ops,
     gen_stateless_random_ops_v2,
 )
 
-from dtk.nests import Function
+from dtk.compat.replacing import replaced
+from dtk.nests import Function, Nest
+
+BLOCKS, REPEATED, ALIKE = LAYOUTS = ("blocks", "repeated", "alike")
 
 # Draws since `restart`, of this thread: replicas may be threads.
 _drawn = threading.local()
 
+_SAMPLERS = (
+    "all_candidate_sampler",
+    "fixed_unigram_candidate_sampler",
+    "log_uniform_candidate_sampler",
+    "uniform_candidate_sampler",
+)
 _DRAWS = gen_stateless_random_ops
 # Which function draws instead of each of these.
 _SHAPED = {
@@ -71,22 +94,36 @@ _SHAPED = {
 
 def replaced_names() -> list[tuple[ModuleType, str]]:
     """Return every function of TensorFlow that is replaced, as its module and name."""
-    return [*(place for places in _SHAPED.values() for place in places), *_OTHERS]
+    samplers = [(gen_candidate_sampling_ops, name) for name in _SAMPLERS]
+    return [*(place for places in _SHAPED.values() for place in places), *_OTHERS, *samplers]
 
 
-def restart(rows: int | tf.Tensor = 1, first: int | tf.Tensor = 0) -> None:
+def restart(rows: int = 1, first: int = 0, of: int | None = None) -> None:
     """Start the draws of this thread anew, when the tracing of a step begins.
 
     Args:
-        rows: Rows that are computed, an integer or a scalar.
+        rows: Rows that are computed.
         first: Number of the first of them in the whole batch.
+        of: Rows of the whole batch; None where these are all that matter.
     """
     _drawn.count, _drawn.rows, _drawn.first = 0, rows, first
+    _drawn.all_rows = first + rows if of is None else of
+    np.random.seed(0)
+    random.seed(0)
 
 
 @contextlib.contextmanager
-def by_row() -> Iterator[None]:
+def by_row(layout: str = BLOCKS) -> Iterator[list[int]]:
     """Return a context in which functions are traced whose draws belong to rows.
+
+    Functions of TensorFlow that a step calls are traced anew, and forgotten: what they drew before
+    is not of these rows, and what they draw here is not random.
+
+    Args:
+        layout: Which numbers are a row's where it has several, one of `LAYOUTS`.
+
+    Yields:
+        A list of those draws, by number, of which rows may have parts.
 
     Example:
         >>> with by_row():
@@ -97,29 +134,50 @@ def by_row() -> Iterator[None]:
         >>> bool((whole[1:] == part).all())
         True
     """
+    of_rows: list[int] = []
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_same_numbers_of_python())
+        stack.enter_context(replaced(polymorphic_function.Function, __call__=_call_anew))
         for draw, places in _SHAPED.items():
             for module, name in places:
-                by_rows = _by_row_through(getattr(module, name), draw)
-                stack.enter_context(_replaced(module, name, by_rows))
+                by_rows = _by_row_through(getattr(module, name), draw, layout, of_rows)
+                stack.enter_context(replaced(module, **{name: by_rows}))
         for (module, name), padding_row in _OTHERS.items():
             original = getattr(module, name)
-            stack.enter_context(_replaced(module, name, functools.wraps(original)(padding_row)))
-        yield
+            same = functools.wraps(original)(padding_row)
+            stack.enter_context(replaced(module, **{name: same}))
+        for name in _SAMPLERS:
+            sampler = getattr(gen_candidate_sampling_ops, name)
+            seeded = functools.wraps(sampler)(functools.partial(_seeded, sampler))
+            stack.enter_context(replaced(gen_candidate_sampling_ops, **{name: seeded}))
+        yield of_rows
 
 
 @contextlib.contextmanager
-def _replaced(module: ModuleType, name: str, replacement: Function[tf.Tensor]) -> Iterator[None]:
-    original = getattr(module, name)
-    setattr(module, name, replacement)
+def _same_numbers_of_python() -> Iterator[None]:
+    """NumPy's and Python's own generators, which `restart` seeds, go on as if nothing were."""
+    of_numpy, of_python = np.random.get_state(), random.getstate()
     try:
         yield
     finally:
-        setattr(module, name, original)
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)
+
+
+def _call_anew(self: polymorphic_function.Function, *args: object, **kwargs: object) -> Nest:
+    """`Function.__call__` of a function that has no traces."""
+    return _call(self._clone(None), *args, **kwargs)
+
+
+_call = polymorphic_function.Function.__call__
+
+
+def _seeded(sampler: Function[Nest], *args: object, **kwargs: object) -> Nest:
+    return sampler(*args, **kwargs | {"seed": 1, "seed2": 1})
 
 
 def _by_row_through(
-    original: Function[tf.Tensor], draw: Function[tf.Tensor]
+    original: Function[tf.Tensor], draw: Function[tf.Tensor], layout: str, of_rows: list[int]
 ) -> Function[tf.Tensor]:
     signature = inspect.signature(original)
 
@@ -135,34 +193,48 @@ def _by_row_through(
         if "dtype" in arguments and not known:
             known = {"dtype": arguments["dtype"]}
         _drawn.count += 1
-        # A generator's n-th number does not depend on how many are drawn.
-        before = _rows_before(shape)
-        drawn_shape = tf.concat([shape[:1] + before, shape[1:]], 0)
-        found = draw(shape=drawn_shape, seed=[_drawn.count, 0], **known)
-        if shape.shape[0] == 0:
-            return found
-        return tf.ensure_shape(found[before:], _sizes(shape))
+        axis = _batch_axis(shape)
+        if axis is None:
+            return draw(shape=shape, seed=[_drawn.count, 0], **known)
+        of_rows.append(_drawn.count)
+        size, mine = _places(shape[axis], layout)
+        of_all = tf.concat([shape[:axis], size[None], shape[axis + 1 :]], 0)
+        found = draw(shape=of_all, seed=[_drawn.count, 0], **known)
+        return tf.ensure_shape(tf.gather(found, mine, axis=axis), _sizes(shape))
 
     return drawn
 
 
-def _rows_before(shape: tf.Tensor) -> tf.Tensor:
-    """Count the entries along the first dimension of a draw that belong to rows before these."""
-    if shape.shape[0] == 0:
-        return tf.zeros([0], shape.dtype)
-    if not tf.executing_eagerly() and _sizes(shape)[0] is not None:
-        return tf.zeros([], shape.dtype)  # the same size whatever the batch
-    rows, first = (tf.cast(n, shape.dtype) for n in (_drawn.rows, _drawn.first))
-    for_each = tf.where(shape[0] % rows == 0, shape[0] // rows, 0)
-    return first * for_each
+def _batch_axis(shape: tf.Tensor) -> int | None:
+    """Return the first axis whose size depends on the batch; None if all sizes are known."""
+    sizes = _sizes(shape)
+    if tf.executing_eagerly():
+        return 0 if sizes else None
+    return sizes.index(None) if None in sizes else None
+
+
+def _places(size: tf.Tensor, layout: str) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return how many numbers all rows draw along the batch's axis, and which are of these rows."""
+    rows, first, all_rows = (
+        tf.constant(n, size.dtype) for n in (_drawn.rows, _drawn.first, _drawn.all_rows)
+    )
+    each = size // rows
+    place = tf.range(size)
+    if layout == BLOCKS:
+        mine = place // rows * all_rows + first + place % rows
+    elif layout == REPEATED:
+        mine = first * each + place
+    else:
+        mine = tf.where(each == 1, first + place, 0)
+    # Rows of all replicas: an idle one computes with a row that is not its own.
+    are_rows = tf.logical_and(size % rows == 0, first + rows <= all_rows)
+    return tf.where(are_rows, each * all_rows, size), tf.where(are_rows, mine, place)
 
 
 def _sizes(shape: tf.Tensor) -> list[int | None]:
     """Return what a graph knows of a shape; None where it does not."""
-    value = tf.get_static_value(shape, partial=True)
-    if value is None:
-        return [None] * shape.shape[0]
-    return [None if size is None else int(size) for size in value]
+    known = tensor_util.constant_value_as_shape(shape)
+    return [None] * shape.shape[0] if known.rank is None else known.as_list()
 
 
 def _in_order(value: tf.Tensor, *args: object, **kwargs: object) -> tf.Tensor:

@@ -67,7 +67,7 @@ class ChiefTrial(trial.Trial[ServerStrategy]):
     ) -> FunctionalStep:
         """Trace one slice's step, as a worker would take it."""
         model, strategy = self.model, self.strategy
-        random_draws.restart(rows, first)
+        random_draws.restart(rows, first, self.rows)
         with tf_replicas.in_replica(strategy), tf.device(tf_servers.CHIEF):
             tables = keras_models.tables_of(model)
             elsewhere = {id(v) for v in [*replica_step.metric_variables(model), *tables]}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
+
 import keras
 import numpy as np
 import pytest
@@ -24,14 +27,55 @@ DRAWS = {
     "generator": lambda n: tf.random.Generator.from_seed(3).normal([n, 2]),
     "integers": lambda n: tf.random.uniform([n], 0, 10, tf.int32),
     "dropout": lambda n: tf.nn.dropout(tf.ones([n, 4]), 0.5),
-    "several a row": lambda n: tf.reshape(tf.random.normal([2 * n, 2]), [n, 4]),
+}
+layers = keras.layers
+# Numbers of each row, computed from rows of shape [4, 6]; a graph does not know how many there are.
+STEPS = {
+    "two blocks of rows": lambda x: tf.split(tf.nn.dropout(tf.concat([x, x], 0), 0.5), 2)[1],
+    "not the first axis": lambda x: tf.transpose(tf.nn.dropout(tf.transpose(x, (1, 0, 2)), 0.5)),
+    "numbers of the batch": lambda x: x + tf.random.normal([6]),
+    "map": lambda x: tf.map_fn(lambda row: row + tf.random.normal(tf.shape(row)), x),
+    "vectorized map": lambda x: tf.vectorized_map(lambda r: r * tf.random.uniform(tf.shape(r)), x),
+    "loop": lambda x: tf.while_loop(
+        lambda i, y: i < 3, lambda i, y: (i + 1, y + tf.random.normal(tf.shape(y))), (0, x)
+    )[1],
+    "branch": lambda x: tf.cond(
+        tf.random.uniform([]) < 0.5, lambda: x, lambda: x + tf.random.normal(tf.shape(x))
+    ),
+    "flips": lambda x: tf.image.random_flip_left_right(x[..., None]),
+    "candidates": lambda x: x + tf.cast(
+        tf.random.log_uniform_candidate_sampler(tf.zeros([1, 1], tf.int64), 1, 6, True, 99)[0],
+        tf.float32,
+    ),
+    "numpy": lambda x: x + np.random.rand(),
+}  # fmt: skip
+LAYERS = {
+    "noise": lambda: layers.GaussianNoise(0.3),
+    "rotation": lambda: keras.Sequential(
+        [layers.Reshape((4, 6, 1)), layers.RandomRotation(0.3), layers.RandomZoom(0.2)]
+    ),
+    "recurrent dropout": lambda: layers.LSTM(3, dropout=0.4, recurrent_dropout=0.4),
+    "distributed dropout": lambda: layers.TimeDistributed(layers.Dropout(0.5)),
 }
 
 
-def draw(function, rows, first):
-    with random_draws.by_row():
-        random_draws.restart(rows, first)
+def draw(function, rows, first, layout=random_draws.BLOCKS):
+    with random_draws.by_row(layout):
+        random_draws.restart(rows, first, 5)
         return np.asarray(function(rows))
+
+
+def traced(step, rows, first, layout=random_draws.BLOCKS):
+    """What a step makes of some of five rows, in a graph of any number of rows."""
+    x = np.random.default_rng(1).normal(size=(5, 4, 6)).astype("float32")[first : first + rows]
+
+    @tf.function(autograph=False)
+    def function():
+        random_draws.restart(rows, first, 5)
+        return step(tf.compat.v1.placeholder_with_default(x, (None, 4, 6)))
+
+    with random_draws.by_row(layout):
+        return function().numpy()
 
 
 @pytest.mark.parametrize("name", DRAWS)
@@ -46,6 +90,69 @@ def test_rows_draw_different_numbers(name):
     """Breaks as normalization of equal rows, whose variance is nothing but rounding."""
     whole = draw(DRAWS[name], 5, 0)
     assert len({row.tobytes() for row in whole}) > 1
+
+
+def assert_parts_are_of_the_whole(step, layout=random_draws.BLOCKS, axis=0):
+    whole = traced(step, 5, 0, layout)
+    parts = traced(step, 3, 0, layout), traced(step, 2, 3, layout)
+    np.testing.assert_allclose(np.concatenate(parts, axis), whole, 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_of_parts_draws_what_it_draws_in_the_whole(name):
+    """Breaks as a right step that is refused: its label noise, its time-major masks."""
+    assert_parts_are_of_the_whole(STEPS[name], axis=1 if name == "not the first axis" else 0)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_of_parts_draws_what_it_draws_in_the_whole(name):
+    layer = LAYERS[name]()
+    layer.build((None, 4, 6))
+    assert_parts_are_of_the_whole(lambda x: layer(x, training=True))
+
+
+def patches(x):
+    return tf.reshape(tf.nn.dropout(tf.reshape(x, (-1, 6)), 0.5), (-1, 4, 6))
+
+
+def blocks(x):
+    return STEPS["two blocks of rows"](x)
+
+
+@pytest.mark.parametrize(
+    "layout, right",
+    [("blocks", [blocks]), ("repeated", [patches]), ("alike", [blocks, patches])],
+)
+def test_which_numbers_are_a_rows_where_it_has_several(layout, right):
+    for step in (blocks, patches):
+        wrong = contextlib.nullcontext() if step in right else pytest.raises(AssertionError)
+        with wrong:
+            assert_parts_are_of_the_whole(step, layout)
+
+
+def test_rows_with_one_number_each_have_their_own_in_every_layout():
+    """Breaks as a batch of equal rows, whose standard deviation is 0 however it is computed."""
+    for layout in random_draws.LAYOUTS:
+        assert len(set(draw(lambda n: tf.random.normal([n]), 5, 0, layout).tolist())) == 5
+
+
+def test_functions_of_a_step_keep_nothing_of_a_trial():
+    """Breaks as training without noise: a function traced in a trial draws its constants."""
+    noise = tf.function(lambda x: tf.random.normal(tf.shape(x)))
+    x = tf.zeros([3])
+    tried = draw(lambda n: noise(x), 3, 0)
+    assert noise.experimental_get_tracing_count() == 0
+    assert len({noise(x).numpy().tobytes() for _ in range(3)} | {tried.tobytes()}) == 4
+
+
+def test_numbers_of_numpy_and_python_go_on():
+    np.random.seed(4)
+    random.seed(4)
+    expected = np.random.rand(), random.random()
+    np.random.seed(4)
+    random.seed(4)
+    assert draw(lambda n: np.random.rand(), 3, 0) == draw(lambda n: np.random.rand(), 2, 3)
+    assert (np.random.rand(), random.random()) == expected
 
 
 def test_what_is_not_of_rows_is_the_same_on_all():

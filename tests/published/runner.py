@@ -40,12 +40,14 @@ class Outcome(NamedTuple):
         failure: What it failed with, if it did.
         updates: What each of its optimizers counted.
         errors: What it printed on standard error.
+        output: What it printed on standard output.
     """
 
     result: dict | None
     failure: Failure | None
     updates: list[int]
     errors: str = ""
+    output: str = ""
 
 
 class Plain:
@@ -103,8 +105,13 @@ def _run(name: str, folder: str, strategy: Any, may_fail: bool = False) -> Outco
     script = SCRIPTS / f"{name}.py"
     names: dict[str, Any] = {"__name__": "__main__", "__file__": str(script)}
     failure = None
-    errors = io.StringIO()
-    with _inside(folder), _given(strategy), contextlib.redirect_stderr(errors):
+    errors, output = io.StringIO(), io.StringIO()
+    with (
+        _inside(folder),
+        _given(strategy),
+        contextlib.redirect_stderr(errors),
+        contextlib.redirect_stdout(output),
+    ):
         try:
             exec(compile(script.read_text(), str(script), "exec"), names)
         except Exception as error:
@@ -113,7 +120,7 @@ def _run(name: str, folder: str, strategy: Any, may_fail: bool = False) -> Outco
             failure = _told(error)
     result = None if failure else keras.tree.map_structure(_value, names["result"])
     models = [value for value in names.values() if isinstance(value, keras.Model)]
-    return Outcome(result, failure, sorted(_updates(models)), errors.getvalue())
+    return Outcome(result, failure, sorted(_updates(models)), errors.getvalue(), output.getvalue())
 
 
 def _told(error: Exception) -> Failure:

@@ -37,13 +37,11 @@ RIGHT = (
     "cntk_convnet",
     "custom_metric",
     "custom_step_compute_loss",
-    "custom_step_gan",
     "custom_step_own_loss",
     "custom_step_sample_weight",
     "custom_test_step",
     "custom_training",
     "custom_training_checkpoint",
-    "dcgan",
     "endpoint_layer",
     "endpoint_layer_subclassed",
     "fit_with_kwargs",
@@ -65,6 +63,9 @@ RIGHT = (
     "vq_vae",
     "wgan_gp",
 )
+# Random numbers as published, of which ranks draw their own: what a step computes must be found
+# right by the self-test, which compares it with what one process computes, and be trained on.
+RANDOM = ("custom_step_gan", "dcgan")
 # What may be refused instead, before the first update: rows meet in these losses, a sum, a quotient
 # or a metric is of a whole batch, or a batch has fewer rows than there are workers.
 RIGHT_OR_REFUSED = (
@@ -102,7 +103,6 @@ SERVED = (
 SERVED_OR_REFUSED = (
     "add_loss_sum",
     "custom_training",
-    "dcgan",
     "masked_loss",
     "simclr",
     "wgan_gp",
@@ -185,6 +185,25 @@ def test_two_processes_end_as_one(world, backend, size, name, tmp_path):
         assert_equal(outcome.result, plain.result)
         assert outcome.updates == plain.updates
     assert runner.files_in(str(tmp_path)) == files, "left by workers beside rank 0"
+
+
+@over(RANDOM)
+def test_random_numbers_are_those_of_a_row(world, backend, size, name, tmp_path):
+    """Breaks as a right script that is refused: noise of fakes and then reals, ReLUs at a kink."""
+    outcomes = world(backend, size).run(runner.run_here, name, str(tmp_path), timeout=TIMEOUT)
+    assert float(re.findall(r"self-test of model .* agree to (\S+)", outcomes[0].output)[0]) < 1e-4
+    for outcome in outcomes:
+        assert_equal(outcome.result, outcomes[0].result)
+        assert outcome.updates == [0, 12, 12]  # the one of `compile()` is not used
+        assert all(np.isfinite(value).all() for value in numbers(outcome.result).values())
+
+
+@served(["dcgan"])
+def test_an_update_inside_a_step_is_refused_with_parameter_servers(
+    world, backend, size, name, tmp_path
+):
+    (outcome,) = world(backend, size).run(runner.run_here, name, str(tmp_path), True)
+    assert_refused(outcome, "Use AllReduceStrategy")
 
 
 @over(RIGHT_OR_REFUSED)

@@ -145,3 +145,94 @@ def test_it_changes_nothing(world, backend, size):
     for same, verdict in world(backend, size).run(changed_nothing):
         assert same
         assert verdict.difference < 1e-4 and verdict.wrong is None and verdict.notes == []
+
+
+class Drawing(cases.Subclassed):
+    """A step with random numbers of rows, or units at a kink; its loss is a mean, but for one."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.normalized = keras.layers.BatchNormalization(scale=False)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = getattr(self, f"loss_{self.kind}")(x, y)
+        self.optimizer.apply(
+            tape.gradient(loss, self.trainable_variables), self.trainable_variables
+        )
+        return {"loss": loss}
+
+    def loss_labels(self, x, y):
+        """Noise of fakes, and then of reals, as in Keras's guide on GANs."""
+        fakes = tf.random.normal(tf.shape(x))
+        labels = tf.concat([tf.ones_like(y), tf.zeros_like(y)], 0)[:, None]
+        labels = tf.cast(labels, tf.float32) + 0.05 * tf.random.uniform(tf.shape(labels))
+        return tf.reduce_mean(tf.square(self(tf.concat([fakes, x], 0)) - labels))
+
+    def patches(self, x):
+        return tf.reshape(tf.nn.dropout(tf.reshape(x, (-1, 4, 4, 1)), 0.5), tf.shape(x))
+
+    def loss_patches(self, x, y):
+        return tf.reduce_mean(tf.square(self(self.patches(x))))
+
+    def loss_both(self, x, y):
+        return self.loss_labels(self.patches(x), y)
+
+    def loss_spread(self, x, y):
+        """Wrong, as the rows of a batch meet in it; what it draws is a row's."""
+        two = self(tf.random.normal(tf.concat([2 * tf.shape(x)[:1], tf.shape(x)[1:]], 0)))
+        return self.loss_both(x, y) - tf.reduce_mean(tf.math.reduce_std(two, 0))
+
+    def loss_kink(self, x, y):
+        """The third of five rows is the mean, which every unit makes 0, but for rounding."""
+        rows = tf.reshape(x, (-1, 64))[:, :1]
+        units = self.normalized(rows * tf.linspace(0.1, 1.7, 64), training=True)
+        return tf.reduce_mean(tf.nn.relu(units)) + tf.reduce_mean(tf.square(self(x)))
+
+    def loss_rounding(self, x, y):
+        """A wave so short that rounding decides where on it a number is."""
+        normalized = self.normalized(tf.reshape(x, (-1, 64)) / 7, training=True)
+        return tf.reduce_mean(tf.sin(3e6 * normalized)) + tf.reduce_mean(self(x))
+
+
+def tried(kind):
+    """What a self-test finds of a step."""
+    keras.utils.set_random_seed(3)
+    x, y = cases.rows(16)
+    x[[0, 1, 2, 4, 5], 0, 0, 0] = range(5)  # the rows that are tried
+    model = cases.compiled(bodies.strategy(), lambda: Drawing(kind), loss=None)
+    model(x[:1])
+    model.normalized.build((None, 64))
+    trainer = trainer_of(model)
+    batch = trainer.cut(tf.data.Dataset.from_tensor_slices((x, y)).batch(8))
+    trial = trainer.make_trial(model.train_step, next(iter(batch)))
+    before = [v.numpy().tobytes() for v in model.variables]
+    verdict = self_test._judge(trial)
+    assert before == [v.numpy().tobytes() for v in model.variables]
+    return verdict
+
+
+@TWO
+@pytest.mark.parametrize("kind", ["labels", "patches", "both", "kink"])
+def test_random_numbers_and_kinks_are_no_mistakes(world, backend, size, kind):
+    """Breaks as a right script that is refused, the more so the wider its layers are."""
+    for verdict in world(backend, size).run(tried, kind):
+        assert verdict.wrong is None and verdict.notes == []
+        assert verdict.difference < 1e-4
+
+
+@TWO
+def test_a_mistake_beside_random_numbers_is_refused(world, backend, size):
+    for verdict in world(backend, size).run(tried, "spread"):
+        assert "differs by" in verdict.wrong
+
+
+@TWO
+def test_what_cannot_be_told_from_rounding_is_said(world, backend, size):
+    """Breaks as a right script that is refused; its losses are means."""
+    for verdict in world(backend, size).run(tried, "rounding"):
+        assert verdict.wrong is None and verdict.difference > 1e-4
+        (note,) = (note for note in verdict.notes if "cannot tell" in note)
+        assert "self_test=False" in note

@@ -12,7 +12,7 @@ put back.
     logs         results of metrics and other numbers that do not agree are warned of
 
 Random numbers belong to rows meanwhile (`compat.random_draws`), and batch normalization is that of
-all rows, synchronized or not: neither is a mistake of the script.
+all rows, synchronized or not: neither is a mistake of the script. Nor is a kink, see `_judge`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ import keras
 import numpy as np
 
 from dtk.cluster.variables import SELF_TEST
-from dtk.compat import keras_models
+from dtk.compat import keras_models, random_draws
 from dtk.errors import NotDistributedError, at_rank
 from dtk.nests import Array
 from dtk.trainer.contract import Strategy
 from dtk.trainer.replica.trial import Outcome, Trial
 from dtk.trainer.tracing.loss_terms import RATIO, SUM
+
+# At how many other weights it is tried before it is refused.
+_OTHER_WEIGHTS = 3
 
 
 class Verdict(NamedTuple):
@@ -111,7 +114,6 @@ def run(trial: Trial[Strategy], reasons: Sequence[str]) -> Verdict:
     began = time.perf_counter()
     verdict = _judge(trial)
     strategy, model = trial.strategy, trial.model
-    verdict = strategy.world.broadcast_object(verdict)
     if verdict.wrong:
         raise NotDistributedError(
             at_rank(
@@ -137,14 +139,56 @@ def run(trial: Trial[Strategy], reasons: Sequence[str]) -> Verdict:
 
 
 def _judge(trial: Trial[Strategy]) -> Verdict:
+    """Compute both ways until they agree: by each layout of random numbers, and at other weights.
+
+    At a kink, such as a ReLU's, rounding decides which gradient is computed. It does so at some
+    weights and not at others, and a step that is wrong is so at all of them.
+    """
+    verdicts = []
+    for layout in random_draws.LAYOUTS:
+        trial.layout = layout
+        for seed in range(1 + _OTHER_WEIGHTS):
+            with trial.moved(seed):
+                # Ranks try the same, whatever rounding is on each.
+                verdict = trial.strategy.world.broadcast_object(_compute(trial))
+            if not verdict.wrong:
+                return verdict
+            verdicts.append(verdict)
+        if not trial.draws:
+            break
+    return _undecided(trial, verdicts[0])
+
+
+def _undecided(trial: Trial[Strategy], verdict: Verdict) -> Verdict:
+    """Warn, instead, where a step makes as much of a change that is no more than rounding."""
+    tolerance = _tolerance(trial.model)
+    trial.layout = random_draws.BLOCKS
+    whole, spread = trial.whole(), 0.0
+    for seed in (1, 2):
+        with trial.moved(seed, tolerance / 100):
+            spread = max(spread, _compare(whole, trial.whole(), tolerance)[1])
+    spread = trial.strategy.world.broadcast_object(spread)
+    if not tolerance < verdict.difference <= 3 * spread:
+        return verdict
+    note = (
+        f"the self-test cannot tell rounding from a mistake: {verdict.wrong} between all rows "
+        f"and the parts, and by {100 * spread:.3g} % where weights change by {tolerance / 100:.0e} "
+        "of themselves. If its losses are means or sums over rows, it is rounding: self_test=False "
+        "(or DTK_SELF_TEST=0) says that you know"
+    )
+    return verdict._replace(wrong=None, notes=[note])
+
+
+def _compute(trial: Trial[Strategy]) -> Verdict:
     """Compute both ways, and once more with the kinds that were found."""
     whole, parts = trial.whole(), trial.replicas({})
     shares = np.array(trial.parts) / trial.rows
     tolerance = _tolerance(trial.model)
-    kinds, unclear, odd = _kinds_of(whole, parts, shares, tolerance)
+    agreed = trial.strategy.world.broadcast_object
+    kinds, unclear, odd = agreed(_kinds_of(whole, parts, shares, tolerance))
     if kinds:
         parts = trial.replicas(kinds)
-    wrong, difference = _compare(whole, parts, tolerance)
+    wrong, difference = agreed(_compare(whole, parts, tolerance))
     if wrong and unclear:
         guess = kinds | dict.fromkeys(unclear, SUM)
         again = trial.replicas(guess)

@@ -32,6 +32,9 @@ from dtk.trainer.tracing.loss_terms import Term
 # Rows of a replica; the first one takes one more, so that shares differ.
 _ROWS = 2
 
+# How far `Trial.moved` moves weights, relative to their size.
+_FAR = 1e-2
+
 # What a traced step returns, in the order of `Names`: "terms", of shape `[replicas, terms, 3]`, and
 # lists of tensors, "gradients", "state" and "logs".
 Found: TypeAlias = dict[str, Nest]
@@ -67,6 +70,8 @@ class Trial(Generic[StrategyT]):
     Attributes:
         rows: How many rows it takes, of all replicas.
         parts: How many each replica takes.
+        layout: Which random numbers are a row's, see `compat.random_draws`.
+        draws: Whether a step that was computed drew any for its rows.
     """
 
     def __init__(self, trainer: Trainer, step_function: StepFunction, batch: slicing.Slices):
@@ -84,6 +89,24 @@ class Trial(Generic[StrategyT]):
         pieces = [piece for _, packed in gathered for piece in _unpacked(packed, self._few)]
         present = [p for p, n in zip(pieces, self.parts, strict=True) if n]
         self._whole_data = tf.nest.map_structure(_joined, *present)
+        self.layout = random_draws.BLOCKS
+        self.draws = False
+        self._seed, self._distance = 0, 0.0
+        self._concrete: dict[str, tuple[tf.types.experimental.ConcreteFunction, Names]] = {}
+
+    @contextlib.contextmanager
+    def moved(self, seed: int, distance: float = _FAR) -> Iterator[None]:
+        """Return a context in which steps are computed from other weights, near the model's.
+
+        Args:
+            seed: Which; 0 for the model's own.
+            distance: How far they may be from those, relative to their size.
+        """
+        self._seed, self._distance = seed, distance
+        try:
+            yield
+        finally:
+            self._seed = 0
 
     def whole(self) -> Outcome:
         """Compute the step by one replica.
@@ -91,7 +114,7 @@ class Trial(Generic[StrategyT]):
         Returns:
             What it computed.
         """
-        return self._compute(self._trace_whole)
+        return self._compute("whole", self._trace_whole)
 
     def replicas(self, kinds: Mapping[str, str]) -> Outcome:
         """Compute the step by all replicas, each its part.
@@ -102,27 +125,45 @@ class Trial(Generic[StrategyT]):
         Returns:
             What they computed.
         """
-        return self._compute(self._trace_replicas(kinds))
+        return self._compute(f"parts {sorted(kinds.items())}", self._trace_replicas(kinds))
 
-    def _compute(self, trace: Callable[[list[Names]], Found]) -> Outcome:
+    def _compute(self, way: str, trace: Callable[[list[Names]], Found]) -> Outcome:
         """Compute a step one way, and put everything back that it changed."""
         names: list[Names] = []
         with (
             self._global_numbers(),
             keras_steps.moments_through(self._moments),
-            random_draws.by_row(),
+            random_draws.by_row(self.layout) as drawn,
             keras_steps.all_synchronized(self.model),
         ):
             if self.model.run_eagerly:
                 before = Snapshot(changed_by_training(self.model))
+                self._move_weights()
                 found = trace(names)
             else:
-                function = tf.function(lambda: trace(names), autograph=False)
-                concrete = function.get_concrete_function()
-                before = Snapshot(self._changed_by(names[-1].assigned, concrete))
+                way = f"{self.layout} {way}"
+                if way not in self._concrete:
+                    function = tf.function(lambda: trace(names), autograph=False)
+                    self._concrete[way] = function.get_concrete_function(), names[-1]
+                concrete, last = self._concrete[way]
+                names = [last]
+                moved = self.model.trainable_variables if self._seed else []
+                before = Snapshot([*self._changed_by(last.assigned, concrete), *moved])
+                self._move_weights()
                 found = concrete()
         before.restore()
+        self.draws = self.draws or bool(drawn)
         return outcome_of(names[-1], keras.tree.map_structure(np.asarray, found))
+
+    def _move_weights(self) -> None:
+        weights = [keras_variables.stored(v) for v in self.model.trainable_variables]
+        for i, variable in enumerate(weights if self._seed else []):
+            for copy in tf_variables.components(variable):
+                value = copy.numpy().astype("float32")
+                # Also what is 0, such as a bias before a ReLU.
+                most = self._distance * (0.1 + np.sqrt(np.mean(np.square(value))))
+                way = np.random.default_rng((self._seed, i)).uniform(-most, most, value.shape)
+                copy.assign(tf.cast(value + way, copy.dtype))
 
     @contextlib.contextmanager
     def _global_numbers(self) -> Iterator[None]:
@@ -159,7 +200,7 @@ class Trial(Generic[StrategyT]):
 
     def _trace_whole(self, names: list[Names]) -> Found:
         with tf_replicas.as_one_replica(self.strategy):
-            random_draws.restart(self.rows)
+            random_draws.restart(self.rows, 0, self.rows)
             rows = tf.constant(self.rows, tf.int64)
             step = traced_step.Step(tf.ones([]), 1, self.model, tf.identity, rows, own=self.own)
             step.noted, step.tried = noting.Gathered(), True
@@ -178,7 +219,7 @@ class Trial(Generic[StrategyT]):
         def one(batch: slicing.Slices) -> Found:
             with strategy.sequence(sequence):
                 rank = strategy.local_ranks()[strategy.local_index()]
-                random_draws.restart(max(1, self.parts[rank]), int(starts[rank]))
+                random_draws.restart(max(1, self.parts[rank]), int(starts[rank]), self.rows)
                 data, step, present = replica_step.begin_step(
                     self.step_function, batch, model, strategy, kinds
                 )

@@ -1,11 +1,10 @@
 """After keras.io's guides/custom_train_step_in_tensorflow.py, its GAN at the end.
 
-Latent vectors are functions of the real images; the guide's `SeedGenerator` stays, unused.
+Its latent vectors, the noise on its labels, its units and its optimizers are the published ones.
 """
 
 import dtk
 import keras
-import numpy as np
 import tensorflow as tf
 from keras import layers
 from sklearn.datasets import load_digits
@@ -14,11 +13,6 @@ strategy = dtk.auto_strategy()
 keras.utils.set_random_seed(13)
 
 LATENT_DIM = 8
-PROJECTION = np.random.default_rng(13).normal(size=(64, LATENT_DIM)).astype("float32")
-
-
-def noise_of(images, phase):
-    return tf.sin(tf.matmul(tf.reshape(images, (-1, 64)), PROJECTION) + phase)
 
 
 class GAN(keras.Model):
@@ -44,12 +38,13 @@ class GAN(keras.Model):
         if isinstance(real_images, tuple):
             real_images = real_images[0]
         batch_size = tf.shape(real_images)[0]
-        generated_images = self.generator(noise_of(real_images, 0.0))
+        random_latent_vectors = keras.random.normal(
+            shape=(batch_size, LATENT_DIM), seed=self.seed_generator
+        )
+        generated_images = self.generator(random_latent_vectors)
         combined_images = tf.concat([generated_images, real_images], axis=0)
         labels = tf.concat([tf.ones((batch_size, 1)), tf.zeros((batch_size, 1))], axis=0)
-        # published: noise on the labels; here noise that belongs to a row
-        doubled = tf.concat([real_images, real_images], axis=0)
-        labels += 0.05 * tf.square(noise_of(doubled, 2.0)[:, :1])
+        labels += 0.05 * keras.random.uniform(tf.shape(labels), seed=self.seed_generator)
 
         with tf.GradientTape() as tape:
             predictions = self.discriminator(combined_images)
@@ -57,9 +52,12 @@ class GAN(keras.Model):
         grads = tape.gradient(d_loss, self.discriminator.trainable_weights)
         self.d_optimizer.apply(grads, self.discriminator.trainable_weights)
 
+        random_latent_vectors = keras.random.normal(
+            shape=(batch_size, LATENT_DIM), seed=self.seed_generator
+        )
         misleading_labels = tf.zeros((batch_size, 1))
         with tf.GradientTape() as tape:
-            predictions = self.discriminator(self.generator(noise_of(real_images, 1.0)))
+            predictions = self.discriminator(self.generator(random_latent_vectors))
             g_loss = self.loss_fn(misleading_labels, predictions)
         grads = tape.gradient(g_loss, self.generator.trainable_weights)
         self.g_optimizer.apply(grads, self.generator.trainable_weights)
@@ -75,27 +73,34 @@ dataset = tf.data.Dataset.from_tensor_slices(digits).shuffle(buffer_size=1024).b
 with strategy.scope():
     discriminator = keras.Sequential(
         [
-            keras.Input(shape=(8, 8, 1)),
-            layers.Conv2D(4, (3, 3), strides=(2, 2), padding="same", activation="tanh"),
-            layers.GlobalAveragePooling2D(),
+            keras.Input((8, 8, 1)),
+            layers.Conv2D(16, (3, 3), strides=(2, 2), padding="same"),
+            layers.LeakyReLU(negative_slope=0.2),
+            layers.Conv2D(32, (3, 3), strides=(2, 2), padding="same"),
+            layers.LeakyReLU(negative_slope=0.2),
+            layers.GlobalMaxPooling2D(),
             layers.Dense(1),
         ],
         name="discriminator",
     )
     generator = keras.Sequential(
         [
-            keras.Input(shape=(LATENT_DIM,)),
-            layers.Dense(4 * 4 * 4, activation="tanh"),
-            layers.Reshape((4, 4, 4)),
-            layers.Conv2DTranspose(4, (4, 4), strides=(2, 2), padding="same", activation="tanh"),
+            keras.Input((LATENT_DIM,)),
+            layers.Dense(2 * 2 * 16),
+            layers.LeakyReLU(negative_slope=0.2),
+            layers.Reshape((2, 2, 16)),
+            layers.Conv2DTranspose(16, (4, 4), strides=(2, 2), padding="same"),
+            layers.LeakyReLU(negative_slope=0.2),
+            layers.Conv2DTranspose(16, (4, 4), strides=(2, 2), padding="same"),
+            layers.LeakyReLU(negative_slope=0.2),
             layers.Conv2D(1, (7, 7), padding="same", activation="sigmoid"),
         ],
         name="generator",
     )
-    gan = GAN(discriminator=discriminator, generator=generator)
+    gan = GAN(discriminator, generator)
     gan.compile(
-        d_optimizer=keras.optimizers.Adam(learning_rate=0.05, epsilon=0.1),
-        g_optimizer=keras.optimizers.Adam(learning_rate=0.05, epsilon=0.1),
+        d_optimizer=keras.optimizers.Adam(learning_rate=0.0003),
+        g_optimizer=keras.optimizers.Adam(learning_rate=0.0003),
         loss_fn=keras.losses.BinaryCrossentropy(from_logits=True),
     )
 

@@ -1,11 +1,10 @@
 """After keras.io's examples/generative/dcgan_overriding_train_step.py: two optimizers, no `call`.
 
-Latent vectors are functions of the real images instead of random, and units are smooth.
+Its latent vectors, the noise on its labels, its units and its optimizers are the published ones.
 """
 
 import dtk
 import keras
-import numpy as np
 import tensorflow as tf
 from keras import layers
 from sklearn.datasets import load_digits
@@ -14,11 +13,6 @@ strategy = dtk.auto_strategy()
 keras.utils.set_random_seed(2)
 
 LATENT_DIM = 8
-PROJECTION = np.random.default_rng(2).normal(size=(64, LATENT_DIM)).astype("float32")
-
-
-def noise_of(images, phase):
-    return tf.sin(tf.matmul(tf.reshape(images, (-1, 64)), PROJECTION) + phase)
 
 
 class GAN(keras.Model):
@@ -41,9 +35,11 @@ class GAN(keras.Model):
 
     def train_step(self, real_images):
         batch_size = tf.shape(real_images)[0]
-        generated_images = self.generator(noise_of(real_images, 0.0))
+        random_latent_vectors = tf.random.normal(shape=(batch_size, LATENT_DIM))
+        generated_images = self.generator(random_latent_vectors)
         combined_images = tf.concat([generated_images, real_images], axis=0)
         labels = tf.concat([tf.ones((batch_size, 1)), tf.zeros((batch_size, 1))], axis=0)
+        labels += 0.05 * tf.random.uniform(tf.shape(labels))
 
         with tf.GradientTape() as tape:
             predictions = self.discriminator(combined_images)
@@ -53,9 +49,10 @@ class GAN(keras.Model):
             zip(grads, self.discriminator.trainable_weights, strict=True)
         )
 
+        random_latent_vectors = tf.random.normal(shape=(batch_size, LATENT_DIM))
         misleading_labels = tf.zeros((batch_size, 1))
         with tf.GradientTape() as tape:
-            predictions = self.discriminator(self.generator(noise_of(real_images, 1.0)))
+            predictions = self.discriminator(self.generator(random_latent_vectors))
             g_loss = self.loss_fn(misleading_labels, predictions)
         grads = tape.gradient(g_loss, self.generator.trainable_weights)
         self.g_optimizer.apply_gradients(zip(grads, self.generator.trainable_weights, strict=True))
@@ -72,27 +69,34 @@ with strategy.scope():
     discriminator = keras.Sequential(
         [
             keras.Input((8, 8, 1)),
-            layers.Conv2D(4, kernel_size=4, strides=2, padding="same", activation="tanh"),
-            layers.Flatten(),
-            layers.Dense(1, activation="sigmoid"),
+            layers.Conv2D(16, (3, 3), strides=(2, 2), padding="same"),
+            layers.LeakyReLU(negative_slope=0.2),
+            layers.Conv2D(32, (3, 3), strides=(2, 2), padding="same"),
+            layers.LeakyReLU(negative_slope=0.2),
+            layers.GlobalMaxPooling2D(),
+            layers.Dense(1),
         ],
         name="discriminator",
     )
     generator = keras.Sequential(
         [
             keras.Input((LATENT_DIM,)),
-            layers.Dense(4 * 4 * 4),
-            layers.Reshape((4, 4, 4)),
-            layers.Conv2DTranspose(4, kernel_size=4, strides=2, padding="same", activation="tanh"),
-            layers.Conv2D(1, kernel_size=5, padding="same", activation="sigmoid"),
+            layers.Dense(2 * 2 * 16),
+            layers.LeakyReLU(negative_slope=0.2),
+            layers.Reshape((2, 2, 16)),
+            layers.Conv2DTranspose(16, (4, 4), strides=(2, 2), padding="same"),
+            layers.LeakyReLU(negative_slope=0.2),
+            layers.Conv2DTranspose(16, (4, 4), strides=(2, 2), padding="same"),
+            layers.LeakyReLU(negative_slope=0.2),
+            layers.Conv2D(1, (7, 7), padding="same", activation="sigmoid"),
         ],
         name="generator",
     )
     gan = GAN(discriminator, generator)
     gan.compile(
-        d_optimizer=keras.optimizers.Adam(0.05, epsilon=0.1),
-        g_optimizer=keras.optimizers.Adam(0.05, epsilon=0.1),
-        loss_fn=keras.losses.BinaryCrossentropy(),
+        d_optimizer=keras.optimizers.Adam(learning_rate=0.0003),
+        g_optimizer=keras.optimizers.Adam(learning_rate=0.0003),
+        loss_fn=keras.losses.BinaryCrossentropy(from_logits=True),
     )
 
 history = gan.fit(dataset, epochs=3, verbose=2)
