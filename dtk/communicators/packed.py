@@ -25,7 +25,7 @@ from dtk.communicators.base import AlignedSlices, Communicator, with_values
 from dtk.communicators.blocks import block_sizes
 from dtk.communicators.bucket_reduction import BucketReduction, mean
 from dtk.communicators.messages import Message, run_together
-from dtk.communicators.row_blocks import RowBlocks, checked_counts, checked_splits
+from dtk.communicators.row_blocks import RowBlocks, blocks_of, checked_counts, checked_splits
 from dtk.communicators.sequencer import CollectiveSequencer
 from dtk.errors import at_rank
 
@@ -327,9 +327,7 @@ class PackedCommunicator(Communicator):
             raise ValueError(at_rank(self.rank, "reduce_scatter needs rows, got a scalar"))
         encoded, wire_op, decode = wire.for_reducing(value, op, self.reduces)
         rows = tf.shape(encoded, tf.int64)[0]
-        ranks = tf.range(self.size, dtype=tf.int64)
-        # As `block_sizes` does, for a number known only when the graph runs.
-        blocks = rows // self.size + tf.cast(ranks < rows % self.size, tf.int64)
+        blocks = blocks_of(rows, self.size)
         matrix = tf.tile(blocks[None], [self.size, 1])
         parts, back = self._exchange_blocks(RowBlocks(encoded, self.moves), matrix)
         shape = tf.concat([blocks[self.rank][None], tf.shape(encoded, tf.int64)[1:]], axis=0)

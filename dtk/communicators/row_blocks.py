@@ -106,7 +106,33 @@ def checked_counts(tensor: tf.Tensor, known: Sequence[int], rank: int, size: int
                 f"one number for each of {size} ranks",
             )
         )
-    return tf.constant(counts, tf.int64)
+    given = tf.constant(counts, tf.int64)
+    if tensor.shape[0] is not None:
+        return given
+    told = at_rank(rank, f"allgather got rows={counts}, which says other rows of this rank")
+    return _asserted(given, given[rank], tensor, told)
+
+
+def blocks_of(rows: tf.Tensor, size: int) -> tf.Tensor:
+    """Return what `block_sizes` does, of a number that is known only when a graph runs.
+
+    Args:
+        rows: Rows to divide, an int64 scalar.
+        size: Number of ranks.
+    """
+    ranks = tf.range(size, dtype=tf.int64)
+    return rows // size + tf.cast(ranks < rows % size, tf.int64)
+
+
+def _asserted(counts: tf.Tensor, mine: tf.Tensor, tensor: tf.Tensor, told: str) -> tf.Tensor:
+    """Return `counts` in a graph that ends where `mine` is not the number of the tensor's rows.
+
+    MPI would send what lies in memory behind them.
+    """
+    rows = tf.shape(tensor, tf.int64)[0]
+    check = tf.debugging.assert_equal(mine, rows, told)
+    with tf.control_dependencies([check]):
+        return tf.identity(counts)
 
 
 def checked_splits(
@@ -126,7 +152,7 @@ def checked_splits(
 
     Raises:
         ValueError: There are no rows, they cannot be divided evenly, or `splits` has another shape
-            or, eagerly, another sum.
+            or sum. What only a running graph knows, that graph checks.
     """
     if tensor.shape.rank == 0:
         raise ValueError(at_rank(rank, "alltoall needs rows to send, got a scalar"))
@@ -140,7 +166,11 @@ def checked_splits(
                     "pass splits, the rows for each rank",
                 )
             )
-        return tf.repeat(rows // size, size)
+        even = tf.repeat(rows // size, size)
+        if tensor.shape[0] is not None:
+            return even
+        told = at_rank(rank, f"alltoall of rows that {size} does not divide: pass splits")
+        return _asserted(even, tf.reduce_sum(even), tensor, told)
     given = tf.cast(tf.convert_to_tensor(splits), tf.int64)
     if given.shape not in ([size], [size, size]):
         raise ValueError(
@@ -151,11 +181,15 @@ def checked_splits(
             )
         )
     mine = given if given.shape.rank == 1 else given[rank]
-    if tf.executing_eagerly() and int(tf.reduce_sum(mine)) != int(rows):
+    known = tf.get_static_value(mine)
+    if known is None or tensor.shape[0] is None:
+        told = at_rank(rank, "alltoall got splits that do not add up to the rows")
+        return _asserted(given, tf.reduce_sum(mine), tensor, told)
+    if known.sum() != tensor.shape[0]:
         raise ValueError(
             at_rank(
                 rank,
-                f"alltoall got splits {mine.numpy().tolist()} for {int(rows)} rows: "
+                f"alltoall got splits {known.tolist()} for {tensor.shape[0]} rows: "
                 "they must add up to the rows",
             )
         )

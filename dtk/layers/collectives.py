@@ -38,7 +38,7 @@ import tensorflow as tf
 
 from dtk.communicators.base import Communicator
 from dtk.communicators.blocks import block_sizes
-from dtk.communicators.row_blocks import checked_splits
+from dtk.communicators.row_blocks import blocks_of, checked_splits
 from dtk.errors import at_rank
 from dtk.layers.gradients import unconverted, watched, with_gradient
 from dtk.layers.messages import pseudo_connect, recv, send
@@ -99,9 +99,7 @@ def allgather(value: tf.Tensor, communicator: Communicator, rows: _Rows | None =
         value = value[None]
     counts = rows
     if counts is None:
-        ones = [1] * communicator.size
-        counts = communicator.allgather(tf.shape(value)[:1], ones)
-        counts = tf.ensure_shape(counts, [communicator.size])
+        counts = _counts(value, communicator)
     return _allgather(watched(value, communicator), communicator, counts)
 
 
@@ -200,23 +198,29 @@ def scatter(
     """Divide the root's rows among all ranks.
 
     Args:
-        value: Shape `[rows, ...]`, equal on all ranks; counts on `root` only.
+        value: Shape `[rows, ...]`, of equal row shape and dtype on all ranks; counts on `root`
+            only.
         communicator: Of the ranks.
         root: The rank whose rows they are.
-        rows: How many each rank gets; as even as can be when None.
+        rows: How many each rank gets, where every rank knows; saves a message. As even as can be
+            when None.
 
     Returns:
         This rank's rows.
 
     Raises:
-        ValueError: `rows` is None, and the number of rows is not known when a function is traced.
+        ValueError: `value` is a scalar, or `rows` has not one number for each rank.
     """
-    value = tf.convert_to_tensor(value)
-    if rows is None:
-        known = _known_rows(value, communicator, "scatter", "how many each rank gets")
-        rows = block_sizes(known, communicator.size)
+    value = _with_rows(value, rows, communicator, "scatter")
+    counts: _Rows
+    if rows is None:  # the root alone knows how many there are
+        counts = blocks_of(
+            communicator.broadcast(tf.shape(value, tf.int64)[0], root), communicator.size
+        )
+    else:
+        counts = list(rows)
     mine = value if communicator.rank == root else value[:0]
-    return _scatter_rows(watched(mine, communicator), communicator, root, list(rows))
+    return _scatter_rows(watched(mine, communicator), communicator, root, counts)
 
 
 @unconverted
@@ -232,28 +236,44 @@ def gather(
         value: Shape `[rows, ...]`.
         communicator: Of the ranks.
         root: The rank that gets them.
-        rows: How many come from each rank; equal numbers when None.
+        rows: How many come from each rank, where every rank knows; saves a message.
 
     Returns:
         All rows on `root`, a tensor of no rows elsewhere.
 
     Raises:
-        ValueError: `rows` is None, and the number of rows is not known when a function is traced.
+        ValueError: `value` is a scalar, or `rows` has not one number for each rank, or another one
+            for this rank's.
     """
+    value = _with_rows(value, rows, communicator, "gather")
+    counts = _counts(value, communicator) if rows is None else list(rows)
+    return _gather_rows(watched(value, communicator), communicator, root, counts)
+
+
+def _counts(value: tf.Tensor, communicator: Communicator) -> tf.Tensor:
+    """Return how many rows each rank has, int64, shape `[size]`."""
+    ones = [1] * communicator.size
+    counts = communicator.allgather(tf.shape(value, tf.int64)[:1], ones)
+    return tf.ensure_shape(counts, [communicator.size])
+
+
+def _with_rows(
+    value: tf.Tensor, rows: Sequence[int] | None, communicator: Communicator, called: str
+) -> tf.Tensor:
+    """Return the value, which must have rows, and `rows` a number for each rank."""
     value = tf.convert_to_tensor(value)
-    if rows is None:
-        known = _known_rows(value, communicator, "gather", "how many come from each rank")
-        rows = [known] * communicator.size
-    return _gather_rows(watched(value, communicator), communicator, root, list(rows))
+    size = communicator.size
+    if value.shape.rank == 0 or (rows is not None and len(rows) != size):
+        given = f"a scalar and rows={rows}" if value.shape.rank == 0 else f"rows={list(rows or ())}"
+        told = f"{called} got {given}, expected rows, and a number of them for each of {size} ranks"
+        raise ValueError(at_rank(communicator.rank, told))
+    return value
 
 
-def _known_rows(value: tf.Tensor, communicator: Communicator, called: str, meaning: str) -> int:
-    if value.shape.rank == 0 or value.shape[0] is None:
-        raise ValueError(
-            at_rank(communicator.rank, f"{called} of shape {value.shape}: pass rows, {meaning}")
-        )
-    known: int = value.shape[0]
-    return known
+def _from_root(rows: _Rows, root: int, size: int) -> tf.Tensor:
+    """Return who sends how many rows to whom, shape `[size, size]`: the root does, to all."""
+    counts = tf.cast(tf.convert_to_tensor(rows), tf.int64)
+    return tf.one_hot(root, size, dtype=tf.int64)[:, None] * counts
 
 
 # The gradients of these are made of each other.
@@ -328,15 +348,15 @@ def _reduce(value: tf.Tensor, communicator: Communicator, root: int) -> tf.Tenso
 
 
 def _scatter_rows(
-    value: tf.Tensor, communicator: Communicator, root: int, rows: list[int]
+    value: tf.Tensor, communicator: Communicator, root: int, rows: _Rows
 ) -> tf.Tensor:
     """Divide the root's rows; the values of other ranks have none."""
-    size = communicator.size
-    matrix = [rows if rank == root else [0] * size for rank in range(size)]
+    matrix = _from_root(rows, root, communicator.size)
 
     def forward(x: tf.Tensor) -> tf.Tensor:
         received = communicator.alltoall(x, matrix)[0]
-        return tf.ensure_shape(received, [rows[communicator.rank], *x.shape[1:]])
+        mine = None if tf.is_tensor(rows) else rows[communicator.rank]
+        return tf.ensure_shape(received, [mine, *x.shape[1:]])
 
     return with_gradient(
         value,
@@ -346,14 +366,14 @@ def _scatter_rows(
 
 
 def _gather_rows(
-    value: tf.Tensor, communicator: Communicator, root: int, rows: list[int]
+    value: tf.Tensor, communicator: Communicator, root: int, rows: _Rows
 ) -> tf.Tensor:
-    size = communicator.size
-    matrix = [[n if rank == root else 0 for rank in range(size)] for n in rows]
+    matrix = tf.transpose(_from_root(rows, root, communicator.size))
 
     def forward(x: tf.Tensor) -> tf.Tensor:
         received = communicator.alltoall(x, matrix)[0]
-        kept = sum(rows) if communicator.rank == root else 0
+        total = None if tf.is_tensor(rows) else sum(rows)
+        kept = total if communicator.rank == root else 0
         return tf.ensure_shape(received, [kept, *x.shape[1:]])
 
     return with_gradient(value, forward, lambda dy: _scatter_rows(dy, communicator, root, rows))

@@ -134,7 +134,9 @@ class Group:
 
     def wait(self) -> None:
         """Return once all groups have called it, with one random seed for all workers again."""
-        keras.utils.set_random_seed(self._world.broadcast_object(random.getrandbits(31)))
+        # Of all: the root of a broadcast need not wait for those that it sends to.
+        first, *_ = self._world.allgather_object(random.getrandbits(31))
+        keras.utils.set_random_seed(first)
 
     def __enter__(self) -> Group:
         return self

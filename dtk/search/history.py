@@ -8,6 +8,7 @@ other is gone.
 
 from __future__ import annotations
 
+import datetime
 import functools
 import os
 import socket
@@ -24,6 +25,8 @@ _FINISHED = (
     optuna.trial.TrialState.PRUNED,
     optuna.trial.TrialState.FAIL,
 )
+# Until a process has noted that it runs a trial which it has begun, storages of databases included.
+_TO_NOTE = datetime.timedelta(minutes=1)
 _RUNNING = optuna.trial.TrialState.RUNNING
 
 
@@ -93,6 +96,23 @@ def _is_gone(process: Mapping[str, object]) -> bool | None:
         return True
 
 
+def _may_have_just_begun(trial: optuna.trial.FrozenTrial) -> bool:
+    """Return whether another group may have begun a trial, and not yet noted that it runs it."""
+    if ATTRIBUTE in trial.user_attrs or trial.datetime_start is None:
+        return False
+    return datetime.datetime.now() - trial.datetime_start < _TO_NOTE
+
+
+def _place(process: object) -> str:
+    """Say where a trial may be running, of which nothing is seen from here."""
+    if not isinstance(process, Mapping):
+        return "without dtk, in a process that is not known"
+    name = str(process.get("host")).partition(" ")[0]
+    if name == socket.gethostname():
+        return "on this host, but in another container or before it was last started"
+    return f"on another host, {name}"
+
+
 def fail_abandoned(study: optuna.Study) -> list[int]:
     """Mark running trials failed whose process is gone, so that others are run in their place.
 
@@ -102,20 +122,21 @@ def fail_abandoned(study: optuna.Study) -> list[int]:
     Returns:
         Their numbers.
     """
-    failed, unknown = [], []
+    failed: list[int] = []
+    unknown: dict[str, list[int]] = {}
     for trial in study.get_trials(deepcopy=False, states=(_RUNNING,)):
         process = notes_of(trial).get("owner")
         gone = _is_gone(process) if isinstance(process, Mapping) else None
         if gone:
             study.tell(trial.number, state=optuna.trial.TrialState.FAIL, skip_if_finished=True)
             failed.append(trial.number)
-        elif gone is None:
-            unknown.append(trial.number)
+        elif gone is None and not _may_have_just_begun(trial):
+            unknown.setdefault(_place(process), []).append(trial.number)
     if failed:
         print(f"dtk: trials {failed} were left by a job that has ended; marked as failed")
-    if unknown:
+    for place, numbers in unknown.items():
         warnings.warn(
-            f"trials {unknown} of study {study.study_name!r} are running on another host, or were "
+            f"trials {numbers} of study {study.study_name!r} are running {place}, or were "
             "left there by a job that has ended; they count until study.tell(number, "
             "state=optuna.trial.TrialState.FAIL) says so. RDBStorage(url, heartbeat_interval=60) "
             "lets Optuna notice",

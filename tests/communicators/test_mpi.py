@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from dtk.errors import CommunicatorError
+
 import world
 from communicators.contract import communicator
 
@@ -69,6 +71,33 @@ def late_results():
 @two
 def test_a_result_that_a_failed_step_left_is_not_the_next_ones(pool):
     assert pool.run(late_results) == [([1, 0, 0, 1], [3.0])] * 2
+
+
+def fewer_than_room():
+    """What rank 1 is told where rank 0 sends it less than it has made room for."""
+    comm = communicator()
+
+    def message():
+        if comm.rank == 0:
+            comm.send(tf.ones([3]), 1)
+            return tf.zeros([])
+        return comm.recv([5], tf.float32, 0)
+
+    told = []
+    for function in (message, lambda: comm.broadcast(tf.ones([4 + 2 * comm.rank]))):
+        try:
+            function()
+        except CommunicatorError as error:
+            told.append(str(error))
+    return told, comm.allreduce(1.0).numpy()
+
+
+@two
+def test_no_memory_is_returned_that_nobody_sent(pool):
+    (nothing, total), ((message, broadcast), _) = pool.run(fewer_than_room)
+    assert (nothing, total) == ([], 2.0)
+    assert "rank 1: a message from rank 0: 3 elements came, 5 were expected" in message
+    assert "4 elements came, 6 were expected" in broadcast
 
 
 class Late:

@@ -116,7 +116,17 @@ CASES = {
         lambda x, c: collectives.scatter(x, c, 0, ROWS[: c.size]),
         lambda v, n: blocks(v[0], ROWS[:n]),
     ),
+    "scatter, of the root's rows": (
+        lambda r, n: [5, 2, 7][r],
+        lambda x, c: collectives.scatter(x, c, c.size - 1),
+        lambda v, n: blocks(v[n - 1], block_sizes(len(v[n - 1]), n)),
+    ),
     "gather": (
+        lambda r, n: ROWS[r],
+        lambda x, c: collectives.gather(x, c),
+        lambda v, n: [tf.concat(v, 0)] + [v[0][:0]] * (n - 1),
+    ),
+    "gather, rows known": (
         lambda r, n: ROWS[r],
         lambda x, c: collectives.gather(x, c, 0, ROWS[: c.size]),
         lambda v, n: [tf.concat(v, 0)] + [v[0][:0]] * (n - 1),
@@ -360,10 +370,42 @@ def refusals():
         collectives.reduce_scatter(tf.ones([]), comm)
     with pytest.raises(ValueError, match="rank 0: alltoall got splits .* must add up to the rows"):
         collectives.alltoall(tf.ones([3]), comm, [2])
-    unknown = tf.function(input_signature=[tf.TensorSpec([None])])
     for collective in (collectives.scatter, collectives.gather):
-        with pytest.raises(ValueError, match="pass rows, how many"):
-            unknown(lambda x, f=collective: f(x, comm))(tf.ones([2]))
+        with pytest.raises(ValueError, match="rank 0: .* got a scalar .* expected rows"):
+            collective(tf.ones([]), comm)
+        with pytest.raises(ValueError, match=r"got rows=\[1, 2\], .* for each of 1 ranks"):
+            collective(tf.ones([3]), comm, rows=[1, 2])
+
+
+def rows_of_running_graphs(wrong):
+    """What is said of rows fits them also where only the running graph knows how many there are."""
+    comm = communicator()
+    called = {
+        "splits": lambda x: comm.alltoall(x, [1] * comm.size)[0],
+        "no splits": lambda x: comm.alltoall(x)[0],
+        "rows": lambda x: comm.allgather(x, [2] * comm.size),
+        "gather": lambda x: collectives.gather(x, comm, rows=[2] * comm.size),
+    }[wrong]
+    run = tf.function(called, input_signature=[tf.TensorSpec([None, 2])])
+    run(tf.ones([2, 2]))
+    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+        run(tf.ones([3, 2]))
+    return str(caught.value)
+
+
+@pytest.mark.worlds(("collective", 2), ("mpi-wheel", 2))
+@pytest.mark.parametrize(
+    "wrong, told",
+    [
+        ("splits", "alltoall got splits that do not add up to the rows"),
+        ("no splits", "alltoall of rows that 2 does not divide: pass splits"),
+        ("rows", "allgather got rows=[2, 2], which says other rows of this rank"),
+        ("gather", "alltoall got splits that do not add up to the rows"),
+    ],
+)
+def test_a_graph_sends_no_memory_behind_its_rows(pool, wrong, told):
+    for rank, said in enumerate(pool.run(rows_of_running_graphs, wrong)):
+        assert f"rank {rank}: {told}" in said
 
 
 @pytest.mark.worlds(("local", 1))

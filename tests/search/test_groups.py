@@ -65,6 +65,22 @@ def test_groups_share_a_journal(pool, tmp_path):
     assert file.exists()
 
 
+def left_at():
+    """When this rank comes to the end of `with`, and when it is through."""
+    with dtk.search.groups(strategy()) as group:
+        if group.index == 1:
+            time.sleep(1.0)
+        reached = time.monotonic()
+    return reached, time.monotonic()
+
+
+@pytest.mark.worlds(("collective", 2), ("mpi-wheel", 2))
+def test_no_group_goes_on_before_all_have_ended(pool):
+    """Over MPI rank 0 sent its seed and went on, with the best of unfinished trials."""
+    (_, first), (second, _) = pool.run(left_at)
+    assert first >= second
+
+
 def one_group_of_all():
     """A group whose communicator is a part of the world's: here, all of it. And Optuna alone."""
     with quiet(), dtk.search.groups(strategy().communicator, workers_per_trial=2) as group:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import random
 import re
+import socket
 import warnings
 
 import keras
@@ -355,15 +357,30 @@ def test_a_study_is_resumed_up_to_its_trials_in_all(alone, journal, capsys):
     assert run(6) == found, "nothing is left to do"
 
 
-def test_trials_of_other_hosts_are_told_of(alone, journal):
+def told_of(study, alone, n_trials):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dtk.search.optimize(study, lambda trial: 1.0, n_trials, strategy=alone)
+    texts = [str(one.message) for one in caught if "count until" in str(one.message)]
+    return [text.partition(" or were")[0].removesuffix(",") for text in texts]
+
+
+def test_where_trials_may_be_running_is_told(alone, journal, monkeypatch):
+    """One that a group of this host had begun, and not yet noted, was said to be on another."""
     study = journal()
-    study.ask().set_user_attr(history.ATTRIBUTE, {"owner": {**history.owner(), "host": "far"}})
+    for host in ("far boot pid", f"{socket.gethostname()} other pid"):
+        study.ask().set_user_attr(history.ATTRIBUTE, {"owner": {**history.owner(), "host": host}})
     study.ask()
-    with pytest.warns(
-        UserWarning, match=r"trials \[0, 1\] of study 'study' are running on another"
-    ):
-        dtk.search.optimize(study, lambda trial: 1.0, 3, strategy=alone)
-    assert [state for state, _ in failures(study)] == ["RUNNING", "RUNNING", "COMPLETE"]
+    here = "on this host, but in another container or before it was last started"
+    places = [
+        "trials [0] of study 'study' are running on another host, far",
+        f"trials [1] of study 'study' are running {here}",
+    ]
+    assert told_of(study, alone, 4) == places
+    assert [state for state, _ in failures(study)] == ["RUNNING"] * 3 + ["COMPLETE"]
+    monkeypatch.setattr(history, "_TO_NOTE", datetime.timedelta(0))
+    unknown = "trials [2] of study 'study' are running without dtk, in a process that is not known"
+    assert told_of(study, alone, 4) == [*places, unknown]
 
 
 def test_one_trial_too_many_is_given_back(alone, journal):

@@ -26,6 +26,8 @@ from dtk.nests import Array
 _OPS = {"sum": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "prod": MPI.PROD}
 # Collectives of one list that are under way on communicators of their own.
 _BESIDE = 8
+# Bytes before what is broadcast: its length, and the rest for the memory to stay aligned.
+_HEAD = 64
 # MPI tells groups made at the same time apart by a tag; this many are in the standard.
 _TAGS = 32767
 
@@ -162,10 +164,14 @@ class MPICommunicator(PackedCommunicator):
     def _broadcast(self, flat: list[tf.Tensor], root: int, label: str) -> list[tf.Tensor]:
         def post(comm: MPI.Intracomm, arrays: Sequence[Array]) -> Job:
             (given,) = arrays
-            result = self._progress.buffers.take(given.size, given.dtype)
+            head = _HEAD // given.dtype.itemsize
+            sent = self._progress.buffers.take(head + given.size, given.dtype)
+            length, result = sent[:head].view(np.int64), sent[head:]
             if comm.rank == root:
+                length[0] = given.size
                 np.copyto(result, given)
-            return self._job(comm.Ibcast(_plain(result), root), result, [], label)
+            job = self._job(comm.Ibcast(_plain(sent), root), result, [sent], label)
+            return job._replace(came=lambda status: int(length[0]))
 
         return [
             tf.ensure_shape(self._call(self._lane(i), post, [tensor], tensor.dtype), tensor.shape)
@@ -186,13 +192,18 @@ class MPICommunicator(PackedCommunicator):
             (given,) = arrays
             result = self._progress.buffers.take(given.size, np.dtype(room.dtype.as_numpy_dtype))
             request = comm.Irecv(_plain(result), source, _tag(tag))
-            return Job(request, result, [], self._two(source), f"a message from rank {source}")
+            what = f"a message from rank {source}"
+            return Job(request, result, [], self._two(source), what, self._length_in(result))
 
         received = self._call(self._pairs, post, [room], room.dtype)
         return tf.ensure_shape(received, room.shape)
 
     def _job(self, request: MPI.Request, result: Array, kept: Sequence[Array], label: str) -> Job:
         return Job(request, result, kept, frozenset(self._members), f"the collective {label!r}")
+
+    @staticmethod
+    def _length_in(result: Array) -> Callable[[MPI.Status], int]:
+        return lambda status: status.Get_count(MPI.BYTE) // result.itemsize
 
     def _two(self, peer: int) -> frozenset[int]:
         return frozenset((self._members[self.rank], self._members[peer]))

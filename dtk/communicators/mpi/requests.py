@@ -58,6 +58,7 @@ class Job(NamedTuple):
         kept: What MPI reads until then.
         members: World ranks that take part.
         what: Names it in an error.
+        came: Tells how many elements came, by MPI's status, where only the sender knows.
     """
 
     request: MPI.Request
@@ -65,6 +66,7 @@ class Job(NamedTuple):
     kept: Sequence[Array]
     members: frozenset[int]
     what: str
+    came: Callable[[MPI.Status], int] | None = None
 
 
 class Buffers:
@@ -135,9 +137,11 @@ class Progress:
         if job.result.nbytes > SOON_BYTES:
             return False
         until = time.perf_counter() + SOON_SECONDS
-        while not job.request.Test():
+        status = MPI.Status()
+        while not job.request.Test(status):
             if time.perf_counter() > until:
                 return False
+        self._check_length(job, status)
         return True
 
     def later(self, job: Job, deliver: Callable[[Array], None]) -> None:
@@ -165,24 +169,32 @@ class Progress:
             CommunicatorError: A rank that takes part has left.
         """
         idle, look = 0, time.monotonic() + _LOOK
+        status = MPI.Status()
         try:
             with progress.polling():
-                while not job.request.Test():
+                while not job.request.Test(status):
                     idle = _pause(idle)
                     if time.monotonic() > look:
                         look = time.monotonic() + _LOOK
                         self._check([job])
         except MPI.Exception as error:
-            raise self._refused(job.what, error) from error
+            raise self._refused(job.what, error.Get_error_string()) from error
+        self._check_length(job, status)
         return job.result
 
-    def _refused(self, what: str, error: MPI.Exception) -> CommunicatorError:
-        """Return an error that says what one of MPI's most likely means."""
+    def _check_length(self, job: Job, status: MPI.Status) -> None:
+        """Raise where less came than there was room for: the rest is whatever was in memory."""
+        room = job.result.size
+        if job.came is not None and (came := job.came(status)) != room:
+            raise self._refused(job.what, f"{came} elements came, {room} were expected")
+
+    def _refused(self, what: str, told: str) -> CommunicatorError:
+        """Return an error that says what is wrong, and what that most likely means."""
         progress.refused()
         return CommunicatorError(
             at_rank(
                 self._world.rank,
-                f"{what}: {error.Get_error_string()}; another rank took part in it with another "
+                f"{what}: {told}; another rank took part in it with another "
                 "tensor, or is in another collective: ranks must do the same in the same order, "
                 "as many steps of an epoch among it",
             )
@@ -221,13 +233,15 @@ class Progress:
             self._wake.clear()
             while self._new:
                 jobs.append(self._new.popleft())
+            requests, statuses = [job.request for job, _ in jobs], [MPI.Status() for _ in jobs]
             try:
-                done = MPI.Request.Testsome([job.request for job, _ in jobs]) if jobs else []
+                done = MPI.Request.Testsome(requests, statuses) if jobs else []
             except MPI.Exception as error:
                 what = " or ".join(job.what for job, _ in jobs)
-                raise self._refused(what, error) from error
-            for index in done or ():
+                raise self._refused(what, error.Get_error_string()) from error
+            for index, status in zip(done or (), statuses, strict=False):
                 job, deliver = jobs[index]
+                self._check_length(job, status)
                 deliver(job.result)
             if done:
                 finished = set(done)
