@@ -32,6 +32,10 @@ class DisagreementError(DtkError, RuntimeError):
     """Ranks differ in something they must agree on: variables, steps, scripts, versions."""
 
 
+class VersionError(DtkError, ImportError):
+    """TensorFlow or Keras, of a version that dtk was not tested with, lacks what it trains by."""
+
+
 class CheckpointInUseError(DtkError, RuntimeError):
     """Another job saves its checkpoints to the same directory."""
 

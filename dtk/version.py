@@ -1,13 +1,17 @@
-"""dtk's version, and the command that installs more of it."""
+"""dtk's version, what it was tested with, and the commands that install these."""
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
 __version__ = "0.1.0"
 # What pip calls dtk. "dtk" itself is another project's name on the package index.
 DISTRIBUTION = "keras-dtk"
+# The first version of each that was tested, and the first after them that was not:
+# docs/compatibility.md, which `make test-versions` writes. setup.cfg has the same bounds.
+TESTED = {"tensorflow": ("2.20", "2.24"), "keras": ("3.13", "3.17")}
 
 
 def pip_install(extra: str) -> str:
@@ -50,3 +54,27 @@ def _source(extra: str) -> str:
     if "vcs_info" in record:
         url = f"{record['vcs_info']['vcs']}+{url}@{record['vcs_info']['commit_id']}"
     return f"{wanted} @ {url}"
+
+
+def is_tested(package: str, version: str) -> bool:
+    """Return whether a version of TensorFlow or Keras is among those tested; a nightly may be.
+
+    >>> is_tested("keras", "3.16.0.dev2026102704"), is_tested("keras", "3.9.2")
+    (True, False)
+    """
+    first, end = TESTED[package]
+    return _release(first) <= _release(version) < _release(end)
+
+
+def requirement(package: str) -> str:
+    """Return what pip is to install.
+
+    >>> requirement("keras")
+    'keras>=3.13,<3.17'
+    """
+    first, end = TESTED[package]
+    return f"{package}>={first},<{end}"
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])

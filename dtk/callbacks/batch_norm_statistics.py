@@ -147,7 +147,7 @@ class BatchNormStatistics(StrategyCallback):
 def _is_trained(layer: keras.Layer) -> bool:
     if not isinstance(layer, keras.layers.BatchNormalization) or not layer.trainable:
         return False
-    if layer.renorm:
+    if getattr(layer, "renorm", False):  # which came with Keras 3.14
         raise ValueError(
             f"BatchNormStatistics: layer {layer.name!r} has renorm=True, and so needs its moving "
             "averages in training; leave one of the two out"

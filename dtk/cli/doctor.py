@@ -28,7 +28,7 @@ from dtk.horovod_build import reduction_check
 from dtk.horovod_build.requirements import HorovodBuildError, ask
 from dtk.launch import mpi_places
 from dtk.launch.firewall import rules
-from dtk.version import __version__, pip_install
+from dtk.version import __version__, is_tested, pip_install, requirement
 
 OK, NOTE, BROKEN = "ok", "note", "broken"
 _STYLES = {OK: "green", NOTE: "yellow", BROKEN: "bold red"}
@@ -48,6 +48,15 @@ try:
     found["backend"] = keras.backend.backend()
 except Exception as error:
     found["keras_error"] = f"{type(error).__name__}: {error}"
+"""
+_PRIVATE_NAMES = """
+if found.get("backend") == "tensorflow":
+    try:
+        import dtk.compat
+    except ImportError as error:
+        found["names_error"] = str(error)
+"""
+_TELL = """
 print(json.dumps(found))
 """
 
@@ -139,21 +148,21 @@ def examine() -> list[Finding]:
 def libraries() -> list[Finding]:
     """Import TensorFlow and Keras in a subprocess; list the GPUs TensorFlow sees."""
     quiet = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    probe = ask([sys.executable, "-c", _LIBRARIES], environ=quiet)
+    probe = ask([sys.executable, "-c", _LIBRARIES + _PRIVATE_NAMES + _TELL], environ=quiet)
     if probe.returncode:  # died without an exception, by a signal for example
         lines = probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"]
         return [Finding("TensorFlow", f"importing it ends Python: {lines[-1]}", BROKEN)]
     answer = json.loads(probe.stdout.strip().splitlines()[-1])
     if "tensorflow_error" in answer:
-        found = f"{answer['tensorflow_error']}. Next: pip install 'tensorflow>=2.21'"
+        found = f"{answer['tensorflow_error']}. Next: pip install '{requirement('tensorflow')}'"
         return [Finding("TensorFlow", found, BROKEN)]
     gpus = answer["gpus"]
     findings = [
-        Finding("TensorFlow", answer["tensorflow"]),
+        tested("TensorFlow", answer["tensorflow"]),
         Finding("GPUs", ", ".join(gpus) if gpus else "none that TensorFlow sees"),
     ]
     if "keras_error" in answer:
-        found = f"{answer['keras_error']}. Next: pip install 'keras>=3.15'"
+        found = f"{answer['keras_error']}. Next: pip install '{requirement('keras')}'"
         return [*findings, Finding("Keras", found, BROKEN)]
     if answer["backend"] != "tensorflow":
         found = (
@@ -161,7 +170,19 @@ def libraries() -> list[Finding]:
             "Next: export KERAS_BACKEND=tensorflow"
         )
         return [*findings, Finding("Keras", found, BROKEN)]
-    return [*findings, Finding("Keras", answer["keras"])]
+    findings.append(tested("Keras", answer["keras"]))
+    if "names_error" in answer:
+        findings.append(Finding("Private names", answer["names_error"], BROKEN))
+    return findings
+
+
+def tested(what: str, found: str) -> Finding:
+    """Say which version of TensorFlow or Keras is here, and whether dtk was tested with it."""
+    package = what.lower()
+    if is_tested(package, found):
+        return Finding(what, found)
+    cure = f"{found}, which dtk was not tested with. Next: pip install '{requirement(package)}'"
+    return Finding(what, cure, BROKEN)
 
 
 def horovod() -> Finding:

@@ -1,6 +1,7 @@
 """Keras's data adapters and its epoch iterator, which give `fit` its batches.
 
-keras.src.trainers.data_adapters     ArrayDataAdapter (._inputs, ._shuffle), TFDatasetAdapter,
+keras.src.trainers.data_adapters     ArrayDataAdapter (._inputs, ._shuffle, and from Keras 3.16 on
+            ._epoch), TFDatasetAdapter,
             DataAdapter (its name)
 TFEpochIterator   _distributed_dataset, _num_batches, _current_iterator, _steps_seen,
             _get_iterator, _enumerate_iterator, _interrupted_warning, catch_stop_iteration
@@ -18,6 +19,7 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter as DataAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter as TFDatasetAdapter
 
+from dtk.compat import names
 from dtk.compat.replacing import replaced
 from dtk.nests import Nest
 
@@ -49,6 +51,17 @@ def shuffles(adapter: ArrayDataAdapter) -> bool | str | None:
     return adapter._shuffle
 
 
+def pipeline_of(adapter: DataAdapter) -> tf.data.Dataset:
+    """Make the pipeline of an adapter, in the order that it has when `fit` begins.
+
+    Keras 3.16 shuffles by the number of the epoch in which the pipeline is made, and makes it once.
+    """
+    if not isinstance(getattr(adapter, "_epoch", None), int):
+        return adapter.get_tf_dataset()
+    with replaced(adapter, _epoch=0):
+        return adapter.get_tf_dataset()
+
+
 def shuffled_from(adapter: ArrayDataAdapter, seed: tf.Variable) -> tf.data.Dataset:
     """Make the pipeline of an adapter of arrays, in an order that a variable says.
 
@@ -62,12 +75,21 @@ def shuffled_from(adapter: ArrayDataAdapter, seed: tf.Variable) -> tf.data.Datas
         Dataset of global batches.
     """
 
-    def shuffle(rows: tf.Tensor) -> tf.Tensor:
-        # Keras shuffles row numbers, which begin with another one in each batch.
-        return tf.random.experimental.stateless_shuffle(rows, tf.stack([seed, rows[0]]))
+    draw, asked = tf.random.experimental.stateless_shuffle, []
 
-    with replaced(tf.random, shuffle=shuffle):
-        return adapter.get_tf_dataset()
+    def shuffle(rows: tf.Tensor, *args: object, **kwargs: object) -> tf.Tensor:
+        asked.append(rows)
+        # Keras shuffles row numbers, which begin with another one in each batch.
+        return draw(rows, tf.stack([seed, rows[0]]))
+
+    with (
+        replaced(tf.random, shuffle=shuffle),  # up to Keras 3.15
+        replaced(tf.random.experimental, stateless_shuffle=shuffle),
+    ):
+        dataset = adapter.get_tf_dataset()
+    if not asked:
+        raise names.gone("keras.Model.fit's call of a shuffle of tf.random", "the order of rows")
+    return dataset
 
 
 def dataset_of(iterator: TFEpochIterator) -> tf.data.Dataset:

@@ -1,8 +1,7 @@
 """What dtk needs to know of Keras models, and to set on them, that has no public name.
 
-keras.src.trainers.trainer       Trainer.compile (hooked while inside a scope)
-keras.src.backend.tensorflow.trainer    TensorFlowTrainer.train_step (compared with a model's)
-Model       _distribute_strategy, _make_function, _maybe_symbolic_build, _symbolic_build,
+Model       compile (replaced while inside a scope, in the base that defines it),
+            _distribute_strategy, _make_function, _maybe_symbolic_build, _symbolic_build,
             _initial_epoch, _compile_loss, _compile_metrics, _flatten_layers, _metrics,
             _get_metrics_result_or_logs, _resolve_auto_jit_compile
 CompileLoss, CompileMetrics     _user_loss, _user_metrics, _user_weighted_metrics
@@ -20,11 +19,9 @@ from typing import Protocol, TypeAlias, TypeVar
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
-from keras.src.trainers.trainer import Trainer
 
 from dtk.compat.keras_data import TFEpochIterator
-from dtk.compat.replacing import replaced
+from dtk.compat.replacing import definer, replaced
 from dtk.nests import Function, Logs, Nest, Specs
 
 # What `compile` takes for a loss or a metric that Keras knows by name.
@@ -80,8 +77,8 @@ def takes_own_step(model: keras.Model) -> bool:
     Args:
         model: The model.
     """
-    own = TensorFlowTrainer.train_step
-    return type(model).train_step is own and "train_step" not in vars(model)
+    own = type(model).train_step is keras.Model.train_step
+    return own and "train_step" not in vars(model)
 
 
 def is_from_keras(function: object) -> bool:
@@ -134,7 +131,7 @@ def computes_own_loss(model: keras.Model) -> bool:
     Args:
         model: The model.
     """
-    return type(model).compute_loss is Trainer.compute_loss
+    return type(model).compute_loss is keras.Model.compute_loss
 
 
 # Models.
@@ -153,7 +150,7 @@ def compiles_through(
         before: Called with the model and its `jit_compile`; returns what Keras gets for that.
         after: Called with the model.
     """
-    original = Trainer.compile
+    original = keras.Model.compile
     # Inside a scope of the same strategy nothing changes; TensorFlow refuses one of another.
     if hasattr(original, "_dtk_scope"):
         yield
@@ -171,7 +168,8 @@ def compiles_through(
         after(self)
 
     compile_between._dtk_scope = True  # type: ignore[attr-defined]
-    with replaced(Trainer, compile=compile_between):
+    # Where Keras compares it with a model's own, to tell whether a script has overridden it.
+    with replaced(definer(keras.Model, "compile"), compile=compile_between):
         yield
 
 

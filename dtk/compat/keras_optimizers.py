@@ -3,7 +3,8 @@
 Optimizer   _distribution_strategy, _all_reduce_sum_gradients, _clip_gradients,
             _accumulated_gradients, _learning_rate,
             _trainable_variables_indices, _trainable_variables, _var_key,
-            _var_to_optimizer_idx (of a MultiOptimizer)
+            _weight_decay_by_var_key (from Keras 3.16 on)
+            _var_to_optimizer_idx (of a MultiOptimizer, which came with Keras 3.15)
             _backend_apply_gradients
 Muon        _should_use_adamw
 """
@@ -16,12 +17,13 @@ from typing import TypeAlias, TypeVar
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common.variables import Variable as KerasVariable
 
 from dtk.nests import Gradients, Nest
 
 _Note = TypeVar("_Note")
 _Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
+
+_MULTI = getattr(keras.optimizers, "MultiOptimizer", ())
 
 # An optimizer's own `apply`, and what it clips gradients by.
 Apply: TypeAlias = Callable[[Gradients, Sequence[keras.Variable] | None], Nest]
@@ -108,6 +110,11 @@ def chain(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
     while hasattr(found[-1], "inner_optimizer"):
         found.append(found[-1].inner_optimizer)
     return found
+
+
+def is_multi(optimizer: keras.Optimizer) -> bool:
+    """Return whether an optimizer is a `MultiOptimizer`, which divides variables among others."""
+    return isinstance(optimizer, _MULTI)
 
 
 def own_variables(optimizer: keras.Optimizer) -> list[keras.Variable]:
@@ -274,7 +281,7 @@ def given_rate(optimizer: keras.Optimizer) -> Callable[[], tf.Tensor] | None:
         number.
     """
     rate = optimizer._learning_rate
-    return rate if callable(rate) and not isinstance(rate, KerasVariable) else None
+    return rate if callable(rate) and not isinstance(rate, keras.Variable) else None
 
 
 def takes_adamw(muon: keras.Optimizer, variable: keras.Variable) -> bool:
@@ -293,10 +300,12 @@ def index_variables(optimizer: keras.Optimizer) -> None:
     Args:
         optimizer: The optimizer.
     """
-    optimizer._trainable_variables_indices = {
-        optimizer._var_key(v): i for i, v in enumerate(optimizer._trainable_variables)
-    }
-    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+    keys = [optimizer._var_key(v) for v in optimizer._trainable_variables]
+    optimizer._trainable_variables_indices = {key: i for i, key in enumerate(keys)}
+    decays = getattr(optimizer, "_weight_decay_by_var_key", None)
+    if decays:  # as it was built, variable by variable
+        optimizer._weight_decay_by_var_key = dict(zip(keys, decays.values(), strict=True))
+    if is_multi(optimizer):
         optimizer._var_to_optimizer_idx = {
             optimizer._var_key(v): i
             for i, member in enumerate(optimizer.optimizers)

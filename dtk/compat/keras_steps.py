@@ -4,9 +4,7 @@ Each lasts as long as the context that set it; nothing of Keras stays patched.
 
     keras.src.losses.loss            scale_loss_for_distribution, unscale_loss_for_distribution,
                                      reduce_weighted_values, apply_mask
-    keras.src.backend.common.variables   Variable.assign (observed)
-    keras.src.backend.tensorflow.numpy   take
-    keras.src.backend.tensorflow.nn      _compute_moments_sync
+    keras.src.backend.tensorflow, in whichever module of it     take, _compute_moments_sync
 """
 
 from __future__ import annotations
@@ -18,15 +16,15 @@ from contextlib import AbstractContextManager
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common.variables import Variable as KerasVariable
-from keras.src.backend.tensorflow import nn as keras_nn
-from keras.src.backend.tensorflow import numpy as keras_numpy
 from keras.src.losses import loss as keras_losses
 
+from dtk.compat import names
 from dtk.compat.contract import Differentiate, Moments, ScaleLoss, UpdateMean, WeighLosses
 from dtk.compat.keras_models import layers_of
-from dtk.compat.replacing import replaced
+from dtk.compat.replacing import definer, replaced
 from dtk.nests import Function, Nest
+
+_BACKEND = "keras.src.backend.tensorflow"
 
 # While a step is traced.
 
@@ -77,14 +75,14 @@ def assigns_through(observe: Callable[[keras.Variable], None]) -> AbstractContex
     Args:
         observe: Called before the assignment.
     """
-    assign = KerasVariable.assign
+    assign = keras.Variable.assign
 
     @functools.wraps(assign)
     def observed(self: keras.Variable, value: tf.Tensor) -> tf.Tensor:
         observe(self)
         return assign(self, value)
 
-    return replaced(KerasVariable, assign=observed)
+    return replaced(definer(keras.Variable, "assign"), assign=observed)
 
 
 @contextlib.contextmanager
@@ -190,13 +188,14 @@ def takes_through(
     Args:
         take: Called as `take(x, indices, axis, original)`.
     """
-    original = keras_numpy.take
+    home = names.home_of(_BACKEND, "take")
+    original = home.take
 
     @functools.wraps(original)
     def replacement(x: tf.Tensor, indices: tf.Tensor, axis: int | None = None) -> tf.Tensor:
         return take(x, indices, axis, original)
 
-    return replaced(keras_numpy, take=replacement)
+    return replaced(home, take=replacement)
 
 
 def moments_through(moments: Moments) -> AbstractContextManager[None]:
@@ -205,5 +204,6 @@ def moments_through(moments: Moments) -> AbstractContextManager[None]:
     Args:
         moments: Called as `moments(x, axes, keepdims, original=...)`; returns mean and variance.
     """
-    original = keras_nn._compute_moments_sync
-    return replaced(keras_nn, _compute_moments_sync=functools.partial(moments, original=original))
+    home = names.home_of(_BACKEND, "_compute_moments_sync")
+    through = functools.partial(moments, original=home._compute_moments_sync)
+    return replaced(home, _compute_moments_sync=through)

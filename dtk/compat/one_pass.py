@@ -230,7 +230,7 @@ def _fits(layer: keras.layers.BatchNormalization, inputs: tf.Tensor) -> bool:
         and inputs.dtype in (tf.float32, tf.float16, tf.bfloat16)
         and layer.axis in (-1, len(inputs.shape) - 1)
         and layer.epsilon >= _LEAST_EPSILON
-        and not (layer.synchronized or layer.renorm)
+        and not (layer.synchronized or getattr(layer, "renorm", False))
     )
 
 

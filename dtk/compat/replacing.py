@@ -1,18 +1,22 @@
-"""Replace attributes of a module or class for as long as a context lasts."""
+"""Replace attributes for as long as a context lasts."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from types import ModuleType
+
+
+def definer(cls: type, name: str) -> type:
+    """Return the class among a class and its bases in which an attribute of it is defined."""
+    return next(base for base in cls.__mro__ if name in vars(base))
 
 
 @contextlib.contextmanager
-def replaced(owner: ModuleType | type, **replacements: object) -> Iterator[None]:
-    """Return a context in which attributes of a module or class are replaced.
+def replaced(owner: object, **replacements: object) -> Iterator[None]:
+    """Return a context in which attributes of a module, class or object are replaced.
 
     Args:
-        owner: The module or class.
+        owner: The module, class or object.
         replacements: Values of the attributes, by name.
     """
     before = {name: getattr(owner, name) for name in replacements}

@@ -1,7 +1,7 @@
 """Calls that write a Keras model, or its weights, to a path.
 
 Private names used, each replaced for good by the first call of `through`, and with a test in
-tests/strategies/test_private_names.py:
+tests/compat/test_names.py:
 
     keras.src.saving.saving_lib                  save_model, save_weights_only, H5IOStore,
                                                  _save_state

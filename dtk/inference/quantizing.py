@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import warnings
 
 import keras
@@ -97,7 +98,10 @@ def quantize(
     with warnings.catch_warnings():
         # One for each layer, of those without weights, too; what was left is returned.
         warnings.filterwarnings("ignore", r"Layer \w+ does not have a `quantize` method")
-        model.quantize(mode, filters=filters)
+        # Keras 3.16 counts them, in a warning and in a report that it prints.
+        warnings.filterwarnings("ignore", r"`model.quantize\(\)`: \d+ layer")
+        silent = "verbose" in inspect.signature(model.quantize).parameters
+        model.quantize(mode, filters=filters, **({"verbose": False} if silent else {}))
     done = tuple(layer.name for layer in before if layer.quantization_mode is not None)
     left = tuple(layer.name for layer in before if layer.quantization_mode is None)
     if not done:

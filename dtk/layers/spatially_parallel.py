@@ -170,7 +170,7 @@ class SpatiallyParallelBatchNormalization(SpatiallyParallel, keras.layers.BatchN
 
     def check_arguments(self) -> None:
         """See `SpatiallyParallel.check_arguments`."""
-        if self.renorm:
+        if getattr(self, "renorm", False):  # which came with Keras 3.14
             self.refuse("renorm=True", "renorm=False")
         self.data_format = "channels_first" if self.axis == 1 else "channels_last"
         if self.axis not in (1, 3, -1):

@@ -16,6 +16,7 @@ from dtk.errors import at_rank
 from dtk.exchange import Downpour
 from dtk.exchange.base import Exchange
 from dtk.nests import Function, Nest
+from dtk.strategies import start
 from dtk.strategies.cluster_resolver import JobResolver, resolve
 from dtk.trainer import (
     distributed_trainer,
@@ -77,6 +78,8 @@ class DtkStrategy(tf.distribute.Strategy):
         self._resolver = resolver or resolve(self.world)
         self.shuffle_seed = ShuffleSeed(None)
         self._meet: Callable[[str], None] | None = None
+        if self.world.rank == 0:
+            start.tell_untested_versions()
         super().__init__(extended)
         undistributed_jobs.made_strategy()
         fit_guard.install(self)

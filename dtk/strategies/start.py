@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import platform
@@ -20,7 +21,7 @@ from dtk.communicators.cost_cache import calibrate
 from dtk.compat import tf_replicas
 from dtk.strategies import devices, watching
 from dtk.trainer.ranks import rank_checks
-from dtk.version import __version__
+from dtk.version import __version__, is_tested, requirement
 
 # Which kernels compute, so that what one rank adds up is what another does.
 _KERNELS = ("TF_ENABLE_ONEDNN_OPTS", JIT_COMPILE, FUSED_BATCH_NORM, FUSED_ADAM)
@@ -58,6 +59,18 @@ def agree(
         costs = calibrate(communicator, device, processors)
     communicator.learn(alike=len(set(processors)) == 1, costs=costs)
     return share_seed(communicator)
+
+
+@functools.cache  # once in a process
+def tell_untested_versions() -> None:
+    """Say that dtk was not tested with this TensorFlow or Keras, although it finds all it needs."""
+    for package, found in (("tensorflow", tf.__version__), ("keras", keras.__version__)):
+        if not is_tested(package, found):
+            print(
+                f"dtk: was not tested with {package} {found}: pip install "
+                f"'{requirement(package)}', or compare with one process by `dtk check`",
+                file=sys.stderr,
+            )
 
 
 def check_same_program(communicator: Communicator, **chosen: str) -> None:

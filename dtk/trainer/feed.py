@@ -117,7 +117,7 @@ class Feed:
         if self._order is not None and _is_shuffled(adapter):
             dataset = keras_data.shuffled_from(adapter, self._order)
         else:
-            dataset = adapter.get_tf_dataset()
+            dataset = keras_data.pipeline_of(adapter)
         return EpochDataset(
             dataset if steps < 0 else dataset.take(steps),
             lambda given: tuned_for(adapter, self._distribute(given)),

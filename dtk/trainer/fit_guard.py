@@ -20,10 +20,17 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
-from dtk.compat import keras_models, trainer_calls
+from dtk.compat import keras_models
 from dtk.errors import NotDistributedError, at_rank
 from dtk.nests import Args, Function, Kwargs
-from dtk.trainer import distributed_trainer, fit_calls, model_scope, saving, undistributed_jobs
+from dtk.trainer import (
+    distributed_trainer,
+    fit_calls,
+    model_scope,
+    saving,
+    trainer_calls,
+    undistributed_jobs,
+)
 from dtk.trainer.contract import Strategy
 from dtk.trainer.replica import self_test, step_times
 

@@ -45,7 +45,7 @@ def training_refused() -> Iterator[None]:
     """
     yield
     if _trains_with_others():
-        from dtk.compat import trainer_calls
+        from dtk.trainer import trainer_calls
 
         trainer_calls.through(_refuse)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import socket
+import subprocess
 import sys
 
 import pytest
@@ -12,7 +14,7 @@ from click.testing import CliRunner
 
 from dtk.cli import doctor as module
 from dtk.cli.doctor import doctor
-from dtk.version import pip_install
+from dtk.version import pip_install, requirement
 
 GOOD = {
     "tensorflow": """
@@ -29,6 +31,15 @@ class backend:
 """,
     "horovod": "raise ModuleNotFoundError(\"No module named 'horovod'\")",
 }
+WITHOUT_A_NAME = """
+import contextlib, sys
+from dtk import importing
+@contextlib.contextmanager
+def without():
+    yield
+    del sys.modules["keras.src.losses.loss"].unscale_loss_for_distribution
+importing.inside("keras.src.losses.loss", without)
+"""
 LAUNCHERS = ("DTK_", "HOROVOD_", "OMPI_", "PMI", "SLURM_", "TF_CONFIG")
 
 
@@ -38,6 +49,7 @@ def run(tmp_path, monkeypatch):
     for name in os.environ:
         if name.startswith(LAUNCHERS):
             monkeypatch.delenv(name)
+    monkeypatch.setattr(module, "_PRIVATE_NAMES", "")  # the stand-ins have none
     here = str(pathlib.Path(module.__file__).parents[2])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), here]))
 
@@ -117,6 +129,49 @@ def test_keras_on_another_backend(run):
     assert line(result, "Keras")[0] == "broken"
     assert "export KERAS_BACKEND=tensorflow" in line(result, "Keras")[1]
     assert result.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("what", "stands", "here"),
+    [
+        ("Keras", "3.15.1", "3.12.4"),
+        ("Keras", "3.15.1", "3.99.0"),
+        ("TensorFlow", "2.21.0", "2.18.1"),
+    ],
+)
+def test_versions_that_were_not_tested(run, what, stands, here):
+    package = what.lower()
+    result = run(**{package: GOOD[package].replace(stands, here)})
+    state, found = line(result, what)
+    assert state == "broken" and result.exit_code == 1
+    assert found == (
+        f"{here}, which dtk was not tested with. Next: pip install '{requirement(package)}'"
+    )
+
+
+def test_a_name_of_the_real_keras_that_has_gone(tmp_path, monkeypatch):
+    """Importing Keras goes on, under `dtk run` too, and what needs the name is told in one line."""
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_A_NAME)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    said = "has no keras.src.losses.loss.unscale_loss_for_distribution, which dtk needs for steps"
+    result = CliRunner().invoke(doctor, [])
+    assert result.exit_code == 1
+    state, found = line(result, "Private names")
+    assert state == "broken" and said in found and requirement("keras") in found
+    script = "import dtk, keras\nprint('Keras is here')\ndtk.auto_strategy()\n"
+    workers = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}
+    job = {"DTK_RUN": "1", "TF_CONFIG": json.dumps(workers)}
+    ended = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, **job},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "Keras is here" in ended.stdout, ended.stderr
+    last = [text for text in ended.stderr.splitlines() if text.startswith("dtk.errors")]
+    assert len(last) == 1 and last[0].startswith("dtk.errors.VersionError: keras "), ended.stderr
+    assert said in last[0]
 
 
 def test_malformed_tf_config(run, monkeypatch):

@@ -8,6 +8,8 @@ import tensorflow as tf
 from dtk.cluster.variables import FUSED_BATCH_NORM
 from dtk.compat import one_pass
 
+from later import RENORM
+
 FUSED = "FusedBatchNormV3"
 
 
@@ -67,7 +69,7 @@ def test_equals_keras(monkeypatch, shape, options):
         {"axis": 1},
         {"epsilon": 1e-6},
         {"synchronized": True},
-        {"renorm": True},
+        pytest.param({"renorm": True}, marks=RENORM),
         {"mask": np.ones((4, 5, 6), bool)},
         {"trainable": False},
         {"training": False},

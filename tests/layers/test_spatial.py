@@ -10,6 +10,7 @@ import tensorflow as tf
 import dtk
 from dtk.communicators.local import LocalCommunicator
 
+from later import RENORM
 from layers.test_channel_parallel import TOLERANCE, outcome, same
 from world import communicator
 
@@ -271,7 +272,7 @@ def test_statistics_over_replicas(pool):
             "behind GatherRows",
         ),
         ("up", {"interpolation": "bicubic"}, "use 'nearest' or 'bilinear'"),
-        ("norm", {"renorm": True}, "use renorm=False"),
+        pytest.param("norm", {"renorm": True}, "use renorm=False", marks=RENORM),
         ("norm", {"axis": 2}, "the axis of the channels"),
     ],
 )

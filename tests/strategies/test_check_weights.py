@@ -14,6 +14,7 @@ from strategies import bodies
 def checked(devices=0):
     """What is said of equal weights, and once weights, state or shapes differ."""
     strategy = bodies.strategy(devices)
+    keras.utils.set_random_seed(3)  # whatever ran in this world before
     x = np.linspace(-1, 1, 48).reshape(12, 4).astype("float32")
 
     def build(units=1):
@@ -59,7 +60,8 @@ def test_the_first_variable_that_differs_is_named_on_every_rank(world, backend, 
             continue
         start = f"DisagreementError: rank {rank}: when asked, "
         assert told["state"].startswith(start + "1 of 6 variables of model ")
-        assert "the first is 'sgd/" in told["state"] and "momentum" in told["state"]
+        # "SGD/" before Keras 3.14
+        assert "the first is 'sgd/" in told["state"].lower() and "momentum" in told["state"]
         assert told["weights"].startswith(start + "2 of 6 variables of model ")
         assert "/only/kernel'" in told["weights"]
         if not mirrored:

@@ -75,6 +75,7 @@ UNCOMPILED = {
     ],
 )
 def test_features_of_fit(world, backend, size, name):
+    cases.skip_if_later(name)
     body = compiled_bodies.run_case
     results = run(
         world, backend, size, body, name, meanwhile=lambda: once(compiled_bodies.run_plain, name)

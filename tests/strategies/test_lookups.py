@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras.src.backend.common.variables import AutocastScope
 
 from dtk.trainer.tracing import lookups
 
@@ -75,7 +76,7 @@ def test_ragged_indices_another_value_and_another_type():
         assert isinstance(keras.ops.take(variable, ragged, axis=0), tf.RaggedTensor)
         with keras.StatelessScope([(variable, tf.zeros((ROWS, 3)))]):
             assert not np.any(keras.ops.take(variable, indices, axis=0))
-        with keras.src.backend.AutocastScope("float16"):
+        with AutocastScope("float16"):
             assert keras.ops.take(variable, indices, axis=0).dtype == tf.float16
 
 

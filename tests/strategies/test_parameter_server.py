@@ -104,6 +104,7 @@ SLICED = {
     ids=str,
 )
 def test_features_of_fit(world, backend, size, name, consistency):
+    cases.skip_if_later(name)
     (result,) = world(backend, size).run(
         bodies.run_served_case, name, consistency, timeout=120, meanwhile=lambda: plain_case(name)
     )

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras.src.losses import loss
-from keras.src.trainers.trainer import Trainer
 
 from dtk.strategies import MirroredStrategy, undistributed
 from dtk.trainer.model_scope import trainer_of
@@ -420,7 +419,7 @@ def nothing_left_patched():
 
     def patched():
         of_losses = loss.reduce_weighted_values, loss.scale_loss_for_distribution
-        return Trainer.compile, keras.metrics.Mean.update_state, *of_losses
+        return keras.Model.compile, keras.metrics.Mean.update_state, *of_losses
 
     x, y = cases.rows(8)
     before = patched()

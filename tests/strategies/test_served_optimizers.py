@@ -53,7 +53,8 @@ BY_ROWS = {
     "schedule free": lambda: optimizers.ScheduleFreeAdamW(0.01),
     "muon": lambda: optimizers.Muon(0.01),  # an embedding is none of its matrices
     "loss scaling": lambda: optimizers.LossScaleOptimizer(optimizers.RMSprop(0.01), 64.0),
-    "several": _multi,
+    # Keras has it from 3.15 on
+    **({"several": _multi} if hasattr(optimizers, "MultiOptimizer") else {}),
     "clipnorm": lambda: optimizers.RMSprop(0.01, clipnorm=0.1),
     "clipnorm of a window": lambda: optimizers.SGD(
         0.5, clipnorm=0.1, gradient_accumulation_steps=2

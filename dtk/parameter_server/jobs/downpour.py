@@ -20,7 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dtk.compat import keras_variables, tf_replicas, tf_servers
+from dtk.compat import keras_optimizers, keras_variables, tf_replicas, tf_servers
 from dtk.exchange import Downpour
 from dtk.nests import Array, Nest, Specs
 from dtk.parameter_server import gradient_buffers, gradient_compression
@@ -326,7 +326,7 @@ def _check_optimizers(model: keras.Model, exchange: Downpour) -> None:
         ValueError: The optimizer scales them, counts steps itself, or has several rates.
     """
     for optimizer in shared_optimizer.optimizers_of(model):
-        if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        if keras_optimizers.is_multi(optimizer):
             raise ValueError(
                 f"{exchange!r} trains on with the optimizer's rate on the worker, and "
                 f"optimizer {optimizer.name!r} has several; use one optimizer, or exchange=None"

@@ -32,7 +32,7 @@ def members(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
         found.append(left.pop(0))
         inner = getattr(found[-1], "inner_optimizer", None)
         left += [] if inner is None else [inner]
-        if isinstance(found[-1], keras.optimizers.MultiOptimizer):
+        if keras_optimizers.is_multi(found[-1]):
             left += found[-1].optimizers
     return found
 

@@ -1,8 +1,7 @@
 """Calls of `fit` and its like, of every Keras model in this process.
 
-Private names used: keras.src.backend.tensorflow.trainer.TensorFlowTrainer, whose methods are
-replaced for good by the first call of `through`. Each has a test in
-tests/strategies/test_private_names.py.
+The methods of `keras.Model` are replaced for good by the first call of `through`. Public names
+only: under `dtk run` this is imported whenever Keras is, also one that dtk cannot train with.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 import keras
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
 from dtk.nests import Args, Function, Kwargs
 
@@ -25,7 +23,7 @@ Handler: TypeAlias = Callable[[keras.Model, str, Function[object], Args, Kwargs]
 
 def handler() -> Handler | None:
     """Return what handles the calls now; None where Keras's own do."""
-    return getattr(TensorFlowTrainer.fit, "_dtk_handler", None)
+    return getattr(keras.Model.fit, "_dtk_handler", None)
 
 
 def through(handle: Handler) -> None:
@@ -39,9 +37,9 @@ def through(handle: Handler) -> None:
             it was called with.
     """
     for name in NAMES:
-        current = getattr(TensorFlowTrainer, name)
+        current = getattr(keras.Model, name)
         original = getattr(current, "_dtk_original", current)
-        setattr(TensorFlowTrainer, name, _handled(name, original, handle))
+        setattr(keras.Model, name, _handled(name, original, handle))
 
 
 def _handled(name: str, original: Function[object], handle: Handler) -> Function[object]:
@@ -49,6 +47,5 @@ def _handled(name: str, original: Function[object], handle: Handler) -> Function
     def call(self: keras.Model, *args: object, **kwargs: object) -> object:
         return handle(self, name, functools.partial(original, self), args, kwargs)
 
-    call._dtk_original = original  # type: ignore[attr-defined]
-    call._dtk_handler = handle  # type: ignore[attr-defined]
+    vars(call).update(_dtk_original=original, _dtk_handler=handle)
     return call
