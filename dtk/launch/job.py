@@ -125,7 +125,7 @@ class Job:
             restarts.replace,
             self._end_stuck,
             self._output.say,
-            self._starter.lost,
+            self._starter,
             stall_timeout,
         )
         self._done = threading.Event()

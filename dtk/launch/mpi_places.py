@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from dtk.cluster.variables import MPI_LEASE
 from dtk.errors import CommunicatorError
-from dtk.launch import agent, local, marked
+from dtk.launch import agent, connections, local, marked
 from dtk.version import pip_install
 
 START_SECONDS = 30.0
@@ -51,6 +51,13 @@ _PLACE = (
 )
 _PREFIX = "dtk-mpi-"
 _SHARED_MEMORY = Path("/dev/shm")
+# Bytes: Open MPI 5 makes a file of this size for each rank, if one fits, and fills a part of it.
+_SEGMENT, _USED = 17 << 20, 4 << 20
+_OTHER_MEMORY = (
+    "OMPI_MCA_btl",
+    "OMPI_MCA_btl_sm_backing_directory",
+    "OMPI_MCA_btl_sm_segment_size",
+)
 
 
 def mpirun() -> Path | None:
@@ -146,6 +153,7 @@ class MPIPlaces:
         if self._alone:
             command += ["--map-by", ":OVERSUBSCRIBE"]
             command += ["--prtemca", "oob_tcp_disable_ipv6_family", "1"]
+            _check_memory(len(hosts))
             with contextlib.suppress(OSError):  # then where MPI itself puts it
                 self._memory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_SHARED_MEMORY))
                 self._locked = _lock(self._memory)
@@ -176,7 +184,14 @@ class MPIPlaces:
     def _read(self, size: int) -> list[dict[str, str]]:
         """Read the variables that the processes write, each a line."""
         assert self._process.stdout is not None
-        late = threading.Timer(START_SECONDS, self._process.kill)
+        held_up = ""
+
+        def give_up() -> None:
+            nonlocal held_up
+            held_up = self.held_up()
+            self._process.kill()
+
+        late = threading.Timer(START_SECONDS, give_up)
         late.start()
         found: dict[int, dict[str, str]] = {}
         try:
@@ -184,7 +199,7 @@ class MPIPlaces:
                 while len(found) < size:
                     line = lines.readline()
                     if not line:
-                        raise CommunicatorError(self._why())
+                        raise CommunicatorError(self._why(held_up))
                     env = _variables(line)
                     found[int(env["PMIX_RANK"])] = env
         finally:
@@ -196,6 +211,21 @@ class MPIPlaces:
             for env in found.values():
                 env.update({name: os.environ.get(name, value) for name, value in extra.items()})
         return [{**found[rank], MPI_LEASE: str(self._lease)} for rank in range(size)]
+
+    def held_up(self) -> str:
+        """Return who may keep the server from answering the ranks, for a sentence; "" if nobody.
+
+        It reads from one connection after the other, and waits for each.
+        """
+        own = marked.members(self._job.removesuffix(marked.BESIDE))
+        others = connections.strangers(self._process.pid, own)
+        if not others:
+            return ""
+        return (
+            f"MPI's server does not answer: {' and '.join(others)} is connected to its port on "
+            "127.0.0.1, and says nothing. End that, or start with `dtk run --isolate`, which lets "
+            "no other process reach the port, or with --communicator collective"
+        )
 
     def lost(self) -> Loss | None:
         """Return how the server has ended; None while it runs."""
@@ -221,8 +251,10 @@ class MPIPlaces:
         lines = (self._folder / "errors").read_text(errors="replace").splitlines()
         return [line.strip() for line in lines if line.strip(" -\n")]
 
-    def _why(self) -> str:
+    def _why(self, held_up: str) -> str:
         code = self._process.wait()
+        if held_up:
+            return f"communicator mpi: in {START_SECONDS:g} s no rank could be placed. {held_up}"
         lines = self._said()
         return (
             f"communicator mpi: mpirun ended with exit code {agent.shell_code(code)} before the "
@@ -245,6 +277,26 @@ class MPIPlaces:
         if self._held is not None:
             os.close(self._held)
             self._held = None
+
+
+def _check_memory(ranks: int) -> None:
+    """Refuse a machine whose shared memory MPI does not take, as it says nothing of that.
+
+    Raises:
+        CommunicatorError: With how much there is.
+    """
+    if any(name in os.environ for name in _OTHER_MEMORY):
+        return
+    needed = max(_SEGMENT, ranks * _USED)
+    with contextlib.suppress(OSError):  # there is none
+        free = shutil.disk_usage(_SHARED_MEMORY).free
+        if free < needed:
+            raise CommunicatorError(
+                f"communicator mpi: {_SHARED_MEMORY} has {free / 2**20:.0f} MB free, and {ranks} "
+                f"ranks need {needed / 2**20:.0f} MB there; give it more (docker run --shm-size "
+                f"256m; elsewhere, as root: mount -o remount,size=256m {_SHARED_MEMORY}), or use "
+                "--communicator collective"
+            )
 
 
 def _remove_abandoned() -> None:

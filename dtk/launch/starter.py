@@ -103,6 +103,10 @@ class Starter:
         """Return what has ended that all ranks need beside each other; None if nothing has."""
         return None if self._mpi is None else self._mpi.lost()
 
+    def held_up(self) -> str:
+        """Return what may keep the ranks from starting together, for a sentence; "" if nothing."""
+        return "" if self._mpi is None else self._mpi.held_up()
+
     def close(self) -> None:
         """Let go of the guard, the rendezvous server and the ports."""
         self._held.close()

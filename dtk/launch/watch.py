@@ -13,9 +13,11 @@ from dtk.launch import ending
 from dtk.launch.ending import Ending
 from dtk.launch.mpi_places import Loss
 from dtk.launch.rank import Rank
+from dtk.launch.starter import Starter
 from dtk.launch.state import JobState
 
 SETTLE = 1.0  # seconds a rank that already printed a traceback gets to exit by itself
+_START = 60.0  # seconds that ranks may wait for an MPI whose server somebody holds up
 LATE = 5.0  # seconds to wait for the end of a rank that all which failed so far have lost
 _STACK = 3.0  # seconds that a rank gets to say where it is
 # Seconds the chief gets to say what the loss of a parameter server means. On one machine TensorFlow
@@ -33,13 +35,13 @@ class Watch:
         replace: Called with a lost worker that servers can spare, to start it again.
         end_one: Called with a task that is stuck and can be replaced, to end it.
         say: Tells the user what is waited for.
-        lost: Tells what has ended that all ranks need beside each other; None while nothing has.
+        starter: Knows what all ranks need beside each other.
         stall_timeout: Seconds in which a job of ranks that wait for each other must move; 0 for
             ever.
 
     Attributes:
         stall: Why the job was ended though no process has.
-        gone: What `lost` told, where ranks have failed of that.
+        gone: What of that has ended, where the job was ended for that.
     """
 
     def __init__(
@@ -50,12 +52,12 @@ class Watch:
         replace: Callable[[Rank], None],
         end_one: Callable[[Rank], None],
         say: Callable[[str], None],
-        lost: Callable[[], Loss | None] = lambda: None,
+        starter: Starter,
         stall_timeout: float = 0.0,
     ) -> None:
         self.stall: Stall | None = None
         self.gone: Loss | None = None
-        self._lost = lost
+        self._lost, self._held_up = starter.lost, starter.held_up
         self._stall_timeout = stall_timeout
         self._ranks = ranks
         self._ending = ending
@@ -203,8 +205,17 @@ class Watch:
             self.stall = stall.find_served(*self._tasks(), now, self._stall_timeout)
         else:
             standings = [rank.standing for rank in self._ranks]
-            self.stall = stall.find(standings, now, self._stall_timeout)
+            held_up = self._not_started(standings, now)
+            self.stall = held_up or stall.find(standings, now, self._stall_timeout)
         return self.stall is not None
+
+    def _not_started(self, standings: Sequence[Standing], now: float) -> Stall | None:
+        """Return who else keeps ranks from starting that have all waited for that for a while."""
+        since = now - min(_START, self._stall_timeout)
+        if all(one.last and one.last["joining"] and one.moved < since for one in standings):
+            why = self._held_up()
+            return Stall((), why, tuple(range(len(standings)))) if why else None
+        return None
 
     def _cut_off(self) -> Stall | None:
         """Return which rank others have lost, if it still runs and is only cut off."""

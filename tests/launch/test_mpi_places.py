@@ -1,5 +1,6 @@
 """Ranks that dtk starts, in the places that MPI's own launcher made: real ranks, real MPI."""
 
+import dataclasses
 import io
 import os
 import re
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from dtk.cluster import Host
+from dtk.cluster.stall import STUCK
 from dtk.cluster.variables import COMMUNICATOR
 from dtk.errors import CommunicatorError
 from dtk.launch import Job, marked, mpi_places, plan, ssh
@@ -167,6 +169,49 @@ def test_where_mpi_does_not_start_auto_goes_on_and_says_why(run, places, monkeyp
     assert re.search(why, line)
     with pytest.raises(CommunicatorError, match=why):
         run(make("", communicator="mpi"))
+
+
+@needs_mpi
+def test_a_small_shared_memory_is_told_with_what_helps(run, places, monkeypatch):
+    """Open MPI ends a rank for it with exit code 14, and says nothing."""
+    monkeypatch.setattr(mpi_places, "_SEGMENT", 1 << 60)
+    why = r" has \d+ MB free, and 2 ranks need \d+ MB there; give it more \(docker run"
+    code, _, err, _ = run(make("import os"))
+    assert code == 0
+    assert re.search(f"dtk run: going on over TensorFlow's collectives: .*{why}", err)
+    with pytest.raises(CommunicatorError, match=why):
+        run(make("", communicator="mpi"))
+
+
+JOINS = (
+    "import time\nfrom dtk.cluster import progress\nprogress.start()\ntime.sleep(3)\n"
+    "with progress.joining('the start of mpi'):\n    from mpi4py import MPI\n"
+    "print(MPI.COMM_WORLD.size)"
+)
+
+
+@needs_mpi
+@pytest.mark.timeout(120)
+def test_who_keeps_mpi_from_starting_by_a_silent_connection_is_named():
+    out, err = io.StringIO(), io.StringIO()
+    processes = [
+        dataclasses.replace(one, env={**one.env, "DTK_STALL_TIMEOUT": "5", "DTK_RUN": "1"})
+        for one in make(JOINS, communicator="mpi")
+    ]
+    job = Job(processes, stdout=out, stderr=err, grace=0.5, stall_timeout=5.0)
+    with job.start():
+        rank = psutil.Process(job.pids["rank 0"])
+        port = rank.environ()["PMIX_SERVER_URI41"].rpartition(":")[2]
+        code = f"import socket, time\nend = socket.create_connection(('127.0.0.1', {port}))\n"
+        code += "time.sleep(99)"
+        with subprocess.Popen([sys.executable, "-c", code]) as stranger:
+            try:
+                assert job.wait(60) == STUCK
+            finally:
+                stranger.kill()
+    line = err.getvalue().splitlines()[1]
+    assert f"MPI's server does not answer: process {stranger.pid} (python" in line
+    assert "start with `dtk run --isolate`" in line
 
 
 @needs_mpi
