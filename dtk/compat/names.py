@@ -94,6 +94,10 @@ NEEDED: dict[str, dict[str, str]] = {
         "stateless_truncated_normal stateless_random_uniform stateless_random_uniform_int "
         "stateless_random_uniform_full_int",
         "tensorflow.python.ops.gen_stateless_random_ops_v2": "stateless_random_uniform_v2",
+        "tensorflow.python.ops.gen_candidate_sampling_ops": "all_candidate_sampler "
+        "fixed_unigram_candidate_sampler log_uniform_candidate_sampler uniform_candidate_sampler",
+        "tensorflow.python.eager.polymorphic_function.polymorphic_function.Function": "_clone",
+        "tensorflow.python.framework.tensor_util": "constant_value_as_shape",
         "keras.src.backend.tensorflow.random": "shuffle",
     },
     "updates in one operation": {
