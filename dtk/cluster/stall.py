@@ -3,6 +3,7 @@
     silent      a rank has reported nothing for the timeout: stopped, swapped out, cut off
     missing     others are inside and wait; a rank is outside, and neither computes nor reads
     ended       the same, and the rank's script is over
+    endless     others are inside and wait, and a rank has computed outside for twelve timeouts
     feeding     all are inside, and one has Python of its own to wait for, such as a generator
     short       all are inside, and the data of one has come to its end once more than others'
     different   all are inside, but not in the same
@@ -33,6 +34,8 @@ from typing import NamedTuple
 
 from dtk.cluster.standing import Standing
 
+# So many timeouts a rank may compute while others wait for it: a loop that has no end does, too.
+ALONE = 12
 STUCK = 124  # exit code of a job that has stopped moving, as of timeout(1)
 # Ranks report this often, or four times in the timeout: of two that seem to have stopped together,
 # the silent one shall be noticed first.
@@ -88,9 +91,28 @@ def find(standings: Sequence[Standing], now: float, timeout: float) -> Stall | N
         left = all(standings[i].left for i in idle)
         why = "has left its script" if left else f"did nothing for {timeout:g} s"
         return Stall(idle, why, waiting)
-    if len(waiting) < len(standings):
+    if len(waiting) == len(standings):
+        return _mutual(standings, since, timeout)
+    return find_alone(standings, now, timeout * ALONE)
+
+
+def find_alone(standings: Sequence[Standing], now: float, seconds: float) -> Stall | None:
+    """Return which ranks compute, read or write while the others wait for them, for so long.
+
+    Args:
+        standings: Of every rank.
+        now: The time.
+        seconds: In which no rank has gone inside or come out.
+
+    Example:
+        >>> find_alone([Standing(started=True), Standing(started=True)], 1000.0, 300.0) is None
+        True
+    """
+    waiting = tuple(i for i, one in enumerate(standings) if one.waits)
+    alone = tuple(i for i, one in enumerate(standings) if not (one.waits or one.left))
+    if not (waiting and alone) or any(one.moved > now - seconds for one in standings):
         return None
-    return _mutual(standings, since, timeout)
+    return Stall(alone, f"computed without the others for {seconds:g} s,", waiting)
 
 
 def _mutual(standings: Sequence[Standing], since: float, timeout: float) -> Stall | None:

@@ -65,6 +65,7 @@ class Watch:
         self._replace = replace
         self._end_one = end_one
         self._looked = 0.0
+        self._told_alone = False
         self._say = say
 
     @property
@@ -205,9 +206,24 @@ class Watch:
             self.stall = stall.find_served(*self._tasks(), now, self._stall_timeout)
         else:
             standings = [rank.standing for rank in self._ranks]
+            self._tell_alone(standings, now)
             held_up = self._not_started(standings, now)
             self.stall = held_up or stall.find(standings, now, self._stall_timeout)
         return self.stall is not None
+
+    def _tell_alone(self, standings: Sequence[Standing], now: float) -> None:
+        """Say once in which bound a rank must rejoin the others, while it computes alone."""
+        found = stall.find_alone(standings, now, self._stall_timeout)
+        if found and not self._told_alone:
+            names = [rank.process.name for rank in self._ranks]
+            hosts = [rank.process.host for rank in self._ranks]
+            lines = stall.describe_missing(found, names, hosts, standings)
+            self._say(
+                f"{lines[0]} The others wait, and the job is ended after "
+                f"{self._stall_timeout * stall.ALONE:g} s of that; a larger --stall-timeout gives "
+                "it more"
+            )
+        self._told_alone = found is not None
 
     def _not_started(self, standings: Sequence[Standing], now: float) -> Stall | None:
         """Return who else keeps ranks from starting that have all waited for that for a while."""

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtk.cluster.stall import (
+    ALONE,
     describe,
     find,
     find_cut_off,
@@ -59,6 +60,49 @@ def test_a_rank_outside_that_does_nothing_is_missing():
 )
 def test_what_is_no_stall(standings, why):
     assert found(*standings) is None, why
+
+
+def test_a_rank_that_loops_for_ever_is_named_in_the_end():
+    """It had been waited for as long as it used its processor."""
+    bound = ALONE * TIMEOUT
+    assert found(standing(bound - 1, True), standing(bound + 9, False, busy=1)) is None
+    assert found(standing(bound + 1, True), standing(20, False, busy=1)) is None
+    stall = found(standing(bound + 1, True), standing(bound + 9, False, busy=1))
+    assert (stall.missing, stall.waiting) == ((1,), (0,))
+    assert stall.why == "computed without the others for 1200 s,"
+    # All inside, such as in a step that is one epoch long: nobody waits for a rank outside.
+    assert found(*[standing(bound + 1, True, busy=1)] * 2) is None
+
+
+LOOPS = """
+import sys, time
+from dtk.cluster import progress
+progress.start()
+with progress.inside("train step"):
+    pass
+if sys.argv[1] == "0":
+    with progress.inside("train step"):
+        time.sleep(600)
+while True:
+    pass
+"""
+
+
+def test_a_loop_without_an_end_is_told_and_then_ended():
+    err = io.StringIO()
+    env = {"DTK_RUN": "1", "DTK_STALL_TIMEOUT": "2"}
+    processes = [
+        Process(f"rank {r}", "worker", r, "localhost", (sys.executable, "-c", LOOPS, str(r)), env)
+        for r in range(2)
+    ]
+    with Job(processes, stall_timeout=2.0, grace=0.5, stdout=io.StringIO(), stderr=err) as job:
+        assert job.wait(timeout=90) == 124
+    said = err.getvalue()
+    where = "rank 1, host localhost, computed without the others for {} s, after train step 1."
+    told = f"dtk run: {where.format(2)} The others wait, and the job is ended after 24 s of that"
+    assert said.count(told) == 1, said
+    assert where.format(24) in said.split("stopped moving, and was ended.")[1]
+    assert "rank 0 waits in train step 2." in said
 
 
 def unseen(since=500, ran=500):
