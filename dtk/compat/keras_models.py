@@ -125,6 +125,14 @@ def foreign_metrics(model: keras.Model) -> list[keras.Metric | Function[tf.Tenso
     return [m for m in [*_given(given, keras.metrics.get), *held] if not is_from_keras(m)]
 
 
+def foreign_counters(model: keras.Model) -> list[keras.Metric]:
+    """Return the metrics of a model that count by a class or function that is not Keras's own."""
+    compiled = model._compile_metrics
+    inside = compiled.metrics if compiled is not None and compiled.built else []
+    metrics = {id(metric): metric for metric in [*metrics_of(model), *inside]}.values()
+    return [m for m in metrics if not is_from_keras(m) or not is_from_keras(getattr(m, "_fn", m))]
+
+
 def computes_own_loss(model: keras.Model) -> bool:
     """Return whether Keras computes a model's loss, from what `compile` and `add_loss` were given.
 

@@ -148,15 +148,35 @@ def results_through(
         metrics: The metrics.
         result: Called as `result(metric, original)`.
     """
-    replaced = [metric for metric in metrics if "result" not in vars(metric)]
-    for metric in replaced:
-        replacement = functools.partial(result, metric, metric.result)
-        object.__setattr__(metric, "result", replacement)
+    with _methods_through(metrics, "result", result):
+        yield
+
+
+def updates_through(
+    metrics: Sequence[keras.Metric], update: Function[object]
+) -> AbstractContextManager[None]:
+    """Return a context in which a function is called for the `update_state` of metrics.
+
+    Args:
+        metrics: The metrics.
+        update: Called as `update(metric, original, *args, **kwargs)`.
+    """
+    return _methods_through(metrics, "update_state", update)
+
+
+@contextlib.contextmanager
+def _methods_through(
+    metrics: Sequence[keras.Metric], name: str, function: Function[object]
+) -> Iterator[None]:
+    changed = [metric for metric in metrics if name not in vars(metric)]
+    for metric in changed:
+        replacement = functools.partial(function, metric, getattr(metric, name))
+        object.__setattr__(metric, name, replacement)
     try:
         yield
     finally:
-        for metric in replaced:
-            object.__delattr__(metric, "result")
+        for metric in changed:
+            object.__delattr__(metric, name)
 
 
 @contextlib.contextmanager

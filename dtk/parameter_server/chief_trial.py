@@ -47,7 +47,9 @@ class ChiefTrial(trial.Trial[ServerStrategy]):
         return tf.zeros_like(mean), tf.ones_like(variance)
 
     def _trace_whole(self, names: list[trial.Names]) -> trial.Found:
-        return self._added_up([self._traced(self._whole_data, self.rows, 0, 1, {})], names)
+        with self._calls.noted():
+            traced = self._traced(self._whole_data, self.rows, 0, 1, {})
+        return self._added_up([traced], names) | {"calls": self._calls.tensors()}
 
     def _trace_replicas(
         self, kinds: Mapping[str, str]

@@ -77,7 +77,10 @@ RIGHT_OR_REFUSED = (
     "supervised_contrastive",
 )
 # Where weights are right, and a number that is logged cannot be: dtk must say so.
-WARNED = {"scalar_metric": "'r_squared' is neither a mean nor a sum over rows"}
+WARNED = {
+    "scalar_metric": "'r_squared' is neither a mean nor a sum over rows",
+    "true_positives": "'categorical_true_positives' is neither a mean nor a sum over rows",
+}
 # What cannot be right, and the words that must say what to do.
 REFUSED = {
     "cntk_keras_partition": "dtk.data.shard",

@@ -32,6 +32,7 @@ from dtk.compat import keras_models, random_draws
 from dtk.errors import NotDistributedError, at_rank
 from dtk.nests import Array
 from dtk.trainer.contract import Strategy
+from dtk.trainer.replica import metric_trial
 from dtk.trainer.replica.trial import Outcome, Trial
 from dtk.trainer.tracing.loss_terms import RATIO, SUM
 
@@ -127,7 +128,7 @@ def run(trial: Trial[Strategy], reasons: Sequence[str]) -> Verdict:
             )
         )
     if strategy.is_chief:
-        for note in verdict.notes:
+        for note in _with_counts(trial, verdict):
             print(f"dtk: warning: model {model.name!r}: {note}", file=sys.stderr, flush=True)
         found = "".join(f"; {name} is a {kind}" for name, kind in verdict.kinds.items())
         print(
@@ -297,6 +298,15 @@ def _notes(whole: Outcome, parts: Outcome, tolerance: float) -> list[str]:
                 "differs from one process's; weights are not concerned"
             )
     return notes
+
+
+def _with_counts(trial: Trial[Strategy], verdict: Verdict) -> list[str]:
+    """What is to be said, also of metrics that these rows do not show."""
+    found = metric_trial.notes_of(
+        trial.counted, trial.rows, trial.model, verdict.kinds, _tolerance(trial.model)
+    )
+    said_better = tuple(map(repr, found))
+    return [n for n in verdict.notes if not n.startswith(said_better)] + list(found.values())
 
 
 # Who needs it.

@@ -24,7 +24,7 @@ from dtk.compat import (
 from dtk.input import slicing
 from dtk.nests import Array, Function, Leaf, Nest
 from dtk.trainer.contract import StepFunction, StrategyT, Trainer
-from dtk.trainer.replica import replica_step, step_logs
+from dtk.trainer.replica import metric_trial, replica_step, step_logs
 from dtk.trainer.replica.snapshot import Snapshot, changed_by_training
 from dtk.trainer.tracing import noting, sync_batch_norm, traced_step
 from dtk.trainer.tracing.loss_terms import Term
@@ -72,6 +72,7 @@ class Trial(Generic[StrategyT]):
         parts: How many each replica takes.
         layout: Which random numbers are a row's, see `compat.random_draws`.
         draws: Whether a step that was computed drew any for its rows.
+        counted: What the whole step gave to metrics of the script's own.
     """
 
     def __init__(self, trainer: Trainer, step_function: StepFunction, batch: slicing.Slices):
@@ -91,6 +92,8 @@ class Trial(Generic[StrategyT]):
         self._whole_data = tf.nest.map_structure(_joined, *present)
         self.layout = random_draws.BLOCKS
         self.draws = False
+        self.counted: list[metric_trial.Call] = []
+        self._calls = metric_trial.Calls(keras_models.foreign_counters(self.model))
         self._seed, self._distance = 0, 0.0
         self._concrete: dict[str, tuple[tf.types.experimental.ConcreteFunction, Names]] = {}
 
@@ -153,7 +156,10 @@ class Trial(Generic[StrategyT]):
                 found = concrete()
         before.restore()
         self.draws = self.draws or bool(drawn)
-        return outcome_of(names[-1], keras.tree.map_structure(np.asarray, found))
+        arrays = keras.tree.map_structure(np.asarray, found)
+        if "calls" in arrays:
+            self.counted = self._calls.arrays(arrays["calls"])
+        return outcome_of(names[-1], arrays)
 
     def _move_weights(self) -> None:
         weights = [keras_variables.stored(v) for v in self.model.trainable_variables]
@@ -204,9 +210,10 @@ class Trial(Generic[StrategyT]):
             rows = tf.constant(self.rows, tf.int64)
             step = traced_step.Step(tf.ones([]), 1, self.model, tf.identity, rows, own=self.own)
             step.noted, step.tried = noting.Gathered(), True
-            with traced_step.tracing(step):
+            with traced_step.tracing(step), self._calls.noted():
                 logs = self.step_function(slicing.forget_rows(self._whole_data))
-                return self._observed(step, logs, names, lambda values: values)
+                found = self._observed(step, logs, names, lambda values: values)
+                return found | {"calls": self._calls.tensors()}
 
     def _trace_replicas(self, kinds: Mapping[str, str]) -> Callable[[list[Names]], Found]:
         strategy, model = self.strategy, self.model

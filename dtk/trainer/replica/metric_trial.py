@@ -1,0 +1,228 @@
+"""Whether the counts of a script's own metrics add up, on more rows than a step's trial has.
+
+What replicas count is summed, so a metric must add to its variables what is a sum over rows. A few
+rows of a model that has learnt nothing may show that of none: true positives are 0 however they are
+counted. Here the rows of a trial are counted four times over, with the model's predictions, with
+others', with perfect ones and with some, as a whole and in two parts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dtk.compat import keras_steps, keras_variables, tf_variables
+from dtk.nests import Array, Function, Nest
+from dtk.trainer.tracing import traced_step
+from dtk.trainer.tracing.loss_terms import RATIO
+
+_TIMES = 4
+
+
+class Call(NamedTuple):
+    """How a step called a metric's `update_state`: its arguments, by position and by name."""
+
+    metric: keras.Metric
+    args: Nest
+    kwargs: Nest
+
+
+class Calls:
+    """The calls of a step to some metrics' `update_state`, the first of each."""
+
+    def __init__(self, metrics: list[keras.Metric]):
+        self._metrics = metrics
+        self._seen: dict[int, Call] = {}
+        self._graph: tf.Graph | None = None
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Return a context in which a step is traced, whose calls are noted."""
+        self._seen.clear()
+        self._graph = tf.compat.v1.get_default_graph()
+        with keras_steps.updates_through(self._metrics, self._note):
+            yield
+
+    def _note(
+        self, metric: keras.Metric, original: Function[object], *args: object, **kwargs: object
+    ) -> object:
+        # What a branch or loop computes cannot leave it.
+        if tf.compat.v1.get_default_graph() is self._graph:
+            self._seen.setdefault(id(metric), Call(metric, args, kwargs))
+        return original(*args, **kwargs)
+
+    def tensors(self) -> list[Nest]:
+        """Return the arguments that are tensors, for `arrays`."""
+        return [[leaf for leaf in _leaves(call) if tf.is_tensor(leaf)] for call in self._calls()]
+
+    def arrays(self, found: list[list[Array]]) -> list[Call]:
+        """Return the calls with arrays in the place of tensors.
+
+        Args:
+            found: Values of `tensors`.
+        """
+        return [
+            _with(call, iter(arrays)) for call, arrays in zip(self._calls(), found, strict=True)
+        ]
+
+    def _calls(self) -> list[Call]:
+        return list(self._seen.values())
+
+
+def _leaves(call: Call) -> list[object]:
+    return tf.nest.flatten((call.args, call.kwargs))
+
+
+def _with(call: Call, arrays: Iterator[Array]) -> Call:
+    leaves = [next(arrays) if tf.is_tensor(leaf) else leaf for leaf in _leaves(call)]
+    return Call(call.metric, *tf.nest.pack_sequence_as((call.args, call.kwargs), leaves))
+
+
+def notes_of(
+    calls: list[Call], rows: int, model: keras.Model, kinds: Mapping[str, str], tolerance: float
+) -> dict[str, str]:
+    """Return what is to be said of metrics whose counts do not add up, by the metric's name.
+
+    Args:
+        calls: With arrays.
+        rows: How many rows they are about.
+        model: The model.
+        kinds: Of the step's terms, see `loss_terms`.
+        tolerance: Relative difference that rounding may make.
+    """
+    found: dict[str, str] = {}
+    with traced_step.in_shares():
+        for call in calls:
+            known = [kind for term, kind in kinds.items() if repr(call.metric.name) in term]
+            if RATIO not in known and all(_is_of_rows(leaf, rows) for leaf in _leaves(call)):
+                note = _note_of(call, rows * _TIMES, model, kinds, tolerance)
+                found |= {call.metric.name: note} if note else {}
+    return found
+
+
+def _is_of_rows(leaf: object, rows: int) -> bool:
+    return not isinstance(leaf, np.ndarray) or leaf.ndim > 0 and len(leaf) == rows
+
+
+def _note_of(
+    call: Call, rows: int, model: keras.Model, kinds: Mapping[str, str], tolerance: float
+) -> str | None:
+    first = rows * 3 // 5
+    name, moved = repr(call.metric.name), False
+    untouched = _result(call.metric, [], model, kinds)
+    for more in _variants(call):
+        pieces = [(_rows(more, 0, first), 0.6), (_rows(more, first, rows), 0.4)]
+        try:
+            whole = _result(call.metric, [(more, 1.0)], model, kinds)
+            parts = _result(call.metric, pieces, model, kinds)
+        except Exception as why:  # of the script's, which may refuse what no model predicts
+            return f"{name} was not tried: {type(why).__name__}: {str(why)[:200]}"
+        for one, other in zip(whole, parts, strict=True):
+            if not np.allclose(one, other, tolerance, 1e-6, equal_nan=True):
+                return _said(call, one, other, rows)
+        moved = moved or not all(map(np.array_equal, whole, untouched))
+    if moved:
+        return None
+    return (
+        f"{name} stays {np.ravel(untouched[0])[0]:.5g} on all rows of a trial: the self-test "
+        "cannot tell whether what workers count adds up to one process's"
+    )
+
+
+def _said(call: Call, whole: Array, parts: Array, rows: int) -> str:
+    shapes = ", ".join(str(leaf.shape) for leaf in _leaves(call) if isinstance(leaf, np.ndarray))
+    must = "Its update_state must add to variables what is a sum over rows: "
+    must += "self.total.assign_add(ops.sum(values)), where values has one number for each row"
+    if any(v.aggregation != "sum" for v in call.metric.variables):
+        must = f'Its variables must have aggregation="sum". {must}'
+    if isinstance(call.metric, keras.metrics.MeanMetricWrapper):
+        must = "The function must return one number for each row"
+    return (
+        f"{call.metric.name!r} is neither a mean nor a sum over rows ({np.ravel(whole)[0]:.5g} on "
+        f"{rows} rows, {np.ravel(parts)[0]:.5g} from two parts of them), so what is logged differs "
+        f"from one process's; weights are not concerned. {must}, and not for each pair of rows, as "
+        f"y_true == y_pred[:, None] has (here the arguments have the shapes {shapes}). Or compute "
+        "it from model.predict(x), which returns the rows of all workers"
+    )
+
+
+def _variants(call: Call) -> Iterator[Call]:
+    """The call with its rows several times over, and with other predictions."""
+
+    def repeated(leaf: object) -> object:
+        return np.concatenate([leaf] * _TIMES) if isinstance(leaf, np.ndarray) else leaf
+
+    args, kwargs = tf.nest.map_structure(repeated, (call.args, call.kwargs))
+    yield Call(call.metric, args, kwargs)
+    if len(args) < 2 or not all(isinstance(a, np.ndarray) for a in args[:2]):
+        return
+    target, predicted, *others = args
+    yield Call(call.metric, (target, np.roll(predicted, 1, 0), *others), kwargs)
+    perfect = _perfect(target, predicted)
+    if perfect is not None:
+        yield Call(call.metric, (target, perfect, *others), kwargs)
+        some = np.concatenate([perfect[: len(target) // 3], predicted[len(target) // 3 :]])
+        yield Call(call.metric, (target, some, *others), kwargs)
+
+
+def _perfect(target: Array, predicted: Array) -> Array | None:
+    """Predictions that are the targets, of the shape of these."""
+    if target.shape == predicted.shape:
+        return target.astype(predicted.dtype)
+    labels = (
+        target.reshape(predicted.shape[:-1])
+        if target.size * predicted.shape[-1] == (predicted.size)
+        else None
+    )
+    if labels is None or not np.array_equal(labels, np.clip(labels, 0, predicted.shape[-1] - 1)):
+        return None
+    return np.eye(predicted.shape[-1], dtype=predicted.dtype)[labels.astype(int)]
+
+
+def _rows(call: Call, start: int, stop: int) -> Call:
+    def some(leaf: object) -> object:
+        return leaf[start:stop] if isinstance(leaf, np.ndarray) else leaf
+
+    return Call(call.metric, *tf.nest.map_structure(some, (call.args, call.kwargs)))
+
+
+def _result(
+    metric: keras.Metric,
+    pieces: list[tuple[Call, float]],
+    model: keras.Model,
+    kinds: Mapping[str, str],
+) -> list[Array]:
+    """A metric's result, from what replicas with these pieces of a batch count; nothing changes."""
+    start = [(v, _value_of(v)) for v in metric.variables]
+    states = []
+    for piece, share in pieces:
+        step = traced_step.Step(
+            tf.constant(share, tf.float32), len(pieces), model, tf.identity, None, kinds
+        )
+        args, kwargs = tf.nest.map_structure(_tensor, (piece.args, piece.kwargs))
+        with keras.StatelessScope(state_mapping=start) as scope, traced_step.tracing(step):
+            metric.update_state(*args, **kwargs)
+        states.append([scope.get_current_value(v) for v, _ in start])
+    totals = (
+        [
+            (v, tf.add_n(list(column)) if v.aggregation == "sum" else column[0])
+            for (v, _), *column in zip(start, *states, strict=True)
+        ]
+        if states
+        else start
+    )
+    with keras.StatelessScope(state_mapping=totals):
+        return [np.asarray(value, "float64") for value in tf.nest.flatten(metric.result())]
+
+
+def _value_of(variable: keras.Variable) -> tf.Tensor:
+    return tf.convert_to_tensor(tf_variables.components(keras_variables.stored(variable))[0])
+
+
+def _tensor(leaf: object) -> object:
+    return tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
