@@ -16,7 +16,7 @@ from dtk.cli.preflight import Preflight
 from dtk.cluster import Host, progress, saving
 from dtk.cluster.variables import RESTARTS, SAVE_GRACE
 from dtk.errors import ClusterError
-from dtk.launch import Job, Process, check_plan, isolation, job_options, plan, ssh
+from dtk.launch import Job, Process, check_plan, isolation, job_options, plan, sink, ssh
 from dtk.launch.attempts import Attempts, Run, Supervisor, answers
 from dtk.launch.settings import step_settings
 
@@ -139,6 +139,7 @@ def run(
     that is killed is started again. Without, --max-restarts starts all ranks again; a Checkpoint
     callback resumes.
     """
+    sink.hold_standard_descriptors()
     command = command_of(script, module, args)
     job_options.check_known(communicator)
     if not 0.0 <= timeout_grace <= 3600.0:
@@ -183,7 +184,7 @@ def run(
             if best in job_options.installed():
                 processes = make(communicator=best)
         for notice in preflight.check():
-            click.echo(f"dtk run: {notice}", err=True)
+            sink.say(notice)
         told = {progress.VARIABLE: f"{stall_timeout:g}", SAVE_GRACE: f"{save_grace:g}"}
         # A rank that crashes in C++ says where in the script.
         told["PYTHONFAULTHANDLER"] = os.environ.get("PYTHONFAULTHANDLER", "1")
@@ -206,7 +207,7 @@ def run(
         attempts,
         planned,
         functools.partial(answers, ask=functools.partial(ssh.survey, remote_shell=remote_shell)),
-        lambda text: click.echo(f"dtk run: {text}", err=True),
+        sink.say,
     )
     names = [host.name for host in where]
     sys.exit(job_options.interruptible(lambda: supervisor.run(names), "run", supervisor.jobs))
@@ -221,10 +222,7 @@ def _with_settings(processes: list[Process], say: bool) -> list[Process]:
         used = used or settings
         changed.append(dataclasses.replace(process, env=env))
     if used is not None and say:
-        click.echo(
-            f"dtk run: {step_settings.written(used.variables)}, as `dtk tune` has measured",
-            err=True,
-        )
+        sink.say(f"{step_settings.written(used.variables)}, as `dtk tune` has measured")
     return changed
 
 

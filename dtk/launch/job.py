@@ -23,6 +23,7 @@ import socket
 import subprocess
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,6 +40,8 @@ from dtk.launch.restarts import Restarts
 from dtk.launch.starter import Starter
 from dtk.launch.state import JobState
 from dtk.launch.watch import Watch, exit_code
+
+_FAILED = 70  # exit code where the launcher itself fails, as of sysexits(3)
 
 
 class Job:
@@ -103,7 +106,7 @@ class Job:
             append,
             stdout,
             stderr,
-            self._state.lose_output,
+            self._state,
             self._ending.failed_before,
             self._note_saving,
         )
@@ -126,6 +129,7 @@ class Job:
             self._end_stuck,
             self._output.say,
             self._starter,
+            lambda: self._output.waits,
             stall_timeout,
         )
         self._done = threading.Event()
@@ -243,10 +247,11 @@ class Job:
         return {rank.process.name: rank.popen.pid for rank in self._ranks}
 
     def _start_all(self) -> None:
-        self._output.make_directory()
+        self._output.open()
         self._starter.prepare()
         for process in self.processes:
-            env, remote = self._starter.env(process), self._starter.is_remote(process)
+            env = {**self._output.variables(process), **self._starter.env(process)}
+            remote = self._starter.is_remote(process)
             popen, reports = self._starter.popen(process, env)
             rank = Rank(process, env, remote, popen)
             self._ranks.append(rank)
@@ -285,10 +290,10 @@ class Job:
     def _attend(self, rank: Rank, reports: socket.socket | None) -> None:
         """Start the threads that read what a process writes, and note its end."""
         self._output.relay(rank, reports)
-        threading.Thread(target=self._reap, args=(rank,), daemon=True).start()
+        threading.Thread(target=self._reap, args=(rank, rank.popen), daemon=True).start()
 
-    def _reap(self, rank: Rank) -> None:
-        code = rank.popen.wait()
+    def _reap(self, rank: Rank, popen: subprocess.Popen[bytes]) -> None:
+        code = popen.wait()
         with self._state.changed:
             rank.ended(code)
             self._state.changed.notify_all()
@@ -301,38 +306,55 @@ class Job:
 
     def _supervise(self) -> None:
         try:
-            culprit = self._watch.culprit()
-            # Decided now: ending the others gives them exit codes too.
-            code = exit_code(culprit, self._ending)
-            self._culprit = None if culprit is None or culprit.code is None else culprit
-            stall = self._watch.stall
-            self._watch.ask_missing()
-            # As they stand now: ranks that are asked to end may yet move.
-            report = stall_report(stall, self._ranks) if stall is not None else ""
-            short = self._watch.short
-            why = stall_report(short, self._ranks, ended=False) if short is not None else ""
-            if culprit is not None and culprit.is_victim and not why:
-                left = self._watch.left
-                why = leaver_report(left) if left is not None else ""
-            if self._watch.gone:
-                code = self._watch.gone.code
-                report = f"\ndtk: {self._watch.gone.how}; every rank needs it. The job was ended.\n"
-            if culprit is None:
-                self._watch.let_save(self._save_grace)
-            self._watch.let_serve_out(self._grace)
-            self._end_all()
-            self._code = 128 + signal.SIGPIPE if self._state.broken_pipe and not culprit else code
-            if report:
-                self._output.write_error(report)
-            elif culprit is not None:
-                speaker = self._ending.speaker(culprit)
-                left_out = self._output.suppressed
-                restarts = self._max_restarts > 0 or self._ending.can_replace
-                self._output.write_error(
-                    failure_report(culprit, speaker, len(self._ranks), left_out, restarts) + why
-                )
+            self._see_to_the_end()
+        except Exception as error:
+            self._code = self._give_up(error)
         finally:
             self._done.set()
+
+    def _give_up(self, error: Exception) -> int:
+        """End a job of which the launcher itself has failed, and return its exit code."""
+        told = "".join(traceback.format_exception(error))
+        with contextlib.suppress(Exception):  # the worst is over
+            self._output.say(f"the launcher itself has failed, and ends the job:\n{told}".rstrip())
+        with contextlib.suppress(Exception):
+            self._state.stopping = True
+            self._end_all()
+        return (self._culprit and self._culprit.code) or _FAILED
+
+    def _see_to_the_end(self) -> None:
+        culprit = self._watch.culprit()
+        # Decided now: ending the others gives them exit codes too.
+        code = exit_code(culprit, self._ending)
+        self._culprit = None if culprit is None or culprit.code is None else culprit
+        stall = self._watch.stall
+        self._watch.ask_missing()
+        # As they stand now: ranks that are asked to end may yet move.
+        report = stall_report(stall, self._ranks) if stall is not None else ""
+        short = self._watch.short
+        why = stall_report(short, self._ranks, ended=False) if short is not None else ""
+        if culprit is not None and culprit.is_victim and not why:
+            left = self._watch.left
+            why = leaver_report(left) if left is not None else ""
+        if self._watch.gone:
+            code = self._watch.gone.code
+            report = f"\ndtk: {self._watch.gone.how}; every rank needs it. The job was ended.\n"
+        if culprit is None:
+            self._watch.let_save(self._save_grace)
+        self._watch.let_serve_out(self._grace)
+        self._end_all()
+        self._code = 128 + signal.SIGPIPE if self._state.broken_pipe and not culprit else code
+        if report:
+            self._output.write_error(report)
+        elif culprit is not None:
+            speaker = self._ending.speaker(culprit)
+            left_out = self._output.suppressed
+            restarts = self._max_restarts > 0 or self._ending.can_replace
+            self._output.write_error(
+                failure_report(culprit, speaker, len(self._ranks), left_out, restarts) + why
+            )
+        if self._state.error is not None:
+            raise self._state.error
 
     def _end_chief(self) -> None:
         """End the chief, and an evaluator, while what serves them is there.
@@ -363,6 +385,8 @@ class Job:
         for rank in self._ranks:
             for reader in rank.readers:
                 reader.join(2.0)
+        self._output.close()
+        for rank in self._ranks:
             if rank.file is not None:
                 rank.file.close()
         self._starter.close()

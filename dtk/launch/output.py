@@ -9,9 +9,10 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Literal, TextIO, TypeVarTuple
+from typing import IO, TextIO, TypeVarTuple
 
 import click
 
@@ -20,6 +21,10 @@ from dtk.cluster.standing import Standing
 from dtk.errors import ClusterError
 from dtk.launch.plan import Process
 from dtk.launch.rank import Rank
+from dtk.launch.screen import EqualLines, Screen
+from dtk.launch.shown_text import Pace, ShownText, plain
+from dtk.launch.sink import Sink
+from dtk.launch.state import JobState
 from dtk.quiet import is_noise
 
 # What TensorFlow says to the chief of tasks that are gone, four lines for each function it had sent
@@ -30,11 +35,29 @@ _TASK_GONE = re.compile(
     r":UNKNOWN:Error received from peer |"
     r"This could happen if the remote target has been disconnected from the client\.$"
 )
-_ENDS = 5.0  # seconds that a process has to end after it has closed everything
+_ENDS = 1.0  # seconds that a process has to end after it has closed everything
 _COLORS = ("cyan", "yellow", "green", "magenta", "blue", "bright_red")
-
+_FRAME = 0.1  # seconds between two pictures of a progress bar
+_LINE = 5.0  # seconds between two lines of one, where nothing can be drawn anew
+_WAITS = 1.0  # seconds for which nothing was taken, that count as being read by nobody
 
 Given = TypeVarTuple("Given")
+
+
+class _Source:
+    """One stream of one process, while it is read."""
+
+    def __init__(self, rank: Rank, sink: Sink, stderr: bool) -> None:
+        self.rank, self.sink, self.stderr = rank, sink, stderr
+        self.text = ShownText()
+        self.in_file, self.on_screen = Pace(_LINE), Pace(_LINE)
+        self.lock = threading.Lock()
+
+    @property
+    def rows(self) -> list[str]:
+        """What is to be drawn of what is being written."""
+        is_bar = self.text.is_redrawn or not self.stderr
+        return self.text.rows if is_bar and self.rank.dump is None else []
 
 
 class JobOutput:
@@ -46,7 +69,7 @@ class JobOutput:
         append: Whether files that are there are continued.
         stdout: Where standard output goes; `sys.stdout` when None.
         stderr: Where standard error goes; `sys.stderr` when None.
-        on_closed: Called when the reader of the output is gone.
+        state: Told when the reader of the output is gone, or reading itself fails.
         is_suppressed: Whether a process's standard error goes to its file only: another has failed.
         on_saving: Called when a process says what it would do, or does, about a checkpoint.
 
@@ -61,7 +84,7 @@ class JobOutput:
         append: bool,
         stdout: TextIO | None,
         stderr: TextIO | None,
-        on_closed: Callable[[], None],
+        state: JobState,
         is_suppressed: Callable[[Rank], bool],
         on_saving: Callable[[Rank], None],
     ) -> None:
@@ -70,17 +93,55 @@ class JobOutput:
         self._on_saving = on_saving
         self._processes = processes
         self._directory = directory
-        self._mode: Literal["a", "w"] = "a" if append else "w"
-        self._streams = (stdout, stderr)
-        self._on_closed = on_closed
-        self._write_lock = threading.Lock()
+        self._append = append
+        self._state = state
+        streams = (stdout or sys.stdout, stderr or sys.stderr)
+        self._sinks = [
+            self._sink(stream, f"standard {name}")
+            for stream, name in zip(streams, ("output", "error"), strict=True)
+        ]
+        if streams[0] is streams[1]:
+            self._sinks[1] = self._sinks[0]
+        self._screen = Screen(self._sinks)
+        self._equal = EqualLines()
+        self._sources: list[_Source] = []
+        self._closed = threading.Event()
 
-    def make_directory(self) -> None:
-        """Make the directory for the files, if one was given.
+    def _sink(self, target: TextIO | int | None, name: str) -> Sink:
+        def failed(why: str) -> None:
+            what = f"{name} takes nothing: {why}. The job goes on without"
+            if self._directory is not None and not isinstance(target, int):
+                what += f"; all that ranks write is in {self._directory}"
+            self._beside(sink, what)
+
+        def gone(why: str) -> None:
+            if not self._state.broken_pipe:
+                self._state.lose_output()
+                end = "the job is ended, with exit code 141"
+                self._beside(sink, f"nobody reads {name} any more, as after `| head`: {end}")
+
+        reader = None if isinstance(target, int) else gone
+        sink = Sink(target, name, failed, reader, lambda: self._state.stopping)
+        return sink
+
+    def _beside(self, sink: Sink, text: str) -> None:
+        """Say something about a sink, where that can be read."""
+        other = self._sinks[0] if sink is self._sinks[1] else self._sinks[1]
+        if other is not sink:
+            other.write(f"dtk run: {text}\n")
+
+    @property
+    def waits(self) -> bool:
+        """Whether nobody reads, so that processes may wait for the launcher."""
+        return any(sink.waited > _WAITS for sink in self._sinks)
+
+    def open(self) -> None:
+        """Make the directory for the files, if one was given, and begin to draw.
 
         Raises:
             ClusterError: It cannot be made.
         """
+        threading.Thread(target=self._guarded, args=(self._draw,), daemon=True).start()
         if self._directory is None:
             return
         try:
@@ -95,10 +156,34 @@ class JobOutput:
 
         Args:
             rank: Gets the file.
+
+        Raises:
+            ClusterError: It cannot be opened.
         """
-        if self._directory is not None:
-            name = rank.process.name.replace(" ", "-") + ".log"
-            rank.file = open(self._directory / name, self._mode, encoding="utf-8")  # noqa: SIM115
+        if self._directory is None:
+            return
+        path = self._directory / (rank.process.name.replace(" ", "-") + ".log")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if self._append else os.O_TRUNC)
+        try:
+            rank.file = self._sink(os.open(path, flags, 0o666), str(path))
+        except OSError as error:
+            raise ClusterError(f"{path} cannot be written: {error.strerror}") from None
+
+    def variables(self, process: Process) -> dict[str, str]:
+        """Return what has a process draw its progress as on the terminal that it leads to.
+
+        Not a terminal of its own, which nobody would read once this process is killed: a rank could
+        not save any more.
+
+        Args:
+            process: Of the plan.
+        """
+        sink = self._sinks[0]
+        if process is not self._processes[0] or not self._screen.draws(sink):
+            return {}
+        columns, lines = sink.size
+        width = columns - 1 - len(self._label(process))
+        return {"TTY_COMPATIBLE": "1", "COLUMNS": f"{width}", "LINES": f"{lines}"}
 
     def relay(self, rank: Rank, reports: socket.socket | None) -> None:
         """Start the threads that read what a process writes and reports.
@@ -107,16 +192,14 @@ class JobOutput:
             rank: What runs; gets the threads, and remembers its last lines.
             reports: Where its reports come; None where they are in its standard error.
         """
-        if reports is not None:
-            self._start_reader(rank, self._listen, rank, rank.popen, reports)
-        streams = [
-            given or default
-            for given, default in zip(self._streams, (sys.stdout, sys.stderr), strict=True)
-        ]
         popen = rank.popen
-        for pipe, stream in ((popen.stdout, streams[0]), (popen.stderr, streams[1])):
+        if reports is not None:
+            self._start_reader(rank, self._listen, rank, popen, reports)
+        for pipe, sink in zip((popen.stdout, popen.stderr), self._sinks, strict=True):
             assert pipe is not None
-            self._start_reader(rank, self._read, rank, pipe, stream, pipe is popen.stderr)
+            source = _Source(rank, sink, stderr=pipe is popen.stderr)
+            self._sources.append(source)
+            self._start_reader(rank, self._read, source, pipe)
 
     def write_error(self, text: str) -> None:
         """Write to the standard error.
@@ -124,7 +207,8 @@ class JobOutput:
         Args:
             text: Whole lines.
         """
-        self._write(self._streams[1] or sys.stderr, text)
+        self._write_equal()
+        self._screen.write(self._sinks[1], text)
 
     def say(self, text: str) -> None:
         """Write a line of the launcher's own to the standard error.
@@ -134,43 +218,115 @@ class JobOutput:
         """
         self.write_error(f"dtk run: {text}\n")
 
-    def _read(self, rank: Rank, pipe: IO[bytes], stream: TextIO, stderr: bool) -> None:
-        line, torn = b"", b""
+    def close(self) -> None:
+        """Write what was held back, of processes that have ended."""
+        self._closed.set()
+        for source in list(self._sources):
+            self._end(source)
+        self._write_equal()
+        self._screen.draw()
+        if self._equal.late:
+            what = "that a rank wrote some time after another had are shown once"
+            self.say(f"lines of standard error {what}: {self._equal.late}")
+
+    def _read(self, source: _Source, pipe: IO[bytes]) -> None:
+        rank, torn = source.rank, b""
         with pipe:
             while read := pipe.read1(1 << 16):  # type: ignore[attr-defined]
-                if stderr and rank.remote:
+                if source.stderr and rank.remote:
                     read, records, torn = report_channel.cut(torn + read)
                     for record in records:
                         self._hear(rank, record)
-                *lines, line = (line + read).split(b"\n")
-                for one in lines:
-                    self._take(rank, one, stream, stderr)
-        if line + torn:
-            self._take(rank, line + torn, stream, stderr)
+                with source.lock:
+                    self._take(source, source.text.feed(read, time.monotonic()))
+        self._end(source)
 
-    def _take(self, rank: Rank, raw: bytes, stream: TextIO, stderr: bool) -> None:
-        # A progress bar rewrites its line with carriage returns: what counts is what it shows last.
-        line = raw.decode("utf-8", "replace").rstrip("\r").rpartition("\r")[2]
-        if rank.file is not None:
-            rank.file.write(line + "\n")
-            rank.file.flush()
-        if stderr and rank.dump is not None:
-            rank.dump.append(line)
+    def _end(self, source: _Source) -> None:
+        with source.lock:
+            self._take(source, source.text.feed(b"", time.monotonic(), final=True))
+            self._screen.show(source, [])
+            with contextlib.suppress(ValueError):
+                self._sources.remove(source)
+
+    def _take(self, source: _Source, lines: Sequence[str]) -> None:
+        rank, stderr = source.rank, source.stderr
+        if lines:
+            self._show_rows(source)  # else they would stand below what they have become
+        for line in lines:
+            if rank.file is not None:
+                rank.file.write(plain(line) + "\n")
+            if stderr and rank.dump is not None:
+                rank.dump.append(line)
+            elif not (stderr and self._is_left_out(rank, line)):
+                rank.remember(line, stderr)
+                if stderr and self._is_suppressed(rank):
+                    self.suppressed += 1
+                else:
+                    self._pass_on(source, line)
+
+    def _is_left_out(self, rank: Rank, line: str) -> bool:
+        if is_noise(line, rank.process.env.get("TF_CPP_MIN_LOG_LEVEL")):
+            return True
+        return rank.process.role == "chief" and _TASK_GONE.match(line) is not None
+
+    def _pass_on(self, source: _Source, line: str) -> None:
+        process, sink = source.rank.process, source.sink
+        if source.stderr and len(self._processes) > 1:
+            self._equal.add(self._processes.index(process), line, time.monotonic())
+        else:
+            self._screen.write(sink, f"{self._prefix(process, sink)}{line}\n")
+
+    def _write_equal(self, now: float | None = None) -> None:
+        """Write the lines of standard error that were held, of several processes once."""
+        sink = self._sinks[1]
+        for line, writers in self._equal.due(now):
+            prefix = f"[on {len(writers)} ranks] "
+            if len(writers) == 1:
+                prefix = self._prefix(self._processes[writers[0]], sink)
+            self._screen.write(sink, f"{prefix}{line}\n")
+
+    def _draw(self) -> None:
+        """Show what is being written, until the job is over."""
+        while not self._closed.wait(_FRAME):
+            now = time.monotonic()
+            for source in list(self._sources):
+                with source.lock:
+                    self._take(source, source.text.settle(now))
+                    self._show(source, now)
+            self._write_equal(now)
+            self._screen.draw()
+
+    def _show(self, source: _Source, now: float) -> None:
+        process, sink = source.rank.process, source.sink
+        if source.rank.file is not None:
+            for row in source.in_file.due(source.text, now):
+                source.rank.file.write(plain(row) + "\n")
+        if process is not self._processes[0]:
+            return  # bars of others would hide that of the first
+        if self._screen.draws(sink):
+            self._show_rows(source)
             return
-        if stderr and is_noise(line, rank.process.env.get("TF_CPP_MIN_LOG_LEVEL")):
-            return
-        if stderr and rank.process.role == "chief" and _TASK_GONE.match(line):
-            return
-        rank.remember(line, stderr)
-        if stderr and self._is_suppressed(rank):
-            self.suppressed += 1
-            return
-        self._write(stream, f"{self._prefix(rank, stream)}{line}\n")
+        for row in source.on_screen.due(source.text, now):
+            self._screen.write(sink, f"{self._prefix(process, sink)}{row}\n")
+
+    def _show_rows(self, source: _Source) -> None:
+        """Have what the first process is writing drawn, where it can be."""
+        process, sink = source.rank.process, source.sink
+        if process is self._processes[0] and self._screen.draws(sink):
+            suppressed = source.stderr and self._is_suppressed(source.rank)
+            rows = [] if suppressed else source.rows
+            self._screen.show(source, [f"{self._prefix(process, sink)}{row}" for row in rows])
 
     def _start_reader(self, rank: Rank, read: Callable[[*Given], None], *given: *Given) -> None:
-        reader = threading.Thread(target=read, args=given, daemon=True)
+        reader = threading.Thread(target=self._guarded, args=(read, *given), daemon=True)
         rank.readers.append(reader)
         reader.start()
+
+    def _guarded(self, work: Callable[[*Given], None], *given: *Given) -> None:
+        try:
+            work(*given)
+        except Exception as error:  # whatever it is, nobody reads any more
+            self._state.fail(error)
 
     def _listen(self, rank: Rank, popen: subprocess.Popen[bytes], reports: socket.socket) -> None:
         with reports:
@@ -192,19 +348,13 @@ class JobOutput:
         if rank.saving != before:
             self._on_saving(rank)
 
-    def _prefix(self, rank: Rank, stream: TextIO) -> str:
-        width = max(len(process.label) for process in self._processes)
-        text = f"[{rank.process.label:>{width}}] "
-        if stream.isatty() and not os.environ.get("NO_COLOR"):
-            index = self._processes.index(rank.process)
+    def _label(self, process: Process) -> str:
+        width = max(len(one.label) for one in self._processes)
+        return f"[{process.label:>{width}}] "
+
+    def _prefix(self, process: Process, sink: Sink) -> str:
+        text = self._label(process)
+        if sink.is_terminal and not os.environ.get("NO_COLOR"):
+            index = self._processes.index(process)
             return click.style(text, fg=_COLORS[index % len(_COLORS)])
         return text
-
-    def _write(self, stream: TextIO, text: str) -> None:
-        with self._write_lock:
-            try:
-                stream.write(text)
-                stream.flush()
-            except (OSError, ValueError):
-                # The reader is gone (`dtk run ... | head`): end the job as the shell would.
-                self._on_closed()

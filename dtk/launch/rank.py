@@ -11,13 +11,13 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping
-from typing import TextIO
 
 from dtk.cluster import stacks, usage
 from dtk.cluster.reports import report_of
 from dtk.cluster.standing import Standing
 from dtk.launch import agent, marked
 from dtk.launch.plan import Process
+from dtk.launch.sink import Sink
 
 # What lines raise that another program has written like ours.
 _FOREIGN = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
@@ -77,7 +77,7 @@ class Rank:
         self.process = process
         self.env = env
         self.remote = remote
-        self.file: TextIO | None = None
+        self.file: Sink | None = None
         self.readers: list[threading.Thread] = []
         self.restarts = 0
         self.given_up = False

@@ -14,6 +14,7 @@ class JobState:
         stopping: Whether the job is to end, whatever its processes do.
         hurry: Whether it is to end without grace.
         broken_pipe: Whether it ends because what the processes write can no longer be passed on.
+        error: What the launcher itself has failed of, where its threads have.
     """
 
     def __init__(self) -> None:
@@ -21,6 +22,7 @@ class JobState:
         self.stopping = False
         self.hurry = False
         self.broken_pipe = False
+        self.error: Exception | None = None
 
     def stop(self) -> None:
         """Ask for the end of the job."""
@@ -32,4 +34,15 @@ class JobState:
         """Ask for the end of the job because its output can no longer be written."""
         with self.changed:
             self.broken_pipe = self.stopping = True
+            self.changed.notify_all()
+
+    def fail(self, error: Exception) -> None:
+        """Ask for the end of the job because a thread of the launcher's has failed.
+
+        Args:
+            error: What of.
+        """
+        with self.changed:
+            self.error = self.error or error
+            self.stopping = True
             self.changed.notify_all()

@@ -36,6 +36,7 @@ class Watch:
         end_one: Called with a task that is stuck and can be replaced, to end it.
         say: Tells the user what is waited for.
         starter: Knows what all ranks need beside each other.
+        output_waits: Whether nobody takes what processes write, for which they may wait.
         stall_timeout: Seconds in which a job of ranks that wait for each other must move; 0 for
             ever.
 
@@ -53,6 +54,7 @@ class Watch:
         end_one: Callable[[Rank], None],
         say: Callable[[str], None],
         starter: Starter,
+        output_waits: Callable[[], bool],
         stall_timeout: float = 0.0,
     ) -> None:
         self.stall: Stall | None = None
@@ -67,6 +69,7 @@ class Watch:
         self._looked = 0.0
         self._told_alone = False
         self._say = say
+        self._output_waits = output_waits
 
     @property
     def listens(self) -> bool:
@@ -240,8 +243,10 @@ class Watch:
         return stall.find_cut_off(self._tasks()[0], time.monotonic(), self._stall_timeout)
 
     def _allow_for_sleep(self, now: float) -> None:
-        """Count no time in which this process itself was stopped, and heard nothing."""
+        """Count no time in which this process itself was stopped, or could not write."""
         slept = now - self._looked - self._stall_timeout / 4
+        if self._output_waits():  # as of a terminal after Ctrl-S, or a pager
+            slept = now - self._looked
         if self._looked and slept > 0:
             for rank in self._ranks:
                 rank.standing.delay(slept)

@@ -1,0 +1,139 @@
+"""The launcher's output and errors: whole lines, and below them those that are being written.
+
+On a terminal the rows of the first process are drawn anew in place. Elsewhere they are a line every
+few seconds.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import threading
+from collections.abc import Hashable, Sequence
+
+from dtk.launch.shown_text import clipped
+from dtk.launch.sink import Sink
+
+_UP = "\x1b[1A\x1b[2K"
+_HOLD = 0.5  # seconds that a line waits for those of others
+_EQUAL = 10.0  # seconds in which an equal line of another process is the same event
+
+
+class Screen:
+    """Writes to the launcher's streams, which may be one terminal.
+
+    Args:
+        sinks: Its output and its errors.
+    """
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self.sinks = tuple(sinks)
+        dumb = os.environ.get("TERM", "dumb") in ("dumb", "unknown")
+        drawn = [sink for sink in self.sinks if sink.is_terminal and not dumb]
+        self.terminal = drawn[0] if drawn else None
+        self._rows: dict[Hashable, list[str]] = {}
+        self._drawn = 0
+        self._stale = False
+        self._lock = threading.Lock()
+
+    def draws(self, sink: Sink) -> bool:
+        """Return whether rows can be drawn anew where a sink leads to."""
+        return self.terminal is not None and sink.is_terminal
+
+    def write(self, sink: Sink, text: str) -> None:
+        """Write whole lines."""
+        if not self.draws(sink):
+            sink.write(text)
+            return
+        with self._lock:
+            erased, drawn = self._erase(), self._draw()
+            sink.write(erased + text + drawn)
+
+    def show(self, key: Hashable, rows: list[str]) -> None:
+        """Have rows drawn, in place of those of the same key, by the next `draw`."""
+        with self._lock:
+            if self._rows.get(key, []) != rows:
+                self._rows[key] = rows
+                self._stale = True
+
+    def draw(self) -> None:
+        """Draw what has changed."""
+        with self._lock:
+            if self._stale and self.terminal is not None:
+                self.terminal.write(self._erase() + self._draw())
+
+    def _erase(self) -> str:
+        count, self._drawn = self._drawn, 0
+        return "\r\x1b[2K" + _UP * (count - 1) if count else ""
+
+    def _draw(self) -> str:
+        self._stale = False
+        if self.terminal is None:
+            return ""
+        columns, lines = self.terminal.size
+        rows = [row for rows in self._rows.values() for row in rows][-(lines - 1) :]
+        self._drawn = len(rows)
+        return "\n".join(clipped(row, columns - 1) for row in rows)
+
+
+class EqualLines:
+    """Holds lines for a moment, to show those that several processes write equally once.
+
+    A line is shown as often as the process wrote it that wrote it most often. Those that come too
+    late to be named with it are only counted.
+
+    Attributes:
+        late: How many of them.
+    """
+
+    def __init__(self) -> None:
+        self.late = 0
+        self._held: collections.deque[_Line] = collections.deque()
+        self._shown: collections.deque[_Line] = collections.deque()
+        self._equal: dict[str, list[_Line]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, writer: int, text: str, now: float) -> None:
+        """Take a line.
+
+        Args:
+            writer: Number of the process.
+            text: What it wrote.
+            now: The time.
+        """
+        with self._lock:
+            equal = self._equal.get(text, [])
+            line = next((one for one in equal if writer not in one.writers), None)
+            if line is None:
+                line = _Line(text, now)
+                self._held.append(line)
+                self._equal.setdefault(text, []).append(line)
+            self.late += line.is_shown
+            line.writers.append(writer)
+
+    def due(self, now: float | None = None) -> list[tuple[str, list[int]]]:
+        """Return the lines that were held for long enough, and who wrote them.
+
+        Args:
+            now: The time; None for all.
+        """
+        found = []
+        with self._lock:
+            while self._held and (now is None or now - self._held[0].when >= _HOLD):
+                line = self._held.popleft()
+                line.is_shown = True
+                self._shown.append(line)
+                found.append((line.text, line.writers))
+            while self._shown and now is not None and now - self._shown[0].when >= _EQUAL:
+                line = self._shown.popleft()
+                self._equal[line.text].remove(line)
+                if not self._equal[line.text]:
+                    del self._equal[line.text]
+        return found
+
+
+class _Line:
+    def __init__(self, text: str, when: float) -> None:
+        self.text, self.when = text, when
+        self.writers: list[int] = []
+        self.is_shown = False
