@@ -25,7 +25,7 @@ def pip_install(extra: str) -> str:
     checkout = Path(__file__).resolve().parents[1]
     if _is_checkout(checkout):
         return f"pip install -e {shlex.quote(f'{checkout}[{extra}]')}"
-    return f"pip install {shlex.quote(_source(extra))}"
+    return f"pip install {shlex.join(_wanted(extra))}"
 
 
 def _is_checkout(folder: Path) -> bool:
@@ -33,7 +33,7 @@ def _is_checkout(folder: Path) -> bool:
     return settings.is_file() and f"name = {DISTRIBUTION}\n" in settings.read_text()
 
 
-def _source(extra: str) -> str:
+def _wanted(extra: str) -> list[str]:
     """Return what pip is to be given, by the record of what it was given (PEP 610)."""
     import importlib.metadata  # 20 ms, which only a message pays
     import json
@@ -41,19 +41,27 @@ def _source(extra: str) -> str:
 
     wanted = f"{DISTRIBUTION}[{extra}]"
     try:
-        told = importlib.metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
+        installed = importlib.metadata.distribution(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
-        told = None
+        return [wanted]
+    told = installed.read_text("direct_url.json")
     if told is None:
-        return wanted
+        return [wanted]
     record = json.loads(told)
     url = str(record["url"])
     folder = Path(urllib.parse.unquote(urllib.parse.urlsplit(url).path))
     if url.startswith("file:") and _is_checkout(folder):
-        return f"{folder}[{extra}]"
+        return [f"{folder}[{extra}]"]
+    if url.startswith("file:") and not folder.exists():  # then what the extra consists of
+        split = (one.partition(";") for one in installed.requires or ())
+        return [name.strip() for name, _, when in split if f"extra == '{extra}'" in _plain(when)]
     if "vcs_info" in record:
         url = f"{record['vcs_info']['vcs']}+{url}@{record['vcs_info']['commit_id']}"
-    return f"{wanted} @ {url}"
+    return [f"{wanted} @ {url}"]
+
+
+def _plain(marker: str) -> str:
+    return marker.replace('"', "'")
 
 
 def is_tested(package: str, version: str) -> bool:

