@@ -14,6 +14,7 @@ from dtk.exchange.factors import Factored, reduce_products
 from dtk.exchange.state import ExchangeState
 
 _DTYPES = ("float16", "bfloat16")
+_NAMES = {"fp16": tf.float16, "bf16": tf.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -21,9 +22,9 @@ class Dense(Exchange):
     """Send whole gradients, as they are or in half precision.
 
     Half precision sends half the bytes and rounds each gradient once per rank and once for each sum
-    of two; nothing is remembered. float16 has three bits more than bfloat16 but ends at 65504, and
-    what is below 6e-8 is lost: with small gradients train with a `LossScaleOptimizer` or use
-    bfloat16.
+    of two (over MPI, where dtk sums in float32, once for all of them); nothing is remembered.
+    float16 has three bits more than bfloat16 but ends at 65504, and what is below 6e-8 is lost:
+    with small gradients train with a `LossScaleOptimizer` or use bfloat16.
 
     Args:
         dtype: "float16", "bfloat16", or None for the gradients' own.
@@ -52,9 +53,11 @@ class Dense(Exchange):
         """See `Exchange.check`."""
         adds = getattr(communicator, "reduces", ())
         if self.dtype is not None and adds and tf.as_dtype(self.dtype) not in adds:
+            others = [f'exchange="{name}"' for name, dtype in _NAMES.items() if dtype in adds]
+            instead = " or ".join([*others, 'communicator="mpi"', 'communicator="collective"'])
             raise ValueError(
                 f"{self}: {communicator.name} adds no {self.dtype} up, so whole floats would be "
-                'sent; use exchange="fp16", or communicator="collective"'
+                f"sent; use {instead}"
             )
 
     def init(

@@ -100,6 +100,38 @@ def test_no_memory_is_returned_that_nobody_sent(pool):
     assert "4 elements came, 6 were expected" in broadcast
 
 
+def sums_of_halves(dtype, graph):
+    """Bits and bytes of sums, of which each number is that of float32, rounded once."""
+    comm = communicator()
+    bits, sent = [], []
+    for elements in (1, 2, 1000, 100_003):
+        values = [
+            tf.cast(np.random.default_rng([rank, elements]).normal(size=elements), dtype)
+            for rank in range(comm.size)
+        ]
+        expected = tf.cast(tf.add_n([tf.cast(value, tf.float32) for value in values]), dtype)
+        before = comm.bytes_sent
+        reduce = tf.function(comm.allreduce) if graph else comm.allreduce
+        (got,) = reduce([values[comm.rank]])
+        sent.append(comm.bytes_sent - before)
+        assert got.dtype == dtype
+        np.testing.assert_array_equal(got, expected)
+        bits.append(np.asarray(tf.bitcast(got, tf.uint16)).tobytes())
+    largest = comm.allreduce(tf.cast([comm.rank, -comm.rank], dtype), "max")
+    assert tf.cast(largest, tf.int32).numpy().tolist() == [comm.size - 1, 0]
+    return bits, sent
+
+
+@pytest.mark.worlds(("mpi-wheel", 2), pytest.param(("mpi-wheel", 3), marks=pytest.mark.full))
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_halves_are_sent_as_halves_and_summed_in_float32(pool, dtype, graph):
+    results = pool.run(sums_of_halves, dtype, graph)
+    for bits, sent in results:
+        assert bits == results[0][0], "all ranks end with the same bits"
+        assert sent == [2 * elements for elements in (1, 2, 1000, 100_003)]
+
+
 class Late:
     """A tensor that is there a while after a graph begins, and keeps no thread until then."""
 

@@ -75,6 +75,14 @@ def test_training_is_close_to_one_process(pool, value, optimizer, tolerance):
             np.testing.assert_allclose(own[name], values, rtol=50 * tolerance)
 
 
+@pytest.mark.worlds(("mpi-wheel", 2))
+@pytest.mark.parametrize("value, tolerance", [("fp16", 1e-3), ("bf16", 5e-3)])
+def test_half_precision_over_mpi_is_close_to_one_process(pool, value, tolerance):
+    """It was refused there, with the advice to use itself."""
+    results = pool.run(train, value, "momentum")
+    assert apart(same_everywhere(results), plain("momentum")[0]) <= tolerance
+
+
 def feature(name, value):
     """One case of tests/strategies/cases.py with an exchange."""
     with exchanging(value) as strategy:
@@ -347,7 +355,14 @@ def test_what_another_exchange_remembered_is_refused():
         (lambda: Delayed(BlockMomentum(64)), "Delayed(exchange=BlockMomentum"),
         (lambda: Delayed(WarmStart(Dense(), 5)), "WarmStart(Delayed(...), samples=...)"),
         (lambda: exchanges.parse("17bit"), "expected one of 'auto', 'fp16', 'bf16', '1bit' to '16"),
-        (lambda: Dense("bfloat16").check(OnlyFloat16(0, 2)), "adds no bfloat16 up"),
+        (
+            lambda: Dense("bfloat16").check(Adding(tf.float16)),
+            'adds no bfloat16 up, so whole floats would be sent; use exchange="fp16" or',
+        ),
+        (
+            lambda: Dense("float16").check(Adding(tf.float32)),
+            'adds no float16 up, so whole floats would be sent; use communicator="mpi" or',
+        ),
     ],
 )
 def test_bad_values_are_refused(make, message):
@@ -356,10 +371,12 @@ def test_bad_values_are_refused(make, message):
     assert message in str(raised.value)
 
 
-class OnlyFloat16(NullCommunicator):
-    """What Horovod can add up of half precision."""
+class Adding(NullCommunicator):
+    """What adds up one dtype, as Horovod does float16 and no bfloat16."""
 
-    reduces = NullCommunicator.reduces - {tf.bfloat16}
+    def __init__(self, dtype):
+        super().__init__(0, 2)
+        self.reduces = frozenset({dtype})
 
 
 def test_an_exchange_of_another_kind_is_refused():

@@ -17,10 +17,12 @@ import numpy as np
 import tensorflow as tf
 from mpi4py import MPI
 
+from dtk.communicators import wire
 from dtk.communicators.base import Communicator
 from dtk.communicators.local import LocalCommunicator
 from dtk.communicators.mpi.requests import Job, Progress
-from dtk.communicators.packed import PackedCommunicator
+from dtk.communicators.packed import LOCAL_REDUCE, PackedCommunicator
+from dtk.communicators.row_blocks import blocks_of
 from dtk.nests import Array
 
 _OPS = {"sum": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "prod": MPI.PROD}
@@ -96,10 +98,10 @@ class MPICommunicator(PackedCommunicator):
 
     name = "mpi"
 
-    # 8-bit integers are added with saturation by some of Open MPI's instructions, and 16-bit floats
-    # are none of MPI's types.
-    reduces = frozenset({tf.int32, tf.int64, tf.float32, tf.float64})
-    moves = reduces | {tf.bool, tf.uint8, tf.int8, tf.uint16, tf.int16, tf.float16}
+    # 8-bit integers are added with saturation by some of Open MPI's instructions. 16-bit floats are
+    # none of MPI's types: `_reduce_halves`.
+    reduces = frozenset({tf.int32, tf.int64, tf.float16, tf.bfloat16, tf.float32, tf.float64})
+    moves = (reduces - {tf.bfloat16}) | {tf.bool, tf.uint8, tf.int8, tf.uint16, tf.int16}
 
     def __init__(
         self,
@@ -118,16 +120,35 @@ class MPICommunicator(PackedCommunicator):
     # -- what is posted
 
     def _reduce(self, flat: list[tf.Tensor], op: str, label: str) -> list[tf.Tensor]:
+        return [
+            self._reduce_halves(tensor, op, label, self._lane(i))
+            if tensor.dtype.size == 2
+            else self._reduce_whole(tensor, op, label, self._lane(i))
+            for i, tensor in enumerate(flat)
+        ]
+
+    def _reduce_halves(self, flat: tf.Tensor, op: str, label: str, lane: _Lane) -> tf.Tensor:
+        """Have each rank combine one block in float32, round it once, and send it to all.
+
+        So all end with the same bits, and as many are sent as by an all-reduce round a ring.
+        """
+        halves, back = wire.for_moving(flat, self.moves)
+        blocks = blocks_of(tf.size(halves, tf.int64), self.size)
+        matrix = tf.tile(blocks[None], [self.size, 1])
+        mine = self._exchange_in(lane, halves, matrix, label)
+        mine = tf.reshape(mine, tf.stack([tf.constant(self.size, tf.int64), blocks[self.rank]]))
+        combined = LOCAL_REDUCE[op](tf.cast(back(mine), tf.float32), axis=0)
+        rounded, _ = wire.for_moving(tf.cast(combined, flat.dtype), self.moves)
+        return tf.ensure_shape(back(self._gather_in(lane, rounded, blocks, label)), flat.shape)
+
+    def _reduce_whole(self, flat: tf.Tensor, op: str, label: str, lane: _Lane) -> tf.Tensor:
         def post(comm: MPI.Intracomm, arrays: Sequence[Array]) -> Job:
             (given,) = arrays
             result = self._progress.buffers.take(given.size, given.dtype)
             request = comm.Iallreduce(given, result, _OPS[op])
             return self._job(request, result, [given], label)
 
-        return [
-            tf.ensure_shape(self._call(self._lane(i), post, [tensor], tensor.dtype), tensor.shape)
-            for i, tensor in enumerate(flat)
-        ]
+        return tf.ensure_shape(self._call(lane, post, [flat], flat.dtype), flat.shape)
 
     def _gather_sizes(self, sizes: tf.Tensor, label: str) -> tf.Tensor:
         def post(comm: MPI.Intracomm, arrays: Sequence[Array]) -> Job:
@@ -139,16 +160,23 @@ class MPICommunicator(PackedCommunicator):
         return tf.ensure_shape(tf.reshape(rows, [self.size, -1]), [self.size, *sizes.shape])
 
     def _gather(self, flat: tf.Tensor, sizes: tf.Tensor, label: str, lane: int) -> list[tf.Tensor]:
+        rows = self._gather_in(self._lane(lane), flat, sizes, label)
+        return tf.split(rows, sizes, num=self.size)
+
+    def _gather_in(self, lane: _Lane, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> tf.Tensor:
         def post(comm: MPI.Intracomm, arrays: Sequence[Array]) -> Job:
             given, counts = arrays
             result = self._progress.buffers.take(int(counts.sum()), given.dtype)
             request = comm.Iallgatherv(_plain(given), [_plain(result), counts.tolist()])
             return self._job(request, result, [given], label)
 
-        rows = self._call(self._lane(lane), post, [flat, sizes], flat.dtype)
-        return tf.split(rows, sizes, num=self.size)
+        return self._call(lane, post, [flat, sizes], flat.dtype)
 
     def _exchange(self, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
+        rows = self._exchange_in(self._lane(0), flat, sizes, label)
+        return tf.split(rows, sizes[:, self.rank], num=self.size)
+
+    def _exchange_in(self, lane: _Lane, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> tf.Tensor:
         def post(comm: MPI.Intracomm, arrays: Sequence[Array]) -> Job:
             given, matrix = arrays
             sent, received = matrix[self.rank], matrix[:, self.rank]
@@ -158,8 +186,7 @@ class MPICommunicator(PackedCommunicator):
             )
             return self._job(request, result, [given], label)
 
-        rows = self._call(self._lane(0), post, [flat, sizes], flat.dtype)
-        return tf.split(rows, sizes[:, self.rank], num=self.size)
+        return self._call(lane, post, [flat, sizes], flat.dtype)
 
     def _broadcast(self, flat: list[tf.Tensor], root: int, label: str) -> list[tf.Tensor]:
         def post(comm: MPI.Intracomm, arrays: Sequence[Array]) -> Job:
