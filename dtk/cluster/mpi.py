@@ -14,7 +14,10 @@ The PMIx standard fixes only PMIX_RANK as a variable; a server is asked for the 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
+import shutil
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -149,3 +152,35 @@ def read_pmix(environ: Mapping[str, str]) -> Environment | None:
             "start with `mpirun -np N python train.py`, or unset PMIX_RANK to run alone"
         )
     return read(_PMIX, environ)
+
+
+# Bytes: Open MPI 5 makes a file of this size for each rank, if one fits, and fills a part of it.
+_SEGMENT, _USED = 17 << 20, 4 << 20
+_OTHER_MEMORY = (
+    "OMPI_MCA_btl",
+    "OMPI_MCA_btl_sm_backing_directory",
+    "OMPI_MCA_btl_sm_segment_size",
+)
+
+
+def shared_memory_missing(ranks: int, folder: str = "/dev/shm") -> str:
+    """Return what Open MPI 5 lacks, and what helps, for a sentence; "" where nothing is missing.
+
+    It says nothing of that itself: a rank ends with exit code 14.
+
+    Args:
+        ranks: How many are to start on this host.
+        folder: Where its shared memory is.
+    """
+    needed = max(_SEGMENT, ranks * _USED)
+    if any(name in os.environ for name in _OTHER_MEMORY):
+        return ""
+    with contextlib.suppress(OSError):  # there is none
+        free = shutil.disk_usage(folder).free
+        if free < needed:
+            return (
+                f"{folder} has {free / 2**20:.0f} MB free, and MPI needs {needed / 2**20:.0f} MB "
+                f"there for {ranks} rank(s); give it more (docker run --shm-size 256m; elsewhere, "
+                f"as root: mount -o remount,size=256m {folder}), or use the communicator collective"
+            )
+    return ""

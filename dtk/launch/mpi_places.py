@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from dtk.cluster import mpi
 from dtk.cluster.variables import MPI_LEASE
 from dtk.errors import CommunicatorError
 from dtk.launch import agent, connections, local, marked
@@ -51,13 +52,6 @@ _PLACE = (
 )
 _PREFIX = "dtk-mpi-"
 _SHARED_MEMORY = Path("/dev/shm")
-# Bytes: Open MPI 5 makes a file of this size for each rank, if one fits, and fills a part of it.
-_SEGMENT, _USED = 17 << 20, 4 << 20
-_OTHER_MEMORY = (
-    "OMPI_MCA_btl",
-    "OMPI_MCA_btl_sm_backing_directory",
-    "OMPI_MCA_btl_sm_segment_size",
-)
 
 
 def mpirun() -> Path | None:
@@ -153,7 +147,8 @@ class MPIPlaces:
         if self._alone:
             command += ["--map-by", ":OVERSUBSCRIBE"]
             command += ["--prtemca", "oob_tcp_disable_ipv6_family", "1"]
-            _check_memory(len(hosts))
+            if missing := mpi.shared_memory_missing(len(hosts), str(_SHARED_MEMORY)):
+                raise CommunicatorError(f"communicator mpi: {missing}")
             with contextlib.suppress(OSError):  # then where MPI itself puts it
                 self._memory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_SHARED_MEMORY))
                 self._locked = _lock(self._memory)
@@ -277,26 +272,6 @@ class MPIPlaces:
         if self._held is not None:
             os.close(self._held)
             self._held = None
-
-
-def _check_memory(ranks: int) -> None:
-    """Refuse a machine whose shared memory MPI does not take, as it says nothing of that.
-
-    Raises:
-        CommunicatorError: With how much there is.
-    """
-    if any(name in os.environ for name in _OTHER_MEMORY):
-        return
-    needed = max(_SEGMENT, ranks * _USED)
-    with contextlib.suppress(OSError):  # there is none
-        free = shutil.disk_usage(_SHARED_MEMORY).free
-        if free < needed:
-            raise CommunicatorError(
-                f"communicator mpi: {_SHARED_MEMORY} has {free / 2**20:.0f} MB free, and {ranks} "
-                f"ranks need {needed / 2**20:.0f} MB there; give it more (docker run --shm-size "
-                f"256m; elsewhere, as root: mount -o remount,size=256m {_SHARED_MEMORY}), or use "
-                "--communicator collective"
-            )
 
 
 def _remove_abandoned() -> None:

@@ -14,7 +14,7 @@ import time
 import psutil
 import pytest
 
-from dtk.cluster import Host
+from dtk.cluster import Host, mpi
 from dtk.cluster.stall import STUCK
 from dtk.cluster.variables import COMMUNICATOR
 from dtk.errors import CommunicatorError
@@ -174,8 +174,8 @@ def test_where_mpi_does_not_start_auto_goes_on_and_says_why(run, places, monkeyp
 @needs_mpi
 def test_a_small_shared_memory_is_told_with_what_helps(run, places, monkeypatch):
     """Open MPI ends a rank for it with exit code 14, and says nothing."""
-    monkeypatch.setattr(mpi_places, "_SEGMENT", 1 << 60)
-    why = r" has \d+ MB free, and 2 ranks need \d+ MB there; give it more \(docker run"
+    monkeypatch.setattr(mpi, "_SEGMENT", 1 << 60)
+    why = r" has \d+ MB free, and MPI needs \d+ MB there for 2 rank\(s\); give it more"
     code, _, err, _ = run(make("import os"))
     assert code == 0
     assert re.search(f"dtk run: going on over TensorFlow's collectives: .*{why}", err)

@@ -14,8 +14,9 @@ import socket
 from collections.abc import Mapping
 
 from dtk.cluster.environment import Environment
+from dtk.cluster.mpi import shared_memory_missing
 from dtk.cluster.variables import MPI_LEASE
-from dtk.communicators import startup
+from dtk.communicators import mpirun_of_python_started, startup
 from dtk.communicators.base import Communicator
 from dtk.errors import CommunicatorError, at_rank
 from dtk.version import pip_install
@@ -37,6 +38,9 @@ def start(environment: Environment) -> Communicator:
     # Open MPI's word for it: a thread that waits must not keep others from computing.
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     _keep_server(os.environ)
+    is_open_mpi_5 = MPI_LEASE in os.environ or mpirun_of_python_started(os.environ)
+    if is_open_mpi_5 and (missing := shared_memory_missing(1)):
+        raise CommunicatorError(at_rank(environment.rank, missing))
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
