@@ -115,6 +115,8 @@ class ShownText:
         elif kind == "A":
             self._move_up(_number(control[1], 1))
             self._moves_up, self._top = now, self._at
+        elif kind == "l" and control[1] == "?25":  # a hidden cursor is about to move up
+            self._moves_up = now
         elif kind == "B":
             self._at = min(len(self._rows) - 1, self._at + _number(control[1], 1))
         elif kind == "K" and (self._returned or control[1] in ("1", "2")):

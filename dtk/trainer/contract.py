@@ -234,6 +234,9 @@ class EpochData(Protocol):
     def show_learned_steps(self) -> None:
         """Give the progress bar the number of steps that the first epoch has shown."""
 
+    def rows_in(self, steps: int) -> int | None:
+        """Count the rows in the first batches of an epoch; None where the data does not tell."""
+
     def shuffle(self, epoch: int) -> None:
         """Shuffle the rows of arrays for this epoch, alike on every rank.
 

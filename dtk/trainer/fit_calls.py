@@ -13,7 +13,7 @@ import keras
 
 from dtk.nests import Args, Function, Kwargs
 from dtk.trainer.contract import Strategy, Trainer
-from dtk.trainer.ranks import rank_callbacks, rank_checks, shared_weights
+from dtk.trainer.ranks import progress_bar, rank_callbacks, rank_checks, shared_weights
 
 # Keras's own callbacks that write files or talk to a server: once per job, not once per rank.
 WRITERS = (
@@ -89,6 +89,7 @@ def fit(method: Function[object], trainer: Trainer, args: Args, kwargs: Kwargs) 
                 rank_callbacks.SynchronizeWeights(trainer),
                 *with_history(on_this_rank(callbacks, strategy)),
                 last,
+                *_bar(callbacks, trainer, shown=asked["verbose"] != 0),
             ],
             add_history=True,
             add_progbar=asked["verbose"] != 0,
@@ -105,6 +106,19 @@ def fit(method: Function[object], trainer: Trainer, args: Args, kwargs: Kwargs) 
         trainer.callbacks = None
         trainer.feed.end()
         trainer.release()
+
+
+def _bar(
+    callbacks: keras.callbacks.Callback | Sequence[keras.callbacks.Callback] | None,
+    trainer: Trainer,
+    shown: bool,
+) -> list[keras.callbacks.Callback]:
+    """Return the progress bar, where Keras would add one and several replicas train."""
+    given = keras.tree.flatten(callbacks) if callbacks else []
+    if any(isinstance(one, keras.callbacks.ProgbarLogger) for one in given):
+        return []
+    several = trainer.strategy.num_replicas_in_sync > 1
+    return [progress_bar.ProgressBar(trainer)] if shown and several else []
 
 
 def data_of(asked: Mapping[str, object]) -> object:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import pathlib
+import re
 import types
 
 import keras
@@ -79,6 +80,23 @@ def test_a_model_no_strategy_compiled_is_refused(pool, tmp_path):
         for kind, text in answers:
             assert kind == "NotDistributedError"
             assert "inside `with strategy.scope():`" in text
+
+
+def bar_of(verbose):
+    model = compiled("sgd", "mirrored")
+    x, y = data()
+    with contextlib.redirect_stdout(io.StringIO()) as screen:
+        model.fit(x, y, batch_size=8, epochs=2, verbose=verbose)
+    return screen.getvalue()
+
+
+@pytest.mark.parametrize("verbose", [1, 2])
+def test_keras_bar_says_what_all_replicas_do_in_a_second(alone, verbose):
+    [screen] = alone.run(bar_of, verbose)
+    last = [line.split("\r")[-1] for line in screen.split("\n") if "mae" in line]
+    assert len(last) == 2
+    for line in last:
+        assert re.search(r"s/step, [\d,]+ samples/s - loss: \S+ - mae: ", line), line
 
 
 def printed(directory, freq):

@@ -161,6 +161,7 @@ def shown(*written):
         (["bar\r   \r", "next\n"], ["next"], []),
         # rich's, of two tasks
         (["a 0\nb 0", "\r\x1b[2K\x1b[1A\x1b[2Ka 1\n\x1b[2Kb 1"], ["a 0"], ["a 1", "b 1"]),
+        (["\x1b[?25la 0\nb 0", "\r\x1b[1A\x1b[2Ka 1\nb 1"], [], ["a 1", "b 1"]),
         (["a 0\nb 0\r\x1b[1A\x1b[2Ka 1\nb 1"], [], ["a 1", "b 1"]),
         # what is printed above them
         (["a\nb", "\r\x1b[1Ahello\na\nb", "\r\x1b[1Aa 2"], ["a", "hello"], ["a 2", "b"]),
