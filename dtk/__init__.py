@@ -82,6 +82,12 @@ if os.environ.get("DTK_RUN") == "1":
     importing.inside("tensorflow", quiet.tensorflow_import, garbage.left_alone)
     # It imports TensorFlow, and what the rest of it makes lives as long.
     importing.inside("keras", garbage.left_alone, undistributed_jobs.training_refused)
+if os.environ.get("OPAL_PREFIX"):  # an mpirun that brought its own MPI: Horovod may not load
+    from dtk import importing
+    from dtk.cluster import mpi
+
+    if mpi.mpirun_of_python_started(os.environ):
+        importing.inside("horovod.tensorflow.mpi_ops", mpi.horovod_import)
 undistributed_jobs.watch()
 
 

@@ -1,8 +1,11 @@
-"""Handwritten digits under MPI, over Horovod.
+"""Handwritten digits under mpirun: over Horovod, or over MPI itself.
 
     dtk install-horovod                                          # once, about two minutes
     mpirun -np 2 python examples/digits_horovod_mpirun.py
 
+The mpirun of the MPI that Horovod was built with runs it over Horovod; that of `keras-dtk[mpi]`,
+which an activated environment puts first, over MPI, since Horovod does not load there. The last
+line says which it was.
 The script is Keras plus a strategy, a scope and callbacks. `python` alone runs it as one process.
 """
 
@@ -18,7 +21,7 @@ parser.add_argument("--epochs", type=int, default=12)
 parser.add_argument("--batch-per-worker", type=int, default=64)
 args = parser.parse_args()
 
-strategy = dtk.auto_strategy()  # under mpirun: AllReduceStrategy(communicator="horovod")
+strategy = dtk.auto_strategy()  # communicator="horovod" would refuse to run over anything else
 
 images, labels = load_digits(return_X_y=True)
 images = images.reshape(-1, 8, 8, 1).astype("float32") / 16

@@ -308,6 +308,10 @@ def mpirun() -> Finding:
         found = f"not found. Next: {pip_install('mpi')}, or apt-get install openmpi-bin"
         return Finding("mpirun", found, NOTE)
     first = (ask([path, "--version"]).stdout.strip().splitlines() or ["version unknown"])[0]
+    other = mpi_places.find_other("mpirun")
+    if communicators.horovod_installed() and other != path:
+        found = f"{first} ({path}), under which Horovod does not load; scripts that import it: "
+        return Finding("mpirun", f"{found}`{other or 'the mpirun of its MPI'} -np 2 ...`", NOTE)
     return Finding("mpirun", f"{first} ({path})")
 
 

@@ -18,12 +18,13 @@ import contextlib
 import dataclasses
 import os
 import shutil
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from dtk.cluster.environment import Environment
 from dtk.cluster.variables import place
-from dtk.errors import ClusterError
+from dtk.errors import ClusterError, CommunicatorError, at_rank
 
 
 class Launcher(NamedTuple):
@@ -184,3 +185,49 @@ def shared_memory_missing(ranks: int, folder: str = "/dev/shm") -> str:
                 f"as root: mount -o remount,size=256m {folder}), or use the communicator collective"
             )
     return ""
+
+
+def mpirun_of_python_started(environ: Mapping[str, str]) -> bool:
+    """Return whether the mpirun of keras-dtk[mpi] started this process.
+
+    Args:
+        environ: Variables of the process.
+    """
+    return os.path.realpath(environ.get("OPAL_PREFIX", "/")) == os.path.realpath(sys.prefix)
+
+
+def horovod_refused(said: str = "") -> CommunicatorError:
+    """Return the error of Horovod under an mpirun of another MPI than it was built with.
+
+    Args:
+        said: By the loader, if Horovod was loaded.
+    """
+    beside = os.path.realpath(os.path.join(sys.prefix, "bin"))
+    path = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    others = os.pathsep.join(one for one in path if os.path.realpath(one or ".") != beside)
+    found = shutil.which("mpirun", path=others) or "/path/of/that/mpirun"
+    script, size = " ".join(sys.argv) or "train.py", os.environ.get(OPEN_MPI.size, "2")
+    return CommunicatorError(
+        at_rank(
+            int(os.environ.get(OPEN_MPI.rank, 0)),
+            f"Horovod cannot be loaded under the mpirun of {sys.prefix}, which shows it another "
+            f"MPI than it was built with{f' ({said})' if said else ''}: start with that one's, "
+            f"`{found} -np {size} python {script}`, or with `dtk run -n {size} --communicator "
+            f"horovod {script}`, or use communicator='mpi' and do not import Horovod",
+        )
+    )
+
+
+@contextlib.contextmanager
+def horovod_import() -> Iterator[None]:
+    """Say what to do where Horovod does not load, in place of what the loader says.
+
+    Raises:
+        CommunicatorError: It does not.
+    """
+    try:
+        yield
+    except Exception as error:  # of TensorFlow, for what the loader says
+        if "symbol" not in str(error):
+            raise
+        raise horovod_refused(str(error).strip()) from None

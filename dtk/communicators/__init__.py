@@ -11,8 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 # Before TensorFlow is imported: hide its start-up notes, keep warnings of its own and errors.
@@ -21,6 +20,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 from dtk.cluster import progress, slurm, threads
 from dtk.cluster.environment import Environment
+from dtk.cluster.mpi import horovod_refused, mpirun_of_python_started
 from dtk.cluster.variables import COMMUNICATOR
 from dtk.errors import CommunicatorError, at_rank
 from dtk.version import pip_install
@@ -109,11 +109,7 @@ def _world(
                 "TensorFlow's collectives"
             )
         if mpirun_of_python_started(os.environ):
-            raise CommunicatorError(
-                f"Horovod cannot be loaded under the mpirun of {sys.prefix}, which shows it "
-                "another MPI than it was built with: start with that one's mpirun, or use "
-                "communicator='mpi'"
-            )
+            raise horovod_refused()
         _check_offer("Horovod", environment)
         from dtk.communicators.horovod import start as start_horovod
 
@@ -147,15 +143,6 @@ def horovod_installed() -> bool:
 def mpi_installed() -> bool:
     """Return whether mpi4py can be imported, found without importing it, which starts MPI."""
     return importlib.util.find_spec("mpi4py") is not None
-
-
-def mpirun_of_python_started(environ: Mapping[str, str]) -> bool:
-    """Return whether the mpirun of keras-dtk[mpi] started this process.
-
-    Args:
-        environ: Variables of the process.
-    """
-    return os.path.realpath(environ.get("OPAL_PREFIX", "/")) == os.path.realpath(sys.prefix)
 
 
 class Choice(NamedTuple):

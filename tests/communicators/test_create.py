@@ -172,7 +172,9 @@ def test_horovod_is_not_taken_under_the_mpirun_of_python(monkeypatch):
     monkeypatch.setattr(communicators, "mpi_installed", lambda: True)
     monkeypatch.setenv("OPAL_PREFIX", sys.prefix)
     assert communicators.choose(Environment("mpi", 0, 2)).name == "mpi"
-    with pytest.raises(CommunicatorError, match="start with that one's mpirun, or use commun"):
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    told = r"start with that one's, `\S+mpirun -np 2 python train.py`, or .* communicator='mpi'"
+    with pytest.raises(CommunicatorError, match=told):
         create("horovod", Environment("mpi", 0, 2))
     monkeypatch.setenv("OPAL_PREFIX", "/usr")
     assert communicators.choose(Environment("mpi", 0, 2)).name == "horovod"
