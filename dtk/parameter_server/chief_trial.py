@@ -19,6 +19,7 @@ from dtk.parameter_server.contract import ServerStrategy
 from dtk.parameter_server.functional_step import FunctionalStep, trace_functional_step
 from dtk.parameter_server.jobs.batches import whole_batch
 from dtk.trainer.replica import replica_step, step_logs, trial
+from dtk.trainer.tracing import slice_origins
 
 
 class ChiefTrial(trial.Trial[ServerStrategy]):
@@ -95,6 +96,7 @@ class ChiefTrial(trial.Trial[ServerStrategy]):
         """Add up what slices computed, as the chief and the servers do."""
         model = self.model
         metrics = replica_step.metric_variables(model)
+        sparse = [trial.slices_of(t.applied) for t in traced]
         totals = [tf.add_n([t.scope.get_current_value(v) for t in traced]) for v in metrics]
         with tf_replicas.in_replica(self.strategy):
             with keras.StatelessScope(state_mapping=list(zip(metrics, totals, strict=True))):
@@ -115,6 +117,7 @@ class ChiefTrial(trial.Trial[ServerStrategy]):
                 [],
                 [name for name, _ in [*results, *numbers[0]]],
                 [],
+                [name for name, _ in sparse[0]],
             )
         )
         sums = [tf.add_n([value for _, value in column]) for column in zip(*numbers, strict=True)]
@@ -123,6 +126,19 @@ class ChiefTrial(trial.Trial[ServerStrategy]):
             "gradients": [
                 tf.add_n([g for _, g in column]) for column in zip(*gradients, strict=True)
             ],
+            "squares": [self._squares(traced, column) for column in zip(*sparse, strict=True)],
             "state": [],
             "logs": [value for _, value in results] + [tf.cast(v, tf.float64) for v in sums],
         }
+
+    def _squares(
+        self, traced: list[FunctionalStep], column: Sequence[tuple[str, tf.IndexedSlices]]
+    ) -> tf.Tensor:
+        """Square what servers make of one gradient's slices, sent by each of the steps."""
+        lines = column[0][1].dense_shape[0]
+        lines = tf.cast(lines, tf.int64)
+        tagged = [
+            slice_origins.tagged(g, slice_origins.pieces_of(g.indices, one.step.graph), lines)
+            for one, (_, g) in zip(traced, column, strict=True)
+        ]
+        return slice_origins.squares_of(slice_origins.sum_of_tagged(tagged, lines))

@@ -100,9 +100,11 @@ class JobTrainer(Protocol):
 
     Attributes:
         model: The model that is trained, tested or predicted with.
+        tried: Names of the steps that were tried on a few rows, see `self_test`.
     """
 
     model: keras.Model
+    tried: set[str]
 
     @property
     def strategy(self) -> ServerStrategy:

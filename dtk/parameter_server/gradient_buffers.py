@@ -23,6 +23,7 @@ import tensorflow as tf
 from dtk.compat import keras_variables, tf_variables
 from dtk.nests import Array, Specs
 from dtk.parameter_server import functional_step
+from dtk.trainer.tracing import slice_origins
 
 # A structure of numbers: tensors while a step is traced, arrays when it has run.
 ReportT = TypeVar("ReportT")
@@ -56,10 +57,15 @@ class Layout:
     Args:
         weights: Keras variables, none partitioned (see `keras_variables.Part`).
         sparse: Ids of those whose gradients are rows.
+
+    Attributes:
+        tagged: Ids of those whose rows say what they are of, see `slice_origins.tagged`; known when
+            a step has been traced.
     """
 
     def __init__(self, weights: Sequence[Weight], sparse: set[int]):
         self.weights = list(weights)
+        self.tagged: set[int] = set()
         self.devices = [keras_variables.stored(weight).device for weight in self.weights]
         dense: dict[tuple[str, tf.DType], list[int]] = {}
         rows: list[Slot] = []
@@ -169,21 +175,32 @@ class Layout:
             One gradient per weight, a tensor or `IndexedSlices`, each on its weight's server.
         """
         gradients: list[Gradient] = [None] * len(self.weights)
-        row_numbers: tf.Tensor | None = None
+        row_numbers: list[tf.Tensor] = []
         for slot in self.dense:
             with tf.device(slot.device):
                 self._split(slot, tf.add_n(self._read_dense(slot, buffers)), gradients)
         for slot in self.rows:
             with tf.device(slot.device):
-                content = tf.concat(self._read(slot, buffers), 0)
+                content = self._read(slot, buffers)
                 if slot.indices:
                     row_numbers = content
                 else:
-                    index = slot.holds[0]
-                    shape = tuple(self.weights[index].shape)
-                    rows = tf.reshape(content, (-1, *shape[1:]))
-                    gradients[index] = functional_step.rows_of(rows, row_numbers, shape)
+                    gradients[slot.holds[0]] = self._rows(slot.holds[0], content, row_numbers)
         return gradients
+
+    def _rows(
+        self, index: int, contents: Sequence[tf.Tensor], row_numbers: Sequence[tf.Tensor]
+    ) -> tf.IndexedSlices:
+        """Put the rows of several gradient buffers together."""
+        shape = tuple(self.weights[index].shape)
+        rows = [tf.reshape(content, (-1, *shape[1:])) for content in contents]
+        if id(self.weights[index]) not in self.tagged:
+            return functional_step.rows_of(tf.concat(rows, 0), tf.concat(row_numbers, 0), shape)
+        pairs = zip(rows, row_numbers, strict=True)
+        found = slice_origins.sum_of_tagged(
+            [functional_step.rows_of(*pair, shape) for pair in pairs], shape[0]
+        )
+        return functional_step.rows_of(found.values, found.indices, shape)
 
     def _read(self, slot: Slot, buffers: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
         number = next(n for n, other in enumerate(self.slots) if other is slot)
@@ -266,13 +283,14 @@ def split_gradient(gradient: Gradient, variable: keras.Variable) -> list[Gradien
     if not isinstance(gradient, tf.IndexedSlices):
         return tf.split(gradient, sizes)
     split, first = [], 0
+    # What a tag says of a row holds in its part, too.
     indices = tf.cast(gradient.indices, tf.int64)
+    lines, tags = indices % sum(sizes), indices // sum(sizes)
     for shard, size in zip(shards, sizes, strict=True):
-        mine = (indices >= first) & (indices < first + size)
+        mine = (lines >= first) & (lines < first + size)
         rows = tf.boolean_mask(gradient.values, mine)
-        split.append(
-            functional_step.rows_of(rows, tf.boolean_mask(indices, mine) - first, shard.shape)
-        )
+        numbers = tf.boolean_mask(lines - first + tags * size, mine)
+        split.append(functional_step.rows_of(rows, numbers, shard.shape))
         first += size
     return split
 

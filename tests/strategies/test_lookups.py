@@ -117,6 +117,12 @@ def test_places_and_words_train_as_in_one_process(world, backend, size, compiled
         check_equal(mine, once(lookup_bodies.train_plain))
 
 
+@pytest.mark.worlds(("served", 2))
+def test_places_and_words_train_as_in_one_process_behind_servers(pool):
+    (mine,) = pool.run(lookup_bodies.train_served, timeout=240)
+    check_equal(mine, once(lookup_bodies.train_plain))
+
+
 def check_equal(mine, expected):
     assert mine.keys() == expected.keys()
     apart = {

@@ -215,7 +215,7 @@ class DownpourJob:
                 state=state,
                 tables=tables,
             )
-            accrued = layout.add(accrued, layout.contents(update.commit.plan(traced.applied)))
+            accrued = layout.add(accrued, layout.contents(update.commit.plan(traced)))
             steps = {
                 id(variable): tf.convert_to_tensor(gradient) * tf.cast(rate, gradient.dtype)
                 for _, gradients, applied_to in traced.applied

@@ -14,11 +14,11 @@ import tensorflow as tf
 from dtk.compat import keras_models, keras_variables, tf_replicas
 from dtk.errors import NotDistributedError
 from dtk.nests import Array
-from dtk.parameter_server import gradient_buffers
+from dtk.parameter_server import functional_step, gradient_buffers
 from dtk.parameter_server.contract import JobTrainer
 from dtk.parameter_server.functional_step import FunctionalStep
-from dtk.trainer.gradients import partitioned_variables, shared_optimizer
-from dtk.trainer.tracing.noting import Applied
+from dtk.trainer.gradients import lookup_slices, partitioned_variables, shared_optimizer
+from dtk.trainer.tracing import slice_origins, traced_step
 
 # Makes a layout from weights, and the ids of those whose gradients are rows.
 NewLayout: TypeAlias = Callable[[list[gradient_buffers.Weight], set[int]], gradient_buffers.Layout]
@@ -42,6 +42,7 @@ class GradientCommit:
         self._buffers: collections.deque[gradient_buffers.GradientBuffer] = collections.deque()
         self._plan: list[tuple[keras.Optimizer, list[gradient_buffers.Weight]]] = []
         self._without_gradient: set[int] = set()
+        self._looked_up: set[int] = set()
         self._moving: list[keras.Variable] = []
         self._commits: dict[int, tf.types.experimental.ConcreteFunction] = {}
 
@@ -55,15 +56,27 @@ class GradientCommit:
         """Layout of gradient buffers; known when the first step is traced."""
         parts_of = self._trainer.parts_of
         weights = [part for v in self._model.trainable_variables for part in parts_of(v)]
-        return self._new_layout(weights, {id(part) for v in self.tables for part in parts_of(v)})
+        sparse = [v for v in self._model.trainable_variables if self._is_sparse(v)]
+        return self._new_layout(weights, {id(part) for v in sparse for part in parts_of(v)})
+
+    def _is_sparse(self, variable: keras.Variable) -> bool:
+        tables = {id(table) for table in self.tables}
+        return id(variable) in tables | self._looked_up
+
+    def _make_room(self, variable: keras.Variable) -> None:
+        """Change the layout, from the next trace on, for slices of what is no table of a layer."""
+        self._looked_up.add(id(variable))
+        self.__dict__.pop("layout", None)
+        self._buffers.clear()
+        self._commits.clear()
 
     # While a step is traced.
 
-    def plan(self, applied: Sequence[Applied]) -> list[gradient_buffers.Gradient]:
+    def plan(self, traced: FunctionalStep) -> list[gradient_buffers.Gradient]:
         """Put gradients into the layout's order, and note which optimizer is to apply them.
 
         Args:
-            applied: The gradients by optimizer, as the step handed them over.
+            traced: The step.
 
         Returns:
             One gradient per weight of the layout; None where there is none.
@@ -72,7 +85,7 @@ class GradientCommit:
             NotDistributedError: There are none, or more than one of a weight, or one of something
                 that is no trainable weight of the model.
         """
-        if not applied and self._model.trainable_variables:
+        if not traced.applied and self._model.trainable_variables:
             raise NotDistributedError(
                 f"the train_step of model {self._model.name!r} handed no gradient to an optimizer "
                 "that is an attribute of the model, so nothing would be trained; it must call "
@@ -80,12 +93,14 @@ class GradientCommit:
             )
         found: dict[int, gradient_buffers.Gradient] = {}
         self._plan = []
-        for optimizer, gradients, variables in applied:
+        for optimizer, gradients, variables in traced.applied:
             parts = [p for v in variables for p in self._checked_parts(optimizer, v)]
             split = [
                 g
                 for gradient, v in zip(gradients, variables, strict=True)
-                for g in gradient_buffers.split_gradient(gradient, v)
+                for g in gradient_buffers.split_gradient(
+                    self._tagged(optimizer, gradient, v, traced.step), v
+                )
             ]
             if set(found) & {id(p) for p in parts}:
                 raise NotDistributedError(
@@ -99,6 +114,29 @@ class GradientCommit:
             id(w) for w, g in zip(self.layout.weights, gradients, strict=True) if g is None
         }
         return gradients
+
+    def _tagged(
+        self,
+        optimizer: keras.Optimizer,
+        gradient: gradient_buffers.Gradient,
+        variable: keras.Variable,
+        step: traced_step.Step,
+    ) -> gradient_buffers.Gradient:
+        """Say of the slices of a table's gradient what they are of, where that matters."""
+        # Of several batches that a worker accrues, one process would not add slices up, either.
+        accrues = self._trainer.strategy.exchange is not None
+        if gradient is None or accrues or lookup_slices.is_linear(optimizer):
+            return gradient
+        if not self._is_sparse(variable):
+            if isinstance(gradient, tf.IndexedSlices):
+                self._make_room(variable)
+            return gradient
+        step.tried = "train" in self._trainer.tried
+        slices = functional_step.as_slices(gradient)
+        rank = self._trainer.strategy.rank
+        pieces = lookup_slices.known_pieces(slices, variable.path, rank, False, step)
+        self.layout.tagged |= {id(part) for part in self._trainer.parts_of(variable)}
+        return slice_origins.tagged(slices, pieces, variable.shape[0])
 
     def _checked_parts(
         self, optimizer: keras.Optimizer, variable: keras.Variable

@@ -73,10 +73,14 @@ class TrainJob:
         Returns:
             The function.
         """
-        handles = [tf.TensorSpec([], tf.resource) for _ in self._update.commit.layout.slots]
-        scalar = tf.TensorSpec([], tf.float32)
-        function = tf.function(self._step, autograph=False)
-        return function.get_concrete_function(spec, scalar, scalar, rng_states, handles)
+        commit, scalar = self._update.commit, tf.TensorSpec([], tf.float32)
+        while True:
+            layout = commit.layout
+            handles = [tf.TensorSpec([], tf.resource) for _ in layout.slots]
+            function = tf.function(self._step, autograph=False)
+            traced = function.get_concrete_function(spec, scalar, scalar, rng_states, handles)
+            if commit.layout is layout:  # else the step has shown what lies in it
+                return traced
 
     def _step(
         self,
@@ -106,7 +110,7 @@ class TrainJob:
                 tables=tables,
                 kinds=self._trainer.kinds_of("train"),
             )
-            sent = layout.put(layout.contents(update.commit.plan(traced.applied)), handles)
+            sent = layout.put(layout.contents(update.commit.plan(traced)), handles)
             report: SliceReport = {
                 **update.report(traced, data, state),
                 "traffic": tf.stack([read + traced.rows_read, sent]),

@@ -44,8 +44,8 @@ class Division:
 
     paths: Sequence[str]
     rank: int
-    needed: bool
-    linear: bool
+    needed: bool = True
+    linear: bool = True
 
     def of(self, gradients: list[Gradient]) -> tuple[list[Gradient], Join]:
         """Divide gradients into what is to be exchanged.
@@ -66,7 +66,8 @@ class Division:
         for i, (gradient, path) in enumerate(zip(gradients, self.paths, strict=True)):
             if not self.needed or not isinstance(gradient, tf.IndexedSlices):
                 continue
-            pieces = known_pieces(gradient, path, self.rank, self.linear)
+            step = traced_step.current()
+            pieces = known_pieces(gradient, path, self.rank, self.linear, step)
             first, *others = parts_of(gradient, pieces)
             divided[i] = first
             ends = range(len(gradients) + len(more), len(gradients) + len(more) + len(others))
@@ -82,7 +83,13 @@ class Division:
         return [*divided, *more], join
 
 
-def known_pieces(gradient: tf.IndexedSlices, path: str, rank: int, linear: bool) -> list[Piece]:
+def known_pieces(
+    gradient: tf.IndexedSlices,
+    path: str,
+    rank: int,
+    linear: bool,
+    step: traced_step.Step | None,
+) -> list[Piece]:
     """Return what the slices of a gradient are of, as the graph or the self-test says.
 
     Args:
@@ -90,11 +97,11 @@ def known_pieces(gradient: tf.IndexedSlices, path: str, rank: int, linear: bool)
         path: Of its variable.
         rank: Of this process.
         linear: Whether its optimizer makes the same of slices and of their sum.
+        step: Whose gradient it is; None in a loop of the script's own.
 
     Raises:
         NotDistributedError: Neither says it, and it matters.
     """
-    step = traced_step.current()
     if step is None:
         pieces = pieces_of(gradient.indices)
     else:

@@ -7,7 +7,8 @@ through the step as a whole and as the parts of all replicas; nothing is applied
 put back.
 
     terms        find out which losses are sums or ratios; they count as such (see `loss_terms`)
-    gradients    must agree, or NotDistributedError
+    gradients    must agree, and where they are slices, which optimizers such as Adam square one by
+                 one, the sums of their squares; or NotDistributedError
     state        that a step assigns must agree, or NotDistributedError
     logs         results of metrics and other numbers that do not agree are warned of
 
@@ -32,6 +33,7 @@ from dtk.compat import keras_models, random_draws
 from dtk.errors import NotDistributedError, at_rank
 from dtk.nests import Array
 from dtk.trainer.contract import Strategy
+from dtk.trainer.gradients import lookup_slices, shared_optimizer
 from dtk.trainer.replica import metric_trial
 from dtk.trainer.replica.trial import Outcome, Trial
 from dtk.trainer.tracing.loss_terms import RATIO, SUM
@@ -280,6 +282,18 @@ def _compare(whole: Outcome, parts: Outcome, tolerance: float) -> tuple[str | No
         ), np.nan
     if worst is not None and not difference <= tolerance:
         return f"the gradient of {worst!r} differs by {100 * difference:.3g} %", difference
+    for name, squares in whole.squares.items():
+        # Squares of what is rounding are so small that nothing is said of them here, either.
+        size = max(np.linalg.norm(squares), least**2, 1e-30)
+        apart = float(np.linalg.norm(parts.squares[name] - squares) / size)
+        if not apart <= 4 * tolerance:
+            return (
+                f"the slices of the gradient of {name!r}, which this optimizer squares or clips "
+                f"one by one, are others: their squares differ by {100 * apart:.3g} %, though they "
+                "add up to the same. One process sums what belongs to no row of the batch before "
+                "it is squared (keras.optimizers.SGD without clipping makes no difference; "
+                "run_eagerly=True hides what indices are computed from)"
+            ), apart
     for name, value in whole.state.items():
         theirs = parts.state.get(name)
         if theirs is None or not np.allclose(theirs, value, tolerance, 1e-6, equal_nan=True):
@@ -330,7 +344,17 @@ def reasons(model: keras.Model, step_name: str) -> list[str]:
     found += [f"loss {_called(loss)}" for loss in keras_models.foreign_losses(model)]
     found += [f"metric {_called(metric)}" for metric in keras_models.foreign_metrics(model)]
     layers = {type(layer).__name__ for layer in keras_models.layers_of(model) if _is_foreign(layer)}
-    return found + [f"layer {name}" for name in sorted(layers)]
+    found += [f"layer {name}" for name in sorted(layers)]
+    return found + (["lookups under run_eagerly"] if _looks_up_eagerly(model) else [])
+
+
+def _looks_up_eagerly(model: keras.Model) -> bool:
+    """Return whether slices are squared of which no graph tells what they are of."""
+    if not model.run_eagerly:
+        return False
+    linear = all(map(lookup_slices.is_linear, shared_optimizer.optimizers_of(model)))
+    layers = keras_models.layers_of(model)
+    return not linear and any(isinstance(one, keras.layers.Embedding) for one in layers)
 
 
 def _called(thing: object) -> str:

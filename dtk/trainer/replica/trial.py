@@ -24,9 +24,10 @@ from dtk.compat import (
 from dtk.input import slicing
 from dtk.nests import Array, Function, Leaf, Nest
 from dtk.trainer.contract import StepFunction, StrategyT, Trainer
+from dtk.trainer.gradients import lookup_slices
 from dtk.trainer.replica import metric_trial, replica_step, step_logs
 from dtk.trainer.replica.snapshot import Snapshot, changed_by_training
-from dtk.trainer.tracing import noting, sync_batch_norm, traced_step
+from dtk.trainer.tracing import noting, slice_origins, sync_batch_norm, traced_step
 from dtk.trainer.tracing.loss_terms import Term
 
 # Rows of a replica; the first one takes one more, so that shares differ.
@@ -51,12 +52,14 @@ class Outcome(NamedTuple):
         gradients: What optimizers were given, summed over replicas, by variable and call.
         state: Values of the variables that the step assigned, by path.
         logs: Results of metrics, and other numbers logged, by name.
+        squares: Sums of the squares of the slices that optimizers were given, dense, by variable.
     """
 
     terms: dict[str, Array]
     gradients: dict[str, Array]
     state: dict[str, Array]
     logs: dict[str, Array]
+    squares: dict[str, Array] = {}
 
 
 class Trial(Generic[StrategyT]):
@@ -271,7 +274,8 @@ class Trial(Generic[StrategyT]):
         strategy = self.strategy
         numbers = step_logs.numbers_of(step, logs)
         results = results_of(self.model)
-        gradients = gradients_of(step.noted.applied if step.noted else [])
+        applied = step.noted.applied if step.noted else []
+        gradients, sparse = gradients_of(applied), slices_of(applied)
         own = {
             id(v) for v in [*replica_step.metric_variables(self.model), *self.trainer.seed_states()]
         }
@@ -284,13 +288,20 @@ class Trial(Generic[StrategyT]):
                 [name for name, _ in state],
                 [name for name, _ in [*results, *numbers]],
                 list(step.assigned.values()),
+                [name for name, _ in sparse],
             )
         )
         with tf_replicas.counted_if(None):
+            whole = [g for _, g in sparse]
+            if add_up is _sum_over_replicas:
+                division = lookup_slices.Division([name for name, _ in sparse], strategy.rank)
+                divided, join = division.of(whole)
+                whole = join(strategy.extended.reduce_over_replicas(divided)) if divided else []
             gathered = table if add_up is not _sum_over_replicas else strategy.gather_outputs(table)
             return {
                 "terms": gathered,
                 "gradients": add_up([g for _, g in gradients]),
+                "squares": [slice_origins.squares_of(g) for g in whole],
                 "state": [value for _, value in state],
                 "logs": [value for _, value in results]
                 + [
@@ -308,6 +319,7 @@ class Names(NamedTuple):
     state: list[str]
     logs: list[str]
     assigned: list[keras.Variable]
+    squares: list[str]
 
 
 def _sum_over_replicas(values: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -349,6 +361,23 @@ def gradients_of(applied: Sequence[noting.Applied]) -> list[tuple[str, tf.Tensor
     ]
 
 
+def slices_of(applied: Sequence[noting.Applied]) -> list[tuple[str, tf.IndexedSlices]]:
+    """Return the sparse gradients that a step handed to optimizers which take slices one by one.
+
+    Args:
+        applied: What the step noted, in order.
+
+    Returns:
+        Pairs of name and gradient.
+    """
+    return [
+        (f"{variable.path} (update {i + 1})" if i else variable.path, g)
+        for i, (optimizer, given, variables) in enumerate(applied)
+        for g, variable in zip(given, variables, strict=True)
+        if isinstance(g, tf.IndexedSlices) and not lookup_slices.is_linear(optimizer)
+    ]
+
+
 def table_of(step: traced_step.Step) -> tf.Tensor:
     """Return value, numerator and denominator of each term of a replica's step.
 
@@ -379,6 +408,7 @@ def outcome_of(names: Names, found: Mapping[str, Array | list[Array]]) -> Outcom
         dict(zip(names.gradients, found["gradients"], strict=True)),
         dict(zip(names.state, found["state"], strict=True)),
         dict(zip(names.logs, found["logs"], strict=True)),
+        dict(zip(names.squares, found["squares"], strict=True)),
     )
 
 

@@ -25,6 +25,7 @@ from dtk.trainer.tracing.row_dependence import OF_ROWS, RowDependence
 
 PLACES, ROWS, LINES = "places", "rows", "lines"
 
+
 class Piece(NamedTuple):
     """Slices of a gradient that one lookup has made.
 
@@ -37,6 +38,9 @@ class Piece(NamedTuple):
     kind: str
     sure: bool
     slices: int | tf.Tensor
+
+
+_RESHAPING = ("Reshape", "Cast", "Identity", "EnsureShape", "StopGradient")
 
 
 def pieces_of(
@@ -74,8 +78,12 @@ def _concatenated(indices: tf.Tensor) -> list[tf.Tensor]:
 
 
 def _reshaped(tensor: tf.Tensor) -> tf.Tensor:
-    """Return what a tensor is a reshaped copy of."""
-    while tensor.op.type in ("Reshape", "Cast", "Identity", "EnsureShape", "StopGradient"):
+    """Return what a tensor is a reshaped copy of, shifted where a table lies in several parts."""
+    while tensor.op.type in _RESHAPING or (
+        tensor.op.type == "AddV2"
+        and tensor.op.inputs[1].op.type == "Const"
+        and tensor.op.inputs[1].shape.rank == 0
+    ):
         tensor = tensor.op.inputs[0]
     return tensor
 
@@ -131,6 +139,56 @@ def concatenated(parts: Sequence[tf.IndexedSlices]) -> tf.IndexedSlices:
     if len(parts) == 1:
         return tf.IndexedSlices(values[0], indices[0], parts[0].dense_shape)
     return tf.IndexedSlices(tf.concat(values, 0), tf.concat(indices, 0), parts[0].dense_shape)
+
+
+def squares_of(slices: tf.IndexedSlices) -> tf.Tensor:
+    """Return what optimizers make of slices one by one: the sum of their squares, dense.
+
+    Args:
+        slices: Of a whole gradient.
+    """
+    squares = tf.square(slices.values)
+    return tf.convert_to_tensor(tf.IndexedSlices(squares, slices.indices, slices.dense_shape))
+
+
+# Where only indices go with slices, these tell the kind: index + lines of the table * number.
+_NUMBERS = {ROWS: 0, PLACES: 1, LINES: 2}
+
+
+def tagged(
+    slices: tf.IndexedSlices, pieces: Sequence[Piece], lines: int | tf.Tensor
+) -> tf.IndexedSlices:
+    """Write the kinds of slices into their indices.
+
+    Args:
+        slices: Of one replica.
+        pieces: What they are of, in their order.
+        lines: How many the table has.
+    """
+    numbers = [tf.constant(_NUMBERS[piece.kind], tf.int64) for piece in pieces]
+    tags = [tf.fill([piece.slices], n) for piece, n in zip(pieces, numbers, strict=True)]
+    indices = tf.cast(slices.indices, tf.int64) + lines * tf.concat(tags, 0)
+    return tf.IndexedSlices(slices.values, indices, slices.dense_shape)
+
+
+def sum_of_tagged(replicas: Sequence[tf.IndexedSlices], lines: int | tf.Tensor) -> tf.IndexedSlices:
+    """Put tagged slices of several replicas together as one process would have them.
+
+    Args:
+        replicas: Those of each.
+        lines: How many the table has.
+    """
+    shape = replicas[0].dense_shape
+    parts = []
+    for kind, number in _NUMBERS.items():
+        chosen = [tf.equal(r.indices // lines, number) for r in replicas]
+        values = [tf.boolean_mask(r.values, c) for r, c in zip(replicas, chosen, strict=True)]
+        indices = [tf.boolean_mask(r.indices, c) for r, c in zip(replicas, chosen, strict=True)]
+        if kind == PLACES:
+            values, indices = [tf.add_n(values)], indices[:1]
+        found = tf.IndexedSlices(tf.concat(values, 0), tf.concat(indices, 0) % lines, shape)
+        parts.append((Piece(kind, True, 0), found))
+    return whole_of(parts)
 
 
 def _once(slices: tf.IndexedSlices) -> tf.IndexedSlices:
