@@ -136,13 +136,13 @@ def served(names: Any) -> Any:
     return pytest.mark.parametrize("backend, size, name", [("served", 2, name) for name in names])
 
 
-def reference(name: str) -> tuple[runner.Outcome, list[str]]:
+def reference(name: str, scales: bool = False) -> tuple[runner.Outcome, list[str]]:
     """What one process comes to, and the files it leaves."""
     import keras
 
     run = runner.run_alone if name in OF_DTK else runner.run_plain
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        outcome = run(name, folder)
+        outcome = run(name, folder, scales)
         keras.utils.clear_session()
         return outcome, runner.files_in(folder)
 
@@ -183,7 +183,20 @@ def assert_refused(outcome: runner.Outcome, words: str = "") -> None:
 @over(RIGHT)
 def test_two_processes_end_as_one(world, backend, size, name, tmp_path):
     outcomes = world(backend, size).run(runner.run_here, name, str(tmp_path), timeout=TIMEOUT)
-    plain, files = once(reference, name)
+    check_equal(outcomes, once(reference, name), tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", RIGHT)
+def test_gradients_are_as_large_as_in_one_process(world, name, tmp_path):
+    """Adam and RMSprop as published take the same steps by gradients of another scale."""
+    body, arguments = runner.run_here, (name, str(tmp_path), False, "sync", True)
+    outcomes = world("collective", 2).run(body, *arguments, timeout=TIMEOUT)
+    check_equal(outcomes, once(reference, name, True), tmp_path)
+
+
+def check_equal(outcomes, expected, tmp_path):
+    plain, files = expected
     for outcome in outcomes:
         assert_equal(outcome.result, plain.result)
         assert outcome.updates == plain.updates

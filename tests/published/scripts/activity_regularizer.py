@@ -37,7 +37,7 @@ with strategy.scope():
     h = MeanActivityRegularization(0.1)(h)
     outputs = keras.layers.Dense(3)(h)
     model = keras.Model(inputs, outputs)
-    model.compile(optimizer=keras.optimizers.Adam(0.05, epsilon=0.1), loss="mse")
+    model.compile(optimizer=keras.optimizers.Adam(), loss="mse")
 
 history = model.fit(x, y, batch_size=16, epochs=3, verbose=2)
 

@@ -46,7 +46,7 @@ with strategy.scope():
     outputs = keras.layers.Dense(10)(h)
     model = keras.Model(inputs=inputs, outputs=outputs)
     model.compile(
-        optimizer=keras.optimizers.RMSprop(learning_rate=0.05, epsilon=0.1),
+        optimizer=keras.optimizers.RMSprop(learning_rate=1e-3),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=[CategoricalTruePositives(), confidence],
     )

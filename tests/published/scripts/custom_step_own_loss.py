@@ -43,7 +43,7 @@ with strategy.scope():
     inputs = keras.Input(shape=(12,))
     outputs = keras.layers.Dense(1)(inputs)
     model = CustomModel(inputs, outputs)
-    model.compile(optimizer=keras.optimizers.Adam(0.05, epsilon=0.1))
+    model.compile(optimizer=keras.optimizers.Adam())
 
 history = model.fit(x, y, batch_size=16, epochs=3, verbose=2)
 

@@ -38,7 +38,7 @@ with strategy.scope():
     inputs = keras.Input(shape=(12,))
     outputs = keras.layers.Dense(1)(inputs)
     model = CustomModel(inputs, outputs)
-    model.compile(optimizer=keras.optimizers.Adam(0.05, epsilon=0.1), loss="mse", metrics=["mae"])
+    model.compile(optimizer=keras.optimizers.Adam(), loss="mse", metrics=["mae"])
 
 history = model.fit(x, y, sample_weight=sw, batch_size=16, epochs=3, verbose=2)
 

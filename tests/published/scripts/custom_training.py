@@ -56,7 +56,7 @@ with strategy.scope():
     train_accuracy = keras.metrics.SparseCategoricalAccuracy(name="train_accuracy")
     test_accuracy = keras.metrics.SparseCategoricalAccuracy(name="test_accuracy")
     model = create_model()
-    optimizer = keras.optimizers.Adam(learning_rate=0.05, epsilon=0.1)
+    optimizer = keras.optimizers.Adam(learning_rate=0.001)
 
 
 def train_step(inputs):

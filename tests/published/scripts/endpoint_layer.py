@@ -38,7 +38,7 @@ with strategy.scope():
     sample_weight = keras.Input((1,), name="sample_weight")
     preds = LogisticEndpoint()(logits, targets, sample_weight)
     model = keras.Model([inputs, targets, sample_weight], preds)
-    model.compile(keras.optimizers.Adam(0.05, epsilon=0.1))
+    model.compile(keras.optimizers.Adam(1e-3))
 
 history = model.fit(data, epochs=3, batch_size=16, verbose=2)
 

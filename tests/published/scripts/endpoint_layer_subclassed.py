@@ -42,7 +42,7 @@ data = {
 
 with strategy.scope():
     model = LogReg()
-    model.compile(keras.optimizers.Adam(0.05, epsilon=0.1))
+    model.compile(keras.optimizers.Adam(1e-3))
 
 history = model.fit(data, epochs=3, batch_size=16, verbose=2)
 

@@ -31,7 +31,7 @@ with strategy.scope():
             tf.keras.layers.Dense(10, activation="softmax"),
         ]
     )
-    opt = tf.optimizers.Adam(0.05, epsilon=0.1)
+    opt = tf.optimizers.Adam(0.001)
     mnist_model.compile(
         loss=tf.losses.SparseCategoricalCrossentropy(), optimizer=opt, metrics=["accuracy"]
     )

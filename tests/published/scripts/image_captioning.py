@@ -77,7 +77,7 @@ with strategy.scope():
     decoder = keras.Model([words, image], layers.Dense(VOCABULARY)(keras.ops.tanh(h)))
     caption_model = ImageCaptioningModel(encoder, decoder)
     caption_model.compile(
-        optimizer=keras.optimizers.Adam(0.05, epsilon=0.1),
+        optimizer=keras.optimizers.Adam(0.0001),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none"),
     )
 

@@ -79,7 +79,7 @@ with strategy.scope():
     teacher, student = network(16, "teacher"), network(4, "student")
     distiller = Distiller(student=student, teacher=teacher)
     distiller.compile(
-        optimizer=keras.optimizers.Adam(0.05, epsilon=0.1),
+        optimizer=keras.optimizers.Adam(),
         metrics=[keras.metrics.SparseCategoricalAccuracy()],
         student_loss_fn=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         distillation_loss_fn=keras.losses.KLDivergence(),

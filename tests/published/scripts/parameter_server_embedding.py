@@ -55,7 +55,7 @@ with strategy.scope():
     )(emb_output)
     model = keras.Model({"features": model_input}, dense_output)
     model.compile(
-        keras.optimizers.RMSprop(learning_rate=0.05, epsilon=0.1),
+        keras.optimizers.RMSprop(learning_rate=0.1),
         "binary_crossentropy",
         metrics=["accuracy"],
     )

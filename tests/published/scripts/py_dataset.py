@@ -33,7 +33,7 @@ with strategy.scope():
         [keras.Input((64,)), keras.layers.Dense(16, activation="tanh"), keras.layers.Dense(10)]
     )
     model.compile(
-        keras.optimizers.RMSprop(0.05, epsilon=0.1),
+        keras.optimizers.RMSprop(learning_rate=1e-3),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )

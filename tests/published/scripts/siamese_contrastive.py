@@ -52,7 +52,7 @@ with strategy.scope():
     siamese = keras.Model(inputs=[input_1, input_2], outputs=output_layer)
     siamese.compile(
         loss=loss(margin=1),
-        optimizer=keras.optimizers.RMSprop(0.05, epsilon=0.1),
+        optimizer="RMSprop",
         metrics=["accuracy"],
     )
 

@@ -87,8 +87,8 @@ dataset = tf.data.Dataset.from_tensor_slices(
 with strategy.scope():
     pretraining_model = ContrastiveModel()
     pretraining_model.compile(
-        contrastive_optimizer=keras.optimizers.Adam(0.05, epsilon=0.1),
-        probe_optimizer=keras.optimizers.Adam(0.05, epsilon=0.1),
+        contrastive_optimizer=keras.optimizers.Adam(),
+        probe_optimizer=keras.optimizers.Adam(),
     )
 
 history = pretraining_model.fit(dataset, epochs=2, verbose=2)

@@ -15,9 +15,9 @@ dataset = tf.data.Dataset.from_tensor_slices((tf.sparse.from_dense(dense), y)).b
 
 with strategy.scope():
     model = keras.Sequential([keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(1)])
-    # SGD: under Adam slices of a sparse gradient are squared one by one (README, Limits)
+    # Adam squares the slices of a sparse gradient, of which there is one for each column in use.
     model.compile(
-        keras.optimizers.SGD(0.5),
+        keras.optimizers.Adam(),
         keras.losses.BinaryCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )

@@ -64,7 +64,7 @@ x_train = (load_digits().data[:49] / 16).astype("float32")
 
 with strategy.scope():
     vae = VariationalAutoEncoder(64)
-    vae.compile(keras.optimizers.Adam(0.05, epsilon=0.1), loss=keras.losses.MeanSquaredError())
+    vae.compile(keras.optimizers.Adam(1e-3), loss=keras.losses.MeanSquaredError())
 
 history = vae.fit(x_train, x_train, epochs=3, batch_size=16, verbose=2)
 

@@ -41,7 +41,7 @@ with strategy.scope():
     outputs = layers.Dense(8, activation="tanh")(features)
     encoder_with_projection_head = keras.Model(inputs, outputs)
     encoder_with_projection_head.compile(
-        optimizer=keras.optimizers.Adam(0.05, epsilon=0.1), loss=SupervisedContrastiveLoss(0.5)
+        optimizer=keras.optimizers.Adam(1e-3), loss=SupervisedContrastiveLoss(0.5)
     )
 
 history = encoder_with_projection_head.fit(x=x_train, y=y_train, batch_size=16, epochs=2, verbose=2)

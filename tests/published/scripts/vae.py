@@ -78,7 +78,7 @@ with strategy.scope():
     decoder = keras.Model(latent_inputs, decoder_outputs, name="decoder")
 
     vae = VAE(encoder, decoder)
-    vae.compile(optimizer=keras.optimizers.Adam(0.05, epsilon=0.1))
+    vae.compile(optimizer=keras.optimizers.Adam())
 
 history = vae.fit(digits, epochs=3, batch_size=16, verbose=2)
 

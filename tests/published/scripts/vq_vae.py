@@ -84,7 +84,7 @@ with strategy.scope():
     h = VectorQuantizer(8, 4, name="vector_quantizer")(h)
     outputs = layers.Dense(64)(layers.Dense(16, activation="tanh")(h))
     vqvae_trainer = VQVAETrainer(data_variance, keras.Model(inputs, outputs, name="vq_vae"))
-    vqvae_trainer.compile(optimizer=keras.optimizers.Adam(0.05, epsilon=0.1))
+    vqvae_trainer.compile(optimizer=keras.optimizers.Adam())
 
 history = vqvae_trainer.fit(x_train_scaled, epochs=2, batch_size=16, verbose=2)
 

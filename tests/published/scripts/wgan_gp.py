@@ -108,8 +108,8 @@ with strategy.scope():
     )
     wgan = WGAN(discriminator, generator, discriminator_extra_steps=3)
     wgan.compile(
-        d_optimizer=keras.optimizers.Adam(0.02, beta_1=0.5, beta_2=0.9, epsilon=0.1),
-        g_optimizer=keras.optimizers.Adam(0.02, beta_1=0.5, beta_2=0.9, epsilon=0.1),
+        d_optimizer=keras.optimizers.Adam(learning_rate=0.0002, beta_1=0.5, beta_2=0.9),
+        g_optimizer=keras.optimizers.Adam(learning_rate=0.0002, beta_1=0.5, beta_2=0.9),
         g_loss_fn=generator_loss,
         d_loss_fn=discriminator_loss,
     )
