@@ -145,7 +145,7 @@ FULL = (
     r"launch/test_ssh.py::test_parameter_servers_on_two_hosts",
     r"launch/test_heartbeat.py::(?!test_collectives_outlive)",
     r"launch/test_stall.py::test_a_rank_that_is_cut_off",
-    r"launch/test_reports.py::test_a_rank_that_closes",
+    r"launch/test_reports.py::test_(a_rank_that_closes|ranks_that_wait)",
     r"test_world.py::test_a_failure_ends_every_process\[collective-2-(sleep|die)",
     r"callbacks/test_batch_norm_statistics.py::test_(synchronized|two_ranks\[collective-2-dataset)",
     r"callbacks/test_cross_validation.py::test_two_ranks\[collective-2-dataset",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 from dtk.cluster import report_channel
 from dtk.cluster.standing import Standing
 from dtk.cluster.usage import Usage
+from dtk.launch import Job
 from dtk.launch.plan import Process
 
 TIMEOUT = 3.0
@@ -126,4 +128,21 @@ def test_who_is_no_rank_tells_nothing():
         os.wait()
     os.close(write)
     assert os.read(read, 1) == b""
+    os.close(read)
+
+
+def test_ranks_that_wait_for_a_reader_are_not_stuck():
+    """As behind a pager, or a terminal after Ctrl-S: the launcher ended the job."""
+    before = (
+        "if rank == 1:\n    while True: print('a' * 99)\n"
+        "with progress.inside('collective'): time.sleep(600)"
+    )
+    read, write = os.pipe()
+    with (
+        open(write, "w") as out,
+        Job(ranks(2, before), stdout=out, stderr=io.StringIO(), stall_timeout=TIMEOUT) as job,
+        pytest.raises(TimeoutError, match="still running: rank 0, rank 1"),
+    ):
+        job.wait(timeout=3 * TIMEOUT)
+    assert job.wait(timeout=0) == 143
     os.close(read)
