@@ -7,6 +7,8 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops, optimizers
 
+from dtk.errors import NotDistributedError
+
 from strategies import bodies
 
 WORDS, LENGTH, WIDTH = 11, 6, 3
@@ -84,6 +86,14 @@ def train(strategy, recipes=tuple(OPTIMIZERS), epochs=17, **compiled):
         name: bodies.flat(reader.get_weights())
         for name, reader in zip(recipes, model.readers, strict=True)
     }
+
+
+def refusal_of_eager_steps():
+    """What the self-test says where no graph tells what slices are of."""
+    try:
+        train(bodies.strategy(2), ("adam",), 1, run_eagerly=True)
+    except NotDistributedError as error:
+        return str(error)
 
 
 def train_served():

@@ -117,6 +117,13 @@ def test_places_and_words_train_as_in_one_process(world, backend, size, compiled
         check_equal(mine, once(lookup_bodies.train_plain))
 
 
+@pytest.mark.worlds(("local", 1))
+def test_places_that_are_looked_up_eagerly_are_refused(pool):
+    """The self-test compared gradients, which are the same, and not what Adam makes of slices."""
+    (said,) = pool.run(lookup_bodies.refusal_of_eager_steps)
+    assert "their squares differ by" in said and "nothing was updated" in said
+
+
 @pytest.mark.worlds(("served", 2))
 def test_places_and_words_train_as_in_one_process_behind_servers(pool):
     (mine,) = pool.run(lookup_bodies.train_served, timeout=240)
