@@ -231,6 +231,18 @@ def is_auto_jit(model: keras.Model) -> bool:
     return getattr(model, "_dtk_auto_jit", False)
 
 
+def is_first_time(model: keras.Model, what: str) -> bool:
+    """Return whether this is asked of a model for the first time.
+
+    Args:
+        model: The model.
+        what: Name of what happens once.
+    """
+    happened = vars(model).get("_dtk_happened", frozenset())
+    object.__setattr__(model, "_dtk_happened", happened | {what})
+    return what not in happened
+
+
 def build_through(model: keras.Model, build: BuildFrom) -> None:
     """Make Keras call `build(iterator=None, data_batch=None)` before a model's first step.
 

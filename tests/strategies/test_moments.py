@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+
 import keras
 import numpy as np
 import pytest
@@ -123,3 +126,43 @@ def test_one_vector_travels_forwards_and_one_backwards(pool):
     statistics = 2 * CHANNELS
     vectors = 2 * (2 * CHANNELS + 1)
     assert together - apart == FLOAT * (vectors - statistics)
+
+
+def told(kind, devices=0):
+    """What is said of norms by two calls of `fit`, or of others."""
+    keras.utils.set_random_seed(2)
+    norms = [keras.layers.BatchNormalization(synchronized=kind == "all rows") for _ in range(5)]
+    for norm in norms:
+        norm.trainable = kind != "frozen"
+    with bodies.scope_of(bodies.strategy(devices)):
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4), *norms])
+        model.compile("sgd", "mse", run_eagerly=kind == "eager")
+    x = np.random.default_rng(0).normal(size=(20, 4)).astype("float32")
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        model.evaluate(x, x, verbose=0)
+        model.predict(x, verbose=0)
+        for _ in range(0 if kind == "inference" else 2):
+            model.fit(x, x, batch_size=16, verbose=0)
+    names = ", ".join(norm.name for norm in norms[:3])
+    assert said.getvalue().count("dtk.layers.convert_sync_batchnorm(model)") <= 1, "told once"
+    return f"{names} and 2 more is over the rows of each of 2 replicas alone" in said.getvalue()
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_a_norm_of_a_replicas_rows_is_told_once(pool):
+    """Breaks as weights that differ from one process's, and no word."""
+    assert pool.run(told, "a replica's rows") == [True, False]
+    assert pool.run(told, "eager") == [True, False]
+
+
+@pytest.mark.worlds(("collective", 2))
+@pytest.mark.parametrize("kind", ["all rows", "frozen", "inference"])
+def test_where_it_makes_no_difference_nothing_is_told(pool, kind):
+    assert pool.run(told, kind) == [False, False]
+
+
+@pytest.mark.worlds(("local", 1))
+def test_devices_tell_once_and_one_replica_nothing(pool):
+    assert pool.run(told, "a replica's rows", 2) == [True]
+    assert pool.run(told, "a replica's rows") == [False]

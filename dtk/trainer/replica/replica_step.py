@@ -86,6 +86,7 @@ def run_step(
             check_reduced(step, model, strategy)
             if local_steps.average_statistics(step, model):
                 return logs
+            sync_batch_norm.tell_of_others(step, strategy)
         assert step.world is not None
         step.world.average()
         return _sum_numbers(step, logs)

@@ -15,11 +15,15 @@ other replicas send back through the moments must have their share in it, and no
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 
+import keras
 import tensorflow as tf
 
+from dtk.compat import keras_models
 from dtk.nests import Function
+from dtk.trainer.contract import Strategy
 from dtk.trainer.tracing import traced_step
 
 
@@ -59,6 +63,29 @@ def of_all_replicas(
     gone = set() if keepdims else {axis % x.shape.rank for axis in axes}
     left = [n for axis, n in enumerate(shape) if axis not in gone]
     return tf.reshape(mean, left), tf.reshape(variance, left)
+
+
+def tell_of_others(step: traced_step.Step, strategy: Strategy) -> None:
+    """Say once which layers have normalized in a training step with a replica's rows alone."""
+    layers = [
+        layer.name
+        for layer in keras_models.layers_of(step.model)
+        if isinstance(layer, keras.layers.BatchNormalization)
+        and not layer.synchronized
+        and id(layer.moving_mean) in step.assigned  # not one that is frozen, or infers
+    ]
+    replicas = strategy.num_replicas_in_sync
+    tells = strategy.is_chief and strategy.local_index() == 0
+    if replicas > 1 and layers and tells and keras_models.is_first_time(step.model, "norms"):
+        more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
+        print(
+            f"dtk: model {step.model.name!r}: batch normalization in {', '.join(layers[:3])}{more} "
+            f"is over the rows of each of {replicas} replicas alone, so weights differ from those "
+            "of one process with the whole batch. BatchNormalization(synchronized=True), or model "
+            "= dtk.layers.convert_sync_batchnorm(model) before fit, is over all rows",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 @tf.custom_gradient
