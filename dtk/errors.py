@@ -9,7 +9,9 @@ keeps working:
 
 
 import difflib
-from collections.abc import Iterable
+import math
+import numbers
+from collections.abc import Callable, Iterable
 
 
 class DtkError(Exception):
@@ -50,6 +52,29 @@ class CheckpointSaveError(DtkError, OSError):
 
 class NonFiniteError(DtkError, FloatingPointError):
     """Training has reached numbers that are NaN or infinite."""
+
+
+def check_number(name: str, value: object, expected: str, fits: Callable[[float], bool]) -> None:
+    """Refuse what is no finite number, or does not fit.
+
+    Args:
+        name: Of the argument.
+        value: As given.
+        expected: In words.
+        fits: Whether a number is in range.
+
+    Raises:
+        ValueError: Names what was given and what was expected.
+
+    >>> check_number("momentum", float("nan"), "0.0 up to but below 1.0", lambda m: 0 <= m < 1)
+    Traceback (most recent call last):
+    ValueError: momentum=nan; expected 0.0 up to but below 1.0
+    """
+    if not isinstance(value, bool) and isinstance(value, numbers.Real):
+        number = float(value)
+        if math.isfinite(number) and fits(number):
+            return
+    raise ValueError(f"{name}={value!r}; expected {expected}")
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:

@@ -10,7 +10,14 @@ from keras import ops
 
 from dtk.nests import Config
 from dtk.optimizers.dense import dense
-from dtk.optimizers.layerwise import LayerwiseOptimizer, LearningRate, both_positive, norm
+from dtk.optimizers.layerwise import (
+    LayerwiseOptimizer,
+    LearningRate,
+    both_positive,
+    check_below_one,
+    check_positive,
+    norm,
+)
 
 
 @keras.saving.register_keras_serializable(package="dtk")
@@ -63,11 +70,9 @@ class LAMB(LayerwiseOptimizer):
         **kwargs: object,
     ):
         super().__init__(learning_rate, exclude=exclude, weight_decay=weight_decay, **kwargs)
-        for name, beta in (("beta_1", beta_1), ("beta_2", beta_2)):
-            if not 0.0 <= beta < 1.0:
-                raise ValueError(f"{name}={beta!r}; expected 0.0 up to but below 1.0")
-        if not epsilon > 0.0:
-            raise ValueError(f"epsilon={epsilon!r}; expected more than 0.0")
+        check_below_one("beta_1", beta_1)
+        check_below_one("beta_2", beta_2)
+        check_positive("epsilon", epsilon)
         self.beta_1 = beta_1
         self.beta_2 = beta_2
         self.epsilon = epsilon

@@ -10,7 +10,14 @@ from keras import ops
 
 from dtk.nests import Config
 from dtk.optimizers.dense import dense
-from dtk.optimizers.layerwise import LayerwiseOptimizer, LearningRate, both_positive, norm
+from dtk.optimizers.layerwise import (
+    LayerwiseOptimizer,
+    LearningRate,
+    both_positive,
+    check_below_one,
+    check_positive,
+    norm,
+)
 
 
 @keras.saving.register_keras_serializable(package="dtk")
@@ -62,10 +69,8 @@ class LARS(LayerwiseOptimizer):
         **kwargs: object,
     ):
         super().__init__(learning_rate, exclude=exclude, weight_decay=weight_decay, **kwargs)
-        if not 0.0 <= momentum < 1.0:
-            raise ValueError(f"momentum={momentum!r}; expected 0.0 up to but below 1.0")
-        if not trust_coefficient > 0.0:
-            raise ValueError(f"trust_coefficient={trust_coefficient!r}; expected more than 0.0")
+        check_below_one("momentum", momentum)
+        check_positive("trust_coefficient", trust_coefficient)
         self.momentum = momentum
         self.trust_coefficient = trust_coefficient
 

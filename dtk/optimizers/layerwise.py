@@ -6,6 +6,7 @@ Of what Keras gives to subclasses without promising it, this uses `_get_variable
 
 from __future__ import annotations
 
+import numbers
 import re
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
@@ -14,6 +15,7 @@ import keras
 import tensorflow as tf
 from keras import ops
 
+from dtk.errors import check_number
 from dtk.nests import Config
 
 # What Keras takes for a learning rate.
@@ -51,6 +53,24 @@ def both_positive(first: tf.Tensor, second: tf.Tensor, ratio: tf.Tensor) -> tf.T
     return ops.where(ops.logical_and(first > 0, second > 0), ratio, 1.0)
 
 
+def check_rate(value: object) -> None:
+    """Refuse a learning rate that is a number, but none to learn by."""
+    if isinstance(value, (str, numbers.Number)) or value is None:
+        expected = "a number of at least 0, a schedule, or a function"
+        check_number("learning_rate", value, expected, lambda rate: rate >= 0)
+
+
+def check_below_one(name: str, value: object) -> None:
+    """Refuse what is no momentum, or such a part of what was."""
+    check_number(name, value, "0.0 up to but below 1.0", lambda part: 0.0 <= part < 1.0)
+
+
+def check_positive(name: str, value: object) -> None:
+    """Refuse what is not above 0."""
+    check_number(name, value, "more than 0.0", lambda number: number > 0.0)
+
+
+
 class LayerwiseOptimizer(keras.optimizers.Optimizer):
     """Optimizer that adapts its rate to each variable, which the papers call a layer.
 
@@ -81,6 +101,9 @@ class LayerwiseOptimizer(keras.optimizers.Optimizer):
         weight_decay: float | None = None,
         **kwargs: object,
     ):
+        check_rate(learning_rate)
+        if weight_decay is not None:
+            check_number("weight_decay", weight_decay, "0.0 or more, or None", lambda d: d >= 0)
         super().__init__(learning_rate=learning_rate, weight_decay=weight_decay, **kwargs)
         if isinstance(exclude, str):
             raise ValueError(

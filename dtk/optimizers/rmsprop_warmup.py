@@ -10,7 +10,7 @@ from keras import ops
 
 from dtk.nests import Config
 from dtk.optimizers.dense import dense
-from dtk.optimizers.layerwise import LearningRate
+from dtk.optimizers.layerwise import LearningRate, check_below_one, check_positive, check_rate
 
 
 def sgd_share(epoch: tf.Tensor, center: float = 10.0, period: float = 5.0) -> tf.Tensor:
@@ -90,18 +90,17 @@ class RMSpropWarmup(keras.optimizers.Optimizer):
         epsilon: float = 1e-8,
         **kwargs: object,
     ):
+        check_rate(learning_rate)
         super().__init__(learning_rate=learning_rate, **kwargs)
         for name, value in (("momentum", momentum), ("rho", rho)):
-            if not 0.0 <= value < 1.0:
-                raise ValueError(f"{name}={value!r}; expected 0.0 up to but below 1.0")
+            check_below_one(name, value)
         for name, value in (
             ("steps_per_epoch", steps_per_epoch),
             ("period", period),
             ("rmsprop_rate", rmsprop_rate),
             ("epsilon", epsilon),
         ):
-            if not value > 0:
-                raise ValueError(f"{name}={value!r}; expected more than 0")
+            check_positive(name, value)
         self.steps_per_epoch = steps_per_epoch
         self.center = center
         self.period = period

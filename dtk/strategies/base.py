@@ -78,6 +78,7 @@ class DtkStrategy(tf.distribute.Strategy):
         self._resolver = resolver or resolve(self.world)
         self.shuffle_seed = ShuffleSeed(None)
         self._meet: Callable[[str], None] | None = None
+        self.told_of_idle = False
         if self.world.rank == 0:
             start.tell_untested_versions()
         super().__init__(extended)

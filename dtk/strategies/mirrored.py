@@ -239,4 +239,6 @@ def _named(names: list[str]) -> list[str]:
             raise ValueError(
                 f"device {name!r} does not exist; there are {', '.join(sorted(known))}"
             )
+    if len({name.lower().rpartition("device:")[2].lstrip("/") for name in names}) < len(names):
+        raise ValueError(f"devices={names!r} names a device twice; name each once")
     return names

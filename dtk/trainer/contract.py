@@ -75,6 +75,8 @@ class Strategy(Protocol):
     See `DtkStrategy` for attributes and arguments.
     """
 
+    told_of_idle: bool
+
     communicator: Communicator
     world: Communicator
     model_communicator: Communicator

@@ -7,10 +7,13 @@ only, and `rank_callbacks.RankChecks` joins the callbacks.
 from __future__ import annotations
 
 import inspect
+import numbers
+import sys
 from collections.abc import Mapping, Sequence
 
 import keras
 
+from dtk.errors import at_rank, check_number
 from dtk.nests import Args, Function, Kwargs
 from dtk.trainer.contract import Strategy, Trainer
 from dtk.trainer.ranks import progress_bar, rank_callbacks, rank_checks, shared_weights
@@ -23,6 +26,16 @@ WRITERS = (
     keras.callbacks.RemoteMonitor,
     keras.callbacks.TensorBoard,
 )
+
+
+# What is expected of an argument, and its least value.
+_COUNTS = {
+    **dict.fromkeys(("batch_size", "validation_batch_size"), ("rows of all ranks, 1 or more", 1)),
+    **dict.fromkeys(
+        ("steps_per_epoch", "validation_steps", "steps"), ("a number of steps, 1 or more", 1)
+    ),
+    **dict.fromkeys(("epochs", "initial_epoch"), ("a number of epochs, 0 or more", 0)),
+}
 
 
 def call(
@@ -41,6 +54,9 @@ def call(
         What Keras's method returns.
     """
     if name in ("fit", "evaluate", "predict"):
+        asked = inspect.signature(method).bind(*args, **kwargs).arguments
+        _check_numbers(name, asked, trainer.strategy)
+        _tell_of_idle(asked.get("batch_size"), trainer.strategy)
         trainer.strategy.meet(f"{name} begins")
     if name == "fit":
         return trainer.fit(method, args, kwargs)
@@ -49,6 +65,32 @@ def call(
     if name == "predict_on_batch" and trainer.takes_over:
         method = trainer.predict_on_batch
     return _on_batch(method, name, trainer, args, kwargs)
+
+
+def _tell_of_idle(rows: object, strategy: Strategy) -> None:
+    """Say once that batches have fewer rows than there are replicas."""
+    replicas = strategy.num_replicas_in_sync
+    idle = replicas - int(rows) if isinstance(rows, numbers.Integral) else 0
+    if idle > 0 and strategy.is_chief and not strategy.told_of_idle:
+        strategy.told_of_idle = True
+        text = f"batch_size={rows} leaves {idle} of {replicas} workers without rows in every step"
+        print(f"dtk: {text}; use {replicas} or more", file=sys.stderr, flush=True)
+
+
+def _check_numbers(name: str, asked: Mapping[str, object], strategy: Strategy) -> None:
+    """Refuse numbers that Keras takes and stumbles over later, or trains nothing with."""
+    for argument, (expected, least) in _COUNTS.items():
+        value = asked.get(argument)
+        if value is None and argument != "epochs":
+            continue
+        whole = not isinstance(value, bool) and isinstance(value, numbers.Integral)
+        if argument in asked and not (whole and int(str(value)) >= least):
+            told = f"{name} got {argument}={value!r}; expected {expected}"
+            raise ValueError(at_rank(strategy.rank, told))
+    if asked.get("validation_split"):
+        expected = "a part of the rows, 0.0 up to but below 1.0"
+        told = at_rank(strategy.rank, f"{name} got validation_split")
+        check_number(told, asked["validation_split"], expected, lambda part: 0.0 <= part < 1.0)
 
 
 def fit(method: Function[object], trainer: Trainer, args: Args, kwargs: Kwargs) -> object:

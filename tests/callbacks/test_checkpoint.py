@@ -565,9 +565,14 @@ def test_arguments():
         ({"max_to_keep": 0}, "at least 1"),
         ({"monitor": "speed"}, "give mode"),
         ({"monitor": "loss", "mode": "least"}, "'auto', 'min' or 'max'"),
+        ({"monitor": 5}, "monitor=5; expected the name of a number of the logs"),
+        ({"monitor": ""}, "monitor=''; expected the name"),
+        ({"directory": None}, "directory=None; expected the path of a folder"),
+        ({"directory": ""}, "directory=''; expected the path of a folder"),
+        ({"directory": 7}, "directory=7; expected the path of a folder"),
     ]:
         with pytest.raises(ValueError, match=message):
-            Checkpoint("somewhere", **arguments)
+            Checkpoint(**{"directory": "somewhere", **arguments})
     assert Checkpoint("x", monitor="val_auc").larger_is_better
     assert not Checkpoint("x", monitor="val_mean_absolute_error").larger_is_better
     assert Checkpoint("x", monitor="speed", mode="max").larger_is_better

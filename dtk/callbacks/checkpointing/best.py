@@ -61,6 +61,11 @@ class BestValue:
     """
 
     def __init__(self, monitor: str | None, mode: str):
+        if monitor is not None and (not isinstance(monitor, str) or not monitor):
+            raise ValueError(
+                f"monitor={monitor!r}; expected the name of a number of the logs, such as "
+                "'val_loss', or None"
+            )
         self.monitor = monitor
         self.larger_is_better = monitor is not None and better_when_larger(monitor, mode)
         self.value: float | None = None

@@ -48,6 +48,11 @@ class CheckpointFiles:
     """
 
     def __init__(self, directory: str | os.PathLike[str]):
+        if not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory):
+            raise ValueError(
+                f"directory={directory!r}; expected the path of a folder for checkpoints, such as "
+                "'checkpoints'"
+            )
         self.directory = Path(directory)
 
     def check_writable(self) -> None:
