@@ -8,6 +8,7 @@ import os
 import pty
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -123,13 +124,18 @@ def test_a_reader_that_has_enough_is_told_what_that_means(dtk_run):
 
 def test_a_job_whose_reader_sleeps_can_be_stopped():
     read, write = os.pipe()
-    with open(write, "w") as out, Job(python("while True: print('a' * 99)"), stdout=out) as job:
+    with open(write, "w") as out:
+        job = Job(python("while True: print('a' * 99)"), stdout=out, grace=1.0).start()
         deadline = time.monotonic() + 60
         while not job._output.waits and time.monotonic() < deadline:
             time.sleep(0.05)
-        job.stop()
-        assert job.wait(timeout=0) == 143
-    os.close(read)
+        stopping = threading.Thread(target=job.stop)
+        stopping.start()
+        stopping.join(20)
+        was_stopped = not stopping.is_alive()
+        os.close(read)  # which ends the job in any case
+        stopping.join(20)
+    assert was_stopped and job.wait(timeout=0) == 143
 
 
 def test_characters_are_whole_in_lines_of_any_length(run):
