@@ -29,6 +29,10 @@ class CommunicatorError(DtkError, RuntimeError):
 class NotDistributedError(DtkError, RuntimeError):
     """Training would have gone on without the reductions that make it distributed."""
 
+    # TensorFlow raises what ends the tracing of a function again: by its class where it is made as
+    # Exception is, and else by a class of its own.
+    __init__ = Exception.__init__
+
 
 class DisagreementError(DtkError, RuntimeError):
     """Ranks differ in something they must agree on: variables, steps, scripts, versions."""

@@ -18,7 +18,7 @@ from typing import TypeAlias, TypeVar
 import keras
 import tensorflow as tf
 
-from dtk.nests import Gradients, Nest
+from dtk.nests import Function, Gradients, Nest
 
 _Note = TypeVar("_Note")
 _Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
@@ -172,6 +172,36 @@ def apply_through(
         return around(list(grads), trainable_variables, apply)
 
     optimizer.apply = applied
+    return apply
+
+
+def applies_through(check: Callable[[keras.Optimizer, Sequence[keras.Variable]], None]) -> None:
+    """Make every optimizer of this process call `check(optimizer, variables)` before it applies.
+
+    From now on; a later call replaces the check.
+
+    Args:
+        check: Gets the optimizer and the variables it is to change; may raise.
+    """
+    # One that scales losses builds the one it wraps before that one is asked to apply.
+    for kind in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
+        kind.apply = _checked(getattr(kind.apply, "_dtk_original", kind.apply), check)
+
+
+def _checked(
+    original: Function[Nest], check: Callable[[keras.Optimizer, Sequence[keras.Variable]], None]
+) -> Function[Nest]:
+    @tf.autograph.experimental.do_not_convert
+    @functools.wraps(original)
+    def apply(
+        self: keras.Optimizer,
+        grads: Gradients,
+        trainable_variables: Sequence[keras.Variable] | None = None,
+    ) -> Nest:
+        check(self, trainable_variables or [])
+        return original(self, grads, trainable_variables)
+
+    apply._dtk_original = original
     return apply
 
 

@@ -21,6 +21,7 @@ from dtk.strategies.cluster_resolver import JobResolver, resolve
 from dtk.trainer import (
     distributed_trainer,
     fit_guard,
+    loop_guard,
     model_scope,
     undistributed_jobs,
     weight_check,
@@ -84,6 +85,7 @@ class DtkStrategy(tf.distribute.Strategy):
         super().__init__(extended)
         undistributed_jobs.made_strategy()
         fit_guard.install(self)
+        loop_guard.install()
 
     @property
     def rank(self) -> int:

@@ -54,12 +54,17 @@ def undistributed() -> Iterator[None]:
         ...     history = model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
     """
     undistributed_jobs.made_strategy()  # the script knows what it does
-    before = getattr(_alone, "flag", False)
+    before = is_alone()
     _alone.flag = True
     try:
         yield
     finally:
         _alone.flag = before
+
+
+def is_alone() -> bool:
+    """Return whether this thread is inside `undistributed()`."""
+    return getattr(_alone, "flag", False)
 
 
 class _Calls:
@@ -78,7 +83,7 @@ class _Calls:
         found = model_scope.trainer_of(model) or self._distributed_now(model, name)
         if found is not None:
             return fit_calls.call(found, name, method, args, kwargs)
-        if name in ("fit", "train_on_batch") and not getattr(_alone, "flag", False):
+        if name in ("fit", "train_on_batch") and not is_alone():
             self._refuse(model, name)
         return method(*args, **kwargs)
 
@@ -92,7 +97,7 @@ class _Calls:
         compiled_enough = model.compiled or name.startswith("predict")
         if not hasattr(strategy, "make_trainer") or not compiled_enough:
             return None
-        if owner is None and getattr(_alone, "flag", False):
+        if owner is None and is_alone():
             return None
         settled = model_scope.check_and_own(
             model, model.jit_compile if model.compiled else "auto", strategy
@@ -114,6 +119,12 @@ class _Calls:
                 "in this process alone, call fit inside `with dtk.strategies.undistributed():`",
             )
         )
+
+
+def joining_strategy() -> Strategy | None:
+    """Return the strategy that joins this process to most others; None before one is made."""
+    handler = trainer_calls.handler()
+    return handler.strategy if isinstance(handler, _Calls) else None
 
 
 def install(strategy: Strategy) -> None:

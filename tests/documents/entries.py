@@ -170,6 +170,10 @@ ENTRIES = {
     ("CONTRIBUTING.md", "cli"): Printed(
         "tests/documents/test_blocks.py::test_the_layers_are_those_that_are_held"
     ),
+    ("docs/strategies.md", "import dtk"): Python(
+        "data",
+        after="assert int(optimizer.iterations) == 4 and np.isfinite(float(loss))",
+    ),
     ("docs/search.md", "import dtk, keras, optuna"): Python(
         "searched", after="del dtk.search.optimize; assert len(study.trials) == 2"
     ),

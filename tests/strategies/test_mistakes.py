@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -61,6 +62,73 @@ def built_and_compiled_outside(strategy):
 def single_batches_of_a_model_compiled_outside(strategy):
     x, y = cases.rows(8)
     cases.compiled(None).train_on_batch(x, y)
+
+
+def looped(strategy, in_scope=False, convert=True, wrap=lambda optimizer: optimizer):
+    """A step of a loop of the script's own, which calls it outside `strategy.run`."""
+    x, y = cases.rows(8)
+    with strategy.scope() if in_scope else contextlib.nullcontext():
+        model = cases.small()
+        optimizer = wrap(keras.optimizers.Adam())
+
+    def train_step(images, labels):
+        with tf.GradientTape() as tape:
+            losses = keras.losses.sparse_categorical_crossentropy(labels, model(images))
+            loss = tf.reduce_mean(losses)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    step = tf.function(train_step) if convert else train_step
+    step(tf.constant(x), tf.constant(y))
+    return model.get_weights()
+
+
+REFUSED_LOOP = (
+    "rank {rank}: optimizer 'adam",
+    "applied outside strategy.run, in a job of 2 processes",
+    "train_set = strategy.experimental_distribute_dataset(train_set)",
+    "return strategy.run(train_step, args=(images, labels))",
+    "`with dtk.strategies.undistributed():`",
+)
+
+
+@mistake("NotDistributedError", *REFUSED_LOOP)
+def a_loop_without_run_and_its_optimizer_made_outside(strategy):
+    looped(strategy)
+
+
+@mistake("NotDistributedError", *REFUSED_LOOP)
+def a_loop_without_run_and_its_optimizer_made_inside(strategy):
+    looped(strategy, in_scope=True)
+
+
+@mistake("NotDistributedError", *REFUSED_LOOP)
+def an_eager_loop_without_run(strategy):
+    looped(strategy, convert=False)
+
+
+@mistake("NotDistributedError", "optimizer 'loss_scale", *REFUSED_LOOP[1:])
+def a_loop_without_run_and_scaled_losses(strategy):
+    looped(strategy, in_scope=True, wrap=keras.optimizers.LossScaleOptimizer)
+
+
+@mistake("NotDistributedError", *REFUSED_LOOP)
+def a_loop_without_run_inside_the_scope(strategy):
+    with strategy.scope():
+        looped(strategy, in_scope=True)
+
+
+@mistake("NotDistributedError", "def train_step(batch): ...", "args=(batch,)")
+def gradients_applied_where_no_function_is(strategy):
+    weight = keras.Variable([1.0])
+    keras.optimizers.SGD().apply([tf.constant([1.0])], [weight])
+
+
+@mistake("nothing")
+def a_loop_that_says_it_trains_alone(strategy):
+    for in_scope in (False, True):
+        with dtk.strategies.undistributed():
+            looped(strategy, in_scope=in_scope)
 
 
 @mistake("ValueError", "rank {rank}: jit_compile=True: layer", "synchronized=False")
