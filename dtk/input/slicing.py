@@ -106,6 +106,8 @@ def check_rows(batch: Nest | Specs) -> list[Leaf | tf.TypeSpec]:
 def count_rows(batch: Nest) -> tf.Tensor:
     """Count the rows of a batch: the leading dimension that its leaves share.
 
+    Zipped datasets may have others: 24 rows beside 8 are 8 rows, each with three of the 24.
+
     Args:
         batch: Nest structure of tensors: dense, ragged or sparse.
 
@@ -115,17 +117,54 @@ def count_rows(batch: Nest) -> tf.Tensor:
     Raises:
         ValueError: A leaf is a scalar, so the data is not batched; or there is no leaf.
     """
-    first = check_rows(batch)[0]
-    if isinstance(first, tf.RaggedTensor):
-        return tf.cast(first.nrows(), tf.int64)
-    if isinstance(first, tf.SparseTensor):
-        return first.dense_shape[0]
-    return tf.shape(first, out_type=tf.int64)[0]
+    leaves = check_rows(batch)
+    if _rows_are_equal(leaves):
+        return _rows(leaves[0])
+    return tf.reduce_min(tf.stack([_rows(leaf) for leaf in leaves]))
 
 
-def _take(leaf: Leaf, begin: tf.Tensor, end: tf.Tensor) -> Leaf:
+def _rows(leaf: Leaf) -> tf.Tensor:
+    if isinstance(leaf, tf.RaggedTensor):
+        return tf.cast(leaf.nrows(), tf.int64)
+    if isinstance(leaf, tf.SparseTensor):
+        return leaf.dense_shape[0]
+    return tf.shape(leaf, out_type=tf.int64)[0]
+
+
+def _rows_are_equal(leaves: Sequence[Leaf]) -> bool:
+    """Whether leaves are known to have equally many rows."""
+    known = {leaf.shape[0] for leaf in leaves}
+    return len(leaves) == 1 or (len(known) == 1 and None not in known)
+
+
+def _multiples(batch: Nest, rows: tf.Tensor) -> Nest:
+    """Return how many rows of each leaf belong to one of the batch's; None: one."""
+    leaves = check_rows(batch)
+    if _rows_are_equal(leaves):
+        return tf.nest.map_structure(lambda leaf: None, batch)
+    sizes = [_rows(leaf) for leaf in leaves]
+    odd = tf.stack(sizes) % tf.maximum(rows, 1)
+    check = tf.debugging.Assert(
+        tf.reduce_all(odd == 0),
+        [
+            "the parts of one batch have other numbers of rows, which are no multiples of the "
+            "least, so they cannot be dealt to workers together; choose the batch sizes of zipped "
+            "datasets so, with drop_remainder=True. Rows:",
+            *sizes,
+        ],
+        summarize=len(sizes),
+    )
+    with tf.control_dependencies([check] if check is not None else []):
+        return tf.nest.map_structure(
+            lambda leaf: _rows(leaf) // tf.maximum(rows, 1) if _has_rows(leaf) else None, batch
+        )
+
+
+def _take(leaf: Leaf, begin: tf.Tensor, end: tf.Tensor, multiple: tf.Tensor | None) -> Leaf:
     if not _has_rows(leaf):
         return leaf
+    if multiple is not None:
+        begin, end = begin * multiple, end * multiple
     if isinstance(leaf, tf.SparseTensor):
         start = tf.concat([[begin], tf.zeros_like(leaf.dense_shape[1:])], 0)
         size = tf.concat([[end - begin], leaf.dense_shape[1:]], 0)
@@ -134,6 +173,14 @@ def _take(leaf: Leaf, begin: tf.Tensor, end: tf.Tensor) -> Leaf:
         known = [taken.dense_shape[0], *(_size(leaf, axis) for axis in range(1, leaf.shape.rank))]
         return tf.SparseTensor(taken.indices, taken.values, tf.stack(known))
     return leaf[begin:end]
+
+
+def _taken(batch: Nest, begin: tf.Tensor, end: tf.Tensor, multiples: Nest) -> Nest:
+    taken = [
+        _take(leaf, begin, end, multiple)
+        for leaf, multiple in zip(tf.nest.flatten(batch), tf.nest.flatten(multiples), strict=True)
+    ]
+    return tf.nest.pack_sequence_as(batch, taken)
 
 
 def _size(leaf: tf.SparseTensor, axis: int) -> tf.Tensor:
@@ -157,13 +204,14 @@ def cut(batch: Nest, ranks: Sequence[int], size: int) -> Slices:
         ValueError: The data is not batched.
     """
     rows = count_rows(batch)
+    multiples = _multiples(batch, rows)
     parts, counts = [], []
     for rank in ranks:
         begin, end = bounds(rows, rank, size)
         counts.append(end - begin)
         # The ranks without rows come last: they take the last row, which counts as none.
         begin = tf.minimum(begin, rows - 1)
-        parts.append(tf.nest.map_structure(lambda leaf, b=begin, e=end: _take(leaf, b, e), batch))
+        parts.append(_taken(batch, begin, end, multiples))
     return Slices(tuple(parts), tuple(counts), rows)
 
 
@@ -179,9 +227,7 @@ def rows_of(batch: Nest, begin: int, end: int) -> Nest:
         The same structure.
     """
     first, last = tf.constant(begin, tf.int64), tf.constant(end, tf.int64)
-    return tf.nest.map_structure(
-        lambda leaf: None if leaf is None else _take(leaf, first, last), batch
-    )
+    return _taken(batch, first, last, _multiples(batch, count_rows(batch)))
 
 
 def cut_exactly(batch: Nest, ranks: Sequence[int], size: int) -> tuple[Nest, ...]:
@@ -196,8 +242,9 @@ def cut_exactly(batch: Nest, ranks: Sequence[int], size: int) -> tuple[Nest, ...
         One structure per rank, some maybe without rows.
     """
     rows = count_rows(batch)
+    multiples = _multiples(batch, rows)
     return tuple(
-        tf.nest.map_structure(lambda leaf, b=begin, e=end: _take(leaf, b, e), batch)
+        _taken(batch, begin, end, multiples)
         for begin, end in (bounds(rows, rank, size) for rank in ranks)
     )
 

@@ -46,6 +46,28 @@ def test_slices_rebuild_the_batch(count, size):
 
 
 @quick
+@given(rows, sizes, st.integers(1, 4), st.sampled_from([slicing.cut_exactly, slicing.cut]))
+def test_parts_of_other_sizes_are_dealt_in_step(count, size, each, cut):
+    """Breaks as a rank that has all labelled rows, and another that has none."""
+    more = tf.reshape(tf.range(count * each), (count, each))
+    batch = {"more": tf.reshape(more, [-1]), "x": tf.range(count)}
+    cut_all = tf.function(lambda batch: cut(batch, range(size), size), reduce_retracing=True)
+    parts = cut_all(batch)
+    for part in getattr(parts, "parts", parts):
+        expected = tf.reshape(tf.gather(more, part["x"]), [-1])
+        np.testing.assert_array_equal(part["more"], expected)
+
+
+def test_parts_that_cannot_be_dealt_in_step_are_told():
+    batches = tf.data.Dataset.zip(
+        (tf.data.Dataset.range(24).batch(24), tf.data.Dataset.range(7).batch(7))
+    )
+    with pytest.raises(tf.errors.InvalidArgumentError, match="no multiples") as told:
+        list(slicing.cut_dataset(batches, (0,), 2))
+    assert "24" in str(told.value) and "7" in str(told.value)
+
+
+@quick
 @given(rows, sizes)
 def test_every_slice_has_a_row_and_counts_those_of_its_own(count, size):
     """Breaks as 0 / 0 in the loss of a rank that has no rows."""

@@ -371,6 +371,33 @@ def own_train_step(strategy):
     return outcome(model)
 
 
+class Paired(Subclassed):
+    """Takes three unlabelled rows beside each labelled one."""
+
+    def train_step(self, data):
+        more, (x, y) = data
+        with tf.GradientTape() as tape:
+            of_more = tf.reduce_mean(self(more, training=True) ** 2)
+            loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True)) + of_more
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss, "of more": of_more}
+
+
+@case
+def zipped_batches_of_other_sizes(strategy):
+    def build():
+        keras.utils.set_random_seed(5)
+        return Paired()
+
+    x, y = rows(45)
+    from_rows = tf.data.Dataset.from_tensor_slices
+    labelled = from_rows((x[:15], y[:15])).batch(4)  # the last has three rows
+    model = compiled(strategy, build)
+    zipped = tf.data.Dataset.zip((from_rows(x).batch(12), labelled))
+    return outcome(model, model.fit(zipped, epochs=2, shuffle=False, verbose=0))
+
+
 class OwnLog(Subclassed):
     """Logs losses as they are, as numbers of this batch, and records one, as Keras's guide does."""
 
