@@ -104,6 +104,10 @@ NEEDED: dict[str, dict[str, str]] = {
         "tensorflow.python.ops.resource_variable_ops": "BaseResourceVariable",
     },
     "steps, their losses and moments": {
+        "tensorflow.python.autograph.core.ag_ctx": "ControlStatusCtx Status.ENABLED",
+        "tensorflow.python.eager.polymorphic_function.autograph_util": "py_func_from_autograph",
+        "tensorflow.python.eager.polymorphic_function.polymorphic_function.Function": "_autograph "
+        "python_function",
         "keras.src.losses.loss": "scale_loss_for_distribution unscale_loss_for_distribution "
         "reduce_weighted_values apply_mask",
         "keras.src.backend.tensorflow.*": "take _compute_moments_sync",

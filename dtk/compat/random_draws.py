@@ -137,7 +137,8 @@ def by_row(layout: str = BLOCKS) -> Iterator[list[int]]:
     of_rows: list[int] = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(_same_numbers_of_python())
-        stack.enter_context(replaced(polymorphic_function.Function, __call__=_call_anew))
+        kind = polymorphic_function.Function
+        stack.enter_context(replaced(kind, __call__=_anew(kind.__call__)))
         for draw, places in _SHAPED.items():
             for module, name in places:
                 by_rows = _by_row_through(getattr(module, name), draw, layout, of_rows)
@@ -164,12 +165,14 @@ def _same_numbers_of_python() -> Iterator[None]:
         random.setstate(of_python)
 
 
-def _call_anew(self: polymorphic_function.Function, *args: object, **kwargs: object) -> Nest:
-    """`Function.__call__` of a function that has no traces."""
-    return _call(self._clone(None), *args, **kwargs)
+def _anew(call: Function[Nest]) -> Function[Nest]:
+    """`Function.__call__` of a function that has no traces; a step's may be what is called."""
 
+    @functools.wraps(call)
+    def call_anew(self: polymorphic_function.Function, *args: object, **kwargs: object) -> Nest:
+        return call(self._clone(None), *args, **kwargs)
 
-_call = polymorphic_function.Function.__call__
+    return call_anew
 
 
 def _seeded(sampler: Function[Nest], *args: object, **kwargs: object) -> Nest:

@@ -371,6 +371,38 @@ def own_train_step(strategy):
     return outcome(model)
 
 
+class StepFunction(Subclassed):
+    """A train step and a helper of it that are functions of TensorFlow's already."""
+
+    @tf.function
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            predicted = self(x, training=True)
+            loss = self.of_rows(y, predicted)
+            if tf.reduce_sum(loss) > -1.0:  # converted, as TensorFlow would
+                loss += 0.1 * tf.reduce_mean(predicted**2)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return self.compute_metrics(x, y, predicted) | {"own": loss}
+
+    @tf.function
+    def of_rows(self, y, predicted):
+        losses = keras.losses.sparse_categorical_crossentropy(y, predicted, from_logits=True)
+        return tf.reduce_mean(losses)
+
+
+@case
+def own_train_step_that_is_a_function(strategy):
+    def build():
+        keras.utils.set_random_seed(5)
+        return StepFunction()
+
+    x, y = rows()
+    model = compiled(strategy, build, metrics=["accuracy"])
+    return outcome(model, model.fit(x, y, batch_size=16, epochs=2, verbose=0))
+
+
 class Paired(Subclassed):
     """Takes three unlabelled rows beside each labelled one."""
 

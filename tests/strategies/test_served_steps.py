@@ -340,7 +340,7 @@ def stepped_served(name, consistency="sync"):
 
 
 @SERVED
-@pytest.mark.parametrize("name", ["disjoint", "persistent", "rate", "without names"])
+@pytest.mark.parametrize("name", ["disjoint", "persistent", "rate", "without names", "compiled"])
 def test_steps_that_need_no_update_of_their_own(pool, name):
     (mine,) = pool.run(stepped_served, name)
     expected = stepped(None, name)
@@ -358,7 +358,6 @@ def test_steps_that_need_no_update_of_their_own(pool, name):
         ("twice", ["(and 3 more)", "its own update"]),
         ("clipping", ["reads 'stepping/dense/kernel'"]),
         ("branch", ["inside a branch, a loop or a function", "in train_step itself"]),
-        ("compiled", ["inside a branch, a loop or a function", "without @tf.function"]),
         ("stranger", ["/kernel' to optimizer", "no trainable weight of the model"]),
         ("by hand", ["assigns 'stepping/dense/bias'", "only optimizers", "constraint"]),
     ],

@@ -24,7 +24,7 @@ from typing import Protocol, TypeAlias
 import keras
 import tensorflow as tf
 
-from dtk.compat import keras_models, keras_steps, keras_variables, one_pass
+from dtk.compat import keras_models, keras_steps, keras_variables, one_pass, tf_functions
 from dtk.nests import Function, Gradients, Nest
 from dtk.trainer.tracing import noting
 from dtk.trainer.tracing.loss_terms import Terms, depends_on_data
@@ -191,6 +191,7 @@ def in_shares() -> Iterator[None]:
         keras_steps.assigns_through(_note_assign),
         keras_steps.means_through(_update_mean),
         keras_steps.tapes_through(_differentiate),
+        tf_functions.inlined_if(lambda: current() is not None),
         one_pass.norms_if_chosen(),
     ):
         yield
