@@ -3,6 +3,7 @@
 tensorflow.python.distribute.distribute_lib         ReplicaContext (constructor)
     ReplicaContext._replica_id_in_sync_group
 tensorflow.python.eager.context                     context().executing_eagerly, global_seed
+tf.compat.v1.reset_default_graph, which keras.utils.clear_session calls
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import tensorflow as tf
@@ -19,6 +21,7 @@ from tensorflow.python.distribute import (
 from tensorflow.python.eager import context as eager_context
 
 from dtk.communicators.base import Communicator, with_values
+from dtk.compat.replacing import replaced
 from dtk.nests import Nest
 
 # A tensor, or a structure of tensors and `tf.IndexedSlices` with None for what is absent.
@@ -152,6 +155,15 @@ def in_replica(strategy: tf.distribute.Strategy) -> tf.distribute.ReplicaContext
         strategy: The strategy.
     """
     return distribute_lib.ReplicaContext(strategy, 0)
+
+
+def scope_kept() -> AbstractContextManager[None]:
+    """Return a context in which `keras.utils.clear_session()` leaves the scope it is called in.
+
+    It puts a new graph in the place of the one that holds the scopes of strategies, so that what
+    follows would be made outside, and leaving the scope fails.
+    """
+    return replaced(tf.compat.v1, reset_default_graph=lambda: None)
 
 
 def all_reduce(

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from dtk.communicators.base import Communicator
 from dtk.communicators.local import LocalCommunicator
-from dtk.compat import keras_variables
+from dtk.compat import keras_variables, tf_replicas
 from dtk.errors import at_rank
 from dtk.exchange import Downpour
 from dtk.exchange.base import Exchange
@@ -335,7 +335,7 @@ class DtkStrategy(tf.distribute.Strategy):
 def _scope(
     scope: contextlib.AbstractContextManager[object], strategy: DtkStrategy
 ) -> Iterator[object]:
-    with scope as entered, model_scope.distributing(strategy):
+    with scope as entered, model_scope.distributing(strategy), tf_replicas.scope_kept():
         yield entered
 
 
