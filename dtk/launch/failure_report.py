@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 
+from dtk.cluster import rank_files
 from dtk.cluster import stall as stalls
 from dtk.cluster.stall import Stall
 from dtk.launch.rank import Rank
@@ -45,6 +46,7 @@ def failure_report(
     else:
         text += " Its last output:" if words else " It wrote nothing."
         lines = [text, *words]
+        lines += filter(None, [rank_files.advice(words) if count > 1 else None])
     if rank.signal == signal.SIGKILL and not restarts:
         lines.append(_NEXT)
     return "\n".join(["", *lines, ""])

@@ -8,11 +8,13 @@ import os
 import platform
 import random
 import sys
+import traceback
 from types import TracebackType
 
 import keras
 import tensorflow as tf
 
+from dtk.cluster import progress, rank_files
 from dtk.cluster.processor import instructions
 from dtk.cluster.variables import FUSED_ADAM, FUSED_BATCH_NORM, JIT_COMPILE
 from dtk.communicators import determinism
@@ -171,6 +173,9 @@ def end_at_once(name: str) -> None:
     def fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         sys.stdout.flush()
         before(kind, error, trace)
+        advice = rank_files.advice(traceback.format_exception_only(error))
+        if advice and not progress.is_launched():  # whose launcher says it last
+            print(advice, file=sys.stderr)
         print(f"dtk: {name} failed; ending the job", file=sys.stderr)
         sys.stderr.flush()
         os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)

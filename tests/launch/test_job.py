@@ -37,6 +37,16 @@ def test_output_is_prefixed_by_rank_without_colours(run):
     assert sorted(err.splitlines()) == ["[0] oops 0", "[1] oops 1"]
 
 
+def test_a_directory_that_every_rank_makes(run, tmp_path):
+    """The rank that failed of it is named, and rank 0 and `strategy.is_chief` with it."""
+    code = f"time.sleep(r)\nos.mkdir({str(tmp_path / 'logs')!r})\ntime.sleep(60)\n"
+    ended, _, err, _ = run(python(code))
+    assert ended == 1
+    assert "rank 1, host localhost failed first, with exit code 1" in err
+    assert "FileExistsError" in err
+    assert "rank 0 make it, `if strategy.is_chief: os.mkdir(path)`" in err
+
+
 def test_each_rank_has_cores_of_its_own(run):
     here = sorted(os.sched_getaffinity(0))
     if len(here) < 2:

@@ -1,0 +1,35 @@
+"""What to do about files that every rank makes, or one makes and another looks for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+_MADE = re.compile(r"FileExistsError\b|.*errors_impl\.AlreadyExistsError\b")
+_MISSING = re.compile(r"FileNotFoundError\b|ValueError: File not found: filepath=")
+
+_MAKE = (
+    "dtk: every rank runs the whole script, and another may have made that file first. Let rank 0 "
+    "make it, `if strategy.is_chief: os.mkdir(path)`, and the others wait, "
+    "`strategy.communicator.barrier()`; os.makedirs(path, exist_ok=True) may be called by all."
+)
+_READ = (
+    "dtk: every rank runs the whole script, but rank 0 alone writes the files of callbacks and "
+    "model.save, and tempfile.mkdtemp() makes another directory on each. Read the file "
+    "`if strategy.is_chief:`, or give all ranks one path that they share: "
+    "path = strategy.communicator.broadcast_object(path)."
+)
+
+
+def advice(words: Sequence[str]) -> str | None:
+    """Return what to do about the exception that ended a rank, if it may come of that.
+
+    Args:
+        words: The last lines that the rank wrote.
+    """
+    for line in reversed(words):
+        if _MADE.match(line):
+            return _MAKE
+        if _MISSING.match(line):
+            return _READ
+    return None

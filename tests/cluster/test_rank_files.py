@@ -1,0 +1,25 @@
+"""Exceptions that come of files which every rank makes, or one alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from dtk.cluster import rank_files
+
+
+@pytest.mark.parametrize(
+    "last, says",
+    [
+        ("FileExistsError: [Errno 17] File exists: 'logs'", "os.makedirs(path, exist_ok=True)"),
+        ("FileNotFoundError: [Errno 2] No such file or directory: 'm'", "broadcast_object(path)"),
+        ("ValueError: File not found: filepath=/tmp/a/m.keras. Please ...", "tempfile.mkdtemp()"),
+    ],
+)
+def test_the_last_exception_says_what_to_do(last, says):
+    advice = rank_files.advice(["Traceback (most recent call last):", '  File "a"', last, ""])
+    assert says in advice and "`if strategy.is_chief:" in advice.replace(" os.mkdir(path)`", "")
+
+
+def test_other_exceptions_say_nothing_of_files():
+    assert rank_files.advice(["ValueError: no FileExistsError: here"]) is None
+    assert rank_files.advice([]) is None
