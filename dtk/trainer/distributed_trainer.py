@@ -27,7 +27,7 @@ from dtk.trainer.contract import Loop, StepFunction, StrategyT
 from dtk.trainer.gradients import local_steps, shared_optimizer
 from dtk.trainer.model_state import ModelState
 from dtk.trainer.ranks import rank_checks, shared_weights
-from dtk.trainer.replica import predicting, replica_step, self_test, step_times, trial
+from dtk.trainer.replica import fixed_rows, predicting, replica_step, self_test, step_times, trial
 
 
 class DistributedTrainer(ModelState, Generic[StrategyT]):
@@ -246,9 +246,11 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
             first: This process's slices of the first batch.
 
         Raises:
-            NotDistributedError: They do not.
+            NotDistributedError: They do not, or a layer keeps a state for every row.
         """
         strategy = self.strategy
+        known = None if isinstance(first.rows, tuple) else int(first.rows)
+        fixed_rows.check_stateful(self.model, known, strategy)
         asked = self_test.is_wanted(strategy.self_test)
         if name in self.kinds or not asked or strategy.world.name == "null":
             return

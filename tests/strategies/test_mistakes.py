@@ -131,6 +131,47 @@ def a_loop_that_says_it_trains_alone(strategy):
             looped(strategy, in_scope=in_scope)
 
 
+@mistake(
+    "NotDistributedError",
+    "rank {rank}: layer 'remembers'",
+    "every row of a batch of 8, and each of 2 replicas",
+    "`keras.layers.LSTM(..., stateful=False)`",
+)
+def a_layer_that_keeps_the_state_of_every_row(strategy):
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input(batch_shape=(8, 5, 3)),
+                keras.layers.LSTM(4, stateful=True, name="remembers"),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile("sgd", "mse")
+    model.fit(np.ones((16, 5, 3)), np.ones((16, 1)), batch_size=8, verbose=0)
+
+
+class OfEight(keras.layers.Layer):
+    def call(self, x):
+        return tf.reshape(x, (8, 64))
+
+
+@mistake(
+    "NotDistributedError",
+    "rank {rank}: the train_step of model 'eights' fails on 5 rows",
+    "the requested shape has 512",
+    "of_eight",
+    "write -1 or keras.ops.shape(x)[0]",
+)
+def a_layer_made_for_one_size_of_batch(strategy):
+    x, y = cases.rows(16)
+    with strategy.scope():
+        inputs = keras.Input((8, 8, 1))
+        outputs = keras.layers.Dense(10)(OfEight()(inputs))
+        model = keras.Model(inputs, outputs, name="eights")
+        model.compile("sgd", cases.crossentropy())
+    model.fit(x, y, batch_size=8, verbose=0)
+
+
 @mistake("ValueError", "rank {rank}: jit_compile=True: layer", "synchronized=False")
 def jit_set_as_an_attribute(strategy):
     x, y = cases.rows(8)

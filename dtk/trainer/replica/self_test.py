@@ -34,7 +34,7 @@ from dtk.errors import NotDistributedError, at_rank
 from dtk.nests import Array
 from dtk.trainer.contract import Strategy
 from dtk.trainer.gradients import lookup_slices, shared_optimizer
-from dtk.trainer.replica import metric_trial
+from dtk.trainer.replica import fixed_rows, metric_trial
 from dtk.trainer.replica.trial import Outcome, Trial
 from dtk.trainer.tracing.loss_terms import RATIO, SUM
 
@@ -112,11 +112,12 @@ def run(trial: Trial[Strategy], reasons: Sequence[str]) -> Verdict:
         What was found; its kinds are what the step is to be traced with.
 
     Raises:
-        NotDistributedError: The parts do not add up.
+        NotDistributedError: The parts do not add up, or it cannot take a few rows.
     """
     began = time.perf_counter()
-    verdict = _judge(trial)
     strategy, model = trial.strategy, trial.model
+    with fixed_rows.told(trial.step_function.__name__, model, trial.rows, strategy):
+        verdict = _judge(trial)
     if verdict.wrong:
         raise NotDistributedError(
             at_rank(

@@ -1,0 +1,72 @@
+"""Models that are made for one number of rows, of which a worker has only its share."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+import keras
+import tensorflow as tf
+
+from dtk.compat import keras_models
+from dtk.errors import NotDistributedError, at_rank
+from dtk.trainer.contract import Strategy
+
+
+def check_stateful(model: keras.Model, rows: int | None, strategy: Strategy) -> None:
+    """Refuse layers that keep a state for every row of a batch from one batch to the next.
+
+    Args:
+        model: The model.
+        rows: Of the global batch; None where only the sum over ranks tells.
+        strategy: Its strategy.
+
+    Raises:
+        NotDistributedError: It has such a layer, and the strategy several replicas.
+    """
+    size = strategy.num_replicas_in_sync
+    stateful = [x for x in keras_models.layers_of(model) if getattr(x, "stateful", False)]
+    if size == 1 or not stateful:
+        return
+    layer = stateful[0]
+    batch = "a batch" if rows is None else f"a batch of {rows}"
+    raise NotDistributedError(
+        at_rank(
+            strategy.rank,
+            f"layer {layer.name!r} of model {model.name!r} has stateful=True: it keeps a state for "
+            f"every row of {batch}, and each of {size} replicas computes a part of the rows. Make "
+            f"it `keras.layers.{type(layer).__name__}(..., stateful=False)`, or train on one "
+            "process, where it works as without dtk",
+        )
+    )
+
+
+@contextlib.contextmanager
+def told(name: str, model: keras.Model, rows: int, strategy: Strategy) -> Iterator[None]:
+    """Return a context in which a step that cannot take a few rows says what to change.
+
+    Args:
+        name: Of the step, such as "train_step".
+        model: Whose.
+        rows: How many it is tried on.
+        strategy: The model's.
+
+    Raises:
+        NotDistributedError: The step fails of the sizes of its tensors.
+    """
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        lines = str(error.message).split("\n")
+        node = re.search(r"\{\{node ([^}]+)\}\}", str(error.message))
+        said = re.sub(r"^\{\{.*?\}\} ", "", lines[0]) + (f" (in {node[1]})" if node else "")
+        raise NotDistributedError(
+            at_rank(
+                strategy.rank,
+                f"the {name} of model {model.name!r} fails on {rows} rows: {said}. A worker "
+                "computes a part of each batch, and the last one has fewer rows. If the model is "
+                "made for one size of batch, write -1 or keras.ops.shape(x)[0] where that size "
+                "stands",
+            )
+        ) from error
