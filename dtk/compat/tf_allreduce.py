@@ -30,7 +30,7 @@ from tensorflow.python.distribute import (
 from dtk.communicators.base import Communicator
 from dtk.compat.contract import AllReduceContainer, MakesDataset
 from dtk.compat.tf_datasets import PerRankDataset, take_apart
-from dtk.compat.tf_replicas import all_reduce, if_present, is_whole
+from dtk.compat.tf_replicas import all_reduce, if_present, is_whole, undivided
 from dtk.compat.tf_variables import VARIABLE_CLASSES, local_value
 from dtk.input import digests, row_maps, slicing
 from dtk.input.pipelines import in_time, read_ahead
@@ -52,6 +52,7 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
     ):
         super().__init__(container_strategy, device)
         self._communicator = communicator
+        self.divide_slices: Function[tuple[list[Nest], Function[list[Nest]]]] = undivided
         self._reads_are_local = False
         self._observe: Callable[[tf.Tensor], None] | None = None
         self._reasons: set[str] = set()  # that `row_maps` has told
@@ -141,7 +142,7 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
         del options
         if is_whole():
             return value
-        return all_reduce(self._communicator, reduce_op, if_present(value))
+        return all_reduce(self._communicator, reduce_op, if_present(value), self.divide_slices)
 
     def reduce_over_replicas(
         self, values: list[tf.Tensor | tf.IndexedSlices], op: str = "sum"

@@ -24,7 +24,14 @@ from dtk.communicators import collective
 from dtk.communicators.base import Communicator
 from dtk.compat.contract import MakesDataset
 from dtk.compat.tf_datasets import PerRankDataset
-from dtk.compat.tf_replicas import all_reduce, if_present, is_whole, op_name, replica_index
+from dtk.compat.tf_replicas import (
+    all_reduce,
+    if_present,
+    is_whole,
+    op_name,
+    replica_index,
+    undivided,
+)
 from dtk.compat.tf_variables import MirroredVariable, SyncOnReadVariable, components
 from dtk.input import slicing
 from dtk.input.pipelines import in_time, read_ahead
@@ -53,6 +60,7 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
         # or it makes one replica's step wait for the end of the other's.
         for op in ("LookupTableFindV2", "LookupTableSizeV2"):
             auto_control_deps_utils.register_read_only_resource_op(op)
+        self.divide_slices: Function[tuple[list[Nest], Function[list[Nest]]]] = undivided
         # Groups of other strategies in this process must have other keys.
         self._replicas = collective.replicas(self._devices, group=id(container_strategy))
 
@@ -74,7 +82,9 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
             return value
         if tf.executing_eagerly():
             return self._merge(reduce_op, if_present(value))
-        return all_reduce(self.replica_communicator(), reduce_op, if_present(value))
+        return all_reduce(
+            self.replica_communicator(), reduce_op, if_present(value), self.divide_slices
+        )
 
     def _merge(self, reduce_op: tf.distribute.ReduceOp, value: _Reduced) -> _Reduced:
         # Eager replicas take turns, so a collective op would wait for ever: merge them.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
@@ -22,7 +22,7 @@ from tensorflow.python.eager import context as eager_context
 
 from dtk.communicators.base import Communicator, with_values
 from dtk.compat.replacing import replaced
-from dtk.nests import Nest
+from dtk.nests import Function, Nest
 
 # A tensor, or a structure of tensors and `tf.IndexedSlices` with None for what is absent.
 _Structure = TypeVar("_Structure", bound=Nest)
@@ -166,8 +166,16 @@ def scope_kept() -> AbstractContextManager[None]:
     return replaced(tf.compat.v1, reset_default_graph=lambda: None)
 
 
+def undivided(flat: list[Nest]) -> tuple[list[Nest], Callable[[list[Nest]], list[Nest]]]:
+    """Return values as they are, and what puts them together: nothing."""
+    return flat, list
+
+
 def all_reduce(
-    communicator: Communicator, reduce_op: tf.distribute.ReduceOp, value: _Structure
+    communicator: Communicator,
+    reduce_op: tf.distribute.ReduceOp,
+    value: _Structure,
+    divide: Function[tuple[list[Nest], Function[list[Nest]]]] = undivided,
 ) -> _Structure:
     """Reduce a structure of tensors and `tf.IndexedSlices` over all ranks.
 
@@ -175,6 +183,7 @@ def all_reduce(
         communicator: Between the ranks.
         reduce_op: A `tf.distribute.ReduceOp` or its name.
         value: This rank's.
+        divide: Divides values into what is to be reduced; also returns what joins them again.
 
     Returns:
         The same structure, equal on all ranks.
@@ -182,4 +191,6 @@ def all_reduce(
     flat = tf.nest.flatten(value)
     if not flat:
         return value
-    return tf.nest.pack_sequence_as(value, communicator.allreduce(flat, op_name(reduce_op)))
+    divided, join = divide(flat)
+    reduced = communicator.allreduce(divided, op_name(reduce_op))
+    return tf.nest.pack_sequence_as(value, join(reduced))

@@ -27,6 +27,7 @@ from dtk.trainer import (
     weight_check,
 )
 from dtk.trainer.contract import Strategy
+from dtk.trainer.gradients import lookup_slices
 from dtk.trainer.shuffle_seed import ShuffleSeed
 
 _Made = TypeVar("_Made")
@@ -83,6 +84,7 @@ class DtkStrategy(tf.distribute.Strategy):
         if self.world.rank == 0:
             start.tell_untested_versions()
         super().__init__(extended)
+        extended.divide_slices = lookup_slices.divide_in_loop
         undistributed_jobs.made_strategy()
         fit_guard.install(self)
         loop_guard.install()

@@ -88,6 +88,32 @@ def train(strategy, recipes=tuple(OPTIMIZERS), epochs=17, **compiled):
     }
 
 
+def loop(devices=0):
+    """Words and places in a loop of a script's own, under `strategy.run` where it has devices."""
+    strategy = bodies.strategy(devices) if devices else None
+    keras.utils.set_random_seed(1)
+    words = np.random.default_rng(0).integers(0, 9, (32, 5))
+    with bodies.scope_of(strategy):
+        table, places = layers.Embedding(9, 1), layers.Embedding(5, 1)
+        table.build()
+        places.build()
+        weights = [table.embeddings, places.embeddings]
+        optimizer = optimizers.Adam(0.01)
+        optimizer.build(weights)
+
+    def step(words):
+        with tf.GradientTape() as tape:
+            found = table(words) + places(ops.arange(ops.shape(words)[1]))
+            loss = tf.reduce_sum((found[..., 0] - tf.cast(words % 2, tf.float32)) ** 2) / 16
+        optimizer.apply(tape.gradient(loss, weights), weights)
+
+    run = tf.function(lambda batch: strategy.run(step, (batch,)) if strategy else step(batch))
+    batches = tf.data.Dataset.from_tensor_slices(words).batch(16).repeat(5)
+    for batch in strategy.experimental_distribute_dataset(batches) if strategy else batches:
+        run(batch)
+    return {"adam": bodies.flat([weight.numpy() for weight in weights])}
+
+
 def refusal_of_eager_steps():
     """What the self-test says where no graph tells what slices are of."""
     try:

@@ -118,6 +118,12 @@ def test_places_and_words_train_as_in_one_process(world, backend, size, compiled
 
 
 @pytest.mark.worlds(("local", 1))
+def test_places_and_words_in_a_loop_of_ones_own(pool):
+    (mine,) = pool.run(lookup_bodies.loop, 2)
+    check_equal(mine, once(lookup_bodies.loop))
+
+
+@pytest.mark.worlds(("local", 1))
 def test_places_that_are_looked_up_eagerly_are_refused(pool):
     """The self-test compared gradients, which are the same, and not what Adam makes of slices."""
     (said,) = pool.run(lookup_bodies.refusal_of_eager_steps)

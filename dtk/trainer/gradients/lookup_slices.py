@@ -83,6 +83,18 @@ class Division:
         return [*divided, *more], join
 
 
+def divide_in_loop(values: list[Gradient]) -> tuple[list[Gradient], Join]:
+    """Divide what a loop of the script's own reduces, by what the graph says of it.
+
+    Args:
+        values: Of this replica.
+
+    Returns:
+        See `Division.of`.
+    """
+    return Division([""] * len(values), rank=0).of(values)
+
+
 def known_pieces(
     gradient: tf.IndexedSlices,
     path: str,
