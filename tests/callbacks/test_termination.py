@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import pathlib
 import signal
 import subprocess
@@ -13,11 +15,12 @@ import types
 import pytest
 
 from dtk.callbacks.checkpointing.termination import EXIT_CODE, Termination
+from dtk.cluster import report_channel
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
-def run(body):
+def run(body, **how):
     program = f"""
         import os, signal, sys, threading, time, types
         from dtk.callbacks.checkpointing.termination import Termination
@@ -27,7 +30,11 @@ def run(body):
     """
     began = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, capture_output=True, timeout=60
+        [sys.executable, "-c", textwrap.dedent(program)],
+        cwd=ROOT,
+        capture_output=True,
+        timeout=60,
+        **how,
     )
     return done.returncode, time.monotonic() - began, done.stderr.decode()
 
@@ -54,13 +61,20 @@ def test_a_granted_wish_leaves_time_to_save():
 
 def test_a_second_signal_changes_nothing_where_a_launcher_waits():
     """Breaks as a death by Slurm: it sends the signal to the ranks, and to the launcher too."""
-    code, _, error = run(
-        "os.environ.update(DTK_RUN='1', DTK_SAVE_GRACE='60'); asked.install();"
-        "os.kill(os.getpid(), signal.SIGTERM); os.kill(os.getpid(), signal.SIGTERM);"
-        "time.sleep(0.1); asked.wanted(); asked.remove(); sys.exit(5)"
-    )
+    reports, end_of_rank = report_channel.pair()
+    with reports, end_of_rank:
+        code, _, _ = run(
+            "os.environ.update(DTK_RUN='1', DTK_SAVE_GRACE='60'); asked.install();"
+            "os.kill(os.getpid(), signal.SIGTERM); os.kill(os.getpid(), signal.SIGTERM);"
+            "time.sleep(0.1); asked.wanted(); asked.remove(); sys.exit(5)",
+            env={**os.environ, **report_channel.variables(end_of_rank)},
+            pass_fds=[end_of_rank.fileno()],
+            start_new_session=True,
+        )
+        end_of_rank.close()
+        messages = iter(lambda: report_channel.receive(reports), b"")
+        told = [json.loads(message)["saving"] for message in messages]
     assert code == 5
-    told = [line.rpartition(" ")[2] for line in error.splitlines() if "dtk saving" in line]
     assert told == ["ready", "begun", "over"]
 
 
