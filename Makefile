@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-all test-faults mutants check clean lint types rooms apt horovod
+.PHONY: help demo test test-fast test-all test-versions test-faults mutants check clean lint types rooms apt horovod
 
 PYTHON ?= python3
 # what pytest is given, such as PYTEST_ARGS="-k slurm"
@@ -33,6 +33,7 @@ help:
 	@echo 'make test      install what the tests need, Horovod included, then lint, types and tests'
 	@echo 'make test-fast lint, types and the tests of one process'
 	@echo 'make test-all  the same with the whole equivalence matrix, and with Slurm, which it installs'
+	@echo 'make test-versions  the tests of one process and a job of two, with every TensorFlow, Keras and Python of tools/versions.txt'
 	@echo 'make test-faults  kill and stop ranks and cut links at random moments, for some hours, and say what does not survive'
 	@echo 'make mutants   break every rule once and say which breaks no test notices'
 	@echo 'make check     lint, types and imports only'
@@ -50,6 +51,10 @@ test-fast: check
 test-all: FOR_TESTS += $(FOR_ALL)
 test-all: horovod check
 	@$(call run_pytest,--hypothesis-profile search)
+
+# environments of its own, in .versions; ROWS="3.11/2.21.0/3.14.1" tests one of them
+test-versions: $(BIN)/python
+	@$(BIN)/python tools/versions.py --workers $(WORKERS) $(ROWS)
 
 test-faults: horovod
 	@$(BIN)/python tools/faults.py
@@ -73,14 +78,14 @@ rooms: $(VENV)/.for-test
 	@echo 'import-linter' && { out=$$($(BIN)/lint-imports --no-cache 2>&1) || { echo "$$out"; exit 1; }; }
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .versions build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- installation ---------------------------------------------------------------------------------
 
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
-	  echo "dtk needs Python 3.11 or later, and $(PYTHON) is $$($(PYTHON) --version 2>/dev/null || echo missing)."; \
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null || { \
+	  echo "dtk needs Python 3.11, 3.12 or 3.13, and $(PYTHON) is $$($(PYTHON) --version 2>/dev/null || echo missing)."; \
 	  echo 'Next: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)'; exit 1; }
 	@$(PYTHON) -m venv --clear $(VENV) || { \
 	  echo '$(PYTHON) could not make $(VENV). Next, on Debian: apt-get install python3-venv'; exit 1; }

@@ -278,7 +278,7 @@ def impossible(directory):
 
 @pytest.mark.worlds(("local", 1))
 def test_a_value_that_cannot_be_is_named_and_the_one_before_is_loaded(pool, tmp_path):
-    (told,) = pool.run(impossible, str(tmp_path))
+    (told,) = pool.run(impossible, str(tmp_path), timeout=180)
     for key, value in IMPOSSIBLE.items():
         epochs, warned = told[key]
         assert epochs == [0, 1, 2], key
