@@ -32,6 +32,9 @@ in float32, and each array may differ by 1e-5, or ten times as much as in a plai
 weights are 1e-7 apart. **Refused** is what dtk ends with a message of its own; **broken** is any
 other end, **silent** a difference or ranks that train alone, **hangs** a run past its time.
 """
+WAITING = """
+## In the table, without a result: not run yet, or differences not yet explained
+"""
 ROW = "| {path} | {lines} | {end} | {double} | {single} | {detail} |"
 
 
@@ -66,11 +69,7 @@ def page(results: list[dict[str, Any]], commits: dict[str, str], waiting: list[s
                 "| script | lines | end | float64 | float32 | |",
                 "|---|---|---|---|---|---|",
                 *rows,
-                *(
-                    ["\n## In the table, and not run yet\n", *(f"- `{path}`" for path in waiting)]
-                    if waiting
-                    else []
-                ),
+                *([WAITING, *(f"- `{path}`" for path in waiting)] if waiting else []),
                 *(["\n## Not run: plain Keras does not run them here\n", *left] if left else []),
             ]
         )

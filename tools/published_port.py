@@ -68,6 +68,11 @@ def telling(text: str, epochs: int) -> str:
     return with_inserts(text, inserts)
 
 
+def plain(text: str) -> str:
+    """Return the script without another strategy than TensorFlow's default."""
+    return re.sub(OTHERS, "tf.distribute.get_strategy()", text)
+
+
 def for_dtk(text: str, whole: bool = False) -> tuple[str, dict[str, int]]:
     """Return the script with dtk's lines, and how many are added, indented and changed for it."""
     lines = text.splitlines()

@@ -129,22 +129,30 @@ def with_double_top_k() -> None:
 
 def nudged() -> None:
     """Let weights that are drawn begin 1e-7 apart."""
-    from keras.src.initializers import random_initializers
-
     generator = np.random.default_rng(1)
 
-    def through(cls):
-        first = cls.__call__
+    def moved(first: Any, *args: Any) -> Any:
+        value = first(*args)
+        return value * (1 + 1e-7 * generator.normal(size=value.shape)).astype("float32")
 
-        def call(self, *args, **kwargs):
-            value = first(self, *args, **kwargs)
-            return value * (1 + 1e-7 * generator.normal(size=value.shape)).astype("float32")
+    around_initializers(moved)
 
-        cls.__call__ = functools.wraps(first)(call)
+
+def around_initializers(call: Any) -> None:
+    """Let `call` answer for each initializer that draws; it is given Keras's own and arguments."""
+    from keras.src.initializers import random_initializers
 
     for cls in vars(random_initializers).values():
         if isinstance(cls, type) and "__call__" in vars(cls):
-            through(cls)
+            cls.__call__ = _answered(cls.__call__, call)
+
+
+def _answered(first: Any, call: Any) -> Any:
+    @functools.wraps(first)
+    def answer(self: Any, shape: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return call(functools.partial(first, self), shape, dtype)
+
+    return answer
 
 
 class Draws:
@@ -165,6 +173,15 @@ class Draws:
         self.seed: Any = None
         for module, name, draw in drawing():
             setattr(module, name, self._by_rows(getattr(module, name), draw))
+        around_initializers(self._outside)
+
+    def _outside(self, first: Any, *args: Any) -> Any:
+        """Draw weights as Keras does, also those of a layer that the first step builds."""
+        before, self.rows = self.rows, None
+        try:
+            return first(*args)
+        finally:
+            self.rows = before
 
     def tracing(self, step: Any, rows: Any, first: Any, of: Any) -> Any:
         """Trace a step of so many rows, which are in the batch from a number on."""

@@ -117,7 +117,7 @@ def tried(entry: dict[str, Any], repository: Path, options: argparse.Namespace) 
     for old, new in entry.get("port", []):
         assert old in ported, old
         ported = ported.replace(old, new)
-    (folder / "plain.py").write_text(entry.get("plain_before", "") + text)
+    (folder / "plain.py").write_text(published_port.plain(text))
     (folder / "dtk.py").write_text(ported)
     for name in ("plain", "dtk"):
         double = (folder / f"{name}.py").read_text().replace("float32", "float64")
