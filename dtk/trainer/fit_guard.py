@@ -138,6 +138,10 @@ def install(strategy: Strategy) -> None:
     self_test.fail_if_nothing_is_tried()
     step_times.fail_if_nothing_is_timed()
     before = trainer_calls.handler()
-    # One that joins more processes goes on deciding what is refused.
-    if not isinstance(before, _Calls) or strategy.processes >= before.strategy.processes:
+    # One that joins more processes or replicas goes on deciding what is refused.
+    if not isinstance(before, _Calls) or _joins(strategy) >= _joins(before.strategy):
         trainer_calls.through(_Calls(strategy))
+
+
+def _joins(strategy: Strategy) -> tuple[int, int]:
+    return strategy.processes, strategy.size

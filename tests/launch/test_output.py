@@ -250,12 +250,13 @@ def test_rank_0s_bar_is_drawn_anew_on_a_terminal(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(BAR)
     command = [sys.executable, "-m", "dtk.cli.main", "run", "-n", "2", "--communicator"]
+    inherited = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     master, terminal = pty.openpty()
     with subprocess.Popen(
         [*command, "collective", str(script)],
         stdout=terminal,
         stderr=terminal,
-        env={**os.environ, "TERM": "xterm", "NO_COLOR": "1"},
+        env={**inherited, "TERM": "xterm", "NO_COLOR": "1"},
     ) as process:
         os.close(terminal)
         written = b""

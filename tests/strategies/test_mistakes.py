@@ -118,6 +118,13 @@ def a_loop_without_run_inside_the_scope(strategy):
         looped(strategy, in_scope=True)
 
 
+@mistake("NotDistributedError", *REFUSED_LOOP)
+def a_loop_without_run_beside_a_model_in_parts(strategy):
+    parts = strategy.size
+    dtk.strategies.AllReduceStrategy(strategy.communicator, model_parallel=parts)
+    looped(strategy)
+
+
 @mistake("NotDistributedError", "def train_step(batch): ...", "args=(batch,)")
 def gradients_applied_where_no_function_is(strategy):
     weight = keras.Variable([1.0])
