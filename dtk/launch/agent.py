@@ -185,9 +185,14 @@ def versions() -> dict[str, str]:
     import importlib.metadata  # 20 ms, which only jobs on several hosts pay
 
     found = {"Python": "{}.{}".format(*sys.version_info)}
-    for name, package in (("dtk", "keras-dtk"), ("tensorflow",) * 2, ("keras",) * 2):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(package)
+    for name, distributions in {
+        "dtk": ["keras-dtk"],
+        "tensorflow": ["tensorflow", "tf-nightly"],
+        "keras": ["keras", "keras-nightly"],
+    }.items():
+        for distribution in distributions:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                found[name] = importlib.metadata.version(distribution)
     return found
 
 
