@@ -290,8 +290,9 @@ def test_what_tensorflow_says_of_a_lost_task_is_kept_for_the_file(play, run, tmp
 def test_a_kill_for_want_of_memory_is_told_from_others(play, run, monkeypatch):
     kills = iter([7, 7, 7, 8])
     monkeypatch.setattr(usage.MemoryKills, "_counts", lambda self: {"": next(kills)})
-    worker = "mark('lost')\ndie()"
-    given, _, err, _ = run(play(chief="time.sleep(600)", worker=worker), max_restarts=0)
+    waits = "mark('up')\ntime.sleep(600)"
+    worker = "until('up', 2)\nmark('lost')\ndie()"  # when kills were counted for all three
+    given, _, err, _ = run(play(chief=waits, ps=waits, worker=worker), max_restarts=0)
     assert given == 137
     assert "was killed by SIGKILL, probably as memory had run out; no worker is left" in err
     assert "by SIGKILL (exit code 137), probably as memory had run out: the kernel has" in err
