@@ -7,11 +7,9 @@ keeps working:
     True
 """
 
-
-import difflib
 import math
 import numbers
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 
 class DtkError(Exception):
@@ -39,7 +37,7 @@ class DisagreementError(DtkError, RuntimeError):
 
 
 class VersionError(DtkError, ImportError):
-    """TensorFlow or Keras, of a version that dtk was not tested with, lacks what it trains by."""
+    """The installed TensorFlow or Keras lacks a private name that dtk needs."""
 
 
 class CheckpointInUseError(DtkError, RuntimeError):
@@ -79,16 +77,6 @@ def check_number(name: str, value: object, expected: str, fits: Callable[[float]
         if math.isfinite(number) and fits(number):
             return
     raise ValueError(f"{name}={value!r}; expected {expected}")
-
-
-def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """Name what is spelled nearly so, to be put behind a refusal; nothing if none is.
-
-    >>> did_you_mean("--wokers", ["--workers", "--hosts"]), did_you_mean("x", ["--hosts"])
-    (', did you mean --workers?', '')
-    """
-    close = difflib.get_close_matches(given, known, n=2)
-    return f", did you mean {' or '.join(close)}?" if close else ""
 
 
 def at_rank(rank: int, message: str) -> str:

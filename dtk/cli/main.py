@@ -7,7 +7,6 @@ import importlib.util
 
 import click
 
-from dtk.errors import did_you_mean
 from dtk.version import __version__
 
 # name: (module, one-line help). The help stands here so that `dtk --help` imports nothing;
@@ -65,7 +64,10 @@ class LazyGroup(click.Group):
         """
         name, known = args[0], self.list_commands(ctx)
         if name not in known and not name.startswith("-"):
-            told = f"no such command: {name}{did_you_mean(name, known)}"
+            import difflib  # a millisecond, for who is mistaken
+
+            close = " or ".join(difflib.get_close_matches(name, known, n=2))
+            told = f"no such command: {name}" + (f", did you mean {close}?" if close else "")
             raise click.UsageError(told, ctx)
         return super().resolve_command(ctx, args)
 

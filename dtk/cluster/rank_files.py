@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 _MADE = re.compile(r"FileExistsError\b|.*errors_impl\.AlreadyExistsError\b")
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b")
 _MISSING = re.compile(r"FileNotFoundError\b|ValueError: File not found: filepath=")
 
 _MAKE = (
@@ -21,15 +22,14 @@ _READ = (
 )
 
 
-def advice(words: Sequence[str]) -> str | None:
+def advice(words: Sequence[str], rank: int) -> str | None:
     """Return what to do about the exception that ended a rank, if it may come of that.
 
     Args:
         words: The last lines that the rank wrote.
+        rank: Its number. What rank 0 misses, no other rank has made.
     """
-    for line in reversed(words):
-        if _MADE.match(line):
-            return _MAKE
-        if _MISSING.match(line):
-            return _READ
-    return None
+    last = next((line for line in reversed(words) if _EXCEPTION.match(line)), "")
+    if _MADE.match(last):
+        return _MAKE
+    return _READ if _MISSING.match(last) and rank else None

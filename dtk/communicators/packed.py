@@ -236,9 +236,7 @@ class PackedCommunicator(Communicator):
 
         return gathering._replace(finish=finish)
 
-    def _aligned(
-        self, values: tf.Tensor, indices: tf.Tensor, mine: tf.IndexedSlices
-    ) -> tf.Tensor:
+    def _aligned(self, values: tf.Tensor, indices: tf.Tensor, mine: tf.IndexedSlices) -> tf.Tensor:
         """Stack the ranks' values of slices that are of the same places, of which they assure."""
         everyone = tf.tile(mine.indices, [self.size])
         equal = tf.cond(

@@ -1,4 +1,4 @@
-"""Who on this machine is connected to a process of it."""
+"""Which processes of this machine are connected to one of its processes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ def strangers(server: int, own: Collection[int]) -> list[str]:
         than the user.
     """
     found = []
-    for inode, user in _connected(server).items():
-        pid = _owner(inode)
-        if pid not in own:
-            found.append(f"{_named(pid)}user {_user(user)}")
+    with contextlib.suppress(OSError):  # a file of /proc that this user may not read
+        for inode, user in _connected(server).items():
+            pid = _owner(inode)
+            if pid not in own:
+                found.append(f"{_named(pid)}user {_user(user)}")
     return found
 
 

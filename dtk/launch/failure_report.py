@@ -46,7 +46,8 @@ def failure_report(
     else:
         text += " Its last output:" if words else " It wrote nothing."
         lines = [text, *words]
-        lines += filter(None, [rank_files.advice(words) if count > 1 else None])
+        if count > 1 and (told := rank_files.advice(words, rank.process.rank)):
+            lines.append(told)
     if rank.signal == signal.SIGKILL and not restarts:
         lines.append(_NEXT)
     return "\n".join(["", *lines, ""])
@@ -62,8 +63,8 @@ def leaver_report(left: Rank) -> str:
     where = f" after {last['what']}" if last else ""
     return (
         f"dtk: {left.process.name}, host {left.process.host}, left its script{where}, with exit "
-        "code 0, and the others, which need every rank to their end, have failed of that: look for "
-        "sys.exit, os._exit, or data that ends earlier on one rank.\n"
+        "code 0, and the others failed because of it: every rank must run to the end of the "
+        "script. Look for sys.exit, os._exit, or data that ends earlier on one rank.\n"
     )
 
 

@@ -14,7 +14,7 @@ from typing import IO, TypeAlias
 import click
 
 from dtk.cluster import Host, parse_hosts, read_hostfile
-from dtk.errors import ClusterError, CommunicatorError, DtkError, did_you_mean
+from dtk.errors import ClusterError, CommunicatorError, DtkError
 from dtk.launch import COMMUNICATORS, Job, mpi_places, ssh
 from dtk.version import pip_install
 
@@ -91,8 +91,9 @@ class JobCommand(click.Command):
         try:
             return super().make_context(info_name, args, parent, **extra)
         except click.NoSuchOption as error:
-            options = [name for parameter in self.params for name in parameter.opts]
-            told = f"no such option: {error.option_name}{did_you_mean(error.option_name, options)}"
+            close = " or ".join(error.possibilities or ())
+            told = f"no such option: {error.option_name}"
+            told += f", did you mean {close}?" if close else ""
             raise Refused(self.name, f"{told}; see `dtk {self.name} --help`") from None
         except click.UsageError as error:
             told = error.format_message().rstrip(".")

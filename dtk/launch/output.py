@@ -92,6 +92,12 @@ class JobOutput:
         self._is_suppressed = is_suppressed
         self._on_saving = on_saving
         self._processes = processes
+        self._indices = {id(process): i for i, process in enumerate(processes)}
+        width = max((len(process.label) for process in processes), default=0)
+        self._labels = [f"[{process.label:>{width}}] " for process in processes]
+        self._colored = [
+            click.style(label, fg=_COLORS[i % len(_COLORS)]) for i, label in enumerate(self._labels)
+        ]
         self._directory = directory
         self._append = append
         self._state = state
@@ -170,7 +176,7 @@ class JobOutput:
             raise ClusterError(f"{path} cannot be written: {error.strerror}") from None
 
     def variables(self, process: Process) -> dict[str, str]:
-        """Return what has a process draw its progress as on the terminal that it leads to.
+        """Return the variables that make a process draw its progress for the launcher's terminal.
 
         Not a terminal of its own, which nobody would read once this process is killed: a rank could
         not save any more.
@@ -182,7 +188,7 @@ class JobOutput:
         if process is not self._processes[0] or not self._screen.draws(sink):
             return {}
         columns, lines = sink.size
-        width = columns - 1 - len(self._label(process))
+        width = columns - 1 - len(self._labels[0])
         return {"TTY_COMPATIBLE": "1", "COLUMNS": f"{width}", "LINES": f"{lines}"}
 
     def relay(self, rank: Rank, reports: socket.socket | None) -> None:
@@ -272,7 +278,7 @@ class JobOutput:
     def _pass_on(self, source: _Source, line: str) -> None:
         process, sink = source.rank.process, source.sink
         if source.stderr and len(self._processes) > 1:
-            self._equal.add(self._processes.index(process), line, time.monotonic())
+            self._equal.add(self._indices[id(process)], line, time.monotonic())
         else:
             self._screen.write(sink, f"{self._prefix(process, sink)}{line}\n")
 
@@ -348,13 +354,6 @@ class JobOutput:
         if rank.saving != before:
             self._on_saving(rank)
 
-    def _label(self, process: Process) -> str:
-        width = max(len(one.label) for one in self._processes)
-        return f"[{process.label:>{width}}] "
-
     def _prefix(self, process: Process, sink: Sink) -> str:
-        text = self._label(process)
-        if sink.is_terminal and not os.environ.get("NO_COLOR"):
-            index = self._processes.index(process)
-            return click.style(text, fg=_COLORS[index % len(_COLORS)])
-        return text
+        colored = sink.is_terminal and not os.environ.get("NO_COLOR")
+        return (self._colored if colored else self._labels)[self._indices[id(process)]]

@@ -6,6 +6,7 @@ few seconds.
 
 from __future__ import annotations
 
+import bisect
 import collections
 import os
 import threading
@@ -27,9 +28,8 @@ class Screen:
     """
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
-        self.sinks = tuple(sinks)
         dumb = os.environ.get("TERM", "dumb") in ("dumb", "unknown")
-        drawn = [sink for sink in self.sinks if sink.is_terminal and not dumb]
+        drawn = [sink for sink in sinks if sink.is_terminal and not dumb]
         self.terminal = drawn[0] if drawn else None
         self._rows: dict[Hashable, list[str]] = {}
         self._drawn = 0
@@ -102,12 +102,13 @@ class EqualLines:
             now: The time.
         """
         with self._lock:
-            equal = self._equal.get(text, [])
-            line = next((one for one in equal if writer not in one.writers), None)
-            if line is None:
-                line = _Line(text, now)
-                self._held.append(line)
-                self._equal.setdefault(text, []).append(line)
+            equal = self._equal.setdefault(text, [])
+            # Those that it wrote, too, come first.
+            at = bisect.bisect(equal, False, key=lambda one: writer not in one.writers)
+            if at == len(equal):
+                equal.append(_Line(text, now))
+                self._held.append(equal[at])
+            line = equal[at]
             self.late += line.is_shown
             line.writers.append(writer)
 

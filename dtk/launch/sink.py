@@ -9,7 +9,6 @@ no such character  is written as "?"
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import select
 import sys
@@ -90,10 +89,13 @@ class Sink:
 
     def close(self) -> None:
         """Close the file that was given by its descriptor."""
-        if self._stream is None and self._descriptor is not None:
-            with contextlib.suppress(OSError):  # of which writing has told
-                os.close(self._descriptor)
-            self._descriptor = None
+        if self._stream is not None:
+            return
+        with self._lock:  # or a late line could go to a file that has got its number
+            if self._descriptor is not None:
+                with contextlib.suppress(OSError):  # of which writing has told
+                    os.close(self._descriptor)
+                self._descriptor = None
 
     def _fail(self, why: str) -> None:
         if not self._failed:
@@ -137,7 +139,7 @@ def _descriptor(stream: TextIO | None) -> int | None:
         return None
     try:
         return stream.fileno()
-    except (OSError, ValueError, AttributeError, io.UnsupportedOperation):
+    except (OSError, ValueError, AttributeError):
         return None  # in memory
 
 
@@ -152,4 +154,4 @@ def hold_standard_descriptors() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)

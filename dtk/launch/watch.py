@@ -68,6 +68,7 @@ class Watch:
         self._end_one = end_one
         self._looked = 0.0
         self._told_alone = False
+        self._notice = ""
         self._say = say
         self._output_waits = output_waits
 
@@ -209,22 +210,25 @@ class Watch:
             self.stall = stall.find_served(*self._tasks(), now, self._stall_timeout)
         else:
             standings = [rank.standing for rank in self._ranks]
-            self._tell_alone(standings, now)
+            self._note_alone(standings, now)
             held_up = self._not_started(standings, now)
             self.stall = held_up or stall.find(standings, now, self._stall_timeout)
         return self.stall is not None
 
-    def _tell_alone(self, standings: Sequence[Standing], now: float) -> None:
-        """Say once in which bound a rank must rejoin the others, while it computes alone."""
-        found = stall.find_alone(standings, now, self._stall_timeout)
+    def _note_alone(self, standings: Sequence[Standing], now: float) -> None:
+        """Note once in which bound a rank must rejoin the others, while it computes alone."""
+        timeout = self._stall_timeout
+        found = stall.find_alone(standings, now, timeout)
+        # One that does nothing is about to be named for that.
+        if found and any(standings[i].is_idle(now - timeout / 2) for i in found.missing):
+            return
         if found and not self._told_alone:
             names = [rank.process.name for rank in self._ranks]
             hosts = [rank.process.host for rank in self._ranks]
             lines = stall.describe_missing(found, names, hosts, standings)
-            self._say(
+            self._notice = (
                 f"{lines[0]} The others wait, and the job is ended after "
-                f"{self._stall_timeout * stall.ALONE:g} s of that; a larger --stall-timeout gives "
-                "it more"
+                f"{timeout * stall.ALONE:g} s of that; a larger --stall-timeout gives it more"
             )
         self._told_alone = found is not None
 
@@ -276,13 +280,21 @@ class Watch:
             with changed:
                 # Nothing notifies of a job that does not move.
                 period = min(1.0, self._stall_timeout / 10) or 1.0
-                while not (self._is_over() or self._ending.lost() or (stuck := self._stuck())):
+                while not (
+                    self._is_over()
+                    or self._notice
+                    or self._ending.lost()
+                    or (stuck := self._stuck())
+                ):
                     changed.wait(period)
                 # Where many die at once, the chief may be among them: hence the moment.
                 if changed.wait_for(self._is_over, ending.TIE):
                     return
                 lost = self._ending.lost()
-            # Outside of the lock, which noting their ends needs.
+            # Outside of the lock, which noting their ends needs, and which no slow reader may keep.
+            if self._notice:
+                self._say(self._notice)
+                self._notice = ""
             for index, why in stuck.items():
                 self._ranks[index].stuck = why
                 self._end_one(self._ranks[index])

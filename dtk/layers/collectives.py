@@ -365,9 +365,7 @@ def _scatter_rows(
     )
 
 
-def _gather_rows(
-    value: tf.Tensor, communicator: Communicator, root: int, rows: _Rows
-) -> tf.Tensor:
+def _gather_rows(value: tf.Tensor, communicator: Communicator, root: int, rows: _Rows) -> tf.Tensor:
     matrix = tf.transpose(_from_root(rows, root, communicator.size))
 
     def forward(x: tf.Tensor) -> tf.Tensor:

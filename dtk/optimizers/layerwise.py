@@ -70,7 +70,6 @@ def check_positive(name: str, value: object) -> None:
     check_number(name, value, "more than 0.0", lambda number: number > 0.0)
 
 
-
 class LayerwiseOptimizer(keras.optimizers.Optimizer):
     """Optimizer that adapts its rate to each variable, which the papers call a layer.
 

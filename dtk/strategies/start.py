@@ -155,10 +155,10 @@ def end_together(communicator: Communicator) -> None:
         communicator: Between the ranks.
     """
     host = communicator.hosts[communicator.rank] if communicator.hosts else "this host"
-    end_at_once(f"rank {communicator.rank} on {host}")
+    end_at_once(f"rank {communicator.rank} on {host}", communicator.rank)
 
 
-def end_at_once(name: str) -> None:
+def end_at_once(name: str, rank: int = 0) -> None:
     """End the process abruptly on an uncaught exception, and say which task failed.
 
     An orderly shutdown would wait for the other tasks, who wait for this one. Ending abruptly lets
@@ -167,13 +167,14 @@ def end_at_once(name: str) -> None:
 
     Args:
         name: Name of the task, such as "rank 0 on node1".
+        rank: Its rank.
     """
     before = sys.excepthook
 
     def fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         sys.stdout.flush()
         before(kind, error, trace)
-        advice = rank_files.advice(traceback.format_exception_only(error))
+        advice = rank_files.advice(traceback.format_exception_only(error), rank)
         if advice and not progress.is_launched():  # whose launcher says it last
             print(advice, file=sys.stderr)
         print(f"dtk: {name} failed; ending the job", file=sys.stderr)

@@ -192,7 +192,7 @@ def test_a_lock_that_another_user_has_put_there_is_refused(tmp_path, kind):
         trap.hardlink_to(victim)
     else:
         trap.symlink_to(victim if kind == "link" else tmp_path / "nothing")
-    with pytest.raises(OSError, match="a link, or no file, .* then remove it, or give another"):
+    with pytest.raises(OSError, match="taken by a link, or by .* then remove it, or give another"):
         DirectoryLock(directory, patience=0.0).take()
     assert victim.read_text() == "mine"
     assert not (tmp_path / "nothing").exists()

@@ -16,10 +16,20 @@ from dtk.cluster import rank_files
     ],
 )
 def test_the_last_exception_says_what_to_do(last, says):
-    advice = rank_files.advice(["Traceback (most recent call last):", '  File "a"', last, ""])
+    advice = rank_files.advice(["Traceback (most recent call last):", '  File "a"', last, ""], 1)
     assert says in advice and "`if strategy.is_chief:" in advice.replace(" os.mkdir(path)`", "")
 
 
 def test_other_exceptions_say_nothing_of_files():
-    assert rank_files.advice(["ValueError: no FileExistsError: here"]) is None
-    assert rank_files.advice([]) is None
+    assert rank_files.advice(["ValueError: no FileExistsError: here"], 1) is None
+    assert rank_files.advice([], 1) is None
+
+
+def test_what_was_handled_before_another_exception_says_nothing():
+    missing = "FileNotFoundError: [Errno 2] No such file or directory: 'm'"
+    assert rank_files.advice([missing, "", "ZeroDivisionError: division by zero"], 1) is None
+
+
+def test_what_rank_0_misses_no_other_rank_has_made():
+    missing = "FileNotFoundError: [Errno 2] No such file or directory: 'm'"
+    assert rank_files.advice([missing], 0) is None

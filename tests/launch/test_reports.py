@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
@@ -63,7 +66,38 @@ def test_a_rank_that_is_stuck_behind_an_open_line_is_named(run):
     code, _, err, _ = run(ranks(2, WAYS, after, seconds=1.0), stall_timeout=TIMEOUT)
     assert code == 124
     assert "rank 1, host localhost, did nothing for 3 s after train step " in err
+    assert "computed without" not in err
     assert err.rstrip().splitlines()[-1] == "rank 0 waits in collective 1."
+
+
+def test_a_job_whose_errors_nobody_reads_can_be_stopped_while_a_rank_computes_alone():
+    """The word about that rank was written while the lock was held that a stop needs."""
+    after = "if rank == 1:\n    while True: pass\nwith progress.inside('c'): time.sleep(600)"
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    while True:
+        try:
+            os.write(write, b"x" * 4096)
+        except BlockingIOError:
+            break
+    os.set_blocking(write, True)
+    with (
+        os.fdopen(write, "w") as full,
+        Job(
+            ranks(2, after=after, seconds=0.5),
+            stdout=io.StringIO(),
+            stderr=full,
+            grace=1.0,
+            stall_timeout=TIMEOUT,
+        ) as job,
+    ):
+        waiting = threading.Thread(target=job.wait)
+        waiting.start()
+        time.sleep(2.5 * TIMEOUT)
+        job.stop()
+        waiting.join(30)
+        assert not waiting.is_alive()
+        os.close(read)
 
 
 def test_a_rank_that_closes_every_descriptor_goes_on_unwatched(run):
@@ -117,18 +151,20 @@ def test_records_are_cut_wherever_reads_tear_them(size):
     assert (text + rest, records) == (b"50%\x1e|\n", [b'{"saving": "ready"}'])
 
 
-def test_who_is_no_rank_tells_nothing():
-    """A file that has the number of an end that was closed is left alone."""
-    read, write = os.pipe()
-    reading, end = report_channel.pair()
-    with reading, end:
-        wrong = {report_channel.VARIABLE: f"{write}:{os.fstat(end.fileno()).st_ino}"}
+def test_a_socket_that_has_the_number_of_an_end_that_was_closed_is_left_alone():
+    reading, own = report_channel.pair()
+    with reading, own:
+        place = f"{own.fileno()}:{os.fstat(own.fileno()).st_ino + 1}"
         code = "from dtk.cluster import report_channel; report_channel.tell({'a': 1})"
-        os.posix_spawn(sys.executable, [sys.executable, "-c", code], {**os.environ, **wrong})
-        os.wait()
-    os.close(write)
-    assert os.read(read, 1) == b""
-    os.close(read)
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, report_channel.VARIABLE: place},
+            pass_fds=[own.fileno()],
+            start_new_session=True,  # as a rank is
+            check=True,
+        )
+        own.close()
+        assert report_channel.receive(reading) == b""
 
 
 def test_ranks_that_wait_for_a_reader_are_not_stuck():

@@ -146,10 +146,10 @@ def _opened(path: Path) -> int:
         if stat.S_ISREG(found.st_mode) and found.st_nlink < 2:
             return descriptor
         os.close(descriptor)
-    raise FileExistsError(
-        errno.EEXIST,
-        "a link, or no file, has the name of the file that dtk writes there; find out who made it, "
-        "then remove it, or give another directory",
+    raise OSError(
+        errno.ELOOP,
+        "the name of dtk's lock file is taken by a link, or by something that is no regular file; "
+        "find out who made it, then remove it, or give another directory",
         str(path),
     )
 
