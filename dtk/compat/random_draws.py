@@ -11,7 +11,6 @@ a batch of rows a, b and c, computed as `a b` and `c`:
 
     BLOCKS      [a b c | a b c]     fakes, then reals       parts [a b | a b] and [c | c]
     REPEATED    [a a | b b | c c]   patches of an image     parts [a a | b b] and [c c]
-    ALIKE       [x x x x x x]       all rows have the same numbers, in whatever order
 
 Private names used: tensorflow.python.ops.gen_random_ops, gen_stateless_random_ops,
 gen_stateless_random_ops_v2, gen_stateful_random_ops, through which all of TensorFlow's and Keras's
@@ -27,8 +26,8 @@ import functools
 import inspect
 import random
 import threading
-from collections.abc import Iterator
-from types import ModuleType
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType, ModuleType
 
 import numpy as np
 import tensorflow as tf
@@ -46,7 +45,7 @@ from tensorflow.python.ops import (
 from dtk.compat.replacing import replaced
 from dtk.nests import Function, Nest
 
-BLOCKS, REPEATED, ALIKE = LAYOUTS = ("blocks", "repeated", "alike")
+BLOCKS, REPEATED = LAYOUTS = ("blocks", "repeated")
 
 # Draws since `restart`, of this thread: replicas may be threads.
 _drawn = threading.local()
@@ -113,14 +112,15 @@ def restart(rows: int = 1, first: int = 0, of: int | None = None) -> None:
 
 
 @contextlib.contextmanager
-def by_row(layout: str = BLOCKS) -> Iterator[list[int]]:
+def by_row(layouts: Mapping[int, str] = MappingProxyType({})) -> Iterator[list[int]]:
     """Return a context in which functions are traced whose draws belong to rows.
 
     Functions of TensorFlow that a step calls are traced anew, and forgotten: what they drew before
     is not of these rows, and what they draw here is not random.
 
     Args:
-        layout: Which numbers are a row's where it has several, one of `LAYOUTS`.
+        layouts: Which numbers are a row's where it has several, one of `LAYOUTS` by the draw's
+            number; `BLOCKS` where there is none.
 
     Yields:
         A list of those draws, by number, of which rows may have parts.
@@ -141,7 +141,7 @@ def by_row(layout: str = BLOCKS) -> Iterator[list[int]]:
         stack.enter_context(replaced(kind, __call__=_anew(kind.__call__)))
         for draw, places in _SHAPED.items():
             for module, name in places:
-                by_rows = _by_row_through(getattr(module, name), draw, layout, of_rows)
+                by_rows = _by_row_through(getattr(module, name), draw, layouts, of_rows)
                 stack.enter_context(replaced(module, **{name: by_rows}))
         for (module, name), padding_row in _OTHERS.items():
             original = getattr(module, name)
@@ -180,7 +180,10 @@ def _seeded(sampler: Function[Nest], *args: object, **kwargs: object) -> Nest:
 
 
 def _by_row_through(
-    original: Function[tf.Tensor], draw: Function[tf.Tensor], layout: str, of_rows: list[int]
+    original: Function[tf.Tensor],
+    draw: Function[tf.Tensor],
+    layouts: Mapping[int, str],
+    of_rows: list[int],
 ) -> Function[tf.Tensor]:
     signature = inspect.signature(original)
 
@@ -200,7 +203,7 @@ def _by_row_through(
         if axis is None:
             return draw(shape=shape, seed=[_drawn.count, 0], **known)
         of_rows.append(_drawn.count)
-        size, mine = _places(shape[axis], layout)
+        size, mine = _places(shape[axis], layouts.get(_drawn.count, BLOCKS))
         of_all = tf.concat([shape[:axis], size[None], shape[axis + 1 :]], 0)
         found = draw(shape=of_all, seed=[_drawn.count, 0], **known)
         return tf.ensure_shape(tf.gather(found, mine, axis=axis), _sizes(shape))
@@ -225,10 +228,8 @@ def _places(size: tf.Tensor, layout: str) -> tuple[tf.Tensor, tf.Tensor]:
     place = tf.range(size)
     if layout == BLOCKS:
         mine = place // rows * all_rows + first + place % rows
-    elif layout == REPEATED:
-        mine = first * each + place
     else:
-        mine = tf.where(each == 1, first + place, 0)
+        mine = first * each + place
     # Rows of all replicas: an idle one computes with a row that is not its own.
     are_rows = tf.logical_and(size % rows == 0, first + rows <= all_rows)
     return tf.where(are_rows, each * all_rows, size), tf.where(are_rows, mine, place)

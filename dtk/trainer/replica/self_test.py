@@ -19,10 +19,11 @@ all rows, synchronized or not: neither is a mistake of the script. Nor is a kink
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, NoReturn
 
 import keras
@@ -40,6 +41,8 @@ from dtk.trainer.tracing.loss_terms import RATIO, SUM
 
 # At how many other weights it is tried before it is refused.
 _OTHER_WEIGHTS = 3
+# Of how many draws every combination of layouts is tried.
+_DRAWS = 4
 
 
 class Verdict(NamedTuple):
@@ -148,25 +151,38 @@ def _judge(trial: Trial[Strategy]) -> Verdict:
     At a kink, such as a ReLU's, rounding decides which gradient is computed. It does so at some
     weights and not at others, and a step that is wrong is so at all of them.
     """
-    verdicts = []
-    for layout in random_draws.LAYOUTS:
-        trial.layout = layout
-        for seed in range(1 + _OTHER_WEIGHTS):
-            with trial.moved(seed):
-                # Ranks try the same, whatever rounding is on each.
-                verdict = trial.strategy.world.broadcast_object(_compute(trial))
-            if not verdict.wrong:
-                return verdict
-            verdicts.append(verdict)
-        if not trial.draws:
+    # Ranks try the same, whatever rounding is on each.
+    agreed = trial.strategy.world.broadcast_object
+    best, layouts = agreed(_compute(trial)), {}
+    for others in _layouts(trial.draws) if best.wrong else ():
+        trial.layouts = others
+        verdict = agreed(_compute(trial))
+        if not (best.difference <= verdict.difference):
+            best, layouts = verdict, others
+        if not best.wrong:
             break
-    return _undecided(trial, verdicts[0])
+    trial.layouts = layouts
+    for seed in range(1, 1 + _OTHER_WEIGHTS) if best.wrong else ():
+        with trial.moved(seed):
+            verdict = agreed(_compute(trial))
+        if not verdict.wrong:
+            return verdict
+    return _undecided(trial, best) if best.wrong else best
+
+
+def _layouts(draws: Sequence[int]) -> Iterator[dict[int, str]]:
+    """Return the other layouts of random numbers: each for each draw, or of many one for all."""
+    if len(draws) > _DRAWS:
+        yield from (dict.fromkeys(draws, one) for one in random_draws.LAYOUTS[1:])
+        return
+    every = itertools.product(random_draws.LAYOUTS, repeat=len(draws))
+    for one in itertools.islice(every, 1, None):  # the first has been tried
+        yield dict(zip(draws, one, strict=True))
 
 
 def _undecided(trial: Trial[Strategy], verdict: Verdict) -> Verdict:
     """Warn, instead, where a step makes as much of a change that is no more than rounding."""
     tolerance = _tolerance(trial.model)
-    trial.layout = random_draws.BLOCKS
     whole, spread = trial.whole(), 0.0
     for seed in (1, 2):
         with trial.moved(seed, tolerance / 100):

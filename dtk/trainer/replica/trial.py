@@ -73,8 +73,8 @@ class Trial(Generic[StrategyT]):
     Attributes:
         rows: How many rows it takes, of all replicas.
         parts: How many each replica takes.
-        layout: Which random numbers are a row's, see `compat.random_draws`.
-        draws: Whether a step that was computed drew any for its rows.
+        layouts: Which random numbers are a row's, see `compat.random_draws.by_row`.
+        draws: Numbers of the draws for rows in the step that was computed last.
         counted: What the whole step gave to metrics of the script's own.
     """
 
@@ -93,8 +93,8 @@ class Trial(Generic[StrategyT]):
         pieces = [piece for _, packed in gathered for piece in _unpacked(packed, self._few)]
         present = [p for p, n in zip(pieces, self.parts, strict=True) if n]
         self._whole_data = tf.nest.map_structure(_joined, *present)
-        self.layout = random_draws.BLOCKS
-        self.draws = False
+        self.layouts: Mapping[int, str] = {}
+        self.draws: list[int] = []
         self.counted: list[metric_trial.Call] = []
         self._calls = metric_trial.Calls(keras_models.foreign_counters(self.model))
         self._seed, self._distance = 0, 0.0
@@ -139,7 +139,7 @@ class Trial(Generic[StrategyT]):
         with (
             self._global_numbers(),
             keras_steps.moments_through(self._moments),
-            random_draws.by_row(self.layout) as drawn,
+            random_draws.by_row(self.layouts) as drawn,
             keras_steps.all_synchronized(self.model),
         ):
             if self.model.run_eagerly:
@@ -147,7 +147,7 @@ class Trial(Generic[StrategyT]):
                 self._move_weights()
                 found = trace(names)
             else:
-                way = f"{self.layout} {way}"
+                way = f"{sorted(self.layouts.items())} {way}"
                 if way not in self._concrete:
                     function = tf.function(lambda: trace(names), autograph=False)
                     self._concrete[way] = function.get_concrete_function(), names[-1]
@@ -158,7 +158,7 @@ class Trial(Generic[StrategyT]):
                 self._move_weights()
                 found = concrete()
         before.restore()
-        self.draws = self.draws or bool(drawn)
+        self.draws = [*dict.fromkeys(drawn)] or self.draws  # none where it was traced before
         arrays = keras.tree.map_structure(np.asarray, found)
         if "calls" in arrays:
             self.counted = self._calls.arrays(arrays["calls"])
