@@ -1,5 +1,6 @@
 """Hosts, network namespaces here, are compared before anything starts on them."""
 
+import importlib.metadata
 import re
 import subprocess
 import sys
@@ -35,7 +36,9 @@ def run(tmp_path, two_hosts):
 
 
 def test_hosts_with_other_versions_are_refused_by_name(run):
-    done = run("tensorflow-1.15.0.dist-info/METADATA", "Name: tensorflow\nVersion: 1.15.0\n")
+    name = importlib.metadata.packages_distributions()["tensorflow"][0]  # also a nightly's
+    info = f"{name.replace('-', '_')}-1.15.0.dist-info/METADATA"
+    done = run(info, f"Name: {name}\nVersion: 1.15.0\n")
     assert (done.returncode, done.stdout) == (2, "")
     told = r"hosts differ in tensorflow: 2\S+ on node1, 1.15.0 on node2; ranks must"
     assert re.search(told, done.stderr), done.stderr

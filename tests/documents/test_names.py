@@ -151,6 +151,7 @@ def test_files_that_are_named_are_there(file):
 
 # A path as CONTRIBUTING.md and the architecture's page name it: from the root, or in a room.
 A_PATH = re.compile(r"\.?\w[\w-]*(?:/[\w.-]+)*/?|\.[\w-]+(?:[/.][\w-]+)*/?")
+MADE = [".venv"]  # by make
 
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
@@ -160,7 +161,7 @@ def test_paths_in_backticks_exist(page):
         path = span.partition("::")[0]
         if ("/" in path or path.startswith(".")) and A_PATH.fullmatch(path):
             inside = any((ROOT / "dtk").rglob(path.rstrip("/")))
-            assert inside or (ROOT / path).exists(), f"{page}: there is no {path}"
+            assert inside or (ROOT / path).exists() or path in MADE, f"{page}: there is no {path}"
 
 
 def names_in(path):
