@@ -88,6 +88,7 @@ NEEDED: dict[str, dict[str, str]] = {
         "output_structure _func",
     },
     "random numbers that belong to rows": {
+        "keras.Layer": "_maybe_build",
         "tensorflow.python.ops.gen_random_ops": "random_standard_normal random_uniform",
         "tensorflow.python.ops.gen_stateful_random_ops": "stateful_uniform",
         "tensorflow.python.ops.gen_stateless_random_ops": "stateless_random_normal "

@@ -29,6 +29,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType, ModuleType
 
+import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.backend.tensorflow import random as keras_random
@@ -47,8 +48,14 @@ from dtk.nests import Function, Nest
 
 BLOCKS, REPEATED = LAYOUTS = ("blocks", "repeated")
 
-# Draws since `restart`, of this thread: replicas may be threads.
-_drawn = threading.local()
+
+class _Drawn(threading.local):
+    """Draws since `restart`, of this thread: replicas may be threads."""
+
+    building = False
+
+
+_drawn = _Drawn()
 
 _SAMPLERS = (
     "all_candidate_sampler",
@@ -116,7 +123,8 @@ def by_row(layouts: Mapping[int, str] = MappingProxyType({})) -> Iterator[list[i
     """Return a context in which functions are traced whose draws belong to rows.
 
     Functions of TensorFlow that a step calls are traced anew, and forgotten: what they drew before
-    is not of these rows, and what they draw here is not random.
+    is not of these rows, and what they draw here is not random. Layers that a step builds get the
+    first weights that they would get without all this.
 
     Args:
         layouts: Which numbers are a row's where it has several, one of `LAYOUTS` by the draw's
@@ -136,33 +144,67 @@ def by_row(layouts: Mapping[int, str] = MappingProxyType({})) -> Iterator[list[i
     """
     of_rows: list[int] = []
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_same_numbers_of_python())
-        kind = polymorphic_function.Function
-        stack.enter_context(replaced(kind, __call__=_anew(kind.__call__)))
+        own = _Generators()
+        stack.callback(own.swap)  # what `restart` has seeded goes on as if nothing were
+        for kind, name in ((keras.Layer, "_maybe_build"), (keras.random.SeedGenerator, "__init__")):
+            build = _with_own_numbers(getattr(kind, name), own)
+            stack.enter_context(replaced(kind, **{name: build}))
+        functions = polymorphic_function.Function
+        stack.enter_context(replaced(functions, __call__=_anew(functions.__call__)))
+
+        def replace(module: ModuleType, name: str, draw: Function[Nest]) -> None:
+            draw = _unless_building(getattr(module, name), draw)
+            stack.enter_context(replaced(module, **{name: draw}))
+
         for draw, places in _SHAPED.items():
             for module, name in places:
                 by_rows = _by_row_through(getattr(module, name), draw, layouts, of_rows)
-                stack.enter_context(replaced(module, **{name: by_rows}))
+                replace(module, name, by_rows)
         for (module, name), padding_row in _OTHERS.items():
-            original = getattr(module, name)
-            same = functools.wraps(original)(padding_row)
-            stack.enter_context(replaced(module, **{name: same}))
+            replace(module, name, padding_row)
         for name in _SAMPLERS:
             sampler = getattr(gen_candidate_sampling_ops, name)
-            seeded = functools.wraps(sampler)(functools.partial(_seeded, sampler))
-            stack.enter_context(replaced(gen_candidate_sampling_ops, **{name: seeded}))
+            replace(gen_candidate_sampling_ops, name, functools.partial(_seeded, sampler))
         yield of_rows
 
 
-@contextlib.contextmanager
-def _same_numbers_of_python() -> Iterator[None]:
-    """NumPy's and Python's own generators, which `restart` seeds, go on as if nothing were."""
-    of_numpy, of_python = np.random.get_state(), random.getstate()
-    try:
-        yield
-    finally:
+class _Generators:
+    """States of NumPy's and Python's own generators, which take turns with the present ones."""
+
+    def __init__(self) -> None:
+        self._states = np.random.get_state(), random.getstate()
+
+    def swap(self) -> None:
+        of_numpy, of_python = self._states
+        self._states = np.random.get_state(), random.getstate()
         np.random.set_state(of_numpy)
         random.setstate(of_python)
+
+
+def _with_own_numbers(build: Function[None], own: _Generators) -> Function[None]:
+    """Build as without `by_row` what outlives it: weights of layers, seeds."""
+
+    @functools.wraps(build)
+    def built(*args: object, **kwargs: object) -> None:
+        if _drawn.building:  # a part of what is built
+            return build(*args, **kwargs)
+        own.swap()
+        _drawn.building = True
+        try:
+            return build(*args, **kwargs)
+        finally:
+            _drawn.building = False
+            own.swap()
+
+    return built
+
+
+def _unless_building(original: Function[Nest], replacement: Function[Nest]) -> Function[Nest]:
+    @functools.wraps(original)
+    def chosen(*args: object, **kwargs: object) -> Nest:
+        return (original if _drawn.building else replacement)(*args, **kwargs)
+
+    return chosen
 
 
 def _anew(call: Function[Nest]) -> Function[Nest]:
@@ -187,7 +229,6 @@ def _by_row_through(
 ) -> Function[tf.Tensor]:
     signature = inspect.signature(original)
 
-    @functools.wraps(original)
     def drawn(*args: object, **kwargs: object) -> tf.Tensor:
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()

@@ -9,6 +9,9 @@ tensorflow.python.distribute.values                 DistributedVariable.values,
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import (
@@ -17,7 +20,7 @@ from tensorflow.python.distribute import (
     values,
 )
 
-from dtk.nests import Array
+from dtk.nests import Array, Function
 
 
 def local_value(variable: tf.Variable | tf.Tensor) -> tf.Variable | tf.Tensor:
@@ -32,6 +35,29 @@ def local_value(variable: tf.Variable | tf.Tensor) -> tf.Variable | tf.Tensor:
             return variable._get_on_device_or_primary()
         return variable.values[0]
     return variable
+
+
+@contextlib.contextmanager
+def created_at_once(seen: Callable[[tf.Variable], None]) -> Iterator[None]:
+    """Return a context in which a variable is there, with its first value, once it is created.
+
+    One that a trace creates is TensorFlow's to initialize when the trace ends, and where it is of
+    several replicas TensorFlow cannot.
+
+    Args:
+        seen: Called with each variable.
+    """
+
+    def create(next_creator: Function[tf.Variable], **kwargs: object) -> tf.Variable:
+        if not (callable(kwargs["initial_value"]) or tf.executing_eagerly()):
+            return next_creator(**kwargs)  # its first value is computed by the trace
+        with tf.init_scope():
+            variable = next_creator(**kwargs)
+            seen(variable)
+        return variable
+
+    with tf.variable_creator_scope(create):
+        yield
 
 
 class _Number:

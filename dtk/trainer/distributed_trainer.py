@@ -252,6 +252,9 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
         known = None if isinstance(first.rows, tuple) else int(first.rows)
         fixed_rows.check_stateful(self.model, known, strategy)
         asked = self_test.is_wanted(strategy.self_test)
+        if not asked and len(first.parts) > 1 and not keras_models.is_built(self.model):
+            # Replicas that are threads would wait for each other in the middle of a layer.
+            self.make_trial(step_function, first).whole()
         if name in self.kinds or not asked or strategy.world.name == "null":
             return
         if name not in ("train", "test"):

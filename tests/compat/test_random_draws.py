@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import keras
@@ -146,6 +147,33 @@ def test_functions_of_a_step_keep_nothing_of_a_trial():
     tried = draw(lambda n: noise(x), 3, 0)
     assert noise.experimental_get_tracing_count() == 0
     assert len({noise(x).numpy().tobytes() for _ in range(3)} | {tried.tobytes()}) == 4
+
+
+class Lazy(keras.layers.Layer):
+    def build(self, shape):
+        self.drawn = self.add_weight(shape=shape, initializer="random_normal")
+        self.made = self.add_weight(shape=(2,), initializer=lambda shape, dtype: np.random.rand(2))
+
+    def call(self, x):
+        return keras.random.dropout(x, 0.5) + self.drawn + keras.ops.sum(self.made)
+
+
+@pytest.mark.parametrize("run", [tf.function, lambda step: step], ids=["graph", "eager"])
+def test_layers_built_in_a_trial_have_their_own_first_weights(run):
+    """Breaks as training from other weights than one process where a step builds its model."""
+
+    def build_and_draw(context):
+        keras.utils.set_random_seed(3)
+        layers = [Lazy(), Lazy()]
+        with context as tried:
+            if tried is not None:
+                random_draws.restart(3)
+            run(lambda: [layer(tf.ones([3, 4])) for layer in layers])()
+        weights = [np.asarray(w) for layer in layers for w in layer.weights]
+        return np.concatenate([w.ravel() for w in weights] + [[np.random.rand(), random.random()]])
+
+    alone, tried = build_and_draw(contextlib.nullcontext()), build_and_draw(random_draws.by_row())
+    np.testing.assert_array_equal(tried, alone)
 
 
 def test_numbers_of_numpy_and_python_go_on():

@@ -244,8 +244,8 @@ def datasets_of_dicts(strategy):
 @case
 def endless_datasets(strategy):
     x, y = rows()
+    model = compiled(strategy, metrics=["accuracy"])  # sets the seed that shuffling also depends on
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(75, seed=1).repeat().batch(16)
-    model = compiled(strategy, metrics=["accuracy"])
     return outcome(model, model.fit(dataset, steps_per_epoch=4, epochs=3, verbose=0, shuffle=False))
 
 
@@ -369,6 +369,58 @@ def own_train_step(strategy):
     model = compiled(strategy, build, metrics=["accuracy"])
     model.fit(x, y, batch_size=16, epochs=2, verbose=0)
     return outcome(model)
+
+
+class Attending(keras.layers.Layer):
+    """Makes its parts, and draws their seeds, where it is built."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(
+            shape=(shape[-1], 6), initializer=lambda shape, dtype: np.random.normal(0, 0.3, shape)
+        )
+        self.outer = keras.layers.Dense(10)
+        self.outer.build((None, 6))
+
+    def call(self, x):
+        return self.outer(keras.ops.matmul(x, self.kernel))
+
+
+class OfWholeGraphs(keras.Model):
+    """Is called with what is not in the batch, so that the first train step builds it."""
+
+    def __init__(self):
+        super().__init__()
+        self.nodes = keras.ops.convert_to_tensor(flat(digits()[0][:75]).reshape(75, 64))
+        self.first, self.last = keras.layers.Dense(8, activation="relu"), Attending()
+
+    def call(self, inputs):
+        nodes, others = inputs
+        return self.last(self.first(nodes) + self.first(others))
+
+    def train_step(self, data):
+        places, y = data
+        with tf.GradientTape() as tape:
+            predicted = keras.ops.take(self([self.nodes, self.nodes]), places, 0)
+            loss = self.compute_loss(y=y, y_pred=predicted)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return self.compute_metrics(places, y, predicted)
+
+
+@case
+def layers_that_a_train_step_builds(strategy):
+    def build():
+        keras.utils.set_random_seed(5)
+        return OfWholeGraphs()
+
+    found = {}
+    for name, test, eagerly in (("tried", "1", 0), ("eager", "1", 1), ("not tried", "0", 0)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("DTK_SELF_TEST", test)
+            model = compiled(strategy, build, metrics=["accuracy"], run_eagerly=bool(eagerly))
+            history = model.fit(np.arange(75), rows()[1], batch_size=16, epochs=1, verbose=0)
+        found |= {f"{what} {name}": value for what, value in outcome(model, history).items()}
+    return found | {"drawn next": np.random.rand()}
 
 
 class StepFunction(Subclassed):

@@ -51,7 +51,7 @@ class TestJob:
         Returns:
             The function.
         """
-        scalar = tf.TensorSpec([], tf.float32)
+        scalar = tf.TensorSpec([], tf.float64)
         function = tf.function(self._step, autograph=False)
         return function.get_concrete_function(spec, scalar, scalar, rng_states)
 

@@ -88,7 +88,7 @@ class TraceCache(Generic[ReportT]):
         # Made on the chief, they go along with the call; made on the worker, each is a message.
         with tf.device(tf_servers.CHIEF):
             numbers = [
-                tf.constant(n, tf.float32) for n in (batch.share_of(task.part), batch.holders)
+                tf.constant(n, tf.float64) for n in (batch.share_of(task.part), batch.holders)
             ]
             numbers.append(tf.constant(rng_states))
 

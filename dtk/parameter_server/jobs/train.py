@@ -73,7 +73,7 @@ class TrainJob:
         Returns:
             The function.
         """
-        commit, scalar = self._update.commit, tf.TensorSpec([], tf.float32)
+        commit, scalar = self._update.commit, tf.TensorSpec([], tf.float64)
         while True:
             layout = commit.layout
             handles = [tf.TensorSpec([], tf.resource) for _ in layout.slots]

@@ -138,9 +138,7 @@ def begin_step(
     index = strategy.local_index()
     data, mine = slicing.forget_rows(batch.parts[index]), batch.counts[index]
     rows = _sum_over_replicas(mine) if isinstance(batch.rows, tuple) else batch.rows
-    share = tf.cast(
-        tf.math.divide_no_nan(tf.cast(mine, tf.float64), tf.cast(rows, tf.float64)), tf.float32
-    )
+    share = tf.math.divide_no_nan(tf.cast(mine, tf.float64), tf.cast(rows, tf.float64))
     own = step_function.__name__ == "train_step" and keras_models.takes_own_step(model)
     size = strategy.num_replicas_in_sync
     step = traced_step.Step(

@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from dtk.compat import keras_variables, tf_variables
+from dtk.nests import Array
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.replica import replica_step
 
@@ -33,12 +34,22 @@ class Snapshot:
     """
 
     def __init__(self, variables: Iterable[keras.Variable | tf.Variable]):
-        copies = [copy for v in variables for copy in tf_variables.components(_stored(v))]
-        self._kept = [(copy, copy.numpy()) for copy in {id(c): c for c in copies}.values()]
+        self._kept: dict[int, tuple[tf.Variable, Array]] = {}
+        for variable in variables:
+            self.keep(variable)
+
+    def keep(self, variable: keras.Variable | tf.Variable) -> None:
+        """Keep the value of one more variable; of one that is kept, nothing changes.
+
+        Args:
+            variable: The variable.
+        """
+        for copy in tf_variables.components(_stored(variable)):
+            self._kept.setdefault(id(copy), (copy, copy.numpy()))
 
     def restore(self) -> None:
         """Assign the values back."""
-        for copy, value in self._kept:
+        for copy, value in self._kept.values():
             copy.assign(value)
 
 

@@ -120,7 +120,8 @@ class Trial(Generic[StrategyT]):
         Returns:
             What it computed.
         """
-        return self._compute("whole", self._trace_whole)
+        with self.strategy.scope():  # what it builds is of all replicas
+            return self._compute("whole", self._trace_whole)
 
     def replicas(self, kinds: Mapping[str, str]) -> Outcome:
         """Compute the step by all replicas, each its part.
@@ -136,7 +137,9 @@ class Trial(Generic[StrategyT]):
     def _compute(self, way: str, trace: Callable[[list[Names]], Found]) -> Outcome:
         """Compute a step one way, and put everything back that it changed."""
         names: list[Names] = []
+        made = Snapshot([])
         with (
+            tf_variables.created_at_once(made.keep),
             self._global_numbers(),
             keras_steps.moments_through(self._moments),
             random_draws.by_row(self.layouts) as drawn,
@@ -158,6 +161,7 @@ class Trial(Generic[StrategyT]):
                 self._move_weights()
                 found = concrete()
         before.restore()
+        made.restore()
         self.draws = [*dict.fromkeys(drawn)] or self.draws  # none where it was traced before
         arrays = keras.tree.map_structure(np.asarray, found)
         if "calls" in arrays:

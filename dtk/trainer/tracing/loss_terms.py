@@ -49,7 +49,7 @@ class Terms:
     """The terms of one replica's step, in the order in which it computes them.
 
     Args:
-        share: This replica's part of the rows, float32 scalar.
+        share: This replica's part of the rows, float64 scalar.
         world_sum: Sums a tensor over the replicas.
         kinds: What is known of terms, by name; those that are missing are means.
 

@@ -55,7 +55,7 @@ class Step:
     """One replica's step being traced.
 
     Args:
-        share: n_w / N, this replica's part of the global batch's rows (float32 scalar).
+        share: n_w / N, this replica's part of the global batch's rows (float64 scalar).
         size: Number of replicas.
         model: Whose step it is.
         world_sum: Sums a tensor over the replicas.
