@@ -84,10 +84,10 @@ if os.environ.get("DTK_RUN") == "1":
     importing.inside("keras", garbage.left_alone, undistributed_jobs.training_refused)
 if os.environ.get("OPAL_PREFIX"):  # an mpirun that brought its own MPI: Horovod may not load
     from dtk import importing
-    from dtk.cluster import mpi
+    from dtk.cluster import mpi_installs, mpi_refusals
 
-    if mpi.mpirun_of_python_started(os.environ):
-        importing.inside("horovod.tensorflow.mpi_ops", mpi.horovod_import)
+    if mpi_installs.mpirun_of_python_started(os.environ):
+        importing.inside("horovod.tensorflow.mpi_ops", mpi_refusals.horovod_import)
 undistributed_jobs.watch()
 
 

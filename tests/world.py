@@ -39,7 +39,8 @@ import psutil
 
 from dtk.bench import places
 from dtk.bench.ranks import ENDED, Hello, Ranks, RanksFailed
-from dtk.launch import Process, mpi_places, plan
+from dtk.cluster import mpi_installs
+from dtk.launch import Process, plan
 
 BACKENDS = ("local", "collective", "horovod-mpi", "horovod-gloo", "mpi-wheel", "served")
 SERVERS = 2
@@ -63,7 +64,7 @@ class Started(Hello):
 
 def missing(backend: str) -> str | None:
     """Why a backend cannot run here, and what to do about it; None if it can."""
-    if backend == "mpi-wheel" and mpi_places.mpirun() is None:
+    if backend == "mpi-wheel" and mpi_installs.mpirun() is None:
         return "no mpi4py, or no mpirun beside python: pip install './dtk[mpi]'"
     if not backend.startswith("horovod"):
         return None
@@ -225,7 +226,7 @@ def _processes(backend: str, size: int, extra: dict[str, str]) -> list[Process]:
         return [places.mpirun(command, size, env)]
     if backend == "mpi-wheel":
         started = places.mpirun(command, size, env)
-        argv = (str(mpi_places.mpirun()), *started.argv[1:])
+        argv = (str(mpi_installs.mpirun()), *started.argv[1:])
         return [dataclasses.replace(started, argv=argv)]
     kind = "horovod" if backend == "horovod-gloo" else "collective"
     servers = SERVERS if backend == "served" else 0

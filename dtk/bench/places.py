@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from dtk.bench import agent
 from dtk.bench.setting import check_names
-from dtk.cluster import Host
+from dtk.cluster import Host, mpi_installs
 from dtk.errors import ClusterError, CommunicatorError
-from dtk.launch import COMMUNICATORS, Process, job_options, mpi_places, plan, ssh
+from dtk.launch import COMMUNICATORS, Process, job_options, plan, ssh
 
 MPI = "horovod-mpi"
 LAUNCHERS = (*(name for name in COMMUNICATORS if name != "auto"), MPI)
@@ -31,7 +31,7 @@ Survey = Callable[[str, int], ssh.Facts]
 
 def usual() -> str:
     """Return what joins the ranks of `dtk run` unless told otherwise."""
-    return "collective" if mpi_places.mpirun() is None else "mpi"
+    return "collective" if mpi_installs.mpirun() is None else "mpi"
 
 
 def check(launcher: str, hosts: Sequence[Host]) -> None:
@@ -63,7 +63,7 @@ def check_mpirun(hosts: Sequence[Host]) -> None:
         CommunicatorError: It is not installed.
     """
     _check_here(hosts)
-    if mpi_places.find_other("mpirun") is None:
+    if mpi_installs.find_other("mpirun") is None:
         raise CommunicatorError(
             "no mpirun: install Debian's openmpi-bin and libopenmpi-dev, then `dtk install-horovod`"
         )
@@ -146,7 +146,7 @@ def mpirun(
         env: Variables for all of them.
         binding: Options that say which cores each gets.
     """
-    argv = [mpi_places.find_other("mpirun") or "mpirun", "--oversubscribe", *binding]
+    argv = [mpi_installs.find_other("mpirun") or "mpirun", "--oversubscribe", *binding]
     if os.geteuid() == 0:
         argv.append("--allow-run-as-root")
     # A rank that waits must not keep the others from computing.

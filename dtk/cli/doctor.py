@@ -22,11 +22,11 @@ import rich.markup
 import rich.table
 
 from dtk import cluster, communicators
+from dtk.cluster import mpi_installs
 from dtk.cluster.variables import COMMUNICATOR
 from dtk.errors import ClusterError
 from dtk.horovod_build import reduction_check
 from dtk.horovod_build.requirements import HorovodBuildError, ask
-from dtk.launch import mpi_places
 from dtk.launch.firewall import rules
 from dtk.version import __version__, is_tested, pip_install, requirement
 
@@ -214,7 +214,7 @@ def joined_by() -> Finding:
     told = os.environ.get(COMMUNICATOR)
     if told:
         return Finding("dtk run", f"joins ranks by {told}: {COMMUNICATOR} says so")
-    path = mpi_places.mpirun()
+    path = mpi_installs.mpirun()
     if path is None:
         found = f"joins ranks by TensorFlow's collectives. Faster: {pip_install('mpi')}"
         return Finding("dtk run", found, NOTE)
@@ -308,7 +308,7 @@ def mpirun() -> Finding:
         found = f"not found. Next: {pip_install('mpi')}, or apt-get install openmpi-bin"
         return Finding("mpirun", found, NOTE)
     first = (ask([path, "--version"]).stdout.strip().splitlines() or ["version unknown"])[0]
-    other = mpi_places.find_other("mpirun")
+    other = mpi_installs.find_other("mpirun")
     if communicators.horovod_installed() and other != path:
         found = f"{first} ({path}), under which Horovod does not load; scripts that import it: "
         return Finding("mpirun", f"{found}`{other or 'the mpirun of its MPI'} -np 2 ...`", NOTE)

@@ -14,17 +14,13 @@ The PMIx standard fixes only PMIX_RANK as a variable; a server is asked for the 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
-import shutil
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from dtk.cluster.environment import Environment
 from dtk.cluster.variables import place
-from dtk.errors import ClusterError, CommunicatorError, at_rank
+from dtk.errors import ClusterError
 
 
 class Launcher(NamedTuple):
@@ -153,81 +149,3 @@ def read_pmix(environ: Mapping[str, str]) -> Environment | None:
             "start with `mpirun -np N python train.py`, or unset PMIX_RANK to run alone"
         )
     return read(_PMIX, environ)
-
-
-# Bytes: Open MPI 5 makes a file of this size for each rank, if one fits, and fills a part of it.
-_SEGMENT, _USED = 17 << 20, 4 << 20
-_OTHER_MEMORY = (
-    "OMPI_MCA_btl",
-    "OMPI_MCA_btl_sm_backing_directory",
-    "OMPI_MCA_btl_sm_segment_size",
-)
-
-
-def shared_memory_missing(ranks: int, folder: str = "/dev/shm") -> str:
-    """Return what Open MPI 5 lacks, and what helps, for a sentence; "" where nothing is missing.
-
-    It says nothing of that itself: a rank ends with exit code 14.
-
-    Args:
-        ranks: How many are to start on this host.
-        folder: Where its shared memory is.
-    """
-    needed = max(_SEGMENT, ranks * _USED)
-    if any(name in os.environ for name in _OTHER_MEMORY):
-        return ""
-    with contextlib.suppress(OSError):  # there is none
-        free = shutil.disk_usage(folder).free
-        if free < needed:
-            return (
-                f"{folder} has {free / 2**20:.0f} MB free, and MPI needs {needed / 2**20:.0f} MB "
-                f"there for {ranks} rank(s); give it more (docker run --shm-size 256m; elsewhere, "
-                f"as root: mount -o remount,size=256m {folder}), or use the communicator collective"
-            )
-    return ""
-
-
-def mpirun_of_python_started(environ: Mapping[str, str]) -> bool:
-    """Return whether the mpirun of keras-dtk[mpi] started this process.
-
-    Args:
-        environ: Variables of the process.
-    """
-    return os.path.realpath(environ.get("OPAL_PREFIX", "/")) == os.path.realpath(sys.prefix)
-
-
-def horovod_refused(said: str = "") -> CommunicatorError:
-    """Return the error of Horovod under an mpirun of another MPI than it was built with.
-
-    Args:
-        said: By the loader, if Horovod was loaded.
-    """
-    beside = os.path.realpath(os.path.join(sys.prefix, "bin"))
-    path = os.environ.get("PATH", os.defpath).split(os.pathsep)
-    others = os.pathsep.join(one for one in path if os.path.realpath(one or ".") != beside)
-    found = shutil.which("mpirun", path=others) or "/path/of/that/mpirun"
-    script, size = " ".join(sys.argv) or "train.py", os.environ.get(OPEN_MPI.size, "2")
-    return CommunicatorError(
-        at_rank(
-            int(os.environ.get(OPEN_MPI.rank, 0)),
-            f"Horovod cannot be loaded under the mpirun of {sys.prefix}, which shows it another "
-            f"MPI than it was built with{f' ({said})' if said else ''}: start with that one's, "
-            f"`{found} -np {size} python {script}`, or with `dtk run -n {size} --communicator "
-            f"horovod {script}`, or use communicator='mpi' and do not import Horovod",
-        )
-    )
-
-
-@contextlib.contextmanager
-def horovod_import() -> Iterator[None]:
-    """Say what to do where Horovod does not load, in place of what the loader says.
-
-    Raises:
-        CommunicatorError: It does not.
-    """
-    try:
-        yield
-    except Exception as error:  # of TensorFlow, for what the loader says
-        if "symbol" not in str(error):
-            raise
-        raise horovod_refused(str(error).strip()) from None

@@ -20,7 +20,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 from dtk.cluster import progress, slurm, threads
 from dtk.cluster.environment import Environment
-from dtk.cluster.mpi import horovod_refused, mpirun_of_python_started
+from dtk.cluster.mpi_installs import mpirun_of_python_started
+from dtk.cluster.mpi_refusals import horovod_refused
 from dtk.cluster.variables import COMMUNICATOR
 from dtk.errors import CommunicatorError, at_rank
 from dtk.version import pip_install

@@ -24,6 +24,7 @@ import zipfile
 from collections.abc import Mapping, Sequence
 
 from dtk import cache
+from dtk.cluster import mpi_installs
 from dtk.horovod_build import patches
 from dtk.horovod_build.requirements import (
     HOROVOD_SHA256,
@@ -33,7 +34,6 @@ from dtk.horovod_build.requirements import (
     Mpi,
     usable_cmake,
 )
-from dtk.launch import mpi_places
 
 # what Horovod imports when it runs, and its setup.py when it builds
 RUNTIME_REQUIREMENTS = ("cloudpickle", "pyyaml", "psutil", "packaging")
@@ -238,7 +238,7 @@ class Build:
         So is the MPI of `keras-dtk[mpi]`, whose compiler an activated environment finds first.
         """
         environ = {k: v for k, v in os.environ.items() if not k.startswith("HOROVOD_WITH")}
-        environ["PATH"] = mpi_places.path_of_others()
+        environ["PATH"] = mpi_installs.path_of_others()
         for name, path in {"PYTHONPATH": self.tools, "PATH": self.tools / "bin"}.items():
             environ[name] = os.pathsep.join(filter(None, [str(path), environ.get(name)]))
         return environ

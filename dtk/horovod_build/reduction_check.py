@@ -18,8 +18,9 @@ import tempfile
 import time
 from collections.abc import Sequence
 
+from dtk.cluster import mpi_installs
 from dtk.horovod_build.requirements import HorovodBuildError, ask, reason_of
-from dtk.launch import Job, Process, local, mpi_places, plan
+from dtk.launch import Job, Process, local, plan
 
 TIMEOUT = 120.0
 
@@ -139,7 +140,7 @@ def check_mpi(timeout: float = TIMEOUT) -> float:
     Raises:
         HorovodBuildError: When `mpirun` is missing, or they do not both read 3 in time.
     """
-    found = mpi_places.find_other("mpirun")
+    found = mpi_installs.find_other("mpirun")
     if found is None:
         raise HorovodBuildError("mpirun is not on PATH. Next: apt-get install openmpi-bin")
     with tempfile.TemporaryDirectory(prefix="dtk-") as folder:

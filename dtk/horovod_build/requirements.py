@@ -13,8 +13,8 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 
+from dtk.cluster import mpi_installs
 from dtk.errors import DtkError
-from dtk.launch import mpi_places
 
 HOROVOD_VERSION = "0.28.1"
 # Of horovod-0.28.1.tar.gz on the Python Package Index.
@@ -134,11 +134,11 @@ def find_mpi() -> Mpi:
         "Next: apt-get install libopenmpi-dev openmpi-bin, "
         "or dtk install-horovod --without-mpi for Gloo only"
     )
-    beside = "" if mpi_places.mpirun() is None else " (that of keras-dtk[mpi] is another)"
+    beside = "" if mpi_installs.mpirun() is None else " (that of keras-dtk[mpi] is another)"
     for tool, purpose in (("mpicxx", "compiles against MPI"), ("mpirun", "starts the processes")):
-        if mpi_places.find_other(tool) is None:
+        if mpi_installs.find_other(tool) is None:
             raise HorovodBuildError(f"{tool}, which {purpose}, is not on PATH{beside}. {cure}")
-    probe = ask([str(mpi_places.find_other("mpicxx")), "-E", "-P", "-x", "c++", "-"], _MPI_PROBE)
+    probe = ask([str(mpi_installs.find_other("mpicxx")), "-E", "-P", "-x", "c++", "-"], _MPI_PROBE)
     found = re.search(r'^dtk (\w+) ([\d" .]+)$', probe.stdout, re.MULTILINE)
     if probe.returncode or found is None:
         raise HorovodBuildError(f"mpicxx cannot read mpi.h ({reason_of(probe, 0)}). {cure}")

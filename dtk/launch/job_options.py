@@ -13,9 +13,9 @@ from typing import IO, TypeAlias
 
 import click
 
-from dtk.cluster import Host, parse_hosts, read_hostfile
+from dtk.cluster import Host, mpi_installs, parse_hosts, read_hostfile
 from dtk.errors import ClusterError, CommunicatorError, DtkError
-from dtk.launch import COMMUNICATORS, Job, mpi_places, ssh
+from dtk.launch import COMMUNICATORS, Job, ssh
 from dtk.version import pip_install
 
 # What `signal.signal` takes and returns.
@@ -206,7 +206,7 @@ def _signals_raise() -> Iterator[None]:
 def installed() -> list[str]:
     """Return the communicators that a job can use here; `dtk run` takes the first by itself."""
     found = ["collective"]
-    if mpi_places.mpirun() is not None:
+    if mpi_installs.mpirun() is not None:
         found.insert(0, "mpi")
     if importlib.util.find_spec("horovod") is not None:
         found.append("horovod")

@@ -17,7 +17,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import fcntl
-import importlib.util
 import os
 import re
 import shutil
@@ -30,7 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from dtk.cluster import mpi
+from dtk.cluster import mpi_installs, mpi_refusals
 from dtk.cluster.variables import MPI_LEASE
 from dtk.errors import CommunicatorError
 from dtk.launch import agent, connections, local, marked
@@ -52,41 +51,6 @@ _PLACE = (
 )
 _PREFIX = "dtk-mpi-"
 _SHARED_MEMORY = Path("/dev/shm")
-
-
-def mpirun() -> Path | None:
-    """Return the mpirun beside this Python, if it is Open MPI's and mpi4py is there too."""
-    beside = Path(sys.executable).parent
-    # Of other MPIs' launchers none is made of PRRTE, whose processes can be taken the place of.
-    if not (beside / "prterun").is_file() or importlib.util.find_spec("mpi4py") is None:
-        return None
-    found = beside / "mpirun"
-    return found if found.is_file() else None
-
-
-def find_other(tool: str) -> str | None:
-    """Find a tool of the MPI that Horovod is built with, which is not the one beside this Python.
-
-    `keras-dtk[mpi]` puts `mpirun` and `mpicxx` beside Python, and an activated environment
-    puts them first. Horovod loads the MPI of the system.
-
-    Args:
-        tool: Such as "mpirun".
-
-    Returns:
-        Its path; None where there is none.
-    """
-    return shutil.which(tool, path=path_of_others())
-
-
-def path_of_others() -> str:
-    """Return PATH without the directory of the MPI beside this Python, where there is one."""
-    path = os.environ.get("PATH", os.defpath)
-    if mpirun() is None:
-        return path
-    beside = os.path.realpath(Path(sys.executable).parent)
-    kept = [one for one in path.split(os.pathsep) if os.path.realpath(one or ".") != beside]
-    return os.pathsep.join(kept)
 
 
 class Loss(NamedTuple):
@@ -137,7 +101,7 @@ class MPIPlaces:
     def _start(
         self, hosts: Sequence[str], remote_shell: str, errors: int
     ) -> subprocess.Popen[bytes]:
-        path = mpirun()
+        path = mpi_installs.mpirun()
         if path is None:
             raise CommunicatorError(
                 f"communicator mpi: no mpirun of Open MPI beside {sys.executable}, or no mpi4py; "
@@ -147,7 +111,7 @@ class MPIPlaces:
         if self._alone:
             command += ["--map-by", ":OVERSUBSCRIBE"]
             command += ["--prtemca", "oob_tcp_disable_ipv6_family", "1"]
-            if missing := mpi.shared_memory_missing(len(hosts), str(_SHARED_MEMORY)):
+            if missing := mpi_refusals.shared_memory_missing(len(hosts), str(_SHARED_MEMORY)):
                 raise CommunicatorError(f"communicator mpi: {missing}")
             with contextlib.suppress(OSError):  # then where MPI itself puts it
                 self._memory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_SHARED_MEMORY))

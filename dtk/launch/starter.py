@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from dtk.cluster import report_channel
+from dtk.cluster import mpi_installs, report_channel
 from dtk.cluster.variables import COMMUNICATOR
 from dtk.errors import ClusterError, CommunicatorError
 from dtk.launch import agent, local, mpi_places, rendezvous, ssh
@@ -187,7 +187,7 @@ class Starter:
         """Start MPI's server where the plan asks for it, or would like it."""
         asked = {process.env.get(COMMUNICATOR) for process in self._processes}
         must = "mpi" in asked
-        if not must and ("auto" not in asked or mpi_places.mpirun() is None):
+        if not must and ("auto" not in asked or mpi_installs.mpirun() is None):
             return
         try:
             places = mpi_places.MPIPlaces(

@@ -208,7 +208,7 @@ def test_no_mpirun_is_a_note(run, monkeypatch, tmp_path):
 )
 def test_what_joins_the_ranks_and_why(run, monkeypatch, told, there, found):
     path = pathlib.Path("/bin/mpirun") if there else None
-    monkeypatch.setattr(module.mpi_places, "mpirun", lambda: path)
+    monkeypatch.setattr(module.mpi_installs, "mpirun", lambda: path)
     if told:
         monkeypatch.setenv("DTK_COMMUNICATOR", told)
     assert line(run(), "dtk run") == found

@@ -22,9 +22,10 @@ import pytest
 from click.testing import CliRunner
 
 from dtk.cli.install_horovod import install_horovod
+from dtk.cluster import mpi_installs
 from dtk.horovod_build import builder, patches, reduction_check, requirements
 from dtk.horovod_build.requirements import HorovodBuildError, Mpi
-from dtk.launch import Process, mpi_places
+from dtk.launch import Process
 
 TENSORFLOW = "__version__ = '{version}'\ndef constant(x): return x\n"
 HOROVOD = """
@@ -336,7 +337,7 @@ def activated(tmp_path, monkeypatch):
             (folder / tool).write_text(f"#!/bin/sh\n{code}\n")
             (folder / tool).chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(own / "python"))
-    monkeypatch.setattr(mpi_places, "mpirun", lambda: own / "mpirun")
+    monkeypatch.setattr(mpi_installs, "mpirun", lambda: own / "mpirun")
     monkeypatch.setenv("PATH", f"{own}:{system}")
     return own, system
 

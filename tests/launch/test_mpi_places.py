@@ -5,7 +5,6 @@ import io
 import os
 import re
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
@@ -14,14 +13,14 @@ import time
 import psutil
 import pytest
 
-from dtk.cluster import Host, mpi
+from dtk.cluster import Host, mpi_installs, mpi_refusals
 from dtk.cluster.stall import STUCK
 from dtk.cluster.variables import COMMUNICATOR
 from dtk.errors import CommunicatorError
 from dtk.launch import Job, marked, mpi_places, plan, ssh
 
 needs_mpi = pytest.mark.skipif(
-    mpi_places.mpirun() is None, reason="no MPI beside python: pip install './dtk[mpi]'"
+    mpi_installs.mpirun() is None, reason="no MPI beside python: pip install './dtk[mpi]'"
 )
 SUM = (
     "import os\nfrom mpi4py import MPI\nworld = MPI.COMM_WORLD\n"
@@ -37,23 +36,6 @@ def make(code, workers=2, communicator="auto", **options):
 
 def chosen(processes):
     return {process.env[COMMUNICATOR] for process in processes}
-
-
-@needs_mpi
-def test_horovod_is_built_and_started_by_another_mpi_than_the_one_beside_python(
-    tmp_path, monkeypatch
-):
-    # An activated environment finds that one first; `dtk install-horovod` failed its check there.
-    beside = os.path.dirname(sys.executable)
-    system = tmp_path / "bin"
-    system.mkdir()
-    (system / "mpirun").touch(stat.S_IRWXU)
-    link = tmp_path / "link"
-    link.symlink_to(beside)
-    monkeypatch.setenv("PATH", os.pathsep.join([beside, str(link), str(system)]))
-    assert mpi_places.find_other("mpirun") == str(system / "mpirun")
-    assert mpi_places.find_other("mpicxx") is None
-    assert mpi_places.path_of_others() == str(system)
 
 
 @pytest.fixture
@@ -174,7 +156,7 @@ def test_where_mpi_does_not_start_auto_goes_on_and_says_why(run, places, monkeyp
 @needs_mpi
 def test_a_small_shared_memory_is_told_with_what_helps(run, places, monkeypatch):
     """Open MPI ends a rank for it with exit code 14, and says nothing."""
-    monkeypatch.setattr(mpi, "_SEGMENT", 1 << 60)
+    monkeypatch.setattr(mpi_refusals, "_SEGMENT", 1 << 60)
     why = r" has \d+ MB free, and MPI needs \d+ MB there for 2 rank\(s\); give it more"
     code, _, err, _ = run(make("import os"))
     assert code == 0

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from dtk.launch import mpi_places
+from dtk.cluster import mpi_installs
 
 SCRIPT = """
 import json, os, pathlib, signal, sys, threading, time, traceback
@@ -115,7 +115,7 @@ def report(said):
 @pytest.mark.parametrize("communicator", ["collective", "mpi"])
 @pytest.mark.parametrize("place", ["import", "imported", "constructor", "build", "trace"])
 def test_a_rank_that_sleeps_at_its_start_is_named_with_its_stack(tmp_path, place, communicator):
-    if communicator == "mpi" and mpi_places.mpirun() is None:
+    if communicator == "mpi" and mpi_installs.mpirun() is None:
         pytest.skip("no mpi4py, or no mpirun beside python: pip install './dtk[mpi]'")
     code, _, said = job(tmp_path, place, communicator=communicator)
     assert code == 124, said
@@ -190,7 +190,7 @@ def test_a_slow_start_is_no_stall(tmp_path, place):
 @pytest.mark.parametrize("communicator", ["mpi", "horovod"])
 @pytest.mark.parametrize("how", ["sleep", "stop", "busy"])
 def test_a_rank_that_mpirun_has_started_and_that_makes_no_strategy(tmp_path, communicator, how):
-    found = mpi_places.mpirun() if communicator == "mpi" else shutil.which("mpirun")
+    found = mpi_installs.mpirun() if communicator == "mpi" else shutil.which("mpirun")
     if found is None:
         pytest.skip("no mpirun for this communicator")
     command = [str(found), "--oversubscribe", "--bind-to", "none", "-np", "2", sys.executable]

@@ -15,9 +15,9 @@ import time
 
 import pytest
 
+from dtk.cluster import mpi_installs
 from dtk.cluster.heartbeats import Line, Listener, connect
 from dtk.errors import ClusterError
-from dtk.launch import mpi_places
 from dtk.strategies import watching
 
 SCRIPT = """
@@ -107,9 +107,9 @@ def by_hand(communicator, victim, how, tmp_path):
 def started(launcher, victim, how, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     if launcher == "mpi":
-        if mpi_places.mpirun() is None:
+        if mpi_installs.mpirun() is None:
             pytest.skip("no mpi4py, or no mpirun beside python: pip install './dtk[mpi]'")
-        return mpirun(mpi_places.mpirun(), "mpi", victim, how, tmp_path)
+        return mpirun(mpi_installs.mpirun(), "mpi", victim, how, tmp_path)
     if launcher == "horovod":
         if shutil.which("mpirun") is None:
             pytest.skip("no mpirun: install Debian's openmpi-bin and libopenmpi-dev")

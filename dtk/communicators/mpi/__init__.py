@@ -14,9 +14,10 @@ import socket
 from collections.abc import Mapping
 
 from dtk.cluster.environment import Environment
-from dtk.cluster.mpi import shared_memory_missing
+from dtk.cluster.mpi_installs import mpirun_of_python_started
+from dtk.cluster.mpi_refusals import shared_memory_missing
 from dtk.cluster.variables import MPI_LEASE
-from dtk.communicators import mpirun_of_python_started, startup
+from dtk.communicators import startup
 from dtk.communicators.base import Communicator
 from dtk.errors import CommunicatorError, at_rank
 from dtk.version import pip_install
