@@ -19,9 +19,10 @@ import click
 from dtk.cluster import progress, report_channel
 from dtk.cluster.standing import Standing
 from dtk.errors import ClusterError
+from dtk.launch.equal_lines import EqualLines
 from dtk.launch.plan import Process
 from dtk.launch.rank import Rank
-from dtk.launch.screen import EqualLines, Screen
+from dtk.launch.screen import Screen
 from dtk.launch.shown_text import Pace, ShownText, plain
 from dtk.launch.sink import Sink
 from dtk.launch.state import JobState

@@ -1,4 +1,4 @@
-"""Between ranks and whoever reads: full, slow, closed and narrow streams, bars, and equal lines."""
+"""Between ranks and whoever reads: full, slow, closed and narrow streams, bars, and warnings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import pytest
 
 from dtk.launch import Job
 from dtk.launch.plan import Process
-from dtk.launch.screen import EqualLines
 from dtk.launch.shown_text import Pace, ShownText, clipped
 
 
@@ -202,23 +201,6 @@ def test_a_file_gets_a_bars_line_every_few_seconds():
 def test_rows_fit_a_terminal():
     assert clipped("\x1b[32m━━━━\x1b[0m end", 3) == "\x1b[32m━━━\x1b[0m"
     assert clipped("日本", 3) == "日"
-
-
-def test_equal_lines_of_several_ranks_are_one():
-    equal = EqualLines()
-    for line in ("warning", "  code", "warning"):
-        equal.add(0, line, 0.0)
-    assert equal.due(0.1) == []
-    for line in ("  code", "warning", "own", "warning"):
-        equal.add(1, line, 0.2)
-    assert equal.due(0.6) == [("warning", [0, 1]), ("  code", [0, 1]), ("warning", [0, 1])]
-    equal.add(1, "warning", 0.6)
-    assert equal.due() == [("own", [1]), ("warning", [1])]
-    equal.add(0, "own", 5.0)
-    assert (equal.due(8.0), equal.late) == ([], 1)
-    assert equal.due(11.0) == []
-    equal.add(2, "own", 12.0)
-    assert equal.due() == [("own", [2])]
 
 
 def test_warnings_of_all_ranks_are_shown_once(run, tmp_path):

@@ -1,0 +1,20 @@
+"""Lines that several processes write equally are shown once."""
+
+from dtk.launch.equal_lines import EqualLines
+
+
+def test_equal_lines_of_several_ranks_are_one():
+    equal = EqualLines()
+    for line in ("warning", "  code", "warning"):
+        equal.add(0, line, 0.0)
+    assert equal.due(0.1) == []
+    for line in ("  code", "warning", "own", "warning"):
+        equal.add(1, line, 0.2)
+    assert equal.due(0.6) == [("warning", [0, 1]), ("  code", [0, 1]), ("warning", [0, 1])]
+    equal.add(1, "warning", 0.6)
+    assert equal.due() == [("own", [1]), ("warning", [1])]
+    equal.add(0, "own", 5.0)
+    assert (equal.due(8.0), equal.late) == ([], 1)
+    assert equal.due(11.0) == []
+    equal.add(2, "own", 12.0)
+    assert equal.due() == [("own", [2])]
