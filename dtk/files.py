@@ -37,7 +37,7 @@ def create(path: Path) -> None:
         OSError: It cannot be made, as where the name is a folder's, or was taken at once again.
     """
     path.unlink(missing_ok=True)
-    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
+    path.touch(exist_ok=False)
 
 
 @contextlib.contextmanager

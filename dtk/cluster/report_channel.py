@@ -82,6 +82,7 @@ def record(message: bytes) -> bytes:
 # In a rank.
 
 
+@functools.cache  # each call would register one more function for forks
 def keep() -> None:
     """Keep the programs and processes that this rank starts from holding its end open."""
     if (end := _end()) is not None:

@@ -20,7 +20,6 @@ import fcntl
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from dtk.cluster import mpi_installs, mpi_refusals
 from dtk.cluster.variables import MPI_LEASE
 from dtk.errors import CommunicatorError
 from dtk.launch import agent, connections, local, marked
+from dtk.launch.rank import killer
 from dtk.version import pip_install
 
 START_SECONDS = 30.0
@@ -196,12 +196,11 @@ class MPIPlaces:
         if killed:
             rank, pid, number = map(int, killed.groups())
             place = f"process {pid}, which MPI's server keeps in the place of rank {rank},"
-            how = f"was ended by {signal.Signals(number).name}, and with it the server (prterun)"
+            how = f"was ended by {killer(number)}, and with it the server (prterun)"
             return Loss(f"{place} {how}", 128 + number)
         server = f"MPI's server (prterun, process {self._process.pid})"
         if code < 0:
-            name = signal.Signals(-code).name
-            return Loss(f"{server} was ended by {name}", agent.shell_code(code))
+            return Loss(f"{server} was ended by {killer(-code)}", agent.shell_code(code))
         words = f", saying: {said:.500}" if said else ""
         return Loss(f"{server} ended with exit code {code}{words}", code or 1)
 

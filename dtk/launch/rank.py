@@ -299,3 +299,8 @@ def signal_name(code: int) -> str:
     """
     known = {int(one): one.name for one in signal.Signals}
     return known.get(code - 128, "")
+
+
+def killer(number: int) -> str:
+    """Return the name of a signal, or "signal 40" for one that has none."""
+    return signal_name(128 + number) or f"signal {number}"

@@ -8,7 +8,7 @@ from dtk.errors import ClusterError
 from dtk.launch import marked
 from dtk.launch.ending import Ending
 from dtk.launch.plan import Process
-from dtk.launch.rank import Rank, signal_name
+from dtk.launch.rank import Rank, killer
 from dtk.launch.starter import Starter
 
 
@@ -92,6 +92,5 @@ def _how(rank: Rank) -> str:
         return f"{name} {rank.stuck}, and was ended"
     if not rank.signal:
         return f"{name} ended {rank.how}"
-    killer = signal_name(128 + rank.signal) or f"signal {rank.signal}"
     why = ", probably as memory had run out" if rank.was_short_of_memory else ""
-    return f"{name} was killed by {killer}{why}"
+    return f"{name} was killed by {killer(rank.signal)}{why}"

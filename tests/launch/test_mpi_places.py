@@ -96,8 +96,11 @@ def test_a_rank_that_is_killed_is_named_and_nothing_is_left(run, places):
 
 
 @needs_mpi
-@pytest.mark.parametrize("which", ["prterun", "cat"])
-def test_mpis_server_that_is_killed_is_named_and_no_rank(which, places):
+@pytest.mark.parametrize(
+    ("which", "number", "how"),
+    [("prterun", signal.SIGRTMIN + 6, "signal 40"), ("cat", signal.SIGKILL, "SIGKILL")],
+)
+def test_mpis_server_that_is_killed_is_named_and_no_rank(which, number, how, places):
     """Each rank said that it had failed by itself, with exit code 195."""
     code = "from mpi4py import MPI\nMPI.COMM_WORLD.Barrier()\nimport time; time.sleep(600)"
     out, err = io.StringIO(), io.StringIO()
@@ -105,15 +108,15 @@ def test_mpis_server_that_is_killed_is_named_and_no_rank(which, places):
         time.sleep(1.0)  # MPI has started by then, or not: the server is gone either way
         beside = map(psutil.Process, marked.members(job.job_id + marked.BESIDE))
         victim = next(one for one in beside if one.name() == which)
-        victim.kill()
-        assert job.wait(60) == 137
+        victim.send_signal(number)
+        assert job.wait(60) == 128 + number
     last = err.getvalue().splitlines()[-1]
     named = (
-        f"dtk: MPI's server (prterun, process {victim.pid}) was ended by SIGKILL"
+        f"dtk: MPI's server (prterun, process {victim.pid})"
         if which == "prterun"
         else f"dtk: process {victim.pid}, which MPI's server keeps in the place of rank "
     )
-    assert last.startswith(named), err.getvalue()
+    assert last.startswith(named) and f" was ended by {how}" in last, err.getvalue()
     assert "failed first" not in err.getvalue()
     assert last.endswith("every rank needs it. The job was ended.")
 
