@@ -10,6 +10,7 @@ the same there.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import sys
@@ -22,6 +23,7 @@ from dtk.cluster.environment import Environment
 from dtk.cluster.mpi import OPEN_MPI
 from dtk.cluster.stall import STUCK, Stall
 from dtk.cluster.standing import Standing
+from dtk.cluster.waiting import Wait
 
 # The same in all processes of a job, and in no other: Open MPI's, from version 4 on.
 _JOB = "PMIX_NAMESPACE"
@@ -54,6 +56,7 @@ def await_neighbours(
         here = socket.socket(socket.AF_UNIX)
         here.bind(f"\0{name}{environment.rank}")
         here.detach()  # it lasts as long as this process
+    wait = Wait(f"rank {environment.rank}", math.inf)
     began = scanned = time.monotonic() - _SCAN
     standings: dict[int, Standing] = {}
     while True:
@@ -70,6 +73,12 @@ def await_neighbours(
             if not missing and now - began > _STARTED:
                 return
             turn = sorted(come).index(environment.rank) if environment.rank in come else 0
+            if missing and turn == 0:
+                names = ", ".join(f"rank {rank} (process {found[rank]})" for rank in missing)
+                wait.say(
+                    f"{names} to make a strategy",
+                    f"; the job is ended once one of them has done nothing for {timeout:g} s",
+                )
             since = now - timeout - _IN_TURN * turn
             idle = tuple(rank for rank in missing if standings[rank].is_idle(since))
             if idle and began < since:

@@ -25,6 +25,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from dtk.cluster.environment import Environment
+from dtk.cluster.waiting import Wait
 from dtk.errors import CommunicatorError, at_rank
 from dtk.quiet import device_start
 
@@ -134,26 +135,29 @@ def meet(rank: int, addresses: Sequence[str], timeout: float) -> None:
     Raises:
         CommunicatorError: Naming who is missing, on every rank that did come.
     """
-    deadline = time.monotonic() + timeout
+    wait = Wait(f"rank {rank}", timeout)
     if rank == 0:
-        _host(addresses, deadline, timeout)
+        _host(addresses, wait)
     else:
-        _connect(rank, addresses, deadline, timeout)
+        _connect(rank, addresses, wait)
 
 
-def _host(addresses: Sequence[str], deadline: float, timeout: float) -> None:
+def _host(addresses: Sequence[str], wait: Wait) -> None:
     size = len(addresses)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(_listen(addresses[0], addresses))
         clients: dict[int, socket.socket] = {}
         problem = ""
         while len(clients) < size - 1 and not problem:
-            ready, _, _ = select.select([listener], [], [], max(0.0, deadline - time.monotonic()))
+            missing = [r for r in range(1, size) if r not in clients]
+            names = ", ".join(f"rank {r} ({addresses[r]})" for r in missing)
+            wait.say(names)
+            ready, _, _ = select.select([listener], [], [], wait.quiet)
+            if not ready and wait.left:
+                continue
             if not ready:
-                missing = [r for r in range(1, size) if r not in clients]
-                names = ", ".join(f"rank {r} ({addresses[r]})" for r in missing)
                 problem = (
-                    f"the world of {size} is not complete after {timeout:g} s: no word from "
+                    f"the world of {size} is not complete after {wait.limit:g} s: no word from "
                     f"{names}. Did it start, and can it reach {addresses[0]}? "
                     "(DTK_START_TIMEOUT sets the limit)"
                 )
@@ -190,18 +194,18 @@ def _read_hello(client: socket.socket) -> tuple[int, list[str]] | None:
         return None
 
 
-def _connect(rank: int, addresses: Sequence[str], deadline: float, timeout: float) -> None:
+def _connect(rank: int, addresses: Sequence[str], wait: Wait) -> None:
     hello = json.dumps({"rank": rank, "world": list(addresses)}).encode() + b"\n"
     answer = b""
-    # Rank 0 knows more than we do about who is missing: give it time to say so.
-    patience = deadline + 5.0
     pause = _FIRST_RETRY_SECONDS
-    while time.monotonic() < deadline and not answer:
+    while wait.left and not answer:
+        wait.say(f"rank 0, which does not answer at {addresses[0]}")
         with contextlib.suppress(OSError):
             target = parse_address(addresses[0])
-            with socket.create_connection(target, timeout=deadline - time.monotonic()) as line:
+            with socket.create_connection(target, timeout=wait.quiet) as line:
                 line.sendall(hello)
-                line.settimeout(max(0.1, patience - time.monotonic()))
+                # Rank 0 knows more than we do about who is missing: give it time to say so.
+                line.settimeout(wait.left + 5.0)
                 answer = line.makefile("rb").read()
         if not answer:
             time.sleep(pause)
@@ -209,8 +213,8 @@ def _connect(rank: int, addresses: Sequence[str], deadline: float, timeout: floa
     if answer == _GO:
         return
     problem = answer.decode(errors="replace") or (
-        f"no answer from rank 0 ({addresses[0]}) within {timeout:g} s: did it start, and can this "
-        "host reach it? (DTK_START_TIMEOUT sets the limit)"
+        f"no answer from rank 0 ({addresses[0]}) within {wait.limit:g} s: did it start, and can "
+        "this host reach it? (DTK_START_TIMEOUT sets the limit)"
     )
     raise CommunicatorError(at_rank(rank, problem))
 

@@ -10,6 +10,7 @@ from typing import NoReturn
 import tensorflow as tf
 
 from dtk.cluster import TFConfig, progress
+from dtk.cluster.waiting import Wait
 from dtk.communicators import startup
 from dtk.errors import ClusterError
 
@@ -62,14 +63,14 @@ class Chief:
         Raises:
             ClusterError: It does not come within DTK_START_TIMEOUT seconds.
         """
-        limit = startup.limit()
-        deadline = time.monotonic() + limit
+        wait = Wait(self._name, startup.limit())
         while not startup.answers(self._address):
-            if time.monotonic() > deadline:
+            if not wait.left:
                 raise ClusterError(
-                    f"{self._name}: no chief at {self._address} within {limit:g} s; did it start, "
-                    "and can this host reach it? (DTK_START_TIMEOUT sets the limit)"
+                    f"{self._name}: no chief at {self._address} within {wait.limit:g} s; did it "
+                    "start, and can this host reach it? (DTK_START_TIMEOUT sets the limit)"
                 )
+            wait.say(f"the chief, which does not answer at {self._address}")
             time.sleep(0.5)
 
     def is_gone(self) -> bool:

@@ -13,6 +13,7 @@ import tensorflow as tf
 from dtk import cluster, quiet
 from dtk.cluster import progress, tf_config
 from dtk.cluster.variables import RESTARTS
+from dtk.cluster.waiting import Wait
 from dtk.communicators import startup
 from dtk.communicators.local import LocalCommunicator
 from dtk.compat import keras_variables, tf_allreduce, tf_coordinator, tf_servers, tf_variables
@@ -355,8 +356,7 @@ def await_tasks(config: cluster.TFConfig) -> None:
     Raises:
         ClusterError: Naming those that do not, after a bounded wait.
     """
-    limit = startup.limit()
-    deadline = time.monotonic() + limit
+    wait = Wait("chief", startup.limit())
     missing = [
         (f"{role} {index}", address)
         for role in ("ps", "worker")
@@ -364,10 +364,11 @@ def await_tasks(config: cluster.TFConfig) -> None:
     ]
     startup.check_free(0, config.cluster["chief"][0])
     while missing := [(name, a) for name, a in missing if not startup.answers(a)]:
-        if time.monotonic() > deadline:
-            names = ", ".join(f"{name} ({address})" for name, address in missing)
+        names = ", ".join(f"{name} ({address})" for name, address in missing)
+        if not wait.left:
             raise ClusterError(
-                f"chief: not there after {limit:g} s: {names}. Did they start, and can this host "
-                "reach them? (DTK_START_TIMEOUT sets the limit)"
+                f"chief: not there after {wait.limit:g} s: {names}. Did they start, and can this "
+                "host reach them? (DTK_START_TIMEOUT sets the limit)"
             )
+        wait.say(names)
         time.sleep(0.1)

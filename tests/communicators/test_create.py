@@ -16,7 +16,7 @@ import pytest
 import tensorflow as tf
 
 from dtk import communicators
-from dtk.cluster import Environment
+from dtk.cluster import Environment, waiting
 from dtk.communicators import LocalCommunicator, create, startup
 from dtk.errors import CommunicatorError
 from dtk.strategies import AllReduceStrategy
@@ -221,7 +221,8 @@ def test_malformed_address(address):
         startup.parse_address(address)
 
 
-def test_missing_ranks_are_named_on_every_rank_that_came():
+def test_missing_ranks_are_named_on_every_rank_that_came(monkeypatch, capsys):
+    monkeypatch.setattr(waiting, "AFTER", 0.5)
     addresses = [free_address() for _ in range(3)]
     errors = {}
 
@@ -240,12 +241,19 @@ def test_missing_ranks_are_named_on_every_rank_that_came():
     for index, error in errors.items():
         assert error.startswith(f"rank {index}: the world of 3 is not complete after 1.5 s")
         assert f"no word from rank 2 ({addresses[2]})" in error
+    # What rank 1 waits for, only rank 0 knows.
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"dtk: rank 0: waiting for rank 2 ({addresses[2]}), for 1 s more ")
 
 
-def test_rank_0_missing():
+def test_rank_0_missing(monkeypatch, capsys):
+    """It waited for two minutes, and did not say for whom."""
+    monkeypatch.setattr(waiting, "AFTER", 0.1)
     addresses = [free_address(), free_address()]
     with pytest.raises(CommunicatorError, match=f"rank 1: no answer from rank 0 .{addresses[0]}"):
         startup.meet(1, addresses, 0.5)
+    (said,) = capsys.readouterr().err.splitlines()
+    assert f"rank 1: waiting for rank 0, which does not answer at {addresses[0]}, for 0 s" in said
 
 
 def test_a_rank_knocks_often_at_first_and_then_seldom(monkeypatch):

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from dtk.errors import DtkError
+from dtk.cluster import TFConfig, waiting
+from dtk.errors import ClusterError, DtkError
+from dtk.parameter_server.run_server import Chief
 from dtk.strategies import ParameterServerStrategy
 
 HERE = Path(__file__).resolve().parent
@@ -106,10 +108,25 @@ def test_two_evaluators(refused):
     refused(config({**cluster, "evaluator": [port(), port()]}, "chief"), "2 evaluators", "at most")
 
 
-def test_a_task_that_does_not_come_up_is_named_with_its_address():
+def test_a_task_that_does_not_come_up_is_named_with_its_address(refused, monkeypatch, capsys):
+    """Meanwhile, too: nothing was said for two minutes."""
+    monkeypatch.setattr(waiting, "AFTER", 0.1)
     cluster = {"chief": [port()], "worker": [port()], "ps": [port()]}
-    environ = config(cluster, "chief", DTK_START_TIMEOUT="2")
-    gives_up(environ, f"ps 0 ({cluster['ps'][0]})", f"worker 0 ({cluster['worker'][0]})", "2 s")
+    names = f"ps 0 ({cluster['ps'][0]}), worker 0 ({cluster['worker'][0]})"
+    refused(config(cluster, "chief"), f"not there after 2 s: {names}")
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"dtk: chief: waiting for {names}, for 2 s more ")
+
+
+def test_a_server_says_where_it_waits_for_the_chief(monkeypatch, capsys):
+    cluster = {"chief": [port()], "worker": [port()], "ps": [port()]}
+    monkeypatch.setattr(waiting, "AFTER", 0.1)
+    monkeypatch.setenv("DTK_START_TIMEOUT", "0.9")
+    where = cluster["chief"][0]
+    with pytest.raises(ClusterError, match=f"ps 0: no chief at {where} within 0.9 s"):
+        Chief(TFConfig(cluster, "ps", 0)).await_()
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"dtk: ps 0: waiting for the chief, which does not answer at {where},")
 
 
 def test_a_port_that_is_taken(refused):
