@@ -65,6 +65,8 @@ class _Reporter:
         self._timeout = timeout
         self._serves = False
         self._send = send
+        self._renew_lock()
+        os.register_at_fork(after_in_child=self._renew_lock)  # which finds it held, maybe
         self._times: collections.Counter[str] = collections.Counter()
         self._reported: tuple[_Position, float] = (self.position, 0.0)
         self._main = threading.main_thread().ident or 0
@@ -73,6 +75,9 @@ class _Reporter:
         self.polls_since: float | None = None
         threading.Thread(target=self._run, name="dtk-progress", daemon=True).start()
         atexit.register(self.tell)  # the launcher wants to know whether anything was done
+
+    def _renew_lock(self) -> None:
+        self._lock = threading.RLock()
 
     def serve(self) -> None:
         """Note that the main thread only waits for the job's end from now on."""
@@ -122,7 +127,9 @@ class _Reporter:
 
     def tell(self) -> None:
         """Report now."""
-        self._send(self._report(self.position, time.monotonic()))
+        # Reports leave in the order in which they were true. A signal's handler may report, too.
+        with self._lock:
+            self._send(self._report(self.position, time.monotonic()))
 
     def _report(self, position: _Position, now: float) -> Report:
         still = now - position.since

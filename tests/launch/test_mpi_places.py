@@ -17,7 +17,7 @@ from dtk.cluster import Host, mpi_installs, mpi_refusals
 from dtk.cluster.stall import STUCK
 from dtk.cluster.variables import COMMUNICATOR
 from dtk.errors import CommunicatorError
-from dtk.launch import Job, marked, mpi_places, plan, ssh
+from dtk.launch import Job, marked, mpi_places, plan, ssh, watch
 
 needs_mpi = pytest.mark.skipif(
     mpi_installs.mpirun() is None, reason="no MPI beside python: pip install './dtk[mpi]'"
@@ -100,8 +100,9 @@ def test_a_rank_that_is_killed_is_named_and_nothing_is_left(run, places):
     ("which", "number", "how"),
     [("prterun", signal.SIGRTMIN + 6, "signal 40"), ("cat", signal.SIGKILL, "SIGKILL")],
 )
-def test_mpis_server_that_is_killed_is_named_and_no_rank(which, number, how, places):
+def test_mpis_server_that_is_killed_is_named_and_no_rank(which, number, how, places, monkeypatch):
     """Each rank said that it had failed by itself, with exit code 195."""
+    monkeypatch.setattr(watch, "LATE", 1.0)  # a rank that fails of it does so at once
     code = "from mpi4py import MPI\nMPI.COMM_WORLD.Barrier()\nimport time; time.sleep(600)"
     out, err = io.StringIO(), io.StringIO()
     with Job(make(code, communicator="mpi"), stdout=out, stderr=err, grace=0.5) as job:
@@ -169,7 +170,8 @@ def test_a_small_shared_memory_is_told_with_what_helps(run, places, monkeypatch)
 
 
 JOINS = (
-    "import time\nfrom dtk.cluster import progress\nprogress.start()\ntime.sleep(3)\n"
+    "import os, sys, time\nfrom dtk.cluster import progress\nprogress.start()\n"
+    "while not os.path.exists(sys.argv[1]): time.sleep(0.05)\n"
     "with progress.joining('the start of mpi'):\n    from mpi4py import MPI\n"
     "print(MPI.COMM_WORLD.size)"
 )
@@ -177,18 +179,26 @@ JOINS = (
 
 @needs_mpi
 @pytest.mark.timeout(120)
-def test_who_keeps_mpi_from_starting_by_a_silent_connection_is_named():
+def test_who_keeps_mpi_from_starting_by_a_silent_connection_is_named(tmp_path):
+    """Also where MPI starts at once: an older report came last, and a rank was blamed."""
     out, err = io.StringIO(), io.StringIO()
+    connected = tmp_path / "connected"
     processes = [
-        dataclasses.replace(one, env={**one.env, "DTK_STALL_TIMEOUT": "5", "DTK_RUN": "1"})
+        dataclasses.replace(
+            one,
+            argv=(*one.argv, str(connected)),
+            env={**one.env, "DTK_STALL_TIMEOUT": "5", "DTK_RUN": "1"},
+        )
         for one in make(JOINS, communicator="mpi")
     ]
     job = Job(processes, stdout=out, stderr=err, grace=0.5, stall_timeout=5.0)
     with job.start():
         rank = psutil.Process(job.pids["rank 0"])
         port = rank.environ()["PMIX_SERVER_URI41"].rpartition(":")[2]
-        code = f"import socket, time\nend = socket.create_connection(('127.0.0.1', {port}))\n"
-        code += "time.sleep(99)"
+        code = (
+            f"import socket, time\nend = socket.create_connection(('127.0.0.1', {port}))\n"
+            f"open({str(connected)!r}, 'w').close()\ntime.sleep(99)"
+        )
         with subprocess.Popen([sys.executable, "-c", code]) as stranger:
             try:
                 assert job.wait(60) == STUCK
@@ -218,13 +228,13 @@ def test_a_launcher_that_is_killed_takes_mpis_server_and_memory_with_it(
         own = set(tmp_path.iterdir())
         assert len(own) == 1
         beside = marked.members(job + marked.BESIDE)
-        there = [*marked.members(job), *beside]
+        there = [psutil.Process(pid) for pid in (*marked.members(job), *beside)]
         for child in psutil.Process(launcher.pid).children() if guard_too else ():
-            if child.pid not in there:
+            if child not in there:
                 child.kill()
         os.kill(launcher.pid, signal.SIGKILL)
     if guard_too:
-        psutil.wait_procs([psutil.Process(pid) for pid in there if psutil.pid_exists(pid)], 10)
+        psutil.wait_procs(there, 10)
         assert own & set(tmp_path.iterdir())
         with Job(make(SUM, communicator="mpi"), stdout=io.StringIO()) as job_after:
             assert job_after.wait(60) == 0  # which tidies up
