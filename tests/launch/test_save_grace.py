@@ -85,10 +85,10 @@ def stopped(
 
 
 def test_it_waits_longer_than_the_grace_for_a_rank_that_saves(tmp_path):
-    saved, said, _ = stopped(tmp_path, steps=3.0, writes=3.0, save_grace=5.0)
+    saved, said, _ = stopped(tmp_path, steps=2.0, writes=2.0, save_grace=3.5)
     assert saved == ["0", "1"]
     assert said == (
-        "dtk run: waiting up to 5 s for a checkpoint of rank 0, rank 1; once more ends them now\n"
+        "dtk run: waiting up to 3.5 s for a checkpoint of rank 0, rank 1; once more ends them now\n"
     )
 
 

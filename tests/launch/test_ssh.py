@@ -1,6 +1,5 @@
 """Other hosts, without a second machine: a remote shell of ours, and network namespaces."""
 
-import contextlib
 import dataclasses
 import io
 import os
@@ -122,18 +121,16 @@ def test_a_killed_worker_is_started_again_over_there(shell, tmp_path):
 def test_a_lost_connection_ends_the_rank_over_there(shell):
     # Flushed: nothing promises PYTHONUNBUFFERED to a rank that was not planned by `plan`.
     code = "import time; print('up', flush=True); time.sleep(600)"
-    job = Job(remote(code, 1), remote_shell=shell, grace=5.0)
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        job.start()
+    out = io.StringIO()
+    with Job(remote(code, 1), remote_shell=shell, grace=5.0, stdout=out, stderr=out) as job:
         deadline = time.monotonic() + 30
         while "up" not in out.getvalue() and time.monotonic() < deadline:
             time.sleep(0.05)
+        assert "up" in out.getvalue()
         assert len(marked.members(job.job_id)) == 1
         pipe = next(iter(job._ranks)).popen.stdin
         pipe.close()
-        with contextlib.redirect_stderr(io.StringIO()):
-            assert job.wait(timeout=10) == 143
-    job.stop()
+        assert job.wait(timeout=10) == 143
     assert marked.members(job.job_id) == []
 
 
