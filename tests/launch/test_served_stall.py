@@ -88,7 +88,7 @@ def job(tmp_path, victims, consistency="async", workers=2, backup=0, *options):
     run = [sys.executable, "-m", "dtk.cli.main", "run", "-n", str(workers), "--ps", "1"]
     began = time.monotonic()
     done = subprocess.run(
-        [*run, "--stall-timeout", "4", *options, str(script)]
+        [*run, "--stall-timeout", "4", "--timeout-grace", "1", *options, str(script)]
         + [str(tmp_path), consistency, victims, str(backup)],
         capture_output=True,
         text=True,
