@@ -69,8 +69,8 @@ _MAX_RESTARTS = 3
 @click.option(
     "--bind/--no-bind",
     default=True,
-    help="Whether ranks that share a host keep to a part of its cores each; never with --ps, more "
-    "ranks than cores, or more threads asked for than a part has.",
+    help="Bind each rank to its share of the host's cores; never with --ps, with more ranks than "
+    "cores, or with more threads asked for than a share has.",
 )
 @click.option(
     "--isolate",
@@ -94,8 +94,8 @@ _MAX_RESTARTS = 3
     type=float,
     default=saving.DEFAULT_GRACE,
     show_default=True,
-    help="Seconds that ranks with a Checkpoint get to end their step in, and as many again to save "
-    "in, when the job is ended by Ctrl-C or SIGTERM.",
+    help="Seconds that ranks with a Checkpoint get to end their step, and as many again to save, "
+    "when Ctrl-C or SIGTERM ends the job.",
 )
 @click.option(
     "--stall-timeout",
@@ -103,9 +103,8 @@ _MAX_RESTARTS = 3
     type=float,
     default=300.0,
     show_default=True,
-    help="Seconds after which a job that has stopped moving is ended, and says which rank is "
-    "missing, or, with --ps, a worker that is stuck is started again; a slow step is none. 0 for "
-    "never.",
+    help="Seconds without progress after which the job is ended and the missing rank is named; "
+    "with --ps, a stuck worker is started again. A slow step counts as progress. 0 for never.",
 )
 @click.option("-m", "module", is_flag=True, help="SCRIPT is a module, as in `python -m`.")
 @click.argument("script", required=False)

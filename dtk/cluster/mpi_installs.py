@@ -13,7 +13,7 @@ from pathlib import Path
 def mpirun() -> Path | None:
     """Return the mpirun beside this Python, if it is Open MPI's and mpi4py is there too."""
     beside = Path(sys.executable).parent
-    # Of other MPIs' launchers none is made of PRRTE, whose processes can be taken the place of.
+    # Ranks can take the places of processes that PRRTE has started; other MPIs do not use it.
     if not (beside / "prterun").is_file() or importlib.util.find_spec("mpi4py") is None:
         return None
     found = beside / "mpirun"

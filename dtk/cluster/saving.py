@@ -1,4 +1,4 @@
-"""Seconds to save in when a job is ended, the same for ranks and for `dtk run`.
+"""The seconds that ranks have for saving when a job is ended; ranks and `dtk run` know them.
 
 A rank that would save on SIGTERM tells the launcher so, by `dtk.cluster.report_channel`:
 
@@ -58,7 +58,7 @@ def is_launcher_told() -> bool:
 
 
 def tell(what: Readiness) -> None:
-    """Tell the launcher what a SIGTERM would lead to; without one, nobody.
+    """Tell the launcher, if there is one, what a SIGTERM would lead to.
 
     Args:
         what: See the top of this file.

@@ -13,9 +13,9 @@
 A rank that joins the others at the start is inside, and may be silent. One that has not imported
 dtk yet is outside, and seen from outside: see `dtk.cluster.usage`.
 
-It is none while any rank moves, while the one that others wait for uses its processor or reads and
-writes (a slow callback, a long trace, a slow save), while all compute, and while nobody is inside:
-then nobody waits for anybody. See `dtk.cluster.progress`.
+A job is not stuck while any rank moves, while the one that others wait for uses its processor or
+reads and writes (a slow callback, a long trace, a slow save), while all compute, and while nobody
+is inside: then nobody waits for anybody. See `dtk.cluster.progress`.
 
 With parameter servers, workers and the evaluator can be replaced, and the job goes on:
 
@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 from dtk.cluster.standing import Standing
 
-# So many timeouts a rank may compute while others wait for it: a loop that has no end does, too.
+# Timeouts for which a rank may compute while others wait for it: an endless loop computes, too.
 ALONE = 12
 STUCK = 124  # exit code of a job that has stopped moving, as of timeout(1)
 # Ranks report this often, or four times in the timeout: of two that seem to have stopped together,
@@ -67,7 +67,7 @@ def find(standings: Sequence[Standing], now: float, timeout: float) -> Stall | N
     Args:
         standings: Of every rank.
         now: The time.
-        timeout: Seconds that nothing may happen.
+        timeout: Seconds without progress that make a job stuck.
 
     Example:
         >>> find([Standing()], now=1000.0, timeout=300.0) is None
@@ -82,7 +82,7 @@ def find(standings: Sequence[Standing], now: float, timeout: float) -> Stall | N
         others = tuple(i for i in everyone if i not in silent)
         return Stall(silent, f"reported nothing for {timeout:g} s, last", others)
     if any(standing.last is not None and standing.is_stopped for standing in standings):
-        return None  # it will be silent in a moment, and what it has said last is not so any more
+        return None  # it will be silent in a moment, and its last report is out of date
     waiting = tuple(i for i in everyone if standings[i].waits)
     if not waiting or any(standing.moved > since for standing in standings if not standing.left):
         return None
@@ -116,7 +116,7 @@ def find_alone(standings: Sequence[Standing], now: float, seconds: float) -> Sta
 
 
 def _mutual(standings: Sequence[Standing], since: float, timeout: float) -> Stall | None:
-    """Return why ranks are stuck that all wait."""
+    """Return why ranks that all wait are stuck."""
     everyone = tuple(range(len(standings)))
     if any(standing.busy >= since for standing in standings):
         return None
@@ -185,7 +185,7 @@ def find_cut_off(standings: Sequence[Standing], now: float, timeout: float) -> S
     Args:
         standings: Of every rank; those that have ended have said nothing.
         now: The time.
-        timeout: Seconds that nothing may happen.
+        timeout: Seconds without progress that make a job stuck.
 
     Returns:
         None if all that run have reported lately.
@@ -254,7 +254,7 @@ def find_replaceable(
         standings: Of every task.
         roles: Their roles.
         now: The time.
-        timeout: Seconds that nothing may happen.
+        timeout: Seconds without progress that make a job stuck.
 
     Returns:
         Why, for a sentence, by the task's index.
@@ -293,7 +293,7 @@ def find_served(
         standings: Of every task.
         roles: Their roles.
         now: The time.
-        timeout: Seconds that nothing may happen.
+        timeout: Seconds without progress that make a job stuck.
 
     Example:
         >>> find_served([Standing(), Standing()], ["chief", "ps"], 1000.0, 300.0) is None
@@ -327,7 +327,7 @@ def find_served(
 def _silent(
     standings: Sequence[Standing], wanted: Sequence[str], roles: Sequence[str], since: float
 ) -> tuple[int, ...]:
-    """Return those of the wanted roles that have reported once, and not any more."""
+    """Return those of the wanted roles that have reported, and have fallen silent."""
     return tuple(
         index
         for index, standing in enumerate(standings)

@@ -7,7 +7,7 @@ import dataclasses
 from dtk.cluster.reports import Report
 from dtk.cluster.usage import STOPPED, Usage
 
-# Less than this part of a core, and so many bytes a second, is what a rank uses that only waits:
+# A rank that only waits uses less than this part of a core, and so many bytes a second:
 # it reports, and its libraries look for messages.
 _IDLE_CORE = 0.04
 _IDLE_BYTES = 20_000
@@ -24,8 +24,8 @@ class Standing:
         busy: When it was last seen computing, reading or writing, by its reports.
         last: Its last report.
         started: Whether somebody has seen it start, and so waits for its first report.
-        ran: The same as `busy`, as seen from outside, of its main thread; None where nobody looks.
-        used: The same, of any thread: a process that is stopped has none that runs.
+        ran: When its main thread was last busy, as seen from outside; None where nobody looks.
+        used: When any of its threads was, as seen from outside: in a stopped process none runs.
         seen: What was seen last from outside.
         left: Whether its script is over.
         stack: Its stack, where the report has none.
@@ -136,7 +136,7 @@ class Standing:
         return self.left or self.busy < since
 
     def delay(self, seconds: float) -> None:
-        """Let everything have happened later: the launcher itself was stopped meanwhile.
+        """Move all times later, as the launcher itself was stopped meanwhile.
 
         Args:
             seconds: How much later.

@@ -9,7 +9,7 @@ import contextlib
 import os
 from typing import NamedTuple
 
-# What another host's agent reports where the kernel has killed the process for want of memory.
+# What another host's agent reports of a rank that the out-of-memory killer has ended.
 NO_MEMORY = "no memory"
 # States of proc(5): stopped by a signal, or by a debugger.
 STOPPED = "Tt"
@@ -84,10 +84,10 @@ def io(pid: int | str = "self") -> int:
 
 
 class MemoryKills:
-    """Says whether the kernel has killed for want of memory since this was made.
+    """Says whether the kernel's out-of-memory killer has ended processes since this was made.
 
-    Counted are the processes of a process's control group, such as a container, or of the machine
-    where that does not tell.
+    It counts those of the process's control group, such as a container, or of the whole machine
+    where the group does not tell.
 
     Args:
         pid: Id of the process.
@@ -103,7 +103,7 @@ class MemoryKills:
         self._before = self._counts()
 
     def are_more(self) -> bool:
-        """Return whether there are more than there were."""
+        """Return whether more were ended."""
         if not self._before:
             return False
         file = next(iter(self._before))  # the process's own group, where that told

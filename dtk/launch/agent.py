@@ -2,8 +2,8 @@
 
 This file and those it imports are sent through the remote shell, so they use the standard library
 alone and dtk need not be importable before the rank itself starts. The first line of standard input
-is a JSON object; its end means that the launcher is gone, and everything it started must go too. So
-does silence: a connection that was cut, as by a cable that was pulled, does not end.
+is a JSON object. When standard input ends, the launcher is gone, and the agent ends what it
+started. A silent launcher counts as gone, too: a connection whose cable was pulled does not end.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from dtk.launch.orphans import Saver
 
 _SIOCGIFADDR = 0x8915
 _LOOKS = 10  # at the silence of a launcher, before it counts as gone
-_LAST_WORDS = 2.0  # seconds for what a rank has reported before it ended
+_LAST_WORDS = 2.0  # seconds in which the last reports of a rank that has ended are read
 
 
 class RankSpec(TypedDict):
-    """What the launcher asks for, to run a rank.
+    """The launcher's order to run a rank.
 
     Attributes:
         task: "rank".
@@ -67,11 +67,11 @@ class RankSpec(TypedDict):
 
 
 class GuardSpec(TypedDict):
-    """What the launcher asks for, to end its job, with this mark, if it dies; see `RankSpec`.
+    """The launcher's order to end its job if the launcher dies; see `RankSpec`.
 
     Lines that follow:
 
-        remove FOLDER   of no use without the launcher
+        remove FOLDER   remove it after the job's end
         ready PID       this rank would save a checkpoint if it were asked to end
         over PID        it would not any more
         done            all is well: leave
@@ -84,7 +84,7 @@ class GuardSpec(TypedDict):
 
 
 class SurveySpec(TypedDict):
-    """What the launcher asks for, to look at this host; see `survey`."""
+    """The launcher's order to look at this host; see `survey`."""
 
     task: Literal["survey"]
     host: str
@@ -177,7 +177,7 @@ def survey(host: str, ports: int) -> Facts:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of what decides how a rank computes, as far as installed.
+    """Return the versions of Python, and of dtk, TensorFlow and Keras where they are installed.
 
     >>> sorted(versions())[0]
     'Python'
@@ -197,7 +197,7 @@ def versions() -> dict[str, str]:
 
 
 def cores(folder: str = "/sys/devices/system/cpu") -> list[int]:
-    """List the cores this process may use: those of one package, and of one core, side by side.
+    """List the cores this process may use, in the order of packages and physical cores.
 
     Args:
         folder: Where Linux tells of them.
@@ -332,8 +332,8 @@ def obey(follow: Callable[[str], None], silence: float) -> bool:
     """Follow what the launcher says on standard input, until it is gone.
 
     Args:
-        follow: Called with each line, without its end. Empty ones say no more than that the
-            launcher is there, and are left out.
+        follow: Called with each line, without its end. Empty lines only say that the launcher is
+            alive, and are left out.
         silence: Seconds after which a launcher that says nothing is gone. Those in which this
             process itself was stopped do not count.
 
@@ -370,7 +370,7 @@ def _pass_on(report: bytes) -> None:
 
 
 def _say(line: bytes) -> None:
-    """Write a line to standard error, unless nobody takes what was written there before."""
+    """Write a line to standard error, unless earlier output still waits for a reader."""
     poll = select.poll()
     poll.register(2, select.POLLOUT)
     if poll.poll(0):

@@ -11,8 +11,8 @@
                          it fails before it evaluated any ──> over: the script asks too much
                          it is done without, chief ends ────> over, with the evaluator's exit code
 
-Workers and servers are expected to end by themselves soon after the chief; how they do is no
-failure any more.
+Workers and servers are expected to end by themselves soon after the chief; their exit codes are
+then no failures.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dtk.launch.plan import Process
 from dtk.launch.rank import Rank
 
-# Seconds. Which of two processes ended first is luck below this: a thread for each notices.
+# Seconds. Ends that are less than this apart have no order: a thread for each process notices.
 TIE = 0.1
 
 
@@ -61,7 +61,7 @@ class Ending:
         return [rank for rank in self._ranks if rank.failed]
 
     def failed_before(self, rank: Rank) -> bool:
-        """Return whether the job has failed, by a process about which this one has nothing to say.
+        """Return whether another process has failed, whose failure this one cannot explain.
 
         Args:
             rank: The process.
@@ -126,7 +126,7 @@ class ServedEnding(Ending):
         return [rank for rank in super().failures() if not self._is_borne(rank)]
 
     def lost(self) -> list[Rank]:
-        """Return the tasks that are gone, not for good, and about which nothing was done yet."""
+        """Return the tasks that are gone, and are still to be replaced or given up."""
         if self.chief.code is not None:
             return []  # no chief would give them work, or await them
         gone = [rank for rank in self._of("worker") if rank.signal]

@@ -89,9 +89,9 @@ def stall_report(stall: Stall, ranks: Sequence[Rank], ended: bool = True) -> str
 
 
 def _words_about(lost: Rank, chief: Rank) -> list[str]:
-    """Give what the chief said of a lost parameter server, and what that said itself.
+    """Return what the chief said of a lost parameter server, and the server's last lines.
 
-    A server that was killed could not say why: its last lines are only better than nothing.
+    A server that was killed could not say why, but its last lines may help.
     """
     verdict = chief.trace_since(lost.exited - SETTLE)
     own = [] if verdict and lost.signal else lost.last_words()

@@ -58,7 +58,7 @@ class Job:
         max_restarts: How often each worker that a signal ended is started again, where there are
             parameter servers. Without, a lost rank ends the job, and 0 says that nobody starts
             it again.
-        stall_timeout: Seconds after which a job of which no rank moves is ended, see
+        stall_timeout: Seconds without progress of any rank after which the job is ended, see
             `dtk.cluster.stall`; 0 for never.
         append: Whether files in `output_dir` are continued, as of a job that is started again.
         stdout: Where the ranks' standard output goes; `sys.stdout` when None.
@@ -170,7 +170,8 @@ class Job:
 
         Returns:
             0, or the exit code of the first process that failed: 128 + signal if a signal ended
-            it, 143 after `stop()`. A chief that fails of a lost parameter server lends its own.
+            it, 143 after `stop()`. If the chief fails because it has lost a parameter server, the
+            chief's code.
 
         Raises:
             TimeoutError: Processes still run (and go on running).
@@ -266,7 +267,7 @@ class Job:
         self._attend(rank, reports)
 
     def _end_stuck(self, rank: Rank) -> None:
-        """End one process that does nothing, and cannot be asked to."""
+        """End one process that is stuck, and show its stack."""
         if not (rank.standing.waits or rank.standing.has_stack):
             self._watch.ask_for_stacks([rank])
         if stack := rank.standing.calls:
@@ -281,7 +282,7 @@ class Job:
             rank.popen.kill()
 
     def _note_saving(self, rank: Rank) -> None:
-        """Tell who ends a rank without this process that it would save a checkpoint, or not."""
+        """Tell the guard, or the rank's agent, whether the rank would save a checkpoint."""
         if rank.remote:
             rank.tell_agent("ready" if rank.would_save else "over")
         else:
@@ -299,7 +300,7 @@ class Job:
             self._state.changed.notify_all()
 
     def _beat(self) -> None:
-        """Let other hosts hear of this process, as long as it wants ranks there to run."""
+        """Tell other hosts that this process is alive, as long as ranks there are to run."""
         while not self._done.wait(ssh.HEARTBEAT):
             for rank in self._ranks:
                 rank.tell_that_we_are_here()

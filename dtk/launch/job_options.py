@@ -227,7 +227,9 @@ def check_known(name: str) -> None:
 
 
 def check_installed(name: str) -> None:
-    """Refuse a communicator that is not installed here: after all that no package would cure.
+    """Refuse a communicator that is not installed.
+
+    Check everything else first: a package does not cure any other mistake.
 
     Args:
         name: As given with --communicator.

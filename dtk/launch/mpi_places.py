@@ -54,7 +54,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 class Loss(NamedTuple):
-    """What has ended that all ranks need: how, for the begin of a sentence, and with which code."""
+    """The end of what all ranks need: how, to begin a sentence with, and the exit code."""
 
     how: str
     code: int

@@ -28,8 +28,8 @@ from dtk.launch.sink import Sink
 from dtk.launch.state import JobState
 from dtk.quiet import is_noise
 
-# What TensorFlow says to the chief of tasks that are gone, four lines for each function it had sent
-# them: the loss itself is said in one line.
+# TensorFlow's lines about lost tasks on the chief, four for each function it had sent them; dtk
+# reports the loss in one.
 _TASK_GONE = re.compile(
     r"[EW]\d{4} .*context\.cc:\d+\] Failed to (remove|register) function remotely due to |"
     r"Additional GRPC error information from remote target /job:|"
@@ -40,7 +40,7 @@ _ENDS = 1.0  # seconds that a process has to end after it has closed everything
 _COLORS = ("cyan", "yellow", "green", "magenta", "blue", "bright_red")
 _FRAME = 0.1  # seconds between two pictures of a progress bar
 _LINE = 5.0  # seconds between two lines of one, where nothing can be drawn anew
-_WAITS = 1.0  # seconds for which nothing was taken, that count as being read by nobody
+_WAITS = 1.0  # seconds without a reader, after which output counts as unread
 
 Given = TypeVarTuple("Given")
 
@@ -56,7 +56,7 @@ class _Source:
 
     @property
     def rows(self) -> list[str]:
-        """What is to be drawn of what is being written."""
+        """The unfinished rows that are drawn."""
         is_bar = self.text.is_redrawn or not self.stderr
         return self.text.rows if is_bar and self.rank.dump is None else []
 
@@ -75,7 +75,7 @@ class JobOutput:
         on_saving: Called when a process says what it would do, or does, about a checkpoint.
 
     Attributes:
-        suppressed: How many lines did.
+        suppressed: How many lines went to a file only.
     """
 
     def __init__(
@@ -233,8 +233,8 @@ class JobOutput:
         self._write_equal()
         self._screen.draw()
         if self._equal.late:
-            what = "that a rank wrote some time after another had are shown once"
-            self.say(f"lines of standard error {what}: {self._equal.late}")
+            what = "lines of standard error were not shown again, as another rank had written them"
+            self.say(f"{self._equal.late} {what}")
 
     def _read(self, source: _Source, pipe: IO[bytes]) -> None:
         rank, torn = source.rank, b""
@@ -346,7 +346,7 @@ class JobOutput:
             rank.standing = Standing()
             self.say(
                 f"{rank.process.name} has closed the descriptor of its reports "
-                f"({report_channel.VARIABLE}): a job that is stuck is not noticed any more"
+                f"({report_channel.VARIABLE}): if it is stuck, that is not noticed any more"
             )
 
     def _hear(self, rank: Rank, message: bytes) -> None:

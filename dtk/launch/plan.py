@@ -21,7 +21,7 @@ from dtk.errors import ClusterError
 from dtk.launch import local, ssh
 
 COMMUNICATORS = ("auto", "collective", "horovod", "mpi")
-# What ranks may be told to use all the same, as to see what they cost without communication.
+# `plan` takes these, too: such ranks show what a step costs without communication.
 _NOT_BETWEEN_PROCESSES = ("local", "null")
 # Each process takes a port and hundreds of MB: more is a mistyped number.
 MOST_ON_A_HOST = 1024
@@ -143,7 +143,7 @@ def check(
     ps: int = 0,
     evaluator: bool = False,
 ) -> None:
-    """Refuse what `plan` cannot plan anywhere: whatever is installed here, whoever answers.
+    """Refuse what cannot be planned on any hosts, before these are asked.
 
     Args:
         command: As for `plan`, as are the others.

@@ -19,7 +19,7 @@ from dtk.launch import agent, marked
 from dtk.launch.plan import Process
 from dtk.launch.sink import Sink
 
-# What lines raise that another program has written like ours.
+# Errors raised for lines that another program wrote in our format.
 _FOREIGN = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 _TAIL = 40  # lines shown of a rank that failed without a traceback
 _TRACE = 200  # lines after which a traceback was evidently survived
@@ -30,10 +30,10 @@ _PEER_LOST = re.compile(
     r"HorovodInternalError|Horovod has been shut down|"
     r"An error occurred in PMIx Event Notification"  # MPI's server is gone
 )
-# How what a rank dies of begins, in Python and where Python itself is ended.
+# First lines of what a rank dies of: an exception of Python's, or a crash of Python itself.
 _DIES = ("Traceback (most recent call last)", "Fatal Python error: ")
-# Signals that no failure of another rank sends. Aborts are left out: libraries abort when a peer is
-# gone.
+# Signals that do not follow from the failure of another rank. Aborts are left out: libraries abort
+# when a peer is gone.
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 # Exit code of ssh where it could not connect, or has lost the connection.
 _SSH_FAILED = 255
@@ -59,10 +59,10 @@ class Rank:
         signal: Number of the signal that ended it; 0 while it runs, or when it ended by itself.
         exited: When it ended, by `time.monotonic()`.
         standing: What it has reported of itself.
-        was_short_of_memory: Whether it was killed while the kernel killed for want of memory.
+        was_short_of_memory: Whether the kernel's out-of-memory killer has probably ended it.
         dump: What it writes to standard error since it was asked for its stack; None before.
         stuck: Why the launcher has ended it, for a sentence; empty if it has not.
-        saving: What it would do, or does, about a checkpoint when it is asked to end.
+        saving: "ready" to save a checkpoint when it is asked to end, "begun", or "over".
         restarts: How often it was started again.
         given_up: Whether the job goes on without it.
     """
@@ -105,11 +105,11 @@ class Rank:
         self.saving: str = "over"
 
     def hear(self, message: bytes) -> None:
-        """Take note of what comes by its `report_channel`.
+        """Take a message that has come by its `report_channel`.
 
         Args:
-            message: From the process a `Report`, or what it would do about a checkpoint; from the
-                agent of another host a `Usage`, or NO_MEMORY. As JSON.
+            message: As JSON. The process sends a `Report`, or how far its checkpoint is; another
+                host's agent a `Usage`, or NO_MEMORY.
         """
         with contextlib.suppress(*_FOREIGN):
             told = json.loads(message)
@@ -125,12 +125,12 @@ class Rank:
                 self.standing.observe(seen, time.monotonic())
 
     def observe(self) -> None:
-        """Look at a process of this machine from outside; agents of others tell by themselves."""
+        """Look at the process from outside if it runs here; agents report those of other hosts."""
         if not self.remote:
             self.standing.observe(usage.of(self.popen.pid), time.monotonic())
 
     def ask_for_stack(self) -> None:
-        """Have its process say where in the script it is, and end: also one that is stopped."""
+        """End its process such that it writes its stack first; one that is stopped does, too."""
         self.dump = []
         if not self.remote:
             marked.abort(self.popen.pid)
@@ -138,7 +138,7 @@ class Rank:
             self.tell_agent("stack")
 
     def note_stack(self) -> None:
-        """Take over the stack that was asked for."""
+        """Keep the stack that the process wrote."""
         self.standing.stack = stacks.of_main_thread(self.dump or [])
 
     @property
@@ -147,33 +147,33 @@ class Rank:
         return self.code is None and self.saving in ("ready", "begun")
 
     def ask_to_end(self) -> None:
-        """Send SIGTERM to its process, and to no child of that."""
+        """Send SIGTERM to its process, but not to its children."""
         if not self.remote:
             self.popen.terminate()
         else:
             self.tell_agent("end")
 
     def tell_agent(self, line: str) -> None:
-        """Tell the agent on another host something, see `dtk.launch.agent`; here there is none.
+        """Send a line to the agent on another host; a rank on this machine has none.
 
         Args:
-            line: What; nothing to say no more than that the launcher is there.
+            line: See `dtk.launch.agent`; an empty one only says that the launcher is alive.
         """
         pipe = self.popen.stdin
-        # Of a lost connection the remote shell's end will tell; of one that takes nothing any more,
-        # the agent's silence.
+        # If the connection is lost, the remote shell ends; if it takes nothing any more, the agent
+        # falls silent.
         with contextlib.suppress(OSError, ValueError):
             if pipe is not None and marked.takes_more(pipe):
                 pipe.write(f"{line}\n".encode())
                 pipe.flush()
 
     def tell_that_we_are_here(self) -> None:
-        """Let the agent on its host hear of the launcher; see `dtk.launch.agent.obey`."""
+        """Tell the agent on another host that the launcher is alive."""
         if self.remote and self.code is None:
             self.tell_agent("")
 
     def hang_up(self) -> None:
-        """Let the agent on another host end the process, and not wait for a checkpoint."""
+        """Have the agent on another host end the process without waiting for a checkpoint."""
         self.tell_agent("over")
         if self.popen.stdin is not None:
             with contextlib.suppress(OSError):
@@ -188,8 +188,8 @@ class Rank:
         self.exited = time.monotonic()
         self.signal = max(0, -returncode)
         if self.remote:
-            # The agent over there says it as a shell does. A signal to the remote shell on this
-            # side says nothing about the rank behind it.
+            # The agent over there reports codes as a shell does. A signal to the remote shell on
+            # this side says nothing about the rank.
             self.signal = returncode - 128 if signal_name(returncode) else 0
         self.code = agent.shell_code(returncode)
         if self.stuck:
@@ -270,7 +270,7 @@ class Rank:
         name = signal_name(code)
         if not name:
             return f"with exit code {code}"
-        why = ", probably as memory had run out: the kernel has killed for that meanwhile"
+        why = ", probably by the kernel's out-of-memory killer"
         return f"by {name} (exit code {code}){why if self.was_short_of_memory else ''}"
 
     def last_words(self) -> list[str]:

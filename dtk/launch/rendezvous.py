@@ -1,4 +1,4 @@
-"""The HTTP server of Horovod's by which ranks of a job over Gloo find each other.
+"""Horovod's HTTP server, by which ranks of a job over Gloo find each other.
 
 The launcher runs it.
 """

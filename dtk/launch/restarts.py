@@ -13,7 +13,7 @@ from dtk.launch.starter import Starter
 
 
 class Restarts:
-    """Replaces tasks that a signal ended, workers and the evaluator, each a number of times.
+    """Starts workers and the evaluator again that a signal has ended, each a number of times.
 
     Args:
         processes: The plan.
@@ -74,7 +74,7 @@ class Restarts:
     def _clear(self, rank: Rank) -> None:
         """End the children of a lost worker, and wait for its last output.
 
-        They may hold its port, or the memory for want of which it was killed.
+        They may hold its port, or memory that its successor needs.
         """
         mark = self._starter.mark(rank.process)
         marked.end(mark, grace=0.0, sessions=[rank.popen.pid])
@@ -92,5 +92,5 @@ def _how(rank: Rank) -> str:
         return f"{name} {rank.stuck}, and was ended"
     if not rank.signal:
         return f"{name} ended {rank.how}"
-    why = ", probably as memory had run out" if rank.was_short_of_memory else ""
+    why = ", probably by the kernel's out-of-memory killer" if rank.was_short_of_memory else ""
     return f"{name} was killed by {killer(rank.signal)}{why}"

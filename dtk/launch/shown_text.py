@@ -19,7 +19,7 @@ _SETTLES = 3.0  # seconds after which rows that the cursor has left are over
 
 
 class ShownText:
-    """The lines of a stream that are over, and the rows that may yet be written anew.
+    """The finished lines of a stream, and the rows that its process may still rewrite.
 
     >>> text = ShownText()
     >>> text.feed(b"Epoch 1\\n 10%\\r 90%", now=0.0), text.rows
@@ -133,7 +133,7 @@ class ShownText:
             self._leave(self._at)
 
     def _move_up(self, count: int) -> None:
-        """Move the cursor; rows that were over are so no more where it reaches them."""
+        """Move the cursor; finished rows that it reaches may change again."""
         for _ in range(min(count - self._at, len(self._past))):
             self._rows.insert(0, self._past.pop())
             self._at += 1
@@ -142,7 +142,7 @@ class ShownText:
         self._at = max(0, self._at - count)
 
     def _leave(self, count: int) -> None:
-        """Let the first rows be over."""
+        """Finish the first rows."""
         if count:
             self.is_redrawn = self._moves_up is not None
         self._over += self._rows[:count]
@@ -166,7 +166,7 @@ class Pace:
         """Return the rows to write now.
 
         Args:
-            text: Only what it writes anew is told before it is over.
+            text: Only rows that are rewritten are shown before they are finished.
             now: The time.
         """
         if not (text.rows and text.is_redrawn):

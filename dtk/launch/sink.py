@@ -1,4 +1,4 @@
-"""Where the launcher writes: a stream that is full, slow, closed or of few characters ends no job.
+"""Where the launcher writes. No job fails of a stream that is full or slow, or has no Unicode.
 
 EPIPE              the reader has gone, as with `| head`: whoever asked is told
 ENOSPC, EIO, ...   is told once, and writing goes on, as there may be room again
@@ -30,7 +30,7 @@ class Sink:
         name: For a sentence.
         on_error: Called, once, with why it takes nothing.
         on_gone: Called when its reader has gone; `on_error` where that is None.
-        is_ending: Whether nobody is to be waited for any more.
+        is_ending: Whether the job is being ended, so that no reader is waited for.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Sink:
                 left = left[os.write(self._descriptor, left[:_PIECE]) :]
 
     def _is_ready(self, descriptor: int) -> bool:
-        """Wait until something can be written; False once that is not worth the time."""
+        """Wait until something can be written; False if that takes too long."""
         poll = select.poll()
         poll.register(descriptor, select.POLLOUT)
         if poll.poll(0):

@@ -23,9 +23,9 @@ from dtk.launch import agent, local
 # Without a terminal there is nobody to answer a password prompt. A host that is silent for 45 s is
 # lost.
 DEFAULT_REMOTE_SHELL = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15"
-# Seconds after which the agent over there ends the rank of a launcher that says nothing, and how
-# often a launcher does. An outage that this side survives must not end ranks on the other: ssh
-# gives a connection up after 45 to 60 s, and the last word before it may be `HEARTBEAT` older.
+# Seconds of silence after which an agent ends its rank, and seconds between two lines of the
+# launcher. An outage that this side survives must not end ranks on the other: ssh gives a
+# connection up after 45 to 60 s, and the last line before it may be `HEARTBEAT` older.
 SILENCE = 90.0
 HEARTBEAT = 10.0
 # Settings of the user's that ranks on other hosts need as well.
@@ -142,9 +142,9 @@ def start(
     """Start one rank on another host.
 
     Closing the returned process's standard input ends the rank over there, and so does losing the
-    connection. The latter may show only in that nothing comes: `SILENCE` seconds without an empty
-    line end the rank, too, so write one every `HEARTBEAT` seconds. Among what it writes to standard
-    error are the agent's records, see `report_channel.cut`.
+    connection. A lost connection may only fall silent, so `SILENCE` seconds without a line end the
+    rank, too: write an empty one every `HEARTBEAT` seconds. Its standard error also carries the
+    agent's records, see `report_channel.cut`.
 
     Args:
         host: Name or address.

@@ -100,7 +100,7 @@ class Starter:
         self._guard.note_saving(pid, ready)
 
     def lost(self) -> mpi_places.Loss | None:
-        """Return what has ended that all ranks need beside each other; None if nothing has."""
+        """Return how MPI's server, which all ranks need, has ended; None while it runs."""
         return None if self._mpi is None else self._mpi.lost()
 
     def held_up(self) -> str:

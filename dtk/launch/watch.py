@@ -18,7 +18,7 @@ from dtk.launch.state import JobState
 
 SETTLE = 1.0  # seconds a rank that already printed a traceback gets to exit by itself
 _START = 60.0  # seconds that ranks may wait for an MPI whose server somebody holds up
-LATE = 5.0  # seconds to wait for the end of a rank that all which failed so far have lost
+LATE = 5.0  # seconds for a rank to end, where all failures so far are of its loss
 _STACK = 3.0  # seconds that a rank gets to say where it is
 # Seconds the chief gets to say what the loss of a parameter server means. On one machine TensorFlow
 # 2.21 raises within seconds; over a network the loss takes longer to show.
@@ -30,19 +30,19 @@ class Watch:
 
     Args:
         ranks: The processes.
-        ending: What of their ends is the job's.
+        ending: Says which of their ends end the job.
         state: Notified when one of them ends.
         replace: Called with a lost worker that servers can spare, to start it again.
         end_one: Called with a task that is stuck and can be replaced, to end it.
         say: Tells the user what is waited for.
-        starter: Knows what all ranks need beside each other.
+        starter: Knows what else all ranks need, such as MPI's server.
         output_waits: Whether nobody takes what processes write, for which they may wait.
         stall_timeout: Seconds in which a job of ranks that wait for each other must move; 0 for
             ever.
 
     Attributes:
         stall: Why the job was ended though no process has.
-        gone: What of that has ended, where the job was ended for that.
+        gone: The end of such a need, where the job was ended for that.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class Watch:
         return bool(self._state.stopping or self._ending.over or self._is_stuck() or self._lost())
 
     def _hear_of_failures(self) -> None:
-        """Give ranks the time to fail of what is gone, or to show that it is gone of a failure."""
+        """Give ranks time to fail: a loss may be the cause of failures, or follow from one."""
         with self._state.changed:
             self._state.changed.wait_for(lambda: self._state.stopping or self._ending.over, LATE)
         if not self._ending.over:

@@ -106,8 +106,8 @@ def test_a_rank_that_closes_every_descriptor_goes_on_unwatched(run):
     code, _, err, _ = run(ranks(1, before, seconds=2.5 * TIMEOUT), stall_timeout=TIMEOUT)
     assert code == 0
     assert err == (
-        "dtk run: rank 0 has closed the descriptor of its reports (DTK_REPORTS): a job that is "
-        "stuck is not noticed any more\n"
+        "dtk run: rank 0 has closed the descriptor of its reports (DTK_REPORTS): if it is stuck, "
+        "that is not noticed any more\n"
     )
 
 

@@ -1,8 +1,8 @@
-"""Settings of TensorFlow that a step is fastest with, as `dtk tune` has measured them.
+"""The settings of TensorFlow with which `dtk tune` has measured a script's fastest step.
 
 They are environment variables that TensorFlow reads while it is imported, so the launcher sets
-them. Kernels chosen otherwise may round otherwise: all ranks get the same ones, and equality to one
-process is equality to one process with the same settings.
+them. Other kernels may round differently. All ranks get the same settings, and their weights equal
+those of one process with these settings.
 """
 
 from __future__ import annotations

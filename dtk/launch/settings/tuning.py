@@ -68,7 +68,7 @@ def ways(
     Args:
         threads: A rank's share of the cores.
         environ: The user's variables; what is set there is decided.
-        communicators: Others than the one taken without.
+        communicators: To be tried beside the one that `dtk run` takes.
 
     >>> list(ways(1, {"TF_ENABLE_ONEDNN_OPTS": "0", "DTK_JIT_COMPILE": "0", "GLIBC_TUNABLES": "", \
     ... "TF_NUM_INTEROP_THREADS": "1"}))
@@ -92,7 +92,7 @@ def run(planned: Callable[[str | None], Sequence[Process]], variables: Variables
     """Measure the script's step with some settings.
 
     Args:
-        planned: Plans the script with a communicator, or with that taken without.
+        planned: Plans the script with a communicator, or with the one that `dtk run` takes.
         variables: Set in all processes.
 
     Raises:
@@ -139,7 +139,7 @@ class Tuning:
         """Measure every way, and return the settings to keep.
 
         Raises:
-            TuneError: The script fails as it comes, or wants determinism.
+            TuneError: The script fails without settings, or turns op determinism on.
         """
         first = self._take(AS_IT_COMES)
         if first.deterministic:
