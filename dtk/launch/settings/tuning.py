@@ -70,8 +70,8 @@ def ways(
         environ: The user's variables; what is set there is decided.
         communicators: To be tried beside the one that `dtk run` takes.
 
-    >>> list(ways(1, {"TF_ENABLE_ONEDNN_OPTS": "0", "DTK_JIT_COMPILE": "0", "GLIBC_TUNABLES": "", \
-    ... "TF_NUM_INTEROP_THREADS": "1"}))
+    >>> decided = {"TF_ENABLE_ONEDNN_OPTS": "0", "DTK_JIT_COMPILE": "0", "GLIBC_TUNABLES": ""}
+    >>> list(ways(1, decided | {"TF_NUM_INTEROP_THREADS": "1"}))
     ['as it comes', 'fused batch norm', 'fused Adam']
     """
     tried = {
