@@ -275,9 +275,11 @@ class ParameterServerTrainer(DistributedTrainer[ServerStrategy]):
         def run(iterator: _Batches) -> dict[str, Nest]:
             done = 0
             for batch, spec in self._read(iterator):
-                # One worker that computes a whole batch has no parts to add up.
-                if isinstance(batch, slicing.Slices) and len(batch.parts) > 1:
-                    self.try_step(name, getattr(self.model, f"{name}_step"), batch)
+                if isinstance(batch, slicing.Slices):
+                    step_function = getattr(self.model, f"{name}_step")
+                    self.build_by(step_function, batch)
+                    if len(batch.parts) > 1:  # else there are no parts to add up
+                        self.try_step(name, step_function, batch)
                 dispatcher.submit(Batch.of(batch, spec, self.strategy.slices))
                 done += 1
                 if done == self.model.steps_per_execution:

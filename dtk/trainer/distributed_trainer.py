@@ -252,9 +252,8 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
         known = None if isinstance(first.rows, tuple) else int(first.rows)
         fixed_rows.check_stateful(self.model, known, strategy)
         asked = self_test.is_wanted(strategy.self_test)
-        if not asked and len(first.parts) > 1 and not keras_models.is_built(self.model):
-            # Replicas that are threads would wait for each other in the middle of a layer.
-            self.make_trial(step_function, first).whole()
+        if not asked:
+            self.build_by(step_function, first)
         if name in self.kinds or not asked or strategy.world.name == "null":
             return
         if name not in ("train", "test"):
@@ -273,6 +272,19 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
             self.tried.add(name)
         if asked == "only":
             self_test.end_check()
+
+    def build_by(self, step_function: StepFunction, first: slicing.Slices) -> None:
+        """Let one replica build what a step of the script's own builds, and only it can.
+
+        Replicas that are threads would wait for each other in the middle of a layer, and what
+        servers are to hold must be known before a step of theirs is traced.
+
+        Args:
+            step_function: The step.
+            first: This process's slices of the first batch.
+        """
+        if not keras_models.is_built(self.model):
+            trial.Trial(self, step_function, first).whole()
 
     def make_trial(
         self, step_function: StepFunction, batch: slicing.Slices

@@ -70,6 +70,7 @@ NOT_SERVED = {
     "two optimizers",
     "gathered rows",
     "eager steps",
+    "layers that an eager train step builds",
     "layers in float8",
     "own train step that logs its loss eagerly",
     "outputs with a tail of one eagerly",
