@@ -56,6 +56,7 @@ def test_near_to_the_uncompiled_one(world, backend, size):
 # None of these can be compiled: they are eager, or hold what XLA cannot.
 UNCOMPILED = {
     "eager steps",
+    "layers that an eager train step builds",
     "outputs with a tail of one eagerly",
     "own train step that logs its loss eagerly",
     "sparse inputs",
