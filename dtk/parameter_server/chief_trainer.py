@@ -277,9 +277,10 @@ class ParameterServerTrainer(DistributedTrainer[ServerStrategy]):
             for batch, spec in self._read(iterator):
                 if isinstance(batch, slicing.Slices):
                     step_function = getattr(self.model, f"{name}_step")
-                    self.build_by(step_function, batch)
-                    if len(batch.parts) > 1:  # else there are no parts to add up
+                    if len(batch.parts) > 1:
                         self.try_step(name, step_function, batch)
+                    else:  # there are no parts to add up
+                        self.build_by(step_function, batch)
                 dispatcher.submit(Batch.of(batch, spec, self.strategy.slices))
                 done += 1
                 if done == self.model.steps_per_execution:

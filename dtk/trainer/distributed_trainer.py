@@ -139,7 +139,7 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
         return dataset
 
     def _build_from(self, data_batch: Nest | Specs) -> None:
-        """Build what the model still lacks; sum the state of metrics over replicas when it is read.
+        """Build what the model still lacks, as far as its shapes say what.
 
         Args:
             data_batch: Structure of tensors or of `tf.TensorSpec`.
@@ -148,11 +148,16 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
         if not keras_models.is_built(model):
             with strategy.scope():
                 keras_models.build_from(model, data_batch)
+        self._take_metrics()
+
+    def _take_metrics(self) -> None:
+        """Sum the state of metrics over replicas when it is read."""
         if self.takes_over:
             # Those of metrics that were created outside the scope are of one replica.
-            read = [v for v in replica_step.metric_variables(model) if keras_variables.is_alone(v)]
+            metrics = replica_step.metric_variables(self.model)
+            read = [v for v in metrics if keras_variables.is_alone(v)]
             if read:
-                strategy.take_metric_state(read)
+                self.strategy.take_metric_state(read)
 
     def fit(self, method: Function[object], args: Args, kwargs: Kwargs) -> object:
         """Call Keras's `fit` with the checks between ranks around it.
@@ -252,8 +257,7 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
         known = None if isinstance(first.rows, tuple) else int(first.rows)
         fixed_rows.check_stateful(self.model, known, strategy)
         asked = self_test.is_wanted(strategy.self_test)
-        if not asked:
-            self.build_by(step_function, first)
+        self.build_by(step_function, first)
         if name in self.kinds or not asked or strategy.world.name == "null":
             return
         if name not in ("train", "test"):
@@ -285,6 +289,7 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
         """
         if not keras_models.is_built(self.model):
             trial.Trial(self, step_function, first).whole()
+            self._take_metrics()
 
     def make_trial(
         self, step_function: StepFunction, batch: slicing.Slices

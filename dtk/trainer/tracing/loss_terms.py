@@ -204,7 +204,7 @@ def _is_scalar(tensor: tf.Tensor) -> bool:
 
 def _quotient(scalar: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor] | tuple[()]:
     """Numerator and denominator of a scalar that is a quotient of two."""
-    if tf.executing_eagerly() or scalar.op.type not in ("RealDiv", "DivNoNan"):
+    if not tf.is_symbolic_tensor(scalar) or scalar.op.type not in ("RealDiv", "DivNoNan"):
         return ()
     numerator, denominator = scalar.op.inputs
     if not _is_scalar(numerator) or not _is_scalar(denominator):
