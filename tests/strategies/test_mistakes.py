@@ -164,9 +164,10 @@ class OfEight(keras.layers.Layer):
 
 @mistake(
     "NotDistributedError",
-    "rank {rank}: the train_step of model 'eights' fails on 5 rows",
-    "the requested shape has 512",
+    "rank {rank}: Input to reshape is a tensor with 320 values, but the requested shape has 512 (",
     "of_eight",
+    "/Reshape): the train_step of model 'eights' failed on 5 rows",
+    "If the model is made for one size of batch",
     "write -1 or keras.ops.shape(x)[0]",
 )
 def a_layer_made_for_one_size_of_batch(strategy):
@@ -177,6 +178,15 @@ def a_layer_made_for_one_size_of_batch(strategy):
         model = keras.Model(inputs, outputs, name="eights")
         model.compile("sgd", cases.crossentropy())
     model.fit(x, y, batch_size=8, verbose=0)
+
+
+@mistake("InvalidArgumentError", "Received a label value of 12 which is outside the valid range")
+def labels_that_no_class_has(strategy):
+    """Once explained by a size of batch that the model was made for."""
+    x, y = cases.rows(16)
+    crossentropy = cases.crossentropy()
+    model = cases.compiled(strategy, loss=lambda y, p: crossentropy(y, p))
+    model.fit(x, np.full_like(y, 12), batch_size=8, verbose=0)
 
 
 @mistake("ValueError", "rank {rank}: jit_compile=True: layer", "synchronized=False")

@@ -13,6 +13,9 @@ from dtk.compat import keras_models
 from dtk.errors import NotDistributedError, at_rank
 from dtk.trainer.contract import Strategy
 
+# In what TensorFlow says of tensors that do not fit together.
+_OF_SHAPES = re.compile(r"shape|size|dimension|broadcast", re.IGNORECASE)
+
 
 def check_stateful(model: keras.Model, rows: int | None, strategy: Strategy) -> None:
     """Refuse layers that keep a state for every row of a batch from one batch to the next.
@@ -43,8 +46,13 @@ def check_stateful(model: keras.Model, rows: int | None, strategy: Strategy) -> 
 
 
 @contextlib.contextmanager
-def told(name: str, model: keras.Model, rows: int, strategy: Strategy) -> Iterator[None]:
-    """Return a context in which a step that cannot take a few rows says what to change.
+def explaining_failures(
+    name: str, model: keras.Model, rows: int, strategy: Strategy
+) -> Iterator[None]:
+    """Return a context in which a step is tried on a few rows, and says what to do if it fails.
+
+    An error of shapes may be that of a model made for one size of batch. Any other is raised as
+    it is: the labels, for example, are out of range in one process, too.
 
     Args:
         name: Of the step, such as "train_step".
@@ -53,20 +61,24 @@ def told(name: str, model: keras.Model, rows: int, strategy: Strategy) -> Iterat
         strategy: The model's.
 
     Raises:
-        NotDistributedError: The step fails of the sizes of its tensors.
+        NotDistributedError: The shapes of the step's tensors do not fit.
     """
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
-        lines = str(error.message).split("\n")
-        node = re.search(r"\{\{node ([^}]+)\}\}", str(error.message))
-        said = re.sub(r"^\{\{.*?\}\} ", "", lines[0]) + (f" (in {node[1]})" if node else "")
+        said, _, node = error.message.partition("[[")
+        said = re.sub(r"\{\{.*?\}\}", "", said).strip()
+        if not _OF_SHAPES.search(said):
+            tried = f"the {name} of model {model.name!r} was tried on {rows} rows"
+            error.add_note(at_rank(strategy.rank, tried))
+            raise
+        at = re.search(r"node ([^}]+)", node)
         raise NotDistributedError(
             at_rank(
                 strategy.rank,
-                f"the {name} of model {model.name!r} fails on {rows} rows: {said}. A worker "
-                "computes a part of each batch, and the last one has fewer rows. If the model is "
-                "made for one size of batch, write -1 or keras.ops.shape(x)[0] where that size "
+                f"{said}{f' (in {at[1]})' if at else ''}: the {name} of model {model.name!r} "
+                f"failed on {rows} rows. If the model is made for one size of batch, of which a "
+                "worker computes only a part, write -1 or keras.ops.shape(x)[0] where that size "
                 "stands",
             )
         ) from error

@@ -119,13 +119,14 @@ def run(trial: Trial[Strategy], reasons: Sequence[str]) -> Verdict:
     """
     began = time.perf_counter()
     strategy, model = trial.strategy, trial.model
-    with fixed_rows.told(trial.step_function.__name__, model, trial.rows, strategy):
+    name = trial.step_function.__name__
+    with fixed_rows.explaining_failures(name, model, trial.rows, strategy):
         verdict = _judge(trial)
     if verdict.wrong:
         raise NotDistributedError(
             at_rank(
                 strategy.rank,
-                f"the {trial.step_function.__name__} of model {model.name!r} (not Keras's own: "
+                f"the {name} of model {model.name!r} (not Keras's own: "
                 f"{', '.join(reasons)}) does not add up over {len(trial.parts)} "
                 f"replicas: {trial.rows} rows computed by one, and as parts of {trial.parts} rows: "
                 f"{verdict.wrong}. Losses must be means or sums over rows, such as keras.losses "

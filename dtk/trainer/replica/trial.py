@@ -349,37 +349,28 @@ def results_of(model: keras.Model) -> list[tuple[str, tf.Tensor]]:
 
 
 def gradients_of(applied: Sequence[noting.Applied]) -> list[tuple[str, tf.Tensor]]:
-    """Return what a step handed to optimizers, dense, by variable and update.
-
-    Args:
-        applied: What the step noted, in order.
-
-    Returns:
-        Pairs of name and gradient.
-    """
-    return [
-        (f"{variable.path} (update {i + 1})" if i else variable.path, tf.convert_to_tensor(g))
-        for i, (_, given, variables) in enumerate(applied)
-        for g, variable in zip(given, variables, strict=True)
-        if g is not None
-    ]
+    """Return name and dense gradient of all that a step handed to optimizers, in order."""
+    return [(name, tf.convert_to_tensor(g)) for name, _, g in _handed(applied)]
 
 
 def slices_of(applied: Sequence[noting.Applied]) -> list[tuple[str, tf.IndexedSlices]]:
-    """Return the sparse gradients that a step handed to optimizers which take slices one by one.
-
-    Args:
-        applied: What the step noted, in order.
-
-    Returns:
-        Pairs of name and gradient.
-    """
+    """Return name and gradient of the slices that optimizers take one by one, in order."""
     return [
-        (f"{variable.path} (update {i + 1})" if i else variable.path, g)
-        for i, (optimizer, given, variables) in enumerate(applied)
-        for g, variable in zip(given, variables, strict=True)
+        (name, g)
+        for name, optimizer, g in _handed(applied)
         if isinstance(g, tf.IndexedSlices) and not lookup_slices.is_linear(optimizer)
     ]
+
+
+def _handed(
+    applied: Sequence[noting.Applied],
+) -> Iterator[tuple[str, keras.Optimizer, tf.Tensor | tf.IndexedSlices]]:
+    """Yield each gradient that a step handed to an optimizer, named by variable and update."""
+    for i, (optimizer, given, variables) in enumerate(applied):
+        for gradient, variable in zip(given, variables, strict=True):
+            if gradient is not None:
+                name = f"{variable.path} (update {i + 1})" if i else variable.path
+                yield name, optimizer, gradient
 
 
 def table_of(step: traced_step.Step) -> tf.Tensor:
