@@ -13,17 +13,17 @@ from dtk.trainer.replica import metric_trial
 
 RNG = np.random.default_rng(5)
 # Labels that no prediction hits, as in a model that has learnt nothing.
-LABELS = np.arange(5)
-PREDICTED = np.eye(10, dtype="float32")[9 - LABELS] + RNG.uniform(0, 0.1, (5, 10)).astype("float32")
+LABELS = np.arange(9)
+PREDICTED = np.eye(10, dtype="float32")[9 - LABELS] + RNG.uniform(0, 0.1, (9, 10)).astype("float32")
 
 
 class Counter(keras.metrics.Metric):
     """A number, and what a batch makes of it."""
 
-    def __init__(self, count, initializer="zeros", aggregation="sum", shape=(), dtype=None):
+    def __init__(self, count, aggregation="sum", shape=(), dtype=None):
         super().__init__(name="counter")
         self.count = count
-        self.total = self.add_variable(shape, initializer, dtype, aggregation, "total")
+        self.total = self.add_variable(shape, "zeros", dtype, aggregation, "total")
 
     def update_state(self, y_true, y_pred, sample_weight=None):
         self.total.assign(self.count(self.total, y_true, y_pred))
@@ -62,7 +62,7 @@ RIGHT = {
 WRONG = {
     "pairs of rows": lambda: Counter(lambda total, y, p: total + ops.sum(pairs(y, p))),
     "a maximum": lambda: Counter(lambda total, y, p: ops.maximum(total, ops.max(p))),
-    "a minimum": lambda: Counter(lambda total, y, p: ops.minimum(total, ops.min(p)), "ones"),
+    "a minimum": lambda: Counter(lambda total, y, p: ops.minimum(total, -ops.max(p))),
     "the last row": lambda: Counter(lambda total, y, p: p[-1, 0] + 1),
     "a median": lambda: Counter(lambda total, y, p: total + ops.median(p)),
     "batches": lambda: Counter(lambda total, y, p: total + 1),
@@ -73,17 +73,29 @@ WRONG = {
 }
 
 
-def note_of(metric):
-    call = metric_trial.Call(metric, (LABELS, PREDICTED), {"sample_weight": None})
+def note_of(metric, rows=5, labels=LABELS):
+    given = labels[:rows], PREDICTED[:rows]
+    call = metric_trial.Call(metric, given, {"sample_weight": None})
     before = [v.numpy().tolist() for v in metric.variables]
-    notes = metric_trial.notes_of([call], 5, keras.Sequential(), {}, 1e-4)
+    notes = metric_trial.notes_of([call], rows, keras.Sequential(), {}, 1e-4)
     assert before == [v.numpy().tolist() for v in metric.variables]
     return notes.get("counter", "")
 
 
+@pytest.mark.parametrize("rows", [3, 4, 5, 9])
 @pytest.mark.parametrize("name", RIGHT)
-def test_what_adds_up_is_not_told(name):
-    assert note_of(RIGHT[name]()) == ""
+def test_what_adds_up_is_not_told(name, rows):
+    """Breaks where parts are weighed by other shares than theirs."""
+    assert note_of(RIGHT[name](), rows) == ""
+
+
+@pytest.mark.parametrize("name", ["a count", "a maximum"])
+def test_where_an_epoch_has_left_it_says_nothing(name):
+    """Keras counts every epoch from zero."""
+    metric = {**RIGHT, **WRONG}[name]()
+    fresh = note_of(metric)
+    metric.total.assign(1000.0)
+    assert note_of(metric) == fresh
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -99,6 +111,13 @@ def test_what_would_help_is_named():
     assert "self.total.assign_add(ops.sum(values))" in note_of(WRONG["pairs of rows"]())
     assert 'aggregation="sum"' in note_of(WRONG["not a sum"]())
     assert "one number for each row" in note_of(WRONG["a function of the batch"]())
+
+
+def test_pairs_of_rows_are_named_where_one_argument_has_fewer_axes():
+    batches = WRONG["batches"]
+    assert "for each pair of rows, as y_true == y_pred[:, None]" in note_of(batches())
+    same = note_of(batches(), labels=np.eye(10)[LABELS])
+    assert same.startswith("'counter' is neither") and "pair of rows" not in same
 
 
 def test_what_never_moves_cannot_be_told():

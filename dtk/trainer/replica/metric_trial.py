@@ -1,9 +1,10 @@
 """Whether the counts of a script's own metrics add up, on more rows than a step's trial has.
 
 What replicas count is summed, so a metric must add to its variables what is a sum over rows. A few
-rows of a model that has learnt nothing may show that of none: true positives are 0 however they are
-counted. Here the rows of a trial are counted four times over, with the model's predictions, with
-others', with perfect ones and with some, as a whole and in two parts.
+rows of a model that has learnt nothing may not tell whether it does: true positives are 0 however
+they are counted. So the rows of a trial, each repeated four times, are counted as a whole and in
+two parts: with the model's predictions, with these in another order, with the targets in their
+place, and with some of both.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dtk.compat import keras_steps, keras_variables, tf_variables
+from dtk.compat import keras_steps
 from dtk.nests import Array, Function, Nest
 from dtk.trainer.tracing import traced_step
 from dtk.trainer.tracing.loss_terms import RATIO
@@ -113,10 +114,11 @@ def _note_of(
     call: Call, rows: int, model: keras.Model, kinds: Mapping[str, str], tolerance: float
 ) -> str | None:
     first = rows * 3 // 5
+    share = first / rows
     name, moved = repr(call.metric.name), False
     untouched = _result(call.metric, [], model, kinds)
     for more in _variants(call):
-        pieces = [(_rows(more, 0, first), 0.6), (_rows(more, first, rows), 0.4)]
+        pieces = [(_rows(more, 0, first), share), (_rows(more, first, rows), 1.0 - share)]
         try:
             whole = _result(call.metric, [(more, 1.0)], model, kinds)
             parts = _result(call.metric, pieces, model, kinds)
@@ -135,19 +137,22 @@ def _note_of(
 
 
 def _said(call: Call, whole: Array, parts: Array, rows: int) -> str:
-    shapes = ", ".join(str(leaf.shape) for leaf in _leaves(call) if isinstance(leaf, np.ndarray))
+    arrays = [leaf for leaf in _leaves(call) if isinstance(leaf, np.ndarray)]
     must = "Its update_state must add to variables what is a sum over rows: "
     must += "self.total.assign_add(ops.sum(values)), where values has one number for each row"
     if any(v.aggregation != "sum" for v in call.metric.variables):
         must = f'Its variables must have aggregation="sum". {must}'
     if isinstance(call.metric, keras.metrics.MeanMetricWrapper):
         must = "The function must return one number for each row"
+    if len({array.ndim for array in arrays}) > 1:
+        shapes = ", ".join(str(array.shape) for array in arrays)
+        must += ", and not for each pair of rows, as y_true == y_pred[:, None] has (here the "
+        must += f"arguments have the shapes {shapes})"
     return (
         f"{call.metric.name!r} is neither a mean nor a sum over rows ({np.ravel(whole)[0]:.5g} on "
         f"{rows} rows, {np.ravel(parts)[0]:.5g} from two parts of them), so what is logged differs "
-        f"from one process's; weights are not concerned. {must}, and not for each pair of rows, as "
-        f"y_true == y_pred[:, None] has (here the arguments have the shapes {shapes}). Or compute "
-        "it from model.predict(x), which returns the rows of all workers"
+        f"from one process's; weights are not concerned. {must}. Or compute it from "
+        "model.predict(x), which returns the rows of all workers"
     )
 
 
@@ -174,14 +179,13 @@ def _perfect(target: Array, predicted: Array) -> Array | None:
     """Predictions that are the targets, of the shape of these."""
     if target.shape == predicted.shape:
         return target.astype(predicted.dtype)
-    labels = (
-        target.reshape(predicted.shape[:-1])
-        if target.size * predicted.shape[-1] == (predicted.size)
-        else None
-    )
-    if labels is None or not np.array_equal(labels, np.clip(labels, 0, predicted.shape[-1] - 1)):
+    classes = predicted.shape[-1]
+    if target.size * classes != predicted.size:
         return None
-    return np.eye(predicted.shape[-1], dtype=predicted.dtype)[labels.astype(int)]
+    labels = target.reshape(predicted.shape[:-1])
+    if not np.array_equal(labels, np.clip(labels, 0, classes - 1)):
+        return None
+    return np.eye(classes, dtype=predicted.dtype)[labels.astype(int)]
 
 
 def _rows(call: Call, start: int, stop: int) -> Call:
@@ -197,8 +201,8 @@ def _result(
     model: keras.Model,
     kinds: Mapping[str, str],
 ) -> list[Array]:
-    """A metric's result, from what replicas with these pieces of a batch count; nothing changes."""
-    start = [(v, _value_of(v)) for v in metric.variables]
+    """A metric's result, from what replicas count of these pieces of a batch, each from zero."""
+    start = [(v, tf.zeros(v.shape, v.dtype)) for v in metric.variables]
     states = []
     for piece, share in pieces:
         step = traced_step.Step(
@@ -218,10 +222,6 @@ def _result(
     )
     with keras.StatelessScope(state_mapping=totals):
         return [np.asarray(value, "float64") for value in tf.nest.flatten(metric.result())]
-
-
-def _value_of(variable: keras.Variable) -> tf.Tensor:
-    return tf.convert_to_tensor(tf_variables.components(keras_variables.stored(variable))[0])
 
 
 def _tensor(leaf: object) -> object:
