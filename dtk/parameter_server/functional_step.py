@@ -56,6 +56,7 @@ def trace_functional_step(
     state: Sequence[tuple[keras.Variable, tf.Tensor]],
     tables: Sequence[keras.Variable] = (),
     kinds: Mapping[str, str] | None = None,
+    tried: bool = False,
 ) -> FunctionalStep:
     """Trace one of Keras's steps as a pure function of data and state.
 
@@ -70,6 +71,7 @@ def trace_functional_step(
             respect to these values.
         tables: Keras variables that are looked up where they are instead.
         kinds: Of the step's terms, see `loss_terms`.
+        tried: Whether `self_test` has found that it adds up.
 
     Returns:
         What the step would have changed.
@@ -79,6 +81,7 @@ def trace_functional_step(
     """
     own = step_function.__name__ == "train_step" and keras_models.takes_own_step(model)
     step = traced_step.Step(share, size, model, world_sum, kinds=kinds, own=own)
+    step.tried = tried
     scope = keras.StatelessScope(state_mapping=state, collect_losses=True)
     step.noted = recorded = RecordedUpdates(scope, model, tables)
     with (

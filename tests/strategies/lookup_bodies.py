@@ -132,6 +132,37 @@ def train_served():
         strategy.extended._variable_partitioner = None
 
 
+class Opaque(layers.Layer):
+    """Looks words up by indices of which no graph tells what they are of."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = layers.Embedding(WORDS, WIDTH)
+
+    def call(self, words):
+        some = tf.reduce_any(words >= 0)
+        return self.table(tf.cond(some, lambda: words + 0, lambda: words))
+
+
+def told_of_opaque_lookups():
+    """What is said of them, tried on a few rows and not."""
+    strategy, told = bodies.served_with("sync"), []
+    words, labels = sentences(16)
+    for self_test in (True, False):
+        strategy.self_test = self_test
+        with strategy.scope():
+            model = keras.Sequential([Opaque(), layers.Dense(4)])
+            model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        try:
+            model.fit(words, labels, batch_size=16, verbose=0)
+        except NotDistributedError as error:
+            told.append(str(error))
+        else:
+            told.append("trained")
+    strategy.self_test = "auto"
+    return told
+
+
 def _cut(shape, dtype, axis=0):
     return [2 if shape[0] > 10 else 1] + [1] * (len(shape) - 1)
 

@@ -136,6 +136,13 @@ def test_places_and_words_train_as_in_one_process_behind_servers(pool):
     check_equal(mine, once(lookup_bodies.train_plain))
 
 
+@pytest.mark.worlds(("served", 2))
+def test_lookups_of_which_no_graph_tells_are_tried_or_refused_behind_servers(pool):
+    ((tried, refused),) = pool.run(lookup_bodies.told_of_opaque_lookups)
+    assert tried == "trained"
+    assert "of which nothing tells whether they belong to rows" in refused
+
+
 def check_equal(mine, expected):
     assert mine.keys() == expected.keys()
     apart = {

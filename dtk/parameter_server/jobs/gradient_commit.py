@@ -131,7 +131,6 @@ class GradientCommit:
             if isinstance(gradient, tf.IndexedSlices):
                 self._make_room(variable)
             return gradient
-        step.tried = "train" in self._trainer.tried
         slices = functional_step.as_slices(gradient)
         rank = self._trainer.strategy.rank
         pieces = lookup_slices.known_pieces(slices, variable.path, rank, False, step)

@@ -109,6 +109,7 @@ class TrainJob:
                 state=state,
                 tables=tables,
                 kinds=self._trainer.kinds_of("train"),
+                tried="train" in self._trainer.tried,
             )
             sent = layout.put(layout.contents(update.commit.plan(traced)), handles)
             report: SliceReport = {
