@@ -107,8 +107,11 @@ NEEDED: dict[str, dict[str, str]] = {
     "steps, their losses and moments": {
         "tensorflow.python.autograph.core.ag_ctx": "ControlStatusCtx Status.ENABLED",
         "tensorflow.python.eager.polymorphic_function.autograph_util": "py_func_from_autograph",
+        "tensorflow.python.eager.polymorphic_function.function_type_utils": (
+            "canonicalize_function_inputs"
+        ),
         "tensorflow.python.eager.polymorphic_function.polymorphic_function.Function": "_autograph "
-        "python_function",
+        "_function_type _default_values _is_pure python_function",
         "keras.src.losses.loss": "scale_loss_for_distribution unscale_loss_for_distribution "
         "reduce_weighted_values apply_mask",
         "keras.src.backend.tensorflow.*": "take _compute_moments_sync",

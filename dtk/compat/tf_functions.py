@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.autograph.core import (
     ag_ctx,
 )
 from tensorflow.python.eager.polymorphic_function import (
     autograph_util,
+    function_type_utils,
+    polymorphic_function,
 )
 
 from dtk.compat.replacing import replaced
-from dtk.nests import Function, Nest
+from dtk.nests import Args, Function, Kwargs, Nest
 
 _LIBRARIES = ("dtk", "keras", "tensorflow")
 
@@ -28,8 +32,7 @@ def inlined_if(wanted: Callable[[], bool]) -> AbstractContextManager[None]:
     Args:
         wanted: Whether to, asked at each call.
     """
-    kind = type(tf.function(lambda: None))
-    original = kind.__call__
+    original = polymorphic_function.Function.__call__
 
     @functools.wraps(original)
     def call(
@@ -37,13 +40,28 @@ def inlined_if(wanted: Callable[[], bool]) -> AbstractContextManager[None]:
     ) -> Nest:
         if not wanted() or _package(self.python_function) in _LIBRARIES:
             return original(self, *args, **kwargs)
-        python = self.python_function
+        python, given = self.python_function, _canonical(self, args, kwargs)
         if self._autograph:
             python = autograph_util.py_func_from_autograph(python, None)
         with ag_ctx.ControlStatusCtx(ag_ctx.Status.ENABLED):  # where the caller is not converted
-            return python(*args, **kwargs)
+            return python(*given.args, **given.kwargs)
 
-    return replaced(kind, __call__=call)
+    return replaced(polymorphic_function.Function, __call__=call)
+
+
+def _canonical(
+    function: tf.types.experimental.PolymorphicFunction, args: Args, kwargs: Kwargs
+) -> inspect.BoundArguments:
+    """Return the arguments that TensorFlow would trace a function with."""
+    given = function_type_utils.canonicalize_function_inputs(
+        args, kwargs, function._function_type, function._default_values, function._is_pure
+    )
+    given.arguments = tf.nest.map_structure(_tensor_of, given.arguments)
+    return given
+
+
+def _tensor_of(leaf: object) -> object:
+    return tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
 
 
 def _package(function: Function[object]) -> str:
