@@ -7,9 +7,10 @@ only, and `rank_callbacks.RankChecks` joins the callbacks.
 from __future__ import annotations
 
 import inspect
-import numbers
+import operator
 import sys
 from collections.abc import Mapping, Sequence
+from typing import SupportsIndex, cast
 
 import keras
 
@@ -69,11 +70,11 @@ def call(
 
 def _tell_of_idle(rows: object, strategy: Strategy) -> None:
     """Say once that batches have fewer rows than there are replicas."""
-    replicas = strategy.num_replicas_in_sync
-    idle = replicas - int(rows) if isinstance(rows, numbers.Integral) else 0
+    whole, replicas = _whole(rows), strategy.num_replicas_in_sync
+    idle = 0 if whole is None else replicas - whole
     if idle > 0 and strategy.is_chief and not strategy.told_of_idle:
         strategy.told_of_idle = True
-        text = f"batch_size={rows} leaves {idle} of {replicas} workers without rows in every step"
+        text = f"batch_size={whole} leaves {idle} of {replicas} workers without rows in every step"
         print(f"dtk: {text}; use {replicas} or more", file=sys.stderr, flush=True)
 
 
@@ -83,14 +84,22 @@ def _check_numbers(name: str, asked: Mapping[str, object], strategy: Strategy) -
         value = asked.get(argument)
         if value is None and argument != "epochs":
             continue
-        whole = not isinstance(value, bool) and isinstance(value, numbers.Integral)
-        if argument in asked and not (whole and int(str(value)) >= least):
+        whole = _whole(value)
+        if argument in asked and (whole is None or whole < least):
             told = f"{name} got {argument}={value!r}; expected {expected}"
             raise ValueError(at_rank(strategy.rank, told))
     if asked.get("validation_split"):
         expected = "a part of the rows, 0.0 up to but below 1.0"
         told = at_rank(strategy.rank, f"{name} got validation_split")
         check_number(told, asked["validation_split"], expected, lambda part: 0.0 <= part < 1.0)
+
+
+def _whole(value: object) -> int | None:
+    """Return a whole number as Python's own, whether NumPy's or a tensor; None for all else."""
+    try:
+        return None if isinstance(value, bool) else operator.index(cast(SupportsIndex, value))
+    except (TypeError, AttributeError):  # the latter of tensors of other types
+        return None
 
 
 def fit(method: Function[object], trainer: Trainer, args: Args, kwargs: Kwargs) -> object:

@@ -8,6 +8,7 @@ import io
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from dtk.strategies import MirroredStrategy
 
@@ -61,6 +62,31 @@ def test_what_no_call_can_train_with_is_refused(pool):
         for said, (name, given, expected) in zip(told, WRONG, strict=True):
             ((argument, value),) = given.items()
             assert said.startswith(f"rank {rank}: {name} got {argument}={value!r}; {expected}")
+
+
+def told_of_tensors():
+    """What is said of whole numbers that are no Python numbers, and of tensors that are not."""
+    model = model_of(bodies.strategy())
+    x, y = np.ones((8, 2), "float32"), np.ones((8, 1), "float32")
+    two, half, false = tf.constant(2), tf.constant(0.5), tf.constant(False)
+    history = model.fit(x, y, steps_per_epoch=two, batch_size=np.int64(4), epochs=2, verbose=0)
+    told = [len(history.epoch)]
+    for wrong in (half, false, tf.constant([2]), tf.constant(0)):
+        try:
+            model.fit(x, y, steps_per_epoch=wrong, verbose=0)
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_tensors_that_are_whole_numbers_are_taken(pool):
+    """As Keras takes them."""
+    for rank, (epochs, *told) in enumerate(pool.run(told_of_tensors)):
+        assert epochs == 2 and len(told) == 4
+        for said in told:
+            assert said.startswith(f"rank {rank}: fit got steps_per_epoch=<tf.Tensor")
+            assert STEPS in said
 
 
 def idle():
