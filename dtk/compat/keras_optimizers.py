@@ -112,6 +112,13 @@ def chain(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
     return found
 
 
+def is_linear(optimizer: keras.Optimizer) -> bool:
+    """Return whether an optimizer makes the same of two gradients and of their sum."""
+    if type(optimizer) is not keras.optimizers.SGD:
+        return False
+    return not (optimizer.clipnorm or optimizer.global_clipnorm or optimizer.clipvalue)
+
+
 def is_multi(optimizer: keras.Optimizer) -> bool:
     """Return whether an optimizer is a `MultiOptimizer`, which divides variables among others."""
     return isinstance(optimizer, _MULTI)

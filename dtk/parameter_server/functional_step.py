@@ -13,11 +13,18 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
-from dtk.compat import keras_models, keras_steps, keras_variables, tf_tapes, tf_variables
+from dtk.compat import (
+    keras_models,
+    keras_optimizers,
+    keras_steps,
+    keras_variables,
+    tf_tapes,
+    tf_variables,
+)
 from dtk.nests import Function, Nest
 from dtk.parameter_server.recorded_updates import RecordedUpdates
 from dtk.trainer.contract import StepFunction
-from dtk.trainer.gradients import lookup_slices, shared_optimizer
+from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.replica import replica_step
 from dtk.trainer.tracing import noting, traced_step
 
@@ -206,7 +213,7 @@ def _looked_up_in_place(
     row by row as it comes, so Adam makes of two equal rows something else than of their sum. Where
     that matters, a row that was taken twice stays two rows, as in one process.
     """
-    summed = all(map(lookup_slices.is_linear, shared_optimizer.optimizers_of(model)))
+    summed = all(map(keras_optimizers.is_linear, shared_optimizer.optimizers_of(model)))
     places = {id(variable): keras_variables.stored(variable) for variable in tables}
 
     def take_rows(

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dtk.compat import keras_models, keras_variables, tf_replicas
+from dtk.compat import keras_models, keras_optimizers, keras_variables, tf_replicas
 from dtk.errors import NotDistributedError
 from dtk.nests import Array
 from dtk.parameter_server import functional_step, gradient_buffers
@@ -125,7 +125,7 @@ class GradientCommit:
         """Say of the slices of a table's gradient what they are of, where that matters."""
         # Of several batches that a worker accrues, one process would not add slices up, either.
         accrues = self._trainer.strategy.exchange is not None
-        if gradient is None or accrues or lookup_slices.is_linear(optimizer):
+        if gradient is None or accrues or keras_optimizers.is_linear(optimizer):
             return gradient
         if not self._is_sparse(variable):
             if isinstance(gradient, tf.IndexedSlices):

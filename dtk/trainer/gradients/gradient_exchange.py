@@ -18,7 +18,6 @@ from dtk.exchange.state import ExchangeState
 from dtk.nests import Gradients
 from dtk.trainer.contract import Strategy
 from dtk.trainer.gradients import lookup_slices, transforms
-from dtk.trainer.gradients.lookup_slices import is_linear
 from dtk.trainer.gradients.non_finite import NonFinite, NonFiniteNotes, NoteNonFinite
 from dtk.trainer.tracing import traced_step
 
@@ -183,8 +182,9 @@ class GradientExchange:
         self, gradients: Gradients, variables: Sequence[keras.Variable]
     ) -> lookup_slices.Division:
         paths = [variables[i].path for i in _present(gradients)]
+        linear = keras_optimizers.is_linear(self._outer)
         return lookup_slices.Division(
-            paths, self._strategy.rank, needed=not self.local, linear=is_linear(self._outer)
+            paths, self._strategy.rank, needed=not self.local, linear=linear
         )
 
     def _chained(

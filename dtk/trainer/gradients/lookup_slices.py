@@ -6,10 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import keras
 import tensorflow as tf
 
-from dtk.compat import keras_optimizers
 from dtk.errors import NotDistributedError, at_rank
 from dtk.exchange.base import Gradient
 from dtk.trainer.tracing import traced_step
@@ -17,18 +15,6 @@ from dtk.trainer.tracing.slice_origins import Piece, parts_of, pieces_of, whole_
 
 # Puts exchanged gradients together again.
 Join: TypeAlias = Callable[[list[Gradient]], list[Gradient]]
-
-
-def is_linear(optimizer: keras.Optimizer) -> bool:
-    """Return whether an optimizer makes the same of two gradients and of their sum.
-
-    Args:
-        optimizer: The optimizer.
-    """
-    chain = keras_optimizers.chain(optimizer)
-    inner = chain[-1]
-    clips = inner.clipnorm or inner.global_clipnorm or inner.clipvalue
-    return type(inner) is keras.optimizers.SGD and len(chain) == 1 and not clips
 
 
 @dataclass(frozen=True)

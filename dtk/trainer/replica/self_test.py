@@ -30,11 +30,11 @@ import keras
 import numpy as np
 
 from dtk.cluster.variables import SELF_TEST
-from dtk.compat import keras_models, random_draws
+from dtk.compat import keras_models, keras_optimizers, random_draws
 from dtk.errors import NotDistributedError, at_rank
 from dtk.nests import Array
 from dtk.trainer.contract import Strategy
-from dtk.trainer.gradients import lookup_slices, shared_optimizer
+from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.replica import fixed_rows, metric_trial
 from dtk.trainer.replica.trial import Outcome, Trial
 from dtk.trainer.tracing.loss_terms import RATIO, SUM
@@ -370,7 +370,7 @@ def _looks_up_eagerly(model: keras.Model) -> bool:
     """Return whether slices are squared of which no graph tells what they are of."""
     if not model.run_eagerly:
         return False
-    linear = all(map(lookup_slices.is_linear, shared_optimizer.optimizers_of(model)))
+    linear = all(map(keras_optimizers.is_linear, shared_optimizer.optimizers_of(model)))
     layers = keras_models.layers_of(model)
     return not linear and any(isinstance(one, keras.layers.Embedding) for one in layers)
 

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from dtk.compat import (
     keras_models,
+    keras_optimizers,
     keras_steps,
     keras_variables,
     random_draws,
@@ -358,7 +359,7 @@ def slices_of(applied: Sequence[noting.Applied]) -> list[tuple[str, tf.IndexedSl
     return [
         (name, g)
         for name, optimizer, g in _handed(applied)
-        if isinstance(g, tf.IndexedSlices) and not lookup_slices.is_linear(optimizer)
+        if isinstance(g, tf.IndexedSlices) and not keras_optimizers.is_linear(optimizer)
     ]
 
 
