@@ -7,6 +7,9 @@ data made by `published_data.py`, and random numbers inside steps that belong to
 step's number, since ranks draw others than one process would. With --dtk, BatchNormalization is
 synchronized. With --double all is computed in float64. With --nudge the first weights are 1e-7
 apart, which shows what the script's network makes of rounding.
+
+It lists TensorFlow's random functions itself, as `dtk/compat/random_draws.py` does: this judges dtk,
+and would not see what both forgot if they shared a list.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Private names of TensorFlow and Keras, each room's worth of them in one file.
+"""Everything that touches private names of TensorFlow and Keras, one file per subject.
 
-Whatever is imported from here, that all of them are there is looked up first: what lacks one is
+Importing anything from here first checks that every name of `names.NEEDED` exists; a missing one is
 named in one line, before anything trains.
 """
 

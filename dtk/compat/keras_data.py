@@ -1,11 +1,4 @@
-"""Keras's data adapters and its epoch iterator, which give `fit` its batches.
-
-keras.src.trainers.data_adapters     ArrayDataAdapter (._inputs, ._shuffle, and from Keras 3.16 on
-            ._epoch), TFDatasetAdapter,
-            DataAdapter (its name)
-TFEpochIterator   _distributed_dataset, _num_batches, _current_iterator, _steps_seen,
-            _get_iterator, _enumerate_iterator, _interrupted_warning, catch_stop_iteration
-"""
+"""Keras's data adapters and its epoch iterator, which give `fit` its batches."""
 
 from __future__ import annotations
 

@@ -1,13 +1,4 @@
-"""What dtk needs to know of Keras models, and to set on them, that has no public name.
-
-Model       compile (replaced while inside a scope, in the base that defines it),
-            _distribute_strategy, _make_function, _maybe_symbolic_build, _symbolic_build,
-            _initial_epoch, _compile_loss, _compile_metrics, _flatten_layers, _metrics,
-            _get_metrics_result_or_logs, _resolve_auto_jit_compile
-CompileLoss, CompileMetrics     _user_loss, _user_metrics, _user_weighted_metrics
-MeanMetricWrapper   _fn
-Embedding   _embeddings
-"""
+"""What dtk needs to know of Keras models, and to set on them, that has no public name."""
 
 from __future__ import annotations
 

@@ -1,13 +1,4 @@
-"""Private attributes of Keras optimizers, each for itself: one that wraps another is two.
-
-Optimizer   _distribution_strategy, _all_reduce_sum_gradients, _clip_gradients,
-            _accumulated_gradients, _learning_rate,
-            _trainable_variables_indices, _trainable_variables, _var_key,
-            _weight_decay_by_var_key (from Keras 3.16 on)
-            _var_to_optimizer_idx (of a MultiOptimizer, which came with Keras 3.15)
-            _backend_apply_gradients
-Muon        _should_use_adamw
-"""
+"""What dtk asks of Keras optimizers, each for itself: one that wraps another is two."""
 
 from __future__ import annotations
 

@@ -1,10 +1,6 @@
-"""Private parts of Keras that are replaced while a step is traced.
+"""Parts of Keras that are replaced while a step is traced.
 
 Each lasts as long as the context that set it; nothing of Keras stays patched.
-
-    keras.src.losses.loss            scale_loss_for_distribution, unscale_loss_for_distribution,
-                                     reduce_weighted_values, apply_mask
-    keras.src.backend.tensorflow, in whichever module of it     take, _compute_moments_sync
 """
 
 from __future__ import annotations

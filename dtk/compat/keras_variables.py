@@ -1,7 +1,4 @@
-"""The TensorFlow variable behind a Keras variable, and a Keras variable that is part of another.
-
-Variable    _value, _path, _initialize, _initialize_with_initializer
-"""
+"""The TensorFlow variable behind a Keras variable, and a Keras variable that is part of another."""
 
 from __future__ import annotations
 

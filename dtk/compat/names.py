@@ -1,9 +1,11 @@
 """Every private name of TensorFlow and Keras that dtk uses, and what for.
 
-They move from version to version. A name that is found by what it does, whatever module or class
-it stands in, is listed below a package (`keras.src.backend.tensorflow.*`) or public class
-(`keras.Model`). One that is gone is named in one line before anything trains, and `dtk doctor`
-looks for all of them.
+They move from version to version. A name that dtk looks up wherever a package or class defines it
+is listed below that package (`keras.src.backend.tensorflow.*`) or public class (`keras.Model`). A
+missing one is named in one line before anything trains, and `dtk doctor` looks for all of them.
+
+Not listed is what only later versions have, and is looked for where it is used: of Keras 3.15
+`_var_to_optimizer_idx`, of Keras 3.16 `_weight_decay_by_var_key` and `ArrayDataAdapter._epoch`.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ NEEDED: dict[str, dict[str, str]] = {
         "VARIABLE_CLASS_MAPPING VARIABLE_POLICY_MAPPING",
         "tensorflow.python.distribute.one_device_strategy.OneDeviceExtended": _EXTENDED
         + " _container_strategy _device",
-        "tensorflow.python.distribute.values": "PerReplica.values "
+        "tensorflow.python.distribute.values": "DistributedValues PerReplica.values "
         "DistributedVariable._get DistributedVariable._get_on_device_or_primary "
         "MirroredVariable SyncOnReadVariable",
         "tensorflow.python.eager.context": "global_seed context",
@@ -89,12 +91,20 @@ NEEDED: dict[str, dict[str, str]] = {
     },
     "random numbers that belong to rows": {
         "keras.Layer": "_maybe_build",
-        "tensorflow.python.ops.gen_random_ops": "random_standard_normal random_uniform",
-        "tensorflow.python.ops.gen_stateful_random_ops": "stateful_uniform",
+        "tensorflow.python.ops.gen_random_ops": "random_standard_normal truncated_normal "
+        "random_uniform random_uniform_int random_shuffle multinomial random_gamma "
+        "random_poisson_v2",
+        "tensorflow.python.ops.gen_stateful_random_ops": "stateful_standard_normal_v2 "
+        "stateful_truncated_normal stateful_uniform stateful_uniform_int "
+        "stateful_uniform_full_int",
         "tensorflow.python.ops.gen_stateless_random_ops": "stateless_random_normal "
         "stateless_truncated_normal stateless_random_uniform stateless_random_uniform_int "
-        "stateless_random_uniform_full_int",
-        "tensorflow.python.ops.gen_stateless_random_ops_v2": "stateless_random_uniform_v2",
+        "stateless_random_uniform_full_int stateless_multinomial stateless_random_binomial "
+        "stateless_random_gamma_v2",
+        "tensorflow.python.ops.gen_stateless_random_ops_v2": "stateless_random_normal_v2 "
+        "stateless_truncated_normal_v2 stateless_random_uniform_v2 "
+        "stateless_random_uniform_int_v2 stateless_random_uniform_full_int_v2 "
+        "stateless_random_gamma_v3",
         "tensorflow.python.ops.gen_candidate_sampling_ops": "all_candidate_sampler "
         "fixed_unigram_candidate_sampler log_uniform_candidate_sampler uniform_candidate_sampler",
         "tensorflow.python.eager.polymorphic_function.polymorphic_function.Function": "_clone",
@@ -139,7 +149,9 @@ NEEDED: dict[str, dict[str, str]] = {
     "optimizers": {
         "keras.Optimizer": "_distribution_strategy _all_reduce_sum_gradients _clip_gradients "
         "_accumulated_gradients _learning_rate _trainable_variables _trainable_variables_indices "
-        "_var_key _backend_apply_gradients _get_variable_index",
+        "_var_key _backend_apply_gradients _get_variable_index finalize_variable_values "
+        "update_step",
+        "keras.optimizers.LossScaleOptimizer": "check_finite",
         "keras.optimizers.Adam": "_momentums _velocities",
         "keras.optimizers.Muon": "_should_use_adamw",
     },

@@ -4,11 +4,6 @@
     Adam, AdamW            other last digits: where the user or `dtk tune` has chosen it
     any, under XLA         compiled by it, as in Keras
     BatchNormalization     the same
-
-Optimizer                                           _get_variable_index
-Adam                                                _momentums, _velocities
-tensorflow.python.distribute.values                 DistributedVariable._get
-tensorflow.python.ops.resource_variable_ops         BaseResourceVariable
 """
 
 from __future__ import annotations

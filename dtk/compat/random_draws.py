@@ -11,12 +11,6 @@ a batch of rows a, b and c, computed as `a b` and `c`:
 
     BLOCKS      [a b c | a b c]     fakes, then reals       parts [a b | a b] and [c | c]
     REPEATED    [a a | b b | c c]   patches of an image     parts [a a | b b] and [c c]
-
-Private names used: tensorflow.python.ops.gen_random_ops, gen_stateless_random_ops,
-gen_stateless_random_ops_v2, gen_stateful_random_ops, through which all of TensorFlow's and Keras's
-random functions go; gen_candidate_sampling_ops; keras.src.backend.tensorflow.random.shuffle;
-tensorflow.python.eager.polymorphic_function.polymorphic_function.Function.__call__, _clone;
-tensorflow.python.framework.tensor_util.constant_value_as_shape. tests/compat holds them.
 """
 
 from __future__ import annotations

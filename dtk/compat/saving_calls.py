@@ -1,11 +1,6 @@
 """Calls that write a Keras model, or its weights, to a path.
 
-Private names used, each replaced for good by the first call of `through`, and with a test in
-tests/compat/test_names.py:
-
-    keras.src.saving.saving_lib                  save_model, save_weights_only, H5IOStore,
-                                                 _save_state
-    keras.src.legacy.saving.legacy_h5_format     save_model_to_hdf5
+The first call of `through` replaces them for good.
 """
 
 from __future__ import annotations

@@ -3,16 +3,6 @@
 A `tf.distribute.Strategy` is a thin public face over an "extended" object that decides how
 variables are made, how values are reduced and how datasets are split. dtk derives its own from
 TensorFlow's one-device one and overrides only what moves bytes between ranks.
-
-    tensorflow.python.distribute.distribute_lib         ReplicaContext, InputContext, ValueContext
-    tensorflow.python.distribute.distribute_utils       create_mirrored_variable,
-        VARIABLE_POLICY_MAPPING
-    tensorflow.python.distribute.one_device_strategy    OneDeviceExtended
-        ._create_variable, ._call_for_each_replica, ._reduce_to, ._batch_reduce_to,
-        ._gather_to_implementation, ._replica_ctx_all_reduce, ._use_merge_call,
-        ._num_replicas_in_sync, ._get_local_replica_id, ._experimental_distribute_dataset,
-        ._distribute_datasets_from_function, ._experimental_distribute_values_from_function
-    Variable._distribute_strategy
 """
 
 from __future__ import annotations

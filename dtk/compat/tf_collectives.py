@@ -1,8 +1,6 @@
-"""How long the runtime of TensorFlow's collectives waits for a task that is silent.
+"""How long the runtime of TensorFlow's collectives waits for a silent task.
 
-tensorflow.python.eager.context                             context, Context
-    .configure_coordination_service, which MultiWorkerMirroredStrategy calls if nobody has before
-tensorflow.compiler.xla.tsl.protobuf.coordination_config_pb2    CoordinatedJob
+`MultiWorkerMirroredStrategy` configures it, unless somebody has before.
 """
 
 from __future__ import annotations

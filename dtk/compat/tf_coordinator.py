@@ -1,9 +1,4 @@
-"""Threads that TensorFlow keeps for the workers of a parameter-server job.
-
-tensorflow.python.distribute.coordinator
-    cluster_coordinator.ClusterCoordinator._cluster (.schedule), ._is_worker_failure
-    coordinator_context.get_current_dispatch_context
-"""
+"""Threads that TensorFlow keeps for the workers of a parameter-server job."""
 
 from __future__ import annotations
 

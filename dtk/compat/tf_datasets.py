@@ -1,20 +1,4 @@
-"""What a rank reads: a dataset that Keras takes to be distributed already; pipelines taken apart.
-
-tensorflow.python.distribute.distribute_utils       regroup
-tensorflow.python.distribute.input_lib              DistributedDataset (its name)
-tensorflow.python.framework.op_def_registry         get
-tensorflow.python.data.util.structure               to_tensor_list, from_compatible_tensor_list
-tensorflow.python.data.ops, each with ._input_dataset, ._name
-            map_op          _MapDataset (._map_func, ._force_synchronous, ._preserve_cardinality,
-                            ._use_inter_op_parallelism), _ParallelMapDataset (also
-                            ._num_parallel_calls, ._deterministic, ._use_unbounded_threadpool)
-            batch_op        _BatchDataset (._batch_size, ._drop_remainder), _ParallelBatchDataset
-            prefetch_op     _PrefetchDataset (._buffer_size)
-            repeat_op, skip_op, take_op      _RepeatDataset, _SkipDataset, _TakeDataset (._count)
-            cache_op        CacheDataset (its name)
-            dataset_ops     _OptionsDataset
-            structured_function     StructuredFunctionWrapper.function, .output_structure, ._func
-"""
+"""What a rank reads: a dataset that Keras takes for a distributed one; pipelines taken apart."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""How a mirrored strategy of TensorFlow's makes variables, reduces values and splits data.
-
-tensorflow.python.distribute.mirrored_strategy      MirroredExtended (the methods of
-    OneDeviceExtended listed in `tf_allreduce`, ._num_replicas_in_sync)
-tensorflow.python.distribute.distribute_lib         StrategyExtendedV2._replica_ctx_all_reduce
-tensorflow.python.framework.auto_control_deps_utils   register_read_only_resource_op
-Strategy._collective_key_base
-"""
+"""How a mirrored strategy of TensorFlow's makes variables, reduces values and splits data."""
 
 from __future__ import annotations
 

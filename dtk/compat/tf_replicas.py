@@ -1,10 +1,4 @@
-"""The running replica of a `tf.distribute.Strategy`: its index, and what it adds to sums.
-
-tensorflow.python.distribute.distribute_lib         ReplicaContext (constructor)
-    ReplicaContext._replica_id_in_sync_group
-tensorflow.python.eager.context                     context().executing_eagerly, global_seed
-tf.compat.v1.reset_default_graph, which keras.utils.clear_session calls
-"""
+"""The running replica of a `tf.distribute.Strategy`: its index, and what it adds to sums."""
 
 from __future__ import annotations
 

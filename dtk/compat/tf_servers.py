@@ -1,18 +1,9 @@
-"""How a parameter-server strategy of TensorFlow's places variables and connects to servers.
-
-tensorflow.python.distribute.parameter_server_strategy_v2
-    ParameterServerStrategyV2 (._connect_to_cluster, ._verify_args_and_config and the attributes
-    its constructor sets), ParameterServerStrategyV2Extended (._create_variable,
-    ._create_variable_round_robin, ._experimental_distribute_dataset, ._use_merge_call)
-tensorflow.python.distribute.sharded_variable       ShardedVariable
-tensorflow.python.framework.ops                     colocate_with
-"""
+"""How a parameter-server strategy of TensorFlow's places variables and connects to servers."""
 
 from __future__ import annotations
 
 import tensorflow as tf
 from tensorflow.python.distribute import (
-    distribute_lib,
     parameter_server_strategy_v2,
     sharded_variable,
 )
@@ -32,7 +23,7 @@ class ServerStrategy(parameter_server_strategy_v2.ParameterServerStrategyV2):
     """
 
     def __init__(self, extended: tf.distribute.StrategyExtended):
-        distribute_lib.Strategy.__init__(self, extended)
+        tf.distribute.Strategy.__init__(self, extended)
 
     def connect(self, resolver: tf.distribute.cluster_resolver.ClusterResolver) -> None:
         """Connect this process, the chief, to the servers of the other tasks.

@@ -1,7 +1,4 @@
-"""Gradient tapes that differentiate by values which stand for variables.
-
-tf.GradientTape     __enter__, gradient (replaced while a worker's step is traced)
-"""
+"""Gradient tapes that differentiate by values which stand for variables."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""Variables of several replicas or servers, and the plain ones behind them.
-
-tensorflow.python.distribute.distribute_utils       VARIABLE_CLASS_MAPPING
-tensorflow.python.distribute.sharded_variable       ShardedVariable
-tensorflow.python.distribute.values                 DistributedVariable.values,
-    ._get_on_device_or_primary,
-    MirroredVariable, SyncOnReadVariable
-"""
+"""Variables of several replicas or servers, and the plain ones behind them."""
 
 from __future__ import annotations
 

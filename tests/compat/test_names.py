@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 from pathlib import Path
 
 import keras
@@ -62,6 +63,38 @@ def test_what_a_file_uses_is_listed(file):
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
                 assert any(f"{place}.".startswith(f"{full}.") for place in places), full
+
+
+@pytest.mark.parametrize("file", sorted(ROOM.glob("*.py")), ids=lambda file: file.name)
+def test_what_a_file_takes_of_private_modules_is_listed(file):
+    """Also names without an underscore, and those that are replaced by their names in a table."""
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    modules = dict(module for node in nodes for module in private_modules(node))
+    used = {taken for node in nodes for taken in taken_of(node, modules)}
+    listed = [f"{where}.{name}." for where, name in LISTED]
+    assert not [one for one in used if not any(name.startswith(f"{one}.") for name in listed)]
+
+
+def private_modules(node):
+    """Names in a file, and the modules of TensorFlow and Keras that an import gives them."""
+    path = getattr(node, "module", None) or ""
+    if isinstance(node, ast.ImportFrom) and path.startswith(("keras.src", "tensorflow.")):
+        for alias in node.names:
+            if f"{path}.{alias.name}" in sys.modules:
+                yield alias.asname or alias.name, f"{path}.{alias.name}"
+
+
+def taken_of(node, modules):
+    """What is read of a module, as `module.name` or by a pair `(module, "name")`."""
+    match node:
+        case ast.Attribute(ast.Name(module), name):
+            pass
+        case ast.Tuple([ast.Name(module), ast.Constant(name)]):
+            pass
+        case _:
+            return
+    if module in modules and not name.startswith("__"):
+        yield f"{modules[module]}.{name}"
 
 
 def test_a_name_that_is_gone_is_named_in_one_line(monkeypatch):
