@@ -8,8 +8,8 @@ step's number, since ranks draw others than one process would. With --dtk, Batch
 synchronized. With --double all is computed in float64. With --nudge the first weights are 1e-7
 apart, which shows what the script's network makes of rounding.
 
-It lists TensorFlow's random functions itself, as `dtk/compat/random_draws.py` does: this judges dtk,
-and would not see what both forgot if they shared a list.
+The list of TensorFlow's random functions is not shared with `dtk/compat/random_draws.py`: this tool
+judges dtk, and would miss whatever a shared list forgot.
 """
 
 from __future__ import annotations

@@ -317,13 +317,14 @@ def build_from(model: keras.Model, data_batch: Nest | Specs) -> None:
     """
     if type(model).call in (keras.Model.call, keras.layers.Layer.call):
         return
-    try:
+    if takes_own_step(model):
         model._symbolic_build(data_batch=data_batch)
-    except Exception:
-        # Keras calls the model with the first of a batch's parts. A step of the script's own may
-        # call it with others, and says itself what is wrong where it cannot.
-        if takes_own_step(model):
-            raise
+        return
+    # Keras calls the model, its loss and its metrics with the parts of a batch. A step of the
+    # script's own may call them with anything else, so no error says that the script is wrong; in
+    # one process Keras does not even try. If it is wrong, its step raises the error next.
+    with contextlib.suppress(Exception):
+        model._symbolic_build(data_batch=data_batch)
 
 
 def make_function(

@@ -212,7 +212,7 @@ class Job:
         """
         if self.factors is None or workers == 1:
             return None
-        # All wait for the worker with most rows, as if all had as many.
+        # Assumes that every worker has the same number of rows.
         rows = workers * self.rows_of(workers)
         return self.factors if rows < self.factors.most_rows(workers) else None
 
