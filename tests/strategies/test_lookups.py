@@ -88,20 +88,22 @@ def test_steps_do_not_read_the_table(pool):
 
 
 FULL = pytest.mark.full
+EVERY = tuple(lookup_bodies.OPTIMIZERS)
 
 
 @pytest.mark.parametrize(
-    "backend, size, compiled",
+    "backend, size, recipes, compiled",
     [
-        ("collective", 2, {}),
-        ("mirrored", 2, {"jit_compile": True}),
-        pytest.param("collective", 3, {"steps_per_execution": 2}, marks=FULL),
-        pytest.param("horovod-mpi", 2, {}, marks=FULL),
-        pytest.param("mpi-wheel", 2, {}, marks=FULL),
-        pytest.param("mirrored", 3, {}, marks=FULL),
+        ("collective", 2, ("adam", "clipnorm"), {}),
+        ("mirrored", 2, ("adam",), {"jit_compile": True}),
+        pytest.param("collective", 3, EVERY, {"steps_per_execution": 2}, marks=FULL),
+        pytest.param("horovod-mpi", 2, EVERY, {}, marks=FULL),
+        pytest.param("mpi-wheel", 2, EVERY, {}, marks=FULL),
+        pytest.param("mirrored", 2, EVERY, {"jit_compile": True}, marks=FULL),
+        pytest.param("mirrored", 3, EVERY, {}, marks=FULL),
     ],
 )
-def test_places_and_words_train_as_in_one_process(world, backend, size, compiled):
+def test_places_and_words_train_as_in_one_process(world, backend, size, recipes, compiled):
     """Slices of places were gathered, not summed: Adam squared each worker's part by itself."""
     devices = () if backend == "mirrored" else (0,)
     results = run(
@@ -109,12 +111,13 @@ def test_places_and_words_train_as_in_one_process(world, backend, size, compiled
         backend,
         size,
         lookup_bodies.train_with,
+        recipes,
         compiled,
         *devices,
-        meanwhile=lambda: once(lookup_bodies.train_plain),
+        meanwhile=lambda: once(lookup_bodies.train_plain, recipes),
     )
     for mine in results:
-        check_equal(mine, once(lookup_bodies.train_plain))
+        check_equal(mine, once(lookup_bodies.train_plain, recipes))
 
 
 @pytest.mark.worlds(("local", 1))
@@ -131,9 +134,12 @@ def test_places_that_are_looked_up_eagerly_are_refused(pool):
 
 
 @pytest.mark.worlds(("served", 2))
-def test_places_and_words_train_as_in_one_process_behind_servers(pool):
-    (mine,) = pool.run(lookup_bodies.train_served, timeout=240)
-    check_equal(mine, once(lookup_bodies.train_plain))
+@pytest.mark.parametrize(
+    "recipes", [("adam", "global clipnorm"), pytest.param(EVERY, id="every", marks=FULL)]
+)
+def test_places_and_words_train_as_in_one_process_behind_servers(pool, recipes):
+    (mine,) = pool.run(lookup_bodies.train_served, recipes, timeout=240)
+    check_equal(mine, once(lookup_bodies.train_plain, recipes))
 
 
 @pytest.mark.worlds(("served", 2))

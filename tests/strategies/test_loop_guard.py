@@ -6,6 +6,7 @@ import textwrap
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import dtk
@@ -51,9 +52,10 @@ def by_hand_in_one_process():
     return by_the_printed_lines(tf.distribute.get_strategy())
 
 
-def test_the_printed_lines_train_as_one_process(world):
+@pytest.mark.worlds(("collective", 2))
+def test_the_printed_lines_train_as_one_process(pool):
     plain = once(by_hand_in_one_process)
-    for weights in world("collective", 2).run(by_the_printed_lines_in_a_job):
+    for weights in pool.run(by_the_printed_lines_in_a_job):
         assert np.linalg.norm(weights - plain) <= 1e-5 * np.linalg.norm(plain)
 
 
@@ -64,8 +66,9 @@ def alone():
     return first, bodies.flat(looped(strategy, in_scope=True))
 
 
-def test_one_process_may_leave_strategy_run_out(world):
-    [(outside, inside)] = world("local", 1).run(alone)
+@pytest.mark.worlds(("local", 1))
+def test_one_process_may_leave_strategy_run_out(pool):
+    [(outside, inside)] = pool.run(alone)
     np.testing.assert_array_equal(outside, inside)
 
 
@@ -78,8 +81,9 @@ def between_devices():
     return "nothing"
 
 
-def test_devices_of_one_process_are_told_of_strategy_run(world):
-    [text] = world("local", 1).run(between_devices)
+@pytest.mark.worlds(("local", 1))
+def test_devices_of_one_process_are_told_of_strategy_run(pool):
+    [text] = pool.run(between_devices)
     assert "with 2 replicas" in text
     assert "strategy.run(train_step, args=(images, labels))" in text
 

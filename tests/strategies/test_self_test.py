@@ -183,7 +183,7 @@ class Drawing(cases.Subclassed):
     def loss_spread(self, x, y):
         """Wrong, as the rows of a batch meet in it; what it draws is a row's."""
         two = self(tf.random.normal(tf.concat([2 * tf.shape(x)[:1], tf.shape(x)[1:]], 0)))
-        return self.loss_both(x, y) - tf.reduce_mean(tf.math.reduce_variance(two, 0))
+        return self.loss_patches(x, y) - tf.reduce_mean(tf.math.reduce_variance(two, 0))
 
     def loss_kink(self, x, y):
         """The third of five rows is the mean, which every unit makes 0, but for rounding."""
