@@ -268,7 +268,8 @@ FULL = (
 COMMANDS = re.compile(
     r"cli/test_(bench|check|run|doctor|install)|launch/|published/|documents/test_blocks"
     r"|test_examples|test_benchmarks|strategies/test_(lost_tasks|evaluator|proximal|resolver|devices)"
-    r"|strategies/test_served_steps.py::\S*refused_step_ends|communicators/test_create"
+    r"|strategies/test_mistakes.py::test_(?!every)|strategies/test_served_steps.py::\S*refused_step_ends"
+    r"|communicators/test_create"
     r"|callbacks/test_(termination|checkpoint_files)|test_garbage|test_quiet|test_makefile|test_import_time|test_horovod_wrapper|test_versions|search/test_killed|inference/\S+killed_job|cluster/test_(detect|slurm|mpi_refusals)"
 )
 _FULL = re.compile("|".join(FULL))

@@ -21,8 +21,6 @@ from dtk.strategies import AllReduceStrategy, start
 import world as harness
 from strategies import bodies, cases
 
-pytestmark = pytest.mark.parametrize("backend, size", [("collective", 2)])
-
 MISTAKES = {}
 EXPECTED = {}
 
@@ -521,16 +519,17 @@ def another_exchange_on_rank_1(strategy):
     AllReduceStrategy(strategy.communicator, exchange="1bit" if strategy.rank else None)
 
 
+@pytest.mark.worlds(("collective", 2))
 @pytest.mark.parametrize("name", list(MISTAKES))
-def test_every_rank_says_what_is_wrong(world, backend, size, name):
+def test_every_rank_says_what_is_wrong(pool, name):
     kind, message = EXPECTED[name]
-    for rank, (raised, text) in enumerate(world(backend, size).run(make, name)):
+    for rank, (raised, text) in enumerate(pool.run(make, name)):
         assert raised == kind, f"rank {rank}: {raised}: {text}"
         for part in message:
             assert part.format(rank=rank) in text
 
 
-def launched(tmp_path, backend, scripts, *, timeout=60):
+def launched(tmp_path, scripts, *, timeout=60):
     """Run one script per rank through `mpirun`, as a user could by accident."""
     argv = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
     for i, script in enumerate(scripts):
@@ -549,7 +548,7 @@ print("strategy made")
 
 
 @pytest.fixture
-def mpi(backend, size):
+def mpi():
     reason = harness.missing("horovod-mpi")
     if reason and os.environ.get("DTK_REQUIRE_HOROVOD") != "1":
         pytest.skip(reason)
@@ -558,15 +557,15 @@ def mpi(backend, size):
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2"]
 
 
-def test_different_scripts_on_ranks(tmp_path, mpi, backend, size):
-    ended = launched(tmp_path, backend, [TRAIN, TRAIN])
+def test_different_scripts_on_ranks(tmp_path, mpi):
+    ended = launched(tmp_path, [TRAIN, TRAIN])
     assert ended.returncode != 0
     assert "ranks disagree on the script" in ended.stderr
     assert "script_0.py" in ended.stderr and "script_1.py" in ended.stderr
     assert "strategy made" not in ended.stdout
 
 
-def test_a_script_that_makes_no_strategy(tmp_path, mpi, backend, size):
+def test_a_script_that_makes_no_strategy(tmp_path, mpi):
     script = tmp_path / "alone.py"
     script.write_text("import dtk, keras\nprint('trained')\n")
     ended = subprocess.run(
@@ -576,7 +575,7 @@ def test_a_script_that_makes_no_strategy(tmp_path, mpi, backend, size):
     assert "dtk.auto_strategy()" in ended.stderr
 
 
-def test_a_script_that_fails_is_told_nothing_else(tmp_path, mpi, backend, size):
+def test_a_script_that_fails_is_told_nothing_else(tmp_path, mpi):
     script = tmp_path / "fails.py"
     script.write_text("import dtk, keras\nraise ValueError('another mistake')\n")
     ended = subprocess.run(
@@ -586,7 +585,7 @@ def test_a_script_that_fails_is_told_nothing_else(tmp_path, mpi, backend, size):
     assert "made no strategy" not in ended.stderr
 
 
-def test_an_exception_on_one_rank_ends_all_at_once(tmp_path, mpi, backend, size):
+def test_an_exception_on_one_rank_ends_all_at_once(tmp_path, mpi):
     script = tmp_path / "fails.py"
     script.write_text(
         "import dtk\n"
@@ -615,7 +614,7 @@ for devices in (2, 0, ["/gpu:7"], ["/cpu:0", "/cpu:1"]):
 """
 
 
-def test_fewer_devices_than_asked(backend, size):
+def test_fewer_devices_than_asked():
     """In a process of its own: TensorFlow makes logical devices before its first operation only."""
     ended = subprocess.run(
         [sys.executable, "-c", DEVICES], capture_output=True, text=True, timeout=60
@@ -652,7 +651,7 @@ print("trained", flush=True)
 """
 
 
-def test_an_exception_in_the_middle_of_fit_ends_dtk_run(tmp_path, backend, size):
+def test_an_exception_in_the_middle_of_fit_ends_dtk_run(tmp_path):
     """Rank 0 has begun a step by then, and waits in a sum for what rank 1 will never send."""
     script = tmp_path / "train.py"
     script.write_text(RAISES_AT_STEP_3)
