@@ -157,7 +157,7 @@ def _is_trained(layer: keras.Layer) -> bool:
 
 @contextlib.contextmanager
 def _without_memory(layers: list[keras.layers.BatchNormalization]) -> Iterator[None]:
-    """While inside, the moving averages of layers become those of one batch, when traced."""
+    """Return a context in which steps are traced that set moving averages to those of a batch."""
     momenta = [layer.momentum for layer in layers]
     for layer in layers:
         layer.momentum = 0.0

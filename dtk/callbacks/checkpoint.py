@@ -301,7 +301,7 @@ class Checkpoint(StrategyCallback):
         return None
 
     def finish(self, wait: bool = True) -> bool:
-        """Return whether all that was saved in the background is there; every rank calls it.
+        """Return whether no saving in the background has failed; every rank calls it.
 
         Args:
             wait: Whether to wait for what is under way.
@@ -317,7 +317,7 @@ class Checkpoint(StrategyCallback):
         return True
 
     def _notice_failure(self) -> None:
-        """Tell of a failure in the background between two steps, where one rank can by itself."""
+        """Raise a failure of the background between two steps, where one rank may raise alone."""
         background = self._background
         if background is None or not isinstance(background.failure, CheckpointSaveError):
             return  # others than rank 0 have none
@@ -368,7 +368,7 @@ class Checkpoint(StrategyCallback):
         return self._reader.load_weights(model, name)
 
     def _asked_by_sigterm(self) -> list[Checkpoint]:
-        """Return those that save on SIGTERM; the last one catches it, when all have seen a step."""
+        """Return the callbacks that save on SIGTERM; the last one acts, after all saw the step."""
         return [one for one in self.beside(Checkpoint) if one.save_on_sigterm]
 
     def _open(self) -> None:

@@ -135,7 +135,7 @@ class CrossValidation(StrategyCallback):
         self._epoch = None
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Count on; one that is resumed in its middle has begun before."""
+        """Continue counting; an epoch that is resumed in its middle has begun before."""
         if epoch != self._epoch:
             self._epoch, self._before_epoch = epoch, self._samples
 

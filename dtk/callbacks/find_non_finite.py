@@ -60,7 +60,7 @@ class FindNonFinite(StrategyCallback):
         self._watching = self._said = False
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Have the steps looked into, where they are dtk's."""
+        """Make dtk's own steps note gradients that are not finite."""
         exchanges = shared_optimizer.gradient_exchanges_of(self.model)
         served = isinstance(self.strategy, ParameterServerStrategy)
         # Logs differ between ranks that take steps of their own.
@@ -85,7 +85,7 @@ class FindNonFinite(StrategyCallback):
             self._look(logs)
 
     def on_fit_left(self) -> None:
-        """Leave steps alone again."""
+        """Stop noting gradients."""
         if self._watching:
             self._watch(False)
             self._watching = False
@@ -116,7 +116,7 @@ class FindNonFinite(StrategyCallback):
         self.say(text)
 
     def _of_a_worker(self) -> str:
-        """Say whose rows were the first with a loss that was not finite, behind servers."""
+        """Name the worker whose rows were the first with a loss that was not finite."""
         trainer: object = self.trainer
         first = trainer.non_finite_step() if isinstance(trainer, ParameterServerTrainer) else None
         if first is None:
@@ -149,7 +149,7 @@ def _about(loss: float, weights: list[str]) -> str:
 
 
 def _origin(notes: list[NonFinite]) -> str:
-    """Say whose gradients were the first that were not finite, and of which variables."""
+    """Name the rank and the variables whose gradients were the first that were not finite."""
     if not notes:
         return ""
     first = min(note.step for note in notes)

@@ -170,7 +170,7 @@ class SampleRate(MomentumSchedule):
         self._plan = factor
 
     def use(self, rows: int) -> None:
-        """Set rate and momentum of a step; nothing is touched where nothing changes.
+        """Set rate and momentum of a step, where they change.
 
         Args:
             rows: Rows of the step's global batch.

@@ -49,7 +49,7 @@ class ServerContainer(Protocol):
 
 
 class ScaleLoss(Protocol):
-    """Function in the place of Keras's that divide a loss by the replicas, or multiply it."""
+    """Function in the place of those of Keras that divide a loss by the replicas, or undo it."""
 
     def __call__(
         self, value: tf.Tensor, *, original: Callable[[tf.Tensor], tf.Tensor]

@@ -1,4 +1,4 @@
-"""What dtk asks of Keras optimizers, each for itself: one that wraps another is two."""
+"""What dtk reads and sets of Keras optimizers; an optimizer that wraps another counts as two."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ _MULTI = getattr(keras.optimizers, "MultiOptimizer", ())
 Apply: TypeAlias = Callable[[Gradients, Sequence[keras.Variable] | None], Nest]
 Clip: TypeAlias = Callable[[Gradients], Gradients]
 
-# Optimizers, each for itself: one that wraps another is two.
-
 
 def optimizer_owner(optimizer: keras.Optimizer) -> tf.distribute.Strategy:
     """Return the strategy an optimizer was made under.
@@ -33,7 +31,7 @@ def optimizer_owner(optimizer: keras.Optimizer) -> tf.distribute.Strategy:
 
 
 def own_optimizer(optimizer: keras.Optimizer, strategy: tf.distribute.Strategy) -> None:
-    """Make an optimizer belong to a strategy, and take gradients as they are: already reduced.
+    """Make an optimizer belong to a strategy, and take gradients for reduced ones.
 
     Args:
         optimizer: The optimizer.

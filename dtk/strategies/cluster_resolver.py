@@ -27,7 +27,7 @@ _ADDRESS = re.compile(r"(\[[^\[\]]+\]|[^:\[\]]+):[0-9]+")
 
 
 class JobResolver(tf.distribute.cluster_resolver.SimpleClusterResolver):
-    """A `tf.distribute.cluster_resolver.ClusterResolver` that knows what the launcher has said.
+    """A `tf.distribute.cluster_resolver.ClusterResolver` of the job that the launcher describes.
 
     Made by strategies: `strategy.cluster_resolver`.
 

@@ -1,4 +1,4 @@
-"""Which GPU a rank computes on: decided and said to TensorFlow before it starts on any.
+"""Which GPU a rank computes on: chosen, and set in TensorFlow, before TensorFlow starts.
 
 TensorFlow starts on every GPU that is visible, and takes most of the memory of each. So of several
 ranks on a host each hides all GPUs but its own, from this process, while that can still be done:
@@ -106,7 +106,7 @@ def choose_gpu(
 
 
 def restricted_by(visible: Sequence[str]) -> str | None:
-    """Return what keeps GPUs of this host from this process, as far as that is known.
+    """Return what hides GPUs of this host from this process, as far as that is known.
 
     Args:
         visible: Names of the GPUs this process sees.

@@ -27,7 +27,7 @@ class Grid:
     model: Communicator
 
     def learn_from(self, world: Communicator) -> None:
-        """Tell both groups what all ranks have found out about each other.
+        """Give both groups what all ranks have learnt about each other.
 
         Args:
             world: Over all ranks.

@@ -65,7 +65,7 @@ def agree(
 
 @functools.cache  # once in a process
 def tell_untested_versions() -> None:
-    """Say that dtk was not tested with this TensorFlow or Keras, although it finds all it needs."""
+    """Say that dtk was not tested with this TensorFlow or Keras, though no name is missing."""
     for package, found in (("tensorflow", tf.__version__), ("keras", keras.__version__)):
         if not is_tested(package, found):
             print(
@@ -76,7 +76,7 @@ def tell_untested_versions() -> None:
 
 
 def check_same_program(communicator: Communicator, **chosen: str) -> None:
-    """Compare dtk, TensorFlow, Keras, the script and what else is given over all ranks.
+    """Compare dtk, TensorFlow, Keras, the script and the given values over all ranks.
 
     Args:
         communicator: Between the ranks.
@@ -112,7 +112,7 @@ def processor() -> str:
 
 
 def _text_hash(path: str) -> str | None:
-    """None where there is no file to read, as in an interactive session."""
+    """Return a hash of the script; None without a file, as in an interactive session."""
     if not os.path.isfile(path):
         return None
     with open(path, "rb") as file:

@@ -1,4 +1,4 @@
-"""Beginning to watch for stalls where no launcher of dtk's does; see `dtk.cluster.heartbeats`."""
+"""Watching for stalls in jobs that dtk has not launched; see `dtk.cluster.heartbeats`."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class Strategy(Protocol):
         """Return the context in which models are built and compiled."""
 
     def meet(self, where: str) -> None:
-        """Let ranks tell each other that one of them has failed, where they do.
+        """Tell all ranks if one of them has failed, where the strategy does so.
 
         Args:
             where: Where this rank is.

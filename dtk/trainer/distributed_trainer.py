@@ -294,7 +294,7 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
     def make_trial(
         self, step_function: StepFunction, batch: slicing.Slices
     ) -> trial.Trial[StrategyT]:
-        """Make what tries a step on a few rows before it is trusted, see `self_test`.
+        """Make the trial of a step on a few rows, see `self_test`.
 
         Args:
             step_function: The step.

@@ -79,7 +79,7 @@ def _tell_of_idle(rows: object, strategy: Strategy) -> None:
 
 
 def _check_numbers(name: str, asked: Mapping[str, object], strategy: Strategy) -> None:
-    """Refuse numbers that Keras takes and stumbles over later, or trains nothing with."""
+    """Refuse numbers with which Keras would fail later, or train nothing."""
     for argument, (expected, least) in _COUNTS.items():
         value = asked.get(argument)
         if value is None and argument != "epochs":

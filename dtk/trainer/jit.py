@@ -55,7 +55,7 @@ def _is_wished_for(model: keras.Model) -> bool:
 
 
 def settle_built(model: keras.Model, strategy: Strategy) -> None:
-    """Decide again once a model is built: it may have got layers, or the attribute was set.
+    """Decide again once a model is built, since it may have got layers or another `jit_compile`.
 
     Args:
         model: The model.
@@ -82,8 +82,8 @@ def check(model: keras.Model, strategy: Strategy) -> None:
         strategy: Its strategy.
 
     Raises:
-        ValueError: The model communicates in its forward pass, or the strategy runs steps of which
-            dtk compiles none.
+        ValueError: The model communicates in its forward pass, or the strategy runs steps that dtk
+            does not compile.
     """
     why = _why_not(model, strategy)
     if why:
@@ -91,7 +91,7 @@ def check(model: keras.Model, strategy: Strategy) -> None:
 
 
 def leave(model: keras.Model, strategy: Strategy, why: str) -> None:
-    """Leave a model uncompiled of which a step turns out to be none that XLA can compile.
+    """Leave a model uncompiled after all, since XLA cannot compile one of its steps.
 
     Args:
         model: The model.

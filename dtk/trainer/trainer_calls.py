@@ -1,7 +1,7 @@
 """Calls of `fit` and its like, of every Keras model in this process.
 
 The methods of `keras.Model` are replaced for good by the first call of `through`. Public names
-only: under `dtk run` this is imported whenever Keras is, also one that dtk cannot train with.
+only: under `dtk run` this is imported with any Keras, even one that dtk cannot train with.
 """
 
 from __future__ import annotations

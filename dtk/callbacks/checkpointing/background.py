@@ -59,7 +59,7 @@ class Background:
             raise failure
 
     def check(self) -> None:
-        """Do as `finish` where the work has failed already, and else wait for nothing."""
+        """Raise what `finish` would, if the work has failed already; wait for nothing."""
         if self.failure is not None:
             self.finish()
 

@@ -113,7 +113,7 @@ class Termination:
         return self._steps >= self._next and self.wanted()
 
     def find_pace(self) -> None:
-        """Ask again at the next step: those that follow may take a thousand times as long.
+        """Ask again at the next step, since the following steps may take a thousand times as long.
 
         Every rank calls it at the same steps, as where validation begins and ends.
         """

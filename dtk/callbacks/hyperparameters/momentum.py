@@ -78,7 +78,7 @@ class Momentum:
 
 
 class _Held:
-    """Variable as Keras's SGD asks of its momentum: whether there is any, and its value."""
+    """Momentum for Keras's SGD, which asks whether it is 0 and computes with its value."""
 
     def __init__(self, variable: tf.Variable):
         self._variable = variable

@@ -1,4 +1,4 @@
-"""When `exchange="auto"` chooses: at the end of an epoch of `fit`, by what its steps took."""
+"""The choice of `exchange="auto"`, made at the end of an epoch from the time of its steps."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class GradientExchange:
 
     Attributes:
         state: What the ops remember.
-        chooses: Whether the exchange is one that is chosen, see `exchange_selection`.
+        chooses: Whether dtk chooses the exchange, see `exchange_selection`.
         seen: Shapes and dtypes of the last traced step's gradients that are summed whole.
         factored: Those of gradients that may go as their factors.
     """
@@ -133,7 +133,7 @@ class GradientExchange:
         return Update(updated, self._all_applied(flags))
 
     def _all_applied(self, flags: list[tf.Tensor]) -> tf.Tensor | None:
-        """A step that is left out for a part of the variables is left out for all."""
+        """Return whether a step is applied: it is not if any group of variables leaves it out."""
         if not flags:
             return None
         return self._strategy.model_communicator.allreduce(tf.reduce_all(tf.stack(flags)), "min")
@@ -193,7 +193,7 @@ class GradientExchange:
         gradients: Gradients,
         variables: Sequence[keras.Variable],
     ) -> Update:
-        """Send those gradients through a chain that are there, in their static shapes."""
+        """Send the gradients that are not None through a chain, in their static shapes."""
         present = _present(gradients)
         shapes = transforms.StaticShapes(tuple(variables[i].shape for i in present))
         found = transforms.chained([shapes, *chain], [gradients[i] for i in present])
@@ -201,7 +201,7 @@ class GradientExchange:
         return found._replace(gradients=[reduced.get(i) for i in range(len(gradients))])
 
     def watch(self, wanted: bool) -> None:
-        """Note gradients that are not finite, or do so no more, once the step is traced anew.
+        """Start or stop noting gradients that are not finite, from the next trace of the step on.
 
         Args:
             wanted: Whether to.
@@ -213,8 +213,8 @@ class GradientExchange:
         """Return which gradients of this rank were not finite, since `watch` was called.
 
         Args:
-            loss_is_finite: Whether the loss is, so far. Gradients of a loss that is scaled may
-                overflow; theirs are told only where it is not.
+            loss_is_finite: Whether the loss is, so far. Gradients of a scaled loss may overflow, so
+                they are reported only if the loss is not finite.
         """
         if self._notes is None:
             return []
@@ -246,11 +246,12 @@ class GradientExchange:
             self.of([variables[i] for i in group]).count(batch_part())
 
     def _scale(self) -> tf.Tensor | None:
-        """Return the loss scale, which changes; what is remembered of gradients does not.
+        """Return the loss scale, by which gradients are divided before they are exchanged.
+
+        What the exchange remembers of gradients must not depend on the scale, which changes.
 
         Returns:
-            Scalar to divide gradients by before they are exchanged; None where nothing is
-            remembered.
+            Scalar; None where the exchange remembers nothing.
         """
         scale = getattr(self._outer, "dynamic_scale", None)
         if scale is None or not self._exchange.remembers:

@@ -65,7 +65,7 @@ class NonFiniteNotes:
             self._taken.append(NonFinite(step, self._rank, replica, bad))
 
     def found(self, steps: int, loss_is_finite: bool) -> list[NonFinite]:
-        """Return what was noted and tells something.
+        """Return the notes that explain something.
 
         Args:
             steps: Steps that the optimizer has taken now.

@@ -170,7 +170,7 @@ class CompiledStep:
         return found, [value for value in keras.tree.flatten(self._logs) if tf.is_tensor(value)]
 
     def _divided(self, gradient: Nest) -> Nest:
-        """Divide slices by what they are of: outside, nothing tells it."""
+        """Divide slices by what they are of, which nothing outside the cluster can tell."""
         if not isinstance(gradient, tf.IndexedSlices):
             return gradient
         pieces = slice_origins.pieces_of(gradient.indices, self._inside.graph)
@@ -178,7 +178,7 @@ class CompiledStep:
         return slice_origins.parts_of(gradient, pieces)
 
     def _whole(self, gradients: list[Nest]) -> Gradients:
-        """Multiply factors, and join slices; who exchanges them looks behind the product."""
+        """Multiply factors, and join slices; the exchange finds the factors behind the product."""
         products = [g.product() if isinstance(g, Factored) else g for g in gradients]
         return [self._joined(g) if isinstance(g, list) else g for g in products]
 

@@ -35,7 +35,7 @@ class RowDependence:
         self._depth = 0
 
     def known_rows(self, graph: tf.Graph) -> set[int]:
-        """Return numbers of rows that the graph knows: then constants may have one for each.
+        """Return the numbers of rows that the graph knows; constants may have as many entries.
 
         dtk's own steps hide them.
         """

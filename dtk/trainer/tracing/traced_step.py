@@ -69,13 +69,13 @@ class Step:
         rows_read: Bytes of table rows looked up so far, int64 scalars.
         reductions: How many times gradients were reduced.
         assigned: Keras variables assigned so far, by id.
-        assignments: How many times one was.
-        assigned_at: The last of these of each, by id.
+        assignments: Number of assignments so far.
+        assigned_at: Number of the last assignment to each variable, by id.
         world: What sums metrics over the replicas where a step asks for their results; None where
             they are summed elsewhere.
-        results: Which metric returned a tensor as its result, or as which part of that, by
-            reference.
-        terms: The scalars of which nothing is known by themselves.
+        results: By the reference of a tensor, the metric that returned it and its path in the
+            result.
+        terms: The scalars that are not Keras's own, see `loss_terms`.
         weighed_later: Whether gradients computed now are weighed where they are handed over.
         graph: The graph that the step is traced in.
         tried: Whether its parts are known to add up, see `self_test`.
@@ -198,9 +198,9 @@ def in_shares() -> Iterator[None]:
 
 
 def whole_outside() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which a loss outside every replica is not divided by how many there are.
+    """Return a context in which no loss outside the replicas is divided by their number.
 
-    Keras divides it all the same, so that `loss_fn(y, model(x))` in the scope of two workers says
+    Keras would divide it, so that `loss_fn(y, model(x))` in the scope of two workers would return
     half the loss.
     """
     return keras_steps.losses_through(_scale, _unscale, _unweighed)
@@ -226,7 +226,7 @@ def _unscale(value: tf.Tensor, original: Callable[[tf.Tensor], tf.Tensor]) -> tf
 
 
 def _outside(value: tf.Tensor, original: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
-    """Scale a loss in a replica of a step that is not dtk's; leave one of no replica whole."""
+    """Scale a loss in a replica, in a step that is not dtk's; leave one outside the replicas."""
     return value if tf.distribute.in_cross_replica_context() else original(value)
 
 
