@@ -23,6 +23,7 @@ class Standing:
         moved: When it last went inside or came out; when it was started, before its first report.
         busy: When it was last seen computing, reading or writing, by its reports.
         last: Its last report.
+        measured: The report since which its work is measured, and when that came.
         started: Whether somebody has seen it start, and so waits for its first report.
         ran: When its main thread was last busy, as seen from outside; None where nobody looks.
         used: When any of its threads was, as seen from outside: in a stopped process none runs.
@@ -35,6 +36,7 @@ class Standing:
     moved: float = 0.0
     busy: float = 0.0
     last: Report | None = None
+    measured: tuple[Report, float] | None = None
     started: bool = False
     ran: float | None = None
     used: float | None = None
@@ -76,10 +78,13 @@ class Standing:
             report: What the rank says.
             now: When.
         """
-        if self.last is not None and self.heard is not None:
-            seconds = max(now - self.heard, 1e-3)
-            if _works(report["cpu"] - self.last["cpu"], report["io"] - self.last["io"], seconds):
+        last, when = self.measured or (self.last or report, self.heard or now)
+        # Reports that are read late come together: what is between them took longer.
+        if now - when >= _LOOK:
+            if _works(report["cpu"] - last["cpu"], report["io"] - last["io"], now - when):
                 self.busy = now
+            last, when = report, now
+        self.measured = last, when
         self.moved = now - report["still"]
         self.heard, self.last = now, report
 

@@ -141,6 +141,19 @@ def test_a_rank_of_which_any_thread_computes_is_not_stopped():
     assert rank.is_silent(since=60.0)
 
 
+def test_reports_that_are_read_late_and_together_are_no_work():
+    """A launcher on a busy machine said of a rank that slept that it computed."""
+    report = {"count": 1, "inside": False, "what": "train step 1", "still": 0.0, "alone": False}
+    report |= {"joining": False, "loops": 0, "feeds": False, "refused": False}
+    report |= {"cpu": 0.0, "io": 0, "stack": "", "held": {}}
+    rank = Standing()
+    for seconds, cpu in ((0.0, 0.0), (50.0, 0.01), (50.001, 0.02)):
+        rank.take({**report, "cpu": cpu}, seconds)
+    assert rank.is_idle(since=1.0)
+    rank.take({**report, "cpu": 0.9}, 51.0)
+    assert not rank.is_idle(since=1.0)
+
+
 @pytest.mark.parametrize("size", range(1, 12))
 def test_records_are_cut_wherever_reads_tear_them(size):
     wrote = b"50%" + report_channel.record(b'{"saving": "ready"}') + b"\x1e|\n"
