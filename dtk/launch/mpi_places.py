@@ -92,8 +92,7 @@ class MPIPlaces:
             with open(self._folder / "errors", "w") as errors:
                 self._process = self._start(hosts, remote_shell, errors.fileno())
             self.env = self._read(len(hosts))
-            server = self.env[0].get("PMIX_SERVER_TMPDIR", self._folder)
-            self.folders = tuple(filter(None, (self._folder, self._memory, Path(server))))
+            self.folders = tuple(filter(None, (self._folder, self._memory)))
         except BaseException:
             self.close()
             raise
@@ -108,6 +107,9 @@ class MPIPlaces:
                 f"run `{pip_install('mpi')}`"
             )
         command = [str(path), "--bind-to", "none", "-n", str(len(hosts))]
+        # Its folder is named by its process id, and what a killed server with the same id left
+        # in a common place would keep it from starting.
+        command += ["--prtemca", "prte_local_tmpdir_base", str(self._folder)]
         if self._alone:
             command += ["--map-by", ":OVERSUBSCRIBE"]
             command += ["--prtemca", "oob_tcp_disable_ipv6_family", "1"]
@@ -227,7 +229,7 @@ class MPIPlaces:
             self._process.kill()
             self._process.wait()
             marked.end(self._job, 0.0)
-        for folder in filter(None, (self._folder, self._memory, *self.folders)):
+        for folder in filter(None, (self._folder, self._memory)):
             shutil.rmtree(folder, ignore_errors=True)
         if self._locked is not None:
             os.close(self._locked)

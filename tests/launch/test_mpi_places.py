@@ -4,11 +4,14 @@ import dataclasses
 import io
 import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -69,6 +72,23 @@ def test_ranks_meet_in_mpis_world_and_nothing_is_left(run, places):
     code, out, err, _ = run(make(SUM, 3))
     assert (code, err) == (0, "")
     assert sorted(out.splitlines()) == [f"[{r}] {r} 3 6 mpi" for r in range(3)]
+
+
+@needs_mpi
+def test_what_an_earlier_server_left_does_not_keep_mpi_from_starting(places, tmp_path):
+    """The folder of a server that was killed, when its number was given to the next one."""
+    host, last = socket.gethostname(), int(Path("/proc/loadavg").read_text().split()[-1])
+    left = [tmp_path / f"ompi.{pid}" for pid in range(last, last + 2000)]
+    for folder in left:
+        folder.mkdir()
+        (folder / f"pmix.{host}.tool").touch()
+    try:
+        made = mpi_places.MPIPlaces(["localhost"], "earlier", "ssh")
+        made.close()
+    finally:
+        for folder in left:
+            shutil.rmtree(folder, ignore_errors=True)
+    assert Path(made.env[0]["PMIX_SERVER_TMPDIR"]).parent in made.folders
 
 
 @needs_mpi
