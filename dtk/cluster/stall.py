@@ -2,7 +2,7 @@
 
     silent      a rank has reported nothing for the timeout: stopped, swapped out, cut off
     missing     others are inside and wait; a rank is outside, and neither computes nor reads
-    ended       the same, and the rank's script is over
+    ended       the same for at most a minute, and the rank's script is over
     endless     others are inside and wait, and a rank has computed outside for twelve timeouts
     feeding     all are inside, and one has Python of its own to wait for, such as a generator
     short       all are inside, and the data of one has come to its end once more than others'
@@ -36,6 +36,11 @@ from dtk.cluster.standing import Standing
 
 # Timeouts for which a rank may compute while others wait for it: an endless loop computes, too.
 ALONE = 12
+_LEFT = 60.0  # seconds that ranks wait, idle, for one whose script is over: it never comes
+ADVICE = (
+    "every rank must run to the end of the script. Look for sys.exit, os._exit, or data that ends "
+    "earlier on one rank."
+)
 STUCK = 124  # exit code of a job that has stopped moving, as of timeout(1)
 # Ranks report this often, or four times in the timeout: of two that seem to have stopped together,
 # the silent one shall be noticed first.
@@ -84,6 +89,8 @@ def find(standings: Sequence[Standing], now: float, timeout: float) -> Stall | N
     if any(standing.last is not None and standing.is_stopped for standing in standings):
         return None  # it will be silent in a moment, and its last report is out of date
     waiting = tuple(i for i in everyone if standings[i].waits)
+    if waiting and (ended := _ended(standings, now - min(timeout, _LEFT))):
+        return Stall(ended, "has left its script", waiting)
     if not waiting or any(standing.moved > since for standing in standings if not standing.left):
         return None
     idle = tuple(i for i in everyone if i not in waiting and standings[i].is_idle(since))
@@ -113,6 +120,14 @@ def find_alone(standings: Sequence[Standing], now: float, seconds: float) -> Sta
     if not (waiting and alone) or any(one.moved > now - seconds for one in standings):
         return None
     return Stall(alone, f"computed without the others for {seconds:g} s,", waiting)
+
+
+def _ended(standings: Sequence[Standing], since: float) -> tuple[int, ...]:
+    """Return the ranks whose scripts are over, where all others have waited idly since a time."""
+    others = [one for one in standings if not one.left]
+    if any(not one.waits or max(one.moved, one.busy) > since for one in others):
+        return ()
+    return tuple(i for i, one in enumerate(standings) if one.left)
 
 
 def _mutual(standings: Sequence[Standing], since: float, timeout: float) -> Stall | None:
@@ -172,6 +187,8 @@ def describe_missing(
         text = f"{names[index]}, host {hosts[index]}, {stall.why} {_where(standings[index])}."
         if standings[index].is_stopped:
             text += " It is stopped, as by SIGSTOP."
+        if standings[index].left:
+            text = f"{text[:-1]}, and {ADVICE}"
         lines += [text, *_stack(standings[index])]
     return lines
 

@@ -63,8 +63,7 @@ def leaver_report(left: Rank) -> str:
     where = f" after {last['what']}" if last else ""
     return (
         f"dtk: {left.process.name}, host {left.process.host}, left its script{where}, with exit "
-        "code 0, and the others failed because of it: every rank must run to the end of the "
-        "script. Look for sys.exit, os._exit, or data that ends earlier on one rank.\n"
+        f"code 0, and the others failed because of it: {stalls.ADVICE}\n"
     )
 
 

@@ -175,6 +175,18 @@ def test_a_rank_whose_script_is_over():
     assert found(standing(150, inside=False), left) is None
 
 
+def test_nobody_waits_five_minutes_for_a_rank_whose_script_is_over():
+    left = standing(900, inside=False)
+    left.left = True
+    waits, computes = standing(61, inside=True), standing(61, inside=True, busy=50)
+    stall = find([waits, left], now=1e4, timeout=300.0)
+    assert stall.missing == (1,)
+    told = describe(stall, ["rank 0", "rank 1"], ["a", "b"], [waits, left])
+    assert "rank 1, host b, has left its script after train step 5, and every rank must run" in told
+    assert find([computes, left], now=1e4, timeout=300.0) is None
+    assert find([waits, standing(61, inside=False), left], now=1e4, timeout=300.0) is None
+
+
 def test_a_rank_whose_data_ended_before():
     stall = found(
         standing(150, True, count=8, what="train step 8"),
