@@ -25,6 +25,8 @@ from dtk.trainer.tracing import slice_origins
 class ChiefTrial(trial.Trial[ServerStrategy]):
     """Trial on the chief; the parts are the slices of a synchronous step. See `trial.Trial`."""
 
+    gathers = False
+
     def _ranks(self, batch: slicing.Slices) -> Sequence[int]:
         return range(len(batch.parts))
 

@@ -259,6 +259,7 @@ class Trainer(Protocol):
     model: keras.Model
     callbacks: keras.callbacks.CallbackList
     calls: collections.Counter[str]
+    gathered: list[keras.Metric]
 
     @property
     def strategy(self) -> Strategy:

@@ -39,6 +39,7 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
         feed: The data of the running `fit`.
         callbacks: The `keras.callbacks.CallbackList` of the running `fit`; None outside.
         kinds: What is known of the terms of each step, see `loss_terms`; of those tried so far.
+        gathered: Metrics that are counted on the rows of all replicas, see `self_test`.
         tried: Names of the steps that were tried on a few rows, see `self_test`.
         calls: How often single batches were given, by the method's name.
     """
@@ -49,6 +50,7 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
         self.feed = feed.Feed(model, strategy, self.distribute)
         self.callbacks: keras.callbacks.CallbackList = None
         self.kinds: dict[str, dict[str, str]] = {}
+        self.gathered: list[keras.Metric] = []
         self.tried: set[str] = set()
         self.calls: collections.Counter[str] = collections.Counter()
         self._unread = False
@@ -57,6 +59,7 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
     def compiled(self) -> None:
         """Forget what is known of the model's steps, when it has been compiled, maybe anew."""
         self.kinds.clear()
+        self.gathered.clear()
         self.tried.clear()
         self.calls.clear()
 
@@ -208,7 +211,7 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
         function = keras_models.make_function(model, step)
 
         def call(iterator: tf.data.Iterator) -> Nest:
-            with replica_step.running(model, name):
+            with replica_step.running(model, name, self.gathered):
                 return function(iterator)
 
         def run(iterator: tf.data.Iterator | Iterable[Nest]) -> Nest:
@@ -272,7 +275,9 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
         self.kinds[name] = {}
         if why or asked in (True, "only"):
             why = why or ["asked for"]
-            self.kinds[name] = self_test.run(self.make_trial(step_function, first), why).kinds
+            verdict = self_test.run(self.make_trial(step_function, first), why)
+            self.kinds[name] = verdict.kinds
+            self.gathered += verdict.gathered
             self.tried.add(name)
         if asked == "only":
             self_test.end_check()

@@ -444,6 +444,47 @@ def layers_that_an_eager_train_step_builds(strategy):
     return outcome(model, model.fit(np.arange(75), rows()[1], batch_size=16, epochs=1, verbose=0))
 
 
+class OfPairs(keras.metrics.Metric):
+    """Counts pairs of rows, as the metric of Keras's guide: (B,) labels, (B, 1) predictions."""
+
+    def __init__(self):
+        super().__init__(name="pairs")
+        self.total = self.add_variable((), "zeros", name="total")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        found = keras.ops.argmax(y_pred, 1)[:, None] == keras.ops.cast(y_true, "int32")
+        self.total.assign_add(keras.ops.sum(keras.ops.cast(found, "float32")))
+
+    def result(self):
+        return self.total
+
+
+def spread(y_true, y_pred):
+    return keras.ops.std(y_pred)
+
+
+def never(y_true, y_pred):
+    return keras.ops.sum(keras.ops.cast(y_pred > 1e6, "float32"))
+
+
+def _metrics_of_whole_batches(strategy, eagerly):
+    """The last batch has one row: the other workers have none to gather."""
+    x, y = rows(33)
+    model = compiled(strategy, metrics=[OfPairs(), spread, never], run_eagerly=eagerly)
+    history = model.fit(x, y, 16, 2, 0, validation_data=(x[:5], y[:5]))
+    return outcome(model, history, evaluated=model.evaluate(x, y, batch_size=16, verbose=0))
+
+
+@case
+def metrics_of_whole_batches(strategy):
+    return _metrics_of_whole_batches(strategy, False)
+
+
+@case
+def metrics_of_whole_batches_eagerly(strategy):
+    return _metrics_of_whole_batches(strategy, True)
+
+
 class StepFunction(Subclassed):
     """A train step and a helper of it that are functions of TensorFlow's already."""
 

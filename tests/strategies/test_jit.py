@@ -57,6 +57,8 @@ def test_near_to_the_uncompiled_one(world, backend, size):
 UNCOMPILED = {
     "eager steps",
     "layers that an eager train step builds",
+    "metrics of whole batches",
+    "metrics of whole batches eagerly",
     "outputs with a tail of one eagerly",
     "own train step that logs its loss eagerly",
     "sparse inputs",

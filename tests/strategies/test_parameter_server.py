@@ -71,6 +71,7 @@ NOT_SERVED = {
     "gathered rows",
     "eager steps",
     "layers that an eager train step builds",
+    "metrics of whole batches eagerly",
     "layers in float8",
     "own train step that logs its loss eagerly",
     "outputs with a tail of one eagerly",

@@ -23,6 +23,10 @@ from dtk.trainer.tracing import traced_step
 from dtk.trainer.tracing.loss_terms import RATIO
 
 _TIMES = 4
+_ROWS = (
+    "its update_state must add to variables what is a sum over rows: "
+    "self.total.assign_add(ops.sum(values)), where values has one number for each row"
+)
 
 
 class Call(NamedTuple):
@@ -31,6 +35,42 @@ class Call(NamedTuple):
     metric: keras.Metric
     args: Nest
     kwargs: Nest
+
+
+class Doubt(NamedTuple):
+    """A metric of which a trial does not show that what workers count adds up.
+
+    Attributes:
+        metric: The metric.
+        why: What the trial showed.
+        advice: What the metric must do.
+    """
+
+    metric: keras.Metric
+    why: str
+    advice: str = _ROWS
+
+    @property
+    def is_curable(self) -> bool:
+        """Whether its result is right where one replica counts all rows and others none."""
+        return all(v.aggregation == "sum" for v in self.metric.variables)
+
+    def told(self, cured: bool) -> str:
+        """What a user is to know of it.
+
+        Args:
+            cured: Whether one replica counts all rows.
+        """
+        if cured:
+            return (
+                f"{self.why}: the rows of all workers are gathered in each step, and one counts "
+                f"them, as one process does. To save that, {self.advice}"
+            )
+        return (
+            f"{self.why}, so what is logged may differ from one process's; weights are not "
+            f"concerned. To mend it, {self.advice}; or compute it from model.predict(x), which "
+            "returns the rows of all workers"
+        )
 
 
 class Calls:
@@ -84,10 +124,10 @@ def _with(call: Call, arrays: Iterator[Array]) -> Call:
     return Call(call.metric, *tf.nest.pack_sequence_as((call.args, call.kwargs), leaves))
 
 
-def notes_of(
+def doubts_of(
     calls: list[Call], rows: int, model: keras.Model, kinds: Mapping[str, str], tolerance: float
-) -> dict[str, str]:
-    """Return what is to be said of metrics whose counts do not add up, by the metric's name.
+) -> list[Doubt]:
+    """Return the metrics whose counts do not add up, or may not.
 
     Args:
         calls: With arrays.
@@ -96,23 +136,22 @@ def notes_of(
         kinds: Of the step's terms, see `loss_terms`.
         tolerance: Relative difference that rounding may make.
     """
-    found: dict[str, str] = {}
+    found = []
     with traced_step.in_shares():
         for call in calls:
             known = [kind for term, kind in kinds.items() if repr(call.metric.name) in term]
             if RATIO not in known and all(_is_of_rows(leaf, rows) for leaf in _leaves(call)):
-                note = _note_of(call, rows * _TIMES, model, kinds, tolerance)
-                found |= {call.metric.name: note} if note else {}
-    return found
+                found.append(_doubt_of(call, rows * _TIMES, model, kinds, tolerance))
+    return [doubt for doubt in found if doubt is not None]
 
 
 def _is_of_rows(leaf: object, rows: int) -> bool:
     return not isinstance(leaf, np.ndarray) or leaf.ndim > 0 and len(leaf) == rows
 
 
-def _note_of(
+def _doubt_of(
     call: Call, rows: int, model: keras.Model, kinds: Mapping[str, str], tolerance: float
-) -> str | None:
+) -> Doubt | None:
     first = rows * 3 // 5
     share = first / rows
     name, moved = repr(call.metric.name), False
@@ -123,37 +162,32 @@ def _note_of(
             whole = _result(call.metric, [(more, 1.0)], model, kinds)
             parts = _result(call.metric, pieces, model, kinds)
         except Exception as why:  # of the script's, which may refuse what no model predicts
-            return f"{name} was not tried: {type(why).__name__}: {str(why)[:200]}"
+            said = f"{type(why).__name__}: {str(why)[:200]}"
+            return Doubt(call.metric, f"{name} could not be tried on other rows ({said})")
         for one, other in zip(whole, parts, strict=True):
             if not np.allclose(one, other, tolerance, 1e-6, equal_nan=True):
-                return _said(call, one, other, rows)
+                return _differing(call, one, other, rows)
         moved = moved or not all(map(np.array_equal, whole, untouched))
     if moved:
         return None
-    return (
-        f"{name} stays {np.ravel(untouched[0])[0]:.5g} on all rows of a trial: the self-test "
-        "cannot tell whether what workers count adds up to one process's"
-    )
+    stays = f"{name} stays {np.ravel(untouched[0])[0]:.5g} on all rows of a trial"
+    return Doubt(call.metric, f"{stays}, which shows nothing of what workers would count")
 
 
-def _said(call: Call, whole: Array, parts: Array, rows: int) -> str:
+def _differing(call: Call, whole: Array, parts: Array, rows: int) -> Doubt:
     arrays = [leaf for leaf in _leaves(call) if isinstance(leaf, np.ndarray)]
-    must = "Its update_state must add to variables what is a sum over rows: "
-    must += "self.total.assign_add(ops.sum(values)), where values has one number for each row"
+    must = _ROWS
     if any(v.aggregation != "sum" for v in call.metric.variables):
-        must = f'Its variables must have aggregation="sum". {must}'
+        must = f'its variables must have aggregation="sum", and {must}'
     if isinstance(call.metric, keras.metrics.MeanMetricWrapper):
-        must = "The function must return one number for each row"
+        must = "the function must return one number for each row"
     if len({array.ndim for array in arrays}) > 1:
         shapes = ", ".join(str(array.shape) for array in arrays)
         must += ", and not for each pair of rows, as y_true == y_pred[:, None] has (here the "
         must += f"arguments have the shapes {shapes})"
-    return (
-        f"{call.metric.name!r} is neither a mean nor a sum over rows ({np.ravel(whole)[0]:.5g} on "
-        f"{rows} rows, {np.ravel(parts)[0]:.5g} from two parts of them), so what is logged differs "
-        f"from one process's; weights are not concerned. {must}. Or compute it from "
-        "model.predict(x), which returns the rows of all workers"
-    )
+    why = f"{call.metric.name!r} is neither a mean nor a sum over rows ({np.ravel(whole)[0]:.5g} on"
+    why += f" {rows} rows, {np.ravel(parts)[0]:.5g} from two parts of them)"
+    return Doubt(call.metric, why, must)
 
 
 def _variants(call: Call) -> Iterator[Call]:

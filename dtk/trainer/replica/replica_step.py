@@ -11,7 +11,7 @@ Keras's own train or test step runs on this replica's slice; what it leaves is t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import keras
 import tensorflow as tf
@@ -24,17 +24,20 @@ from dtk.nests import Nest
 from dtk.trainer import jit
 from dtk.trainer.contract import StepFunction, Strategy
 from dtk.trainer.gradients import local_steps, shared_optimizer
-from dtk.trainer.replica import compiled_step, step_logs
+from dtk.trainer.replica import compiled_step, gathered_metrics, step_logs
 from dtk.trainer.tracing import lookups, sync_batch_norm, traced_step
 
 
 @contextlib.contextmanager
-def running(model: keras.Model, name: str) -> Iterator[None]:
+def running(
+    model: keras.Model, name: str, gathered: Sequence[keras.Metric] = ()
+) -> Iterator[None]:
     """Return the context in which a loop around `run_step` is traced, and runs.
 
     Args:
         model: The model.
         name: "train", "test" or another name of the step.
+        gathered: Metrics that are counted on the rows of all replicas.
     """
     with (
         progress.inside(f"{name} step"),
@@ -42,6 +45,7 @@ def running(model: keras.Model, name: str) -> Iterator[None]:
         keras_steps.results_through(keras_models.metrics_of(model), result_of),
         keras_steps.moments_through(sync_batch_norm.of_all_replicas),
         lookups.in_place(),
+        gathered_metrics.on_all_rows(gathered),
     ):
         yield
 
@@ -144,7 +148,8 @@ def begin_step(
     step = traced_step.Step(
         share, size, model, _sum_over_replicas, tf.cast(rows, tf.int64), kinds, own
     )
-    return data, step, mine > 0
+    step.present = mine > 0
+    return data, step, step.present
 
 
 def _sum_over_replicas(value: tf.Tensor) -> tf.Tensor:

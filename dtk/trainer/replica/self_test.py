@@ -53,12 +53,14 @@ class Verdict(NamedTuple):
         wrong: Why ranks would train something else; None if they would not.
         notes: What they would only log otherwise.
         difference: The largest relative difference of a gradient.
+        gathered: Metrics that are to be counted on the rows of all replicas.
     """
 
     kinds: dict[str, str]
     wrong: str | None
     notes: list[str]
     difference: float
+    gathered: Sequence[keras.Metric] = ()
 
 
 def is_wanted(asked: bool | str) -> bool | str:
@@ -134,8 +136,9 @@ def run(trial: Trial[Strategy], reasons: Sequence[str]) -> Verdict:
                 "the replicas' parts add up to",
             )
         )
+    verdict = _with_counts(trial, verdict)
     if strategy.is_chief:
-        for note in _with_counts(trial, verdict):
+        for note in verdict.notes:
             print(f"dtk: warning: model {model.name!r}: {note}", file=sys.stderr, flush=True)
         found = "".join(f"; {name} is a {kind}" for name, kind in verdict.kinds.items())
         print(
@@ -332,13 +335,22 @@ def _notes(whole: Outcome, parts: Outcome, tolerance: float) -> list[str]:
     return notes
 
 
-def _with_counts(trial: Trial[Strategy], verdict: Verdict) -> list[str]:
-    """What is to be said, also of metrics that these rows do not show."""
-    found = metric_trial.notes_of(
-        trial.counted, trial.rows, trial.model, verdict.kinds, _tolerance(trial.model)
-    )
-    said_better = tuple(map(repr, found))
-    return [n for n in verdict.notes if not n.startswith(said_better)] + list(found.values())
+def _with_counts(trial: Trial[Strategy], verdict: Verdict) -> Verdict:
+    """Say, too, what these rows do not show of metrics, and which are counted on all rows."""
+    strategy, model = trial.strategy, trial.model
+    doubts: list[metric_trial.Doubt] = []
+    if strategy.is_chief:  # ranks gather the same, whatever rounding is on each
+        tolerance = _tolerance(model)
+        doubts = metric_trial.doubts_of(
+            trial.counted, trial.rows, model, verdict.kinds, tolerance
+        )
+    cured = [doubt for doubt in doubts if trial.gathers and doubt.is_curable]
+    names = strategy.world.broadcast_object([doubt.metric.name for doubt in cured])
+    gathered = [m for m in keras_models.foreign_counters(model) if m.name in names]
+    said_better = tuple(repr(doubt.metric.name) for doubt in doubts)
+    notes = [note for note in verdict.notes if not note.startswith(said_better)]
+    notes += [doubt.told(doubt in cured) for doubt in doubts]
+    return verdict._replace(notes=notes, gathered=gathered)
 
 
 # Who needs it.

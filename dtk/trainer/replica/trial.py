@@ -26,7 +26,7 @@ from dtk.input import slicing
 from dtk.nests import Array, Function, Leaf, Nest
 from dtk.trainer.contract import StepFunction, StrategyT, Trainer
 from dtk.trainer.gradients import lookup_slices
-from dtk.trainer.replica import metric_trial, replica_step, step_logs
+from dtk.trainer.replica import gathered_metrics, metric_trial, replica_step, step_logs
 from dtk.trainer.replica.snapshot import Snapshot, changed_by_training
 from dtk.trainer.tracing import noting, slice_origins, sync_batch_norm, traced_step
 from dtk.trainer.tracing.loss_terms import Term
@@ -244,7 +244,10 @@ class Trial(Generic[StrategyT]):
                     noting.Gathered(),
                     replica_step.World(step, before, present),
                 )
-                with traced_step.tracing(step), tf_replicas.counted_if(present):
+                with (
+                    traced_step.tracing(step),
+                    tf_replicas.counted_if(present),
+                ):
                     logs = self.step_function(data)
                     if self.step_function.__name__ == "train_step":
                         replica_step.check_reduced(step, model, strategy)
@@ -252,7 +255,8 @@ class Trial(Generic[StrategyT]):
                     return self._observed(step, logs, names_found, _sum_over_replicas)
 
         def trace(names: list[Names]) -> Found:
-            found = strategy.run(one, args=(self._few,))
+            with gathered_metrics.on_all_rows(self.trainer.gathered):
+                found = strategy.run(one, args=(self._few,))
             names.extend(names_found)
             first = keras.tree.map_structure(
                 lambda value: strategy.experimental_local_results(value)[0], found
@@ -260,6 +264,12 @@ class Trial(Generic[StrategyT]):
             return first | {"terms": strategy.join_outputs(found["terms"])}
 
         return trace
+
+    @property
+    def gathers(self) -> bool:
+        """Whether replicas may gather the rows of metrics in each step."""
+        compiled = self.model.jit_compile and not keras_models.is_auto_jit(self.model)
+        return not (compiled or self.trainer.has_local_steps)
 
     @property
     def own(self) -> bool:

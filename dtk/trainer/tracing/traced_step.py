@@ -80,6 +80,7 @@ class Step:
         graph: The graph that the step is traced in.
         tried: Whether its parts are known to add up, see `self_test`.
         origins: What the graph does not say of indices, by reference, see `slice_origins`.
+        present: Whether the replica has rows of its own (bool scalar); None in a part of a step.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Step:
         self.weighed_later = False
         self.tried = False
         self.origins: dict[Hashable, tuple[str, bool]] = {}
+        self.present: tf.Tensor | None = None
 
     def take(self, inside: Step) -> None:
         """Take over what a part of this step has done, whose gradients are weighed.
@@ -167,11 +169,11 @@ def current() -> Step | None:
 
 
 @contextlib.contextmanager
-def tracing(step: Step) -> Iterator[None]:
+def tracing(step: Step | None) -> Iterator[None]:
     """Return a context in which this thread traces a step.
 
     Args:
-        step: The step.
+        step: The step; None for what is computed as without dtk.
     """
     outer, _running.step = current(), step
     try:
