@@ -294,6 +294,17 @@ def functions_through(
     model.make_predict_function = predict
 
 
+def lacks_state(model: keras.Model) -> bool:
+    """Return whether a step would make layers' weights or metrics; the model itself needs no call.
+
+    Args:
+        model: A compiled model.
+    """
+    metrics = model._compile_metrics
+    layers = model._flatten_layers(include_self=False)
+    return not all(part.built for part in layers) or not (metrics is None or metrics.built)
+
+
 def is_built(model: keras.Model) -> bool:
     """Return whether `build_from` would find nothing to build.
 

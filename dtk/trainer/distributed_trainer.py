@@ -292,7 +292,7 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
             step_function: The step.
             first: This process's slices of the first batch.
         """
-        if not keras_models.is_built(self.model):
+        if keras_models.lacks_state(self.model):
             trial.Trial(self, step_function, first).whole()
             self._take_metrics()
 
