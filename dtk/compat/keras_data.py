@@ -20,8 +20,6 @@ from dtk.nests import Nest
 # data that it reads.
 Steps: TypeAlias = Iterator[tuple[int, int, Iterator[Nest]]]
 
-# The data adapter and the epoch iterator, which give `fit` its batches.
-
 
 def arrays_of(adapter: ArrayDataAdapter) -> tuple[Nest, ...]:
     """Return what an adapter of arrays was given: inputs, targets and row weights.

@@ -39,7 +39,7 @@ class BatchPart(NamedTuple):
 
     Attributes:
         rows: Rows of the global batch, int64 scalar.
-        example_weight: This rank's part of them, float32 scalar; all ranks' add up to 1.
+        example_weight: This rank's part of them, float64 scalar; all ranks' add up to 1.
     """
 
     rows: tf.Tensor

@@ -134,7 +134,8 @@ class LocalOp(ExchangeOp):
             part: This rank's part of the batch; never None.
         """
         assert part is not None
-        self.own_rows.assign_add(tf.cast(part.rows, tf.float32) * part.example_weight)
+        own = tf.cast(part.rows, part.example_weight.dtype) * part.example_weight
+        self.own_rows.assign_add(tf.cast(own, tf.float32))
         rows = self.rows.assign_add(part.rows, read_value=True)
 
         def close() -> bool:
@@ -145,7 +146,7 @@ class LocalOp(ExchangeOp):
 
     def count_exact(self, part: BatchPart) -> None:
         """See `ExchangeOp.count_exact`."""
-        self._weight().assign(part.example_weight)
+        self._weight().assign(tf.cast(part.example_weight, tf.float32))
 
     def together(self) -> tf.Tensor | None:
         """See `ExchangeOp.together`."""

@@ -27,7 +27,7 @@ LISTED = [
     for name in listed.split()
 ]
 # From some version on; what uses them looks first.
-LATER = {"_weight_decay_by_var_key", "_var_to_optimizer_idx"}
+LATER = {"_weight_decay_by_var_key", "_var_to_optimizer_idx", "_epoch"}
 # Keras's own, whatever has replaced it since.
 FIT = inspect.unwrap(keras.Model.fit)
 
@@ -51,7 +51,16 @@ def test_what_a_file_uses_is_listed(file):
         and isinstance(node.ctx, ast.Store)
         and ast.unparse(node.value) == "self"
     }
-    used = {node.attr for node in nodes if isinstance(node, ast.Attribute)} - own - LATER
+    used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    used |= {
+        str(arg.value)
+        for node in nodes
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in {"getattr", "setattr", "hasattr", "delattr"}
+        for arg in node.args[1:2]
+        if isinstance(arg, ast.Constant)
+    }
+    used -= own | LATER
     private = {name for name in used if name[0] == "_" and not name.startswith(("__", "_dtk"))}
     listed = {part for _, name in LISTED for part in name.split(".")}
     assert not private - listed, "not in dtk.compat.names.NEEDED"

@@ -54,7 +54,7 @@ def combined(value, locals_of_rounds, rows=None):
         local = of_ranks[communicator.rank]
         count = rows or [1] * communicator.size
         share = count[communicator.rank] / sum(count)
-        part = BatchPart(tf.constant(sum(count), tf.int64), tf.constant(share, tf.float32))
+        part = BatchPart(tf.constant(sum(count), tf.int64), tf.constant(share, tf.float64))
         slot.assign(5.0)
         op.update([tf.constant(0.0)], part)
         weight.assign(local)
@@ -85,7 +85,7 @@ def moved_by(value, changes, rows=None):
     for index, change in enumerate(changes):
         before = float(weight)
         count = value.block_size if rows is None else rows[index]
-        part = BatchPart(tf.constant(count, tf.int64), tf.constant(0.25))
+        part = BatchPart(tf.constant(count, tf.int64), tf.constant(0.25, tf.float64))
         op.update([tf.constant(0.0)], part)
         weight.assign_add(change)
         op.count(part)
@@ -122,7 +122,7 @@ def test_the_step_that_reaches_the_samples_of_a_warm_start_is_the_last_exact_one
     communicator = NullCommunicator(0, 2)
     state, applied = ExchangeState(communicator, "CPU:0"), tf.Variable(0.0)
     op = WarmStart(Delayed(), samples=6).init(communicator, state, Trained())
-    part, seen = BatchPart(tf.constant(2, tf.int64), tf.constant(0.5)), []
+    part, seen = BatchPart(tf.constant(2, tf.int64), tf.constant(0.5, tf.float64)), []
     for step in range(1, 6):
         update = op.update([tf.constant(float(step))], part)
         if update.applied is None or update.applied:
