@@ -178,6 +178,29 @@ def a_layer_made_for_one_size_of_batch(strategy):
     model.fit(x, y, batch_size=8, verbose=0)
 
 
+class OfPairs(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.embed = keras.layers.Dense(3)
+
+    def train_step(self, data):
+        anchors, positives = data[0], data[1]
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self.embed(anchors) - self.embed(positives)) ** 2)
+        weights = self.trainable_weights
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return {"loss": loss}
+
+
+@mistake("NotDistributedError", "rank {rank}: slice index 1", "let the dataset give a tuple")
+def pairs_in_one_array(strategy):
+    with strategy.scope():
+        model = OfPairs()
+        model.compile("sgd")
+    pairs = np.ones((4, 2, 10, 8), "float32")
+    model.fit(tf.data.Dataset.from_tensor_slices(pairs), verbose=0)
+
+
 @mistake("InvalidArgumentError", "Received a label value of 12 which is outside the valid range")
 def labels_that_no_class_has(strategy):
     """Once explained by a size of batch that the model was made for."""

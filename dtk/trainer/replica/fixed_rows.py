@@ -73,12 +73,17 @@ def explaining_failures(
             error.add_note(at_rank(strategy.rank, tried))
             raise
         at = re.search(r"node ([^}]+)", node)
+        advice = (
+            "If the step takes a batch apart by its first axis, such as data[0] and data[1], let "
+            "the dataset give a tuple of arrays instead: workers share the rows of that axis"
+            if said.startswith("slice index")
+            else "If the model is made for one size of batch, of which a worker computes only a "
+            "part, write -1 or keras.ops.shape(x)[0] where that size stands"
+        )
         raise NotDistributedError(
             at_rank(
                 strategy.rank,
                 f"{said}{f' (in {at[1]})' if at else ''}: the {name} of model {model.name!r} "
-                f"failed on {rows} rows. If the model is made for one size of batch, of which a "
-                "worker computes only a part, write -1 or keras.ops.shape(x)[0] where that size "
-                "stands",
+                f"failed on {rows} rows. {advice}",
             )
         ) from error
