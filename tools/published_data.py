@@ -190,6 +190,7 @@ def install(spec: dict[str, Any]) -> None:
     sys.modules["tensorflow_datasets"] = module = types.ModuleType("tensorflow_datasets")
     module.load = functools.partial(load, spec=spec.get("tfds", {}), rows=rows)
     module.disable_progress_bar = lambda: None
+    module.Split = types.SimpleNamespace(TRAIN="train", TEST="test", VALIDATION="validation")
     keras.utils.get_file = get_file
     keras.utils.plot_model = lambda *args, **kwargs: None
     import tensorflow as tf
@@ -350,6 +351,8 @@ def _show_nothing() -> None:
     import matplotlib.pyplot as plt
 
     plt.show = lambda *args, **kwargs: plt.close("all")
+    # which asks the IPython that is not here for its version
+    plt.install_repl_displayhook = lambda: None
 
 
 def _stand_for(name: str) -> None:
