@@ -29,8 +29,9 @@ answers of `evaluate` and `predict` of plain Keras in one process. Computed in f
 may differ by a relative 1e-6: what kinks of ReLU and divisions of Adam make of rounding is far
 below that, and what is wrong is far above. Where a script does not run in float64, it is compared
 in float32, and each array may differ by 1e-5, or ten times as much as in a plain run whose first
-weights are 1e-7 apart. **Refused** is what dtk ends with a message of its own; **broken** is any
-other end, **silent** a difference or ranks that train alone, **hangs** a run past its time.
+weights are 1e-7 apart. **Refused** is what ends with a message of dtk that says what to write, once
+under the script's own error; **broken** is any other end, **silent** a difference or ranks that
+train alone, **hangs** a run past its time.
 """
 WAITING = """
 ## In the table, without a result: not run yet, or differences not yet explained

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -49,6 +50,8 @@ REFUSALS = (
     "DisagreementError",
     "DtkError",
 )
+# What `dtk run` prints under an error of the script's that one process would not have met.
+ADVICE = r"^dtk: every rank runs the whole script.*$"
 
 
 def main() -> int:
@@ -221,8 +224,9 @@ def failed(ranks: dict[str, Any]) -> dict[str, Any]:
         return {"end": "hangs", "detail": ranks["output"][-300:]}
     if not ranks["code"] and ranks["ended"] and not ranks["kind"]:
         return {}
-    by_dtk = "/dtk/" in ranks["file"] and ranks["kind"] in REFUSALS
-    text = " ".join(ranks["text"].split())[:600] or ranks["output"][-300:]
+    advice = re.findall(ADVICE, ranks["output"], re.MULTILINE)
+    by_dtk = advice or ("/dtk/" in ranks["file"] and ranks["kind"] in REFUSALS)
+    text = " ".join([*ranks["text"].split(), *advice])[:600] or ranks["output"][-300:]
     return {
         "end": "refused" if by_dtk else "broken",
         "detail": f"{ranks['kind']}: {text}",

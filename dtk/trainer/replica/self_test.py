@@ -132,8 +132,8 @@ def run(trial: Trial[Strategy], reasons: Sequence[str]) -> Verdict:
                 f"{', '.join(reasons)}) does not add up over {len(trial.parts)} "
                 f"replicas: {trial.rows} rows computed by one, and as parts of {trial.parts} rows: "
                 f"{verdict.wrong}. Losses must be means or sums over rows, such as keras.losses "
-                "are; nothing was updated. self_test=False (or DTK_SELF_TEST=0) trains on what "
-                "the replicas' parts add up to",
+                "are, and no row's outputs may depend on other rows; nothing was updated. "
+                "self_test=False (or DTK_SELF_TEST=0) trains on what the replicas' parts add up to",
             )
         )
     verdict = _with_counts(trial, verdict)
