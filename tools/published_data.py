@@ -278,6 +278,7 @@ def load(
         found = one(split)
     info = Anything("info")
     info.features = {
+        "image": types.SimpleNamespace(shape=tuple(spec.get("shape", ()))),
         "label": types.SimpleNamespace(
             num_classes=spec.get("classes", spec.get("text")),
             names=[str(n) for n in range(spec.get("classes", 2))],
@@ -351,8 +352,6 @@ def _show_nothing() -> None:
     import matplotlib.pyplot as plt
 
     plt.show = lambda *args, **kwargs: plt.close("all")
-    # which asks the IPython that is not here for its version
-    plt.install_repl_displayhook = lambda: None
 
 
 def _stand_for(name: str) -> None:
@@ -368,6 +367,7 @@ def _stand_for(name: str) -> None:
         def create_module(self, spec: Any) -> Any:
             module = Anything(spec.name)
             module.__path__ = []
+            module.version_info = (99,)  # for which matplotlib asks IPython
             return module
 
         def exec_module(self, module: Any) -> None:

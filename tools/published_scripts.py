@@ -204,16 +204,13 @@ def run(
 
 def ended(folder: Path, name: str) -> dict[str, Any]:
     """Return how a run ended, by what it wrote down."""
-    written = folder / name / "rank-0.json"
-    how = (
-        json.loads(written.read_text())
-        if written.exists()
-        else {"kind": "", "text": "", "file": ""}
-    )
+    # Of the first rank that came to an end of its own: the others may have been ended for it.
+    written = sorted((folder / name).glob("rank-*.json"))
+    how = json.loads(written[0].read_text()) if written else {"kind": "", "text": "", "file": ""}
     output = (folder / f"{name}.out").read_text(errors="replace")
     return how | {
         "code": int((folder / name / "code").read_text()),
-        "ended": written.exists(),
+        "ended": bool(written),
         "output": output,
     }
 
