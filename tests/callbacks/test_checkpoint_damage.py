@@ -260,9 +260,10 @@ def impossible(directory):
         saved = dtk.callbacks.Checkpoint(place)
         return model.fit(x, y, batch_size=BATCH, epochs=epochs, verbose=0, callbacks=[saved])
 
+    fit(2, pathlib.Path(directory, "whole"))
     for key, value in IMPOSSIBLE.items():
         place = pathlib.Path(directory, key)
-        fit(2, place)
+        shutil.copytree(pathlib.Path(directory, "whole"), place)
         path = place / NAMES[1] / STATE
         state = json.loads(path.read_text())
         digests = state.pop("digests")
