@@ -223,7 +223,8 @@ def failed(ranks: dict[str, Any]) -> dict[str, Any]:
         return {}
     advice = re.findall(ADVICE, ranks["output"], re.MULTILINE)
     by_dtk = advice or ("/dtk/" in ranks["file"] and ranks["kind"] in REFUSALS)
-    text = " ".join([*ranks["text"].split(), *advice])[:600] or ranks["output"][-300:]
+    said = ranks["text"].split("NotDistributedError: ")[-1]  # AutoGraph quotes the way there
+    text = " ".join([*said.split(), *advice])[:600] or ranks["output"][-300:]
     return {
         "end": "refused" if by_dtk else "broken",
         "detail": f"{ranks['kind']}: {text}",
