@@ -422,6 +422,16 @@ def a_shard_per_rank(strategy):
     cases.compiled(strategy).fit(of_each_rank(strategy), verbose=0, shuffle=False)
 
 
+@mistake("DisagreementError", "on the first batch", "make it anew for each fit, on all ranks")
+def a_shuffled_dataset_that_one_rank_has_read_further(strategy):
+    """As read-ahead does where a fit ends within it: TensorFlow's tutorial on imbalanced data."""
+    x, y = cases.rows(16)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(16).repeat().batch(4)
+    if strategy.rank == 1:
+        next(iter(dataset))
+    cases.compiled(strategy).fit(dataset, steps_per_epoch=2, verbose=0, shuffle=False)
+
+
 @mistake("DisagreementError", "ranks disagree on the first batch", "dtk.data.shard")
 def evaluate_a_shard_per_rank(strategy):
     cases.compiled(strategy).evaluate(of_each_rank(strategy), verbose=0)
