@@ -8,6 +8,7 @@ import threading
 
 _HOLD = 0.5  # seconds that a line waits for those of others
 _EQUAL = 10.0  # seconds in which an equal line of another process is the same event
+_MOST = 10_000  # lines that are held, and as many that are known afterwards
 
 
 class EqualLines:
@@ -26,6 +27,11 @@ class EqualLines:
         self._shown: collections.deque[_Line] = collections.deque()
         self._equal: dict[str, list[_Line]] = {}
         self._lock = threading.Lock()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so many lines are held that the first must be shown."""
+        return len(self._held) > _MOST
 
     def add(self, writer: int, text: str, now: float) -> None:
         """Take a line.
@@ -47,19 +53,22 @@ class EqualLines:
             line.writers.append(writer)
 
     def due(self, now: float | None = None) -> list[tuple[str, list[int]]]:
-        """Return the lines that were held for long enough, and who wrote them.
+        """Return the lines that were held for long enough, or are too many, and who wrote them.
 
         Args:
             now: The time; None for all.
         """
         found = []
         with self._lock:
-            while self._held and (now is None or now - self._held[0].when >= _HOLD):
+            while self._held and (now is None or self.is_full or now - self._held[0].when >= _HOLD):
                 line = self._held.popleft()
                 line.is_shown = True
                 self._shown.append(line)
                 found.append((line.text, line.writers))
-            while self._shown and now is not None and now - self._shown[0].when >= _EQUAL:
+            while self._shown and (
+                len(self._shown) > _MOST
+                or (now is not None and now - self._shown[0].when >= _EQUAL)
+            ):
                 line = self._shown.popleft()
                 self._equal[line.text].remove(line)
                 if not self._equal[line.text]:

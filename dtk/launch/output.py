@@ -53,6 +53,7 @@ class _Source:
         self.text = ShownText()
         self.in_file, self.on_screen = Pace(_LINE), Pace(_LINE)
         self.lock = threading.Lock()
+        self.waits = True  # for the process to write
 
     @property
     def rows(self) -> list[str]:
@@ -111,6 +112,8 @@ class JobOutput:
             self._sinks[1] = self._sinks[0]
         self._screen = Screen(self._sinks)
         self._equal = EqualLines()
+        # Lines are written in the order in which they were held, and before what is said next.
+        self._writing = threading.RLock()
         self._sources: list[_Source] = []
         self._closed = threading.Event()
 
@@ -226,7 +229,10 @@ class JobOutput:
         self.write_error(f"dtk run: {text}\n")
 
     def close(self) -> None:
-        """Write what was held back, of processes that have ended."""
+        """Write all that processes wrote which have ended, however slowly it is taken."""
+        for source in list(self._sources):
+            while not (source.waits or self._state.error):
+                time.sleep(_FRAME)
         self._closed.set()
         for source in list(self._sources):
             self._end(source)
@@ -240,12 +246,14 @@ class JobOutput:
         rank, torn = source.rank, b""
         with pipe:
             while read := pipe.read1(1 << 16):  # type: ignore[attr-defined]
+                source.waits = False
                 if source.stderr and rank.remote:
                     read, records, torn = report_channel.cut(torn + read)
                     for record in records:
                         self._hear(rank, record)
                 with source.lock:
                     self._take(source, source.text.feed(read, time.monotonic()))
+                source.waits = True
         self._end(source)
 
     def _end(self, source: _Source) -> None:
@@ -280,17 +288,20 @@ class JobOutput:
         process, sink = source.rank.process, source.sink
         if source.stderr and len(self._processes) > 1:
             self._equal.add(self._indices[id(process)], line, time.monotonic())
+            if self._equal.is_full:
+                self._write_equal(time.monotonic())
         else:
             self._screen.write(sink, f"{self._prefix(process, sink)}{line}\n")
 
     def _write_equal(self, now: float | None = None) -> None:
         """Write the lines of standard error that were held, of several processes once."""
         sink = self._sinks[1]
-        for line, writers in self._equal.due(now):
-            prefix = f"[on {len(writers)} ranks] "
-            if len(writers) == 1:
-                prefix = self._prefix(self._processes[writers[0]], sink)
-            self._screen.write(sink, f"{prefix}{line}\n")
+        with self._writing:
+            for line, writers in self._equal.due(now):
+                prefix = f"[on {len(writers)} ranks] "
+                if len(writers) == 1:
+                    prefix = self._prefix(self._processes[writers[0]], sink)
+                self._screen.write(sink, f"{prefix}{line}\n")
 
     def _draw(self) -> None:
         """Show what is being written, until the job is over."""

@@ -215,6 +215,30 @@ def test_warnings_of_all_ranks_are_shown_once(run, tmp_path):
     assert "careful" in (tmp_path / "rank-1.log").read_text()
 
 
+class Slow(io.StringIO):
+    """A stream that takes a thousand lines a second."""
+
+    def write(self, text):
+        time.sleep(0.001)
+        return super().write(text)
+
+
+def test_a_flood_is_written_to_its_end_in_order():
+    """What was being written when the job ended came after its report, or not at all."""
+    err = Slow()
+    code = (
+        "if not r: time.sleep(60)\n"
+        "for i in range(3000):\n    sys.stderr.write(f'{i}\\n')\n    time.sleep(i == 1500)\n"
+        "sys.exit(7)"
+    )
+    with Job(python(code), stderr=err, grace=1.0) as job:
+        assert job.wait(timeout=60) == 7
+    flood, report = err.getvalue().split("\ndtk: ")
+    assert flood == "".join(f"[1] {i}\n" for i in range(3000))
+    assert report.startswith("rank 1, host localhost failed first, with exit code 7;")
+    assert report.endswith("\n2999\n")
+
+
 BAR = """
 import os, sys, time
 r = int(os.environ["HOROVOD_RANK"]) if "HOROVOD_RANK" in os.environ else ROLE
