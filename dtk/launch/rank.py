@@ -28,7 +28,8 @@ _RECENT = 10.0  # seconds between a traceback and the exit it explains
 _PEER_LOST = re.compile(
     r"Socket closed|Connection reset by peer|[Cc]onnection closed by peer|UnavailableError|"
     r"HorovodInternalError|Horovod has been shut down|"
-    r"An error occurred in PMIx Event Notification"  # MPI's server is gone
+    r"An error occurred in PMIx Event Notification|"  # MPI's server is gone
+    r"whose script has ended; see what"  # dtk's own, over MPI
 )
 # First lines of what a rank dies of: an exception of Python's, or a crash of Python itself.
 _DIES = ("Traceback (most recent call last)", "Fatal Python error: ")
