@@ -57,6 +57,7 @@ def call(
     if name in ("fit", "evaluate", "predict"):
         asked = inspect.signature(method).bind(*args, **kwargs).arguments
         _check_numbers(name, asked, trainer.strategy)
+        _check_callbacks(name, asked.get("callbacks"), trainer.strategy)
         _tell_of_idle(asked.get("batch_size"), trainer.strategy)
         trainer.strategy.meet(f"{name} begins")
     if name == "fit":
@@ -92,6 +93,17 @@ def _check_numbers(name: str, asked: Mapping[str, object], strategy: Strategy) -
         expected = "a part of the rows, 0.0 up to but below 1.0"
         told = at_rank(strategy.rank, f"{name} got validation_split")
         check_number(told, asked["validation_split"], expected, lambda part: 0.0 <= part < 1.0)
+
+
+def _check_callbacks(name: str, given: object, strategy: Strategy) -> None:
+    """Refuse what has no method of a callback, such as a class in place of an instance."""
+    for one in keras.tree.flatten(given or []):
+        if not hasattr(type(one), "set_model"):
+            cure = f"; write {one.__name__}(...)" if isinstance(one, type) else ""
+            told = (
+                f"{name} got {one!r} in callbacks; expected instances of keras.callbacks.Callback"
+            )
+            raise ValueError(at_rank(strategy.rank, told + cure))
 
 
 def _whole(value: object) -> int | None:

@@ -89,6 +89,32 @@ def test_tensors_that_are_whole_numbers_are_taken(pool):
             assert STEPS in said
 
 
+def no_callbacks():
+    model = model_of(bodies.strategy())
+    x, y = np.ones((4, 2), "float32"), np.ones((4, 1), "float32")
+    told = []
+    for given in ([7], [keras.callbacks.EarlyStopping], "log", [[None], lambda: 0]):
+        for call in (model.fit, model.evaluate):
+            try:
+                call(x, y, verbose=0, callbacks=given)
+            except ValueError as error:
+                told.append(str(error))
+    model.evaluate(x, y, verbose=0, callbacks=keras.callbacks.Callback())
+    return told
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_callbacks_that_are_none_are_refused(pool):
+    """Ranks failed with "type object 'type' has no attribute 'on_train_batch_begin'"."""
+    expected = "in callbacks; expected instances of keras.callbacks.Callback"
+    for rank, told in enumerate(pool.run(no_callbacks)):
+        assert told[0] == f"rank {rank}: fit got 7 {expected}"
+        assert told[1] == f"rank {rank}: evaluate got 7 {expected}"
+        assert told[2].endswith(f"EarlyStopping'> {expected}; write EarlyStopping(...)")
+        assert told[4] == f"rank {rank}: fit got 'log' {expected}"
+        assert len(told) == 8 and "got None in" in told[6]
+
+
 def idle():
     strategy = bodies.strategy()
     strategy.told_of_idle = False  # by a test before, in this process
