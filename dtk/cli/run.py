@@ -21,6 +21,8 @@ from dtk.launch.attempts import Attempts, Run, Supervisor, answers
 from dtk.launch.settings import step_settings
 
 _MAX_RESTARTS = 3
+# Packages that ranks import, none of which is a single file.
+_IMPORTED = ("dtk", "horovod", "keras", "mpi4py", "numpy", "tensorflow")
 
 
 @click.command(
@@ -248,6 +250,7 @@ def command_of(script: str | None, module: bool, args: tuple[str, ...]) -> list[
             raise ClusterError(
                 f"no module named {top!r} here or installed; run from the directory that holds it"
             )
+        _check_shadows(Path.cwd())
         return [sys.executable, "-m", script, *args]
     path = Path(script)
     if path.is_dir() and not (path / "__main__.py").is_file():
@@ -265,7 +268,19 @@ def command_of(script: str | None, module: bool, args: tuple[str, ...]) -> list[
         raise ClusterError(
             f"no such script: {script} (looked in {os.getcwd()}); give the path of a .py file"
         )
+    _check_shadows(path if path.is_dir() else path.resolve().parent)
     return [sys.executable, script, *args]
+
+
+def _check_shadows(folder: Path) -> None:
+    """Refuse files beside the script that would be imported in place of packages."""
+    for name in () if os.environ.get("PYTHONSAFEPATH") else _IMPORTED:
+        file = folder / f"{name}.py"
+        if file.is_file():
+            raise ClusterError(
+                f"{file} would be imported in place of the package {name}, as it stands beside the "
+                "script; rename it"
+            )
 
 
 def _module_exists(top: str) -> bool:

@@ -42,8 +42,7 @@ NEEDED: dict[str, dict[str, str]] = {
         "tensorflow.python.eager.context": "global_seed context",
     },
     "strategies of several devices": {
-        "tensorflow.python.distribute.mirrored_strategy.MirroredExtended": _EXTENDED
-        + " _devices",
+        "tensorflow.python.distribute.mirrored_strategy.MirroredExtended": _EXTENDED + " _devices",
         "tensorflow.python.distribute.mirrored_strategy.MirroredStrategy": "_collective_key_base",
         "tensorflow.python.distribute.distribute_lib.StrategyExtendedV2": "_replica_ctx_all_reduce",
         "tensorflow.python.framework.auto_control_deps_utils": "register_read_only_resource_op",
@@ -191,11 +190,18 @@ def gone(name: str, purpose: str) -> VersionError:
         purpose: What dtk needs it for.
     """
     package = "keras" if name.startswith("keras") else "tensorflow"
-    found = getattr(sys.modules.get(package), "__version__", "of this version")
+    module = sys.modules.get(package)
+    found = getattr(module, "__version__", None)
+    if module is not None and found is None:
+        at = module.__file__ or ", ".join(module.__path__)
+        return VersionError(
+            f"{at} is imported in place of {package}, as it stands beside the script or in "
+            "PYTHONPATH; rename it"
+        )
     (first, end), pip = version.TESTED[package], version.requirement(package)
     return VersionError(
-        f"{package} {found} has no {name}, which dtk needs for {purpose}; it was tested with "
-        f"{package} {first} to below {end}. Next: pip install '{pip}'"
+        f"{package} {found or 'of this version'} has no {name}, which dtk needs for {purpose}; it "
+        f"was tested with {package} {first} to below {end}. Next: pip install '{pip}'"
     )
 
 

@@ -44,7 +44,8 @@ def training_refused() -> Iterator[None]:
     refuses here.
     """
     yield
-    if _trains_with_others():
+    # Else it is a file of the script's that has this name; strategies say so.
+    if hasattr(sys.modules["keras"], "Model") and _trains_with_others():
         from dtk.trainer import trainer_calls
 
         trainer_calls.through(_refuse)

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -122,6 +123,30 @@ def test_max_restarts_0_does_without_the_worker(script):
 
 def test_the_help_shows_a_job_with_parameter_servers():
     assert "dtk run -n 4 --ps 2 train.py" in dtk("run", "--help").stdout
+
+
+@pytest.mark.parametrize("name", ["keras", "numpy"])
+def test_a_file_that_would_take_the_place_of_a_package_is_named(script, name):
+    """Ranks failed in the middle of an import, over names that the file does not have."""
+    path = script("print('hi')")
+    shadow = Path(path).with_name(f"{name}.py")
+    shadow.touch()
+    for args in ([path], [str(shadow)]):
+        done = dtk("run", "-n", "2", *args)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith(
+            f"dtk run: {shadow} would be imported in place of the package {name}, as it stands "
+        )
+    done = dtk("run", "-n", "2", "-m", "train", cwd=shadow.parent)
+    assert done.returncode == 2
+
+
+def test_a_folder_in_place_of_keras_is_left_to_the_strategy_to_name(script, tmp_path):
+    """Its import failed in dtk's code: module 'keras' has no attribute 'Model'."""
+    (tmp_path / "keras").mkdir()
+    script("", "keras/__init__.py")
+    done = dtk("run", "-n", "2", script("import dtk, keras; print(len(dir(keras)) < 20)"))
+    assert (done.returncode, done.stdout.count("True")) == (0, 2), done.stderr
 
 
 SCRIPT = "SCRIPT"

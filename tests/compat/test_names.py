@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
+import types
 from pathlib import Path
 
 import keras
@@ -114,6 +115,19 @@ def test_a_name_that_is_gone_is_named_in_one_line(monkeypatch):
         f"keras {keras.__version__} has no keras.src.losses.loss.no_such, which dtk needs for a "
         f"test; it was tested with keras {version.TESTED['keras'][0]} to below "
         f"{version.TESTED['keras'][1]}. Next: pip install '{version.requirement('keras')}'"
+    )
+
+
+@pytest.mark.parametrize("file", ["/work/keras.py", None])
+def test_a_file_in_place_of_keras_is_named(monkeypatch, file):
+    """It was "keras of this version", with advice to install another."""
+    shadow = types.ModuleType("keras")
+    shadow.__file__, shadow.__path__ = file, ["/work/keras"]
+    monkeypatch.setitem(sys.modules, "keras", shadow)
+    told = str(names.gone("keras.Layer.call", "a test"))
+    assert told == (
+        f"{file or '/work/keras'} is imported in place of keras, as it stands beside the script or "
+        "in PYTHONPATH; rename it"
     )
 
 
