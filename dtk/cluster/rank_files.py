@@ -8,6 +8,7 @@ from collections.abc import Sequence
 _MADE = re.compile(r"FileExistsError\b|.*errors_impl\.AlreadyExistsError\b")
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b")
 _MISSING = re.compile(r"FileNotFoundError\b|ValueError: File not found: filepath=")
+_SAYS_ITSELF = "no checkpoint can be written"  # rank 0 alone has tried, and all raise it
 
 _MAKE = (
     "dtk: every rank runs the whole script, and another may have made that file first. Let rank 0 "
@@ -30,6 +31,8 @@ def advice(words: Sequence[str], rank: int) -> str | None:
         rank: Its number. What rank 0 misses, no other rank has made.
     """
     last = next((line for line in reversed(words) if _EXCEPTION.match(line)), "")
+    if _SAYS_ITSELF in last:
+        return None
     if _MADE.match(last):
         return _MAKE
     return _READ if _MISSING.match(last) and rank else None

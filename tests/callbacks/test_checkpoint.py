@@ -372,7 +372,7 @@ def test_when_rank_0_cannot_write_every_rank_raises(pool, tmp_path):
     first, second = pool.run(full_disk, str(tmp_path / "taken"))
     assert first == second
     assert first[0] in ("FileExistsError", "NotADirectoryError")
-    assert "no checkpoint can be written" in first[1]
+    assert "no checkpoint can be written (it is no directory)" in first[1]
 
 
 def early_stopped(directory):

@@ -30,6 +30,13 @@ def test_what_was_handled_before_another_exception_says_nothing():
     assert rank_files.advice([missing, "", "ZeroDivisionError: division by zero"], 1) is None
 
 
+@pytest.mark.parametrize("kind", ["FileExistsError: [Errno 17]", "FileNotFoundError: [Errno 2]"])
+def test_where_no_checkpoint_can_be_written_other_ranks_are_not_blamed(kind):
+    """A directory that is a file was said to have been made by another rank."""
+    last = f"{kind} no checkpoint can be written (it is no directory); give another directory: 'c'"
+    assert rank_files.advice([last], 1) is None
+
+
 def test_what_rank_0_misses_no_other_rank_has_made():
     missing = "FileNotFoundError: [Errno 2] No such file or directory: 'm'"
     assert rank_files.advice([missing], 0) is None

@@ -66,9 +66,11 @@ class CheckpointFiles:
             with tempfile.TemporaryFile(dir=self.directory):
                 pass
         except OSError as error:
+            is_file = isinstance(error, FileExistsError)
+            why = "it is no directory" if is_file else error.strerror
             raise type(error)(
                 error.errno,
-                f"no checkpoint can be written ({error.strerror}); give another directory, or "
+                f"no checkpoint can be written ({why}); give another directory, or "
                 "make this one writable",
                 str(self.directory),
             ) from None
