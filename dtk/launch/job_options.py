@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import re
 import signal
 import sys
 import threading
@@ -20,6 +21,9 @@ from dtk.version import pip_install
 
 # What `signal.signal` takes and returns.
 _Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
+
+# What other launchers call -n: --np, --nproc_per_node, --num-proc.
+_OTHERS_NUMBER = re.compile(r"--(n|np|nproc.*|num.*)")
 
 # Options of all of them.
 communicator = click.option(
@@ -92,6 +96,8 @@ class JobCommand(click.Command):
             return super().make_context(info_name, args, parent, **extra)
         except click.NoSuchOption as error:
             close = " or ".join(error.possibilities or ())
+            if _OTHERS_NUMBER.fullmatch(error.option_name):
+                close = "-n"
             told = f"no such option: {error.option_name}"
             told += f", did you mean {close}?" if close else ""
             raise Refused(self.name, f"{told}; see `dtk {self.name} --help`") from None

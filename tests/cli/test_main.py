@@ -36,6 +36,8 @@ def test_python_m_dtk_is_dtk():
         ("rum", "no such command: rum, did you mean run?\n"),
         ("instal-horovod", "no such command: instal-horovod, did you mean install-horovod?\n"),
         ("run --hostfil x.py", "no such option: --hostfil, did you mean --hostfile or --hosts?"),
+        ("run --np 2 x.py", "no such option: --np, did you mean -n?; see `dtk run --help`"),
+        ("run --nproc_per_node 2 x.py", "no such option: --nproc_per_node, did you mean -n?; see"),
         ("check --wokers 2 x.py", "no such option: --wokers, did you mean --workers?; see `dtk"),
         ("tune --no-such x.py", "no such option: --no-such; see `dtk tune --help`"),
         ("bench -w 2", "no such option: -w; see `dtk bench --help`"),
