@@ -104,4 +104,5 @@ def _worst(found: dict[str, float] | None) -> str:
 
 def _short(text: str) -> str:
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    plain = re.sub(r"(/[\w.+-]+)+/", "", plain)  # folders of the machine
     return " ".join(plain.split()).replace("|", "\\|")[:400]

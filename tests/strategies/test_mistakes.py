@@ -417,7 +417,7 @@ def of_each_rank(strategy, rows=16):
     return tf.data.Dataset.from_tensor_slices((x, y)).shard(strategy.size, strategy.rank).batch(4)
 
 
-@mistake("DisagreementError", "on the first batch", "no shard(size, rank)", "dtk.data.shard")
+@mistake("DisagreementError", "on the first batch", "no shard(size, rank)", "num_parallel_calls")
 def a_shard_per_rank(strategy):
     cases.compiled(strategy).fit(of_each_rank(strategy), verbose=0, shuffle=False)
 

@@ -30,8 +30,9 @@ SAME_SCRIPT = "start the same script with the same arguments everywhere"
 _SAME_DATA = (
     "every rank must be given the same global data in the same order, of which dtk takes this "
     "rank's rows: no shard(size, rank), no generator or shuffling that differs by rank; for a part "
-    "per rank use dtk.data.shard. A dataset that shuffles and was read before goes on in the order "
-    "that each rank's read-ahead came to: make it anew for each fit, on all ranks"
+    "per rank use dtk.data.shard. Random layers in a map draw in the order of its threads: leave "
+    "num_parallel_calls out. A dataset that shuffles and was read before goes on in the order that "
+    "each rank's read-ahead came to: make it anew for each fit, on all ranks"
 )
 
 # What a rank has to say for comparison with others: what it is, and its value.
