@@ -21,7 +21,7 @@ from dtk.launch.attempts import Attempts, Run, Supervisor, answers
 from dtk.launch.settings import step_settings
 
 _MAX_RESTARTS = 3
-# Packages that ranks import, none of which is a single file.
+# Packages that ranks import. Each is a folder, so that a file of its name is something else.
 _IMPORTED = ("dtk", "horovod", "keras", "mpi4py", "numpy", "tensorflow")
 
 
@@ -274,7 +274,9 @@ def command_of(script: str | None, module: bool, args: tuple[str, ...]) -> list[
 
 def _check_shadows(folder: Path) -> None:
     """Refuse files beside the script that would be imported in place of packages."""
-    for name in () if os.environ.get("PYTHONSAFEPATH") else _IMPORTED:
+    if os.environ.get("PYTHONSAFEPATH"):  # then Python does not look there
+        return
+    for name in _IMPORTED:
         file = folder / f"{name}.py"
         if file.is_file():
             raise ClusterError(

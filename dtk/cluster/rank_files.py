@@ -12,7 +12,7 @@ _SAYS_ITSELF = "no checkpoint can be written"  # rank 0 alone has tried, and all
 
 _MAKE = (
     "dtk: every rank runs the whole script, and another may have made that file first. Let rank 0 "
-    "make it, `if strategy.is_chief: os.mkdir(path)`, and the others wait, "
+    "make it or unpack it, `if strategy.is_chief: os.mkdir(path)`, and the others wait, "
     "`strategy.communicator.barrier()`; os.makedirs(path, exist_ok=True) may be called by all."
 )
 _READ = (

@@ -17,7 +17,7 @@ import keras
 from dtk.errors import at_rank, check_number
 from dtk.nests import Args, Function, Kwargs
 from dtk.trainer.contract import Strategy, Trainer
-from dtk.trainer.ranks import progress_bar, rank_callbacks, rank_checks, shared_weights
+from dtk.trainer.ranks import progress_bar, rank_callbacks, rank_checks, seeds, shared_weights
 
 # Keras's own callbacks that write files or talk to a server: once per job, not once per rank.
 WRITERS = (
@@ -163,7 +163,9 @@ def fit(method: Function[object], trainer: Trainer, args: Args, kwargs: Kwargs) 
         )
     asked["callbacks"] = trainer.callbacks = callbacks
     try:
-        return method(*given.args, **given.kwargs)
+        history = method(*given.args, **given.kwargs)
+        seeds.share_seeds(trainer)
+        return history
     finally:
         rank_callbacks.notify(callbacks.callbacks, "on_fit_left")
         trainer.callbacks = None
@@ -216,7 +218,10 @@ def _evaluate_or_predict(
             shared_weights.agree_on_weights(trainer)
     try:
         with trainer.reading_of(name):
-            return method(*given.args, **given.kwargs)
+            result = method(*given.args, **given.kwargs)
+        if trainer.callbacks is None:
+            seeds.share_seeds(trainer)
+        return result
     finally:
         if trainer.callbacks is None:
             trainer.release()

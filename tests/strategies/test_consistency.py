@@ -770,7 +770,7 @@ class AnyTrace(RuleBasedStateMachine):
 
 
 TestAnyTrace = AnyTrace.TestCase
-TestAnyTrace.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
+TestAnyTrace.settings = settings(deadline=None, max_examples=150, stateful_step_count=40)
 
 
 @settings(deadline=None, max_examples=60)

@@ -134,7 +134,9 @@ def test_places_that_are_looked_up_eagerly_are_refused(pool):
 
 
 @pytest.mark.worlds(("served", 2))
-@pytest.mark.parametrize("recipes", [("adam",), pytest.param(EVERY, id="every", marks=FULL)])
+@pytest.mark.parametrize(
+    "recipes", [("adam", "global clipnorm"), pytest.param(EVERY, id="every", marks=FULL)]
+)
 def test_places_and_words_train_as_in_one_process_behind_servers(pool, recipes):
     (mine,) = pool.run(lookup_bodies.train_served, recipes, timeout=240)
     check_equal(mine, once(lookup_bodies.train_plain, recipes))

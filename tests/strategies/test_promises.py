@@ -155,14 +155,24 @@ def dropout_masks(devices=0):
         model = cases.compiled(strategy, lambda: keras.Sequential([
             keras.Input((64,)), keras.layers.Dropout(0.5, seed=7), keras.layers.Dense(2)
         ]))  # fmt: skip
-        model.fit(np.ones((4, 64), "float32"), np.ones(4), batch_size=4, verbose=0)
+        drawn = []
 
         @tf.function
         def masks():
             return strategy.run(lambda: model.layers[0](tf.ones([1, 64]), training=True))
 
-        values = strategy.experimental_local_results(masks())
-        return [v.numpy().ravel().tolist() for v in values]
+        def draw(logs):
+            values = strategy.experimental_local_results(masks())
+            drawn.extend(v.numpy().ravel().tolist() for v in values)
+
+        model.fit(
+            np.ones((4, 64), "float32"),
+            np.ones(4),
+            batch_size=4,
+            verbose=0,
+            callbacks=[keras.callbacks.LambdaCallback(on_train_end=draw)],
+        )
+        return drawn
 
     return once(), once()
 
@@ -172,6 +182,29 @@ def test_dropout_masks_differ_by_rank_and_repeat_with_the_seed(world, backend, s
     first, second = world(backend, size).run(dropout_masks)
     assert first[0] != second[0]
     assert first[0] == first[1] and second[0] == second[1]
+
+
+def augments_after_training():
+    """Rows that a layer makes in a pipeline, after it was trained within a model."""
+    strategy = bodies.strategy()
+    keras.utils.set_random_seed(1)
+    flip = keras.layers.RandomFlip()
+    x, y = cases.rows(16)
+    model = cases.compiled(strategy, lambda: keras.Sequential([flip, cases.small()]))
+    model.fit(x, y, batch_size=8, verbose=0)
+    trained = flip.generator.state.numpy()
+    model.evaluate(x, y, verbose=0)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+    augmented = dataset.map(lambda x, y: (flip(x, training=True), y))
+    cases.compiled(strategy).fit(augmented, verbose=0, shuffle=False)
+    return trained.tolist(), flip.generator.state.numpy().tolist()
+
+
+@TWO
+def test_a_layer_that_was_trained_draws_alike_in_pipelines(world, backend, size):
+    """Breaks as ranks that are refused for their data: each went on drawing by seeds of its own."""
+    first, second = world(backend, size).run(augments_after_training)
+    assert first == second
 
 
 @pytest.mark.parametrize("backend, size", [("local", 1)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import keras
 import numpy as np
 
@@ -22,12 +24,27 @@ def spread_seeds(trainer: Trainer) -> None:
     Args:
         trainer: The model's trainer.
     """
+    _derive_seeds(trainer, fold_seed)
+
+
+def share_seeds(trainer: Trainer) -> None:
+    """Give every replica rank 0's seeds: the script may draw by these layers elsewhere.
+
+    Such as in a pipeline, whose rows must be the same on all ranks.
+
+    Args:
+        trainer: The model's trainer.
+    """
+    _derive_seeds(trainer, lambda state, rank: state)
+
+
+def _derive_seeds(trainer: Trainer, derive: Callable[[Array, int], Array]) -> None:
     strategy = trainer.strategy
     for state in trainer.seed_states():
         base = keras.ops.convert_to_tensor(state).numpy()
         holders = strategy.world if keras_shards.is_of_all(state) else strategy.communicator
         base = holders.broadcast_object(base)
-        strategy.set_per_replica(state, [fold_seed(base, rank) for rank in strategy.local_ranks()])
+        strategy.set_per_replica(state, [derive(base, rank) for rank in strategy.local_ranks()])
 
 
 def fold_seed(state: Array, rank: int) -> Array:
