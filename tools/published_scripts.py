@@ -42,6 +42,8 @@ DOUBLE = 1e-6
 # What rounding of 1e-7 in the first weights makes of a number may be so many times exceeded: ranks
 # round in every step.
 ROUNDING = 10
+# Where rounding makes more than this of a number, nothing can be told of a script.
+CHAOS = 1e-2
 # What dtk refuses with: its own errors, and those of what it was given.
 REFUSALS = (
     "ValueError",
@@ -158,6 +160,8 @@ def judged(entry: dict[str, Any], folder: Path, options: argparse.Namespace) -> 
         return result | {"end": "equal" if right else "silent", "detail": detail}
     run(entry, folder, ["nudged"], options)
     rounding = differences(folder, "plain", "nudged", 0)
+    if worst_of(found[""]) > RELATIVE and worst_of(rounding) > CHAOS:
+        return {"end": "unfit", "detail": f"by rounding alone: {told(rounding)}"}
     over = {
         name: (off, rounding.get(name))
         for name, off in found[""].items()
