@@ -14,12 +14,6 @@ def folder(environ: Mapping[str, str] = os.environ) -> Path:
 
     The second where that variable is unset or relative.
 
-    Args:
-        environ: Variables to read.
-
-    Raises:
-        RuntimeError: The user has no home.
-
     Example:
         >>> folder({"XDG_CACHE_HOME": "/tmp/cache"})
         PosixPath('/tmp/cache/dtk')
@@ -34,15 +28,6 @@ def replacing(file: Path) -> Iterator[Path]:
     """Give the block a draft to write, which replaces a file when it ends well.
 
     A reader never sees half of it, and a block that fails leaves no draft behind.
-
-    Args:
-        file: What is replaced; its folder is made where it is missing.
-
-    Yields:
-        The draft, an empty file that only this user may read.
-
-    Raises:
-        OSError: It cannot be written.
 
     Example:
         >>> with tempfile.TemporaryDirectory() as place:

@@ -59,15 +59,6 @@ class NonFiniteError(DtkError, FloatingPointError):
 def check_number(name: str, value: object, expected: str, fits: Callable[[float], bool]) -> None:
     """Refuse what is no finite number, or does not fit.
 
-    Args:
-        name: Of the argument.
-        value: As given.
-        expected: In words.
-        fits: Whether a number is in range.
-
-    Raises:
-        ValueError: Names what was given and what was expected.
-
     >>> check_number("momentum", float("nan"), "0.0 up to but below 1.0", lambda m: 0 <= m < 1)
     Traceback (most recent call last):
     ValueError: momentum=nan; expected 0.0 up to but below 1.0
@@ -81,13 +72,6 @@ def check_number(name: str, value: object, expected: str, fits: Callable[[float]
 
 def at_rank(rank: int, message: str) -> str:
     """Put the rank in front of a message.
-
-    Args:
-        rank: The rank that raises it.
-        message: What was given, what was expected and what to do next.
-
-    Returns:
-        The message for the error.
 
     >>> at_rank(3, "batch_size=6 is smaller than 8 workers; use 8 or more")
     'rank 3: batch_size=6 is smaller than 8 workers; use 8 or more'

@@ -12,11 +12,7 @@ DRAFT = ".writing-"
 
 
 def flush(path: Path) -> None:
-    """Wait until a file, or the list of a folder's files, is on the disk.
-
-    Args:
-        path: The file or folder.
-    """
+    """Wait until a file, or the list of a folder's files, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -29,12 +25,6 @@ def create(path: Path) -> None:
 
     Where others may write to the folder, too, that may be a link to a file that only this user may
     change: it is removed, and never followed.
-
-    Args:
-        path: The file.
-
-    Raises:
-        OSError: It cannot be made, as where the name is a folder's, or was taken at once again.
     """
     path.unlink(missing_ok=True)
     path.touch(exist_ok=False)
@@ -46,12 +36,6 @@ def written(file: Path) -> Iterator[Path]:
 
     The draft is flushed to the disk before it is renamed, and the folder after: a file that is
     there is whole, even after a crash of the machine.
-
-    Args:
-        file: Where the draft goes; its folder exists.
-
-    Yields:
-        Where to write; an empty file of this process's own, in the same folder.
 
     Example:
         >>> import tempfile

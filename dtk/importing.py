@@ -13,10 +13,6 @@ from types import ModuleType
 def inside(name: str, *contexts: Callable[[], AbstractContextManager[object]]) -> None:
     """Import a module within contexts, the first one outermost, if that is still to come.
 
-    Args:
-        name: The module's.
-        contexts: Each makes one.
-
     >>> inside("this_module_is_not_there", contextlib.nullcontext)
     >>> import this_module_is_not_there
     Traceback (most recent call last):

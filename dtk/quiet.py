@@ -47,11 +47,7 @@ _filtering = threading.Lock()
 
 
 def level_in(environ: Mapping[str, str]) -> str:
-    """Return TF_CPP_MIN_LOG_LEVEL of an environment, or dtk's default.
-
-    Args:
-        environ: Variables by name.
-    """
+    """Return TF_CPP_MIN_LOG_LEVEL of an environment, or dtk's default."""
     return str(environ.get("TF_CPP_MIN_LOG_LEVEL", DEFAULT_LEVEL))
 
 
@@ -60,14 +56,6 @@ def is_noise(line: str, level: str | None, gpu: bool | None = None) -> bool:
 
     Errors stay, but for CUDA's complaint that there is no GPU where there is none, and oneDNN's
     about types that no instructions help it with.
-
-    Args:
-        line: The line.
-        level: TF_CPP_MIN_LOG_LEVEL of the process: "1" drops information, "2" warnings as well.
-        gpu: Whether there is an NVIDIA device; looked up when None.
-
-    Returns:
-        True for lines below the level.
 
     >>> is_noise("I0000 00:00:17952.07  13725 port.cc:153] oneDNN custom operations are on.", "2")
     True
@@ -131,19 +119,12 @@ def filtered() -> Iterator[None]:
 
 
 class _Helper(NamedTuple):
-    """A running filter.
+    """A running filter."""
 
-    Attributes:
-        pid: Its process.
-        stderr: The real standard error.
-        pipe: Where file descriptor 2 leads meanwhile.
-        answers: Where the helper says that it is ready, and, by closing it, that it is done.
-    """
-
-    pid: int
-    stderr: int
-    pipe: int
-    answers: int
+    pid: int  # its process
+    stderr: int  # the real standard error
+    pipe: int  # where file descriptor 2 leads meanwhile
+    answers: int  # where the helper says that it is ready, and, by closing it, that it is done
 
 
 def _start(level: str) -> _Helper | None:

@@ -18,9 +18,6 @@ def pip_install(extra: str) -> str:
     """Return the command that adds an extra of setup.cfg to the dtk that runs here.
 
     It installs from where this dtk came from, which may be no index at all.
-
-    Args:
-        extra: Such as "mpi".
     """
     checkout = Path(__file__).resolve().parents[1]
     if _is_checkout(checkout):

@@ -28,15 +28,7 @@ Line: TypeAlias = "Connection[object, dict[str, object] | None]"
 
 
 def run(command: list[str], line: Line) -> int:
-    """Start a process and pass on what it is asked, until nothing more is asked.
-
-    Args:
-        command: What to start.
-        line: To the command line. None, or its end, ends the process.
-
-    Returns:
-        The exit code, 128 + signal if a signal ended it.
-    """
+    """Start a process and pass on what it is asked, until nothing more is asked."""
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None and process.stdout is not None
     answer = process.stdout.readline()

@@ -24,51 +24,25 @@ class Environment(Protocol):
     """Packages that a baseline needs, beside those of this Python."""
 
     def python(self, say: Callable[[str], None]) -> str:
-        """Return the interpreter of the environment, which is made where there is none.
-
-        Args:
-            say: Told what will be done, before it is.
-
-        Returns:
-            Its path.
-
-        Raises:
-            WorldLost: It cannot be made; says why, and what to do.
-        """
+        """Return the interpreter of the environment, which is made where there is none."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Baseline:
-    """Another library that trains on several processes.
+    """Another library that trains on several processes."""
 
-    Attributes:
-        name: As given with --peer.
-        about: What it is, for the help.
-        worker: File with its `dtk.bench.worker.Worker`, which may import what is beside it.
-        launcher: "collective", "horovod" or "horovod-mpi", see `dtk.bench.places`.
-        environment: Where it runs; None for this Python's own, which Horovod is built for.
-        trains: Whether it does; or else it measures sizes alone.
-        busy: Whether it computes while nothing is asked of it.
-    """
-
-    name: str
-    about: str
-    worker: Path
-    launcher: str
+    name: str  # as given with --peer
+    about: str  # what it is, for the help
+    worker: Path  # file with its `dtk.bench.worker.Worker`, which may import what is beside it
+    launcher: str  # "collective", "horovod" or "horovod-mpi", see `dtk.bench.places`
+    # where it runs; None for this Python's own, which Horovod is built for
     environment: Environment | None = None
-    trains: bool = True
-    busy: bool = False
+    trains: bool = True  # whether it does; or else it measures sizes alone
+    busy: bool = False  # whether it computes while nothing is asked of it
 
 
 def find(folder: Path = FOLDER) -> Mapping[str, Baseline]:
-    """Return the baselines of the repository that dtk is in, by name.
-
-    Args:
-        folder: Where `registry.py` is.
-
-    Returns:
-        None of them where dtk is installed without its repository.
-    """
+    """Return the baselines of the repository that dtk is in, by name."""
     file = folder / "registry.py"
     spec = importlib.util.spec_from_file_location("dtk_baselines", file)
     if not file.exists() or spec is None or spec.loader is None:
@@ -80,13 +54,6 @@ def find(folder: Path = FOLDER) -> Mapping[str, Baseline]:
 
 def choose(names: Sequence[str], known: Mapping[str, Baseline]) -> tuple[Baseline, ...]:
     """Return the baselines of these names.
-
-    Args:
-        names: As given with --peer.
-        known: What `find` returned.
-
-    Raises:
-        BenchError: There is no such baseline; or none at all, and where they are.
 
     Example:
         >>> choose(["torch"], find())[0].about

@@ -22,12 +22,7 @@ _T = TypeVar("_T")
 
 
 class WorldLost(DtkError, RuntimeError):
-    """A world has ended, or could not start; says why.
-
-    Args:
-        message: Why.
-        code: The exit code it ended with.
-    """
+    """A world has ended, or could not start; says why."""
 
     def __init__(self, message: str, code: int = 1):
         super().__init__(message)
@@ -35,28 +30,13 @@ class WorldLost(DtkError, RuntimeError):
 
 
 class World(Protocol):
-    """Processes that measure together, seen from the command line.
+    """Processes that measure together, seen from the command line."""
 
-    Attributes:
-        name: Unique.
-        essential: Whether there is nothing to measure without it.
-    """
-
-    name: str
-    essential: bool
+    name: str  # unique
+    essential: bool  # whether there is nothing to measure without it
 
     def ask(self, request: Mapping[str, object]) -> list[Answer]:
-        """Ask all processes the same (see `dtk.bench.worker`), and wait for their answers.
-
-        Args:
-            request: What is sent to each.
-
-        Returns:
-            One for each rank.
-
-        Raises:
-            WorldLost: One of them has ended.
-        """
+        """Ask all processes the same (see `dtk.bench.worker`), and wait for their answers."""
 
     def rest(self) -> None:
         """Leave the cores to other worlds until it is asked again."""
@@ -64,14 +44,7 @@ class World(Protocol):
 
 @dataclasses.dataclass
 class Benchmark:
-    """Measures all tasks in all worlds.
-
-    Args:
-        setting: What to measure.
-        worlds: Who takes part; one that is lost is taken out.
-        results: Filled.
-        say: Called as soon as there is more in them.
-    """
+    """Measures all tasks in all worlds."""
 
     setting: Setting
     worlds: list[World]
@@ -79,11 +52,7 @@ class Benchmark:
     say: Callable[[], None] = lambda: None
 
     def run(self) -> None:
-        """Measure everything.
-
-        Raises:
-            WorldLost: One that is essential.
-        """
+        """Measure everything."""
         for task in self.setting.tasks:
             variants = self._build(task)
             for number in range(self.setting.rounds + 1):
@@ -144,10 +113,6 @@ class Benchmark:
 def order(variants: Sequence[_T], number: int) -> Iterator[_T]:
     """Return the order of one round: every other round begins at the other end.
 
-    Args:
-        variants: In any order.
-        number: Of the round.
-
     Example:
         >>> list(order("abc", 1)), list(order("abc", 2))
         (['a', 'b', 'c'], ['c', 'b', 'a'])
@@ -159,9 +124,5 @@ def label(world: World, name: str) -> str:
     """Return a variant's name in tables: that of its world, and its own.
 
     A world that measures one thing, which its name ends with, needs no second word.
-
-    Args:
-        world: Which measures it.
-        name: The variant's.
     """
     return world.name if world.name.split()[-1] == name else f"{world.name} {name}"

@@ -33,14 +33,10 @@ Symbolic: TypeAlias = "keras.KerasTensor"
 
 
 class Problem(NamedTuple):
-    """A model and what it reads.
+    """A model and what it reads."""
 
-    Attributes:
-        build: Makes the model, of a Keras.
-        rows: From a random generator and a number, so many rows of input.
-    """
-
-    build: Callable[[ModuleType], Model]
+    build: Callable[[ModuleType], Model]  # makes the model, of a Keras
+    # from a random generator and a number, so many rows of input
     rows: Callable[[np.random.Generator, int], Array]
 
     def compiled(self, keras: ModuleType) -> Model:
@@ -48,12 +44,6 @@ class Problem(NamedTuple):
 
         Plain SGD is the least an optimizer can do, and keeps an embedding's gradient sparse: what
         is measured is everything else.
-
-        Args:
-            keras: The Keras it is built of, a module.
-
-        Returns:
-            A compiled model of that Keras.
         """
         keras.utils.set_random_seed(1)
         model = self.build(keras)
@@ -62,14 +52,7 @@ class Problem(NamedTuple):
         return model
 
     def data(self, count: int) -> tuple[Array, Array]:
-        """Return rows and their labels, the same every time.
-
-        Args:
-            count: How many.
-
-        Returns:
-            Rows, shape `[count, ...]`, and integer labels, shape `[count]`.
-        """
+        """Return rows and their labels, the same every time."""
         random = np.random.default_rng(0)
         return self.rows(random, count), random.integers(0, _CLASSES, count)
 
@@ -78,9 +61,6 @@ def resnet20(keras: ModuleType) -> Model:
     """Return a ResNet of 20 layers for CIFAR-10 (He et al. 2016).
 
     Where the image shrinks, shortcuts pad channels with zeros (option A).
-
-    Args:
-        keras: The Keras it is built of, a module.
     """
     inputs = keras.Input((32, 32, 3))
     x = _conv(keras, inputs, 16)
@@ -106,21 +86,13 @@ def _conv(
 
 
 def mlp(keras: ModuleType) -> Model:
-    """Return a model of three hidden layers of 2048 units.
-
-    Args:
-        keras: The Keras it is built of, a module.
-    """
+    """Return a model of three hidden layers of 2048 units."""
     hidden = [keras.layers.Dense(2048, activation="relu") for _ in range(3)]
     return keras.Sequential([keras.Input((1024,)), *hidden, keras.layers.Dense(_CLASSES)])
 
 
 def embedding(keras: ModuleType) -> Model:
-    """Return a model of the mean of eight rows of a table.
-
-    Args:
-        keras: The Keras it is built of, a module.
-    """
+    """Return a model of the mean of eight rows of a table."""
     return keras.Sequential(
         [
             keras.Input((8,), dtype="int32"),
@@ -132,11 +104,7 @@ def embedding(keras: ModuleType) -> Model:
 
 
 def transformer(keras: ModuleType) -> Model:
-    """Return one encoder block of width 256 and eight heads, over 32 positions.
-
-    Args:
-        keras: The Keras it is built of, a module.
-    """
+    """Return one encoder block of width 256 and eight heads, over 32 positions."""
     x = inputs = keras.Input((32, 256))
     attended = keras.layers.MultiHeadAttention(num_heads=8, key_dim=32)(x, x)
     x = keras.layers.LayerNormalization()(keras.layers.Add()([x, attended]))

@@ -18,11 +18,7 @@ from dtk.trainer import undistributed_jobs
 
 
 class Worker:
-    """Measures the no-communication bound; see `dtk.bench.worker.Worker`.
-
-    Args:
-        setting: Fields of `Setting`.
-    """
+    """Measures the no-communication bound; see `dtk.bench.worker.Worker`."""
 
     def __init__(self, setting: dict[str, object]):
         self._setting = Setting.of(setting)

@@ -13,12 +13,7 @@ _WIDTH = 140  # of a table that goes to no terminal
 
 
 def show(tables: Iterable[tuple[str, Table]], notes: Sequence[str]) -> None:
-    """Print them.
-
-    Args:
-        tables: Title and table of each.
-        notes: Lines.
-    """
+    """Print them."""
     console = rich.console.Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = _WIDTH
@@ -38,10 +33,6 @@ def show(tables: Iterable[tuple[str, Table]], notes: Sequence[str]) -> None:
 def markdown(tables: Iterable[tuple[str, Table]], notes: Sequence[str]) -> str:
     """Return them as a page.
 
-    Args:
-        tables: Title and table of each.
-        notes: Lines.
-
     Example:
         >>> markdown([("speed", [("", "steps/s"), ("limit", "40.0")])], [])
         '### speed\\n\\n|  | steps/s |\\n|---|---|\\n| limit | 40.0 |\\n\\n'
@@ -53,10 +44,6 @@ def markdown(tables: Iterable[tuple[str, Table]], notes: Sequence[str]) -> str:
 
 
 def markdown_table(table: Table) -> list[str]:
-    """Return the lines of one table.
-
-    Args:
-        table: A header, then rows.
-    """
+    """Return the lines of one table."""
     header, *rows = ("| " + " | ".join(row) + " |" for row in table)
     return [header, "|---" * len(table[0]) + "|", *rows]

@@ -35,17 +35,7 @@ def usual() -> str:
 
 
 def check(launcher: str, hosts: Sequence[Host]) -> None:
-    """Refuse a launcher that cannot start ranks on these hosts.
-
-    Args:
-        launcher: As given with --communicator.
-        hosts: Where; this machine when empty.
-
-    Raises:
-        BenchError: It is unknown.
-        ClusterError: It starts processes on this machine only.
-        CommunicatorError: It is not installed.
-    """
+    """Refuse a launcher that cannot start ranks on these hosts."""
     check_names("--communicator", [launcher], LAUNCHERS)
     if launcher == MPI:
         check_mpirun(hosts)
@@ -53,15 +43,7 @@ def check(launcher: str, hosts: Sequence[Host]) -> None:
 
 
 def check_mpirun(hosts: Sequence[Host]) -> None:
-    """Refuse `mpirun` where it cannot start processes.
-
-    Args:
-        hosts: Where; this machine when empty.
-
-    Raises:
-        ClusterError: There are other hosts.
-        CommunicatorError: It is not installed.
-    """
+    """Refuse `mpirun` where it cannot start processes."""
     _check_here(hosts)
     if mpi_installs.find_other("mpirun") is None:
         raise CommunicatorError(
@@ -80,18 +62,7 @@ def _check_here(hosts: Sequence[Host]) -> None:
 def place(
     launcher: str, command: Sequence[str], workers: int, hosts: Sequence[Host], survey: Survey
 ) -> list[Process]:
-    """Plan the processes of a world, so that every rank gets its share of the cores.
-
-    Args:
-        launcher: One of LAUNCHERS.
-        command: What every agent runs.
-        workers: How many.
-        hosts: Where; this machine when empty.
-        survey: See `dtk.launch.plan`.
-
-    Returns:
-        What to start: an agent for each rank, or one `mpirun` for all.
-    """
+    """Plan the processes of a world, so that every rank gets its share of the cores."""
     argv = [*_AGENT, *command]
     kind = "horovod" if launcher in BUSY else launcher
     facts: dict[str, ssh.Facts] = {}
@@ -138,14 +109,7 @@ def mpirun(
     env: Mapping[str, str],
     binding: Sequence[str] = ("--bind-to", "none"),
 ) -> Process:
-    """Return one process that starts all ranks, on this machine.
-
-    Args:
-        command: What every rank runs.
-        workers: How many there are.
-        env: Variables for all of them.
-        binding: Options that say which cores each gets.
-    """
+    """Return one process that starts all ranks, on this machine."""
     argv = [mpi_installs.find_other("mpirun") or "mpirun", "--oversubscribe", *binding]
     if os.geteuid() == 0:
         argv.append("--allow-run-as-root")

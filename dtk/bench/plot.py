@@ -21,12 +21,6 @@ _ROW = 0.34  # inches
 def check(file: str) -> None:
     """Refuse, before anything is measured, a plot that could not be drawn.
 
-    Args:
-        file: As given with --plot.
-
-    Raises:
-        BenchError: The format is unknown, or matplotlib is not installed.
-
     Example:
         >>> check("bench.pdf")
         Traceback (most recent call last):
@@ -42,10 +36,6 @@ def save(results: Results, file: str) -> None:
     """Draw a panel for each task, with a bar for each variant: its median, with quartiles.
 
     What trains is drawn as its ratio to the no-communication bound, an all-reduce as its time.
-
-    Args:
-        results: What was measured.
-        file: Path, which ends in .svg or .png.
     """
     from matplotlib.figure import Figure
 

@@ -26,28 +26,13 @@ _FAIL = 30.0  # and to end when one of its processes has failed
 
 
 def command(module: str, setting: Mapping[str, object], python: str = sys.executable) -> list[str]:
-    """Return what the agents of a world run: `dtk.bench.worker`, by its path: it needs no dtk.
-
-    Args:
-        module: Holds the `Worker`; its name, or a file.
-        setting: For it.
-        python: Of its environment.
-    """
+    """Return what the agents of a world run: `dtk.bench.worker`, by its path: it needs no dtk."""
     # -P: what is beside `worker` is dtk's, and hides nothing of others.
     return [python, "-P", worker.__file__, module, json.dumps(setting)]
 
 
 class World:
-    """A world of processes; see `dtk.bench.measure.World`.
-
-    Args:
-        name: As in tables.
-        processes: What to start; each is the agent of one rank, or starts those of all.
-        size: How many ranks there are.
-        essential: Whether there is nothing to measure without it; what it prints is then shown.
-        busy: Whether it computes while nothing is asked of it, and must be stopped.
-        remote_shell: Reaches other hosts.
-    """
+    """A world of processes; see `dtk.bench.measure.World`."""
 
     def __init__(
         self,
@@ -77,27 +62,13 @@ class World:
         return self._ranks.hello
 
     def start(self) -> None:
-        """Start it, and wait until every rank has said hello.
-
-        Raises:
-            WorldLost: It cannot.
-        """
+        """Start it, and wait until every rank has said hello."""
         with self._explained():
             self._ranks.start(_START)
         self.rest()
 
     def ask(self, request: Mapping[str, object]) -> list[worker.Answer]:
-        """Ask all processes the same; see `dtk.bench.measure.World.ask`.
-
-        Args:
-            request: What is sent to each.
-
-        Returns:
-            Their answers, in rank order.
-
-        Raises:
-            WorldLost: One of them has ended.
-        """
+        """Ask all processes the same; see `dtk.bench.measure.World.ask`."""
         with self._explained():
             return self._ranks.ask(request, _TURN)
 
@@ -125,20 +96,13 @@ class World:
             raise WorldLost(why, code) from None
 
     def close(self, hurry: bool = False) -> None:
-        """End every rank.
-
-        Args:
-            hurry: Do not let them end by themselves.
-        """
+        """End every rank."""
         self._ranks.close(0.0 if hurry else _END, hurry)
         self._unseen.close()
 
 
 def last_words(output: str) -> str:
     """Return the line that says most: the last exception, or else the last line.
-
-    Args:
-        output: What a process wrote.
 
     Example:
         >>> last_words("RuntimeError: no peer\\nmpirun has exited\\n")

@@ -37,11 +37,7 @@ _Line: TypeAlias = "connection.Connection[object, object]"
 
 
 class Hello(TypedDict):
-    """What a process says first, and maybe more.
-
-    Attributes:
-        rank: Its rank.
-    """
+    """What a process says first, and maybe more."""
 
     rank: int
 
@@ -51,11 +47,7 @@ AnswerT = TypeVar("AnswerT")
 
 
 class RanksFailed(DtkError, RuntimeError):
-    """Some ranks failed, or ended before they could be asked.
-
-    Args:
-        failures: Why, by rank; empty where none was there yet.
-    """
+    """Some ranks failed, or ended before they could be asked."""
 
     def __init__(self, failures: Mapping[int, Failure]):
         self.failures = failures
@@ -67,17 +59,6 @@ class Ranks(Generic[HelloT, AnswerT]):
     """Processes that connect to this one, and wait to be asked.
 
     Whoever starts them knows what they say first, and what they answer.
-
-    Args:
-        processes: What to start; each connects (see `agent.connect`), or starts those that do.
-        size: How many connect.
-        output: Where all that they print goes.
-        grace: Seconds between SIGTERM and SIGKILL.
-        remote_shell: Reaches other hosts.
-
-    Attributes:
-        job: Runs them.
-        hello: What each said first, in rank order.
     """
 
     def __init__(
@@ -111,15 +92,7 @@ class Ranks(Generic[HelloT, AnswerT]):
         return bool(self._lines)
 
     def start(self, timeout: float) -> None:
-        """Start the processes, and wait until every rank has said hello.
-
-        Args:
-            timeout: Seconds.
-
-        Raises:
-            RanksFailed: One of them has ended.
-            TimeoutError: Some did not say hello in time.
-        """
+        """Start the processes, and wait until every rank has said hello."""
         self.job.start()
         with self._door:
             deadline = time.monotonic() + timeout
@@ -153,20 +126,7 @@ class Ranks(Generic[HelloT, AnswerT]):
     def ask(
         self, request: object, timeout: float, meanwhile: Callable[[], object] = lambda: None
     ) -> list[AnswerT]:
-        """Ask all ranks the same, and wait for their answers.
-
-        Args:
-            request: What is sent to each.
-            timeout: Seconds they have to answer, `meanwhile` not counted.
-            meanwhile: Called once they have been asked.
-
-        Returns:
-            Their answers, in rank order.
-
-        Raises:
-            RanksFailed: Some have ended, or answered with a `Failure`.
-            TimeoutError: Some did not answer in time.
-        """
+        """Ask all ranks the same, and wait for their answers."""
         for line in self._lines:
             with contextlib.suppress(OSError):  # it has ended, which is found out below
                 line.send(request)
@@ -196,23 +156,14 @@ class Ranks(Generic[HelloT, AnswerT]):
         return [heard[rank] for rank in range(self._size)]
 
     def ended(self, timeout: float) -> bool:
-        """Return whether all processes end in time.
-
-        Args:
-            timeout: Seconds.
-        """
+        """Return whether all processes end in time."""
         with contextlib.suppress(TimeoutError):
             self.job.wait(timeout)
             return True
         return False
 
     def close(self, patience: float = 0.0, hurry: bool = False) -> None:
-        """End every process; safe to call twice.
-
-        Args:
-            patience: Seconds they get to end by themselves.
-            hurry: Give those that have not no grace.
-        """
+        """End every process; safe to call twice."""
         for line in self._lines:
             with contextlib.suppress(OSError):
                 line.send(None)

@@ -42,11 +42,6 @@ _COMPARED = "saved / this"
 def table(results: Results, task: str, saved: Results | None = None) -> list[tuple[str, ...]]:
     """Return the table of one task: a header, then a row for each variant.
 
-    Args:
-        results: What was measured.
-        task: A model, or an all-reduce.
-        saved: Another run, for one more column: the time of a step there / here.
-
     Example:
         >>> turns = [[Reading(0.02, 0.0, 0.0, 1.0)], [Reading(0.03, 0.0, 0.0, 1.0)]]
         >>> table(Results(turns={"mlp": {"limit": turns}}), "mlp")[1]
@@ -111,9 +106,6 @@ def _sizes(variants: Variants, count: int) -> dict[str, list[str]]:
 def own_bound(name: str) -> str:
     """Return the name of a baseline's own bound; a variant of dtk's has none.
 
-    Args:
-        name: Of a variant, as in tables.
-
     Example:
         >>> own_bound("torch ddp fp16")
         'torch limit'
@@ -132,9 +124,6 @@ def _with_quartiles(found: Sequence[float]) -> str:
 
 def digits(value: float) -> int:
     """Return how many digits behind the point make three or four in all.
-
-    Args:
-        value: To be written.
 
     Example:
         >>> digits(25.0), digits(1.5), digits(0.0123)
@@ -162,15 +151,7 @@ def _compared(variants: Variants, earlier: Variants) -> list[str]:
 
 
 def bars(results: Results, task: str) -> dict[str, tuple[float, ...]]:
-    """Return what a plot shows of each variant.
-
-    Args:
-        results: What was measured.
-        task: A model, or an all-reduce.
-
-    Returns:
-        By name, quartiles of the ratio to the bound; of milliseconds where there is none.
-    """
+    """Return what a plot shows of each variant."""
     variants = _with_waiting(results, task)
     if not has_bound(results, task):
         return {name: _milliseconds(turns) for name, turns in variants.items()}
@@ -179,34 +160,19 @@ def bars(results: Results, task: str) -> dict[str, tuple[float, ...]]:
 
 
 def has_bound(results: Results, task: str) -> bool:
-    """Return whether a task was measured without communication too.
-
-    Args:
-        results: What was measured.
-        task: A model, or an all-reduce.
-    """
+    """Return whether a task was measured without communication too."""
     return BOUND in results.turns[task]
 
 
 def unit(results: Results, task: str) -> str:
-    """Return what the numbers of `bars` are.
-
-    Args:
-        results: What was measured.
-        task: A model, or an all-reduce.
-    """
+    """Return what the numbers of `bars` are."""
     return (
         "speed, of the limit (bar: median, line: quartiles)" if has_bound(results, task) else "ms"
     )
 
 
 def means(turns: Sequence[list[Reading]], what: str) -> list[float]:
-    """Return, of each measurement, the mean over its ranks of one number.
-
-    Args:
-        turns: Measurements, of a reading per rank each.
-        what: Name of a field of `Reading`.
-    """
+    """Return, of each measurement, the mean over its ranks of one number."""
     return [statistics.mean(getattr(reading, what) for reading in turn) for turn in turns]
 
 
@@ -214,10 +180,6 @@ def of_the_bound(turns: Sequence[list[Reading]], limit: Sequence[list[Reading]])
     """Return, of each round, the bound's time / this time.
 
     Within a round, because whatever else the machine did then fell on both alike.
-
-    Args:
-        turns: Measurements of a variant, one per round.
-        limit: Those of the bound, of the same rounds.
     """
     pairs = zip(means(limit, "seconds"), means(turns, "seconds"), strict=True)
     return [least / this for least, this in pairs]
@@ -227,10 +189,6 @@ def ratio(earlier: Sequence[list[Reading]], turns: Sequence[list[Reading]]) -> f
     """Return the median time of a step in an earlier run / in this one.
 
     Above 1, this run is faster.
-
-    Args:
-        earlier: Measurements of the earlier run.
-        turns: Measurements of this run.
     """
     before, now = (statistics.median(means(many, "seconds")) for many in (earlier, turns))
     return before / now
@@ -238,9 +196,6 @@ def ratio(earlier: Sequence[list[Reading]], turns: Sequence[list[Reading]]) -> f
 
 def quartiles(values: Sequence[float]) -> tuple[float, ...]:
     """Return lower quartile, median and upper quartile, never beyond what was measured.
-
-    Args:
-        values: One or more.
 
     Example:
         >>> quartiles([3.0, 1.0, 2.0]), quartiles([4.0])
@@ -253,9 +208,6 @@ def quartiles(values: Sequence[float]) -> tuple[float, ...]:
 
 def size(count: float) -> str:
     """Write a number of bytes, to three digits or more.
-
-    Args:
-        count: Bytes.
 
     Example:
         >>> size(0), size(999), size(42_049_576), size(1_320_000)
@@ -270,10 +222,6 @@ def size(count: float) -> str:
 def title(results: Results, task: str) -> str:
     """Return the model and how large it is, or what is reduced.
 
-    Args:
-        results: What was measured.
-        task: A model, or an all-reduce.
-
     Example:
         >>> title(Results(parameters={"mlp": 10512394}), "mlp"), title(Results(), "allreduce 4000")
         ('mlp, 10.51 M parameters', 'all-reduce of 4.00 kB')
@@ -286,9 +234,6 @@ def title(results: Results, task: str) -> str:
 
 def progress(results: Results) -> str:
     """Return how far a measurement is, for the screen.
-
-    Args:
-        results: What was measured so far.
 
     Example:
         >>> turns = {"mlp": {"limit": [[]], "collective none": []}}
@@ -303,10 +248,6 @@ def progress(results: Results) -> str:
 def amount(results: Results, tasks: int) -> tuple[int, int]:
     """Return how many turns were taken, and how many there will be.
 
-    Args:
-        results: What was measured so far.
-        tasks: How many there are; those that have not begun count as the last that has.
-
     Example:
         >>> amount(Results({"rounds": 5}, turns={"mlp": {"limit": [[]], "none": []}}), tasks=2)
         (1, 20)
@@ -318,11 +259,7 @@ def amount(results: Results, tasks: int) -> tuple[int, int]:
 
 
 def setting(results: Results) -> str:
-    """Return where and how it was measured, in a sentence.
-
-    Args:
-        results: What was measured.
-    """
+    """Return where and how it was measured, in a sentence."""
     found = results.setting
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     return (
@@ -341,25 +278,12 @@ def _hosts(ranks: Sequence[Rank]) -> str:
 
 
 def tables(results: Results, saved: Results | None = None) -> list[tuple[str, page.Table]]:
-    """Return a title and a table for each task.
-
-    Args:
-        results: What was measured.
-        saved: Another run, to compare with.
-    """
+    """Return a title and a table for each task."""
     return [(title(results, task), table(results, task, saved)) for task in results.turns]
 
 
 def notes(results: Results, saved: Results | None = None) -> list[str]:
-    """Return what stands below the tables: what is missing, how to read them, and the setting.
-
-    Args:
-        results: What was measured.
-        saved: Another run, to compare with.
-
-    Returns:
-        Lines.
-    """
+    """Return what stands below the tables: what is missing, how to read them, and the setting."""
     lines = [f"Not measured: {name}: {why}." for name, why in results.absent.items()]
     legend = [LEGEND]
     if any(BOUND in names for names in results.turns.values()):

@@ -18,35 +18,25 @@ _FORMAT = 3
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """Numbers that one rank read in one measurement.
+    """Numbers that one rank read in one measurement."""
 
-    Attributes:
-        seconds: Of a step; mean of the measurement's.
-        sent: Bytes handed to the transport per step, see `Communicator.bytes_sent`; None where they
-            are not counted.
-        communicating: Part of these steps' time in which a collective was under way, waiting for
-            slower ranks included; None where it is not known.
-        fit: Seconds of the whole measurement: also its first step, and what goes before and after.
-        steps: Seconds of each step, from the end of the one before.
-    """
-
-    seconds: float
+    seconds: float  # of a step; mean of the measurement's
+    # bytes handed to the transport per step, see `Communicator.bytes_sent`; None where they are not
+    # counted
     sent: float | None
+    # part of these steps' time in which a collective was under way, waiting for slower ranks
+    # included; None where it is not known
     communicating: float | None
+    # seconds of the whole measurement: also its first step, and what goes before and after
     fit: float
-    steps: tuple[float, ...] = ()
+    steps: tuple[float, ...] = ()  # seconds of each step, from the end of the one before
 
 
 class Place(TypedDict):
-    """Where a rank ran.
+    """Where a rank ran."""
 
-    Attributes:
-        host: Its name.
-        cores: Those it may use.
-    """
-
-    host: str
-    cores: Sequence[int]
+    host: str  # its name
+    cores: Sequence[int]  # those it may use
 
 
 class Rank(Place):
@@ -56,16 +46,7 @@ class Rank(Place):
 
 
 class Measured(TypedDict, total=False):
-    """What was measured: the fields of `Setting`, and who took part.
-
-    Attributes:
-        communicators: A world of dtk's for each.
-        tuned: Settings of a second world for each, and of a second limit; "NAME=VALUE".
-        worlds: Names of all.
-        workers: How many there were in each.
-        ranks: Where they ran.
-        versions: Of the libraries that were measured, by name.
-    """
+    """What was measured: the fields of `Setting`, and who took part."""
 
     models: Sequence[str]
     exchanges: Sequence[str]
@@ -73,12 +54,12 @@ class Measured(TypedDict, total=False):
     steps: int
     rounds: int
     allreduce: Sequence[int]
-    communicators: Sequence[str]
-    tuned: Sequence[str]
-    worlds: Sequence[str]
-    workers: int
-    ranks: Sequence[Rank]
-    versions: Mapping[str, str]
+    communicators: Sequence[str]  # A world of dtk's for each
+    tuned: Sequence[str]  # settings of a second world for each, and of a second limit; "NAME=VALUE"
+    worlds: Sequence[str]  # names of all
+    workers: int  # how many there were in each
+    ranks: Sequence[Rank]  # where they ran
+    versions: Mapping[str, str]  # of the libraries that were measured, by name
 
 
 @dataclasses.dataclass
@@ -87,28 +68,22 @@ class Results:
 
     Field names are the keys of the saved file.
 
-    Attributes:
-        setting: What was measured, by whom, on what, with which versions.
-        parameters: By task, of its model; 0 without one.
-        turns: By task and variant, in the order measured: measurements, of a reading per rank each.
-        absent: By world or variant, why it was not measured.
-
     Example:
         >>> Results(parameters={"mlp": 10512394}).absent
         {}
     """
 
+    # what was measured, by whom, on what, with which versions
     setting: Measured = dataclasses.field(default_factory=Measured)
+    # by task, of its model; 0 without one
     parameters: dict[str, int] = dataclasses.field(default_factory=dict)
+    # by task and variant, in the order measured: measurements, of a reading per rank each
     turns: dict[str, dict[str, list[list[Reading]]]] = dataclasses.field(default_factory=dict)
+    # by world or variant, why it was not measured
     absent: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def ended_early(self, tasks: Sequence[str], why: str) -> Results:
         """Return the rounds that all variants of a task have taken, and what is missing by name.
-
-        Args:
-            tasks: All that were to be measured.
-            why: It ended.
 
         Example:
             >>> turn = [Reading(0.02, 0.0, 0.0, 1.0)]
@@ -130,30 +105,13 @@ class Results:
         return dataclasses.replace(self, turns=turns, absent=absent)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write everything to a file, as JSON.
-
-        Args:
-            path: The file.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Write everything to a file, as JSON."""
         found = {"dtk bench": _FORMAT, **dataclasses.asdict(self)}
         Path(path).write_text(json.dumps(found, indent=1) + "\n")
 
 
 def read(path: str | os.PathLike[str]) -> Results:
-    """Read what `Results.save` wrote.
-
-    Args:
-        path: The file.
-
-    Returns:
-        What was measured.
-
-    Raises:
-        BenchError: It cannot be read, or is something else.
-    """
+    """Read what `Results.save` wrote."""
     try:
         found = json.loads(Path(path).read_text())
     except OSError as error:
@@ -180,11 +138,7 @@ def read(path: str | os.PathLike[str]) -> Results:
 
 
 def reading_of(known: Answer) -> Reading:
-    """Return a reading of what JSON made of it.
-
-    Args:
-        known: Its fields.
-    """
+    """Return a reading of what JSON made of it."""
     return Reading(
         known["seconds"],
         known["sent"],
@@ -198,9 +152,6 @@ def in_step(turn: Sequence[Reading]) -> float:
     """Return the seconds of a step if each began when the slowest rank had ended the last.
 
     An estimate: what slows both down at the same moment did not fall on the same step of both.
-
-    Args:
-        turn: One measurement, a reading per rank.
 
     Example:
         >>> in_step([Reading(2.0, 0, 0, 9.0, (1.0, 3.0)), Reading(2.0, 0, 0, 9.0, (3.0, 1.0))])
@@ -217,9 +168,6 @@ def apart(ranks: Sequence[Place]) -> bool:
     """Return whether each rank has cores of its own.
 
     Where they share them, one that waits lets the slowest go on faster.
-
-    Args:
-        ranks: Where each ran.
 
     Example:
         >>> apart([{"host": "a", "cores": [0]}, {"host": "a", "cores": [0]}])

@@ -52,21 +52,11 @@ class Screen:
         self._bar.stop()
 
     def say(self, text: str) -> None:
-        """Show what is going on.
-
-        Args:
-            text: Instead of what was shown.
-        """
+        """Show what is going on."""
         self._bar.update(self._task, description=text)
 
     def show(self, text: str, taken: int, planned: int) -> None:
-        """Show how far it is.
-
-        Args:
-            text: Instead of what was shown.
-            taken: Turns taken.
-            planned: Turns in all.
-        """
+        """Show how far it is."""
         self._bar.update(self._task, description=text, completed=taken, total=planned)
         if not taken:
             self._began = time.monotonic()
@@ -79,38 +69,20 @@ class Screen:
 
 @dataclasses.dataclass
 class Run:
-    """One run of `dtk bench`.
+    """One run of `dtk bench`."""
 
-    Attributes:
-        setting: What to measure.
-        workers: On how many.
-        hosts: Where; this machine when empty.
-        remote_shell: Reaches them.
-        tuned: Variables of a second limit, and of a second world for each of dtk's.
-        results: What was found.
-        worlds: Those that were started.
-        say: Told how far it is.
-    """
-
-    setting: Setting
-    workers: int
-    hosts: tuple[Host, ...] = ()
-    remote_shell: str = ssh.DEFAULT_REMOTE_SHELL
+    setting: Setting  # what to measure
+    workers: int  # on how many
+    hosts: tuple[Host, ...] = ()  # where; this machine when empty
+    remote_shell: str = ssh.DEFAULT_REMOTE_SHELL  # reaches them
+    # variables of a second limit, and of a second world for each of dtk's
     tuned: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    results: Results = dataclasses.field(default_factory=Results)
-    worlds: list[World] = dataclasses.field(default_factory=list)
-    say: Callable[[str], None] = lambda text: None
+    results: Results = dataclasses.field(default_factory=Results)  # what was found
+    worlds: list[World] = dataclasses.field(default_factory=list)  # those that were started
+    say: Callable[[str], None] = lambda text: None  # told how far it is
 
     def measure(self, communicators: tuple[str, ...], peers: tuple[Baseline, ...]) -> int:
-        """Measure everything.
-
-        Args:
-            communicators: A world of dtk's for each.
-            peers: A world for each; one that fails is noted in the results.
-
-        Returns:
-            0, or the exit code of a world of dtk's that failed.
-        """
+        """Measure everything."""
         return job_options.interruptible(
             functools.partial(self._guarded, communicators, peers),
             "bench",

@@ -27,28 +27,20 @@ class BenchError(DtkError, ValueError):
 class Setting:
     """Models, exchanges and sizes to measure, and how often.
 
-    Attributes:
-        models: Some of MODELS, to be trained.
-        exchanges: Some of EXCHANGES, or BLOCK with a number.
-        batch_size: Rows of a step, per worker.
-        steps: Steps of a measurement that count, see also `steps_with`; one more goes before them.
-        rounds: How often each variant is measured; once more, in which it is traced, goes before.
-        allreduce: Sizes of tensors, in bytes, to be summed.
-
-    Raises:
-        BenchError: Another name, or a number below 1.
-
     Example:
         >>> Setting(models=("mlp",), rounds=3).rounds
         3
     """
 
-    models: tuple[str, ...] = MODELS
+    models: tuple[str, ...] = MODELS  # some of MODELS, to be trained
+    # some of EXCHANGES, or BLOCK with a number
     exchanges: tuple[str, ...] = ("none", "fp16", "1bit")
-    batch_size: int = 32
+    batch_size: int = 32  # rows of a step, per worker
+    # steps of a measurement that count, see also `steps_with`; one more goes before them
     steps: int = 20
+    # how often each variant is measured; once more, in which it is traced, goes before
     rounds: int = 5
-    allreduce: tuple[int, ...] = ()
+    allreduce: tuple[int, ...] = ()  # sizes of tensors, in bytes, to be summed
 
     def __post_init__(self) -> None:
         check_names("--model", self.models, MODELS)
@@ -81,13 +73,6 @@ class Setting:
         A block communicates in its last step alone, so that a measurement is of whole blocks: of as
         few as have `steps` steps.
 
-        Args:
-            exchange: One of EXCHANGES, or BLOCK with a number.
-            workers: How many there are.
-
-        Raises:
-            BenchError: A block has less than a row for each worker.
-
         Example:
             >>> setting = Setting(batch_size=32, steps=20)
             >>> setting.steps_with("1bit", workers=2), setting.steps_with("block:512", workers=2)
@@ -109,9 +94,6 @@ class Setting:
     def of(cls, fields: Mapping[str, object]) -> Setting:
         """Make a setting of what `dataclasses.asdict` made, also after JSON.
 
-        Args:
-            fields: By name; what is left out has its default.
-
         Example:
             >>> Setting.of({"models": ["mlp"]}).models
             ('mlp',)
@@ -126,15 +108,6 @@ class Setting:
 def parse_size(text: str) -> int:
     """Read bytes, from a number with a unit or without.
 
-    Args:
-        text: As given with --allreduce.
-
-    Returns:
-        Bytes.
-
-    Raises:
-        BenchError: It is something else.
-
     Example:
         >>> parse_size("4kB"), parse_size("1.5 MB"), parse_size("4096")
         (4000, 1500000, 4096)
@@ -148,9 +121,6 @@ def parse_size(text: str) -> int:
 def task_of(size: int) -> str:
     """Return the name of the task of summing a tensor.
 
-    Args:
-        size: Of the tensor, in bytes.
-
     Example:
         >>> task_of(4000)
         'allreduce 4000'
@@ -160,9 +130,6 @@ def task_of(size: int) -> str:
 
 def bytes_of(task: str) -> int:
     """Return the bytes of the tensor that a task sums; 0 where it trains a model.
-
-    Args:
-        task: Its name.
 
     Example:
         >>> bytes_of("allreduce 4000"), bytes_of("mlp")
@@ -175,9 +142,6 @@ def bytes_of(task: str) -> int:
 def block_of(exchange: str) -> int:
     """Return the rows of a block of block momentum; 0 of what sends gradients.
 
-    Args:
-        exchange: One of EXCHANGES, or BLOCK with a number.
-
     Example:
         >>> block_of("block:512"), block_of("1bit")
         (512, 0)
@@ -188,15 +152,6 @@ def block_of(exchange: str) -> int:
 
 def check_names(option: str, given: Iterable[str], known: Iterable[str], *more: str) -> None:
     """Refuse a name that is unknown.
-
-    Args:
-        option: It was given with.
-        given: Names.
-        known: What they may be.
-        more: What else they may be, to be told.
-
-    Raises:
-        BenchError: One of them is none of these.
 
     Example:
         >>> check_names("--model", ["vgg"], ["mlp", "resnet20"])

@@ -14,11 +14,7 @@ from dtk.version import __version__
 
 
 class Worker:
-    """Measures dtk over one communicator; see `dtk.bench.worker.Worker`.
-
-    Args:
-        setting: Fields of `Setting`.
-    """
+    """Measures dtk over one communicator; see `dtk.bench.worker.Worker`."""
 
     def __init__(self, setting: dict[str, object]):
         self._setting = Setting.of(setting)

@@ -21,36 +21,17 @@ from dtk.strategies import AllReduceStrategy
 
 
 class Variant(abc.ABC):
-    """Trains on every rank at once; all ranks take the same measurements in the same order.
+    """Trains on every rank at once; all ranks take the same measurements in the same order."""
 
-    Attributes:
-        name: As in the table.
-    """
-
-    name: str
+    name: str  # as in the table
 
     @abc.abstractmethod
     def measure(self, tick: Tick) -> Counts:
-        """Train for one measurement.
-
-        Args:
-            tick: Called after every step.
-
-        Returns:
-            Fields of `Reading` that are known better than by the clock, on this rank.
-        """
+        """Train for one measurement."""
 
 
 class Fit(Variant):
-    """Keras's `fit`, for an epoch a measurement.
-
-    Args:
-        name: As in the table.
-        model: Compiled, with a strategy or without.
-        data: What `fit` is given, by name: rows of one step more than `steps`.
-        steps: How many are measured.
-        communicator: Counts what is sent.
-    """
+    """Keras's `fit`, for an epoch a measurement."""
 
     def __init__(
         self,
@@ -76,11 +57,6 @@ class Stopwatch(keras.callbacks.Callback):
 
     The first follows on what `fit` does once: ranks agree on what they were given, and compare all
     weights after it. That is a cost of an epoch, of any length, and not of a step.
-
-    Args:
-        communicator: Counts what is sent.
-        steps: How many are measured.
-        tick: Called after every step.
     """
 
     def __init__(self, communicator: Communicator, steps: int, tick: Tick):
@@ -88,12 +64,7 @@ class Stopwatch(keras.callbacks.Callback):
         self._communicator, self._steps, self._tick = communicator, steps, tick
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """Start before the second step.
-
-        Args:
-            batch: Number of the step, from 0.
-            logs: Not used.
-        """
+        """Start before the second step."""
         if batch == 1:
             self._begin = self._read()
 
@@ -101,10 +72,6 @@ class Stopwatch(keras.callbacks.Callback):
         """Stop after the last step.
 
         Each is over when this is called: Keras has read its loss.
-
-        Args:
-            batch: Number of the step, from 0.
-            logs: Not used.
         """
         self._tick()
         if batch == self._steps:
@@ -127,14 +94,7 @@ class Stopwatch(keras.callbacks.Callback):
 
 
 class LocalFit(Fit):
-    """The no-communication bound: plain Keras on this rank's own rows, without a strategy.
-
-    Args:
-        problem: What to train.
-        setting: What to measure.
-        communicator: Tells the rank, and how many there are; sends nothing.
-        device: This rank's.
-    """
+    """The no-communication bound: plain Keras on this rank's own rows, without a strategy."""
 
     def __init__(self, problem: Problem, setting: Setting, communicator: Communicator, device: str):
         count = (setting.steps + 1) * setting.batch_size
@@ -153,14 +113,7 @@ class LocalFit(Fit):
 
 
 class DistributedFit(Fit):
-    """Keras's `fit` under a strategy of dtk's, with one exchange.
-
-    Args:
-        problem: What to train.
-        setting: What to measure.
-        strategy: Of all ranks. Its exchange is set.
-        exchange: As in `Setting`.
-    """
+    """Keras's `fit` under a strategy of dtk's, with one exchange."""
 
     def __init__(
         self, problem: Problem, setting: Setting, strategy: AllReduceStrategy, exchange: str
@@ -178,9 +131,6 @@ class DistributedFit(Fit):
 def exchange_of(name: str) -> Exchange:
     """Return the exchange that `Setting` gives this name.
 
-    Args:
-        name: One of EXCHANGES, or BLOCK with a number.
-
     Example:
         >>> exchange_of("1bit"), exchange_of("block:512").block_size
         (Quantized(bits=1), 512)
@@ -190,13 +140,7 @@ def exchange_of(name: str) -> Exchange:
 
 
 class AllReduce(Variant):
-    """The sum of one tensor over all ranks by dtk, and nothing else.
-
-    Args:
-        size: Of the tensor, in bytes.
-        setting: What to measure.
-        strategy: Of all ranks.
-    """
+    """The sum of one tensor over all ranks by dtk, and nothing else."""
 
     name = "allreduce"
 

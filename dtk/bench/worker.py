@@ -31,37 +31,22 @@ class Counts(TypedDict, total=False):
 
 
 class Hello(TypedDict):
-    """What a process says first.
+    """What a process says first."""
 
-    Attributes:
-        rank: Its index in the world.
-        host: Its name.
-        cores: Those it may use.
-        threads: That it computes with.
-        versions: Of the libraries that are measured, by name.
-    """
-
-    rank: int
-    host: str
-    cores: list[int]
-    threads: int
-    versions: dict[str, str]
+    rank: int  # its index in the world
+    host: str  # its name
+    cores: list[int]  # those it may use
+    threads: int  # that it computes with
+    versions: dict[str, str]  # of the libraries that are measured, by name
 
 
 class Answer(TypedDict, total=False):
-    """What a process answers: the first three to "build", the others to "measure".
+    """What a process answers: the first three to "build", the others to "measure"."""
 
-    Attributes:
-        parameters: Of the model; 0 without one.
-        variants: What can be measured.
-        absent: What cannot, and why.
-        seconds: As of a `dtk.bench.results.Reading`, and so all that follow.
-    """
-
-    parameters: int
-    variants: list[str]
-    absent: dict[str, str]
-    seconds: float
+    parameters: int  # of the model; 0 without one
+    variants: list[str]  # what can be measured
+    absent: dict[str, str]  # what cannot, and why
+    seconds: float  # as of a `dtk.bench.results.Reading`, and so all that follow
     sent: float | None
     communicating: float | None
     fit: float
@@ -75,36 +60,17 @@ Measure = Callable[[Tick], "Counts | None"]
 
 
 class Worker(Protocol):
-    """One process of a world, made from the setting (a dict).
+    """One process of a world, made from the setting (a dict)."""
 
-    Attributes:
-        rank: Its index in the world.
-        versions: Of the libraries that are measured, by name.
-    """
-
-    rank: int
-    versions: dict[str, str]
+    rank: int  # its index in the world
+    versions: dict[str, str]  # of the libraries that are measured, by name
 
     def build(self, task: str) -> tuple[int, dict[str, Measure | str]]:
-        """Make ready to measure a task, and forget the one before.
-
-        Args:
-            task: The name of a model, or "allreduce BYTES".
-
-        Returns:
-            Parameters of the model (0 without one), and by name what can be measured; or, as text,
-            why that cannot be.
-        """
+        """Make ready to measure a task, and forget the one before."""
 
 
 def serve(worker: Worker, requests: Iterable[str], answers: TextIO) -> None:
-    """Answer every line until there are no more.
-
-    Args:
-        worker: What measures.
-        requests: Lines of JSON, as above.
-        answers: Gets one line of JSON for each, and one before the first.
-    """
+    """Answer every line until there are no more."""
     variants: dict[str, Measure] = {}
     _say(answers, _hello(worker))
     for line in requests:
@@ -123,13 +89,6 @@ def clock(measure: Measure) -> Answer:
     """Take one measurement and return its numbers.
 
     The first step is left out: what it waits for is not a step's.
-
-    Args:
-        measure: Trains for one more step than is measured; may tell more of the reading.
-
-    Returns:
-        `seconds` of a step, mean of the others, which `steps` holds; `fit`, of everything; `sent`
-        and `communicating`, None unless `measure` tells.
 
     Example:
         >>> def measure(tick):

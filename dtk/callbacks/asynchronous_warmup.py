@@ -20,12 +20,6 @@ _MARK = "_dtk_asynchronous_warmup"
 def warmup_factor(step: int, start: float, steps: int, shape: str) -> float:
     """Return what the rate is multiplied with at an asynchronous step.
 
-    Args:
-        step: 0 for the first.
-        start: The factor to begin with, c.
-        steps: Length of a stair, or of the line, N.
-        shape: "staircase", min(1, c (floor(n/N) + 1)), or "linear", min(1, c + (1 - c) n/N).
-
     Example:
         >>> [warmup_factor(n, 0.25, 100, "staircase") for n in (0, 99, 100, 300, 999)]
         [0.25, 0.25, 0.5, 1.0, 1.0]
@@ -38,15 +32,10 @@ def warmup_factor(step: int, start: float, steps: int, shape: str) -> float:
 
 
 class WarmupState(TypedDict):
-    """What `AsynchronousWarmup` saves with a checkpoint.
+    """What `AsynchronousWarmup` saves with a checkpoint."""
 
-    Attributes:
-        taken: Steps taken.
-        scaling: What the rate has been multiplied with, as `Scaling` says it.
-    """
-
-    taken: int
-    scaling: dict[str, float] | None
+    taken: int  # steps taken
+    scaling: dict[str, float] | None  # what the rate has been multiplied with, as `Scaling` says it
 
 
 class AsynchronousWarmup(StrategyCallback):
@@ -104,11 +93,7 @@ class AsynchronousWarmup(StrategyCallback):
         setattr(self.model.optimizer, _MARK, scaling)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Refuse what cannot work before the first epoch.
-
-        Raises:
-            ValueError: No step is asynchronous, or another callback scales the rate.
-        """
+        """Refuse what cannot work before the first epoch."""
         strategy = self.strategy
         if not isinstance(strategy, ParameterServerStrategy) or not strategy.consistency.tau:
             how = getattr(strategy, "consistency", type(strategy).__name__)

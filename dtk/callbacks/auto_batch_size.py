@@ -20,19 +20,12 @@ from dtk.trainer.replica.snapshot import Snapshot, changed_by_training
 
 
 class SearchState(TypedDict):
-    """What `AutoBatchSize` saves with a checkpoint.
+    """What `AutoBatchSize` saves with a checkpoint."""
 
-    Attributes:
-        size: Rows of a global batch now.
-        initial: Rows of the first epoch's.
-        first_rate: Learning rate of the first epoch; 0.0 before.
-        searched: Epoch of the last search; None before.
-    """
-
-    size: int
-    initial: int
-    first_rate: float
-    searched: int | None
+    size: int  # rows of a global batch now
+    initial: int  # rows of the first epoch's
+    first_rate: float  # learning rate of the first epoch; 0.0 before
+    searched: int | None  # epoch of the last search; None before
 
 
 class AutoBatchSize(StrategyCallback):
@@ -145,11 +138,7 @@ class AutoBatchSize(StrategyCallback):
         self._first_rate, self._searched = state["first_rate"], state["searched"]
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Refuse what cannot work before the first epoch.
-
-        Raises:
-            ValueError: As the class says.
-        """
+        """Refuse what cannot work before the first epoch."""
         if isinstance(self.strategy, ParameterServerStrategy):
             raise ValueError(
                 f"{type(self).__name__} puts all state back after a trial, which it cannot behind "

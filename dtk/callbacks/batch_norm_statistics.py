@@ -74,12 +74,7 @@ class BatchNormStatistics(StrategyCallback):
         self._done = False
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Find the layers.
-
-        Raises:
-            ValueError: As the class says.
-            DisagreementError: Ranks have different data.
-        """
+        """Find the layers."""
         if isinstance(self.strategy, ParameterServerStrategy):
             raise ValueError(
                 f"{type(self).__name__} sums over all ranks, and workers behind parameter servers "

@@ -36,10 +36,6 @@ def parse_schedule(schedule: Schedule) -> list[int]:
 def size_at(sizes: Sequence[int], epoch: int) -> int:
     """Return the batch size of an epoch; the last one persists.
 
-    Args:
-        sizes: One size per epoch, at least one, in rows.
-        epoch: Number of the epoch, from 0.
-
     Example:
         >>> [size_at([64, 128], epoch) for epoch in range(4)]
         [64, 128, 128, 128]
@@ -48,15 +44,7 @@ def size_at(sizes: Sequence[int], epoch: int) -> int:
 
 
 def check_sizes(sizes: Iterable[int], trainer: DistributedTrainer[Strategy]) -> None:
-    """Refuse data that `fit` cannot read in batches of other sizes.
-
-    Args:
-        sizes: The sizes, in rows.
-        trainer: The model's trainer.
-
-    Raises:
-        ValueError: A size is smaller than the number of workers, or the data cannot be cut anew.
-    """
+    """Refuse data that `fit` cannot read in batches of other sizes."""
     del sizes
     trainer.feed.check_rebatch()
 

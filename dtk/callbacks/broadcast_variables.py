@@ -36,11 +36,7 @@ class BroadcastVariables(StrategyCallback):
         self.root_rank = root_rank
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Compare what the ranks built, then broadcast.
-
-        Raises:
-            ValueError: There is no rank `root_rank`.
-        """
+        """Compare what the ranks built, then broadcast."""
         trainer, size = self.trainer, self.strategy.size
         if not 0 <= self.root_rank < size:
             raise ValueError(

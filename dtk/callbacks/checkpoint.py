@@ -156,11 +156,7 @@ class Checkpoint(StrategyCallback):
     # Resuming.
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Catch SIGTERM.
-
-        Raises:
-            ValueError: Another `Checkpoint` of this `fit` writes to the same directory.
-        """
+        """Catch SIGTERM."""
         self._fitting, self._initial_epoch = True, self.trainer.initial_epoch()
         self._epoch = self._resumed_step = 0
         self._frequency.saved()

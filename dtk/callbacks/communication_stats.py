@@ -38,11 +38,7 @@ class CommunicationStats(StrategyCallback):
         self._end: tuple[float, ...] | None = None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Refuse strategies where nothing goes through the communicator.
-
-        Raises:
-            ValueError: Steps run behind parameter servers.
-        """
+        """Refuse strategies where nothing goes through the communicator."""
         if isinstance(self.strategy, ParameterServerStrategy):
             raise ValueError(
                 "CommunicationStats: workers of parameter servers speak with the servers, not with "

@@ -14,19 +14,12 @@ from dtk.strategies import ParameterServerStrategy
 
 
 class CrossValidationState(TypedDict):
-    """What `CrossValidation` saves with a checkpoint.
+    """What `CrossValidation` saves with a checkpoint."""
 
-    Attributes:
-        samples: Samples seen.
-        before_epoch: Samples seen when the epoch began.
-        evaluated_at: Samples at the last evaluation.
-        epoch: Number of the epoch; None before the first.
-    """
-
-    samples: int
-    before_epoch: int
-    evaluated_at: int
-    epoch: int | None
+    samples: int  # samples seen
+    before_epoch: int  # samples seen when the epoch began
+    evaluated_at: int  # samples at the last evaluation
+    epoch: int | None  # number of the epoch; None before the first
 
 
 class CrossValidation(StrategyCallback):
@@ -118,12 +111,7 @@ class CrossValidation(StrategyCallback):
         self._evaluated_at, self._epoch = state["evaluated_at"], state["epoch"]
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Compare the data over all ranks, and begin to count.
-
-        Raises:
-            ValueError: Steps run behind parameter servers, and `fit`'s data is not arrays.
-            DisagreementError: Ranks have different data.
-        """
+        """Compare the data over all ranks, and begin to count."""
         served = isinstance(self.strategy, ParameterServerStrategy)
         if served and self.trainer.feed.rows_counted(1) is None:
             raise ValueError(

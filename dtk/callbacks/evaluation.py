@@ -16,30 +16,15 @@ from dtk.trainer.replica.snapshot import Snapshot
 
 
 class Evaluated(NamedTuple):
-    """Result of an evaluation.
+    """Result of an evaluation."""
 
-    Attributes:
-        numbers: Loss and metrics by name, of the whole data, equal on every rank.
-        samples: Rows of the data.
-        minibatches: Batches it was read in.
-    """
-
-    numbers: dict[str, float]
-    samples: int
-    minibatches: int
+    numbers: dict[str, float]  # loss and metrics by name, of the whole data, equal on every rank
+    samples: int  # rows of the data
+    minibatches: int  # batches it was read in
 
 
 class Evaluation:
-    """Evaluation of the model on the same data again and again, by `model.evaluate`.
-
-    Args:
-        name: What the data is called in messages.
-        data: Arrays `x`, `(x, y)` or `(x, y, sample_weight)`, or a dataset of these in batches.
-        batch_size: Global batch for arrays; None for that of `fit`.
-
-    Raises:
-        ValueError: The data is missing, or `batch_size` is less than 1.
-    """
+    """Evaluation of the model on the same data again and again, by `model.evaluate`."""
 
     def __init__(self, name: str, data: Nest | tf.data.Dataset, batch_size: int | None):
         if batch_size is not None and batch_size < 1:
@@ -51,28 +36,11 @@ class Evaluation:
         self._batch_size = batch_size
 
     def check(self, trainer: DistributedTrainer[Strategy]) -> None:
-        """Compare the data over all ranks. All ranks call it together.
-
-        Args:
-            trainer: The model's trainer.
-
-        Raises:
-            DisagreementError: With both ranks' values.
-        """
+        """Compare the data over all ranks. All ranks call it together."""
         rank_checks.check_same_call(trainer.strategy, {self._name: self._data[0]})
 
     def run(self, trainer: DistributedTrainer[Strategy]) -> Evaluated:
-        """Evaluate now. All ranks call it together; the metrics of the running epoch are put back.
-
-        Args:
-            trainer: The model's trainer.
-
-        Returns:
-            Loss and metrics, and how much data they are of.
-
-        Raises:
-            ValueError: The rows of a dataset cannot be counted, see `count_rows`.
-        """
+        """Evaluate now; all ranks call it together. The running epoch's metrics are put back."""
         trainer.flush()
         model = trainer.model
         kept, counter = Snapshot(metric_variables(model)), _Counter()
@@ -120,12 +88,6 @@ def count_rows(model: keras.Model) -> int:
 
     Keras weighs the mean of its losses by rows, and so counts them: in float32, which is exact up
     to 2^24.
-
-    Args:
-        model: The model.
-
-    Raises:
-        ValueError: It does not in this model, which has steps of its own.
     """
     trackers = [m for m in model.metrics if isinstance(m, keras.metrics.Mean) and m.name == "loss"]
     own = any(

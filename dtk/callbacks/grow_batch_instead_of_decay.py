@@ -17,13 +17,6 @@ RateSchedule = Callable[[int], float] | Sequence[float | tuple[int, float]]
 def rates_of(schedule: RateSchedule, epochs: int) -> list[float]:
     """Return the rate of each of the first epochs; the last of a list persists.
 
-    Args:
-        schedule: A function epoch -> rate, or a list of rates and `(count, rate)` pairs.
-        epochs: How many are wanted.
-
-    Raises:
-        ValueError: The schedule is malformed, or a rate is not a positive number.
-
     Example:
         >>> rates_of([(2, 0.1), 0.01], 4)
         [0.1, 0.1, 0.01, 0.01]
@@ -47,14 +40,6 @@ def grow(
     A rate below the highest so far is a decay: the batch grows by as much as the rate would have
     fallen. The noise of SGD, proportional to rate / batch size, is then that of the schedule; what
     rounding or the largest batch leave over goes into the rate.
-
-    Args:
-        rates: The schedule.
-        batch_size: The batch it was made for.
-        max_batch_size: The largest batch; None for no limit.
-
-    Returns:
-        Pairs of batch size, in rows, and rate.
 
     Example:
         >>> grow([0.5, 0.25, 0.0625], 64)
@@ -136,11 +121,7 @@ class GrowBatchInsteadOfDecay(StrategyCallback):
         return self.sets if sample_rate_of(self.trainer) is None else self.sets[:1]
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Make the plan of all epochs, and refuse what cannot work before the first.
-
-        Raises:
-            ValueError: As the class says.
-        """
+        """Make the plan of all epochs, and refuse what cannot work before the first."""
         self.check_sole()
         check_settable(self.model.optimizer, type(self).__name__)
         rates = self._rates = rates_of(self.schedule, self.params["epochs"])

@@ -16,11 +16,6 @@ from dtk.nests import Logs, Nest
 def gains_enough(before: float, error: float, gain: float) -> bool:
     """Return whether an error has fallen by at least a part of what it was; NaN never has.
 
-    Args:
-        before: The error before.
-        error: The error now.
-        gain: The part, from 0 and below 1.
-
     Example:
         >>> gains_enough(0.5, 0.475, 0.05), gains_enough(0.5, 0.48, 0.05)
         (True, False)
@@ -29,15 +24,10 @@ def gains_enough(before: float, error: float, gain: float) -> bool:
 
 
 class HalvingState(CrossValidationState):
-    """What `HalveRate` saves with a checkpoint.
+    """What `HalveRate` saves with a checkpoint."""
 
-    Attributes:
-        before: The last error; None before the first.
-        made: Cuts made.
-    """
-
-    before: float | None
-    made: int
+    before: float | None  # the last error; None before the first
+    made: int  # cuts made
 
 
 class HalveRate(CrossValidation):
@@ -103,20 +93,12 @@ class HalveRate(CrossValidation):
         return {**super().get_state(), "before": self._before, "made": self._made}
 
     def set_state(self, state: HalvingState) -> None:  # type: ignore[override]  # its own state, and no base's
-        """Go on from a checkpoint's state; the optimizer's own rate has been restored before.
-
-        Args:
-            state: What `get_state` returned.
-        """
+        """Go on from a checkpoint's state; the optimizer's own rate has been restored before."""
         super().set_state(state)
         self._before, self._made = state["before"], state["made"]
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Refuse what cannot work before the first epoch.
-
-        Raises:
-            ValueError: The optimizer has a schedule of its own, or another callback sets its rate.
-        """
+        """Refuse what cannot work before the first epoch."""
         super().on_train_begin(logs)
         check_settable(self.model.optimizer, type(self).__name__)
         for other in self.trainer.callbacks.callbacks:

@@ -16,13 +16,6 @@ from dtk.trainer.gradients import shared_optimizer
 def factor_for(rule: str | float, workers: int) -> float:
     """Return how much larger the learning rate becomes with a number of workers.
 
-    Args:
-        rule: "linear", "sqrt", or the factor itself.
-        workers: Number of workers.
-
-    Raises:
-        ValueError: The rule is neither "linear" nor "sqrt" nor a positive number.
-
     Example:
         >>> factor_for("linear", 4), factor_for("sqrt", 4), factor_for(2.5, 4)
         (4.0, 2.0, 2.5)
@@ -38,10 +31,6 @@ def factor_for(rule: str | float, workers: int) -> float:
 
 def warm_up(factor: float, progress: float) -> float:
     """Return the factor of the rate on its way from 1 to `factor`, in a straight line.
-
-    Args:
-        factor: The factor after the warm-up.
-        progress: Part of the warm-up that is over, from 0; from 1 on it is over.
 
     Example:
         >>> [warm_up(4.0, progress) for progress in (0.0, 0.5, 1.0, 2.0)]
@@ -126,12 +115,7 @@ class LearningRateScaling(StrategyCallback):
         setattr(self.model.optimizer, _MARK, scaling_from(state) if state else None)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Refuse what cannot work before the first epoch.
-
-        Raises:
-            ValueError: Another callback scales the rate as well; or the rate is a plain function,
-                or a warm-up needs the length of an epoch, which is unknown.
-        """
+        """Refuse what cannot work before the first epoch."""
         trainer = self.trainer
         count = len(self.beside(LearningRateScaling))
         if count > 1:

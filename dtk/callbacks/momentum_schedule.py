@@ -25,15 +25,6 @@ def _is_time_constant(value: object) -> bool:
 def parse_time_constants(values: Values) -> Runs:
     """Turn time constants in samples into runs; a number alone lasts for ever.
 
-    Args:
-        values: A number, or a list of values and `(count, value)` pairs; the last persists.
-
-    Returns:
-        Pairs of count and value.
-
-    Raises:
-        ValueError: One is negative or not finite, or there is none.
-
     Example:
         >>> parse_time_constants([0] * 2 + [1024]), parse_time_constants(700)
         ([(1, 0), (1, 0), (1, 1024)], [(1, 700)])
@@ -43,17 +34,11 @@ def parse_time_constants(values: Values) -> Runs:
 
 
 class SamplesState(TypedDict):
-    """What `MomentumSchedule` saves with a checkpoint.
+    """What `MomentumSchedule` saves with a checkpoint."""
 
-    Attributes:
-        seen: Samples seen.
-        before_epoch: Samples seen when the epoch began.
-        epoch: Number of the epoch; None before the first.
-    """
-
-    seen: int
-    before_epoch: int
-    epoch: int | None
+    seen: int  # samples seen
+    before_epoch: int  # samples seen when the epoch began
+    epoch: int | None  # number of the epoch; None before the first
 
 
 class MomentumSchedule(StrategyCallback):
@@ -133,11 +118,7 @@ class MomentumSchedule(StrategyCallback):
         self._epoch = state["epoch"]
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Refuse what cannot work, and let steps read the momentum, before the first epoch.
-
-        Raises:
-            ValueError: As the class says.
-        """
+        """Refuse what cannot work, and let steps read the momentum, before the first epoch."""
         self.check_sole()
         self._check_exchange()
         self._momentum = self._find_momentum()

@@ -12,11 +12,6 @@ from dtk.nests import Logs
 def is_due(freq: int, before: int, now: int) -> bool:
     """Return whether a line is due among minibatches `before + 1 .. now` of an epoch.
 
-    Args:
-        freq: n for every n-th minibatch; 0 for the first, second, fourth, eighth, ...
-        before: Minibatches already seen at the last call.
-        now: Minibatches seen now.
-
     Example:
         >>> [now for now in range(1, 20) if is_due(0, now - 1, now)]
         [1, 2, 4, 8, 16]

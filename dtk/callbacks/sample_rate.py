@@ -18,40 +18,25 @@ from dtk.trainer.distributed_trainer import DistributedTrainer
 
 
 def is_rate(value: object) -> bool:
-    """Return whether a value is a finite number above 0.
-
-    Args:
-        value: Any value; a bool is no number here.
-    """
+    """Return whether a value is a finite number above 0."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 class _InForce(NamedTuple):
-    """Values that the optimizer has been given.
+    """Values that the optimizer has been given."""
 
-    Attributes:
-        planned: The rate per sample, without what others have made of it.
-        momentum: mu.
-        learning_rate: Keras's rate, as the optimizer says it.
-        rows: Of a step.
-    """
-
-    planned: float
-    momentum: float
-    learning_rate: float
-    rows: int
+    planned: float  # the rate per sample, without what others have made of it
+    momentum: float  # mu
+    learning_rate: float  # keras's rate, as the optimizer says it
+    rows: int  # of a step
 
 
 class SampleRateState(SamplesState):
-    """What `SampleRate` saves with a checkpoint.
+    """What `SampleRate` saves with a checkpoint."""
 
-    Attributes:
-        in_force: Values that the optimizer has been given; None before the first.
-        changed: What others have multiplied the rate with.
-    """
-
+    # values that the optimizer has been given; None before the first
     in_force: dict[str, float] | None
-    changed: float
+    changed: float  # what others have multiplied the rate with
 
 
 class SampleRate(MomentumSchedule):
@@ -133,11 +118,7 @@ class SampleRate(MomentumSchedule):
         return {**super().get_state(), "in_force": in_force, "changed": self._changed}
 
     def set_state(self, state: SampleRateState) -> None:  # type: ignore[override]  # its own state, and no base's
-        """Go on from a checkpoint's state; the optimizer's own rate has been restored before.
-
-        Args:
-            state: What `get_state` returned.
-        """
+        """Go on from a checkpoint's state; the optimizer's own rate has been restored before."""
         super().set_state(state)
         self._changed = state["changed"]
         values = state["in_force"]
@@ -150,11 +131,7 @@ class SampleRate(MomentumSchedule):
             self._momentum.set(self._in_force.momentum)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Refuse what cannot work before the first epoch.
-
-        Raises:
-            ValueError: As the class says.
-        """
+        """Refuse what cannot work before the first epoch."""
         super().on_train_begin(logs)
         check_settable(self.model.optimizer, type(self).__name__)
         self._plan = 1.0
@@ -170,11 +147,7 @@ class SampleRate(MomentumSchedule):
         self._plan = factor
 
     def use(self, rows: int) -> None:
-        """Set rate and momentum of a step, where they change.
-
-        Args:
-            rows: Rows of the step's global batch.
-        """
+        """Set rate and momentum of a step, where they change."""
         before, planned, momentum = self._in_force, self._planned(), self.momentum_of(rows)
         if before is not None and (planned, momentum, rows) == (
             before.planned,
@@ -225,13 +198,6 @@ class SampleRate(MomentumSchedule):
 
 
 def sample_rate_of(trainer: DistributedTrainer[Strategy]) -> SampleRate | None:
-    """Return the `SampleRate` among the callbacks of the running `fit`.
-
-    Args:
-        trainer: The model's trainer.
-
-    Returns:
-        The callback; None if there is none.
-    """
+    """Return the `SampleRate` among the callbacks of the running `fit`."""
     found = (c for c in trainer.callbacks.callbacks if isinstance(c, SampleRate))
     return next(found, None)

@@ -37,11 +37,7 @@ class ServerReport(StrategyCallback):
         self._before: list[dict[str, int]] = []
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Note what had been moved before.
-
-        Raises:
-            ValueError: The strategy has no parameter servers.
-        """
+        """Note what had been moved before."""
         if not isinstance(self.strategy, ParameterServerStrategy):
             raise ValueError(
                 f"ServerReport: {type(self.strategy).__name__} has no parameter servers; leave "

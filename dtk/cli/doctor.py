@@ -63,17 +63,11 @@ print(json.dumps(found))
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One line of the report.
+    """One line of the report."""
 
-    Attributes:
-        what: What was looked at.
-        found: What is there, or what is wrong and the next command.
-        state: "ok", "note" (an optional part is missing) or "broken".
-    """
-
-    what: str
-    found: str
-    state: str = OK
+    what: str  # what was looked at
+    found: str  # what is there, or what is wrong and the next command
+    state: str = OK  # "ok", "note" (an optional part is missing) or "broken"
 
 
 @click.command("doctor")
@@ -103,14 +97,7 @@ def doctor(hosts: str, port: int, firewall: bool) -> None:
 
 
 def print_rules(hosts: list[str]) -> None:
-    """Print a firewall's rules for these hosts.
-
-    Args:
-        hosts: Names or addresses.
-
-    Raises:
-        UsageError: There are none, or one of them cannot be meant.
-    """
+    """Print a firewall's rules for these hosts."""
     if not hosts:
         raise click.UsageError("--firewall needs the hosts of the job: --hosts node1,node2")
     try:
@@ -120,11 +107,7 @@ def print_rules(hosts: list[str]) -> None:
 
 
 def examine() -> list[Finding]:
-    """Look at everything on this machine.
-
-    Returns:
-        What was found, in the order it is shown.
-    """
+    """Look at everything on this machine."""
     with concurrent.futures.ThreadPoolExecutor() as pool:
         asked_libraries = pool.submit(libraries)
         asked_horovod = pool.submit(horovod)
@@ -252,11 +235,7 @@ def own_name() -> Finding:
 
 
 def between(hosts: list[str]) -> list[Finding]:
-    """Say who can reach the ports of a job between these hosts, and what keeps others out.
-
-    Args:
-        hosts: Their names; with none there is nothing to say.
-    """
+    """Say who can reach the ports of a job between these hosts, and what keeps others out."""
     if not hosts:
         return []
     found = "open to whoever reaches these hosts, without a password; "
@@ -265,11 +244,7 @@ def between(hosts: list[str]) -> list[Finding]:
 
 
 def environment() -> tuple[str, list[Finding]]:
-    """Say where dtk believes this process is, what joins it to the other ranks, and why.
-
-    Returns:
-        The kind of launcher, and the findings.
-    """
+    """Say where dtk believes this process is, what joins it to the other ranks, and why."""
     try:
         here = cluster.detect()
     except ClusterError as error:
@@ -286,15 +261,7 @@ def environment() -> tuple[str, list[Finding]]:
 
 
 def with_need(found: Finding, kind: str) -> Finding:
-    """Make Horovod a need where horovodrun started the job, or mpirun and mpi4py is missing too.
-
-    Args:
-        found: What was found of Horovod.
-        kind: Of launcher, as `environment` returned it.
-
-    Returns:
-        The finding, which may now be a failure.
-    """
+    """Make Horovod a need where horovodrun started the job, or mpirun and mpi4py is missing too."""
     needed = kind == "horovod" or (kind == "mpi" and not communicators.mpi_installed())
     if found.state == NOTE and needed:
         return dataclasses.replace(found, state=BROKEN)
@@ -324,29 +291,13 @@ def cores() -> Finding:
 
 
 def reach(hosts: list[str], port: int) -> list[Finding]:
-    """Try a TCP connection to every host at once, three seconds each.
-
-    Args:
-        hosts: Their names.
-        port: To connect to.
-
-    Returns:
-        One finding per host, in their order.
-    """
+    """Try a TCP connection to every host at once, three seconds each."""
     with concurrent.futures.ThreadPoolExecutor(max_workers=32) as pool:
         return list(pool.map(lambda host: reach_one(host, port), hosts))
 
 
 def reach_one(name: str, port: int) -> Finding:
-    """Try one host.
-
-    Args:
-        name: Of the host.
-        port: To connect to.
-
-    Returns:
-        What was found.
-    """
+    """Try one host."""
     what = f"Host {name}"
     if port == 22 and name in ("localhost", "127.0.0.1", socket.gethostname()):
         return Finding(what, "this machine, needs no ssh")
@@ -359,11 +310,7 @@ def reach_one(name: str, port: int) -> Finding:
 
 
 def show(findings: list[Finding]) -> None:
-    """Print a table on a terminal, aligned plain lines elsewhere.
-
-    Args:
-        findings: The rows.
-    """
+    """Print a table on a terminal, aligned plain lines elsewhere."""
     console = rich.console.Console()
     if not console.is_terminal or _in_a_job():
         width = max(len(finding.what) for finding in findings)

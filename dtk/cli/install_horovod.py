@@ -71,20 +71,7 @@ def install_horovod(
 def obtain_wheel(
     without_mpi: bool, sdist: pathlib.Path | None, rebuild: bool, verbose: bool
 ) -> pathlib.Path:
-    """Return the cached wheel that fits this machine, building it first when there is none.
-
-    Args:
-        without_mpi: Whether to leave MPI out.
-        sdist: Source archive to build, or None to download it.
-        rebuild: Whether to build although a wheel is cached.
-        verbose: Whether to show the output of what runs.
-
-    Returns:
-        The wheel's file.
-
-    Raises:
-        HorovodBuildError: Something it needs is missing, or the build failed.
-    """
+    """Return the cached wheel that fits this machine, building it first when there is none."""
     if sdist is not None:
         builder.check_sdist(sdist)
     requirements.check_python()
@@ -118,15 +105,7 @@ def obtain_wheel(
 
 
 def install(wheel: pathlib.Path, verbose: bool) -> None:
-    """Install the wheel and what it imports into the running environment.
-
-    Args:
-        wheel: The file.
-        verbose: Whether to show pip's output.
-
-    Raises:
-        HorovodBuildError: pip failed.
-    """
+    """Install the wheel and what it imports into the running environment."""
     log = wheel.with_name("install.log")
     log.write_text("")
     pip = [*builder.PIP, "install"]
@@ -140,14 +119,7 @@ def install(wheel: pathlib.Path, verbose: bool) -> None:
 
 
 def check_installed(without_mpi: bool) -> None:
-    """Let two processes reduce over everything the installed Horovod was built with.
-
-    Args:
-        without_mpi: Whether to leave MPI out.
-
-    Raises:
-        HorovodBuildError: They do not add up.
-    """
+    """Let two processes reduce over everything the installed Horovod was built with."""
     with step("importing Horovod"):
         found = reduction_check.installed()
     click.echo(f"Horovod {found}")
@@ -171,12 +143,7 @@ def check_installed(without_mpi: bool) -> None:
 
 @contextlib.contextmanager
 def step(what: str, verbose: bool = False) -> Iterator[None]:
-    """Show what runs now: a spinner on a terminal, one line elsewhere and when output is shown.
-
-    Args:
-        what: What runs.
-        verbose: Whether the output of what runs is shown.
-    """
+    """Show what runs now: a spinner on a terminal, one line elsewhere and when output is shown."""
     console = rich.console.Console(stderr=True)
     started = time.monotonic()
     if console.is_terminal and not verbose:

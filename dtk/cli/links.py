@@ -16,18 +16,7 @@ def network(
     bandwidth: str | None,
     latency: str,
 ) -> Link:
-    """Return the links between hosts.
-
-    Args:
-        measured: Hosts of the benchmark that calibrates.
-        per_host: Workers of a host.
-        counts: Numbers of workers, in rising order.
-        bandwidth: Value of --bandwidth.
-        latency: Value of --latency.
-
-    Raises:
-        PlanError: They were measured and given, or are needed and neither.
-    """
+    """Return the links between hosts."""
     if measured > 1:
         if bandwidth is not None:
             raise PlanError(
@@ -44,16 +33,5 @@ def network(
 
 
 def link(speed: str, bandwidth: str | None, delay: str, latency: str) -> Link:
-    """Return a link.
-
-    Args:
-        speed: The option that says how fast it is.
-        bandwidth: Its value; None for no limit.
-        delay: The option that says how late a message arrives.
-        latency: Its value.
-
-    Raises:
-        PlanError: One cannot be read.
-    """
     limit = math.inf if bandwidth is None else quantity.bandwidth(speed, bandwidth)
     return Link(quantity.seconds(delay, latency), limit)

@@ -26,23 +26,11 @@ class LazyGroup(click.Group):
     """A group whose subcommands are imported when they are called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of the commands that are part of this installation.
-
-        Args:
-            ctx: Not used.
-        """
+        """Return the names of the commands that are part of this installation."""
         return [name for name, (module, _) in COMMANDS.items() if importlib.util.find_spec(module)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import one command.
-
-        Args:
-            ctx: Not used.
-            cmd_name: Its name.
-
-        Returns:
-            The command; None when there is none of this name.
-        """
+        """Import one command. The command; None when there is none of this name."""
         if cmd_name not in self.list_commands(ctx):
             return None
         module, _ = COMMANDS[cmd_name]
@@ -53,15 +41,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command that was called.
-
-        Args:
-            ctx: Of this group.
-            args: Its name, and what follows.
-
-        Raises:
-            click.UsageError: There is none, with those that are spelled nearly so.
-        """
+        """Find the command that was called."""
         name, known = args[0], self.list_commands(ctx)
         if name not in known and not name.startswith("-"):
             import difflib  # a millisecond, for who is mistaken
@@ -72,12 +52,7 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands without importing them.
-
-        Args:
-            ctx: Not used.
-            formatter: Gets a row for each.
-        """
+        """List the commands without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
 

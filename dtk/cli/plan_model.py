@@ -67,9 +67,6 @@ class Source(NamedTuple):
 def is_model(name: str) -> bool:
     """Return whether --model names a model to divide, and not one of a benchmark.
 
-    Args:
-        name: Value of --model.
-
     Example:
         >>> [is_model(name) for name in ("resnet20", "model.keras", "nets.small:build")]
         [False, True, True]
@@ -78,11 +75,7 @@ def is_model(name: str) -> bool:
 
 
 def check_options() -> None:
-    """Refuse options that do not go with a model to divide.
-
-    Raises:
-        PlanError: One was given.
-    """
+    """Refuse options that do not go with a model to divide."""
     context = click.get_current_context()
     for name in _OTHERS:
         if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
@@ -96,17 +89,7 @@ def check_options() -> None:
 def check_no_model(
     processes: str | None, hosts: str | None, memory: str | None, no_measure: bool
 ) -> None:
-    """Refuse options that need a model to divide.
-
-    Args:
-        processes: Value of -n.
-        hosts: Value of --hosts.
-        memory: Value of --memory.
-        no_measure: Value of --no-measure.
-
-    Raises:
-        PlanError: One was given.
-    """
+    """Refuse options that need a model to divide."""
     given = {"-n": processes, "--hosts": hosts, "--memory": memory, "--no-measure": no_measure}
     for option, value in given.items():
         if value:
@@ -124,19 +107,7 @@ def plan(
     memory: str | None,
     json_file: str | None,
 ) -> None:
-    """Print the best plans, and why; write the best one.
-
-    Args:
-        model: A file, or a function.
-        place: Where the workers are.
-        source: Where costs come from.
-        batch_size: Value of --batch-size.
-        memory: Value of --memory.
-        json_file: Value of --json.
-
-    Raises:
-        PlanError: There is no such model, or it or the options cannot be planned.
-    """
+    """Print the best plans, and why; write the best one."""
     workers, per_host = _placed(place)
     cluster = _cluster(place, source, workers, per_host)
     batch = Job.rows if batch_size is None else quantity.count("--batch-size", batch_size)

@@ -10,38 +10,19 @@ _APART = 2.0
 
 
 class Preflight:
-    """Asks hosts what a plan needs, and compares what must be alike.
-
-    Args:
-        remote_shell: Command to reach hosts with.
-    """
+    """Asks hosts what a plan needs, and compares what must be alike."""
 
     def __init__(self, remote_shell: str):
         self._remote_shell = remote_shell
         self._facts: dict[str, ssh.Facts] = {}
 
     def survey(self, host: str, ports: int) -> ssh.Facts:
-        """Ask a host for free ports, its cores, its interface, versions and clock.
-
-        Args:
-            host: Name or address.
-            ports: How many free ports are wanted.
-
-        Raises:
-            ClusterError: The host cannot be reached; says what to try.
-        """
+        """Ask a host for free ports, its cores, its interface, versions and clock."""
         self._facts[host] = facts = ssh.survey(host, ports, remote_shell=self._remote_shell)
         return facts
 
     def check(self) -> list[str]:
-        """Compare the hosts that were asked.
-
-        Returns:
-            What is worth a line, but stops no job.
-
-        Raises:
-            ClusterError: Ranks would compute with different versions.
-        """
+        """Compare the hosts that were asked."""
         versions = {host: facts.versions for host, facts in self._facts.items()}
         if any(versions.values()):
             # Of this machine there is something to compare.

@@ -228,16 +228,7 @@ def _with_settings(processes: list[Process], say: bool) -> list[Process]:
 
 
 def command_of(script: str | None, module: bool, args: tuple[str, ...]) -> list[str]:
-    """Return the command that starts a script or module.
-
-    Args:
-        script: Path of the script, or name of the module.
-        module: Whether it is a module.
-        args: Its arguments.
-
-    Raises:
-        ClusterError: There is none, with what was meant.
-    """
+    """Return the command that starts a script or module."""
     if script is None:
         what = "module" if module else "script"
         raise ClusterError(

@@ -40,14 +40,7 @@ _IN_TURN = 2.0
 
 
 class Line:
-    """One end of a connection whose messages nobody else can make, change or repeat.
-
-    Args:
-        end: The connected socket.
-        secret: What both ends know, and nobody else.
-        nonces: Those of both ends, the same on both.
-        is_listener: Whether this is the end of rank 0.
-    """
+    """One end of a connection whose messages nobody else can make, change or repeat."""
 
     def __init__(self, end: socket.socket, secret: bytes, nonces: bytes, is_listener: bool) -> None:
         self.end = end
@@ -59,25 +52,14 @@ class Line:
         self._lock = threading.Lock()
 
     def send(self, payload: object) -> None:
-        """Send a message.
-
-        Args:
-            payload: What JSON can hold.
-
-        Raises:
-            OSError: The other end is gone, or takes nothing.
-        """
+        """Send a message."""
         text = json.dumps(payload).encode()
         with self._lock:
             self.end.sendall(_code(self._mine, self._sent, text) + text + b"\n")
             self._sent += 1
 
     def receive(self) -> list[Mapping[str, object]]:
-        """Return the messages that have come; wait for some.
-
-        Raises:
-            OSError: The other end is gone, or does not know the secret.
-        """
+        """Return the messages that have come; wait for some."""
         read = self.end.recv(1 << 16)
         if not read:
             raise ConnectionResetError("the other end is gone")
@@ -97,11 +79,7 @@ def _code(key: bytes, number: int, text: bytes) -> bytes:
 
 
 class Listener:
-    """Where rank 0 awaits the others.
-
-    Args:
-        address: The address of this host to listen on; "" for all of them.
-    """
+    """Where rank 0 awaits the others."""
 
     def __init__(self, address: str) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -110,12 +88,7 @@ class Listener:
         self.secret = os.urandom(32)
 
     def accept_clients(self, size: int, seconds: float) -> dict[int, Line]:
-        """Return the connection to each other rank that comes and knows the secret.
-
-        Args:
-            size: Number of ranks.
-            seconds: How long to wait.
-        """
+        """Return the connection to each other rank that comes and knows the secret."""
         clients: dict[int, Line] = {}
         deadline = time.monotonic() + seconds
         with self._listener:
@@ -141,14 +114,7 @@ class Listener:
 
 
 def connect(rank: int, addresses: Sequence[str], port: int, secret: bytes) -> Line | None:
-    """Return a connection to rank 0; None if it cannot be reached.
-
-    Args:
-        rank: This rank.
-        addresses: Names and addresses of rank 0's host, the likeliest first.
-        port: Where it listens.
-        secret: What it knows.
-    """
+    """Return a connection to rank 0; None if it cannot be reached."""
     for address in addresses:
         with contextlib.suppress(OSError):
             end = socket.create_connection((address, port), timeout=_HANDSHAKE)
@@ -174,13 +140,7 @@ def _exactly(end: socket.socket, count: int) -> bytes:
 
 
 class Table:
-    """What rank 0 knows of all ranks; a thread of it ends a job that is stuck.
-
-    Args:
-        hosts: Of every rank.
-        lines: The connections to the others, by rank.
-        timeout: Seconds in which the job must move.
-    """
+    """What rank 0 knows of all ranks; a thread of it ends a job that is stuck."""
 
     def __init__(self, hosts: Sequence[str], lines: Mapping[int, Line], timeout: float) -> None:
         self._hosts, self._timeout = hosts, timeout
@@ -195,11 +155,7 @@ class Table:
         threading.Thread(target=self._run, name="dtk-watch", daemon=True).start()
 
     def take(self, report: Report) -> None:
-        """Take note of rank 0's own report.
-
-        Args:
-            report: What it is doing.
-        """
+        """Take note of rank 0's own report."""
         self._standings[0].take(report, time.monotonic())
 
     def _run(self) -> None:
@@ -254,14 +210,7 @@ class Table:
 
 
 class Client:
-    """What another rank than 0 sees: reports where it is, and ends when it is told to.
-
-    Args:
-        rank: This rank.
-        hosts: Of every rank.
-        line: The connection to rank 0.
-        timeout: Seconds in which the job must move.
-    """
+    """What another rank than 0 sees: reports where it is, and ends when it is told to."""
 
     def __init__(self, rank: int, hosts: Sequence[str], line: Line, timeout: float) -> None:
         self._rank, self._hosts, self._line = rank, hosts, line
@@ -272,11 +221,7 @@ class Client:
         threading.Thread(target=self._run, name="dtk-watch", daemon=True).start()
 
     def send(self, report: Report) -> None:
-        """Send a report to rank 0.
-
-        Args:
-            report: What this rank is doing.
-        """
+        """Send a report to rank 0."""
         self._standing.take(report, time.monotonic())
         with contextlib.suppress(OSError):
             self._line.send(report)

@@ -24,20 +24,13 @@ from dtk.errors import ClusterError
 
 
 class Launcher(NamedTuple):
-    """The variables by which a launcher tells a process its place.
+    """The variables by which a launcher tells a process its place."""
 
-    Attributes:
-        name: As in sentences.
-        kind: Of the `Environment`.
-        rank: Variable with the rank.
-        size: Variable with the number of ranks.
-        local: Pairs of variables with the same on one host; the first that is set counts.
-    """
-
-    name: str
-    kind: str
-    rank: str
-    size: str
+    name: str  # as in sentences
+    kind: str  # of the `Environment`
+    rank: str  # variable with the rank
+    size: str  # variable with the number of ranks
+    # pairs of variables with the same on one host; the first that is set counts
     local: tuple[tuple[str, str], ...]
 
 
@@ -68,16 +61,6 @@ _PMIX = Launcher("PMIx", "mpi", "PMIX_RANK", "PMIX_SIZE", (("PMIX_LOCAL_RANK", "
 def read(launcher: Launcher, environ: Mapping[str, str]) -> Environment | None:
     """Read what a launcher sets.
 
-    Args:
-        launcher: Says which variables.
-        environ: The environment, usually `os.environ`.
-
-    Returns:
-        The place in the job, or None without that launcher.
-
-    Raises:
-        ClusterError: The variables contradict each other.
-
     >>> read(OPEN_MPI, {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}).rank
     1
     """
@@ -104,15 +87,6 @@ def read(launcher: Launcher, environ: Mapping[str, str]) -> Environment | None:
 def read_horovod(environ: Mapping[str, str]) -> Environment | None:
     """Read what Horovod's own launcher (Gloo) sets.
 
-    Args:
-        environ: The environment, usually `os.environ`.
-
-    Returns:
-        The place in the job, or None without such a launcher.
-
-    Raises:
-        ClusterError: The variables contradict each other.
-
     >>> read_horovod({"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}).kind
     'horovod'
     """
@@ -127,16 +101,6 @@ def read_horovod(environ: Mapping[str, str]) -> Environment | None:
 
 def read_pmix(environ: Mapping[str, str]) -> Environment | None:
     """Read what a PMIx launcher sets, where it tells the size as well.
-
-    Args:
-        environ: The environment, usually `os.environ`.
-
-    Returns:
-        The place in the job, or None outside PMIx and inside a Slurm job, where Slurm's own
-        variables tell more (`srun --mpi=pmix` and interactive shells set PMIX_RANK, never a size).
-
-    Raises:
-        ClusterError: PMIX_RANK is set and nothing tells how many ranks there are.
 
     >>> read_pmix({"PMIX_RANK": "0", "PMIX_SIZE": "2"}).size
     2

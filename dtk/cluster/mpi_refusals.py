@@ -26,10 +26,6 @@ def shared_memory_missing(ranks: int, folder: str = "/dev/shm") -> str:
     """Return what Open MPI 5 lacks, and what helps, for a sentence; "" where nothing is missing.
 
     It says nothing of that itself: a rank ends with exit code 14.
-
-    Args:
-        ranks: How many are to start on this host.
-        folder: Where its shared memory is.
     """
     needed = max(_SEGMENT, ranks * _USED)
     if any(name in os.environ for name in _OTHER_MEMORY):
@@ -46,11 +42,7 @@ def shared_memory_missing(ranks: int, folder: str = "/dev/shm") -> str:
 
 
 def horovod_refused(said: str = "") -> CommunicatorError:
-    """Return the error of Horovod under an mpirun of another MPI than it was built with.
-
-    Args:
-        said: By the loader, if Horovod was loaded.
-    """
+    """Return the error of Horovod under an mpirun of another MPI than it was built with."""
     mpirun = shlex.quote(mpi_installs.find_other("mpirun") or "/path/of/that/mpirun")
     script = shlex.join(sys.argv) if any(sys.argv) else "train.py"
     size = os.environ.get(OPEN_MPI.size, "2")
@@ -67,11 +59,7 @@ def horovod_refused(said: str = "") -> CommunicatorError:
 
 @contextlib.contextmanager
 def horovod_import() -> Iterator[None]:
-    """Say what to do where Horovod does not load, in place of what the loader says.
-
-    Raises:
-        CommunicatorError: It does not.
-    """
+    """Say what to do where Horovod does not load, in place of what the loader says."""
     try:
         yield
     except Exception as error:  # of TensorFlow, for what the loader says

@@ -49,12 +49,7 @@ class _Position(NamedTuple):
 
 
 class _Reporter:
-    """Reports the position of this process's main thread.
-
-    Args:
-        timeout: Seconds after which a job that does not move is ended.
-        send: Takes each report, in a thread of its own.
-    """
+    """Reports the position of this process's main thread."""
 
     def __init__(self, timeout: float, send: Callable[[Report], None]) -> None:
         self.position = _Position(since=time.monotonic())
@@ -90,23 +85,14 @@ class _Reporter:
         return 0.0 if since is None else max(0.0, usage.cpu(main) - since)
 
     def next_place(self, what: str) -> _Position:
-        """Return where the main thread is once it goes inside.
-
-        Args:
-            what: Where it goes.
-        """
+        """Return where the main thread is once it goes inside."""
         self._times[what] += 1
         number, depth, *_ = self.position
         return _Position(number + 1, depth + 1, f"{what} {self._times[what]}")
 
     @contextlib.contextmanager
     def at(self, place: _Position, stays: bool = False) -> Iterator[None]:
-        """Return a context in which the main thread is at a place.
-
-        Args:
-            place: The place.
-            stays: Whether it is the last one known of when that is over; else the one before is.
-        """
+        """Return a context in which the main thread is at a place."""
         before = self.position
         self.position = place._replace(since=time.monotonic())
         try:
@@ -159,12 +145,7 @@ _polling: set[int] = set()
 
 
 def start(serves: bool = False) -> None:
-    """Begin to report, once, where the launcher has asked for it.
-
-    Args:
-        serves: Whether the main thread only waits for the job's end, while TensorFlow's do what
-            the chief asks for.
-    """
+    """Begin to report, once, where the launcher has asked for it."""
     global _reporter
     timeout = 0.0
     with contextlib.suppress(ValueError):  # which the strategy refuses, by name
@@ -183,12 +164,7 @@ def _is_rank() -> bool:
 
 
 def report_to(send: Callable[[Report], None], timeout: float) -> None:
-    """Begin to report to others than a launcher.
-
-    Args:
-        send: Takes each report, in threads of its own.
-        timeout: Seconds after which a job that does not move is ended.
-    """
+    """Begin to report to others than a launcher."""
     global _reporter
     _reporter = _Reporter(timeout, send)
 
@@ -208,12 +184,7 @@ def _to_launcher(report: Report) -> None:
 
 
 def tell_held(held: Callable[[], dict[int, float]]) -> None:
-    """Report from now on which worker has work.
-
-    Args:
-        held: Returns since when, in seconds of `time.monotonic`, by the worker's number; called on
-            a thread of its own.
-    """
+    """Report from now on which worker has work."""
     if _reporter is not None:
         _reporter.held = held
 
@@ -227,9 +198,6 @@ def _mine() -> _Reporter | None:
 @contextlib.contextmanager
 def inside(what: str) -> Iterator[None]:
     """Return a context for what all ranks do together.
-
-    Args:
-        what: Names it, equally on all ranks.
 
     Example:
         >>> with inside("train step"):
@@ -246,11 +214,7 @@ def inside(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def alone(what: str) -> Iterator[None]:
-    """Return a context, inside of another, for what a rank does without the others.
-
-    Args:
-        what: Names it, for a sentence that goes on with where this is, such as "the trace of".
-    """
+    """Return a context, inside of another, for what a rank does without the others."""
     reporter = _mine()
     if reporter is None or not reporter.position.depth:
         yield
@@ -262,11 +226,7 @@ def alone(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def joining(what: str) -> Iterator[None]:
-    """Return a context in which this rank waits until the others have started, too.
-
-    Args:
-        what: What is started.
-    """
+    """Return a context in which this rank waits until the others have started, too."""
     reporter = _mine()
     if reporter is None:
         yield
@@ -279,11 +239,7 @@ def joining(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def awaiting(thread: threading.Thread) -> Iterator[None]:
-    """Return a context in which the main thread waits for another of this process.
-
-    Args:
-        thread: The other, whose stack is of interest as well.
-    """
+    """Return a context in which the main thread waits for another of this process."""
     reporter = _mine()
     if reporter is None:
         yield

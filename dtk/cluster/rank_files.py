@@ -24,12 +24,7 @@ _READ = (
 
 
 def advice(words: Sequence[str], rank: int) -> str | None:
-    """Return what to do about the exception that ended a rank, if it may come of that.
-
-    Args:
-        words: The last lines that the rank wrote.
-        rank: Its number. What rank 0 misses, no other rank has made.
-    """
+    """Return what to do about the exception that ended a rank, if it may come of that."""
     last = next((line for line in reversed(words) if _EXCEPTION.match(line)), "")
     if _SAYS_ITSELF in last:
         return None

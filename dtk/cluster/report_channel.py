@@ -51,9 +51,6 @@ def receive(reading: socket.socket) -> bytes:
 def cut(data: bytes) -> tuple[bytes, list[bytes], bytes]:
     r"""Cut the agent's records out of what a remote shell wrote.
 
-    Returns:
-        The rest, the records, and what may be the beginning of another.
-
     >>> cut(b"50%" + MARK + b"1\n|100%\n" + MARK[:4])
     (b'50%|100%\n', [b'1'], b'\x1edtk')
     """

@@ -7,49 +7,28 @@ from typing import TypedDict
 
 
 class Report(TypedDict):
-    """What a rank says of itself.
+    """What a rank says of itself."""
 
-    Attributes:
-        count: How often it has gone inside.
-        inside: Whether it is.
-        alone: Whether it is where others are inside, and does what needs none of them.
-        joining: Whether it waits for the others to start, and may be unable to report.
-        loops: How often it has come to the end of its data.
-        refused: Whether it has taken part in a collective in which others have not.
-        feeds: Whether TensorFlow waits for Python of this rank's, as for a generator.
-        what: Where it is, or was last.
-        still: Seconds since that changed.
-        cpu: Seconds that its process has used, without threads that poll.
-        io: Bytes that it has read from storage and written there.
-        stack: Its main thread's, where it has been at one place for long, and that of the thread it
-            waits for; "" else, and of a task that serves, which runs nothing of the script's.
-        held: Of a chief: for how many seconds each worker has had its work, by the worker's number.
-    """
-
-    count: int
+    count: int  # how often it has gone inside
     inside: bool
-    alone: bool
-    joining: bool
-    loops: int
-    refused: bool
-    feeds: bool
-    what: str
-    still: float
-    cpu: float
-    io: int
+    alone: bool  # whether it is where others are inside, and does what needs none of them
+    joining: bool  # whether it waits for the others to start, and may be unable to report
+    loops: int  # how often it has come to the end of its data
+    refused: bool  # whether it has taken part in a collective in which others have not
+    feeds: bool  # whether TensorFlow waits for Python of this rank's, as for a generator
+    what: str  # where it is, or was last
+    still: float  # seconds since that changed
+    cpu: float  # seconds that its process has used, without threads that poll
+    io: int  # bytes that it has read from storage and written there
+    # its main thread's, where it has been at one place for long, and that of the thread it waits
+    # for; "" else, and of a task that serves, which runs nothing of the script's
     stack: str
+    # of a chief: for how many seconds each worker has had its work, by the worker's number
     held: dict[str, float]
 
 
 def report_of(message: Mapping[str, object]) -> Report:
-    """Return a message as a report, of the types that it must have.
-
-    Args:
-        message: What JSON held.
-
-    Raises:
-        ValueError, KeyError, TypeError, AttributeError: It is none.
-    """
+    """Return a message as a report, of the types that it must have."""
     held = message["held"]
     return {
         "count": int(str(message["count"])),

@@ -42,11 +42,6 @@ def await_neighbours(
 
     Returns at once where that cannot be known: under other launchers, or where processes cannot see
     each other.
-
-    Args:
-        environment: The place of this process.
-        timeout: Seconds that a missing one may do nothing; 0 for ever.
-        environ: Variables of this process.
     """
     job = environ.get(_JOB, "")
     if not (job and timeout and environment.kind == "mpi" and environment.local_size > 1):

@@ -30,15 +30,6 @@ Readiness: TypeAlias = Literal["ready", "begun", "over"]
 def grace(environ: Mapping[str, str] = os.environ) -> float:
     """Return how long ranks may take to agree on a checkpoint, and to write it.
 
-    Args:
-        environ: The environment.
-
-    Returns:
-        Seconds, for either.
-
-    Raises:
-        ClusterError: The variable holds no positive number.
-
     >>> grace({}), grace({"DTK_SAVE_GRACE": "90"})
     (60.0, 90.0)
     """
@@ -58,10 +49,6 @@ def is_launcher_told() -> bool:
 
 
 def tell(what: Readiness) -> None:
-    """Tell the launcher, if there is one, what a SIGTERM would lead to.
-
-    Args:
-        what: See the top of this file.
-    """
+    """Tell the launcher, if there is one, what a SIGTERM would lead to."""
     if is_launcher_told():
         report_channel.tell({"saving": what})

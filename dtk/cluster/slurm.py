@@ -33,17 +33,6 @@ _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 def read(environ: Mapping[str, str]) -> Environment | None:
     """Read what `srun` sets in a job step.
 
-    Args:
-        environ: The environment, usually `os.environ`.
-
-    Returns:
-        The place in the job, with addresses every rank derives alike, or None outside a step.
-        Addresses are left out when the distribution of tasks over nodes (`srun -m`) is neither
-        block nor cyclic.
-
-    Raises:
-        ClusterError: The variables contradict each other.
-
     >>> env = read({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "2",
     ...             "SLURM_NTASKS": "3",
     ...             "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "n[1-2]",
@@ -120,12 +109,6 @@ def read(environ: Mapping[str, str]) -> Environment | None:
 def in_step(environ: Mapping[str, str]) -> bool:
     """Return whether this is a task of `srun`, not the shell of `sbatch` or `salloc`.
 
-    Args:
-        environ: The environment, usually `os.environ`.
-
-    Raises:
-        ClusterError: SLURM_STEP_ID is not a whole number.
-
     >>> in_step({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"})
     False
     """
@@ -136,9 +119,6 @@ def in_step(environ: Mapping[str, str]) -> bool:
 
 def process_manager(environ: Mapping[str, str]) -> str:
     """Return what `srun --mpi` offers an MPI to find its ranks by: "pmix", "pmi2", or "" for none.
-
-    Args:
-        environ: The environment, usually `os.environ`.
 
     >>> process_manager({"PMIX_RANK": "0"}), process_manager({"SLURM_MPI_TYPE": "none"})
     ('pmix', '')
@@ -153,9 +133,6 @@ def end_step(environ: Mapping[str, str]) -> None:
 
     `srun` leaves the others alone when one task fails, without `--kill-on-bad-exit`. This one gets
     a SIGTERM, too.
-
-    Args:
-        environ: The environment, usually `os.environ`.
     """
     scancel = shutil.which("scancel")
     if scancel is None or not in_step(environ) or "SLURM_JOB_ID" not in environ:
@@ -170,15 +147,6 @@ def port_base(environ: Mapping[str, str]) -> int:
     """Derive the first port of this step from job and step id, the same on every rank.
 
     Jobs 1 to 156 ids apart do not meet. `DTK_PORT_BASE` overrides it where a port is taken.
-
-    Args:
-        environ: The environment, usually `os.environ`.
-
-    Returns:
-        The port of the first rank of a host.
-
-    Raises:
-        ClusterError: DTK_PORT_BASE is no port.
 
     >>> port_base({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"})
     12896
@@ -195,15 +163,6 @@ def port_base(environ: Mapping[str, str]) -> int:
 
 def expand_tasks_per_node(text: str) -> tuple[int, ...]:
     """Expand Slurm's run-length list of tasks per node.
-
-    Args:
-        text: For example `2(x3),1`.
-
-    Returns:
-        One number per node.
-
-    Raises:
-        ClusterError: The text is not such a list.
 
     >>> expand_tasks_per_node("2(x3),1")
     (2, 2, 2, 1)
@@ -224,15 +183,6 @@ def expand_tasks_per_node(text: str) -> tuple[int, ...]:
 
 def expand_nodelist(text: str) -> tuple[str, ...]:
     """Expand Slurm's compact list of host names, keeping order and leading zeros.
-
-    Args:
-        text: For example `node[01-03,7],gpu2`; several brackets in one name are allowed.
-
-    Returns:
-        One name per node.
-
-    Raises:
-        ClusterError: The text is not such a list.
 
     >>> expand_nodelist("node[01-03,7],gpu2")
     ('node01', 'node02', 'node03', 'node7', 'gpu2')

@@ -20,15 +20,7 @@ _WRITES = "/dtk/callbacks/checkpointing/background.py"
 
 
 def of_this_process(main: int, awaited: threading.Thread | None) -> tuple[str, bool]:
-    """Return the stacks that tell where this process is, and whether TensorFlow waits for Python.
-
-    Args:
-        main: Id of the main thread.
-        awaited: The thread that it waits for; None for none.
-
-    Returns:
-        Lines, the innermost call first, and whether a thread of TensorFlow's runs Python.
-    """
+    """Return the stacks of this process, and whether TensorFlow waits for Python."""
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file)
         file.seek(0)
@@ -41,9 +33,6 @@ def of_this_process(main: int, awaited: threading.Thread | None) -> tuple[str, b
 
 def of_main_thread(lines: Sequence[str]) -> str:
     """Return the stack of the main thread out of what a process has written when it was aborted.
-
-    Args:
-        lines: All of it.
 
     >>> of_main_thread(["Fatal Python error: Aborted", "", "Thread 0x1 (most recent call first):",
     ...     '  File "a.py", line 1 in f', "", "Current thread 0x2 (most recent call first):",

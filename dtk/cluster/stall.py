@@ -53,26 +53,16 @@ _REPLACEABLE = ("worker", "evaluator")
 
 
 class Stall(NamedTuple):
-    """Why a job is stuck.
+    """Why a job is stuck."""
 
-    Attributes:
-        missing: Indices of the ranks that the others wait for; empty where none can be told.
-        why: For a sentence that begins with the missing ones, or a sentence.
-        waiting: Indices of the others.
-    """
-
+    # indices of the ranks that the others wait for; empty where none can be told
     missing: tuple[int, ...]
-    why: str
-    waiting: tuple[int, ...]
+    why: str  # for a sentence that begins with the missing ones, or a sentence
+    waiting: tuple[int, ...]  # indices of the others
 
 
 def find(standings: Sequence[Standing], now: float, timeout: float) -> Stall | None:
     """Return why a job is stuck; None while it is not, or not for long enough.
-
-    Args:
-        standings: Of every rank.
-        now: The time.
-        timeout: Seconds without progress that make a job stuck.
 
     Example:
         >>> find([Standing()], now=1000.0, timeout=300.0) is None
@@ -105,11 +95,6 @@ def find(standings: Sequence[Standing], now: float, timeout: float) -> Stall | N
 
 def find_alone(standings: Sequence[Standing], now: float, seconds: float) -> Stall | None:
     """Return which ranks compute, read or write while the others wait for them, for so long.
-
-    Args:
-        standings: Of every rank.
-        now: The time.
-        seconds: In which no rank has gone inside or come out.
 
     Example:
         >>> find_alone([Standing(started=True), Standing(started=True)], 1000.0, 300.0) is None
@@ -157,15 +142,7 @@ def _ahead(standings: Sequence[Standing]) -> tuple[int, ...]:
 
 
 def find_short(standings: Sequence[Standing]) -> Stall | None:
-    """Return whose data has ended before that of others, where a collective has shown that.
-
-    Args:
-        standings: Of every rank.
-
-    Returns:
-        None where no rank has taken part in a collective that others have not, or for another
-        reason.
-    """
+    """Return whose data has ended before that of others, where a collective has shown that."""
     refused = any(one.last is not None and one.last["refused"] for one in standings)
     ahead = _ahead(standings) if refused else ()
     return Stall(ahead, f"{_SHORT}, last", ()) if ahead else None
@@ -174,14 +151,7 @@ def find_short(standings: Sequence[Standing]) -> Stall | None:
 def describe_missing(
     stall: Stall, names: Sequence[str], hosts: Sequence[str], standings: Sequence[Standing]
 ) -> list[str]:
-    """Return the lines that say who is missing, and where in its script.
-
-    Args:
-        stall: Why it was ended.
-        names: Of all its processes.
-        hosts: Where they run.
-        standings: What is known of them.
-    """
+    """Return the lines that say who is missing, and where in its script."""
     lines = []
     for index in stall.missing:
         text = f"{names[index]}, host {hosts[index]}, {stall.why} {_where(standings[index])}."
@@ -198,14 +168,6 @@ def find_cut_off(standings: Sequence[Standing], now: float, timeout: float) -> S
 
     TensorFlow takes a rank of which it hears nothing for lost sooner than the timeout. A rank that
     was stopped is silent, too.
-
-    Args:
-        standings: Of every rank; those that have ended have said nothing.
-        now: The time.
-        timeout: Seconds without progress that make a job stuck.
-
-    Returns:
-        None if all that run have reported lately.
 
     Example:
         >>> find_cut_off([Standing(), Standing(heard=900.0)], now=1000.0, timeout=300.0).missing
@@ -227,17 +189,7 @@ def find_cut_off(standings: Sequence[Standing], now: float, timeout: float) -> S
 def describe(
     stall: Stall, names: Sequence[str], hosts: Sequence[str], standings: Sequence[Standing]
 ) -> str:
-    """Return what was seen of a job that has stopped moving: who is missing, where, who waits.
-
-    Args:
-        stall: Why it was ended.
-        names: Of all its processes.
-        hosts: Where they run.
-        standings: What is known of them.
-
-    Returns:
-        Whole lines, the first of them empty.
-    """
+    """Return what was seen of a job that has stopped moving: who is missing, where, who waits."""
     lines = ["", "dtk: the job has stopped moving, and was ended."]
     if not stall.missing:
         lines[1] += f" {stall.why}."
@@ -266,15 +218,6 @@ def find_replaceable(
     standings: Sequence[Standing], roles: Sequence[str], now: float, timeout: float
 ) -> dict[int, str]:
     """Return the workers of a job with servers, and the evaluator, that are stuck.
-
-    Args:
-        standings: Of every task.
-        roles: Their roles.
-        now: The time.
-        timeout: Seconds without progress that make a job stuck.
-
-    Returns:
-        Why, for a sentence, by the task's index.
 
     Example:
         >>> find_replaceable([Standing(), Standing()], ["chief", "worker"], 1000.0, 300.0)
@@ -305,12 +248,6 @@ def find_served(
     standings: Sequence[Standing], roles: Sequence[str], now: float, timeout: float
 ) -> Stall | None:
     """Return why a job with parameter servers is stuck; None while it is not, or not for long.
-
-    Args:
-        standings: Of every task.
-        roles: Their roles.
-        now: The time.
-        timeout: Seconds without progress that make a job stuck.
 
     Example:
         >>> find_served([Standing(), Standing()], ["chief", "ps"], 1000.0, 300.0) is None

@@ -16,33 +16,24 @@ _LOOK = 0.5  # seconds between two looks from outside: the system counts hundred
 
 @dataclasses.dataclass
 class Standing:
-    """What is known of one rank.
+    """What is known of one rank."""
 
-    Attributes:
-        heard: When it last reported; None before its first report. In seconds, as all times.
-        moved: When it last went inside or came out; when it was started, before its first report.
-        busy: When it was last seen computing, reading or writing, by its reports.
-        last: Its last report.
-        measured: The report since which its work is measured, and when that came.
-        started: Whether somebody has seen it start, and so waits for its first report.
-        ran: When its main thread was last busy, as seen from outside; None where nobody looks.
-        used: When any of its threads was, as seen from outside: in a stopped process none runs.
-        seen: What was seen last from outside.
-        left: Whether its script is over.
-        stack: Its stack, where the report has none.
-    """
-
+    # when it last reported; None before its first report. In seconds, as all times
     heard: float | None = None
+    # when it last went inside or came out; when it was started, before its first report
     moved: float = 0.0
-    busy: float = 0.0
+    busy: float = 0.0  # when it was last seen computing, reading or writing, by its reports
     last: Report | None = None
+    # the report since which its work is measured, and when that came
     measured: tuple[Report, float] | None = None
-    started: bool = False
+    started: bool = False  # whether somebody has seen it start, and so waits for its first report
+    # when its main thread was last busy, as seen from outside; None where nobody looks
     ran: float | None = None
+    # when any of its threads was, as seen from outside: in a stopped process none runs
     used: float | None = None
-    seen: tuple[Usage, float] | None = None
-    left: bool = False
-    stack: str = ""
+    seen: tuple[Usage, float] | None = None  # what was seen last from outside
+    left: bool = False  # whether its script is over
+    stack: str = ""  # its stack, where the report has none
 
     @property
     def worked(self) -> bool:
@@ -72,12 +63,7 @@ class Standing:
         return self.stack or told
 
     def take(self, report: Report, now: float) -> None:
-        """Take note of a report.
-
-        Args:
-            report: What the rank says.
-            now: When.
-        """
+        """Take note of a report."""
         last, when = self.measured or (self.last or report, self.heard or now)
         # Reports that are read late come together: what is between them took longer.
         if now - when >= _LOOK:
@@ -89,12 +75,7 @@ class Standing:
         self.heard, self.last = now, report
 
     def observe(self, usage: Usage | None, now: float) -> None:
-        """Take note of what is seen of its process from outside.
-
-        Args:
-            usage: What it has used so far; None where its process is not found.
-            now: When.
-        """
+        """Take note of what is seen of its process from outside."""
         if usage is None:
             return
         if self.seen is None:
@@ -111,11 +92,7 @@ class Standing:
         self.seen = (usage, now)
 
     def is_silent(self, since: float) -> bool:
-        """Return whether it has reported nothing, and none of its threads was seen to run either.
-
-        Args:
-            since: For how long, as a time.
-        """
+        """Return whether it reported nothing and none of its threads was seen to run."""
         if self.last is None or self.heard is None or self.left or self.heard >= since:
             return False
         if self.last["joining"] and not self.is_stopped:
@@ -123,29 +100,17 @@ class Standing:
         return self.is_unused(since)
 
     def is_unused(self, since: float) -> bool:
-        """Return whether no thread of it was seen to run, as of a process that is stopped.
-
-        Args:
-            since: For how long, as a time.
-        """
+        """Return whether no thread of it was seen to run, as of a process that is stopped."""
         return self.used is None or self.used < since
 
     def is_idle(self, since: float) -> bool:
-        """Return whether it has neither computed, nor read nor written.
-
-        Args:
-            since: For how long, as a time.
-        """
+        """Return whether it has neither computed, nor read nor written."""
         if self.last is None:
             return self.started and self.moved < since and (self.ran is None or self.ran < since)
         return self.left or self.busy < since
 
     def delay(self, seconds: float) -> None:
-        """Move all times later, as the launcher itself was stopped meanwhile.
-
-        Args:
-            seconds: How much later.
-        """
+        """Move all times later, as the launcher itself was stopped meanwhile."""
         self.moved += seconds
         self.busy += seconds
         if self.heard is not None:

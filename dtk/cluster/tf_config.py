@@ -105,16 +105,6 @@ class TFConfig:
 def parse(text: str) -> TFConfig | None:
     """Parse the value of TF_CONFIG.
 
-    Args:
-        text: The JSON; `master` is accepted for `chief`.
-
-    Returns:
-        The cluster and task, or None when no cluster is described (empty text, `{}`, empty
-        cluster).
-
-    Raises:
-        ClusterError: The JSON is malformed or contradicts itself; says what was given and expected.
-
     >>> parse('{"cluster": {"master": ["a:1"]}, "task": {"type": "master", "index": 0}}').role
     'chief'
     """
@@ -152,15 +142,6 @@ def parse(text: str) -> TFConfig | None:
 def read(environ: Mapping[str, str]) -> Environment | None:
     """Read TF_CONFIG.
 
-    Args:
-        environ: The environment, usually `os.environ`.
-
-    Returns:
-        The place in the job, or None when TF_CONFIG describes no cluster.
-
-    Raises:
-        ClusterError: TF_CONFIG is malformed.
-
     >>> text = '{"cluster": {"worker": ["a:1", "a:2"]}, "task": {"type": "worker", "index": 1}}'
     >>> read({"TF_CONFIG": text}).local_rank
     1
@@ -171,12 +152,6 @@ def read(environ: Mapping[str, str]) -> Environment | None:
 
 def to_environment(config: TFConfig) -> Environment:
     """Turn a TF_CONFIG into a place in the job.
-
-    Args:
-        config: The cluster and this process's task.
-
-    Returns:
-        The place, with the hosts and addresses of all training processes.
 
     >>> to_environment(TFConfig({"worker": ("a:1", "b:1")}, "worker", 1)).hosts
     ('a', 'b')
@@ -205,17 +180,6 @@ def to_environment(config: TFConfig) -> Environment:
 def write(cluster: Mapping[str, Sequence[str]], role: str, index: int) -> str:
     """Return the value of TF_CONFIG for one task.
 
-    Args:
-        cluster: Role to "host:port" addresses.
-        role: This task's role.
-        index: Its index within the role.
-
-    Returns:
-        JSON text.
-
-    Raises:
-        ClusterError: The parts contradict each other.
-
     >>> write({"worker": ["a:1"]}, "worker", 0)
     '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'
     """
@@ -226,9 +190,6 @@ def write(cluster: Mapping[str, Sequence[str]], role: str, index: int) -> str:
 
 def host_of(address: str) -> str:
     """Return the host of "host:port".
-
-    Args:
-        address: The text.
 
     >>> host_of("node1:2222")
     'node1'

@@ -20,10 +20,6 @@ def divide(environment: Environment, environ: MutableMapping[str, str] = os.envi
     What is set already stays, and so does TensorFlow's own setting (`tf.config.threading`). A
     process that is bound to some of the cores keeps these.
 
-    Args:
-        environment: Tells how many ranks share the host.
-        environ: Where the numbers of threads are set.
-
     Example:
         >>> given = {"OMP_NUM_THREADS": "3"}
         >>> divide(Environment("mpi", rank=0, size=2, local_size=2), given)

@@ -16,29 +16,16 @@ STOPPED = "Tt"
 
 
 class Usage(NamedTuple):
-    """What a process was doing when it was looked at.
+    """What a process was doing when it was looked at."""
 
-    Attributes:
-        state: Of its main thread, a letter of proc(5).
-        cpu: Seconds that its main thread has computed: others may only look for messages.
-        io: Bytes that the process has read from storage and written there.
-        total: Seconds that all its threads have computed.
-    """
-
-    state: str
-    cpu: float
-    io: int
-    total: float = 0.0
+    state: str  # of its main thread, a letter of proc(5)
+    cpu: float  # seconds that its main thread has computed: others may only look for messages
+    io: int  # bytes that the process has read from storage and written there
+    total: float = 0.0  # seconds that all its threads have computed
 
 
 def of(pid: int) -> Usage | None:
     """Look at a process of this machine.
-
-    Args:
-        pid: Its id.
-
-    Returns:
-        What it is doing; None if it is not there, or another user's.
 
     >>> of(os.getpid()).state
     'R'
@@ -53,11 +40,7 @@ def of(pid: int) -> Usage | None:
 
 
 def cpu(thread: int) -> float:
-    """Return the seconds that a thread of this process has computed; 0 if it has ended.
-
-    Args:
-        thread: The system's number of it.
-    """
+    """Return the seconds that a thread of this process has computed; 0 if it has ended."""
     with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/stat") as file:
         return _seconds(file.read().rpartition(")")[2].split())
     return 0.0
@@ -71,9 +54,6 @@ def io(pid: int | str = "self") -> int:
     """Return the bytes that a process has read from storage and written there.
 
     Not what goes through sockets and pipes, which ranks that wait look at all the time.
-
-    Args:
-        pid: Its id.
     """
     try:
         with open(f"/proc/{pid}/io") as file:
@@ -88,11 +68,6 @@ class MemoryKills:
 
     It counts those of the process's control group, such as a container, or of the whole machine
     where the group does not tell.
-
-    Args:
-        pid: Id of the process.
-        proc: Where Linux tells of processes.
-        groups: Where it tells of control groups.
 
     >>> MemoryKills(os.getpid()).are_more()
     False

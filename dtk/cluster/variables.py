@@ -33,16 +33,6 @@ STEP_SETTINGS = "DTK_STEP_SETTINGS"
 def integer(environ: Mapping[str, str], name: str) -> int:
     """Read one variable as an integer.
 
-    Args:
-        environ: The environment, usually `os.environ`.
-        name: The variable; it must be set.
-
-    Returns:
-        Its value.
-
-    Raises:
-        ClusterError: The variable is missing or not a whole number.
-
     >>> integer({"PMI_RANK": "3"}, "PMI_RANK")
     3
     """
@@ -61,17 +51,6 @@ def integer(environ: Mapping[str, str], name: str) -> int:
 
 def place(environ: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int]:
     """Read a rank and the size of its group, and check that they fit.
-
-    Args:
-        environ: The environment, usually `os.environ`.
-        rank_name: Variable with the rank.
-        size_name: Variable with the number of ranks.
-
-    Returns:
-        `(rank, size)` with `0 <= rank < size`.
-
-    Raises:
-        ClusterError: One is missing, is no number, or the rank is outside the group.
 
     >>> place({"R": "1", "N": "4"}, "R", "N")
     (1, 4)

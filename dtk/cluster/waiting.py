@@ -10,12 +10,7 @@ AFTER = 10.0  # seconds; processes of one job often start a few seconds apart
 
 
 class Wait:
-    """A wait for other processes, which begins now.
-
-    Args:
-        who: Waits, such as "rank 1".
-        limit: Seconds that it may take.
-    """
+    """A wait for other processes, which begins now."""
 
     def __init__(self, who: str, limit: float) -> None:
         self._who = who
@@ -35,12 +30,7 @@ class Wait:
         return self.left if self._told else max(0.0, min(due, self.left))
 
     def say(self, whom: str, bound: str = "") -> None:
-        """Write to standard error, once and not in the first seconds, whom this process waits for.
-
-        Args:
-            whom: And where, for a sentence.
-            bound: How that sentence ends; says how long this waits by default.
-        """
+        """Write to standard error, once, not in the first seconds: which rank is waited for."""
         if self._told or time.monotonic() < self._began + AFTER:
             return
         self._told = True

@@ -147,7 +147,12 @@ def mpi_installed() -> bool:
 
 
 class Choice(NamedTuple):
-    """What `communicator="auto"` is in a job, and why."""
+    """What `communicator="auto"` is in a job.
+
+    Attributes:
+        name: Of the communicator, such as "mpi".
+        why: The reason, in a few words.
+    """
 
     name: str
     why: str

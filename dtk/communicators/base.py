@@ -33,12 +33,7 @@ class AlignedSlices(tf.IndexedSlices):
 
 
 def with_values(slices: tf.IndexedSlices, values: tf.Tensor) -> tf.IndexedSlices:
-    """Return slices of the same kind, at the same places, with other values.
-
-    Args:
-        slices: The slices.
-        values: As many rows.
-    """
+    """Return slices of the same kind, at the same places, with other values."""
     return type(slices)(values, slices.indices, slices.dense_shape)
 
 

@@ -6,13 +6,6 @@ from __future__ import annotations
 def block_sizes(rows: int, size: int) -> list[int]:
     """Return the rows of every rank's block: as even as can be, the first ranks one more.
 
-    Args:
-        rows: Rows to divide.
-        size: Number of ranks.
-
-    Returns:
-        Rows of each rank, in rank order; they add up to `rows`.
-
     Example:
         >>> block_sizes(8, 3), block_sizes(1, 2)
         ([3, 3, 2], [1, 0])

@@ -11,14 +11,7 @@ from dtk.communicators.messages import Message
 
 
 class BucketReduction:
-    """An all-reduce of a list of dense tensors.
-
-    Args:
-        tensors: What is reduced, of any shapes and dtypes.
-        op: One of `dtk.communicators.REDUCE_OPS`.
-        limit: Bytes of a bucket.
-        native: Dtypes that the backend reduces.
-    """
+    """An all-reduce of a list of dense tensors."""
 
     def __init__(
         self, tensors: list[tf.Tensor], op: str, limit: int, native: frozenset[tf.DType]
@@ -38,16 +31,7 @@ class BucketReduction:
         size: int,
         label: Callable[[str], str],
     ) -> Message:
-        """Return the collective that reduces the buckets and cuts them into tensors again.
-
-        Args:
-            reduce: The backend's: takes flat tensors, an op other than "mean", and a label.
-            size: Number of ranks, for a mean.
-            label: Makes the label of the next collective, of what kind it is.
-
-        Returns:
-            A message whose result is a list like the tensors.
-        """
+        """Return the collective that reduces the buckets and cuts them into tensors again."""
         labels = {wire_op: label(f"reduce/{wire_op}") for wire_op in self._places}
 
         def send(flat: list[tf.Tensor], lane: int) -> list[tf.Tensor]:
@@ -70,10 +54,5 @@ class BucketReduction:
 
 
 def mean(total: tf.Tensor, size: int) -> tf.Tensor:
-    """Return a sum over all ranks divided by their number, in the sum's dtype.
-
-    Args:
-        total: The sum, of a floating point dtype.
-        size: Number of ranks.
-    """
+    """Return a sum over all ranks divided by their number, in the sum's dtype."""
     return total / tf.cast(size, total.dtype)

@@ -30,31 +30,15 @@ _LEAST = 2**18
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Places of tensors in buckets.
+    """Places of tensors in buckets."""
 
-    Attributes:
-        members: For each bucket the indices of its tensors, in order.
-        sizes: Elements of each tensor; None where its static shape does not tell.
-    """
-
-    members: tuple[tuple[int, ...], ...]
+    members: tuple[tuple[int, ...], ...]  # for each bucket the indices of its tensors, in order
+    # elements of each tensor; None where its static shape does not tell
     sizes: tuple[int | None, ...]
 
 
 def plan(dtypes: Sequence[tf.DType], sizes: Sequence[int | None], limit: int) -> Layout:
-    """Decide the buckets from what all ranks know alike: dtypes and static sizes.
-
-    Args:
-        dtypes: One per tensor.
-        sizes: Elements per tensor; None (unknown until it runs) gets a bucket of its own.
-        limit: Bytes after which a bucket is closed; at least 1.
-
-    Returns:
-        The layout. Buckets are ordered by their first tensor, so ranks agree.
-
-    Raises:
-        ValueError: If `limit` is below 1.
-    """
+    """Decide the buckets from what all ranks know alike: dtypes and static sizes."""
     if limit < 1:
         raise ValueError(f"a bucket must hold at least 1 byte, got a limit of {limit}")
     buckets: list[list[int]] = []
@@ -78,15 +62,6 @@ def limit_for(
 ) -> int:
     """Return the bytes of a bucket, so that a list travels in a few of them.
 
-    Args:
-        tensors: The list.
-        most: No bucket is larger.
-        costs: What messages and bytes take, where known.
-
-    Returns:
-        What costs least time; without `costs` a quarter of what is known to be in the list, but at
-        least 256 KiB.
-
     Example:
         >>> limit_for([tf.zeros([2**20])] * 2) // 2**20  # 8 MiB in all
         2
@@ -99,15 +74,7 @@ def limit_for(
 def pack(
     tensors: Sequence[tf.Tensor], limit: int = DEFAULT_LIMIT
 ) -> tuple[list[tf.Tensor], Layout]:
-    """Flatten `tensors` into one-dimensional buckets of one dtype each.
-
-    Args:
-        tensors: Any shapes and dtypes.
-        limit: Bytes after which a bucket is closed; at least 1.
-
-    Returns:
-        The buckets, and the layout `unpack` needs.
-    """
+    """Flatten `tensors` into one-dimensional buckets of one dtype each."""
     layout = plan([t.dtype for t in tensors], static_sizes(tensors), limit)
     return [_join([tensors[i] for i in members]) for members in layout.members], layout
 
@@ -118,14 +85,6 @@ def unpack(
     """Cut buckets into tensors shaped `like` those that were packed; static shapes are kept.
 
     The buckets may have changed dtype on the way.
-
-    Args:
-        buckets: One-dimensional tensors, as long as those that `pack` returned.
-        like: The tensors that were packed.
-        layout: What `pack` returned beside the buckets.
-
-    Returns:
-        One tensor for each of `like`, in its shape.
     """
     tensors: list[tf.Tensor | None] = [None] * len(layout.sizes)
     for bucket, members in zip(buckets, layout.members, strict=True):
@@ -139,21 +98,12 @@ def unpack(
 
 
 def static_sizes(tensors: Sequence[tf.Tensor]) -> list[int | None]:
-    """Return each tensor's number of elements where its static shape tells, else None.
-
-    Args:
-        tensors: Any tensors.
-    """
+    """Return each tensor's number of elements where its static shape tells, else None."""
     return [math.prod(t.shape) if t.shape.is_fully_defined() else None for t in tensors]
 
 
 def shaped_like(flat: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
-    """Give `flat` the shape of `like`, statically where it is known.
-
-    Args:
-        flat: One-dimensional, with as many elements.
-        like: Any tensor.
-    """
+    """Give `flat` the shape of `like`, statically where it is known."""
     if like.shape.is_fully_defined():
         return tf.reshape(flat, like.shape)
     return tf.ensure_shape(tf.reshape(flat, tf.shape(like)), like.shape)

@@ -62,20 +62,7 @@ def start(
     timeout: float | None = None,
     prepare: Callable[[int], None] | None = None,
 ) -> Communicator:
-    """Bring TensorFlow's collective runtime up over all ranks of `environment`.
-
-    Args:
-        environment: Must hold one "host:port" per rank in `addresses`.
-        timeout: Seconds to wait for the last rank; `DTK_START_TIMEOUT` or 120 when None.
-        prepare: Called with the number of ranks before TensorFlow's runtime starts.
-
-    Returns:
-        The communicator over all ranks.
-
-    Raises:
-        CommunicatorError: If addresses are missing, this rank's is in use, ranks are missing, or
-            TensorFlow has already run an operation.
-    """
+    """Bring TensorFlow's collective runtime up over all ranks of `environment`."""
     if environment in _STARTED:
         return _STARTED[environment]
     rank, addresses = environment.rank, environment.addresses
@@ -130,16 +117,7 @@ def _bring_up(rank: int, addresses: Sequence[str]) -> tf.distribute.Strategy:
 
 
 class CollectiveCommunicator(PackedCommunicator):
-    """Ranks joined by TensorFlow's collective ops. Made by `start` and `split`.
-
-    Args:
-        rank: Index in this group.
-        hosts: One per rank of the group.
-        members: World rank of every rank of the group.
-        group_key: Agreed by the members, and used by no other group.
-        runtime: Whatever keeps the collective runtime alive.
-        device: Where the collectives run.
-    """
+    """Ranks joined by TensorFlow's collective ops. Made by `start` and `split`."""
 
     name = "collective"
 
@@ -355,15 +333,7 @@ def _graph_key(group_key: int, label: str, size: int | tf.Tensor) -> int | tf.Te
 
 
 def replicas(devices: Sequence[str], group: int) -> list[CollectiveCommunicator]:
-    """Make communicators between devices of this process, for use in graphs only.
-
-    Args:
-        devices: One per replica.
-        group: Any number that tells this group from others in the process.
-
-    Returns:
-        One communicator per replica, in the order of `devices`.
-    """
+    """Make communicators between devices of this process, for use in graphs only."""
     count = len(devices)
     key = _hash(f"replicas/{group}/{count}")
     return [

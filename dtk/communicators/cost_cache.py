@@ -37,19 +37,7 @@ _PLACES = ("RANK", "SIZE", "ADDR", "PORT", "HOSTNAME", "SECRET_KEY")
 
 
 def calibrate(communicator: Communicator, device: str, processors: list[str]) -> Costs | None:
-    """Return the costs of a world; all ranks call it together.
-
-    Args:
-        communicator: Of the world.
-        device: Where this rank computes, such as "CPU:0".
-        processors: What every rank computes with, in rank order.
-
-    Returns:
-        The same on all ranks; None where rank 0's user wants none.
-
-    Raises:
-        CommunicatorError: DTK_CALIBRATE is none of the above.
-    """
+    """Return the costs of a world; all ranks call it together."""
     way = communicator.broadcast_object(os.environ.get(VARIABLE, ""))
     if way not in _WAYS:
         raise CommunicatorError(

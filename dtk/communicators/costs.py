@@ -47,21 +47,13 @@ _KEPT_BITS = 3
 
 
 class Traffic(NamedTuple):
-    """Messages and bytes that go through the link of the busiest host.
+    """Messages and bytes that go through the link of the busiest host."""
 
-    Attributes:
-        messages: One after the other.
-        bytes: In one direction; as many go in the other at the same time.
-    """
-
-    messages: float = 0.0
-    bytes: float = 0.0
+    messages: float = 0.0  # one after the other
+    bytes: float = 0.0  # in one direction; as many go in the other at the same time
 
     def and_then(self, other: Traffic) -> Traffic:
         """Return both, one after the other.
-
-        Args:
-            other: What comes next.
 
         Example:
             >>> Traffic(1, 10).and_then(Traffic(2, 5))
@@ -72,9 +64,6 @@ class Traffic(NamedTuple):
     def times(self, factor: float) -> Traffic:
         """Return a multiple of it.
 
-        Args:
-            factor: How much of it.
-
         Example:
             >>> Traffic(2, 10).times(0.5)
             Traffic(messages=1.0, bytes=5.0)
@@ -83,10 +72,6 @@ class Traffic(NamedTuple):
 
     def seconds(self, message: float, byte: float) -> tuple[float, float]:
         """Return the seconds of the messages, and those of the bytes, in Hockney's model.
-
-        Args:
-            message: Seconds of a message of no length.
-            byte: Seconds of a byte more.
 
         Example:
             >>> Traffic(2, 10).seconds(message=0.5, byte=0.25)
@@ -100,25 +85,17 @@ def ring_allreduce(ranks: int, nbytes: float) -> Traffic:
 
     It does not matter how many ranks share a host: one neighbor of each host is on another.
 
-    Args:
-        ranks: P.
-        nbytes: n, bytes on each rank.
+    Source: Patarasuk and Yuan 2009.
 
     Example:
         >>> ring_allreduce(4, 100)
         Traffic(messages=6, bytes=150.0)
-
-    Source: Patarasuk and Yuan 2009.
     """
     return Traffic(2 * (ranks - 1), 2 * (ranks - 1) / ranks * nbytes)
 
 
 def one_hop_allreduce(ranks: int, nbytes: float) -> Traffic:
     """Return the traffic of every rank sending all it has to every other, which adds it up.
-
-    Args:
-        ranks: P.
-        nbytes: n, bytes on each rank.
 
     Example:
         >>> one_hop_allreduce(4, 100)
@@ -130,15 +107,11 @@ def one_hop_allreduce(ranks: int, nbytes: float) -> Traffic:
 def ring_allgather(ranks: int, nbytes: float) -> Traffic:
     """Return the traffic of every rank's part of n bytes going round a ring.
 
-    Args:
-        ranks: P.
-        nbytes: n, bytes of all parts.
+    Source: Thakur et al. 2005, section 3.1.
 
     Example:
         >>> ring_allgather(4, 100)
         Traffic(messages=3, bytes=75.0)
-
-    Source: Thakur et al. 2005, section 3.1.
     """
     return Traffic(ranks - 1, (ranks - 1) / ranks * nbytes)
 
@@ -148,16 +121,11 @@ def alltoall(ranks: int, nbytes: float, per_host: int = 1) -> Traffic:
 
     Ranks of a host share its link.
 
-    Args:
-        ranks: P.
-        nbytes: n, bytes of a rank's parts, its own included.
-        per_host: Ranks of a host.
+    Source: Thakur et al. 2005, section 3.3 (pairwise exchange).
 
     Example:
         >>> [alltoall(4, 100, per_host).bytes for per_host in (1, 2, 4)]
         [75.0, 100.0, 75.0]
-
-    Source: Thakur et al. 2005, section 3.3 (pairwise exchange).
     """
     # On one host nobody's bytes share a link with another's.
     sharing, away = (per_host, ranks - per_host) if ranks > per_host else (1, ranks - 1)
@@ -167,20 +135,12 @@ def alltoall(ranks: int, nbytes: float, per_host: int = 1) -> Traffic:
 def hierarchical_allreduce(hosts: int, per_host: int, nbytes: float) -> tuple[Traffic, Traffic]:
     """Return the traffic of a reduction within hosts, one between hosts, and a broadcast back.
 
-    Args:
-        hosts: H.
-        per_host: w, ranks of a host.
-        nbytes: n, bytes on each rank.
-
-    Returns:
-        What is between hosts, and what is within one.
+    Source: Jia et al. 2018, "Highly Scalable Deep Learning Training System with Mixed-Precision".
 
     Example:
         >>> between, within = hierarchical_allreduce(2, 4, 100)
         >>> between, within
         (Traffic(messages=2, bytes=100.0), Traffic(messages=6, bytes=150.0))
-
-    Source: Jia et al. 2018, "Highly Scalable Deep Learning Training System with Mixed-Precision".
     """
     return ring_allreduce(hosts, nbytes), ring_allreduce(per_host, nbytes)
 
@@ -190,17 +150,11 @@ def pull(workers: int, servers: int, per_host: int, nbytes: float) -> Traffic:
 
     The busier of a server's and a host's link counts. A push is the same in the other direction.
 
-    Args:
-        workers: P.
-        servers: S, each on a host of its own.
-        per_host: Workers of a host.
-        nbytes: n, bytes of the weights.
+    Source: Li et al., OSDI'14.
 
     Example:
         >>> pull(8, 2, 1, 100), pull(8, 16, 1, 100)
         (Traffic(messages=1, bytes=400.0), Traffic(messages=1, bytes=100))
-
-    Source: Li et al., OSDI'14.
     """
     return Traffic(1, max(workers / servers, min(per_host, workers)) * nbytes)
 
@@ -209,9 +163,6 @@ def padded(nbytes: float) -> int:
     """Return the bytes that a part of unequal parts takes on the wire.
 
     See `dtk.communicators.collective`.
-
-    Args:
-        nbytes: Bytes of the part.
 
     Example:
         >>> padded(1000), padded(1100), padded(4)
@@ -226,14 +177,6 @@ def fit_allreduces(
     ranks: int, seconds: Mapping[int, float], least: float = 0.0
 ) -> tuple[float, float]:
     """Return the seconds of a message and of a byte that two all-reduces round a ring tell.
-
-    Args:
-        ranks: Number of ranks.
-        seconds: Seconds of each of the two, by its bytes.
-        least: Seconds that the messages of an all-reduce are taken to need at least.
-
-    Returns:
-        Seconds of a message of no length, and of a byte more; none is below 0.
 
     Example:
         >>> fit_allreduces(2, {100: 1.0, 300: 2.0})
@@ -250,13 +193,6 @@ def half_length(message: float, byte: float) -> float:
 
     So close, most measurements of one world agree.
 
-    Args:
-        message: Seconds of a message of no length.
-        byte: Seconds of a byte more.
-
-    Returns:
-        Bytes, 1 or more; infinity where bytes take no time.
-
     Example:
         >>> half_length(0.5e-3, 4e-9)
         131072.0
@@ -270,10 +206,6 @@ def bucket(total: float, half_length: float) -> float:
     n bytes in k buckets cost k messages, and 1/k of the bytes are left to send when the last
     gradient is there: least at n / k = sqrt(n message / byte).
 
-    Args:
-        total: Bytes of the list.
-        half_length: Bytes that take as long as a message.
-
     Example:
         >>> bucket(8 << 20, 1 << 17), bucket(1000, 1 << 17)
         (1048576.0, 65536)
@@ -285,25 +217,16 @@ def bucket(total: float, half_length: float) -> float:
 class Costs:
     """Seconds that a world's communicator and processors take.
 
-    Attributes:
-        size: Ranks, 2 or more.
-        message: Seconds of a message of no length.
-        byte: Seconds of a byte more, in a message or in what is added up of it.
-        operation: Seconds of a floating point operation in a product of matrices.
-
-    Raises:
-        ValueError: One is no number above 0.
-
     Example:
         >>> costs = Costs(size=2, message=0.5e-3, byte=4e-9, operation=0.03e-9)
         >>> costs.half_length, costs.bucket(8 << 20), costs.flops_per_byte
         (131072, 1048576, 128.0)
     """
 
-    size: int
-    message: float
-    byte: float
-    operation: float
+    size: int  # ranks, 2 or more
+    message: float  # seconds of a message of no length
+    byte: float  # seconds of a byte more, in a message or in what is added up of it
+    operation: float  # seconds of a floating point operation in a product of matrices
 
     def __post_init__(self) -> None:
         for name in ("size", "message", "byte", "operation"):
@@ -322,18 +245,11 @@ class Costs:
         return _power_of_two(self.byte / self.operation)
 
     def bucket(self, total: int) -> int:
-        """Return the bytes of a bucket of a list of tensors that become ready one by one.
-
-        Args:
-            total: Bytes of the list.
-        """
+        """Return the bytes of a bucket of a list of tensors that become ready one by one."""
         return int(bucket(total, self.half_length))
 
     def allreduce(self, nbytes: float) -> float:
         """Return the seconds of an all-reduce round a ring.
-
-        Args:
-            nbytes: Bytes that each rank contributes.
 
         Example:
             >>> round(Costs(4, 0.5e-3, 1e-8, 1e-11).allreduce(4e6), 6)
@@ -343,9 +259,6 @@ class Costs:
 
     def allgather(self, nbytes: float) -> float:
         """Return the seconds of an all-gather round a ring.
-
-        Args:
-            nbytes: Bytes from each rank.
 
         Example:
             >>> round(Costs(4, 0.5e-3, 1e-8, 1e-11).allgather(1e6), 6)

@@ -43,17 +43,7 @@ _CYCLE = "0.2"
 
 @functools.cache  # a process has one runtime: a second strategy shares it
 def start(environment: Environment) -> Communicator:
-    """Initialise Horovod and check that it sees the world the launcher described.
-
-    Args:
-        environment: What the launcher told.
-
-    Returns:
-        The communicator over all ranks.
-
-    Raises:
-        CommunicatorError: If the two disagree, which means the ranks did not find each other.
-    """
+    """Initialise Horovod and check that it sees the world the launcher described."""
     if os.environ.get("HOROVOD_CONTROLLER", "mpi").lower() == "mpi":  # over Gloo a look costs more
         os.environ.setdefault("HOROVOD_CYCLE_TIME", _CYCLE)
     # Open MPI's word for it: its thread that waits must not keep others from computing.
@@ -129,15 +119,7 @@ class _Sets:
 
 
 class HorovodCommunicator(PackedCommunicator):
-    """Ranks joined by Horovod. Made by `start` and `split`.
-
-    Args:
-        rank: Index in this group.
-        hosts: One per rank of the group.
-        members: World rank of every rank of the group.
-        sets: The job's process sets; holds one for `members`.
-        prefix: Begins the names of its ops, which communicators of equal members must not share.
-    """
+    """Ranks joined by Horovod. Made by `start` and `split`."""
 
     name = "horovod"
 

@@ -36,13 +36,6 @@ def measure(communicator: Communicator, device: str) -> Costs:
     """Measure a world; all ranks call it together, and get the same numbers.
 
     Takes about half a second on a fast link, and 2 on one of 100 Mbit/s.
-
-    Args:
-        communicator: Of the world.
-        device: Where this rank computes, such as "CPU:0".
-
-    Returns:
-        What a message, a byte and an operation take, of the slowest rank.
     """
     operation = _slowest(communicator, _time(_product(device), _TURNS)) / (2 * _ROWS * _SIDE**2)
     short = _allreduces(communicator, _FEW)

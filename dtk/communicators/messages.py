@@ -20,16 +20,12 @@ from dtk.communicators.sequencer import CollectiveSequencer, lane
 
 
 class Message(NamedTuple):
-    """A collective about to run.
+    """A collective about to run."""
 
-    Attributes:
-        inputs: Flat tensors, in dtypes the backend takes.
-        send: Called with them, and how many inputs of others go before: its first lane.
-        finish: Makes the result of what `send` returned: a tensor, `tf.IndexedSlices`, or a list.
-    """
-
-    inputs: list[tf.Tensor]
+    inputs: list[tf.Tensor]  # flat tensors, in dtypes the backend takes
+    # called with them, and how many inputs of others go before: its first lane
     send: Callable[[list[tf.Tensor], int], list[tf.Tensor]]
+    # makes the result of what `send` returned: a tensor, `tf.IndexedSlices`, or a list
     finish: Callable[[list[tf.Tensor]], tf.Tensor | tf.IndexedSlices | list[tf.Tensor]]
 
 
@@ -39,13 +35,6 @@ def run_together(
     """Send messages side by side, each once its own values are there.
 
     A backend may have few lanes, and let those that share one wait for each other.
-
-    Args:
-        messages: What to send; every rank passes the same ones, in the same order.
-        sequencer: Orders them, as one collective, among all others.
-
-    Returns:
-        The result of each message.
     """
     if not messages:
         return []
@@ -75,11 +64,7 @@ KEYS_IN_TURN = 4
 
 
 class MessageCount:
-    """Messages so far in one direction under one tag.
-
-    Args:
-        device: Where the count is kept.
-    """
+    """Messages so far in one direction under one tag."""
 
     def __init__(self, device: str) -> None:
         self._handle = lane(device)
@@ -87,11 +72,7 @@ class MessageCount:
             tf.raw_ops.AssignVariableOp(resource=self._handle, value=tf.constant([0, 0], tf.int64))
 
     def choose(self, keys: Sequence[int | tf.Tensor]) -> tf.Tensor:
-        """Return the key of the next message, and count it.
-
-        Args:
-            keys: `KEYS_IN_TURN` of them, equal on both ends.
-        """
+        """Return the key of the next message, and count it."""
         count = tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=tf.int64)[0]
         tf.raw_ops.AssignAddVariableOp(resource=self._handle, value=tf.constant([1, 0], tf.int64))
         return tf.stack([tf.cast(key, tf.int32) for key in keys])[count % KEYS_IN_TURN]

@@ -17,10 +17,6 @@ class NullCommunicator(PackedCommunicator):
     of a real world), an all-to-all returns this rank's own block once per rank, cut or filled up
     with zeros where other lengths are expected. Every dtype but bool is native. `bytes_sent` counts
     what a real transport would have been given.
-
-    Args:
-        rank: The rank to claim.
-        size: The world size to claim.
     """
 
     name = "null"

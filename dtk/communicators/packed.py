@@ -47,14 +47,7 @@ class _Sequence:
 
 
 class PackedCommunicator(Communicator):
-    """Base of the backends that really send.
-
-    Args:
-        rank: This process's index in the group.
-        hosts: Host name of every rank of the group.
-        bucket_bytes: Limit of a bucket for lists of tensors.
-        device: Where the collectives run.
-    """
+    """Base of the backends that really send."""
 
     # What the backend adds up, and what it moves, without help.
     reduces: frozenset[tf.DType] = frozenset()
@@ -78,11 +71,7 @@ class PackedCommunicator(Communicator):
         self._traced = 0
 
     def set_hosts(self, hosts: Sequence[str]) -> None:
-        """Set which host each rank is on, once that is known.
-
-        Args:
-            hosts: Host name of every rank of the group, in rank order.
-        """
+        """Set which host each rank is on, once that is known."""
         self.hosts = tuple(hosts)
         self.local_rank = self.hosts[: self.rank].count(self.hosts[self.rank])
         self.local_size = self.hosts.count(self.hosts[self.rank])
@@ -138,9 +127,6 @@ class PackedCommunicator(Communicator):
         """Name the collectives traced inside by (name, position).
 
         Nested names are joined; see `Communicator.sequence`.
-
-        Args:
-            name: The same on every rank.
         """
         outer = self._sequence
         self._sequence = _Sequence(f"{outer.name}/{name}" if outer else name)

@@ -17,18 +17,6 @@ def on_root(communicator: Communicator, work: Callable[[], _T], root: int = 0) -
 
     Every rank calls this.
 
-    Args:
-        communicator: The ranks.
-        work: Called on `root` only. Its result is sent, which is part of what may fail.
-        root: The rank that works.
-
-    Returns:
-        What `work` returned, on every rank.
-
-    Raises:
-        Exception: What `work` raised, on every rank; a RuntimeError that says the same where that
-            cannot be sent.
-
     Example:
         >>> from dtk.communicators import LocalCommunicator
         >>> on_root(LocalCommunicator(), lambda: {"epoch": 3})

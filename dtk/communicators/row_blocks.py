@@ -11,12 +11,7 @@ from dtk.errors import at_rank
 
 
 class RowBlocks:
-    """A tensor's rows as flat elements that a backend moves, and the way back.
-
-    Args:
-        tensor: Rows, shape `[rows, ...]`, of any dtype a communicator takes.
-        native: Dtypes that the backend moves.
-    """
+    """A tensor's rows as flat elements that a backend moves, and the way back."""
 
     def __init__(self, tensor: tf.Tensor, native: frozenset[tf.DType]) -> None:
         self._tensor = tensor
@@ -33,13 +28,6 @@ class RowBlocks:
         """Return the rows as `size` blocks, one after the other in a flat tensor for the wire.
 
         Each block is encoded by itself: a word must not hold bytes for two ranks.
-
-        Args:
-            counts: Rows of each block, int64, shape `[size]`.
-            size: Number of blocks.
-
-        Returns:
-            The flat tensor, and the way back of any one block.
         """
         if self._per_word == 1:  # an element for each: blocks lie where they are
             return self.encode()
@@ -49,30 +37,14 @@ class RowBlocks:
         return tf.concat([block for block, _ in encoded], axis=0), encoded[0][1]
 
     def words(self, rows: tf.Tensor) -> tf.Tensor:
-        """Return how many elements on the wire numbers of rows take.
-
-        Args:
-            rows: Numbers of rows, int64, of any shape.
-
-        Returns:
-            int64, in the shape of `rows`.
-        """
+        """Return how many elements on the wire numbers of rows take."""
         elements = rows * self._width
         return elements if self._per_word == 1 else -(-elements // self._per_word)
 
     def decode(
         self, parts: Sequence[tf.Tensor], decode: wire.Decode, counts: tf.Tensor
     ) -> tf.Tensor:
-        """Join what came from all ranks.
-
-        Args:
-            parts: Flat tensors from the wire, one for each rank.
-            decode: The way back of one of them.
-            counts: Rows of each, int64, shape `[size]`.
-
-        Returns:
-            All rows, in rank order, of the tensor's dtype and row shape.
-        """
+        """Join what came from all ranks."""
         flat = [decode(part) for part in parts]
         if self._per_word > 1:
             flat = [part[: counts[j] * self._width] for j, part in enumerate(flat)]
@@ -83,20 +55,7 @@ class RowBlocks:
 
 
 def checked_counts(tensor: tf.Tensor, known: Sequence[int], rank: int, size: int) -> tf.Tensor:
-    """Return the rows that every rank gathers, once they fit this rank's.
-
-    Args:
-        tensor: This rank's rows.
-        known: Rows of each rank, in rank order.
-        rank: This rank.
-        size: Number of ranks.
-
-    Returns:
-        `known`, int64, shape `[size]`.
-
-    Raises:
-        ValueError: There is not one number for each rank, or this rank has other rows.
-    """
+    """Return the rows that every rank gathers, once they fit this rank's."""
     counts = list(known)
     if len(counts) != size or tensor.shape[0] not in (None, counts[rank]):
         raise ValueError(
@@ -114,12 +73,7 @@ def checked_counts(tensor: tf.Tensor, known: Sequence[int], rank: int, size: int
 
 
 def blocks_of(rows: tf.Tensor, size: int) -> tf.Tensor:
-    """Return what `block_sizes` does, of a number that is known only when a graph runs.
-
-    Args:
-        rows: Rows to divide, an int64 scalar.
-        size: Number of ranks.
-    """
+    """Return what `block_sizes` does, of a number that is known only when a graph runs."""
     ranks = tf.range(size, dtype=tf.int64)
     return rows // size + tf.cast(ranks < rows % size, tf.int64)
 
@@ -138,22 +92,7 @@ def _asserted(counts: tf.Tensor, mine: tf.Tensor, tensor: tf.Tensor, told: str) 
 def checked_splits(
     tensor: tf.Tensor, splits: Sequence[int] | tf.Tensor | None, rank: int, size: int
 ) -> tf.Tensor:
-    """Return how many rows an all-to-all sends to each rank, once they fit the tensor.
-
-    Args:
-        tensor: This rank's rows.
-        splits: Rows for each rank, shape `[size]`; of every rank, shape `[size, size]`; equal
-            blocks when None.
-        rank: This rank.
-        size: Number of ranks.
-
-    Returns:
-        int64, shape `[size]` or, where `splits` has it, `[size, size]`.
-
-    Raises:
-        ValueError: There are no rows, they cannot be divided evenly, or `splits` has another shape
-            or sum. What only a running graph knows, that graph checks.
-    """
+    """Return how many rows an all-to-all sends to each rank, once they fit the tensor."""
     if tensor.shape.rank == 0:
         raise ValueError(at_rank(rank, "alltoall needs rows to send, got a scalar"))
     rows = tf.shape(tensor, tf.int64)[0]

@@ -31,11 +31,6 @@ class CollectiveSequencer:
     """Runs a communicator's collectives in trace order; counts what they send and how long.
 
     The variable holds bytes and microseconds.
-
-    Args:
-        device: Where the variable is.
-        timed: Whether to read the clock. TensorFlow reads it in trace order, whatever the
-            sequencer: one that others do not wait for must not do so.
     """
 
     def __init__(self, device: str = "CPU:0", timed: bool = True) -> None:
@@ -62,9 +57,6 @@ class CollectiveSequencer:
         """Return a resource that orders some of a collective's parts only.
 
         Parts in other lanes run beside them.
-
-        Args:
-            number: Of the lane.
         """
         if number not in self._lanes:
             self._lanes[number] = lane(self._device)
@@ -87,16 +79,7 @@ class CollectiveSequencer:
         collective: Callable[[list[tf.Tensor]], list[tf.Tensor]],
         sends: bool = True,
     ) -> list[tf.Tensor]:
-        """Run a collective after every one before it.
-
-        Args:
-            inputs: One-dimensional tensors, all that the collective works on.
-            collective: Called with them.
-            sends: Whether to count `inputs` as sent.
-
-        Returns:
-            What `collective` returned.
-        """
+        """Run a collective after every one before it."""
         if tf.executing_eagerly():
             if sends:
                 self._eager_bytes += sum(t.shape.num_elements() * t.dtype.size for t in inputs)
@@ -130,12 +113,6 @@ def lane(device: str = "CPU:0") -> tf.Tensor:
 
     A bare resource, not a tf.Variable: whatever strategy or scope is active when it is made must
     neither mirror nor track it. An op that touches it runs on its device.
-
-    Args:
-        device: Where it is, and where ops that touch it run.
-
-    Returns:
-        The resource's handle.
     """
     with tf.init_scope(), tf.device(device):
         return tf.raw_ops.VarHandleOp(
@@ -162,10 +139,6 @@ def _behind(none: tf.Tensor, flat: tf.Tensor) -> tf.Tensor:
     out of order, and Horovod's ops look to it as if they could be. Control dependencies do not stop
     it, and it looks through reshapes and placeholders. The count read is never negative, so the
     slice below always starts at 0 (and copies nothing), but only running the graph can tell.
-
-    Args:
-        none: The count read, of shape (1,), or 0 where that is less.
-        flat: The tensor.
     """
     same = tf.slice(flat, none, _TO_END)
     same.set_shape(flat.shape)

@@ -19,14 +19,6 @@ class Shard:
 
     Parts of neighbouring ranks follow each other along `axis`, without overlap.
 
-    Args:
-        axis: Which axis of the tensor is divided, counted from 0.
-        sizes: Length of every rank's part along it, in rank order; may be 0.
-        communicator: Of the ranks that hold the parts.
-
-    Raises:
-        ValueError: The axis is negative, or there is not one size for each rank.
-
     Example:
         >>> from dtk.communicators import LocalCommunicator
         >>> shard = Shard.evenly(8, axis=1, communicator=LocalCommunicator())
@@ -56,13 +48,7 @@ class Shard:
 
     @classmethod
     def evenly(cls, length: int, axis: int, communicator: Communicator) -> Shard:
-        """Divide an axis as evenly as can be; the first ranks get one more.
-
-        Args:
-            length: Of the whole axis.
-            axis: Which one.
-            communicator: Of the ranks that share it.
-        """
+        """Divide an axis as evenly as can be; the first ranks get one more."""
         return cls(axis, tuple(block_sizes(length, communicator.size)), communicator)
 
     @property
@@ -81,30 +67,15 @@ class Shard:
         return sum(self.sizes)
 
     def whole_shape(self, part_shape: Sequence[int | None]) -> tuple[int | None, ...]:
-        """Return the shape of the whole tensor.
-
-        Args:
-            part_shape: Shape of this rank's part; None for an axis of any length.
-        """
+        """Return the shape of the whole tensor."""
         return self._with_axis(part_shape, self.size, self.length)
 
     def part_shape(self, whole_shape: Sequence[int | None]) -> tuple[int | None, ...]:
-        """Return the shape of this rank's part.
-
-        Args:
-            whole_shape: Shape of the whole tensor; None for an axis of any length.
-        """
+        """Return the shape of this rank's part."""
         return self._with_axis(whole_shape, self.length, self.size)
 
     def part(self, whole: tf.Tensor | Array) -> tf.Tensor:
-        """Cut this rank's part out of a tensor; nothing is sent.
-
-        Args:
-            whole: The whole tensor.
-
-        Returns:
-            A tensor of its dtype, of length `size` along `axis`.
-        """
+        """Cut this rank's part out of a tensor; nothing is sent."""
         whole = tf.convert_to_tensor(whole)
         self._with_axis(whole.shape.as_list(), self.length, self.size)
         before = (slice(None),) * self.axis
@@ -114,12 +85,6 @@ class Shard:
         """Gather the whole tensor; every rank of the group calls it.
 
         Each rank sends its part once; which rank holds how much is known, and not sent.
-
-        Args:
-            part: This rank's part.
-
-        Returns:
-            The whole tensor, on every rank.
         """
         part = tf.convert_to_tensor(part)
         self._with_axis(part.shape.as_list(), self.size, self.length)
@@ -153,12 +118,7 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class OneRanks:
-    """A tensor that one rank of a group holds, and the others do not: a pipeline's stage has it.
-
-    Args:
-        owner: The rank of the group.
-        communicator: Of the group.
-    """
+    """A tensor that one rank of a group holds, and the others do not: a pipeline's stage has it."""
 
     owner: int
     communicator: Communicator

@@ -37,14 +37,7 @@ _GO = b"go"
 
 
 def limit(timeout: float | None = None) -> float:
-    """Return the seconds a start may take: `timeout`, or DTK_START_TIMEOUT, or 120.
-
-    Args:
-        timeout: Seconds; None asks the environment.
-
-    Raises:
-        CommunicatorError: If DTK_START_TIMEOUT is not a positive number.
-    """
+    """Return the seconds a start may take: `timeout`, or DTK_START_TIMEOUT, or 120."""
     if timeout is not None:
         return timeout
     text = os.environ.get("DTK_START_TIMEOUT", str(DEFAULT_TIMEOUT))
@@ -55,17 +48,7 @@ def limit(timeout: float | None = None) -> float:
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Split "host:port"; an IPv6 host may stand in brackets.
-
-    Args:
-        address: The text.
-
-    Returns:
-        Host, without brackets, and port.
-
-    Raises:
-        CommunicatorError: It is something else.
-    """
+    """Split "host:port"; an IPv6 host may stand in brackets."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise CommunicatorError(f"cannot read address {address!r}; expected host:port")
@@ -73,16 +56,7 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def check_free(rank: int, address: str, world: Sequence[str] = ()) -> None:
-    """Make sure this rank can listen on its own address.
-
-    Args:
-        rank: This rank, for the message.
-        address: Its "host:port".
-        world: Those of all ranks, where others connect to this one.
-
-    Raises:
-        CommunicatorError: Naming the address, and the process that holds it where that can be seen.
-    """
+    """Make sure this rank can listen on its own address."""
     try:
         _listen(address, world).close()
     except OSError as error:
@@ -125,16 +99,7 @@ def _holder(address: str) -> str:
 
 
 def meet(rank: int, addresses: Sequence[str], timeout: float) -> None:
-    """Return once every rank is there; all of them call this.
-
-    Args:
-        rank: This rank.
-        addresses: "host:port" of every rank, free to listen on.
-        timeout: Seconds to wait for the last one.
-
-    Raises:
-        CommunicatorError: Naming who is missing, on every rank that did come.
-    """
+    """Return once every rank is there; all of them call this."""
     wait = Wait(f"rank {rank}", timeout)
     if rank == 0:
         _host(addresses, wait)
@@ -251,18 +216,7 @@ def _is_known_elsewhere(address: str, world: Sequence[str], meaning: str) -> boo
 
 
 def check_world(environment: Environment, rank: int, size: int, library: str, start: str) -> None:
-    """Make sure that a library sees the world which the launcher described.
-
-    Args:
-        environment: What the launcher told.
-        rank: This process's, as the library sees it.
-        size: Number of ranks, as the library sees it.
-        library: Its name.
-        start: How to start instead, as "start with ...".
-
-    Raises:
-        CommunicatorError: The two disagree: the ranks did not find each other.
-    """
+    """Make sure that a library sees the world which the launcher described."""
     if (rank, size) != (environment.rank, environment.size):
         raise CommunicatorError(
             at_rank(
@@ -274,12 +228,7 @@ def check_world(environment: Environment, rank: int, size: int, library: str, st
 
 
 def answers(address: str, timeout: float = 1.0) -> bool:
-    """Return whether something accepts connections at "host:port".
-
-    Args:
-        address: The text.
-        timeout: Seconds to try.
-    """
+    """Return whether something accepts connections at "host:port"."""
     try:
         with socket.create_connection(parse_address(address), timeout=timeout):
             return True
@@ -293,9 +242,6 @@ def at_most(timeout: float) -> Iterator[None]:
 
     The block may hold the interpreter lock and never return, so nothing gentler would work. The
     launcher then ends the other ranks.
-
-    Args:
-        timeout: Seconds.
     """
     with contextlib.suppress(AttributeError, ValueError, OSError):  # stderr may not be a real file
         sys.stderr.fileno()

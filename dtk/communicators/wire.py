@@ -29,29 +29,13 @@ _WIDER = {
 
 
 def check_all(dtypes: Iterable[tf.DType], op: str = "sum") -> None:
-    """Refuse what no backend can do, alike on all of them.
-
-    Args:
-        dtypes: Of what is sent.
-        op: The reduction asked for.
-
-    Raises:
-        ValueError: For an unknown op, a dtype that is no number, or the mean of integers.
-    """
+    """Refuse what no backend can do, alike on all of them."""
     for dtype in dict.fromkeys(dtypes):
         check(dtype, op)
 
 
 def check(dtype: tf.DType, op: str = "sum") -> None:
-    """Refuse what no backend can do, alike on all of them.
-
-    Args:
-        dtype: Of what is sent.
-        op: The reduction asked for.
-
-    Raises:
-        ValueError: For an unknown op, a dtype that is no number, or the mean of integers.
-    """
+    """Refuse what no backend can do, alike on all of them."""
     if op not in REDUCE_OPS:
         raise ValueError(f"unknown reduction {op!r}; use one of {', '.join(REDUCE_OPS)}")
     if not (dtype.is_floating or dtype.is_integer or dtype.is_bool) or dtype.is_quantized:
@@ -69,16 +53,7 @@ def check(dtype: tf.DType, op: str = "sum") -> None:
 def for_reducing(
     flat: tf.Tensor, op: str, native: frozenset[tf.DType]
 ) -> tuple[tf.Tensor, str, Decode]:
-    """Turn a tensor into one the backend can reduce.
-
-    Args:
-        flat: Any shape.
-        op: The reduction asked for.
-        native: Dtypes the backend reduces.
-
-    Returns:
-        The wire tensor, the op to apply to it, and the way back.
-    """
+    """Turn a tensor into one the backend can reduce."""
     dtype = flat.dtype
     if dtype == tf.bool:
         op = {"sum": "max", "prod": "min"}.get(op, op)  # numpy: sum is "or", prod is "and"
@@ -96,16 +71,7 @@ def for_reducing(
 def for_moving(
     flat: tf.Tensor, native: frozenset[tf.DType]
 ) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-    """Turn a one-dimensional tensor into one the backend can move.
-
-    Args:
-        flat: One-dimensional, of any dtype that `check` allows.
-        native: Dtypes the backend moves.
-
-    Returns:
-        The wire tensor (one-dimensional, perhaps fewer and wider elements, padded to whole words),
-        and the way back. The way back takes wire tensors of any length, and leaves the padding on.
-    """
+    """Turn a one-dimensional tensor into one the backend can move."""
     dtype = flat.dtype
     if dtype in native:
         return flat, lambda moved: moved

@@ -28,21 +28,10 @@ class ServerContainer(Protocol):
     """A strategy whose variables are on parameter servers."""
 
     def check_whole_step(self, what: str) -> None:
-        """Refuse what would need workers to exchange numbers within a step.
-
-        Args:
-            what: What needs it, for the message.
-
-        Raises:
-            ValueError: A step is cut over several workers.
-        """
+        """Refuse what would need workers to exchange numbers within a step."""
 
     def per_worker_dataset(self, dataset_fn: MakesDataset) -> tf.data.Dataset:
-        """Return a dataset of pipelines that workers read themselves.
-
-        Args:
-            dataset_fn: Makes a worker's pipeline.
-        """
+        """Return a dataset of pipelines that workers read themselves."""
 
 
 # What is called in the place of Keras's own function, which comes as `original`.
@@ -54,12 +43,7 @@ class ScaleLoss(Protocol):
     def __call__(
         self, value: tf.Tensor, *, original: Callable[[tf.Tensor], tf.Tensor]
     ) -> tf.Tensor:
-        """Scale a loss.
-
-        Args:
-            value: The loss.
-            original: Keras's own function.
-        """
+        """Scale a loss."""
 
 
 class WeighLosses(Protocol):
@@ -75,16 +59,7 @@ class WeighLosses(Protocol):
         *,
         original: Function[tf.Tensor],
     ) -> tf.Tensor:
-        """Weigh and reduce losses.
-
-        Args:
-            values: One loss for each row or element.
-            sample_weight: Their weights; None for none.
-            mask: Which of them count; None for all.
-            reduction: Name of the reduction, as of `keras.Loss`.
-            dtype: Of the result; None for that of the losses.
-            original: Keras's own function.
-        """
+        """Weigh and reduce losses."""
 
 
 class UpdateMean(Protocol):
@@ -99,14 +74,7 @@ class UpdateMean(Protocol):
         *,
         original: Function[object],
     ) -> object:
-        """Count values in a metric.
-
-        Args:
-            metric: A `keras.metrics.Mean` or `Sum`.
-            values: One for each row, or a scalar.
-            sample_weight: Their weights; None for none.
-            original: Keras's own method, of the class.
-        """
+        """Count values in a metric."""
 
 
 class Differentiate(Protocol):
@@ -122,16 +90,7 @@ class Differentiate(Protocol):
         original: Function[Nest],
         **more: object,
     ) -> Nest:
-        """Differentiate what a tape has recorded.
-
-        Args:
-            tape: The tape.
-            target: What is differentiated.
-            sources: With respect to what.
-            output_gradients: Gradients of each element of `target`; None for ones.
-            original: TensorFlow's own method, of the class.
-            **more: What else the method was called with.
-        """
+        """Differentiate what a tape has recorded."""
 
 
 class Moments(Protocol):
@@ -145,11 +104,4 @@ class Moments(Protocol):
         *,
         original: Function[tuple[tf.Tensor, tf.Tensor]],
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Compute mean and variance.
-
-        Args:
-            x: What is to be normalized.
-            axes: Axes to reduce.
-            keepdims: Whether results keep them, with size 1.
-            original: Keras's own function.
-        """
+        """Compute mean and variance."""

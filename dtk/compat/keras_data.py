@@ -22,23 +22,12 @@ Steps: TypeAlias = Iterator[tuple[int, int, Iterator[Nest]]]
 
 
 def arrays_of(adapter: ArrayDataAdapter) -> tuple[Nest, ...]:
-    """Return what an adapter of arrays was given: inputs, targets and row weights.
-
-    Args:
-        adapter: The adapter.
-
-    Returns:
-        A tuple of structures of arrays, without what is absent.
-    """
+    """Return what an adapter of arrays was given: inputs, targets and row weights."""
     return adapter._inputs
 
 
 def shuffles(adapter: ArrayDataAdapter) -> bool | str | None:
-    """Return how an adapter of arrays shuffles; falsy if it does not.
-
-    Args:
-        adapter: The adapter.
-    """
+    """Return how an adapter of arrays shuffles; falsy if it does not."""
     return adapter._shuffle
 
 
@@ -57,13 +46,6 @@ def shuffled_from(adapter: ArrayDataAdapter, seed: tf.Variable) -> tf.data.Datas
     """Make the pipeline of an adapter of arrays, in an order that a variable says.
 
     Keras's own draws the order from TensorFlow's global seed as it was when the pipeline was made.
-
-    Args:
-        adapter: The adapter; one that shuffles.
-        seed: int64 scalar; read whenever the pipeline is opened.
-
-    Returns:
-        Dataset of global batches.
     """
 
     draw, asked = tf.random.experimental.stateless_shuffle, []
@@ -84,103 +66,52 @@ def shuffled_from(adapter: ArrayDataAdapter, seed: tf.Variable) -> tf.data.Datas
 
 
 def dataset_of(iterator: TFEpochIterator) -> tf.data.Dataset:
-    """Return the dataset that an epoch iterator opens in each epoch.
-
-    Args:
-        iterator: Keras's epoch iterator.
-    """
+    """Return the dataset that an epoch iterator opens in each epoch."""
     return iterator._distributed_dataset
 
 
 def set_dataset(iterator: TFEpochIterator, dataset: tf.data.Dataset) -> None:
-    """Make the following epochs read another dataset.
-
-    Args:
-        iterator: Keras's epoch iterator.
-        dataset: What they are to read.
-    """
+    """Make the following epochs read another dataset."""
     iterator._distributed_dataset = dataset
 
 
 def batches_in(iterator: TFEpochIterator) -> int | None:
-    """Return the number of batches in an epoch iterator's data.
-
-    Args:
-        iterator: Keras's epoch iterator.
-
-    Returns:
-        The number; None until an epoch has shown it.
-    """
+    """Return the number of batches in an epoch iterator's data."""
     return iterator._num_batches
 
 
 def set_batches_in(iterator: TFEpochIterator, count: int | None) -> None:
-    """Set the number of batches in an epoch iterator's data.
-
-    Args:
-        iterator: Keras's epoch iterator.
-        count: The number; None where an epoch has yet to show it.
-    """
+    """Set the number of batches in an epoch iterator's data."""
     iterator._num_batches = count
 
 
 def is_open(iterator: TFEpochIterator) -> bool:
-    """Return whether the next epoch may go on with an open iterator over the data.
-
-    Args:
-        iterator: Keras's epoch iterator.
-    """
+    """Return whether the next epoch may go on with an open iterator over the data."""
     return iterator._current_iterator is not None
 
 
 def steps_seen(iterator: TFEpochIterator) -> int:
-    """Return the number of steps taken from the open iterator over the data.
-
-    Args:
-        iterator: Keras's epoch iterator.
-    """
+    """Return the number of steps taken from the open iterator over the data."""
     return iterator._steps_seen
 
 
 def forget_place(iterator: TFEpochIterator) -> None:
-    """Make the next epoch begin with a new iterator over the data.
-
-    Args:
-        iterator: Keras's epoch iterator.
-    """
+    """Make the next epoch begin with a new iterator over the data."""
     iterator._current_iterator = None
 
 
 def set_place(iterator: TFEpochIterator, current: Iterator[Nest], seen: int) -> None:
-    """Make the next epoch go on with a given iterator over the data.
-
-    Args:
-        iterator: Keras's epoch iterator.
-        current: The iterator over the data.
-        seen: Steps already taken from it.
-    """
+    """Make the next epoch go on with a given iterator over the data."""
     iterator._current_iterator, iterator._steps_seen = current, seen
 
 
 def open_data(iterator: TFEpochIterator) -> Iterator[Nest]:
-    """Open the data as an epoch does; a dataset shuffles anew each time.
-
-    Args:
-        iterator: Keras's epoch iterator.
-
-    Returns:
-        A new iterator over the data.
-    """
+    """Open the data as an epoch does; a dataset shuffles anew each time."""
     return iter(iterator._get_iterator())
 
 
 def on_opening(iterator: TFEpochIterator, call: Callable[[], None]) -> None:
-    """Call a function whenever the data is opened anew.
-
-    Args:
-        iterator: Keras's epoch iterator.
-        call: Called without arguments, before the data is opened.
-    """
+    """Call a function whenever the data is opened anew."""
     get_iterator = iterator._get_iterator
 
     def observed() -> tf.data.Iterator:
@@ -195,14 +126,7 @@ def steps_through(
     change: Callable[[Steps], Steps],
     once: bool = False,
 ) -> None:
-    """Put a generator between Keras and the steps of an epoch.
-
-    Args:
-        iterator: The epoch iterator.
-        change: Gets Keras's steps, each (first step, last step, iterator over the data), and yields
-            those that are to be done.
-        once: In the next epoch only; else in all.
-    """
+    """Put a generator between Keras and the steps of an epoch."""
     enumerate_steps = iterator._enumerate_iterator
 
     def changed() -> Steps:
@@ -219,10 +143,6 @@ def at_end_of_data(iterator: TFEpochIterator, call: Callable[[], None]) -> None:
     Not when it is left before that: then the generator ends when it is collected as garbage, at any
     time and on any thread. `fit` keeps the iterator of its validation data and brings it every
     epoch: once is enough.
-
-    Args:
-        iterator: The epoch iterator.
-        call: Called without arguments.
     """
     if getattr(iterator, "_dtk_tells_its_end", False):
         return
@@ -239,10 +159,6 @@ def after_loop(iterator: TFEpochIterator, call: Callable[[], None]) -> None:
     """Call a function whenever a loop over an epoch iterator is over, whatever its length.
 
     Not when an exception ends it. Once is enough, as for `at_end_of_data`.
-
-    Args:
-        iterator: The epoch iterator.
-        call: Called without arguments.
     """
     if getattr(iterator, "_dtk_tells_its_loops", False):
         return
@@ -259,9 +175,5 @@ def after_loop(iterator: TFEpochIterator, call: Callable[[], None]) -> None:
 
 
 def end_quietly(iterator: TFEpochIterator) -> None:
-    """Keep Keras from warning when the data ends before the steps do.
-
-    Args:
-        iterator: Keras's epoch iterator.
-    """
+    """Keep Keras from warning when the data ends before the steps do."""
     iterator._interrupted_warning = lambda: None

@@ -27,11 +27,7 @@ class MakeFunction(Protocol):
     """Function that makes one of a model's three step functions."""
 
     def __call__(self, force: bool = False) -> Callable[[tf.data.Iterator], Nest]:
-        """Make the function, or return the one made before.
-
-        Args:
-            force: Whether to make it anew.
-        """
+        """Make the function, or return the one made before."""
 
 
 class BuildFrom(Protocol):
@@ -40,44 +36,24 @@ class BuildFrom(Protocol):
     def __call__(
         self, iterator: TFEpochIterator | None = None, data_batch: Nest | None = None
     ) -> None:
-        """Build the model.
-
-        Args:
-            iterator: Keras's epoch iterator; None for a single batch.
-            data_batch: The single batch; None with an iterator.
-        """
+        """Build the model."""
 
 
 def metrics_of(model: keras.Model) -> list[keras.Metric]:
-    """Return every metric of a model: those it lists, and others that are attributes of it.
-
-    Args:
-        model: The model.
-
-    Returns:
-        The metrics, each once.
-    """
+    """Return every metric of a model: those it lists, and others that are attributes of it."""
     listed = [*model.metrics, *model._metrics]
     held = [value for value in vars(model).values() if isinstance(value, keras.metrics.Metric)]
     return list({id(metric): metric for metric in [*listed, *held]}.values())
 
 
 def takes_own_step(model: keras.Model) -> bool:
-    """Return whether a model is trained by the train step that Keras gives it.
-
-    Args:
-        model: The model.
-    """
+    """Return whether a model is trained by the train step that Keras gives it."""
     own = type(model).train_step is keras.Model.train_step
     return own and "train_step" not in vars(model)
 
 
 def is_from_keras(function: object) -> bool:
-    """Return whether a function, class or instance of one is Keras's own, and not a script's.
-
-    Args:
-        function: The function, class or instance.
-    """
+    """Return whether a function, class or instance of one is Keras's own, and not a script's."""
     function = inspect.unwrap(function) if callable(function) else function
     module = getattr(function, "__module__", None) or type(function).__module__
     return str(module).partition(".")[0] == "keras"
@@ -92,22 +68,14 @@ def _given(identifiers: object, get: Callable[[_Identifier], _Found]) -> Iterato
 
 
 def foreign_losses(model: keras.Model) -> list[keras.Loss | Function[tf.Tensor]]:
-    """Return the losses given to `compile` that are not Keras's own.
-
-    Args:
-        model: A compiled model.
-    """
+    """Return the losses given to `compile` that are not Keras's own."""
     compiled = model._compile_loss
     given = [] if compiled is None else _given(compiled._user_loss, keras.losses.get)
     return [loss for loss in given if loss is not None and not is_from_keras(loss)]
 
 
 def foreign_metrics(model: keras.Model) -> list[keras.Metric | Function[tf.Tensor]]:
-    """Return the metrics of a model that are not Keras's own.
-
-    Args:
-        model: A compiled model.
-    """
+    """Return the metrics of a model that are not Keras's own."""
     compiled = model._compile_metrics
     asked = [] if compiled is None else [compiled._user_metrics, compiled._user_weighted_metrics]
     # "accuracy" and the like are several of Keras's; nothing is looked up by such names.
@@ -125,11 +93,7 @@ def foreign_counters(model: keras.Model) -> list[keras.Metric]:
 
 
 def computes_own_loss(model: keras.Model) -> bool:
-    """Return whether Keras computes a model's loss, from what `compile` and `add_loss` were given.
-
-    Args:
-        model: The model.
-    """
+    """Return whether Keras computes the loss, from `compile` and `add_loss`."""
     return type(model).compute_loss is keras.Model.compute_loss
 
 
@@ -144,10 +108,6 @@ def compiles_through(
     """Return a context in which functions are called before and after `model.compile`.
 
     In another such context, the outer's functions are called.
-
-    Args:
-        before: Called with the model and its `jit_compile`; returns what Keras gets for that.
-        after: Called with the model.
     """
     original = keras.Model.compile
     # Inside a scope of the same strategy nothing changes; TensorFlow refuses one of another.
@@ -173,33 +133,17 @@ def compiles_through(
 
 
 def owner_of(model: keras.Model) -> tf.distribute.Strategy | None:
-    """Return the strategy a model was built under.
-
-    Args:
-        model: The model.
-
-    Returns:
-        The strategy, dtk's or another; None if under none.
-    """
+    """Return the strategy a model was built under."""
     return model._distribute_strategy
 
 
 def set_owner(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
-    """Make a model belong to a strategy.
-
-    Args:
-        model: The model.
-        strategy: The strategy.
-    """
+    """Make a model belong to a strategy."""
     model._distribute_strategy = strategy
 
 
 def auto_jit(model: keras.Model) -> bool:
-    """Return whether Keras would compile a model by XLA if it belonged to no strategy.
-
-    Args:
-        model: The model, maybe not compiled.
-    """
+    """Return whether Keras would compile a model by XLA if it belonged to no strategy."""
     owner, model._distribute_strategy = model._distribute_strategy, None
     try:
         return bool(model._resolve_auto_jit_compile())
@@ -208,12 +152,7 @@ def auto_jit(model: keras.Model) -> bool:
 
 
 def note_auto_jit(model: keras.Model, auto: bool) -> None:
-    """Note on a model whether XLA compiles it because that is Keras's choice.
-
-    Args:
-        model: The model.
-        auto: Whether it is.
-    """
+    """Note on a model whether XLA compiles it because that is Keras's choice."""
     model._dtk_auto_jit = auto
 
 
@@ -223,55 +162,30 @@ def is_auto_jit(model: keras.Model) -> bool:
 
 
 def is_first_time(model: keras.Model, what: str) -> bool:
-    """Return whether this is asked of a model for the first time.
-
-    Args:
-        model: The model.
-        what: Name of what happens once.
-    """
+    """Return whether this is asked of a model for the first time."""
     happened = vars(model).get("_dtk_happened", frozenset())
     object.__setattr__(model, "_dtk_happened", happened | {what})
     return what not in happened
 
 
 def build_through(model: keras.Model, build: BuildFrom) -> None:
-    """Make Keras call `build(iterator=None, data_batch=None)` before a model's first step.
-
-    Args:
-        model: The model.
-        build: Gets Keras's epoch iterator in `fit` and `evaluate`, a batch in single steps.
-    """
+    """Make Keras call `build(iterator=None, data_batch=None)` before a model's first step."""
     model._maybe_symbolic_build = build
 
 
 def trainer_of(model: keras.Model, kind: type[_Found]) -> _Found | None:
-    """Return what `set_trainer` has left on a model; None if nothing.
-
-    Args:
-        model: The model.
-        kind: Class of what was left there.
-    """
+    """Return what `set_trainer` has left on a model; None if nothing."""
     found = getattr(model, "_dtk_trainer", None)
     return found if isinstance(found, kind) else None
 
 
 def set_trainer(model: keras.Model, trainer: object) -> None:
-    """Leave its trainer on a model.
-
-    Args:
-        model: The model.
-        trainer: The trainer.
-    """
+    """Leave its trainer on a model."""
     model._dtk_trainer = trainer
 
 
 def losses_through(model: keras.Model, compute_loss: Function[tf.Tensor | None]) -> None:
-    """Make a model compute losses by a function in place of its `compute_loss`.
-
-    Args:
-        model: The model.
-        compute_loss: Takes what that takes.
-    """
+    """Make a model compute losses by a function in place of its `compute_loss`."""
     model.compute_loss = compute_loss
 
 
@@ -281,36 +195,21 @@ def functions_through(
     test: MakeFunction,
     predict: MakeFunction,
 ) -> None:
-    """Make a model get its step functions from elsewhere.
-
-    Args:
-        model: The model.
-        train: Called in place of `make_train_function`.
-        test: Called in place of `make_test_function`.
-        predict: Called in place of `make_predict_function`.
-    """
+    """Make a model get its step functions from elsewhere."""
     model.make_train_function = train
     model.make_test_function = test
     model.make_predict_function = predict
 
 
 def lacks_state(model: keras.Model) -> bool:
-    """Return whether a step would make layers' weights or metrics; the model itself needs no call.
-
-    Args:
-        model: A compiled model.
-    """
+    """Return whether a step would make weights or metrics of layers."""
     metrics = model._compile_metrics
     layers = model._flatten_layers(include_self=False)
     return not all(part.built for part in layers) or not (metrics is None or metrics.built)
 
 
 def is_built(model: keras.Model) -> bool:
-    """Return whether `build_from` would find nothing to build.
-
-    Args:
-        model: A compiled model.
-    """
+    """Return whether `build_from` would find nothing to build."""
     compiled = (model._compile_metrics, model._compile_loss, model.optimizer)
     return all(part is None or part.built for part in compiled) and all(
         layer.built for layer in model._flatten_layers()
@@ -321,10 +220,6 @@ def build_from(model: keras.Model, data_batch: Nest | Specs) -> None:
     """Build a model, its metrics and its optimizer from a batch or the specification of one.
 
     A model that has a train step and no `call` is not built so: its step builds what it uses.
-
-    Args:
-        model: The model.
-        data_batch: Structure of tensors or of `tf.TensorSpec`.
     """
     if type(model).call in (keras.Model.call, keras.layers.Layer.call):
         return
@@ -341,15 +236,7 @@ def build_from(model: keras.Model, data_batch: Nest | Specs) -> None:
 def make_function(
     model: keras.Model, step: Callable[[_Batch], _Logs]
 ) -> Callable[[tf.data.Iterator], _Logs]:
-    """Make Keras's loop over the batches of an iterator, around one step.
-
-    Args:
-        model: A compiled model, which says how many steps an execution has.
-        step: Takes one batch; what XLA compiles of it, it compiles itself.
-
-    Returns:
-        A function of an iterator.
-    """
+    """Make Keras's loop over the batches of an iterator, around one step."""
     jit_compile, model.jit_compile = model.jit_compile, False
     try:
         return model._make_function(step)
@@ -358,23 +245,12 @@ def make_function(
 
 
 def layers_of(model: keras.Model) -> list[keras.Layer]:
-    """Return every layer of a model, also those inside others.
-
-    Args:
-        model: The model.
-    """
+    """Return every layer of a model, also those inside others."""
     return list(model._flatten_layers())
 
 
 def tables_of(model: keras.Model) -> list[tf.Variable]:
-    """Return the variables of embedding layers, of which a step needs a few rows only.
-
-    Args:
-        model: The model.
-
-    Returns:
-        TensorFlow variables; those of layers that are not built are left out.
-    """
+    """Return the variables of embedding layers, of which a step needs a few rows only."""
     return [
         layer._embeddings
         for layer in layers_of(model)
@@ -383,34 +259,17 @@ def tables_of(model: keras.Model) -> list[tf.Variable]:
 
 
 def initial_epoch(model: keras.Model) -> int | None:
-    """Return the epoch that a callback wants `fit` to start from.
-
-    Args:
-        model: The model.
-
-    Returns:
-        The epoch; None for the argument of `fit`.
-    """
+    """Return the epoch that a callback wants `fit` to start from."""
     return model._initial_epoch
 
 
 def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
-    """Make `fit` start from an epoch.
-
-    Args:
-        model: The model.
-        epoch: The epoch; None for the argument of `fit`.
-    """
+    """Make `fit` start from an epoch."""
     model._initial_epoch = epoch
 
 
 def answer_once(model: keras.Model, logs: Logs) -> None:
-    """Make `fit` take these logs for the epoch that ends next.
-
-    Args:
-        model: The model.
-        logs: What `fit` is given when it next asks for the logs of an epoch's steps.
-    """
+    """Make `fit` take these logs for the epoch that ends next."""
 
     def logs_of_then(latest: Logs | None) -> Logs:
         del latest, model._get_metrics_result_or_logs

@@ -22,21 +22,12 @@ Clip: TypeAlias = Callable[[Gradients], Gradients]
 
 
 def optimizer_owner(optimizer: keras.Optimizer) -> tf.distribute.Strategy:
-    """Return the strategy an optimizer was made under.
-
-    Args:
-        optimizer: The optimizer.
-    """
+    """Return the strategy an optimizer was made under."""
     return optimizer._distribution_strategy
 
 
 def own_optimizer(optimizer: keras.Optimizer, strategy: tf.distribute.Strategy) -> None:
-    """Make an optimizer belong to a strategy, and take gradients for reduced ones.
-
-    Args:
-        optimizer: The optimizer.
-        strategy: The strategy.
-    """
+    """Make an optimizer belong to a strategy, and take gradients for reduced ones."""
     optimizer._distribution_strategy = strategy
     optimizer._all_reduce_sum_gradients = list
 
@@ -47,10 +38,6 @@ def clip_through(
     """Make an optimizer call `around(gradients, clip)` where it would call `clip(gradients)`.
 
     With gradient accumulation that is once per window, with the window's sum.
-
-    Args:
-        optimizer: The optimizer.
-        around: Gets a list of gradients and the optimizer's own clipping; returns a list.
     """
     clip = optimizer._clip_gradients
     optimizer._clip_gradients = lambda gradients: around(gradients, clip)
@@ -60,12 +47,7 @@ def clip_variables_through(
     optimizer: keras.Optimizer,
     around: Callable[[Gradients, Sequence[keras.Variable], Clip], Gradients],
 ) -> None:
-    """Make an optimizer call `around(gradients, variables, clip)` where it would call `clip`.
-
-    Args:
-        optimizer: The optimizer.
-        around: Gets gradients, the variables they are for, and the optimizer's own clipping.
-    """
+    """Make an optimizer call `around(gradients, variables, clip)` where it would call `clip`."""
     clip, update = optimizer._clip_gradients, optimizer._backend_apply_gradients
     running: list[Sequence[keras.Variable]] = []
 
@@ -81,20 +63,12 @@ def clip_variables_through(
 
 
 def square_sum(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
-    """Return the sum of squares that an optimizer computes the norm of a gradient from.
-
-    Args:
-        gradient: The gradient.
-    """
+    """Return the sum of squares that an optimizer computes the norm of a gradient from."""
     return keras.ops.sum(keras.ops.square(gradient))
 
 
 def chain(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
-    """Return an optimizer and those it wraps, outermost first.
-
-    Args:
-        optimizer: The optimizer.
-    """
+    """Return an optimizer and those it wraps, outermost first."""
     found = [optimizer]
     while hasattr(found[-1], "inner_optimizer"):
         found.append(found[-1].inner_optimizer)
@@ -114,11 +88,7 @@ def is_multi(optimizer: keras.Optimizer) -> bool:
 
 
 def own_variables(optimizer: keras.Optimizer) -> list[keras.Variable]:
-    """Return an optimizer's variables without those of one that it wraps.
-
-    Args:
-        optimizer: The optimizer.
-    """
+    """Return an optimizer's variables without those of one that it wraps."""
     inner = getattr(optimizer, "inner_optimizer", None)
     others = {id(v) for v in inner.variables} if inner is not None else set()
     return [v for v in optimizer.variables if id(v) not in others]
@@ -127,14 +97,7 @@ def own_variables(optimizer: keras.Optimizer) -> list[keras.Variable]:
 def slots_by_variable(
     optimizer: keras.Optimizer,
 ) -> list[tuple[keras.Variable, keras.Variable, str]]:
-    """Return what an optimizer remembers, each with the trained variable it is about.
-
-    Args:
-        optimizer: The optimizer, built.
-
-    Returns:
-        The variables, and what the name of the first begins with.
-    """
+    """Return what an optimizer remembers, each with the trained variable it is about."""
     trained = sorted(optimizer._trainable_variables, key=lambda v: -len(v.path))
     named = [(v.path.replace("/", "_") + "_", v) for v in trained]
     return [
@@ -148,15 +111,7 @@ def apply_through(
     optimizer: keras.Optimizer,
     around: Callable[[Gradients, Sequence[keras.Variable] | None, Apply], Nest],
 ) -> Apply:
-    """Make an optimizer call `around(gradients, variables, apply)` where it is asked to `apply`.
-
-    Args:
-        optimizer: The optimizer.
-        around: Gets gradients, the variables they are for (None is all), and the optimizer's own.
-
-    Returns:
-        The optimizer's own `apply`.
-    """
+    """Make an optimizer call `around(gradients, variables, apply)` where it is asked to `apply`."""
     apply = optimizer.apply
 
     @tf.autograph.experimental.do_not_convert
@@ -175,9 +130,6 @@ def applies_through(check: Callable[[keras.Optimizer, Sequence[keras.Variable]],
     """Make every optimizer of this process call `check(optimizer, variables)` before it applies.
 
     From now on; a later call replaces the check.
-
-    Args:
-        check: Gets the optimizer and the variables it is to change; may raise.
     """
     # One that scales losses builds the one it wraps before that one is asked to apply.
     for kind in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
@@ -204,12 +156,7 @@ def _checked(
 def scale_loss_through(
     optimizer: keras.Optimizer, change: Callable[[tf.Tensor], tf.Tensor]
 ) -> None:
-    """Make an optimizer change losses before it scales them.
-
-    Args:
-        optimizer: The optimizer.
-        change: Gets a loss and returns it changed.
-    """
+    """Make an optimizer change losses before it scales them."""
     scale_loss = optimizer.scale_loss
 
     @functools.wraps(scale_loss)
@@ -222,12 +169,7 @@ def scale_loss_through(
 def finite_through(
     optimizer: keras.optimizers.LossScaleOptimizer, change: Callable[[tf.Tensor], tf.Tensor]
 ) -> None:
-    """Make an optimizer that scales losses decide differently whether gradients are finite.
-
-    Args:
-        optimizer: The optimizer.
-        change: Gets what the optimizer found, a bool scalar, and returns what holds.
-    """
+    """Make an optimizer that scales losses decide differently whether gradients are finite."""
     check_finite = optimizer.check_finite
     optimizer.check_finite = lambda grads: change(check_finite(grads))
 
@@ -237,13 +179,7 @@ def build_through(
     expand: Callable[[Sequence[keras.Variable]], list[keras.Variable]],
     built: Callable[[Sequence[keras.Variable]], None],
 ) -> None:
-    """Make an optimizer hold other variables than those it is built for.
-
-    Args:
-        optimizer: The optimizer, not built yet.
-        expand: Variables -> those that stand for them, in order.
-        built: Called with the variables once it has been built for them.
-    """
+    """Make an optimizer hold other variables than those it is built for."""
     build, finalize = optimizer.build, optimizer.finalize_variable_values
 
     def build_expanded(variables: Sequence[keras.Variable]) -> None:
@@ -255,77 +191,39 @@ def build_through(
 
 
 def note_of(optimizer: keras.Optimizer, kind: type[_Note]) -> _Note | None:
-    """Return what `set_note` has left on an optimizer; None if nothing.
-
-    Args:
-        optimizer: The optimizer.
-        kind: Class of what was left there.
-    """
+    """Return what `set_note` has left on an optimizer; None if nothing."""
     note = getattr(optimizer, "_dtk_note", None)
     return note if isinstance(note, kind) else None
 
 
 def set_note(optimizer: keras.Optimizer, note: object) -> None:
-    """Leave a note on an optimizer, which lives as long as it does.
-
-    Args:
-        optimizer: The optimizer.
-        note: Any object.
-    """
+    """Leave a note on an optimizer, which lives as long as it does."""
     optimizer._dtk_note = note
 
 
 def trained_variables(optimizer: keras.Optimizer) -> list[keras.Variable]:
-    """Return the Keras variables an optimizer was built for.
-
-    Args:
-        optimizer: The optimizer.
-    """
+    """Return the Keras variables an optimizer was built for."""
     return optimizer._trainable_variables
 
 
 def accumulated(optimizer: keras.Optimizer) -> list[keras.Variable | None]:
-    """Return what an optimizer sums up in an accumulation window.
-
-    Args:
-        optimizer: The optimizer.
-
-    Returns:
-        One variable per trained variable, None where there is none; empty without accumulation.
-    """
+    """Return what an optimizer sums up in an accumulation window."""
     return list(getattr(optimizer, "_accumulated_gradients", []))
 
 
 def given_rate(optimizer: keras.Optimizer) -> Callable[[], tf.Tensor] | None:
-    """Return the schedule or function that an optimizer computes its learning rate with.
-
-    Args:
-        optimizer: The optimizer.
-
-    Returns:
-        Called without arguments if not a `LearningRateSchedule`; None when the rate is a plain
-        number.
-    """
+    """Return the schedule or function that an optimizer computes its learning rate with."""
     rate = optimizer._learning_rate
     return rate if callable(rate) and not isinstance(rate, keras.Variable) else None
 
 
 def takes_adamw(muon: keras.Optimizer, variable: keras.Variable) -> bool:
-    """Return whether a `keras.optimizers.Muon` updates a variable as AdamW does.
-
-    Args:
-        muon: The optimizer.
-        variable: A Keras variable.
-    """
+    """Return whether a `keras.optimizers.Muon` updates a variable as AdamW does."""
     return muon._should_use_adamw(variable)
 
 
 def index_variables(optimizer: keras.Optimizer) -> None:
-    """Rebuild an optimizer's look-up of its variables after their storage moved.
-
-    Args:
-        optimizer: The optimizer.
-    """
+    """Rebuild an optimizer's look-up of its variables after their storage moved."""
     keys = [optimizer._var_key(v) for v in optimizer._trainable_variables]
     optimizer._trainable_variables_indices = {key: i for i, key in enumerate(keys)}
     decays = getattr(optimizer, "_weight_decay_by_var_key", None)

@@ -17,13 +17,6 @@ def set_shard(variable: keras.Variable, shard: Shard) -> None:
     """Mark a variable as one rank's part of a tensor.
 
     Checkpoints, clipping by the global norm and checks between ranks read the mark.
-
-    Args:
-        variable: It holds the part of this rank.
-        shard: How the whole tensor is divided.
-
-    Raises:
-        ValueError: The variable is built, and its shape is not that of the part.
     """
     if variable.shape is not None:
         shard.whole_shape(variable.shape)
@@ -44,42 +37,21 @@ def shard_of(variable: keras.Variable) -> Shard | None:
 
 
 def set_owner(variable: keras.Variable, owner: OneRanks) -> None:
-    """Mark a variable as one that this rank of a group holds alone.
-
-    Args:
-        variable: The variable.
-        owner: The rank that holds it, and of which group.
-    """
+    """Mark a variable as one that this rank of a group holds alone."""
     setattr(variable, _MARK, owner)
 
 
 def is_of_all(variable: keras.Variable) -> bool:
-    """Return whether all ranks hold a variable, and hold the same.
-
-    Args:
-        variable: A Keras variable.
-    """
+    """Return whether all ranks hold a variable, and hold the same."""
     return getattr(variable, _MARK, None) is None
 
 
 def group_of(variable: keras.Variable) -> Communicator | None:
-    """Return the communicator of the ranks that hold the parts a variable is one of.
-
-    Args:
-        variable: A Keras variable.
-
-    Returns:
-        None of a variable that all ranks hold.
-    """
+    """Return the communicator of the ranks that hold the parts a variable is one of."""
     mark = getattr(variable, _MARK, None)
     return mark.communicator if isinstance(mark, Shard | OneRanks) else None
 
 
 def copy_mark(variable: keras.Variable, slot: keras.Variable) -> None:
-    """Mark what an optimizer remembers of a variable as that variable is marked.
-
-    Args:
-        variable: The variable.
-        slot: Of the same shape.
-    """
+    """Mark what an optimizer remembers of a variable as that variable is marked."""
     setattr(slot, _MARK, getattr(variable, _MARK, None))

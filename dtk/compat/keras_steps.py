@@ -31,11 +31,6 @@ def losses_through(
     """Return a context in which Keras's losses call these functions instead of its own.
 
     Each gets what Keras's own gets, and that one as the keyword `original`.
-
-    Args:
-        scale: Makes of a replica's loss its part of the global loss.
-        unscale: Makes of that part the replica's loss again, for trackers.
-        weigh: Weighs and reduces the losses of rows.
     """
     return replaced(
         keras_losses,
@@ -54,23 +49,12 @@ def losses_through(
 def masked_weight(
     sample_weight: tf.Tensor | None, mask: tf.Tensor | None, dtype: tf.DType | None, reduction: str
 ) -> tf.Tensor:
-    """Compute the weight that Keras gives each row or element under a mask.
-
-    Args:
-        sample_weight: Weights of rows; None for none.
-        mask: Which elements count; None for all.
-        dtype: Dtype of the result.
-        reduction: Reduction of the loss, such as "sum_over_batch_size".
-    """
+    """Compute the weight that Keras gives each row or element under a mask."""
     return keras_losses.apply_mask(sample_weight, mask, dtype=dtype, reduction=reduction)
 
 
 def assigns_through(observe: Callable[[keras.Variable], None]) -> AbstractContextManager[None]:
-    """Return a context in which `observe` is called with every Keras variable that is assigned.
-
-    Args:
-        observe: Called before the assignment.
-    """
+    """Return a context in which `observe` is called with every Keras variable that is assigned."""
     assign = keras.Variable.assign
 
     @functools.wraps(assign)
@@ -83,11 +67,7 @@ def assigns_through(observe: Callable[[keras.Variable], None]) -> AbstractContex
 
 @contextlib.contextmanager
 def means_through(update: UpdateMean) -> Iterator[None]:
-    """Return a context in which `keras.metrics.Mean` and `Sum` are updated by a function.
-
-    Args:
-        update: Called as `update(metric, values, sample_weight, original=...)`.
-    """
+    """Return a context in which `keras.metrics.Mean` and `Sum` are updated by a function."""
 
     def updated(original: Function[object]) -> Function[object]:
         @functools.wraps(original)
@@ -107,12 +87,7 @@ def means_through(update: UpdateMean) -> Iterator[None]:
 
 
 def tapes_through(differentiate: Differentiate) -> AbstractContextManager[None]:
-    """Return a context in which a function replaces `tf.GradientTape.gradient`.
-
-    Args:
-        differentiate: Called as `differentiate(tape, target, sources, output_gradients,
-            original=..., **other arguments)`.
-    """
+    """Return a context in which a function replaces `tf.GradientTape.gradient`."""
     original = tf.GradientTape.gradient
 
     @functools.wraps(original)
@@ -139,10 +114,6 @@ def results_through(
     """Return a context in which a function computes the results of metrics.
 
     In another such context, the outer's function does.
-
-    Args:
-        metrics: The metrics.
-        result: Called as `result(metric, original)`.
     """
     with _methods_through(metrics, "result", result):
         yield
@@ -151,12 +122,7 @@ def results_through(
 def updates_through(
     metrics: Sequence[keras.Metric], update: Function[object]
 ) -> AbstractContextManager[None]:
-    """Return a context in which a function is called for the `update_state` of metrics.
-
-    Args:
-        metrics: The metrics.
-        update: Called as `update(metric, original, *args, **kwargs)`.
-    """
+    """Return a context in which a function is called for the `update_state` of metrics."""
     return _methods_through(metrics, "update_state", update)
 
 
@@ -177,11 +143,7 @@ def _methods_through(
 
 @contextlib.contextmanager
 def all_synchronized(model: keras.Model) -> Iterator[None]:
-    """Return a context in which every batch normalization of a model is synchronized.
-
-    Args:
-        model: The model.
-    """
+    """Return a context in which every batch normalization of a model is synchronized."""
     layers = [
         layer
         for layer in layers_of(model)
@@ -199,11 +161,7 @@ def all_synchronized(model: keras.Model) -> Iterator[None]:
 def takes_through(
     take: Callable[[tf.Tensor, tf.Tensor, int | None, Function[tf.Tensor]], tf.Tensor],
 ) -> AbstractContextManager[None]:
-    """Return a context in which `keras.ops.take` calls a function.
-
-    Args:
-        take: Called as `take(x, indices, axis, original)`.
-    """
+    """Return a context in which `keras.ops.take` calls a function."""
     home = names.home_of(_BACKEND, "take")
     original = home.take
 
@@ -215,11 +173,7 @@ def takes_through(
 
 
 def moments_through(moments: Moments) -> AbstractContextManager[None]:
-    """Return a context in which synchronized layers compute their moments by a function.
-
-    Args:
-        moments: Called as `moments(x, axes, keepdims, original=...)`; returns mean and variance.
-    """
+    """Return a context in which synchronized layers compute their moments by a function."""
     home = names.home_of(_BACKEND, "_compute_moments_sync")
     through = functools.partial(moments, original=home._compute_moments_sync)
     return replaced(home, _compute_moments_sync=through)

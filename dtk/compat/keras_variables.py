@@ -12,20 +12,12 @@ from dtk.nests import Function
 
 
 def stored(variable: keras.Variable) -> tf.Variable:
-    """Return the TensorFlow variable behind a Keras variable, whatever scope is open.
-
-    Args:
-        variable: The Keras variable.
-    """
+    """Return the TensorFlow variable behind a Keras variable, whatever scope is open."""
     return variable._value
 
 
 def is_alone(variable: keras.Variable) -> bool:
-    """Return whether a variable that replicas sum when they read it was created outside a scope.
-
-    Args:
-        variable: The Keras variable.
-    """
+    """Return whether a variable that replicas sum when they read it was created outside a scope."""
     return (
         variable.synchronization == "on_read"
         and variable._value is not None
@@ -34,22 +26,13 @@ def is_alone(variable: keras.Variable) -> bool:
 
 
 def move_variable(variable: keras.Variable) -> None:
-    """Give a Keras variable new storage, made in the current scope, with the value it has.
-
-    Args:
-        variable: The Keras variable; one that is distributed stays as it is.
-    """
+    """Give a Keras variable new storage, made in the current scope, with the value it has."""
     if variable._value is not None and not tf_variables.is_distributed(variable._value):
         variable._initialize(variable._value.numpy())
 
 
 class Part(keras.Variable):
-    """One part of a partitioned variable, as an optimizer sees it.
-
-    Args:
-        whole: The Keras variable. Optimizers decide by its path what they do to a part.
-        index: Which part.
-    """
+    """One part of a partitioned variable, as an optimizer sees it."""
 
     def __init__(self, whole: keras.Variable, index: int):
         self.whole = whole

@@ -162,11 +162,7 @@ NEEDED: dict[str, dict[str, str]] = {
 
 
 def check() -> None:
-    """Look every name up.
-
-    Raises:
-        VersionError: One is not there; names it, and the versions that have all of them.
-    """
+    """Look every name up."""
     for name, purpose in missing():
         raise gone(name, purpose)
 
@@ -183,12 +179,7 @@ def missing() -> list[tuple[str, str]]:
 
 
 def gone(name: str, purpose: str) -> VersionError:
-    """Return the error that says what lacks a name, and what to install.
-
-    Args:
-        name: It begins with the name of the package.
-        purpose: What dtk needs it for.
-    """
+    """Return the error that says what lacks a name, and what to install."""
     package = "keras" if name.startswith("keras") else "tensorflow"
     module = sys.modules.get(package)
     found = getattr(module, "__version__", None)
@@ -207,15 +198,7 @@ def gone(name: str, purpose: str) -> VersionError:
 
 @functools.cache
 def home_of(package: str, name: str) -> ModuleType:
-    """Return the module that defines a function, wherever it is in a package that is imported.
-
-    Args:
-        package: Such as "keras.src.backend.tensorflow".
-        name: The function's.
-
-    Raises:
-        LookupError: None does.
-    """
+    """Return the module that defines a function, wherever it is in a package that is imported."""
     for module in list(sys.modules.values()):
         at = getattr(module, "__name__", "")
         if at.startswith(package) and getattr(vars(module).get(name), "__module__", None) == at:

@@ -1,9 +1,9 @@
 """Operations of TensorFlow's that do in one pass over memory what Keras 3 does in many.
 
-    SGD                    the same bits, so always
-    Adam, AdamW            other last digits: where the user or `dtk tune` has chosen it
-    any, under XLA         compiled by it, as in Keras
-    BatchNormalization     the same
+SGD                    the same bits, so always
+Adam, AdamW            other last digits: where the user or `dtk tune` has chosen it
+any, under XLA         compiled by it, as in Keras
+BatchNormalization     the same
 """
 
 from __future__ import annotations
@@ -35,16 +35,7 @@ _LEAST_EPSILON = 1.001e-5
 
 
 class _Update:
-    """What stands for an optimizer's `update_step`.
-
-    Args:
-        optimizer: The optimizer.
-        operation: Updates in one operation; None where TensorFlow has none for it.
-        slots: Names of the lists of variables that the operation changes, too.
-
-    Attributes:
-        compiled: Whether XLA compiles what no operation does, from the next trace on.
-    """
+    """What stands for an optimizer's `update_step`."""
 
     def __init__(
         self, optimizer: keras.Optimizer, operation: _Operation | None, slots: Sequence[str]
@@ -99,10 +90,6 @@ def update_in_one_pass(optimizer: keras.Optimizer) -> None:
     in place of 6, with Nesterov's momentum 20 in place of 8. Those operations compute the same
     bits. Of TensorFlow's operation for Adam the last digits differ, so it is used where it was
     chosen, by DTK_FUSED_ADAM=1.
-
-    Args:
-        optimizer: Any; of others than Keras's own SGD, Adam and AdamW nothing changes, unless XLA
-            is to compile it, see `compile_updates`.
     """
     if isinstance(vars(optimizer).get("update_step"), _Update):
         return
@@ -122,10 +109,6 @@ def compile_updates(optimizer: keras.Optimizer, wished: bool) -> None:
 
     Each update is a cluster of its own, which begins once the variable's gradient is there. What is
     done in one operation anyway stays so.
-
-    Args:
-        optimizer: One that `update_in_one_pass` was called with; others are left alone.
-        wished: Whether to.
     """
     update = vars(optimizer).get("update_step")
     if isinstance(update, _Update):
@@ -133,11 +116,7 @@ def compile_updates(optimizer: keras.Optimizer, wished: bool) -> None:
 
 
 def has_fused_adam(optimizer: keras.Optimizer) -> bool:
-    """Return whether TensorFlow has one operation for an optimizer's update, but for last digits.
-
-    Args:
-        optimizer: Any.
-    """
+    """Return whether one TensorFlow operation does an optimizer's update, but for last digits."""
     return type(optimizer) in (keras.optimizers.Adam, keras.optimizers.AdamW) and not (
         optimizer.amsgrad
     )

@@ -99,13 +99,7 @@ def replaced_names() -> list[tuple[ModuleType, str]]:
 
 
 def restart(rows: int = 1, first: int = 0, of: int | None = None) -> None:
-    """Start the draws of this thread anew, when the tracing of a step begins.
-
-    Args:
-        rows: Rows that are computed.
-        first: Number of the first of them in the whole batch.
-        of: Rows of the whole batch; None where these are all that matter.
-    """
+    """Start the draws of this thread anew, when the tracing of a step begins."""
     _drawn.count, _drawn.rows, _drawn.first = 0, rows, first
     _drawn.all_rows = first + rows if of is None else of
     np.random.seed(0)
@@ -119,13 +113,6 @@ def by_row(layouts: Mapping[int, str] = MappingProxyType({})) -> Iterator[list[i
     Functions of TensorFlow that a step calls are traced anew, and forgotten: what they drew before
     is not of these rows, and what they draw here is not random. Layers that a step builds get the
     first weights that they would get without all this.
-
-    Args:
-        layouts: Which numbers are a row's where it has several, one of `LAYOUTS` by the draw's
-            number; `BLOCKS` where there is none.
-
-    Yields:
-        A list of those draws, by number, of which rows may have parts.
 
     Example:
         >>> with by_row():

@@ -13,12 +13,7 @@ def definer(cls: type, name: str) -> type:
 
 @contextlib.contextmanager
 def replaced(owner: object, **replacements: object) -> Iterator[None]:
-    """Return a context in which attributes of a module, class or object are replaced.
-
-    Args:
-        owner: The module, class or object.
-        replacements: Values of the attributes, by name.
-    """
+    """Return a context in which attributes of a module, class or object are replaced."""
     before = {name: getattr(owner, name) for name in replacements}
     for name, replacement in replacements.items():
         setattr(owner, name, replacement)

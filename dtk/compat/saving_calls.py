@@ -30,13 +30,7 @@ Write: TypeAlias = Callable[[keras.Model, object, Callable[[object], object], st
 
 
 def through(write: Write) -> None:
-    """Make every such call as `write(model, path, save, how)` from now on.
-
-    Args:
-        write: Gets the model, what it is to be written to (a path, or an open file), Keras's own
-            function, which writes to the path that it is called with, and what the call says
-            besides.
-    """
+    """Make every such call as `write(model, path, save, how)` from now on."""
     for owner, name in PLACES:
         current = getattr(owner, name)
         original = getattr(current, "_dtk_original", current)
@@ -54,12 +48,7 @@ def _written(name: str, original: Function[object], write: Write) -> Function[ob
 
 
 def write_weights(model: keras.Model, file: io.BytesIO) -> None:
-    """Write what `model.save_weights` would to an object that stands for a file.
-
-    Args:
-        model: The model; of all its weights this process holds the whole.
-        file: Gets the content of a `.weights.h5` file.
-    """
+    """Write what `model.save_weights` would to an object that stands for a file."""
     store = saving_lib.H5IOStore(file, mode="w")
     saving_lib._save_state(
         model, weights_store=store, assets_store=None, inner_path="", visited_saveables=set()

@@ -29,13 +29,7 @@ from dtk.nests import Function, Nest
 
 
 class AllReduceExtended(one_device_strategy.OneDeviceExtended):
-    """Extended object of processes that hold one replica each; a communicator reduces values.
-
-    Args:
-        container_strategy: The strategy this extends.
-        device: Where this replica computes, such as "/cpu:0" or "/gpu:0".
-        communicator: How bytes move.
-    """
+    """Extended object of processes that hold one replica each; a communicator reduces values."""
 
     def __init__(
         self, container_strategy: tf.distribute.Strategy, device: str, communicator: Communicator
@@ -103,9 +97,6 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
         """Return whether a variable belongs to this strategy; plain ones belong to every strategy.
 
         So models may be built outside the scope.
-
-        Args:
-            v: A TensorFlow variable.
         """
         owner = getattr(v, "_distribute_strategy", None)
         return owner is None or owner is self._container_strategy()
@@ -137,15 +128,7 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
     def reduce_over_replicas(
         self, values: list[tf.Tensor | tf.IndexedSlices], op: str = "sum"
     ) -> list[tf.Tensor | tf.IndexedSlices]:
-        """Reduce tensors over the replicas, in a replica context.
-
-        Args:
-            values: Of this replica: tensors of the same shapes on all, or `tf.IndexedSlices`.
-            op: "sum" or "max".
-
-        Returns:
-            One for each of `values`, equal on all replicas.
-        """
+        """Reduce tensors over the replicas, in a replica context."""
         return values if is_whole() else self._communicator.allreduce(values, op)
 
     def _reduce_to(
@@ -175,12 +158,7 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
         return self.gather(value, axis)
 
     def gather(self, value: tf.Tensor | tf.Variable, axis: int = 0) -> tf.Tensor:
-        """Concatenate a value of all replicas, in rank order.
-
-        Args:
-            value: Of this replica; sizes along `axis` may differ.
-            axis: Along which to concatenate.
-        """
+        """Concatenate a value of all replicas, in rank order."""
         value = tf.convert_to_tensor(local_value(value))
         if axis == 0:
             return self._communicator.allgather(value)
@@ -235,12 +213,6 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
         """Take a pipeline apart that maps rows before it puts them into batches.
 
         Rank 0 says, once of each reason, why every rank maps all rows.
-
-        Args:
-            dataset: Dataset of global batches.
-
-        Returns:
-            Its parts; None where batches are to be cut as they are.
         """
         if self._communicator.size == 1:  # of a grid, all of whose ranks read all rows
             return None
@@ -254,11 +226,7 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
 
     @contextlib.contextmanager
     def observing_batches(self, observe: Callable[[tf.Tensor], None]) -> Iterator[None]:
-        """Return a context in which datasets report the digest of each batch that is read.
-
-        Args:
-            observe: Called with a digest, int64 scalar.
-        """
+        """Return a context in which datasets report the digest of each batch that is read."""
         self._observe = observe
         try:
             yield

@@ -14,11 +14,7 @@ SILENCE_SECONDS = 40
 
 
 def let_tasks_be_silent(ranks: int) -> None:
-    """Let the coming collective runtime wait for a task that is silent for 40 s.
-
-    Args:
-        ranks: Number of tasks, all of them workers.
-    """
+    """Let the coming collective runtime wait for a task that is silent for 40 s."""
     context.context().configure_coordination_service(
         service_type="standalone",
         service_leader="/job:worker/replica:0/task:0",

@@ -15,11 +15,6 @@ def employ(strategy: tf.distribute.Strategy, work: Callable[[], None], count: in
 
     TensorFlow calls it under the worker's device. When it raises because the worker is lost,
     TensorFlow waits until the worker is back, rebuilds its resources, and calls it again.
-
-    Args:
-        strategy: A parameter-server strategy.
-        work: The function.
-        count: How many times to run it at once.
     """
     cluster = tf.distribute.coordinator.ClusterCoordinator(strategy)._cluster
     for _ in range(count):
@@ -44,11 +39,7 @@ def current_worker() -> int:
 
 
 def worker_is_lost(error: Exception) -> bool:
-    """Return whether TensorFlow takes an error for a lost worker, and waits for its return.
-
-    Args:
-        error: What a step on the worker raised.
-    """
+    """Return whether TensorFlow takes an error for a lost worker, and waits for its return."""
     if isinstance(error, tf.errors.CancelledError) and "/job:" in str(error):
         return True
     return bool(cluster_coordinator._is_worker_failure(error))

@@ -40,11 +40,7 @@ _TRANSPARENT = (prefetch_op._PrefetchDataset, dataset_ops._OptionsDataset)
 
 
 def regroup(parts: tuple[Nest, ...]) -> Nest:
-    """Turn one structure per replica into one structure of per-replica values.
-
-    Args:
-        parts: One structure of tensors per replica of this process.
-    """
+    """Turn one structure per replica into one structure of per-replica values."""
     return distribute_utils.regroup(parts, always_wrap=True)
 
 
@@ -52,16 +48,6 @@ class PerRankDataset(input_lib.DistributedDataset):
     """Dataset of a rank's own batches, which `fit` must not cut again.
 
     Keras recognises it by the name of its base class, of which nothing else is used.
-
-    Args:
-        local: Dataset of this rank's rows (a tuple of parts if a process holds several replicas),
-            or a function that makes it, called where it is read: `fit` cuts `whole` in its own way.
-        whole: The dataset of global batches it was cut from; None when every rank has a pipeline of
-            its own and only the sum over ranks tells how many rows a global batch has.
-        regrouped: Whether elements of `local` are tuples of parts, which a custom loop gets as
-            per-replica values.
-        on_read: Called with the digest of each batch that is read; `local` has pairs then, of rows
-            and digests.
     """
 
     def __init__(
@@ -94,23 +80,12 @@ class PerRankDataset(input_lib.DistributedDataset):
         return self.local.cardinality()
 
     def map(self, function: Function[Nest]) -> PerRankDataset:
-        """Apply a function to every batch, as Keras does to turn class weights into row weights.
-
-        Args:
-            function: Applied to local and to global batches.
-
-        Returns:
-            A dataset of the results.
-        """
+        """Apply a function to every batch, as Keras does to turn class weights into row weights."""
         whole = None if self.whole is None else self.whole.map(function)
         return PerRankDataset(lambda: self.local.map(function), whole, self._regrouped)
 
     def prefetch(self, count: int) -> PerRankDataset:
-        """Keep batches ready.
-
-        Args:
-            count: How many.
-        """
+        """Keep batches ready."""
         return PerRankDataset(lambda: self.local.prefetch(count), self.whole, self._regrouped)
 
     def __len__(self) -> int:
@@ -127,13 +102,7 @@ class PerRankDataset(input_lib.DistributedDataset):
             yield rows
 
     def reduce(self, initial_state: Nest, reduce_func: Callable[[Nest, Nest], Nest]) -> Nest:
-        """Reduce all local elements, as `for` does inside a `tf.function`.
-
-        Args:
-            initial_state: As for `tf.data.Dataset.reduce`.
-            reduce_func: As for `tf.data.Dataset.reduce`; gets per-replica values where they are
-                regrouped.
-        """
+        """Reduce all local elements, as `for` does inside a `tf.function`."""
         if not self._regrouped:
             return self.local.reduce(initial_state, reduce_func)
         return self.local.reduce(
@@ -146,12 +115,7 @@ class PerRankDataset(input_lib.DistributedDataset):
 
 
 class PerRankDatasetSpec(tf.TypeSpec):
-    """Type of a `PerRankDataset`, by which it can be an argument of a `tf.function`.
-
-    Args:
-        local: Specification of the dataset of this rank's rows.
-        regrouped: As in `PerRankDataset`.
-    """
+    """Type of a `PerRankDataset`, by which it can be an argument of a `tf.function`."""
 
     def __init__(self, local: tf.data.DatasetSpec, regrouped: bool):
         self._local = local
@@ -180,15 +144,7 @@ class PerRankDatasetSpec(tf.TypeSpec):
 
 
 def take_apart(dataset: tf.data.Dataset) -> RowMaps | str | None:
-    """Find the functions by which a pipeline makes each row of a batch from one row.
-
-    Args:
-        dataset: Dataset of global batches.
-
-    Returns:
-        The pipeline in its parts. Where cutting batches before rows are mapped could change what a
-        rank gets, why; None where no rows are mapped.
-    """
+    """Find the functions by which a pipeline makes each row of a batch from one row."""
     behind: list[tf.data.Dataset] = []
     node = dataset
     while type(node) in (*_TRANSPARENT, *_COUNTED) or _is_class_weights(node):

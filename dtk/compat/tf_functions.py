@@ -28,9 +28,6 @@ def inlined_if(wanted: Callable[[], bool]) -> AbstractContextManager[None]:
     """Return a context in which a script's `tf.function` is traced into the graph that calls it.
 
     A loss inside a graph of its own could not be weighed by what the step knows outside it.
-
-    Args:
-        wanted: Whether to, asked at each call.
     """
     original = polymorphic_function.Function.__call__
 

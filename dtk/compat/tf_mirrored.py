@@ -39,10 +39,6 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
     TensorFlow's strategy reduces by merging its replica threads, which cannot stand inside
     `tf.cond` or `tf.while_loop`: gradient accumulation, loss scaling and several steps per
     execution fail. Here each replica calls collective ops, as a rank does between processes.
-
-    Args:
-        container_strategy: The strategy this extends.
-        devices: Device names.
     """
 
     def __init__(self, container_strategy: tf.distribute.Strategy, devices: Sequence[str]):
@@ -86,15 +82,7 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
     def reduce_over_replicas(
         self, values: list[tf.Tensor | tf.IndexedSlices], op: str = "sum"
     ) -> list[tf.Tensor | tf.IndexedSlices]:
-        """Reduce tensors over the replicas, in a replica context.
-
-        Args:
-            values: Of this replica: tensors of the same shapes on all, or `tf.IndexedSlices`.
-            op: "sum" or "max".
-
-        Returns:
-            One for each of `values`, equal on all replicas.
-        """
+        """Reduce tensors over the replicas, in a replica context."""
         if is_whole():
             return values
         if not tf.executing_eagerly():

@@ -23,14 +23,7 @@ _Structure = TypeVar("_Structure", bound=Nest)
 
 
 def op_name(reduce_op: tf.distribute.ReduceOp | str) -> str:
-    """Return a communicator's name for a reduction.
-
-    Args:
-        reduce_op: A `tf.distribute.ReduceOp` or its name.
-
-    Returns:
-        Such as "sum".
-    """
+    """Return a communicator's name for a reduction."""
     return str(getattr(reduce_op, "value", reduce_op)).lower()
 
 
@@ -58,9 +51,6 @@ def counted_if(present: tf.Tensor | None) -> Iterator[None]:
     """Return a context in which this replica adds zeros to sums over replicas unless it has rows.
 
     None: it counts in any case.
-
-    Args:
-        present: Whether it has, bool scalar; None: what it adds counts in any case.
     """
     outer = getattr(_presence, "flag", None)
     _presence.flag = present
@@ -71,14 +61,7 @@ def counted_if(present: tf.Tensor | None) -> Iterator[None]:
 
 
 def if_present(value: _Structure) -> _Structure:
-    """Replace values by zeros where the running replica has no rows.
-
-    Args:
-        value: Structure of tensors and `tf.IndexedSlices`; None stays None.
-
-    Returns:
-        The same structure.
-    """
+    """Replace values by zeros where the running replica has no rows."""
     present = getattr(_presence, "flag", None)
     flat = tf.nest.flatten(value)
     if present is None or not flat:
@@ -103,9 +86,7 @@ def if_present(value: _Structure) -> _Structure:
     return tf.nest.pack_sequence_as(value, flat)
 
 
-def _with(
-    value: tf.Tensor | tf.IndexedSlices, counted: tf.Tensor
-) -> tf.Tensor | tf.IndexedSlices:
+def _with(value: tf.Tensor | tf.IndexedSlices, counted: tf.Tensor) -> tf.Tensor | tf.IndexedSlices:
     return with_values(value, counted) if isinstance(value, tf.IndexedSlices) else counted
 
 
@@ -121,11 +102,7 @@ _whole = threading.local()
 
 @contextlib.contextmanager
 def as_one_replica(strategy: tf.distribute.Strategy) -> Iterator[None]:
-    """Return a context in which a step is computed by one replica, and nothing is reduced.
-
-    Args:
-        strategy: The strategy of the model.
-    """
+    """Return a context in which a step is computed by one replica, and nothing is reduced."""
     _whole.flag = True
     try:
         with (
@@ -143,11 +120,7 @@ def is_whole() -> bool:
 
 
 def in_replica(strategy: tf.distribute.Strategy) -> tf.distribute.ReplicaContext:
-    """Return a context in which Keras takes itself to be the one replica of a strategy.
-
-    Args:
-        strategy: The strategy.
-    """
+    """Return a context in which Keras takes itself to be the one replica of a strategy."""
     return distribute_lib.ReplicaContext(strategy, 0)
 
 
@@ -171,17 +144,7 @@ def all_reduce(
     value: _Structure,
     divide: Function[tuple[list[Nest], Function[list[Nest]]]] = undivided,
 ) -> _Structure:
-    """Reduce a structure of tensors and `tf.IndexedSlices` over all ranks.
-
-    Args:
-        communicator: Between the ranks.
-        reduce_op: A `tf.distribute.ReduceOp` or its name.
-        value: This rank's.
-        divide: Divides values into what is to be reduced; also returns what joins them again.
-
-    Returns:
-        The same structure, equal on all ranks.
-    """
+    """Reduce a structure of tensors and `tf.IndexedSlices` over all ranks."""
     flat = tf.nest.flatten(value)
     if not flat:
         return value

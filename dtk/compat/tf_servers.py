@@ -41,16 +41,7 @@ class ServerStrategy(parameter_server_strategy_v2.ParameterServerStrategyV2):
 
 
 class ParameterServerExtended(parameter_server_strategy_v2.ParameterServerStrategyV2Extended):
-    """Extended object that places variables on servers, by bytes, and metric state on the chief.
-
-    Args:
-        container_strategy: The strategy this extends.
-        resolver: Its cluster.
-        partitioner: A `tf.distribute.experimental.partitioners.Partitioner`, or None.
-
-    Attributes:
-        bytes_placed: Bytes of variables by server.
-    """
+    """Extended object that places variables on servers, by bytes, and metric state on the chief."""
 
     def __init__(
         self,
@@ -143,9 +134,5 @@ class ParameterServerExtended(parameter_server_strategy_v2.ParameterServerStrate
 
 
 def server_device(index: int) -> str:
-    """Return the device that variables of a parameter server live on.
-
-    Args:
-        index: Index of the server.
-    """
+    """Return the device that variables of a parameter server live on."""
     return f"/job:ps/replica:0/task:{index}/device:CPU:0"

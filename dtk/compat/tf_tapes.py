@@ -23,15 +23,7 @@ Gradient: TypeAlias = Callable[[Nest, list[tf.Tensor | tf.Variable]], Gradients]
 def tapes_over(
     watched: Callable[[], Values], differentiate: Callable[[Gradient, Values, Nest, Nest], Nest]
 ) -> AbstractContextManager[None]:
-    """Return a context in which tapes watch other tensors, and are asked for gradients in its way.
-
-    Args:
-        watched: Called when a tape is entered; returns what it is to watch, by the id of the
-            variable that each tensor stands for.
-        differentiate: Called in place of `tape.gradient` as `differentiate(gradient, values,
-            target, sources)`: `gradient(target, sources)` is the tape's own, `values` what it
-            watches, empty for a tape that was entered outside.
-    """
+    """Return a context that changes what tapes watch and how they give gradients."""
     enter, gradient = tf.GradientTape.__enter__, tf.GradientTape.gradient
 
     def watching(tape: tf.GradientTape) -> tf.GradientTape:

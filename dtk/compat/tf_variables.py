@@ -17,11 +17,7 @@ from dtk.nests import Array, Function
 
 
 def local_value(variable: tf.Variable | tf.Tensor) -> tf.Variable | tf.Tensor:
-    """Return what this replica holds of a variable, without any communication.
-
-    Args:
-        variable: A TensorFlow variable, distributed or not, or a tensor.
-    """
+    """Return what this replica holds of a variable, without any communication."""
     if isinstance(variable, values.DistributedVariable):
         replica = tf.distribute.get_replica_context()
         if replica is not None and replica.strategy is variable.distribute_strategy:
@@ -36,9 +32,6 @@ def created_at_once(seen: Callable[[tf.Variable], None]) -> Iterator[None]:
 
     One that a trace creates is TensorFlow's to initialize when the trace ends, and where it is of
     several replicas TensorFlow cannot.
-
-    Args:
-        seen: Called with each variable.
     """
 
     def create(next_creator: Function[tf.Variable], **kwargs: object) -> tf.Variable:
@@ -89,43 +82,24 @@ VARIABLE_CLASSES = distribute_utils.VARIABLE_CLASS_MAPPING | {
 
 
 def is_on_server(variable: tf.Variable) -> bool:
-    """Return whether a variable lives where a parameter-server strategy puts its own.
-
-    Args:
-        variable: A TensorFlow variable.
-    """
+    """Return whether a variable lives where a parameter-server strategy puts its own."""
     if isinstance(variable, sharded_variable.ShardedVariable):
         return True
     return "/job:" in variable.device and "/job:localhost" not in variable.device
 
 
 def shards_of(variable: tf.Variable) -> tuple[tf.Variable, ...] | None:
-    """Return the parts of a partitioned variable, in row order.
-
-    Args:
-        variable: A TensorFlow variable.
-
-    Returns:
-        The parts; None for one that is not partitioned.
-    """
+    """Return the parts of a partitioned variable, in row order."""
     if isinstance(variable, sharded_variable.ShardedVariable):
         return tuple(variable.variables)
     return None
 
 
 def components(value: tf.Tensor | tf.Variable) -> tuple[tf.Tensor | tf.Variable, ...]:
-    """Return the plain variables or values behind a distributed one, in replica order.
-
-    Args:
-        value: A variable or value, distributed or not.
-    """
+    """Return the plain variables or values behind a distributed one, in replica order."""
     return value.values if isinstance(value, values.DistributedValues) else (value,)
 
 
 def is_distributed(variable: tf.Variable) -> bool:
-    """Return whether a TensorFlow variable has one component per replica.
-
-    Args:
-        variable: The variable.
-    """
+    """Return whether a TensorFlow variable has one component per replica."""
     return isinstance(variable, values.DistributedVariable)

@@ -25,43 +25,29 @@ _VALUES = 4
 
 
 class Part(NamedTuple):
-    """Part of one batch that one rank takes.
+    """Part of one batch that one rank takes."""
 
-    Attributes:
-        first: Index of its first row within the global batch; None where every rank reads a
-            pipeline of its own, so that a global batch is only what ranks read together.
-        taken: How many rows it takes; 0 where there are fewer rows than ranks.
-        rows: Rows of the global batch.
-        hash: A short hash of these rows; "" without any.
-        sample: The first values of the first of them.
-        whole: A hash of the global batch, which must be the same on all ranks; "" where every rank
-            reads a pipeline of its own.
-    """
-
+    # index of its first row within the global batch; None where every rank reads a pipeline of its
+    # own, so that a global batch is only what ranks read together
     first: int | None
-    taken: int
-    rows: int
-    hash: str
-    sample: str
+    taken: int  # how many rows it takes; 0 where there are fewer rows than ranks
+    rows: int  # rows of the global batch
+    hash: str  # A short hash of these rows; "" without any
+    sample: str  # the first values of the first of them
+    # A hash of the global batch, which must be the same on all ranks; "" where every rank reads a
+    # pipeline of its own
     whole: str
 
 
 class Share(NamedTuple):
-    """Share of the data that one rank reads.
-
-    Attributes:
-        rank: The rank.
-        host: Its host.
-        batches: Batches of an epoch; `math.inf` without end, None where only reading would tell.
-        types: Type and shape of a row of each part, such as "float32[8, 8, 1]".
-        parts: Of each of the first batches.
-    """
+    """Share of the data that one rank reads."""
 
     rank: int
     host: str
+    # batches of an epoch; `math.inf` without end, None where only reading would tell
     batches: float | None
-    types: tuple[str, ...]
-    parts: tuple[Part, ...]
+    types: tuple[str, ...]  # type and shape of a row of each part, such as "float32[8, 8, 1]"
+    parts: tuple[Part, ...]  # of each of the first batches
 
 
 class Description(NamedTuple):
@@ -95,19 +81,12 @@ class Description(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """Data that can be read from its beginning.
+    """Data that can be read from its beginning."""
 
-    Attributes:
-        what: Words for it.
-        batches: As in `Share`.
-        read: Its batches: global ones, or this rank's own.
-        own: Whether they are this rank's own.
-    """
-
-    what: str
-    batches: float | None
-    read: Callable[[], Iterable[Nest]]
-    own: bool = False
+    what: str  # words for it
+    batches: float | None  # as in `Share`
+    read: Callable[[], Iterable[Nest]]  # its batches: global ones, or this rank's own
+    own: bool = False  # whether they are this rank's own
 
 
 def describe(

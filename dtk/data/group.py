@@ -11,16 +11,6 @@ from dtk.strategies.base import DtkStrategy
 def group_of(strategy_or_communicator: DtkStrategy | Communicator | None = None) -> Communicator:
     """Return the communicator of a strategy; a communicator as it is.
 
-    Args:
-        strategy_or_communicator: One of both; None takes the strategy whose scope this is called
-            in.
-
-    Returns:
-        The communicator.
-
-    Raises:
-        ValueError: It is neither, or None outside every scope.
-
     Example:
         >>> from dtk.communicators import create
         >>> group_of(create("local")).size

@@ -45,17 +45,11 @@ class Minibatch(NamedTuple):
 
 
 class Position(TypedDict):
-    """Where a reader is, and in which order it goes on.
+    """Where a reader is, and in which order it goes on."""
 
-    Attributes:
-        position: Rows taken so far by all ranks together.
-        rows: Rows of the data.
-        seed: Seed of the orders; None for that of the data.
-    """
-
-    position: int
-    rows: int
-    seed: int | None
+    position: int  # rows taken so far by all ranks together
+    rows: int  # rows of the data
+    seed: int | None  # seed of the orders; None for that of the data
 
 
 class PartitionedMinibatches:

@@ -13,16 +13,6 @@ def permutation(rows: int, seed: int) -> Array:
     Drawn from numpy's `RandomState`, whose numbers never change between versions of numpy, as
     ChainerMN does: the same seed gives the same order there.
 
-    Args:
-        rows: Number of rows.
-        seed: Seed of the order, within 32 bits.
-
-    Returns:
-        int64 of shape `[rows]`.
-
-    Raises:
-        ValueError: The seed is not within 32 bits.
-
     Example:
         >>> permutation(6, seed=0).tolist()
         [5, 2, 1, 3, 0, 4]
@@ -33,14 +23,6 @@ def permutation(rows: int, seed: int) -> Array:
 def sweep_order(rows: int, seed: int, sweep: int) -> Array:
     """Return the order of one sweep over the rows, another one for each sweep.
 
-    Args:
-        rows: Number of rows.
-        seed: Seed of the orders, within 32 bits.
-        sweep: Number of the sweep, from 0.
-
-    Returns:
-        int64 of shape `[rows]`.
-
     Example:
         >>> sorted(sweep_order(5, seed=0, sweep=3).tolist())
         [0, 1, 2, 3, 4]
@@ -50,14 +32,6 @@ def sweep_order(rows: int, seed: int, sweep: int) -> Array:
 
 def minibatch_at(position: int, size: int, rows: int) -> tuple[int, int, int]:
     """Return where the minibatch at a position lies; it ends with its sweep, as CNTK's do.
-
-    Args:
-        position: Rows taken before it, over all sweeps.
-        size: Rows wanted.
-        rows: Rows of a sweep.
-
-    Returns:
-        The sweep, and within it the first row and the one after the last.
 
     Example:
         >>> [minibatch_at(position, 4, rows=10) for position in (0, 4, 8, 10)]

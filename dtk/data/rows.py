@@ -30,19 +30,11 @@ class Items(Protocol[_Read]):
     """Items that can be read by their number."""
 
     def __getitem__(self, index: int) -> _Read:
-        """Read one.
-
-        Args:
-            index: Its number.
-        """
+        """Read one."""
 
 
 class Subset(Sequence[_Item]):
     """Some items of a sequence, each read when asked for.
-
-    Args:
-        items: Anything with `__getitem__`.
-        indices: Which of them, in which order.
 
     Example:
         >>> list(Subset("abcde", [4, 0]))
@@ -71,15 +63,10 @@ class Subset(Sequence[_Item]):
 
 
 class Elements(NamedTuple):
-    """Elements of a `tf.data.Dataset`, kept in memory.
+    """Elements of a `tf.data.Dataset`, kept in memory."""
 
-    Attributes:
-        spec: Their specification.
-        held: The elements.
-    """
-
-    spec: Specs
-    held: list[Nest]
+    spec: Specs  # their specification
+    held: list[Nest]  # the elements
 
     def dataset(self) -> tf.data.Dataset:
         """Return a dataset of the elements, in this order."""
@@ -88,25 +75,13 @@ class Elements(NamedTuple):
 
 
 def are_arrays(dataset: Data) -> bool:
-    """Return whether rows lie along the first axis of one array, or of each of a tuple or dict.
-
-    Args:
-        dataset: Any data.
-    """
+    """Return whether rows lie along the first axis of one array, or of each of a tuple or dict."""
     leaves = tf.nest.flatten(dataset) if isinstance(dataset, tuple | dict) else [dataset]
     return bool(leaves) and all(isinstance(leaf, np.ndarray | tf.Tensor) for leaf in leaves)
 
 
 def count_rows(dataset: Data) -> int:
     """Return how many rows, elements or samples there are.
-
-    Args:
-        dataset: Arrays, a sequence of samples, or a `tf.data.Dataset` of single elements.
-
-    Raises:
-        ValueError: Arrays differ in rows or are scalars; the dataset is endless, or only reading
-            it would tell.
-        TypeError: It has no length.
 
     Example:
         >>> count_rows((np.zeros((4, 2)), np.zeros(4))), count_rows(["a", "b"])
@@ -138,14 +113,6 @@ def _cardinality(dataset: tf.data.Dataset) -> int:
 
 def take(dataset: Data, indices: Indices) -> Data:
     """Return some rows.
-
-    Args:
-        dataset: Arrays, a sequence or a `tf.data.Dataset`.
-        indices: A `range` of step 1, or an array of rows in the order wanted. Elements of a
-            `tf.data.Dataset` in another order than its own are read once, and kept in memory.
-
-    Returns:
-        The same kind of data; of a sequence a `Subset`.
 
     Example:
         >>> take(np.arange(5) * 10, np.array([4, 0])).tolist()
@@ -184,18 +151,7 @@ def _read(dataset: tf.data.Dataset, indices: Iterable[int]) -> dict[int, Nest]:
 
 
 def pack(dataset: Data, blocks: Sequence[Indices]) -> list[Data | Elements]:
-    """Return several blocks of rows, each as a value that can be sent; `unpack` is the way back.
-
-    Args:
-        dataset: Arrays, a sequence of samples, or a `tf.data.Dataset` of single elements.
-        blocks: Numbers of the rows of each block.
-
-    Returns:
-        One value for each block.
-
-    Raises:
-        ValueError: Elements of a `tf.data.Dataset` are ragged or sparse.
-    """
+    """Return several blocks of rows, each as a value that can be sent; `unpack` is the way back."""
     if isinstance(dataset, tf.data.Dataset):
         held = _read(dataset, {index for block in blocks for index in block})
         return [Elements(dataset.element_spec, [held[i] for i in block]) for block in blocks]
@@ -205,12 +161,5 @@ def pack(dataset: Data, blocks: Sequence[Indices]) -> list[Data | Elements]:
 
 
 def unpack(packed: Data | Elements) -> Data:
-    """Undo `pack` for one of its values.
-
-    Args:
-        packed: The value.
-
-    Returns:
-        Arrays, a list of samples, or a `tf.data.Dataset`.
-    """
+    """Undo `pack` for one of its values."""
     return packed.dataset() if isinstance(packed, Elements) else packed

@@ -38,15 +38,6 @@ def block(
 ) -> tuple[int, int]:
     """Return the first row of a rank's block and the one after its last.
 
-    Args:
-        n_total: Rows in all.
-        rank: Whose block, `0 <= rank < size`.
-        size: How many blocks.
-        force_equal_length: Whether all blocks have `ceil(n_total / size)` rows.
-
-    Returns:
-        First row, and the one after the last.
-
     Example:
         >>> [block(10, rank, 3) for rank in range(3)]
         [(0, 4), (3, 7), (6, 10)]

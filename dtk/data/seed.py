@@ -37,23 +37,12 @@ def drawn(seed: int | None) -> int:
     """Return the seed itself, or where it is None a number from numpy's generator.
 
     Every rank draws, also where only one rank's number will count: generators stay alike.
-
-    Args:
-        seed: A seed, or None.
-
-    Returns:
-        A number of 31 bits where it is drawn.
     """
     return int(np.random.randint(2**31)) if seed is None else seed
 
 
 def agree_on_seed(seed: int | None, communicator: Communicator, root: int = 0) -> int:
     """Return `root`'s seed on every rank; where that is None, the one `root` draws.
-
-    Args:
-        seed: This rank's seed, or None.
-        communicator: The ranks, all of which call this together.
-        root: The rank whose seed counts.
 
     Example:
         >>> from dtk.communicators import create

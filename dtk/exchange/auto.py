@@ -59,49 +59,29 @@ class Auto(Exchange):
 
 
 class Observed(NamedTuple):
-    """Means of some steps with whole gradients.
+    """Means of some steps with whole gradients."""
 
-    Attributes:
-        step: Seconds.
-        sending: Seconds of it in which this rank waited for collectives.
-        sent: Bytes this rank handed over.
-        gradients: Shapes and dtypes of those that are summed whole.
-        factored: Of those that may go as their factors.
-        window: Steps for which gradients are exchanged once.
-    """
-
-    step: float
-    sending: float
-    sent: float
-    gradients: Sequence[tf.TensorSpec] = ()
-    factored: Sequence[tf.TensorSpec] = ()
-    window: int = 1
+    step: float  # seconds
+    sending: float  # seconds of it in which this rank waited for collectives
+    sent: float  # bytes this rank handed over
+    gradients: Sequence[tf.TensorSpec] = ()  # shapes and dtypes of those that are summed whole
+    factored: Sequence[tf.TensorSpec] = ()  # of those that may go as their factors
+    window: int = 1  # steps for which gradients are exchanged once
 
 
 class Overhead(NamedTuple):
-    """Cost of an exchange of gradients without sending.
+    """Cost of an exchange of gradients without sending."""
 
-    Attributes:
-        seconds: Of one exchange.
-        sent: Bytes of one exchange.
-    """
-
-    seconds: float
-    sent: float
+    seconds: float  # of one exchange
+    sent: float  # bytes of one exchange
 
 
 class Choice(NamedTuple):
-    """An exchange, and why.
+    """An exchange, and why."""
 
-    Attributes:
-        exchange: What was chosen.
-        observed: What that is based on.
-        predicted: Seconds of a step with each.
-    """
-
-    exchange: Exchange
-    observed: Observed
-    predicted: dict[Exchange, float]
+    exchange: Exchange  # what was chosen
+    observed: Observed  # what that is based on
+    predicted: dict[Exchange, float]  # seconds of a step with each
 
     def __str__(self) -> str:
         """One line for the user."""
@@ -118,16 +98,7 @@ class Choice(NamedTuple):
 
 
 def choose(observed: Observed, overheads: Mapping[Exchange, Overhead], costs: Costs) -> Choice:
-    """Return the mildest exchange that makes a step nearly as fast as any does.
-
-    Args:
-        observed: What steps took.
-        overheads: Of each candidate; see `overheads_of`.
-        costs: Of the world.
-
-    Returns:
-        The exchange, and what led to it.
-    """
+    """Return the mildest exchange that makes a step nearly as fast as any does."""
     exact, *others = CANDIDATES
     now = _sending(exact, observed, overheads, costs)
     predicted: dict[Exchange, float] = {exact: observed.step}
@@ -174,16 +145,7 @@ def _bytes_as_factors(observed: Observed) -> float:
 def overheads_of(
     observed: Observed, communicator: Communicator, device: str
 ) -> dict[Exchange, Overhead]:
-    """Measure what each candidate computes and hands over; nothing is sent.
-
-    Args:
-        observed: Whose gradients.
-        communicator: Says how many ranks there are.
-        device: Where gradients are, such as "CPU:0".
-
-    Returns:
-        By candidate.
-    """
+    """Measure what each candidate computes and hands over; nothing is sent."""
     silent = NullCommunicator(communicator.rank, communicator.size)
     with tf.device(device):
         specs = [*observed.gradients, *observed.factored]

@@ -23,38 +23,24 @@ Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | Factored
 
 
 class Trained(NamedTuple):
-    """Variables that an optimizer trains, and its own of them.
+    """Variables that an optimizer trains, and its own of them."""
 
-    Attributes:
-        variables: TensorFlow variables, in the order of their gradients.
-        momenta: The optimizer's own averages of gradients, if it has any.
-    """
-
-    variables: Sequence[tf.Variable] = ()
-    momenta: Sequence[tf.Variable] = ()
+    variables: Sequence[tf.Variable] = ()  # tensorFlow variables, in the order of their gradients
+    momenta: Sequence[tf.Variable] = ()  # the optimizer's own averages of gradients, if it has any
 
 
 class BatchPart(NamedTuple):
-    """This rank's part of a step's global batch.
+    """This rank's part of a step's global batch."""
 
-    Attributes:
-        rows: Rows of the global batch, int64 scalar.
-        example_weight: This rank's part of them, float64 scalar; all ranks' add up to 1.
-    """
-
-    rows: tf.Tensor
-    example_weight: tf.Tensor
+    rows: tf.Tensor  # rows of the global batch, int64 scalar
+    example_weight: tf.Tensor  # this rank's part of them, float64 scalar; all ranks' add up to 1
 
 
 class Update(NamedTuple):
-    """What an optimizer is to apply in a step.
+    """What an optimizer is to apply in a step."""
 
-    Attributes:
-        gradients: In the order, shapes and dtypes of those that were given.
-        applied: Whether they are to be applied, bool scalar; None where they always are.
-    """
-
-    gradients: list[Gradient]
+    gradients: list[Gradient]  # in the order, shapes and dtypes of those that were given
+    # whether they are to be applied, bool scalar; None where they always are
     applied: tf.Tensor | None = None
 
 
@@ -102,13 +88,6 @@ class ExchangeOp(abc.ABC):
     """Exchanges one list of gradients; the same list, in the same order, at every step.
 
     Every rank calls it at every step. Sums are the same on all of them, bit for bit.
-
-    Args:
-        communicator: Between the workers.
-        state: Where it remembers.
-
-    Attributes:
-        factors: Whether it takes gradients as `Factored`, too.
     """
 
     factors = False
@@ -119,57 +98,24 @@ class ExchangeOp(abc.ABC):
 
     @abc.abstractmethod
     def reduce(self, gradients: list[Gradient], part: BatchPart | None = None) -> list[Gradient]:
-        """Sum gradients over all ranks.
-
-        Args:
-            gradients: This rank's part of each, tensors or `tf.IndexedSlices`; or `Factored`, see
-                `factors`.
-            part: This rank's part of the batch; None in a loop of the script's own.
-
-        Returns:
-            The sums, one for each gradient, in its shape and dtype.
-        """
+        """Sum gradients over all ranks."""
 
     def update(self, gradients: list[Gradient], part: BatchPart | None = None) -> Update:
-        """Turn this step's gradients into those that the optimizer is to apply now.
-
-        Args:
-            gradients: As in `reduce`.
-            part: As in `reduce`.
-
-        Returns:
-            The sums, unless an exchange applies something else, or at times nothing.
-        """
+        """Turn this step's gradients into those that the optimizer is to apply now."""
         return Update(self.reduce(gradients, part))
 
     def count(self, part: BatchPart | None) -> None:  # noqa: B027
-        """Note, after every step, of which batch it was.
-
-        Args:
-            part: This rank's part of the batch; None in a loop of the script's own.
-        """
+        """Note, after every step, of which batch it was."""
 
     def count_exact(self, part: BatchPart) -> None:  # noqa: B027
-        """Note a step whose gradients another op has summed, in place of `count`.
-
-        Args:
-            part: This rank's part of the batch.
-        """
+        """Note a step whose gradients another op has summed, in place of `count`."""
 
     def together(self) -> tf.Tensor | None:
-        """Return whether all ranks hold the same weights now; None where they always do.
-
-        Returns:
-            bool scalar, evaluated when it runs, or None.
-        """
+        """Return whether all ranks hold the same weights now; None where they always do."""
         return None
 
     def averaging_weight(self) -> tf.Tensor | None:
-        """Return what this rank counts in a mean over ranks that have just become equal.
-
-        Returns:
-            float32 scalar, adding up to 1 over all ranks; None where ranks are equal always.
-        """
+        """Return what this rank counts in a mean over ranks that have just become equal."""
         return None
 
     def close(self) -> None:  # noqa: B027

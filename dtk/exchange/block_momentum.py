@@ -102,12 +102,7 @@ class BlockMomentum(LocalExchange):
         return full ** (rows / self.block_size)
 
     def combine(self, block: LocalOp, start: Sequence[tf.Variable]) -> None:
-        """Close a block: see the equations above.
-
-        Args:
-            block: With this worker's weights and counts.
-            start: The weights it began with.
-        """
+        """Close a block: see the equations above."""
         communicator = block.communicator
         weights = block.trained.variables
         changes = [before - now for before, now in zip(start, weights, strict=True)]
@@ -158,12 +153,7 @@ class ModelAveraging(LocalExchange):
         return self.period * size
 
     def combine(self, block: LocalOp, start: Sequence[tf.Variable]) -> None:
-        """Close a block: see the equation above.
-
-        Args:
-            block: With this worker's weights and counts.
-            start: Not used.
-        """
+        """Close a block: see the equation above."""
         del start
         weights = block.trained.variables
         part = block.averaging_weight()

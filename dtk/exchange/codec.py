@@ -30,22 +30,14 @@ _RANGE = 4.0
 
 
 class Code(NamedTuple):
-    """A quantised matrix, as it is sent.
+    """A quantised matrix, as it is sent."""
 
-    Attributes:
-        packed: uint8, shape (columns, bytes of a column).
-        scales: float32, shape (columns, 2): the values of 0 and 1, or the range.
-    """
-
-    packed: tf.Tensor
-    scales: tf.Tensor
+    packed: tf.Tensor  # uint8, shape (columns, bytes of a column)
+    scales: tf.Tensor  # float32, shape (columns, 2): the values of 0 and 1, or the range
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     """Return the columns, and the entries of each, for a weight of this shape.
-
-    Args:
-        shape: Of a weight or its gradient, static.
 
     Example:
         >>> matrix_shape((3, 3, 16, 32)), matrix_shape((3, 3, 16, 1)), matrix_shape((10,))
@@ -58,36 +50,18 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def to_columns(gradient: tf.Tensor) -> tf.Tensor:
-    """Turn a gradient into a float32 matrix of shape (columns, entries).
-
-    Args:
-        gradient: Of static shape, of any floating point dtype.
-    """
+    """Turn a gradient into a float32 matrix of shape (columns, entries)."""
     columns, entries = matrix_shape(gradient.shape)
     return tf.transpose(tf.reshape(tf.cast(gradient, tf.float32), (entries, columns)))
 
 
 def from_columns(matrix: tf.Tensor, shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
-    """Turn a matrix back into the gradient that `to_columns` made it of.
-
-    Args:
-        matrix: float32, shape (columns, entries).
-        shape: Of the gradient.
-        dtype: Of the gradient.
-    """
+    """Turn a matrix back into the gradient that `to_columns` made it of."""
     return tf.cast(tf.reshape(tf.transpose(matrix), shape), dtype)
 
 
 def encode(matrix: tf.Tensor, bits: int) -> Code:
     """Quantise a matrix.
-
-    Args:
-        matrix: float32, shape (columns, entries); both are known.
-        bits: One of BITS, which end where float32's own rounding begins to tell: of a range of
-            eight root mean squares its 24 bits leave 2^(bits - 24) of a step.
-
-    Returns:
-        The code: `bits` for each entry, and two floats for each column.
 
     Example:
         >>> code = encode(tf.constant([[1.0, 2.0, -3.0, -1.0, 0.0]]), 1)
@@ -104,14 +78,6 @@ def encode(matrix: tf.Tensor, bits: int) -> Code:
 def decode(code: Code, entries: int, bits: int) -> tf.Tensor:
     """Return what every receiver makes of a code, bit for bit the same.
 
-    Args:
-        code: The code.
-        entries: Entries of a column.
-        bits: As encoded.
-
-    Returns:
-        float32, shape (columns, entries).
-
     Example:
         >>> code = encode(tf.constant([[1.0, 2.0, -3.0, -1.0, 0.0]]), 1)
         >>> decode(code, 5, 1).numpy().tolist()
@@ -127,11 +93,6 @@ def decode(code: Code, entries: int, bits: int) -> tf.Tensor:
 def bytes_of(columns: int, entries: int, bits: int) -> int:
     """Return the bytes of a code: entries padded to whole bytes, and two floats per column.
 
-    Args:
-        columns: Of the matrix.
-        entries: Of a column.
-        bits: For each entry.
-
     Example:
         >>> bytes_of(32, 144, 1), 4 * 32 * 144
         (832, 18432)
@@ -140,11 +101,7 @@ def bytes_of(columns: int, entries: int, bits: int) -> int:
 
 
 def to_bytes(codes: Sequence[Code]) -> tf.Tensor:
-    """Join codes into one flat uint8 tensor, of as many bytes as `bytes_of` says of each.
-
-    Args:
-        codes: Any number of them.
-    """
+    """Join codes into one flat uint8 tensor, of as many bytes as `bytes_of` says of each."""
     flat = [tf.reshape(part, [-1]) for code in codes for part in (code.packed, _as_bytes(code))]
     return tf.concat([*flat, tf.zeros([0], tf.uint8)], 0)
 
@@ -152,17 +109,7 @@ def to_bytes(codes: Sequence[Code]) -> tf.Tensor:
 def from_bytes(
     rows: tf.Tensor, columns: Sequence[int], entries: Sequence[int], bits: int
 ) -> list[Code]:
-    """Cut the bytes of several senders into codes: the inverse of `to_bytes`.
-
-    Args:
-        rows: uint8, shape (senders, bytes).
-        columns: Of each code.
-        entries: Of a column of each code.
-        bits: As encoded.
-
-    Returns:
-        Codes whose columns are those of the first sender, then those of the second, and so on.
-    """
+    """Cut the bytes of several senders into codes: the inverse of `to_bytes`."""
     widths = [packing.width(n, bits) for n in entries]
     sizes = [size for c, w in zip(columns, widths, strict=True) for size in (c * w, c * 8)]
     parts = tf.split(rows, sizes, axis=1) if sizes else []

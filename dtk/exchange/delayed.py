@@ -57,26 +57,14 @@ class Delayed(Exchange):
 
 
 class DelayedOp(ExchangeOp):
-    """Keeps gradients for one step.
-
-    Args:
-        inner: Sums them.
-    """
+    """Keeps gradients for one step."""
 
     def __init__(self, inner: ExchangeOp):
         super().__init__(inner.communicator, inner.state)
         self._inner = inner
 
     def reduce(self, gradients: list[Gradient], part: BatchPart | None = None) -> list[Gradient]:
-        """Refuse: without `update` the first step could not apply nothing.
-
-        Args:
-            gradients: Not used.
-            part: Not used.
-
-        Raises:
-            ValueError: Always.
-        """
+        """Refuse: without `update` the first step could not apply nothing."""
         del gradients, part
         raise ValueError(
             "Delayed does not go with gradient accumulation, whose windows sum several steps "
@@ -84,18 +72,7 @@ class DelayedOp(ExchangeOp):
         )
 
     def update(self, gradients: list[Gradient], part: BatchPart | None = None) -> Update:
-        """Sum the gradients of the last step, and keep these.
-
-        Args:
-            gradients: As in `ExchangeOp.reduce`, of static shapes.
-            part: Not used.
-
-        Returns:
-            The sums; not to be applied in the first step, which has none.
-
-        Raises:
-            ValueError: One of the gradients is `tf.IndexedSlices`.
-        """
+        """Sum the gradients of the last step, and keep these."""
         if any(isinstance(g, tf.IndexedSlices) for g in gradients):
             raise ValueError(
                 "Delayed keeps whole gradients, and one of this model's is rows of a table "

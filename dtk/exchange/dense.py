@@ -71,12 +71,6 @@ class DenseOp(ExchangeOp):
     """An all-reduce, or an all-gather of a gradient's factors where that is faster; see `factors`.
 
     Rows of tables (`tf.IndexedSlices`) and factors keep their dtype: they are few.
-
-    Args:
-        communicator: Between the workers.
-        state: Unused.
-        dtype: What floats are sent as; None for what they are.
-        factors: Whether to send factors.
     """
 
     def __init__(

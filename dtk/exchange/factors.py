@@ -33,15 +33,10 @@ _Whole = Callable[[list[tf.Tensor]], list[tf.Tensor]]
 
 
 class Factored(NamedTuple):
-    """A gradient that is the product of two matrices, `left' right`.
+    """A gradient that is the product of two matrices, `left' right`."""
 
-    Attributes:
-        left: Shape (rows, m).
-        right: Shape (rows, n).
-    """
-
-    left: tf.Tensor
-    right: tf.Tensor
+    left: tf.Tensor  # shape (rows, m)
+    right: tf.Tensor  # shape (rows, n)
 
     @property
     def entries(self) -> int:
@@ -74,12 +69,6 @@ def factored(
     """Return a gradient as its factors, where it is their product in a graph; else as it is.
 
     What only computed the product is not run then.
-
-    Args:
-        gradient: A tensor, `tf.IndexedSlices` or None.
-
-    Returns:
-        A `Factored`, or `gradient`.
 
     Example:
         >>> @tf.function
@@ -120,16 +109,7 @@ def _is_row_per_example(factor: tf.Tensor) -> bool:
 def reduce_products(
     gradients: list[Factored], communicator: Communicator, whole: _Whole
 ) -> list[tf.Tensor]:
-    """Sum gradients over all ranks, as factors if that is faster with this many rows.
-
-    Args:
-        gradients: This rank's part of each.
-        communicator: Between the workers.
-        whole: Reduces a list of tensors.
-
-    Returns:
-        The sums, in the shapes of the products.
-    """
+    """Sum gradients over all ranks, as factors if that is faster with this many rows."""
     results: dict[int, tf.Tensor] = {}
     for dtype in dict.fromkeys(g.left.dtype for g in gradients):  # a message is of one
         places = [i for i, g in enumerate(gradients) if g.left.dtype == dtype]

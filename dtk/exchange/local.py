@@ -53,15 +53,7 @@ class LocalExchange(Exchange):
 
 
 class LocalOp(ExchangeOp):
-    """Counts rows, opens blocks and closes them.
-
-    Args:
-        communicator: Between the workers.
-        state: Holds the counts.
-        trained: What is combined, and the momenta to forget.
-        rows: Of a block, of all workers.
-        combine: Called with the weights a block began with; gives all workers new ones.
-    """
+    """Counts rows, opens blocks and closes them."""
 
     def __init__(
         self,
@@ -87,18 +79,7 @@ class LocalOp(ExchangeOp):
         return self.state.variable("own_rows", "sum", (), tf.float32)
 
     def reduce(self, gradients: list[Gradient], part: BatchPart | None = None) -> list[Gradient]:
-        """Return this worker's own estimate of the whole batch's gradients.
-
-        Args:
-            gradients: As in `ExchangeOp.reduce`.
-            part: This rank's part of the batch.
-
-        Returns:
-            Means over this worker's rows; zeros without any.
-
-        Raises:
-            ValueError: `part` is None.
-        """
+        """Return this worker's own estimate of the whole batch's gradients."""
         if part is None:
             raise ValueError(
                 "this exchange counts the rows of global batches, which only fit and "
@@ -128,11 +109,7 @@ class LocalOp(ExchangeOp):
         tf.cond(tf.equal(self.rows, 0), keep, lambda: False)
 
     def count(self, part: BatchPart | None) -> None:
-        """Count a step, and close the block when it is full.
-
-        Args:
-            part: This rank's part of the batch; never None.
-        """
+        """Count a step, and close the block when it is full."""
         assert part is not None
         own = tf.cast(part.rows, part.example_weight.dtype) * part.example_weight
         self.own_rows.assign_add(tf.cast(own, tf.float32))

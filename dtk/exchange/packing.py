@@ -30,10 +30,6 @@ _GATHER_BITS = 0x0102040810204080
 def width(entries: int, bits: int) -> int:
     """Return the bytes of a row.
 
-    Args:
-        entries: Numbers in a row.
-        bits: Of each, 1 to 16.
-
     Example:
         >>> width(8, 3), width(9, 3), width(9, 12)
         (3, 4, 14)
@@ -42,23 +38,12 @@ def width(entries: int, bits: int) -> int:
 
 
 def dtype_of(bits: int) -> tf.DType:
-    """Return the dtype that holds a number of so many bits.
-
-    Args:
-        bits: 1 to 16.
-    """
+    """Return the dtype that holds a number of so many bits."""
     return tf.uint16 if bits > 8 else tf.uint8
 
 
 def pack(numbers: tf.Tensor, bits: int) -> tf.Tensor:
     """Pack numbers.
-
-    Args:
-        numbers: `dtype_of(bits)`, each below 2^bits, shape (rows, entries); both are known.
-        bits: 1 to 16.
-
-    Returns:
-        uint8, shape (rows, width(entries, bits)).
 
     Example:
         >>> pack(tf.constant([[1, 2, 7]], tf.uint8), 3).numpy().tolist()
@@ -88,14 +73,6 @@ def pack(numbers: tf.Tensor, bits: int) -> tf.Tensor:
 
 def unpack(packed: tf.Tensor, entries: int, bits: int) -> tf.Tensor:
     """Unpack what `pack` made, of any number of rows.
-
-    Args:
-        packed: uint8, shape (rows, width(entries, bits)).
-        entries: Numbers in a row.
-        bits: As packed.
-
-    Returns:
-        float32, shape (rows, entries), which holds them exactly.
 
     Example:
         >>> unpack(tf.constant([[209, 1]], tf.uint8), 3, 3).numpy().tolist()

@@ -95,10 +95,6 @@ class Quantized(Exchange):
 def stripes(columns: int, size: int) -> list[tuple[int, int]]:
     """Return first and last (excluded) of the columns each rank owns.
 
-    Args:
-        columns: To be divided, as even as can be; the first ranks get one more.
-        size: Number of ranks.
-
     Example:
         >>> stripes(10, 3)
         [(0, 4), (4, 7), (7, 10)]
@@ -113,11 +109,6 @@ def is_coded(shape: Sequence[int], dtype: tf.DType, bits: int) -> bool:
     That is a matrix, or more, whose code is at most two thirds as long: with 16 bits for float32,
     the scales of a column come on top of half.
 
-    Args:
-        shape: Of the gradient, static.
-        dtype: Of the gradient.
-        bits: Of an entry's code.
-
     Example:
         >>> [is_coded(shape, tf.float32, 1) for shape in [(100, 10), (3, 10), (100,)]]
         [True, False, False]
@@ -130,13 +121,7 @@ def is_coded(shape: Sequence[int], dtype: tf.DType, bits: int) -> bool:
 
 
 class QuantizedOp(ExchangeOp):
-    """The two stages, for all coded gradients at once: one message each.
-
-    Args:
-        communicator: Between the workers.
-        state: Holds the residuals.
-        bits: Per entry.
-    """
+    """The two stages, for all coded gradients at once: one message each."""
 
     def __init__(self, communicator: Communicator, state: ExchangeState, bits: int):
         super().__init__(communicator, state)

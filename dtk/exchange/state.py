@@ -27,37 +27,23 @@ KINDS = ("same", "sum", "mean", "stripe")
 
 
 class StateVariable(NamedTuple):
-    """A variable, and what a checkpoint makes of it.
-
-    Attributes:
-        variable: The variable.
-        kind: One of KINDS.
-        rows: First and last (excluded) of the rows of a stripe; None of other kinds.
-    """
+    """A variable, and what a checkpoint makes of it."""
 
     variable: tf.Variable
     kind: str
+    # first and last (excluded) of the rows of a stripe; None of other kinds
     rows: tuple[int, int] | None
 
 
 class Saved(TypedDict):
-    """What a checkpoint holds of a variable.
-
-    Attributes:
-        kind: One of KINDS.
-        value: Of all ranks, one after the other along a first axis unless the kind is "same".
-    """
+    """What a checkpoint holds of a variable."""
 
     kind: str
-    value: Array
+    value: Array  # of all ranks, one after the other along a first axis unless the kind is "same"
 
 
 class ExchangeState:
     """Named variables, made when a step that is being traced first asks for them.
-
-    Args:
-        communicator: Between the ranks that remember.
-        device: Where the variables live.
 
     Example:
         >>> from dtk.communicators.local import LocalCommunicator
@@ -82,11 +68,7 @@ class ExchangeState:
         return [*(kept.variable for kept in self._kept.values()), *self._scratch.values()]
 
     def part(self, prefix: str) -> ExchangeState:
-        """Return this state, with something put before every name.
-
-        Args:
-            prefix: What is put before.
-        """
+        """Return this state, with something put before every name."""
         part = copy.copy(self)
         part.prefix = self.prefix + prefix
         return part
@@ -99,37 +81,17 @@ class ExchangeState:
         dtype: tf.DType = tf.float32,
         rows: tuple[int, int] | None = None,
     ) -> tf.Variable:
-        """Return the variable of this name; a new one holds zeros, or what a checkpoint held.
-
-        Args:
-            name: Its name, the same on all ranks.
-            kind: One of KINDS.
-            shape: Of this rank's part.
-            dtype: Its dtype.
-            rows: First and last (excluded) of the rows this rank has of a stripe.
-        """
+        """Return the variable of this name; a new one holds zeros, or what a checkpoint held."""
         if self.prefix + name not in self._kept:
             self._keep(StateVariable(self._make(name, shape, dtype), kind, rows), name)
         return self._kept[self.prefix + name].variable
 
     def keep(self, name: str, kind: str, variable: tf.Variable) -> None:
-        """Save and restore a variable that was made elsewhere as well.
-
-        Args:
-            name: Its name, the same on all ranks.
-            kind: One of KINDS.
-            variable: The variable.
-        """
+        """Save and restore a variable that was made elsewhere as well."""
         self._keep(StateVariable(variable, kind, None), name)
 
     def scratch(self, name: str, shape: Sequence[int], dtype: tf.DType) -> tf.Variable:
-        """Return the variable of this name, which no checkpoint needs.
-
-        Args:
-            name: Its name.
-            shape: Of this rank's part.
-            dtype: Its dtype.
-        """
+        """Return the variable of this name, which no checkpoint needs."""
         if self.prefix + name not in self._scratch:
             self._scratch[self.prefix + name] = self._make(name, shape, dtype)
         return self._scratch[self.prefix + name]
@@ -148,15 +110,7 @@ class ExchangeState:
         return _outside(make)
 
     def collect(self, root: int | None = None) -> dict[str, Saved]:
-        """Return everything remembered, of all ranks; all ranks call it together.
-
-        Args:
-            root: The rank that is to keep it, of all ranks; None: each keeps it.
-
-        Returns:
-            By name, kind and value; empty on ranks other than `root`, but for what was restored and
-            not asked for yet.
-        """
+        """Return everything remembered, of all ranks; all ranks call it together."""
         saved = dict(self._restored)  # what no step has asked for yet
         for name, kept in self._kept.items():
             value = tf.convert_to_tensor(kept.variable)
@@ -174,12 +128,6 @@ class ExchangeState:
         """Go on from what `collect` returned, in a world of any size.
 
         Variables that no step has asked for yet take their values when one does.
-
-        Args:
-            saved: What `collect` returned.
-
-        Raises:
-            ValueError: A value has another shape than the variable here.
         """
         self._restored.clear()
         for name, item in saved.items():

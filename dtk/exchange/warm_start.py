@@ -74,13 +74,7 @@ class WarmStart(Exchange):
 
 
 class WarmStartOp(ExchangeOp):
-    """One op at first, then another.
-
-    Args:
-        first: Until then.
-        later: From then on.
-        samples: Rows until then.
-    """
+    """One op at first, then another."""
 
     def __init__(self, first: ExchangeOp, later: ExchangeOp, samples: int):
         super().__init__(first.communicator, first.state)

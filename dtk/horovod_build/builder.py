@@ -55,10 +55,6 @@ CMAKE = "cmake==3.31.10"
 def cache_key(tensorflow: str, mpi: Mpi | None) -> str:
     """Return a name made of everything a compiled Horovod depends on.
 
-    Args:
-        tensorflow: Version of TensorFlow.
-        mpi: The MPI it is compiled with, or None.
-
     >>> cache_key("2.21.0", Mpi("openmpi", "4.1.4"))  # doctest: +SKIP
     'horovod-0.28.1-dtk2-cp311-tf2.21.0-openmpi4.1.4-linux_x86_64-glibc2.36'
     """
@@ -79,11 +75,7 @@ def cache_root() -> pathlib.Path:
 
 
 def cached_wheel(folder: pathlib.Path) -> pathlib.Path | None:
-    """Return the wheel kept in `folder`, if there is one and it is whole.
-
-    Args:
-        folder: Of one cache key.
-    """
+    """Return the wheel kept in `folder`, if there is one and it is whole."""
     for wheel in sorted(folder.glob(f"horovod-{HOROVOD_VERSION}*.whl")):
         if has_tensorflow_ops(wheel):
             return wheel
@@ -91,18 +83,7 @@ def cached_wheel(folder: pathlib.Path) -> pathlib.Path | None:
 
 
 def keep(wheel: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
-    """Copy `wheel` into `folder` so that a reader never sees half of it.
-
-    Args:
-        wheel: The file.
-        folder: Made if it is not there.
-
-    Returns:
-        The copy.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Copy `wheel` into `folder` so that a reader never sees half of it."""
     with cache.replacing(folder / wheel.name) as draft:
         shutil.copyfile(wheel, draft)
         draft.chmod(0o644)
@@ -110,11 +91,7 @@ def keep(wheel: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
 
 
 def has_tensorflow_ops(wheel: pathlib.Path) -> bool:
-    """Return whether `wheel` is an archive that holds the compiled TensorFlow library.
-
-    Args:
-        wheel: The file, which may be broken.
-    """
+    """Return whether `wheel` is an archive that holds the compiled TensorFlow library."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             return any(name.startswith("horovod/tensorflow/mpi_lib") for name in archive.namelist())
@@ -126,13 +103,7 @@ def has_tensorflow_ops(wheel: pathlib.Path) -> bool:
 
 
 class Build:
-    """One build: a scratch directory, the tools in it, and one log of all that ran.
-
-    Args:
-        scratch: Directory that the caller makes and deletes.
-        log: File every command's output is appended to.
-        echo: Whether that output goes to the screen as well.
-    """
+    """One build: a scratch directory, the tools in it, and one log of all that ran."""
 
     def __init__(self, scratch: pathlib.Path, log: pathlib.Path, echo: bool = False) -> None:
         self.scratch = scratch
@@ -141,11 +112,7 @@ class Build:
         self.tools = scratch / "tools"
 
     def fetch_tools(self) -> None:
-        """Install what the build needs into a directory of its own, cmake only if none here fits.
-
-        Raises:
-            HorovodBuildError: When the package index cannot be reached or lacks one of them.
-        """
+        """Install the build's tools into a directory of its own; cmake only if none here fits."""
         cmake = () if usable_cmake() else (CMAKE,)
         cure = "check the network and pip's configuration"
         if cmake:
@@ -164,12 +131,6 @@ class Build:
 
         pip runs its setup.py to learn what it needs, so pip is told the digest: it runs nothing of
         another archive.
-
-        Returns:
-            The archive.
-
-        Raises:
-            HorovodBuildError: When that fails, or what came is not what was published.
         """
         folder, wanted = self.scratch / "sdist", self.scratch / "horovod.txt"
         self.scratch.mkdir(parents=True, exist_ok=True)
@@ -185,17 +146,7 @@ class Build:
         return next(folder.glob("horovod-*.tar.gz"))
 
     def unpack(self, sdist: pathlib.Path) -> pathlib.Path:
-        """Unpack the archive, check that it is the right one, patch the source.
-
-        Args:
-            sdist: The source archive.
-
-        Returns:
-            The source directory.
-
-        Raises:
-            HorovodBuildError: When it is no archive, another version, or lacks what is patched.
-        """
+        """Unpack the archive, check that it is the right one, patch the source."""
         check_sdist(sdist)
         folder = self.scratch / "source"
         safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
@@ -206,18 +157,7 @@ class Build:
         return source
 
     def compile(self, source: pathlib.Path, mpi: Mpi | None) -> pathlib.Path:
-        """Build the wheel; every core is used, for about two minutes on two of them.
-
-        Args:
-            source: The source directory.
-            mpi: The MPI to compile with, or None for Gloo only.
-
-        Returns:
-            The wheel.
-
-        Raises:
-            HorovodBuildError: When it fails, or makes a wheel without TensorFlow's library.
-        """
+        """Build the wheel; every core is used, for about two minutes on two of them."""
         folder = self.scratch / "wheel"
         command = [*PIP, "wheel", "--no-deps", "--no-build-isolation", "--no-cache-dir", "-v"]
         failed = "Horovod did not compile"
@@ -257,18 +197,7 @@ def run_logged(
     environ: Mapping[str, str] | None = None,
     echo: bool = False,
 ) -> None:
-    """Run a command, append its output to `log`, and on failure show how the log ends.
-
-    Args:
-        command: Program and arguments.
-        log: The file to append to.
-        failed: First line of the error.
-        environ: All variables of the command; this process's own when None.
-        echo: Whether to show the output as it comes.
-
-    Raises:
-        HorovodBuildError: When the command fails; it names the log and holds its last lines.
-    """
+    """Run a command, append its output to `log`, and on failure show how the log ends."""
     with log.open("a") as out:
         out.write(f"$ {' '.join(command)}\n")
         process = subprocess.Popen(
@@ -292,11 +221,7 @@ def run_logged(
 
 
 def build_variables(mpi: Mpi | None) -> dict[str, str]:
-    """Return the switches Horovod's build reads: TensorFlow and Gloo, MPI where there is one.
-
-    Args:
-        mpi: The MPI to compile with, or None.
-    """
+    """Return the switches Horovod's build reads: TensorFlow and Gloo, MPI where there is one."""
     return {
         "HOROVOD_WITH_TENSORFLOW": "1",
         "HOROVOD_WITHOUT_PYTORCH": "1",
@@ -309,14 +234,7 @@ def build_variables(mpi: Mpi | None) -> dict[str, str]:
 
 
 def check_sdist(sdist: pathlib.Path) -> None:
-    """Refuse an archive that is not the source of this Horovod, by its own statement.
-
-    Args:
-        sdist: The source archive.
-
-    Raises:
-        HorovodBuildError: When it is missing, no archive, or not horovod 0.28.1.
-    """
+    """Refuse an archive that is not the source of this Horovod, by its own statement."""
     cure = f"Next: dtk install-horovod without --sdist, which downloads horovod {HOROVOD_VERSION}"
     try:
         with tarfile.open(sdist) as archive:

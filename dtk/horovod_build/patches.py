@@ -30,28 +30,14 @@ _GLOBAL_INTERFACE = "device_attr.iface = gloo_iface_ = global_context.gloo_iface
 
 
 def apply(source: pathlib.Path) -> None:
-    """Make all changes.
-
-    Args:
-        source: The unpacked source.
-
-    Raises:
-        HorovodBuildError: What is to be changed is not there: this is some other source.
-    """
+    """Make all changes."""
     leave_out_xla(source / CMAKE_LISTS)
     put_process_sets_on_interface(source / GLOO_CONTEXT)
     (source / MARK).write_text(f"VERSION = {VERSION}\n")
 
 
 def put_process_sets_on_interface(gloo_context: pathlib.Path) -> None:
-    """Give process sets the interface that HOROVOD_GLOO_IFACE names.
-
-    Args:
-        gloo_context: The file that makes them.
-
-    Raises:
-        HorovodBuildError: When it does not make them as expected.
-    """
+    """Give process sets the interface that HOROVOD_GLOO_IFACE names."""
     before, function, body = gloo_context.read_text().partition(_PROCESS_SETS)
     count = body.count(_OWN_INTERFACE)
     if not function or count != 1:
@@ -63,14 +49,7 @@ def put_process_sets_on_interface(gloo_context: pathlib.Path) -> None:
 
 
 def leave_out_xla(cmake_lists: pathlib.Path) -> None:
-    """Delete the one line that compiles the XLA ops.
-
-    Args:
-        cmake_lists: The file that names it.
-
-    Raises:
-        HorovodBuildError: When the line is not there exactly once: this is some other source.
-    """
+    """Delete the one line that compiles the XLA ops."""
     lines = cmake_lists.read_text().splitlines(keepends=True)
     kept = [line for line in lines if XLA_SOURCE not in line]
     if len(lines) - len(kept) != 1:

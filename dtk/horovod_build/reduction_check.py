@@ -57,23 +57,14 @@ hvd.shutdown()
 
 @dataclasses.dataclass(frozen=True)
 class Horovod:
-    """Facts that the installed Horovod states about itself.
-
-    Attributes:
-        version: Such as "0.28.1".
-        mpi: Compiled with MPI.
-        gloo: Compiled with Gloo.
-        nccl: Compiled with NCCL.
-        built_for: The TensorFlow version it was compiled against.
-        tensorflow: The TensorFlow version that is installed.
-    """
+    """Facts that the installed Horovod states about itself."""
 
     version: str
-    mpi: bool
-    gloo: bool
-    nccl: bool
-    built_for: str
-    tensorflow: str
+    mpi: bool  # compiled with MPI
+    gloo: bool  # compiled with Gloo
+    nccl: bool  # compiled with NCCL
+    built_for: str  # the TensorFlow version it was compiled against
+    tensorflow: str  # the TensorFlow version that is installed
 
     def __str__(self) -> str:
         """Say what it is, such as "0.28.1 with MPI and Gloo, for TensorFlow 2.21.0"."""
@@ -83,15 +74,7 @@ class Horovod:
 
 
 def installed() -> Horovod:
-    """Import the installed Horovod in a subprocess.
-
-    Returns:
-        What it says about itself.
-
-    Raises:
-        HorovodBuildError: When it is missing, cannot be imported, or was built for another
-            TensorFlow.
-    """
+    """Import the installed Horovod in a subprocess."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
     probe = ask([sys.executable, "-c", _DESCRIBE], environ={**own, **_ON_CPU})
     if probe.returncode:
@@ -111,17 +94,7 @@ def installed() -> Horovod:
 
 
 def check_gloo(timeout: float = TIMEOUT) -> float:
-    """Let two processes reduce over Gloo.
-
-    Args:
-        timeout: Seconds they get.
-
-    Returns:
-        Seconds they took.
-
-    Raises:
-        HorovodBuildError: When they do not both read 3 in time.
-    """
+    """Let two processes reduce over Gloo."""
     with tempfile.TemporaryDirectory(prefix="dtk-") as folder:
         ranks = plan([sys.executable, "-c", _RANK, folder], workers=2, communicator="horovod")
         importlib.invalidate_caches()  # Horovod may have been installed a moment ago
@@ -129,17 +102,7 @@ def check_gloo(timeout: float = TIMEOUT) -> float:
 
 
 def check_mpi(timeout: float = TIMEOUT) -> float:
-    """Let two processes reduce under a real `mpirun -np 2`.
-
-    Args:
-        timeout: Seconds they get.
-
-    Returns:
-        Seconds they took.
-
-    Raises:
-        HorovodBuildError: When `mpirun` is missing, or they do not both read 3 in time.
-    """
+    """Let two processes reduce under a real `mpirun -np 2`."""
     found = mpi_installs.find_other("mpirun")
     if found is None:
         raise HorovodBuildError("mpirun is not on PATH. Next: apt-get install openmpi-bin")
@@ -185,15 +148,7 @@ def _both_read_three(
 
 
 def run(processes: Sequence[Process], timeout: float) -> tuple[int | None, str]:
-    """Run processes on this machine's CPU, and leave nothing of them behind.
-
-    Args:
-        processes: Of a plan. What launchers of other jobs have set is kept from them.
-        timeout: Seconds after which all are ended.
-
-    Returns:
-        The exit code of the first that failed, or 0, or None when time ran out; and what all wrote.
-    """
+    """Run processes on this machine's CPU, and leave nothing of them behind."""
     output = io.StringIO()
     job = Job([_alone(one) for one in processes], grace=1.0, stdout=output, stderr=output)
     with job, contextlib.suppress(TimeoutError):

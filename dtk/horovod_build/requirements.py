@@ -43,54 +43,28 @@ class HorovodBuildError(DtkError, RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Mpi:
-    """The MPI that the C++ wrapper compiles against.
+    """The MPI that the C++ wrapper compiles against."""
 
-    Attributes:
-        vendor: "openmpi", "mpich" or "mpi" (another one).
-        version: As its header states it, such as "4.1.4".
-    """
-
-    vendor: str
-    version: str
+    vendor: str  # "openmpi", "mpich" or "mpi" (another one)
+    version: str  # as its header states it, such as "4.1.4"
 
 
 def ask(
     command: Sequence[str], text: str = "", environ: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command that tells something about this machine.
-
-    Args:
-        command: Program and arguments.
-        text: Its standard input.
-        environ: All its variables; this process's own when None.
-
-    Returns:
-        How it ended, and what it wrote.
-
-    Raises:
-        OSError: There is no such program.
-    """
+    """Run a command that tells something about this machine."""
     return subprocess.run(
         command, input=text, capture_output=True, text=True, check=False, env=environ
     )
 
 
 def reason_of(ended: subprocess.CompletedProcess[str], line: int = -1) -> str:
-    """Return a line of what a command that failed wrote on standard error.
-
-    Args:
-        ended: As `ask` returned it.
-        line: Which one; the last says most of a traceback, the first of a compiler's errors.
-    """
+    """Return a line of what a command that failed wrote on standard error."""
     return (ended.stderr.strip().splitlines() or ["no message"])[line]
 
 
 def check_python() -> None:
-    """Refuse an interpreter dtk does not support, or one that has no pip.
-
-    Raises:
-        HorovodBuildError: With the command that cures it.
-    """
+    """Refuse an interpreter dtk does not support, or one that has no pip."""
     if sys.version_info[:2] < MIN_PYTHON:
         raise HorovodBuildError(
             f"Python {platform.python_version()} is too old: dtk needs 3.11 or later. "
@@ -104,11 +78,7 @@ def check_python() -> None:
 
 
 def tensorflow_version() -> str:
-    """Import TensorFlow in a subprocess and return its version.
-
-    Raises:
-        HorovodBuildError: When it is missing, fails to import or is older than 2.21.
-    """
+    """Import TensorFlow in a subprocess and return its version."""
     code = "import tensorflow as tf; print(tf.__version__)"
     probe = ask([sys.executable, "-c", code], environ={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"})
     wanted = ".".join(map(str, MIN_TENSORFLOW))
@@ -122,14 +92,7 @@ def tensorflow_version() -> str:
 
 
 def find_mpi() -> Mpi:
-    """Preprocess `mpi.h` with the C++ wrapper and read who made it.
-
-    Returns:
-        Vendor and version.
-
-    Raises:
-        HorovodBuildError: When `mpicxx`, its header or `mpirun` is missing.
-    """
+    """Preprocess `mpi.h` with the C++ wrapper and read who made it."""
     cure = (
         "Next: apt-get install libopenmpi-dev openmpi-bin, "
         "or dtk install-horovod --without-mpi for Gloo only"
@@ -146,11 +109,7 @@ def find_mpi() -> Mpi:
 
 
 def check_compiler() -> str:
-    """Compile one line of C++17 and return the compiler's name.
-
-    Raises:
-        HorovodBuildError: When there is no compiler, it fails, or `make` is missing.
-    """
+    """Compile one line of C++17 and return the compiler's name."""
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler.split()[0]) is None:
         raise HorovodBuildError(
@@ -184,12 +143,6 @@ def usable_cmake() -> str | None:
 
 def numbers_in(version: str) -> tuple[int, ...]:
     """Return the first dotted number in a text.
-
-    Args:
-        version: The text.
-
-    Returns:
-        Its parts; empty when there is none.
 
     >>> numbers_in("cmake version 3.25.1")
     (3, 25, 1)

@@ -104,11 +104,7 @@ def _keras(path: Path) -> Run:
 
 
 def specs_of(model: keras.Model) -> Specs:
-    """Return what a model takes, with any number of rows; None if it does not say.
-
-    Args:
-        model: The model.
-    """
+    """Return what a model takes, with any number of rows; None if it does not say."""
     inputs = getattr(model, "inputs", None)
     if not inputs:
         return None

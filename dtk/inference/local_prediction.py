@@ -21,30 +21,14 @@ from dtk.trainer.ranks.rank_checks import compare
 
 
 def strategy_of(model: keras.Model) -> DtkStrategy | None:
-    """Return the strategy a model was built or compiled under; None if it was none of dtk's.
-
-    Args:
-        model: The model.
-    """
+    """Return the strategy a model was built or compiled under; None if it was none of dtk's."""
     trainer = model_scope.trainer_of(model)
     owner = keras_models.owner_of(model) if trainer is None else trainer.strategy
     return owner if isinstance(owner, DtkStrategy) else None
 
 
 def ranks_of(model: keras.Model, given: DtkStrategy | Communicator | None) -> Communicator:
-    """Return the ranks that share work on a model.
-
-    Args:
-        model: The model.
-        given: What the script said; None takes the model's own strategy.
-
-    Returns:
-        Their communicator.
-
-    Raises:
-        NotDistributedError: Nothing says how the processes of this job belong together.
-        TypeError: `given` is no strategy of dtk's, and no communicator.
-    """
+    """Return the ranks that share work on a model."""
     given = strategy_of(model) if given is None else given
     if isinstance(given, DtkStrategy):
         return given.communicator
@@ -68,19 +52,7 @@ def ranks_of(model: keras.Model, given: DtkStrategy | Communicator | None) -> Co
 
 
 def check_ready(model: keras.Model, communicator: Communicator) -> str:
-    """Make a model's weights final and equal on all ranks. Every rank calls this.
-
-    Args:
-        model: The model.
-        communicator: The ranks.
-
-    Returns:
-        A digest of the weights, equal on all ranks.
-
-    Raises:
-        ValueError: The model has no weights yet.
-        DisagreementError: Ranks hold different weights.
-    """
+    """Make a model's weights final and equal on all ranks. Every rank calls this."""
     if not model.built:
         raise ValueError(
             at_rank(
@@ -102,14 +74,7 @@ def check_ready(model: keras.Model, communicator: Communicator) -> str:
 
 
 def digest_of(model: keras.Model) -> str:
-    """Compute a hash of a model's weights.
-
-    Args:
-        model: A built model.
-
-    Returns:
-        32 hexadecimal digits, which names of layers do not change.
-    """
+    """Compute a hash of a model's weights."""
     digest = hashlib.blake2b(type(model).__name__.encode(), digest_size=16)
     for variable in model.weights:
         digest.update(f"{tuple(variable.shape)} {variable.dtype}".encode())
@@ -123,13 +88,6 @@ def predictor(model: keras.Model) -> Callable[[Nest], Nest]:
     `Model.predict` of a distributed model is a collective of all ranks. This is not: each rank may
     predict other batches, and as many as it likes. Where one process holds several devices, or has
     workers behind parameter servers, all of them compute.
-
-    Args:
-        model: A built model.
-
-    Returns:
-        A function of a batch, as `Model.predict_step` takes it: a tuple of inputs, and maybe
-        targets and weights, which are not looked at. It returns a structure of arrays.
     """
     strategy = strategy_of(model)
     if strategy is not None and _has_several_replicas(strategy):

@@ -35,55 +35,30 @@ Shape: TypeAlias = "str | list[str | list[Shape] | dict[str, Shape]]"
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """One output of a model.
+    """One output of a model."""
 
-    Attributes:
-        dtype: Of its entries, as NumPy calls it.
-        shape: Of one row.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: str  # of its entries, as NumPy calls it
+    shape: tuple[int, ...]  # of one row
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What is predicted, and how it is cut.
+    """What is predicted, and how it is cut."""
 
-    Attributes:
-        weights: Digest of the model's weights.
-        kind: What the data is.
-        data: Digest of the data.
-        rows: Rows of the data; None where only reading tells.
-        steps: Batches of the data; None where only reading tells.
-        batch_size: Rows of a batch, where dtk cuts them.
-        per_part: Batches of a part.
-        structure: How outputs are nested.
-        outputs: Each output, by the name of its folder.
-        parts: Rows of each part, when all are there; None before.
-    """
-
-    weights: str
-    kind: str
-    data: int
-    rows: int | None
-    steps: int | None
-    batch_size: int | None
-    per_part: int
-    structure: Shape
-    outputs: dict[str, Output]
-    parts: tuple[int, ...] | None = None
+    weights: str  # digest of the model's weights
+    kind: str  # what the data is
+    data: int  # digest of the data
+    rows: int | None  # rows of the data; None where only reading tells
+    steps: int | None  # batches of the data; None where only reading tells
+    batch_size: int | None  # rows of a batch, where dtk cuts them
+    per_part: int  # batches of a part
+    structure: Shape  # how outputs are nested
+    outputs: dict[str, Output]  # each output, by the name of its folder
+    parts: tuple[int, ...] | None = None  # rows of each part, when all are there; None before
 
 
 def outputs_of(predicted: Nest, name: str = "output") -> tuple[Shape, dict[str, Array]]:
     """Name the arrays of a structure.
-
-    Args:
-        predicted: Structure of arrays.
-        name: What names begin with.
-
-    Returns:
-        How it is nested, and the arrays by name; see `structured` for the way back.
 
     Example:
         >>> shape, arrays = outputs_of({"a": np.zeros(2), "b": (np.ones(2),)})
@@ -123,15 +98,7 @@ def _storable(array: Array, name: str) -> Array:
 
 
 def structured(shape: Shape, arrays: Mapping[str, Array | Rows]) -> Nest:
-    """Nest arrays as a model returned them.
-
-    Args:
-        shape: As returned by `outputs_of`.
-        arrays: By name, or whatever stands for them.
-
-    Returns:
-        The structure.
-    """
+    """Nest arrays as a model returned them."""
     if isinstance(shape, str):
         return arrays[shape]
     kind, parts = shape
@@ -143,21 +110,13 @@ def structured(shape: Shape, arrays: Mapping[str, Array | Rows]) -> Nest:
 
 
 class PartFiles:
-    """Files of one directory of predictions.
-
-    Args:
-        directory: Where they lie.
-    """
+    """Files of one directory of predictions."""
 
     def __init__(self, directory: Path):
         self.directory = directory
 
     def manifest(self) -> Manifest | None:
-        """Return what the directory says of itself; None where it says nothing.
-
-        Raises:
-            ValueError: It says something that dtk did not write.
-        """
+        """Return what the directory says of itself; None where it says nothing."""
         file = self.directory / MANIFEST
         if not file.is_file():
             return None
@@ -178,11 +137,7 @@ class PartFiles:
             ) from error
 
     def write_manifest(self, manifest: Manifest) -> None:
-        """Write or replace the manifest, and make the folders of its outputs.
-
-        Args:
-            manifest: What it says.
-        """
+        """Write or replace the manifest, and make the folders of its outputs."""
         for name in manifest.outputs:
             (self.directory / name).mkdir(parents=True, exist_ok=True)
         said = dataclasses.asdict(manifest)
@@ -206,32 +161,16 @@ class PartFiles:
             draft.unlink(missing_ok=True)
 
     def file(self, name: str, part: int) -> Path:
-        """Return the file of one output's part.
-
-        Args:
-            name: The output.
-            part: Number of the part.
-        """
+        """Return the file of one output's part."""
         return self.directory / name / f"part-{part:05d}.npy"
 
     def write(self, part: int, arrays: dict[str, Array]) -> None:
-        """Write one part.
-
-        Args:
-            part: Its number.
-            arrays: Rows of each output, by name.
-        """
         for name, rows in arrays.items():
             with written(self.file(name, part)) as draft, open(draft, "wb") as stream:
                 np.save(stream, rows, allow_pickle=False)
 
     def rows(self, manifest: Manifest, part: int) -> int | None:
-        """Return how many rows a part has; None if it is not there completely.
-
-        Args:
-            manifest: Of this directory.
-            part: Number of the part.
-        """
+        """Return how many rows a part has; None if it is not there completely."""
         counts = set()
         for name, output in manifest.outputs.items():
             try:
@@ -244,11 +183,7 @@ class PartFiles:
         return counts.pop() if len(counts) == 1 else None
 
     def numbers(self, manifest: Manifest) -> Iterator[int]:
-        """Return the numbers of the parts of which some file is there.
-
-        Args:
-            manifest: Of this directory.
-        """
+        """Return the numbers of the parts of which some file is there."""
         names = {file.stem for name in manifest.outputs for file in self._parts(name)}
         yield from sorted(int(name.removeprefix("part-")) for name in names)
 

@@ -124,19 +124,12 @@ def predict_to_disk(
 
 @dataclasses.dataclass(frozen=True)
 class _Wish:
-    """What a call asks for.
+    """What a call asks for."""
 
-    Attributes:
-        weights: Digest of the model's weights.
-        source: The data.
-        digest: Digest of the data.
-        rows_per_file: Rows of a file, where the script says so.
-    """
-
-    weights: str
-    source: Source
-    digest: int
-    rows_per_file: int | None
+    weights: str  # digest of the model's weights
+    source: Source  # the data
+    digest: int  # digest of the data
+    rows_per_file: int | None  # rows of a file, where the script says so
 
 
 def _read_alike(

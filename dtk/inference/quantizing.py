@@ -121,11 +121,7 @@ def quantize(
 
 
 def bytes_of(model: keras.Model) -> int:
-    """Return how many bytes a model's weights have in memory.
-
-    Args:
-        model: A built model.
-    """
+    """Return how many bytes a model's weights have in memory."""
     return sum(
         variable.value.dtype.size * int(variable.value.shape.num_elements())
         for variable in model.weights
@@ -133,11 +129,7 @@ def bytes_of(model: keras.Model) -> int:
 
 
 def quantized_layers(model: keras.Model) -> list[keras.Layer]:
-    """Return the layers of a model that are quantised.
-
-    Args:
-        model: The model.
-    """
+    """Return the layers of a model that are quantised."""
     return [layer for layer in _layers_of(model) if layer.quantization_mode is not None]
 
 

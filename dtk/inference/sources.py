@@ -34,19 +34,13 @@ _BATCH_SIZE = 32
 
 
 class Source(abc.ABC):
-    """Batches in a fixed order, the same on every rank and in every run.
+    """Batches in a fixed order, the same on every rank and in every run."""
 
-    Attributes:
-        kind: What the data is, for messages.
-        batch_size: Rows of a batch, where dtk cuts them; None where the data has batches.
-        steps: Number of batches; None where only reading tells.
-        rows: Number of rows; None where only reading tells.
-    """
-
-    kind: str
+    kind: str  # what the data is, for messages
+    # rows of a batch, where dtk cuts them; None where the data has batches
     batch_size: int | None = None
-    steps: int | None = None
-    rows: int | None = None
+    steps: int | None = None  # number of batches; None where only reading tells
+    rows: int | None = None  # number of rows; None where only reading tells
 
     @abc.abstractmethod
     def first(self) -> Nest:
@@ -60,17 +54,7 @@ class Source(abc.ABC):
     def parts_of(
         self, rank: int, size: int, done: Collection[int], per_part: int
     ) -> Iterator[tuple[int, Iterator[Nest]]]:
-        """Read the parts that one rank predicts.
-
-        Args:
-            rank: The rank.
-            size: Number of ranks.
-            done: Parts that nobody needs to predict.
-            per_part: Batches of a part.
-
-        Yields:
-            A part's number, and its batches.
-        """
+        """Read the parts that one rank predicts."""
 
     def read(self) -> tuple[int, int] | None:
         """Return how many batches this rank has read and their digest; None where ranks read apart.
@@ -81,15 +65,7 @@ class Source(abc.ABC):
 
 
 class IndexedSource(Source):
-    """Batches that are read by their index, in any order.
-
-    Args:
-        kind: What the data is.
-        steps: Number of batches.
-        batch: Returns a batch by its index.
-        batch_size: Rows of a batch, where dtk cuts them.
-        rows: Number of rows, where it is known.
-    """
+    """Batches that are read by their index, in any order."""
 
     def __init__(
         self,
@@ -129,11 +105,7 @@ class IndexedSource(Source):
 
 
 class StreamSource(Source):
-    """Batches of a `tf.data.Dataset`, which every rank reads from the first to the last.
-
-    Args:
-        dataset: Dataset of batches.
-    """
+    """Batches of a `tf.data.Dataset`, which every rank reads from the first to the last."""
 
     kind = "dataset"
 
@@ -183,22 +155,7 @@ def _inputs(batch: Nest) -> Nest:
 
 
 def source_of(data: Data, batch_size: int | None = None, steps: int | None = None) -> Source:
-    """Return the batches of any data that can be predicted to disk.
-
-    Args:
-        data: See the top of this file; all but arrays has batches already: inputs, alone or
-            in a tuple with targets and weights, as `Model.predict` takes them.
-        batch_size: Rows of a batch of arrays, 32 if None.
-        steps: Number of batches of a function.
-
-    Returns:
-        Them.
-
-    Raises:
-        ValueError: There are no rows or no end, arrays have other numbers of rows, or an argument
-            does not belong to such data.
-        TypeError: It is no such data.
-    """
+    """Return the batches of any data that can be predicted to disk."""
     has_batches = isinstance(data, tf.data.Dataset | keras.utils.PyDataset) or callable(data)
     if has_batches and batch_size is not None:
         raise ValueError(

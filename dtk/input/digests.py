@@ -32,15 +32,7 @@ _FACTOR = 0x5851F42D4C957F2D
 def with_digest(
     cut: Callable[[Nest], Nest],
 ) -> Callable[[tf.Tensor, Nest], tuple[Nest, tf.Tensor]]:
-    """Return a function for `dataset.enumerate().map` that cuts a batch and computes its digest.
-
-    Args:
-        cut: Called with a batch; returns this process's part of it.
-
-    Returns:
-        A function of a batch's number (int64 scalar) and the batch, which returns the part and the
-        digest of the whole batch.
-    """
+    """Return a function for `dataset.enumerate().map` that cuts a batch and computes its digest."""
 
     @tf.autograph.experimental.do_not_convert
     def cut_with_digest(number: tf.Tensor, batch: Nest) -> tuple[Nest, tf.Tensor]:
@@ -50,28 +42,12 @@ def with_digest(
 
 
 def digest_of(number: tf.Tensor, batch: Nest) -> tf.Tensor:
-    """Compute the digest of the batch that a pipeline makes as its `number`-th.
-
-    Args:
-        number: Number of the batch, from 0, int64 scalar.
-        batch: Nest structure of tensors.
-
-    Returns:
-        int64 scalar; of all bytes for the first batches of a pipeline, of some entries for later
-        ones.
-    """
+    """Compute the digest of the batch that a pipeline makes as its `number`-th."""
     return digest(batch, number < _WHOLE_BATCHES)
 
 
 def digest(batch: Nest, whole: bool | tf.Tensor = True) -> tf.Tensor:
     """Compute a number that tells a batch from others.
-
-    Args:
-        batch: Nest structure of tensors, ragged and sparse ones among them.
-        whole: Whether all bytes count; else some entries of each tensor, and its shape.
-
-    Returns:
-        int64 scalar.
 
     Example:
         >>> one, other = tf.constant([1.0, 2.0]), tf.constant([2.0, 1.0])
@@ -87,15 +63,7 @@ def digest(batch: Nest, whole: bool | tf.Tensor = True) -> tf.Tensor:
 
 
 def add(before: tf.Tensor, digest: tf.Tensor) -> tf.Tensor:
-    """Combine the digest of a sequence with that of its next element.
-
-    Args:
-        before: Digest of what came before, int64 scalar.
-        digest: Digest of the next element, int64 scalar.
-
-    Returns:
-        Digest of the longer sequence, int64 scalar.
-    """
+    """Combine the digest of a sequence with that of its next element."""
     return before * tf.constant(_FACTOR, tf.int64) + digest
 
 
@@ -117,18 +85,7 @@ def _digest_of(flat: tf.Tensor) -> tf.Tensor:
 def first_of(
     iterator: tf.data.Iterator, steps: int
 ) -> tuple[slicing.Slices, Iterator[slicing.Slices]]:
-    """Read the first element of an iterator over a dataset, without losing it.
-
-    Args:
-        iterator: A `tf.data.Iterator` of which nothing has been read.
-        steps: How many elements will be asked for before the iterator itself is read on.
-
-    Returns:
-        The element, and an iterator that yields it and then what follows.
-
-    Raises:
-        StopIteration: There is none.
-    """
+    """Read the first element of an iterator over a dataset, without losing it."""
     elements = [next(iterator)]
     elements += [element for _, element in zip(range(steps - 1), iterator, strict=False)]
     spec = iterator.element_spec
@@ -162,12 +119,6 @@ def hash_of(array: Array) -> int:
     """Compute a hash of all bytes of an array, once for each array and its place in memory.
 
     Arrays that a script changes between two calls are looked at again where a sample has changed.
-
-    Args:
-        array: Any NumPy array; of objects, their representation counts.
-
-    Returns:
-        A 32-bit checksum.
     """
     key, sample = id(array), _hash(array.reshape(-1)[:: max(1, array.size // _ENTRIES)])
     known = _hashes.get(key)

@@ -27,12 +27,6 @@ import tensorflow as tf
 def read_ahead(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Prefetch elements of a dataset, unless its options forbid it.
 
-    Args:
-        dataset: Any dataset; one whose options disable autotuning is returned as it is.
-
-    Returns:
-        A dataset of the same elements.
-
     Example:
         >>> list(read_ahead(tf.data.Dataset.range(3)).as_numpy_iterator())
         [0, 1, 2]
@@ -44,26 +38,14 @@ def read_ahead(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def in_time(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Prefetch elements of a script's own pipeline where TensorFlow cannot tune it: on one core.
-
-    Args:
-        dataset: The pipeline; one whose options say what `autotune.enabled` should be, and what is
-            no `tf.data.Dataset`, is returned as it is.
-
-    Returns:
-        A dataset of the same elements.
-    """
+    """Prefetch elements of a script's own pipeline where TensorFlow cannot tune it: on one core."""
     if not isinstance(dataset, tf.data.Dataset) or dataset.options().autotune.enabled is not None:
         return dataset
     return read_ahead(dataset) if _on_one_core() else dataset
 
 
 def may_not_read_ahead(dataset: tf.data.Dataset) -> bool:
-    """Return whether a dataset's options forbid making elements before they are asked for.
-
-    Args:
-        dataset: Any dataset.
-    """
+    """Return whether a dataset's options forbid making elements before they are asked for."""
     return dataset.options().autotune.enabled is False
 
 
@@ -73,12 +55,6 @@ def _on_one_core() -> bool:
 
 def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Disable the model by which TensorFlow tunes a pipeline while it is read.
-
-    Args:
-        dataset: One whose options say what `autotune.enabled` should be keeps it.
-
-    Returns:
-        A dataset of the same elements.
 
     Example:
         >>> untuned(tf.data.Dataset.range(3)).options().autotune.enabled

@@ -21,15 +21,7 @@ _PYTHON = "PyFuncStateless"
 def why_not_pure(
     function: tf.types.experimental.ConcreteFunction, is_stateful: Callable[[str], bool | None]
 ) -> str | None:
-    """Return why a function may make something else of the same row.
-
-    Args:
-        function: The function, traced.
-        is_stateful: Tells it of an op by its name; None of one that is not known.
-
-    Returns:
-        What the function does, such as "calls RandomUniform ..."; None where it is pure.
-    """
+    """Return why a function may make something else of the same row."""
     held = function.captured_inputs
     if any(one.dtype in (tf.resource, tf.variant) for one in held):
         return "holds a variable, a table or another resource"
@@ -53,12 +45,6 @@ def salt_of(functions: Sequence[tf.types.experimental.ConcreteFunction]) -> int:
     """Hash the numbers that functions hold, which differ where ranks have read different ones.
 
     Strings are left out: each rank may have its files in a folder of another name.
-
-    Args:
-        functions: Functions, traced; pure ones.
-
-    Returns:
-        An integer of 64 bits.
     """
     salt = hashlib.blake2b(digest_size=8)
     for function in functions:

@@ -26,23 +26,18 @@ from dtk.nests import Nest
 
 
 class RowMaps(NamedTuple):
-    """A pipeline of batches, taken apart.
+    """A pipeline of batches, taken apart."""
 
-    Attributes:
-        rows: Dataset of rows, before they are mapped; dense, and each of the same shape.
-        size: Rows of a batch.
-        batch: Makes batches of so many rows of a dataset, as the pipeline does.
-        apply: Maps the second part of a dataset's pairs, as the pipeline maps rows.
-        behind: Does to a dataset of batches what the pipeline does to its own.
-        salt: Made of what the functions hold, int64; equal where they are.
-    """
-
+    # dataset of rows, before they are mapped; dense, and each of the same shape
     rows: tf.data.Dataset
-    size: int
+    size: int  # rows of a batch
+    # makes batches of so many rows of a dataset, as the pipeline does
     batch: Callable[[tf.data.Dataset, int], tf.data.Dataset]
+    # maps the second part of a dataset's pairs, as the pipeline maps rows
     apply: Callable[[tf.data.Dataset], tf.data.Dataset]
+    # does to a dataset of batches what the pipeline does to its own
     behind: Callable[[tf.data.Dataset], tf.data.Dataset]
-    salt: int
+    salt: int  # made of what the functions hold, int64; equal where they are
 
 
 # Takes the number of a batch and the batch; returns its digest.
@@ -50,17 +45,7 @@ _Digest = Callable[[tf.Tensor, Nest], tf.Tensor]
 
 
 def cut_dataset(maps: RowMaps, rank: int, size: int, digest: _Digest) -> tf.data.Dataset:
-    """Cut every global batch for a rank, before its rows are mapped.
-
-    Args:
-        maps: The pipeline of global batches.
-        rank: Whose slices are wanted.
-        size: Number of slices a batch is cut into.
-        digest: Called with a batch's number and its rows, not mapped yet; returns its digest.
-
-    Returns:
-        Dataset of `Slices`, as `slicing.cut_dataset` makes it of the pipeline.
-    """
+    """Cut every global batch for a rank, before its rows are mapped."""
 
     @tf.autograph.experimental.do_not_convert
     def as_slices(about: tf.Tensor, part: Nest) -> slicing.Slices:
@@ -73,18 +58,7 @@ def cut_dataset(maps: RowMaps, rank: int, size: int, digest: _Digest) -> tf.data
 def cut_dataset_exactly(
     maps: RowMaps, rank: int, size: int, digest: _Digest | None = None
 ) -> tf.data.Dataset:
-    """Cut every global batch for a rank without padding rows, before its rows are mapped.
-
-    Args:
-        maps: The pipeline of global batches.
-        rank: Whose slices are wanted.
-        size: Number of slices a batch is cut into.
-        digest: As for `cut_dataset`; None for no digests.
-
-    Returns:
-        Dataset of this rank's slices, some maybe without rows; of pairs, of a slice and the digest
-        of its batch, where there are digests.
-    """
+    """Cut every global batch for a rank without padding rows, before its rows are mapped."""
 
     @tf.autograph.experimental.do_not_convert
     def without_padding(about: tf.Tensor, part: Nest) -> Nest:

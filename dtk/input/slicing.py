@@ -29,34 +29,23 @@ _Given = ParamSpec("_Given")
 
 
 class Slices(NamedTuple):
-    """One global batch, cut for the replicas of this process.
+    """One global batch, cut for the replicas of this process."""
 
-    Attributes:
-        parts: One structure per replica of this process, in rank order; None marks an absent part
-            of a structure, as in Keras. A slice without rows holds a padding row.
-        counts: Rows that are each part's own, int64 scalars; 0 for a padding row.
-        rows: Rows of the whole global batch, int64 scalar; () when only the sum over ranks tells.
-            Being structure and not a number, it makes TensorFlow trace the step anew.
-        digest: Of the whole global batch, by which ranks find out that they read different ones,
-            int64 scalar; () where ranks are to read different ones, or there is one process.
-    """
-
+    # one structure per replica of this process, in rank order; None marks an absent part of a
+    # structure, as in Keras. A slice without rows holds a padding row
     parts: tuple[Nest, ...]
+    # rows that are each part's own, int64 scalars; 0 for a padding row
     counts: tuple[tf.Tensor, ...]
+    # rows of the whole global batch, int64 scalar; () when only the sum over ranks tells. Being
+    # structure and not a number, it makes TensorFlow trace the step anew
     rows: tf.Tensor
+    # of the whole global batch, by which ranks find out that they read different ones, int64
+    # scalar; () where ranks are to read different ones, or there is one process
     digest: tf.Tensor = ()
 
 
 def bounds(rows: _Rows, rank: int, size: int) -> tuple[_Rows, _Rows]:
     """Return the first row of a rank's slice and the row after its last.
-
-    Args:
-        rows: Rows of the global batch, a Python int or an integer tensor.
-        rank: Whose slice, `0 <= rank < size`.
-        size: How many slices.
-
-    Returns:
-        Both of the type of `rows`.
 
     Example:
         >>> [bounds(10, rank, 3) for rank in range(3)]
@@ -80,17 +69,7 @@ def _has_rows(leaf: Leaf | tf.TypeSpec | None) -> bool:
 
 
 def check_rows(batch: Nest | Specs) -> list[Leaf | tf.TypeSpec]:
-    """Refuse data that is not batched.
-
-    Args:
-        batch: Nest structure of tensors, or of their specifications.
-
-    Returns:
-        What has rows of it, at least one.
-
-    Raises:
-        ValueError: A leaf is a scalar, or there is no leaf.
-    """
+    """Refuse data that is not batched."""
     leaves = _leaves(batch)
     if not leaves:
         raise ValueError("a batch without tensors has no rows; give fit, evaluate or predict data")
@@ -107,15 +86,6 @@ def count_rows(batch: Nest) -> tf.Tensor:
     """Count the rows of a batch: the leading dimension that its leaves share.
 
     Zipped datasets may have others: 24 rows beside 8 are 8 rows, each with three of the 24.
-
-    Args:
-        batch: Nest structure of tensors: dense, ragged or sparse.
-
-    Returns:
-        int64 scalar.
-
-    Raises:
-        ValueError: A leaf is a scalar, so the data is not batched; or there is no leaf.
     """
     leaves = check_rows(batch)
     if _rows_are_equal(leaves):
@@ -189,20 +159,7 @@ def _size(leaf: tf.SparseTensor, axis: int) -> tf.Tensor:
 
 
 def cut(batch: Nest, ranks: Sequence[int], size: int) -> Slices:
-    """Cut one global batch for the given ranks.
-
-    Args:
-        batch: Nest structure of tensors with the same number of rows: dense, ragged or sparse.
-        ranks: The ranks whose slices are wanted.
-        size: Number of slices the batch is cut into.
-
-    Returns:
-        The slices, in the order of `ranks`, and the number of rows of the whole batch. A slice
-        without rows of its own holds a padding row.
-
-    Raises:
-        ValueError: The data is not batched.
-    """
+    """Cut one global batch for the given ranks."""
     rows = count_rows(batch)
     multiples = _multiples(batch, rows)
     parts, counts = [], []
@@ -216,31 +173,13 @@ def cut(batch: Nest, ranks: Sequence[int], size: int) -> Slices:
 
 
 def rows_of(batch: Nest, begin: int, end: int) -> Nest:
-    """Take some rows of a batch.
-
-    Args:
-        batch: Nest structure of tensors; None marks an absent part.
-        begin: First row.
-        end: The row after the last.
-
-    Returns:
-        The same structure.
-    """
+    """Take some rows of a batch."""
     first, last = tf.constant(begin, tf.int64), tf.constant(end, tf.int64)
     return _taken(batch, first, last, _multiples(batch, count_rows(batch)))
 
 
 def cut_exactly(batch: Nest, ranks: Sequence[int], size: int) -> tuple[Nest, ...]:
-    """Cut one global batch without padding rows, as a custom loop iterates over it.
-
-    Args:
-        batch: Nest structure of tensors with the same number of rows.
-        ranks: The ranks whose slices are wanted.
-        size: Number of slices the batch is cut into.
-
-    Returns:
-        One structure per rank, some maybe without rows.
-    """
+    """Cut one global batch without padding rows, as a custom loop iterates over it."""
     rows = count_rows(batch)
     multiples = _multiples(batch, rows)
     return tuple(
@@ -250,14 +189,7 @@ def cut_exactly(batch: Nest, ranks: Sequence[int], size: int) -> tuple[Nest, ...
 
 
 def padding_row(batch: Nest) -> Nest:
-    """Append a row of zeros to the dense parts of a batch that has no rows.
-
-    Args:
-        batch: Nest structure of tensors.
-
-    Returns:
-        The batch itself where it has rows, else one padding row.
-    """
+    """Append a row of zeros to the dense parts of a batch that has no rows."""
     missing = tf.cast(count_rows(batch) == 0, tf.int32)
     return tf.nest.map_structure(lambda leaf: _pad_rows(leaf, missing), batch)
 
@@ -274,12 +206,6 @@ def forget_rows(batch: Nest) -> Nest:
 
     Slices differ by a row, and a static row count changes the graph (a constant has no gradient, so
     synchronized batch norm would call one collective fewer on some ranks and wait for ever).
-
-    Args:
-        batch: Nest structure of tensors.
-
-    Returns:
-        The same values; in a graph, of unknown leading dimension.
     """
     if tf.executing_eagerly():
         return batch
@@ -301,14 +227,7 @@ def _forget(leaf: Leaf | None) -> Leaf | None:
 
 
 def spec_of(data: Nest | Specs) -> Specs:
-    """Return the specification of batches like this one, with any number of rows.
-
-    Args:
-        data: A structure of tensors, or of their specifications.
-
-    Returns:
-        The same structure of specifications.
-    """
+    """Return the specification of batches like this one, with any number of rows."""
     return tf.nest.map_structure(_without_rows, data)
 
 
@@ -330,17 +249,7 @@ def cut_dataset(
     size: int,
     digest: Callable[[tf.Tensor, Nest], tf.Tensor] | None = None,
 ) -> tf.data.Dataset:
-    """Cut every global batch of a dataset for the given ranks.
-
-    Args:
-        dataset: Dataset of global batches.
-        ranks: The ranks whose slices are wanted.
-        size: Number of slices a batch is cut into.
-        digest: Called with a batch's number and the batch; returns its digest. None for no digests.
-
-    Returns:
-        Dataset of `Slices`.
-    """
+    """Cut every global batch of a dataset for the given ranks."""
     if digest is None:
         return _map(dataset, cut, ranks, size)
 
@@ -354,16 +263,7 @@ def cut_dataset(
 def cut_dataset_exactly(
     dataset: tf.data.Dataset, ranks: Sequence[int], size: int
 ) -> tf.data.Dataset:
-    """Cut every global batch of a dataset without padding rows.
-
-    Args:
-        dataset: Dataset of global batches.
-        ranks: The ranks whose slices are wanted.
-        size: Number of slices a batch is cut into.
-
-    Returns:
-        Dataset of tuples of slices, some maybe without rows.
-    """
+    """Cut every global batch of a dataset without padding rows."""
     return _map(dataset, cut_exactly, ranks, size)
 
 
@@ -379,15 +279,7 @@ def _map(
 
 
 def mapped(dataset: tf.data.Dataset, function: Callable[_Given, Nest]) -> tf.data.Dataset:
-    """Apply a function to every element of a dataset, in order and in parallel where allowed.
-
-    Args:
-        dataset: Any dataset; it decides by its options whether elements may be made ahead of time.
-        function: As for `tf.data.Dataset.map`.
-
-    Returns:
-        Dataset of the results.
-    """
+    """Apply a function to every element of a dataset, in order and in parallel where allowed."""
     if pipelines.may_not_read_ahead(dataset):
         return dataset.map(function)
     return dataset.map(function, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
@@ -397,11 +289,7 @@ class OfParts(Protocol[_Made]):
     """Function of the parts of an element that is a tuple."""
 
     def __call__(self, *parts: Nest) -> _Made:
-        """Compute something of an element.
-
-        Args:
-            *parts: The parts of the tuple.
-        """
+        """Compute something of an element."""
 
 
 def on_elements(
@@ -411,10 +299,6 @@ def on_elements(
 
     TensorFlow passes the parts of a tuple as arguments, which loses whether an element was the pair
     `(a, b)` or the one input `[a, b]` in a tuple of its own.
-
-    Args:
-        dataset: The dataset to be mapped.
-        function: Takes one element.
     """
     if not isinstance(dataset.element_spec, tuple):
         return function

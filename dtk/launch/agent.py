@@ -35,35 +35,20 @@ _LAST_WORDS = 2.0  # seconds in which the last reports of a rank that has ended 
 
 
 class RankSpec(TypedDict):
-    """The launcher's order to run a rank.
-
-    Attributes:
-        task: "rank".
-        argv: The command.
-        env: Added to this environment.
-        cwd: Folder to start in.
-        job: A mark of this rank alone.
-        grace: Seconds between SIGTERM and SIGKILL.
-        save_grace: Seconds that a rank has to begin a checkpoint, and as many to write it.
-        serves: Whether others need it to save what they have.
-        watch: Seconds between two looks at the rank, told to the launcher; 0 for none.
-        reserve: A port to hold until it ends, "host:port"; "" for none.
-        cores: Those it is bound to; all when empty.
-        silence: Seconds after which a launcher that says nothing is gone.
-    """
+    """The launcher's order to run a rank."""
 
     task: Literal["rank"]
-    argv: Sequence[str]
-    env: Mapping[str, str]
-    cwd: str
-    job: str
-    grace: float
-    save_grace: float
-    serves: bool
-    watch: float
-    reserve: str
-    cores: Sequence[int]
-    silence: float
+    argv: Sequence[str]  # the command
+    env: Mapping[str, str]  # added to this environment
+    cwd: str  # folder to start in
+    job: str  # A mark of this rank alone
+    grace: float  # seconds between SIGTERM and SIGKILL
+    save_grace: float  # seconds that a rank has to begin a checkpoint, and as many to write it
+    serves: bool  # whether others need it to save what they have
+    watch: float  # seconds between two looks at the rank, told to the launcher; 0 for none
+    reserve: str  # A port to hold until it ends, "host:port"; "" for none
+    cores: Sequence[int]  # those it is bound to; all when empty
+    silence: float  # seconds after which a launcher that says nothing is gone
 
 
 class GuardSpec(TypedDict):
@@ -103,15 +88,10 @@ class Facts(TypedDict):
 
 
 class FarFacts(Facts):
-    """What the launcher is told of another host.
+    """What the launcher is told of another host."""
 
-    Attributes:
-        versions: See `versions`.
-        clock: What its clock shows, in seconds of the epoch.
-    """
-
-    versions: dict[str, str]
-    clock: float
+    versions: dict[str, str]  # see `versions`
+    clock: float  # what its clock shows, in seconds of the epoch
 
 
 def reserve(host: str, port: int = 0) -> socket.socket:
@@ -119,16 +99,6 @@ def reserve(host: str, port: int = 0) -> socket.socket:
 
     The socket is bound but does not listen, so the kernel gives the port to nobody else, while a
     server that sets SO_REUSEADDR (gRPC does) may still bind it.
-
-    Args:
-        host: Address of this host.
-        port: The port; 0 lets the system choose.
-
-    Returns:
-        The socket; closing it releases the port.
-
-    Raises:
-        OSError: The port is in use, or the address is not this host's.
 
     >>> with reserve("127.0.0.1") as held:
     ...     held.getsockname()[1] > 0
@@ -149,16 +119,6 @@ def reserve(host: str, port: int = 0) -> socket.socket:
 
 def survey(host: str, ports: int) -> Facts:
     """Look at this host before placing ranks on it.
-
-    Args:
-        host: The name or address others reach it by.
-        ports: How many free ports are wanted.
-
-    Returns:
-        `ports`, the `cores` this process may use, and the `interface` that has the address.
-
-    Raises:
-        OSError: The address is not this host's, or there is no free port.
 
     >>> facts = survey("127.0.0.1", 2)
     >>> len(facts["ports"]), facts["interface"]
@@ -199,12 +159,6 @@ def versions() -> dict[str, str]:
 def cores(folder: str = "/sys/devices/system/cpu") -> list[int]:
     """List the cores this process may use, in the order of packages and physical cores.
 
-    Args:
-        folder: Where Linux tells of them.
-
-    Returns:
-        Their numbers.
-
     >>> set(cores()) == os.sched_getaffinity(0)
     True
     """
@@ -244,12 +198,6 @@ def _interface(host: str) -> str:
 def shell_code(code: int) -> int:
     """Turn a `subprocess` return code into what a shell would report.
 
-    Args:
-        code: Negative for a signal.
-
-    Returns:
-        128 + signal, or the code itself.
-
     >>> shell_code(-9), shell_code(3)
     (137, 3)
     """
@@ -257,14 +205,7 @@ def shell_code(code: int) -> int:
 
 
 def run_rank(spec: RankSpec) -> int:
-    """Run one rank here until it ends, or the launcher is gone.
-
-    Args:
-        spec: What the launcher asked for.
-
-    Returns:
-        The rank's exit code, 128 + signal if a signal ended it.
-    """
+    """Run one rank here until it ends, or the launcher is gone."""
     host, _, port = spec["reserve"].rpartition(":")
     held = None
     if host:
@@ -329,17 +270,7 @@ def run_rank(spec: RankSpec) -> int:
 
 
 def obey(follow: Callable[[str], None], silence: float) -> bool:
-    """Follow what the launcher says on standard input, until it is gone.
-
-    Args:
-        follow: Called with each line, without its end. Empty lines only say that the launcher is
-            alive, and are left out.
-        silence: Seconds after which a launcher that says nothing is gone. Those in which this
-            process itself was stopped do not count.
-
-    Returns:
-        Whether the launcher has closed the connection; False after silence.
-    """
+    """Follow what the launcher says on standard input, until it is gone."""
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def read() -> None:
@@ -383,12 +314,6 @@ def guard(spec: GuardSpec) -> int:
 
     Ranks that would save a checkpoint have the time for it, as if the launcher had been asked to
     end.
-
-    Args:
-        spec: What the launcher asked for.
-
-    Returns:
-        0, the exit code.
     """
     saver = Saver(spec["job"], spec["save_grace"])
     folders = []
@@ -409,14 +334,7 @@ def guard(spec: GuardSpec) -> int:
 
 
 def main(spec: Spec) -> int:
-    """Do what the launcher asked for.
-
-    Args:
-        spec: `task` is "rank", "survey" or "guard"; the rest belongs to the task.
-
-    Returns:
-        Exit code.
-    """
+    """Do what the launcher asked for."""
     if spec["task"] != "rank":
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)

@@ -13,16 +13,7 @@ _ESTABLISHED, _LISTENS = "01", "0A"
 
 
 def strangers(server: int, own: Collection[int]) -> list[str]:
-    """Name those who are connected to a process by 127.0.0.1, beside some that are meant to be.
-
-    Args:
-        server: Id of the process that listens.
-        own: Ids of those that are meant to be.
-
-    Returns:
-        Such as "process 123 (nc) of user nobody"; of other users' processes only root sees more
-        than the user.
-    """
+    """Name those who are connected to a process by 127.0.0.1, beside some that are meant to be."""
     found = []
     with contextlib.suppress(OSError):  # a file of /proc that this user may not read
         for inode, user in _connected(server).items():

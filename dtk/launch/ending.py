@@ -27,11 +27,7 @@ TIE = 0.1
 
 
 class Ending:
-    """Says what ends a job whose ranks all need each other.
-
-    Args:
-        ranks: The job's processes; looked at anew with every question.
-    """
+    """Says what ends a job whose ranks all need each other."""
 
     # The roles whose end, with exit code 0, is the job's.
     essential_roles: tuple[str, ...] = ("chief", "worker")
@@ -61,11 +57,7 @@ class Ending:
         return [rank for rank in self._ranks if rank.failed]
 
     def failed_before(self, rank: Rank) -> bool:
-        """Return whether another process has failed, whose failure this one cannot explain.
-
-        Args:
-            rank: The process.
-        """
+        """Return whether another process has failed, whose failure this one cannot explain."""
         failures = self.failures()
         if not failures:
             return False
@@ -81,11 +73,7 @@ class Ending:
         return [rank for rank in self._ranks if not rank.failed]
 
     def speaker(self, culprit: Rank) -> Rank:
-        """Return the process that can say what a failure means.
-
-        Args:
-            culprit: The process that failed first.
-        """
+        """Return the process that can say what a failure means."""
         return culprit
 
     def culprit(self) -> Rank | None:
@@ -138,11 +126,7 @@ class ServedEnding(Ending):
         return [w for w in self._of("worker") if not w.failed or (w.signal and not w.given_up)]
 
     def speaker(self, culprit: Rank) -> Rank:
-        """Return the process that can say what a failure means: of a server's, the chief.
-
-        Args:
-            culprit: The process that failed first.
-        """
+        """Return the process that can say what a failure means: of a server's, the chief."""
         return self.chief if culprit.process.role == "ps" else culprit
 
     def culprit(self) -> Rank | None:
@@ -175,13 +159,6 @@ class ServedEnding(Ending):
 
 def choose(processes: Sequence[Process], ranks: Sequence[Rank]) -> Ending:
     """Return the rules for a plan.
-
-    Args:
-        processes: The plan.
-        ranks: What runs, or will, when the rules are asked.
-
-    Returns:
-        Those of a job with parameter servers where the plan has a chief and a server.
 
     >>> type(choose([], [])).__name__
     'Ending'

@@ -16,9 +16,6 @@ class EqualLines:
 
     A line is shown as often as the process wrote it that wrote it most often. Those that come too
     late to be named with it are only counted.
-
-    Attributes:
-        late: How many of them.
     """
 
     def __init__(self) -> None:
@@ -34,13 +31,6 @@ class EqualLines:
         return len(self._held) > _MOST
 
     def add(self, writer: int, text: str, now: float) -> None:
-        """Take a line.
-
-        Args:
-            writer: Number of the process.
-            text: What it wrote.
-            now: The time.
-        """
         with self._lock:
             equal = self._equal.setdefault(text, [])
             # Those that it wrote, too, come first.
@@ -53,11 +43,7 @@ class EqualLines:
             line.writers.append(writer)
 
     def due(self, now: float | None = None) -> list[tuple[str, list[int]]]:
-        """Return the lines that were held for long enough, or are too many, and who wrote them.
-
-        Args:
-            now: The time; None for all.
-        """
+        """Return the lines that were held for long enough, or are too many, and who wrote them."""
         found = []
         with self._lock:
             while self._held and (now is None or self.is_full or now - self._held[0].when >= _HOLD):

@@ -21,18 +21,7 @@ _NEXT = (
 def failure_report(
     rank: Rank, speaker: Rank, count: int, left_out: int = 0, restarts: bool = True
 ) -> str:
-    """Return the first failing process's last output, so that it is what stands last.
-
-    Args:
-        rank: The process that failed first.
-        speaker: The process that can say what the failure means: the chief of a lost server.
-        count: How many processes the job has.
-        left_out: How many lines of others, said later, were not shown.
-        restarts: Whether the job may be started again, or is of a kind that is not.
-
-    Returns:
-        Whole lines, the first of them empty.
-    """
+    """Return the first failing process's last output, so that it is what stands last."""
     text = f"dtk: {rank.process.name}, host {rank.process.host} failed first, {rank.how}"
     text += "." if count == 1 else "; the others were ended."
     if rank.file is not None:
@@ -54,11 +43,7 @@ def failure_report(
 
 
 def leaver_report(left: Rank) -> str:
-    """Return the line about a rank that left its script while others needed it.
-
-    Args:
-        left: The rank.
-    """
+    """Return the line about a rank that left its script while others needed it."""
     last = left.standing.last
     where = f" after {last['what']}" if last else ""
     return (
@@ -68,16 +53,7 @@ def leaver_report(left: Rank) -> str:
 
 
 def stall_report(stall: Stall, ranks: Sequence[Rank], ended: bool = True) -> str:
-    """Return what was seen of a job that has stopped moving: who is missing, where, who waits.
-
-    Args:
-        stall: Why it was ended.
-        ranks: All of them, as they were then.
-        ended: Whether it was ended for that; else a rank has failed of it.
-
-    Returns:
-        Whole lines, the first of them empty where the job was ended.
-    """
+    """Return what was seen of a job that has stopped moving: who is missing, where, who waits."""
     names = [rank.process.name for rank in ranks]
     hosts = [rank.process.host for rank in ranks]
     standings = [rank.standing for rank in ranks]

@@ -39,15 +39,6 @@ def rules(hosts: Sequence[str]) -> str:
     Closed are the ports that the kernel gives out, which `dtk run` and MPI take, and those of Slurm
     steps. Connections that are there already, loopback, and all other ports stay as they are.
 
-    Args:
-        hosts: Names or addresses, at least one.
-
-    Returns:
-        What `nft -f` reads, on every one of the hosts.
-
-    Raises:
-        ClusterError: A name means no address, or loopback, on which no other host reaches it.
-
     Example:
         >>> print(rules(["192.0.2.1", "192.0.2.2"]).splitlines()[9])
             ip saddr { 192.0.2.1, 192.0.2.2 } accept

@@ -25,9 +25,6 @@ def isolate() -> None:
 
     Called before any thread is started: others would stay where they are.
 
-    Raises:
-        ClusterError: The system does not allow it, with why and what else keeps a job to itself.
-
     >>> isolate()  # doctest: +SKIP
     >>> [name for _, name in socket.if_nameindex()]  # doctest: +SKIP
     ['lo']

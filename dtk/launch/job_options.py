@@ -46,12 +46,7 @@ remote_shell = click.option(
 
 
 class Refused(click.ClickException):
-    """One clear line, exit code 2.
-
-    Args:
-        command: Whose mistake it is, such as "run".
-        message: What is wrong, and what to do.
-    """
+    """One clear line, exit code 2."""
 
     exit_code = 2
 
@@ -60,11 +55,7 @@ class Refused(click.ClickException):
         self._command = command
 
     def show(self, file: IO[str] | None = None) -> None:
-        """Print the line.
-
-        Args:
-            file: Not used: it goes to standard error.
-        """
+        """Print the line."""
         click.echo(f"dtk {self._command}: {self.message}", err=True)
 
 
@@ -78,20 +69,7 @@ class JobCommand(click.Command):
         parent: click.Context | None = None,
         **extra: object,
     ) -> click.Context:
-        """Parse the arguments.
-
-        Args:
-            info_name: The command, as it was called.
-            args: What follows it.
-            parent: Context of the command that this one belongs to.
-            extra: Of the context, as click passes them.
-
-        Returns:
-            The context to run the command in.
-
-        Raises:
-            Refused: A usage error, as one line.
-        """
+        """Parse the arguments."""
         try:
             return super().make_context(info_name, args, parent, **extra)
         except click.NoSuchOption as error:
@@ -106,17 +84,7 @@ class JobCommand(click.Command):
             raise Refused(self.name, f"{told}; see `dtk {self.name} --help`") from None
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run the command.
-
-        Args:
-            ctx: As `make_context` returned it.
-
-        Returns:
-            What the command's function returns.
-
-        Raises:
-            Refused: An error of dtk's, as one line.
-        """
+        """Run the command."""
         try:
             return super().invoke(ctx)
         except DtkError as error:
@@ -132,15 +100,7 @@ class _Signalled(BaseException):
 
 
 def see_through(job: Job, command: str) -> int:
-    """Start a job and wait for it; Ctrl-C, SIGTERM and a closed terminal end all of it.
-
-    Args:
-        job: Not started yet.
-        command: Such as "run", for what is said then.
-
-    Returns:
-        The exit code.
-    """
+    """Start a job and wait for it; Ctrl-C, SIGTERM and a closed terminal end all of it."""
 
     def wait() -> int:
         with job:
@@ -154,14 +114,6 @@ def interruptible(work: Callable[[], int], command: str, jobs: Iterable[Job]) ->
 
     Interrupted, this process ignores all three from then on, and so does what it starts: it is to
     exit with the code, which one more Ctrl-C must not spoil.
-
-    Args:
-        work: Stops its jobs when it ends, however it does.
-        command: Such as "run", for what is said then.
-        jobs: All it may have started; looked at when it is interrupted.
-
-    Returns:
-        What `work` does, or 128 + signal.
     """
     try:
         with _signals_raise():
@@ -220,14 +172,7 @@ def installed() -> list[str]:
 
 
 def check_known(name: str) -> None:
-    """Refuse a communicator that does not exist.
-
-    Args:
-        name: As given with --communicator.
-
-    Raises:
-        ClusterError: There is no such communicator.
-    """
+    """Refuse a communicator that does not exist."""
     if name not in COMMUNICATORS:
         raise ClusterError(f"--communicator {name}: unknown, expected {', '.join(COMMUNICATORS)}")
 
@@ -236,12 +181,6 @@ def check_installed(name: str) -> None:
     """Refuse a communicator that is not installed.
 
     Check everything else first: a package does not cure any other mistake.
-
-    Args:
-        name: As given with --communicator.
-
-    Raises:
-        CommunicatorError: Horovod or MPI is not installed.
     """
     if name == "mpi" and name not in installed():
         raise CommunicatorError(
@@ -255,31 +194,13 @@ def check_installed(name: str) -> None:
 
 
 def check_remote_shell(command: str) -> None:
-    """Refuse an empty remote shell.
-
-    Args:
-        command: As given with --remote-shell.
-
-    Raises:
-        ClusterError: It is empty.
-    """
+    """Refuse an empty remote shell."""
     if not command.split():
         raise ClusterError("--remote-shell is empty, expected a command such as ssh")
 
 
 def places(hosts: str | None, hostfile: str | None) -> tuple[Host, ...]:
-    """Return the hosts that --hosts or --hostfile name.
-
-    Args:
-        hosts: Value of --hosts.
-        hostfile: Value of --hostfile.
-
-    Returns:
-        The hosts, in the order given; none is this machine.
-
-    Raises:
-        ClusterError: Both were given, or what was given cannot be read.
-    """
+    """Return the hosts that --hosts or --hostfile name."""
     if hosts is not None and hostfile is not None:
         raise ClusterError("--hosts and --hostfile were both given; keep one")
     if hostfile is not None:
@@ -288,15 +209,7 @@ def places(hosts: str | None, hostfile: str | None) -> tuple[Host, ...]:
 
 
 def check_slots(workers: int | None, hosts: tuple[Host, ...]) -> None:
-    """Refuse more workers than the given hosts have slots for.
-
-    Args:
-        workers: Value of -n; None takes what the hosts have.
-        hosts: Where they are to run; this machine when empty.
-
-    Raises:
-        ClusterError: There are too few slots.
-    """
+    """Refuse more workers than the given hosts have slots for."""
     slots = sum(host.slots for host in hosts)
     if hosts and workers is not None and workers > slots:
         listed = ",".join(f"{host.name}:{host.slots}" for host in hosts)

@@ -55,9 +55,6 @@ _LEAVES = 5.0  # seconds that the guard has to leave, once it is told to
 def is_foreign(name: str) -> bool:
     """Return whether a variable places a process in some other job.
 
-    Args:
-        name: Of the variable.
-
     >>> is_foreign("OMPI_COMM_WORLD_RANK"), is_foreign("PATH")
     (True, False)
     """
@@ -66,9 +63,6 @@ def is_foreign(name: str) -> bool:
 
 def is_loopback(host: str) -> bool:
     """Return whether a host name means "this machine" on every machine.
-
-    Args:
-        host: Name or address; an IPv6 address may stand in brackets.
 
     >>> is_loopback("localhost"), is_loopback("127.0.0.2"), is_loopback("node1")
     (True, True, False)
@@ -83,9 +77,6 @@ def is_loopback(host: str) -> bool:
 
 def is_local(host: str) -> bool:
     """Return whether a host name means this machine, seen from this machine.
-
-    Args:
-        host: Name or address.
 
     >>> is_local("localhost")
     True
@@ -103,11 +94,7 @@ def is_local(host: str) -> bool:
 
 
 def first_line(spec: agent.Spec) -> str:
-    """Return what `BOOTSTRAP` reads: the agent, and what it is to do.
-
-    Args:
-        spec: What it is to do.
-    """
+    """Return what `BOOTSTRAP` reads: the agent, and what it is to do."""
     sent = (usage, report_channel, marked, orphans, agent)
     modules = {one.__name__: inspect.getsource(one) for one in sent}
     return json.dumps({"modules": modules, "spec": spec}) + "\n"
@@ -125,20 +112,6 @@ def start(
 
     So a terminal's Ctrl-C reaches the launcher alone.
 
-    Args:
-        argv: The command.
-        env: Variables added to this process's, without those of other launchers.
-        job: Value of DTK_JOB, the mark by which the job's processes are found.
-        cores: Those it is bound to; all when empty.
-        serves: Whether others need it to save what they have.
-        reports: Its end of a `report_channel.pair`.
-
-    Returns:
-        The process, with pipes for its output.
-
-    Raises:
-        OSError: The command cannot be started.
-
     >>> process = start((sys.executable, "-c", "print('hello')"), {}, "example")
     >>> process.communicate()[0]
     b'hello\\n'
@@ -152,11 +125,6 @@ def start(
 
 class Guard:
     """A process that ends the job if this one is killed before it can.
-
-    Args:
-        job: Value of DTK_JOB.
-        grace: Seconds between SIGTERM and SIGKILL.
-        save_grace: Seconds that ranks have to begin a checkpoint, and as many to write it.
 
     >>> Guard("example", grace=1.0).close()
     """
@@ -175,20 +143,11 @@ class Guard:
         )
 
     def remove(self, folder: Path) -> None:
-        """Have a folder removed if this process is killed before it can.
-
-        Args:
-            folder: Of no use without this process.
-        """
+        """Have a folder removed if this process is killed before it can."""
         self._say(f"remove {folder}\n")
 
     def note_saving(self, pid: int, ready: bool) -> None:
-        """Tell whether a rank here would save a checkpoint, if it were asked to end.
-
-        Args:
-            pid: Its process.
-            ready: Whether it would.
-        """
+        """Tell whether a rank here would save a checkpoint, if it were asked to end."""
         with contextlib.suppress(OSError, ValueError):  # it is gone, or this job is over
             self._say(f"{'ready' if ready else 'over'} {pid}\n")
 

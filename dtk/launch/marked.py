@@ -29,13 +29,6 @@ BESIDE = ".beside"
 def members(job: str, sessions: Collection[int] = ()) -> list[int]:
     """List the processes of a job, and of jobs started inside it.
 
-    Args:
-        job: The value of DTK_JOB.
-        sessions: Ids of ranks that may have ended: each led a session of its own.
-
-    Returns:
-        Process ids; zombies and other users' processes are left out.
-
     >>> members("no-such-job")
     []
     """
@@ -43,12 +36,7 @@ def members(job: str, sessions: Collection[int] = ()) -> list[int]:
 
 
 class _Search:
-    """Looks for the processes of a job, again and again.
-
-    Args:
-        job: The value of DTK_JOB.
-        sessions: Ids of ranks that may have ended.
-    """
+    """Looks for the processes of a job, again and again."""
 
     def __init__(self, job: str, sessions: Collection[int]) -> None:
         self._mark = b"\0DTK_JOB=" + job.encode()
@@ -99,12 +87,6 @@ def end(
 ) -> None:
     """End every process of a job: SIGTERM, then SIGKILL.
 
-    Args:
-        job: The value of DTK_JOB.
-        grace: Seconds between the two; a process stuck in C++ never acts on the first.
-        hurry: Asked while waiting; True cuts the grace short.
-        sessions: Ids of ranks that may have ended: each led a session of its own.
-
     >>> end("no-such-job", grace=1.0)
     """
     search = _Search(job, sessions)
@@ -131,11 +113,7 @@ def takes_more(pipe: IO[bytes] | IO[str]) -> bool:
 
 
 def abort(pid: int) -> None:
-    """End a process such that Python's `faulthandler` writes where it was, also if it is stopped.
-
-    Args:
-        pid: Its id, of a process that is not yet waited for.
-    """
+    """End a process, even a stopped one, so that `faulthandler` writes where it was."""
     with contextlib.suppress(OSError, ValueError):
         resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))  # nobody asked for its memory
     for number in (signal.SIGABRT, signal.SIGCONT):
@@ -153,9 +131,6 @@ def bound_to(cores: Sequence[int]) -> Iterator[None]:
     """Let processes started inside, by this thread, use these cores only.
 
     Where that is not allowed, or the cores are gone since the survey, they use all there are.
-
-    Args:
-        cores: Their numbers; empty for all.
 
     >>> with bound_to(sorted(os.sched_getaffinity(0))[:1]):
     ...     len(os.sched_getaffinity(0))
@@ -186,23 +161,6 @@ def start(
 
     Where setpriv (util-linux) is installed, Linux sends it SIGTERM when the calling thread ends,
     as when this process is killed; but not one that serves, which ends after those it serves.
-
-    Args:
-        argv: The command.
-        environ: All its variables but the mark.
-        job: Value of DTK_JOB, the mark by which `members` finds it.
-        cores: Those it is bound to; all when empty.
-        cwd: Folder to start in; None for this one's.
-        output: `subprocess.PIPE` for a pipe each for its output and its errors; None for this
-            process's own.
-        serves: Whether others need it to save what they have.
-        keeps: Descriptors that it inherits.
-
-    Returns:
-        The process.
-
-    Raises:
-        OSError: It cannot be started.
     """
     command = list(argv)
     if shutil.which(argv[0]) is None:

@@ -61,21 +61,7 @@ class Loss(NamedTuple):
 
 
 class MPIPlaces:
-    """The variables by which each rank joins MPI's world, and the server that they lead to.
-
-    Args:
-        hosts: Of every rank.
-        job: Value of DTK_JOB. The server carries another mark: it has to outlive ranks that are
-            asked to end, and save what they have together.
-        remote_shell: Command that reaches other hosts.
-
-    Attributes:
-        env: Variables of every rank.
-        folders: What lies on disk and in shared memory as long as it runs.
-
-    Raises:
-        CommunicatorError: There is no such mpirun, or it does not start; with what it wrote.
-    """
+    """The variables by which each rank joins MPI's world, and the server that they lead to."""
 
     def __init__(self, hosts: Sequence[str], job: str, remote_shell: str) -> None:
         self._job = job + marked.BESIDE
@@ -248,11 +234,7 @@ def _remove_abandoned() -> None:
 
 
 def _lock(folder: Path) -> int:
-    """Lock a folder for as long as this process lives, or until what is returned is closed.
-
-    Raises:
-        OSError: Another process has locked it, or it may not be read.
-    """
+    """Lock a folder for as long as this process lives, or until what is returned is closed."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -264,9 +246,6 @@ def _lock(folder: Path) -> int:
 
 def _variables(line: bytes) -> dict[str, str]:
     """Return those of a process that MPI reads.
-
-    Args:
-        line: Its environment as Linux shows it, in base 64.
 
     >>> _variables(base64.b64encode(b"PMIX_RANK=1" + bytes(1) + b"HOME=/root" + bytes(1)))
     {'PMIX_RANK': '1'}

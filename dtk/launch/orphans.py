@@ -21,24 +21,14 @@ _MARGIN = 1.0  # seconds: ranks that are out of patience say so themselves
 
 
 class Saver:
-    """Asks ranks to end, once their launcher has gone, and waits for their checkpoints.
-
-    Args:
-        job: The mark that they carry.
-        grace: Seconds that they have to begin a checkpoint, and as many to write it.
-    """
+    """Asks ranks to end, once their launcher has gone, and waits for their checkpoints."""
 
     def __init__(self, job: str, grace: float) -> None:
         self._job, self._grace = job, grace
         self._pipes: dict[int, list[int]] = {}
 
     def note(self, what: str, pid: int) -> None:
-        """Note whether a rank would save a checkpoint if it were asked to end.
-
-        Args:
-            what: "ready" if it would, "over" if it would not any more; others are not meant here.
-            pid: Its process.
-        """
+        """Note whether a rank would save a checkpoint if it were asked to end."""
         if what == "ready":
             self._pipes.setdefault(pid, _opened(pid))
         elif what == "over":
@@ -46,11 +36,7 @@ class Saver:
                 os.close(pipe)
 
     def let_save(self, serving: Collection[int] = ()) -> None:
-        """Send the ranks that would save SIGTERM, and wait until they have ended or time is up.
-
-        Args:
-            serving: Processes to wait for, too: others need them, and they end after those.
-        """
+        """Send the ranks that would save SIGTERM, and wait until they have ended or time is up."""
         asked = set(self._pipes) & set(members(self._job))
         saving = asked | set(serving)
         for pipes in self._pipes.values():

@@ -63,21 +63,7 @@ class _Source:
 
 
 class JobOutput:
-    """Passes on what processes write, with a prefix each, and what the launcher says itself.
-
-    Args:
-        processes: The plan; gives the prefixes their width and color.
-        directory: Gets one file per process with its whole output, or None.
-        append: Whether files that are there are continued.
-        stdout: Where standard output goes; `sys.stdout` when None.
-        stderr: Where standard error goes; `sys.stderr` when None.
-        state: Told when the reader of the output is gone, or reading itself fails.
-        is_suppressed: Whether a process's standard error goes to its file only: another has failed.
-        on_saving: Called when a process says what it would do, or does, about a checkpoint.
-
-    Attributes:
-        suppressed: How many lines went to a file only.
-    """
+    """Passes on what processes write, with a prefix each, and what the launcher says itself."""
 
     def __init__(
         self,
@@ -146,11 +132,7 @@ class JobOutput:
         return any(sink.waited > _WAITS for sink in self._sinks)
 
     def open(self) -> None:
-        """Make the directory for the files, if one was given, and begin to draw.
-
-        Raises:
-            ClusterError: It cannot be made.
-        """
+        """Make the directory for the files, if one was given, and begin to draw."""
         threading.Thread(target=self._guarded, args=(self._draw,), daemon=True).start()
         if self._directory is None:
             return
@@ -162,14 +144,7 @@ class JobOutput:
             ) from None
 
     def open_file(self, rank: Rank) -> None:
-        """Open the file of one process, if a directory was given.
-
-        Args:
-            rank: Gets the file.
-
-        Raises:
-            ClusterError: It cannot be opened.
-        """
+        """Open the file of one process, if a directory was given."""
         if self._directory is None:
             return
         path = self._directory / (rank.process.name.replace(" ", "-") + ".log")
@@ -184,9 +159,6 @@ class JobOutput:
 
         Not a terminal of its own, which nobody would read once this process is killed: a rank could
         not save any more.
-
-        Args:
-            process: Of the plan.
         """
         sink = self._sinks[0]
         if process is not self._processes[0] or not self._screen.draws(sink):
@@ -196,12 +168,7 @@ class JobOutput:
         return {"TTY_COMPATIBLE": "1", "COLUMNS": f"{width}", "LINES": f"{lines}"}
 
     def relay(self, rank: Rank, reports: socket.socket | None) -> None:
-        """Start the threads that read what a process writes and reports.
-
-        Args:
-            rank: What runs; gets the threads, and remembers its last lines.
-            reports: Where its reports come; None where they are in its standard error.
-        """
+        """Start the threads that read what a process writes and reports."""
         popen = rank.popen
         if reports is not None:
             self._start_reader(rank, self._listen, rank, popen, reports)
@@ -212,20 +179,12 @@ class JobOutput:
             self._start_reader(rank, self._read, source, pipe)
 
     def write_error(self, text: str) -> None:
-        """Write to the standard error.
-
-        Args:
-            text: Whole lines.
-        """
+        """Write to the standard error."""
         self._write_equal()
         self._screen.write(self._sinks[1], text)
 
     def say(self, text: str) -> None:
-        """Write a line of the launcher's own to the standard error.
-
-        Args:
-            text: The line, without its end.
-        """
+        """Write a line of the launcher's own to the standard error."""
         self.write_error(f"dtk run: {text}\n")
 
     def close(self) -> None:

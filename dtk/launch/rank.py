@@ -48,24 +48,6 @@ class Rank:
     """One place of a plan, and what runs there.
 
     A lost worker that is started again keeps its place: name, variables, address and file.
-
-    Args:
-        process: Its entry in the plan.
-        env: Its variables: those of the plan and those known only since the job started.
-        remote: Whether it runs on another host, behind a remote shell.
-        popen: What was started.
-
-    Attributes:
-        code: Exit code, 128 + signal if a signal ended it; None while it runs.
-        signal: Number of the signal that ended it; 0 while it runs, or when it ended by itself.
-        exited: When it ended, by `time.monotonic()`.
-        standing: What it has reported of itself.
-        was_short_of_memory: Whether the kernel's out-of-memory killer has probably ended it.
-        dump: What it writes to standard error since it was asked for its stack; None before.
-        stuck: Why the launcher has ended it, for a sentence; empty if it has not.
-        saving: "ready" to save a checkpoint when it is asked to end, "begun", or "over".
-        restarts: How often it was started again.
-        given_up: Whether the job goes on without it.
     """
 
     def __init__(
@@ -85,11 +67,7 @@ class Rank:
         self.started(popen)
 
     def started(self, popen: subprocess.Popen[bytes]) -> None:
-        """Note what runs here from now on, and forget what its predecessor said.
-
-        Args:
-            popen: What was started.
-        """
+        """Note what runs here from now on, and forget what its predecessor said."""
         self.popen = popen
         self.tail: collections.deque[str] = collections.deque(maxlen=_TAIL)
         self.trace: list[str] = []
@@ -106,12 +84,7 @@ class Rank:
         self.saving: str = "over"
 
     def hear(self, message: bytes) -> None:
-        """Take a message that has come by its `report_channel`.
-
-        Args:
-            message: As JSON. The process sends a `Report`, or how far its checkpoint is; another
-                host's agent a `Usage`, or NO_MEMORY.
-        """
+        """Take a message that has come by its `report_channel`."""
         with contextlib.suppress(*_FOREIGN):
             told = json.loads(message)
             if "progress" in told:
@@ -155,11 +128,7 @@ class Rank:
             self.tell_agent("end")
 
     def tell_agent(self, line: str) -> None:
-        """Send a line to the agent on another host; a rank on this machine has none.
-
-        Args:
-            line: See `dtk.launch.agent`; an empty one only says that the launcher is alive.
-        """
+        """Send a line to the agent on another host; a rank on this machine has none."""
         pipe = self.popen.stdin
         # If the connection is lost, the remote shell ends; if it takes nothing any more, the agent
         # falls silent.
@@ -181,11 +150,7 @@ class Rank:
                 self.popen.stdin.close()
 
     def ended(self, returncode: int) -> None:
-        """Note how it ended.
-
-        Args:
-            returncode: As `subprocess` gives it.
-        """
+        """Note how it ended."""
         self.exited = time.monotonic()
         self.signal = max(0, -returncode)
         if self.remote:
@@ -199,12 +164,7 @@ class Rank:
             self.was_short_of_memory = self._kills.are_more()
 
     def remember(self, line: str, stderr: bool) -> None:
-        """Keep the last lines, and everything from the start of the last traceback on.
-
-        Args:
-            line: What the process wrote, without the line's end.
-            stderr: Whether it went to standard error, where tracebacks are.
-        """
+        """Keep the last lines, and everything from the start of the last traceback on."""
         self.tail.append(line)
         if not stderr:
             return
@@ -280,20 +240,13 @@ class Rank:
         return list(self.trace if recent else self.tail)
 
     def trace_since(self, moment: float) -> list[str]:
-        """Return the last traceback if it began after a moment, else nothing.
-
-        Args:
-            moment: In seconds of `time.monotonic()`.
-        """
+        """Return the last traceback if it began after a moment, else nothing."""
         began = self.trace_began
         return list(self.trace) if began is not None and began > moment else []
 
 
 def signal_name(code: int) -> str:
     """Return the name of the signal in a shell's exit code; "" when there is none.
-
-    Args:
-        code: Exit code; 128 + signal if a signal ended the process.
 
     >>> signal_name(137), signal_name(3), signal_name(255)
     ('SIGKILL', '', '')

@@ -15,17 +15,7 @@ from dtk.launch.plan import Process
 
 
 class Rendezvous:
-    """A running rendezvous server.
-
-    Args:
-        processes: Processes of a plan made with `communicator="horovod"`.
-
-    Attributes:
-        env: The variables every rank needs to find the server.
-
-    Raises:
-        CommunicatorError: Horovod is not installed.
-    """
+    """A running rendezvous server."""
 
     def __init__(self, processes: Sequence[Process]) -> None:
         try:
@@ -76,9 +66,6 @@ class Rendezvous:
 def is_needed(processes: Sequence[Process]) -> bool:
     """Return whether a plan's processes expect a rendezvous server.
 
-    Args:
-        processes: The plan.
-
     >>> is_needed([])
     False
     """
@@ -86,11 +73,7 @@ def is_needed(processes: Sequence[Process]) -> bool:
 
 
 def own_address(hosts: Sequence[str]) -> str:
-    """Return the address of this machine that all hosts can reach.
-
-    Args:
-        hosts: Their names or addresses, of which some may be this machine's.
-    """
+    """Return the address of this machine that all hosts can reach."""
     remote = [host for host in hosts if not local.is_local(host)]
     if not remote:
         return "127.0.0.1" if all(map(local.is_loopback, hosts)) else socket.gethostbyname(hosts[0])

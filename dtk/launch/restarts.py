@@ -13,16 +13,7 @@ from dtk.launch.starter import Starter
 
 
 class Restarts:
-    """Starts workers and the evaluator again that a signal has ended, each a number of times.
-
-    Args:
-        processes: The plan.
-        ending: Tells how many workers are left.
-        starter: Gives the marks of processes.
-        start_again: Called with the task whose place is to be taken.
-        say: Tells the user what happened.
-        most: How often each is started again.
-    """
+    """Starts workers and the evaluator again that a signal has ended, each a number of times."""
 
     def __init__(
         self,
@@ -41,11 +32,7 @@ class Restarts:
         self._most = most
 
     def replace(self, rank: Rank) -> None:
-        """Start a lost task again, or say that the job goes on without it.
-
-        Args:
-            rank: The worker or evaluator; its count of restarts goes up, or it is given up.
-        """
+        """Start a lost task again, or say that the job goes on without it."""
         self._clear(rank)
         lost = _how(rank)
         # One that failed by itself would do so again.

@@ -17,11 +17,7 @@ _UP = "\x1b[1A\x1b[2K"
 
 
 class Screen:
-    """Writes to the launcher's streams, which may be one terminal.
-
-    Args:
-        sinks: Its output and its errors.
-    """
+    """Writes to the launcher's streams, which may be one terminal."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         dumb = os.environ.get("TERM", "dumb") in ("dumb", "unknown")

@@ -48,13 +48,7 @@ class ShownText:
         return rows
 
     def feed(self, data: bytes, now: float, final: bool = False) -> list[str]:
-        """Take what was written, and return the lines that are over.
-
-        Args:
-            data: As it came, which may tear characters.
-            now: The time.
-            final: Whether nothing more will come.
-        """
+        """Take what was written, and return the lines that are over."""
         text = self._torn + self._decoder.decode(data, final)
         torn = None if final else _TORN.search(text)
         self._torn = text[torn.start() :] if torn else ""
@@ -71,11 +65,7 @@ class ShownText:
         return self._taken()
 
     def settle(self, now: float) -> list[str]:
-        """Return the rows that the cursor has left for long.
-
-        Args:
-            now: The time.
-        """
+        """Return the rows that the cursor has left for long."""
         if self._moves_up is not None and now - self._moves_up > _SETTLES:
             self._leave(self._at)
             if self._at == len(self._rows) - 1:
@@ -151,11 +141,7 @@ class ShownText:
 
 
 class Pace:
-    """Says which rows are due in a file: those that have changed, every few seconds.
-
-    Args:
-        seconds: How many.
-    """
+    """Says which rows are due in a file: those that have changed, every few seconds."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -163,12 +149,7 @@ class Pace:
         self._told: list[str] = []
 
     def due(self, text: ShownText, now: float) -> list[str]:
-        """Return the rows to write now.
-
-        Args:
-            text: Only rows that are rewritten are shown before they are finished.
-            now: The time.
-        """
+        """Return the rows to write now."""
         if not (text.rows and text.is_redrawn):
             self._since, self._told = None, []
             return []

@@ -23,15 +23,7 @@ _PATIENCE = 1.0  # seconds for it, once the job is being ended
 
 
 class Sink:
-    """A stream, or a file, of the launcher's own.
-
-    Args:
-        target: A stream, or a descriptor; None for one that is closed.
-        name: For a sentence.
-        on_error: Called, once, with why it takes nothing.
-        on_gone: Called when its reader has gone; `on_error` where that is None.
-        is_ending: Whether the job is being ended, so that no reader is waited for.
-    """
+    """A stream, or a file, of the launcher's own."""
 
     def __init__(
         self,

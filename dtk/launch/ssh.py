@@ -48,39 +48,20 @@ _NO_PROGRAM = (126, 127)
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """Facts about one host that a plan needs.
+    """Facts about one host that a plan needs."""
 
-    Attributes:
-        ports: Free ports on it.
-        cores: Those a process may use, neighbors side by side; see `agent.cores`.
-        interface: Network interface that has its address, or "".
-        versions: Of Python and packages on another host, by name, as far as they are installed.
-        ahead: Seconds its clock is ahead of this machine's, as far as that could be seen.
-    """
-
-    ports: tuple[int, ...]
-    cores: tuple[int, ...]
-    interface: str
+    ports: tuple[int, ...]  # free ports on it
+    cores: tuple[int, ...]  # those a process may use, neighbors side by side; see `agent.cores`
+    interface: str  # network interface that has its address, or ""
+    # of Python and packages on another host, by name, as far as they are installed
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    ahead: float = 0.0
+    ahead: float = 0.0  # seconds its clock is ahead of this machine's, as far as that could be seen
 
 
 def survey(
     host: str, ports: int, remote_shell: str = DEFAULT_REMOTE_SHELL, python: str = sys.executable
 ) -> Facts:
     """Ask a host for free ports, its cores and its interface.
-
-    Args:
-        host: Name or address.
-        ports: How many free ports are wanted.
-        remote_shell: Command to reach it with, when it is not this machine.
-        python: Interpreter over there.
-
-    Returns:
-        The facts.
-
-    Raises:
-        ClusterError: The host cannot be reached, or has no such interpreter; says what to try.
 
     >>> len(survey("localhost", 1).ports)
     1
@@ -145,26 +126,6 @@ def start(
     connection. A lost connection may only fall silent, so `SILENCE` seconds without a line end the
     rank, too: write an empty one every `HEARTBEAT` seconds. Its standard error also carries the
     agent's records, see `report_channel.cut`.
-
-    Args:
-        host: Name or address.
-        argv: The command.
-        env: Variables for it; the user's TF_, KERAS_, HOROVOD_ ... variables go along.
-        job: Value of DTK_JOB.
-        address: "host:port" to hold for the rank until it listens there, or "".
-        cores: Those it is bound to over there; all when empty.
-        grace: Seconds between SIGTERM and SIGKILL.
-        save_grace: Seconds to begin a checkpoint in, and as many to write it, where the launcher is
-            killed or the connection lost.
-        serves: Whether others need it to save what they have.
-        remote_shell: Command to reach the host with.
-        python: Interpreter over there.
-
-    Returns:
-        The remote shell's process, with pipes; its exit code is the rank's.
-
-    Raises:
-        OSError: The remote shell cannot be started.
     """
     forwarded = {
         name: value

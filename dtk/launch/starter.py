@@ -21,15 +21,10 @@ class PortTakenError(ClusterError):
 
 
 class Started(NamedTuple):
-    """A process of a job.
+    """A process of a job."""
 
-    Attributes:
-        popen: The process, or the remote shell that leads to it.
-        reports: Where its reports are read; None behind a remote shell, where they are in its
-            standard error.
-    """
-
-    popen: subprocess.Popen[bytes]
+    popen: subprocess.Popen[bytes]  # the process, or the remote shell that leads to it
+    # where its reports are read; None behind a remote shell, where they are in its standard error
     reports: socket.socket | None
 
 
@@ -38,15 +33,6 @@ class Starter:
 
     It also holds what outlives them: the guard process, Horovod's rendezvous server, MPI's and
     ports.
-
-    Args:
-        processes: The plan.
-        job_id: The mark (DTK_JOB).
-        grace: Seconds between SIGTERM and SIGKILL, for the guard and for other hosts.
-        save_grace: Seconds that ranks have to begin a checkpoint, and as many to write it, where
-            this process is killed.
-        remote_shell: Command that reaches other hosts, called as `ssh` is.
-        say: Told a line that the user should see.
     """
 
     def __init__(
@@ -72,12 +58,7 @@ class Starter:
         self._local_hosts: set[str] = set()
 
     def prepare(self) -> None:
-        """Start the guard and the rendezvous server, and hold the ports of this machine's ranks.
-
-        Raises:
-            PortTakenError: A port is taken.
-            CommunicatorError: Horovod or MPI is asked for and not installed, or does not start.
-        """
+        """Start the guard and the rendezvous server, and hold the ports of this machine's ranks."""
         self._guard = local.Guard(self._job_id, self._grace, self._save_grace)
         self._held.callback(self._guard.close)
         if rendezvous.is_needed(self._processes):
@@ -91,12 +72,7 @@ class Starter:
                 self._hold_port(process)
 
     def note_saving(self, pid: int, ready: bool) -> None:
-        """Tell the guard whether a rank of this machine would save a checkpoint.
-
-        Args:
-            pid: Its process.
-            ready: Whether it would.
-        """
+        """Tell the guard whether a rank of this machine would save a checkpoint."""
         self._guard.note_saving(pid, ready)
 
     def lost(self) -> mpi_places.Loss | None:
@@ -113,32 +89,15 @@ class Starter:
         self._thread.shutdown()
 
     def is_remote(self, process: Process) -> bool:
-        """Return whether a process runs on another host, behind the remote shell.
-
-        Args:
-            process: Of the plan.
-        """
+        """Return whether a process runs on another host, behind the remote shell."""
         return process.host not in self._local_hosts
 
     def env(self, process: Process) -> dict[str, str]:
-        """Return a process's variables: those of the plan, and those known only since `prepare`.
-
-        Args:
-            process: Of the plan.
-        """
+        """Return a process's variables: those of the plan, and those known only since `prepare`."""
         place = self._places[process.rank] if self._places else {}
         return {**process.env, **self._shared, **place}
 
     def popen(self, process: Process, env: Mapping[str, str]) -> Started:
-        """Start one process.
-
-        Args:
-            process: Of the plan.
-            env: Its variables.
-
-        Raises:
-            ClusterError: It cannot be started.
-        """
         # A rank is asked to end when the thread that started it does. This one ends with the job.
         return self._thread.submit(self._popen, process, env).result()
 
@@ -176,11 +135,7 @@ class Starter:
             ) from None
 
     def mark(self, process: Process) -> str:
-        """Return the mark of one process and its children: they end at different times.
-
-        Args:
-            process: Of the plan.
-        """
+        """Return the mark of one process and its children: they end at different times."""
         return f"{self._job_id}/{process.name.replace(' ', '-')}"
 
     def _start_mpi(self) -> None:

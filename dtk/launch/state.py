@@ -6,16 +6,7 @@ import threading
 
 
 class JobState:
-    """State of a job that its threads share, and the condition they wait on.
-
-    Attributes:
-        changed: Notified when a process has ended, or anything below has changed; held while a
-            process is noted as ended or as started again.
-        stopping: Whether the job is to end, whatever its processes do.
-        hurry: Whether it is to end without grace.
-        broken_pipe: Whether it ends because what the processes write can no longer be passed on.
-        error: What the launcher itself has failed of, where its threads have.
-    """
+    """State of a job that its threads share, and the condition they wait on."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -37,11 +28,7 @@ class JobState:
             self.changed.notify_all()
 
     def fail(self, error: Exception) -> None:
-        """Ask for the end of the job because a thread of the launcher's has failed.
-
-        Args:
-            error: What of.
-        """
+        """Ask for the end of the job because a thread of the launcher's has failed."""
         with self.changed:
             self.error = self.error or error
             self.stopping = True

@@ -26,24 +26,7 @@ _FAREWELL = 30.0
 
 
 class Watch:
-    """Watches a job's processes until it is over.
-
-    Args:
-        ranks: The processes.
-        ending: Says which of their ends end the job.
-        state: Notified when one of them ends.
-        replace: Called with a lost worker that servers can spare, to start it again.
-        end_one: Called with a task that is stuck and can be replaced, to end it.
-        say: Tells the user what is waited for.
-        starter: Knows what else all ranks need, such as MPI's server.
-        output_waits: Whether nobody takes what processes write, for which they may wait.
-        stall_timeout: Seconds in which a job of ranks that wait for each other must move; 0 for
-            ever.
-
-    Attributes:
-        stall: Why the job was ended though no process has.
-        gone: The end of such a need, where the job was ended for that.
-    """
+    """Watches a job's processes until it is over."""
 
     def __init__(
         self,
@@ -123,11 +106,7 @@ class Watch:
         self.ask_for_stacks([rank for rank in missing if not rank.standing.has_stack])
 
     def ask_for_stacks(self, ranks: Sequence[Rank]) -> None:
-        """Have ranks say where they are in the script; it ends them.
-
-        Args:
-            ranks: Some of this job's; those that have ended are not asked.
-        """
+        """Have ranks say where they are in the script; it ends them."""
         asked = [rank for rank in ranks if rank.code is None]
         for rank in asked:
             rank.ask_for_stack()
@@ -141,11 +120,7 @@ class Watch:
             rank.note_stack()
 
     def let_serve_out(self, grace: float) -> None:
-        """Give what served the chief time to notice that it has ended.
-
-        Args:
-            grace: Seconds.
-        """
+        """Give what served the chief time to notice that it has ended."""
         with self._state.changed:
             self._state.changed.wait_for(
                 lambda: (
@@ -159,9 +134,6 @@ class Watch:
         """Ask the ranks that would save a checkpoint to end, and wait until they have.
 
         A rank that fails, or an interrupt, cuts it short.
-
-        Args:
-            grace: Seconds that they have to begin, and as many again to write.
         """
         saving = [rank for rank in self._ranks if rank.would_save]
         if not (saving and grace):
@@ -352,17 +324,7 @@ def _not_saved(grace: float, writing: bool) -> str:
 
 
 def exit_code(culprit: Rank | None, ending: Ending) -> int:
-    """Return the exit code of a job whose end has come; ask before the others are ended.
-
-    Args:
-        culprit: The process that failed first, or None.
-        ending: What of the processes' ends is the job's.
-
-    Returns:
-        That of the process that can say what the failure means, or of the culprit itself; without
-        one 0, or 143 if the job was stopped. `STUCK` if the culprit still runs, or was ended for
-        being stuck.
-    """
+    """Return the exit code of a job whose end has come; ask before the others are ended."""
     if culprit is not None and (culprit.code is None or culprit.stuck):
         return STUCK
     if culprit is None:

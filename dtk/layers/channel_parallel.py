@@ -130,26 +130,14 @@ class ChannelParallel(keras.layers.Layer):
         raise ValueError(f"layer {self.name!r}: {given}; use {expected}")
 
     def enable_lora(self, *args: object, **kwargs: object) -> None:
-        """Refuse it, see the class.
-
-        Args:
-            args: Of the Keras layer.
-            kwargs: Of the Keras layer.
-        """
+        """Refuse it, see the class."""
         del args, kwargs
         self._refuse("enable_lora", "it before the layer is divided, or a layer that is not")
 
     # Variables.
 
     def build(self, input_shape: _Shape) -> None:
-        """Make this rank's variables; every rank of the group builds the same layers.
-
-        Args:
-            input_shape: Of what the layer is called with.
-
-        Raises:
-            ValueError: There are fewer channels than ranks.
-        """
+        """Make this rank's variables; every rank of the group builds the same layers."""
         group = model_group(self._communicator)
         axis = self._channel_axis
         channels = input_shape[axis]
@@ -187,14 +175,7 @@ class ChannelParallel(keras.layers.Layer):
     def add_weight(
         self, *args: object, shape: Sequence[int] = (), name: str | None = None, **kwargs: object
     ) -> keras.Variable:
-        """Add this rank's part of a weight that the Keras layer asks for.
-
-        Args:
-            args: Of Keras's method.
-            shape: Of the whole weight.
-            name: Of the weight.
-            kwargs: Of Keras's method.
-        """
+        """Add this rank's part of a weight that the Keras layer asks for."""
         divided = self._divided
         initializer = keras.initializers.get(kwargs.pop("initializer", None) or "zeros")
         if name == "bias" and self.split == "output":
@@ -225,14 +206,7 @@ class ChannelParallel(keras.layers.Layer):
     # Computing.
 
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
-        """Compute this rank's part, and what the group makes of it.
-
-        Args:
-            inputs: As the Keras layer takes them; with `input_is_split` this rank's channels.
-
-        Returns:
-            As the Keras layer returns it; without `gather_output` this rank's channels.
-        """
+        """Compute this rank's part, and what the group makes of it."""
         divided, group = self._divided, self.group
         if self.split == "output":
             outputs = self._with_bias(self._linear(copy_to_group(inputs, group)))
@@ -274,11 +248,7 @@ class ChannelParallel(keras.layers.Layer):
         return outputs + keras.ops.reshape(self.bias, shape)
 
     def compute_output_shape(self, input_shape: _Shape) -> tuple[int | None, ...]:
-        """Return the shape of what `call` returns.
-
-        Args:
-            input_shape: Of what it is called with.
-        """
+        """Return the shape of what `call` returns."""
         shape = list(super().compute_output_shape(input_shape))
         if not self.gather_output and self._channels is not None:
             shape[self._channel_axis] = self._channels.size
@@ -294,11 +264,7 @@ class ChannelParallel(keras.layers.Layer):
 
 
 def is_elementwise(activation: Function[tf.Tensor] | None) -> bool:
-    """Return whether an activation is one of Keras's that work on each element by itself.
-
-    Args:
-        activation: As a layer of Keras holds it.
-    """
+    """Return whether an activation is one of Keras's that work on each element by itself."""
     name = getattr(activation, "__name__", "")
     return name in _ELEMENTWISE and getattr(keras.activations, name, None) == activation
 

@@ -318,11 +318,6 @@ def exchange(value: tf.Tensor, communicator: Communicator, matrix: tf.Tensor) ->
 
     Unlike it, nothing is sent in the backward pass where `value` depends on nothing that is
     differentiated by; that must be alike on all ranks.
-
-    Args:
-        value: Shape `[rows, ...]`.
-        communicator: Of the ranks.
-        matrix: Shape `[size, size]`, equal on all ranks.
     """
     return with_gradient(
         value,

@@ -17,24 +17,14 @@ Map: TypeAlias = Callable[[tf.Tensor], tf.Tensor]
 
 
 def unconverted(function: _Called) -> _Called:
-    """Keep AutoGraph from rewriting a function, which is slow and gains nothing here.
-
-    Args:
-        function: One without control flow that depends on tensors.
-    """
+    """Keep AutoGraph from rewriting a function, which is slow and gains nothing here."""
     kept: _Called = tf.autograph.experimental.do_not_convert(function)
     return kept
 
 
 @unconverted
 def with_gradient(value: tf.Tensor, forward: Map, backward: Map) -> tf.Tensor:
-    """Return `forward(value)`, whose gradient is `backward` of the result's.
-
-    Args:
-        value: A tensor.
-        forward: Called with the value.
-        backward: Called with the gradient of the result.
-    """
+    """Return `forward(value)`, whose gradient is `backward` of the result's."""
 
     @tf.custom_gradient
     def mapped(x: tf.Tensor) -> tuple[tf.Tensor, Map]:
@@ -67,9 +57,5 @@ def watched(value: tf.Tensor, communicator: Communicator) -> tf.Tensor:
     """Return the same tensor, which every tape takes note of.
 
     Other ranks wait in the backward pass for the part of a rank whose value depends on nothing.
-
-    Args:
-        value: A tensor.
-        communicator: The one that the ranks have in common.
     """
     return pseudo_connect(tf.convert_to_tensor(communicator.watched), value)

@@ -9,15 +9,7 @@ from dtk.communicators.local import LocalCommunicator
 
 
 def model_group(given: Communicator | None = None) -> Communicator:
-    """Return the communicator of the ranks that hold parts of one model.
-
-    Args:
-        given: The one that a layer was made with.
-
-    Returns:
-        `given`, or `model_communicator` of the strategy in whose scope this is called; without
-        either this process is a group of its own, and a layer computes the whole.
-    """
+    """Return the communicator of the ranks that hold parts of one model."""
     if given is not None:
         return given
     strategy = tf.distribute.get_strategy()
@@ -26,12 +18,7 @@ def model_group(given: Communicator | None = None) -> Communicator:
 
 
 def agreed_lengths(length: int, communicator: Communicator) -> tuple[int, ...]:
-    """Return what every rank holds of an axis; all ranks of the group call it while they build.
-
-    Args:
-        length: What this rank holds.
-        communicator: Of the group.
-    """
+    """Return what every rank holds of an axis; all ranks of the group call it while they build."""
     if communicator.size == 1:
         return (length,)
     with tf.init_scope():

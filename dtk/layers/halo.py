@@ -31,11 +31,6 @@ class HaloExchange:
     """Gives each rank the rows that its part of an output needs, padding included.
 
     Gradients of rows that came from another rank go back there, and are added.
-
-    Args:
-        axis: Which axis of the tensor is divided.
-        halo: Which rank has and needs which rows.
-        communicator: Of the ranks.
     """
 
     axis: int
@@ -43,12 +38,7 @@ class HaloExchange:
     communicator: Communicator
 
     def __call__(self, value: tf.Tensor, padding: float | None = 0.0) -> tf.Tensor:
-        """Return the rows that this rank needs.
-
-        Args:
-            value: This rank's rows.
-            padding: Value of rows outside the image; None for the lowest of the dtype.
-        """
+        """Return the rows that this rank needs."""
         rank, size = self.communicator.rank, self.communicator.size
         above, own, below = self.rows(value)
         rows = [own] if above is None or below is None else [above, own, below]
@@ -58,11 +48,7 @@ class HaloExchange:
         return tf.concat(rows, self.axis) if len(rows) > 1 else own
 
     def rows(self, value: tf.Tensor) -> Rows:
-        """Return the rows that this rank needs, not joined: what joins them is a copy of its own.
-
-        Args:
-            value: This rank's rows.
-        """
+        """Return the rows that this rank needs, not joined, since joining copies them."""
         rank = self.communicator.rank
         own, *parts = cut(value, [self.halo.sent(rank, j) for j in self._ranks], self.axis)
         if not np.any(self.halo.matrix):  # alike on all ranks: all know the whole of it
@@ -77,7 +63,6 @@ class HaloExchange:
         return [rank, *(j for j in range(self.communicator.size) if j != rank)]
 
     def _filled(self, like: tf.Tensor, rows: int, padding: float | None) -> tf.Tensor:
-        """Return rows of padding."""
         constant = like.dtype.min if padding is None else padding
         shape = tf.unstack(tf.shape(like), like.shape.rank)
         shape[self.axis] = rows
@@ -105,14 +90,6 @@ def cut(value: tf.Tensor, ranges: Sequence[Range], axis: int) -> list[tf.Tensor]
     The gradient of a slice of TensorFlow's is as large as the whole, and one is made for each slice
     and added. Here the gradients of the other slices are added to the rows of the first's, in place
     where nothing else needs that one.
-
-    Args:
-        value: A tensor whose length along `axis` is known.
-        ranges: Rows of each slice.
-        axis: Which one is cut.
-
-    Returns:
-        One tensor for each range.
     """
     length = value.shape[axis]
     if list(ranges) == [Range(0, length)]:
@@ -138,12 +115,6 @@ def add_rows(value: tf.Tensor, added: tf.Tensor, rows: Range, axis: int) -> tf.T
     """Return a tensor with something added to some of its rows.
 
     TensorFlow adds in place where nothing else needs `value`.
-
-    Args:
-        value: A tensor whose shape is known but for the batch.
-        added: What is added, of its shape but along `axis`.
-        rows: Which rows it is added to.
-        axis: Which axis of both has the rows.
     """
     length, inner = value.shape[axis], value.shape[axis + 1 :].num_elements()
     flat = tf.reshape(value, [-1, inner])

@@ -21,13 +21,7 @@ from dtk.layers.row_ranges import Halo, Range, Window, ranges_of
 
 
 class Piece(NamedTuple):
-    """Outputs of a convolution that other ranks' rows reach, and where the rows lie in its input.
-
-    Args:
-        outputs: Counted from this rank's first.
-        before: Rows of zeros in front of those of other ranks.
-        behind: Rows of zeros behind them.
-    """
+    """Outputs of a convolution that other ranks' rows reach, and their rows in its input."""
 
     outputs: Range
     before: int
@@ -40,10 +34,6 @@ def fits(exchanges: Sequence[HaloExchange], windows: Sequence[Window]) -> bool:
     One axis may be divided, and what each rank lacks must be what TensorFlow pads its rows with for
     padding "same": with other padding oneDNN computes no gradients of convolutions, and what does
     needs nine times the memory of the input for a kernel of nine.
-
-    Args:
-        exchanges: Of rows and of columns.
-        windows: Of rows and of columns.
     """
     if min(exchange.communicator.size for exchange in exchanges) > 1:
         return False  # corners would be added twice
@@ -68,11 +58,6 @@ def pieces(window: Window, halo: Halo, rank: int) -> tuple[Piece, Piece]:
     """Return what rows from above, and rows from below, are used for.
 
     Ranks that get none have one output each, of zeros only: graphs of all ranks have one shape.
-
-    Args:
-        window: That slides over the axis.
-        halo: Which rank has and needs which rows; see `fits`.
-        rank: Of which to tell.
     """
     own, need = _rows_of(halo, rank)
     last = (need.length - window.extent) // window.stride
@@ -101,14 +86,7 @@ def convolve(
     exchanges: Sequence[HaloExchange],
     windows: Sequence[Window],
 ) -> tf.Tensor:
-    """Return this rank's rows of a convolution.
-
-    Args:
-        inputs: This rank's rows, shape [batch, rows, columns, channels].
-        kernel: Shape [rows, columns, channels, filters].
-        exchanges: Of rows and of columns; one of them has a group of one rank.
-        windows: Of rows and of columns, without dilation.
-    """
+    """Return this rank's rows of a convolution."""
     strides = [window.stride for window in windows]
     divided = int(exchanges[0].communicator.size == 1)
     exchange, alone = exchanges[divided], exchanges[1 - divided]

@@ -20,21 +20,13 @@ from dtk.nests import Nest
 
 
 class PipelineConfig(TypedDict):
-    """What a pipeline can be made from again.
+    """What a pipeline can be made from again."""
 
-    Attributes:
-        stages: Configuration of each stage.
-        microbatches: As of `Pipeline`.
-        schedule: As of `Pipeline`.
-        links: Pairs of a stage and the stages it takes outputs of.
-        name: Name of the model.
-    """
-
-    stages: list[dict[str, object]]
-    microbatches: int
-    schedule: str
-    links: list[tuple[int, list[int]]]
-    name: str
+    stages: list[dict[str, object]]  # configuration of each stage
+    microbatches: int  # as of `Pipeline`
+    schedule: str  # as of `Pipeline`
+    links: list[tuple[int, list[int]]]  # pairs of a stage and the stages it takes outputs of
+    name: str  # name of the model
 
 
 class Pipeline(keras.Model):
@@ -157,12 +149,7 @@ class Pipeline(keras.Model):
     def from_config(
         cls, config: PipelineConfig, communicator: Communicator | None = None
     ) -> Pipeline:
-        """Make a pipeline of a configuration.
-
-        Args:
-            config: As `get_config` returns it.
-            communicator: As of the class.
-        """
+        """Make a pipeline of a configuration."""
         return Pipeline(
             [keras.saving.deserialize_keras_object(one) for one in config["stages"]],
             config["microbatches"],
@@ -217,18 +204,7 @@ class Pipeline(keras.Model):
                 set_owner(variable, OneRanks(number, self._group))
 
     def call(self, inputs: Nest, training: bool | None = None) -> tf.Tensor:
-        """Compute the outputs of the last stage; every rank of the group gets them.
-
-        Args:
-            inputs: The model's inputs, rows first; the same on every rank of the group.
-            training: As of Keras.
-
-        Returns:
-            Outputs, rows first.
-
-        Raises:
-            ValueError: In training, the stage of this rank has nothing to train.
-        """
+        """Compute the outputs of the last stage; every rank of the group gets them."""
         if self.stage is None:
             return self._alone(inputs, training)
         anchor = self._anchor(self.stage) if training else None
@@ -305,14 +281,7 @@ class InterleavedPipeline(Pipeline):
     """Pipeline whose stages compute one microbatch forwards and one backwards in turn."""
 
     def train_step(self, data: Nest) -> dict[str, tf.Tensor]:
-        """Train on one batch, in place of Keras's own train step.
-
-        Args:
-            data: Inputs, targets and maybe sample weights of the batch.
-
-        Returns:
-            Logs.
-        """
+        """Train on one batch, in place of Keras's own train step."""
         if self.stage is None:
             return super().train_step(data)
         self._check_reduction()

@@ -16,24 +16,12 @@ _OWN = ("split", "gather_output", "input_is_split")
 
 
 def is_in_parts(layer: keras.Layer) -> bool:
-    """Return whether a layer is one of those that compute parts.
-
-    Args:
-        layer: Any layer.
-    """
+    """Return whether a layer is one of those that compute parts."""
     return isinstance(layer, _BORDERS) or type(layer) in _KERAS
 
 
 def plain_layer(layer: keras.Layer) -> keras.Layer:
-    """Make the layer of one device that a layer of one rank is a part of.
-
-    Args:
-        layer: Any layer.
-
-    Returns:
-        A new layer, not built: of Keras's own class for a layer in parts, which of a border between
-        the whole and parts is the identity; for any other layer one like it.
-    """
+    """Make the layer of one device that a layer of one rank is a part of."""
     if isinstance(layer, _BORDERS):
         return keras.layers.Identity(name=layer.name)
     config: Config = layer.get_config()

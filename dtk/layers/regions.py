@@ -21,6 +21,8 @@ from dtk.communicators.base import Communicator
 from dtk.communicators.shard import Shard
 from dtk.layers.gradients import unconverted, with_gradient
 
+__all__ = ["copy_to_group", "gather_from_group", "reduce_from_group", "scatter_to_group"]
+
 
 @unconverted
 def copy_to_group(value: tf.Tensor, communicator: Communicator) -> tf.Tensor:

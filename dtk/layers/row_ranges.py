@@ -31,11 +31,7 @@ class Range(NamedTuple):
         return max(0, self.stop - self.start)
 
     def within(self, other: Range) -> Range:
-        """Return the rows that both have; an empty range lies at the nearer end of `other`.
-
-        Args:
-            other: Another range.
-        """
+        """Return the rows that both have; an empty range lies at the nearer end of `other`."""
         start = min(max(self.start, other.start), other.stop)
         return Range(start, max(start, min(self.stop, other.stop)))
 
@@ -43,12 +39,6 @@ class Range(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Window:
     """A window that slides over an axis.
-
-    Args:
-        kernel: Its length in taps.
-        stride: Rows from one output to the next.
-        dilation: Rows from one tap to the next.
-        padding: "same" or "valid", as TensorFlow has them.
 
     Example:
         >>> window = Window(3, stride=2, padding="same")
@@ -67,52 +57,30 @@ class Window:
         return (self.kernel - 1) * self.dilation + 1
 
     def outputs(self, length: int) -> int:
-        """Return how many outputs there are.
-
-        Args:
-            length: Of the axis.
-        """
+        """Return how many outputs there are."""
         if self.padding == "same":
             return -(-length // self.stride)
         return max(0, (length - self.extent) // self.stride + 1)
 
     def front(self, length: int) -> int:
-        """Return the rows of padding in front.
-
-        Args:
-            length: Of the axis.
-        """
+        """Return the rows of padding in front."""
         if self.padding != "same":
             return 0
         return max(0, (self.outputs(length) - 1) * self.stride + self.extent - length) // 2
 
     def needs(self, outputs: Range, length: int) -> Range:
-        """Return the inputs that some outputs need, padding included.
-
-        Args:
-            outputs: One output or more.
-            length: Of the axis.
-        """
+        """Return the inputs that some outputs need, padding included."""
         start = outputs.start * self.stride - self.front(length)
         return Range(start, start + (outputs.length - 1) * self.stride + self.extent)
 
     def taps(self, output: int, length: int) -> int:
-        """Return how many taps of an output lie on rows that exist.
-
-        Args:
-            output: Which one.
-            length: Of the axis.
-        """
+        """Return how many taps of an output lie on rows that exist."""
         start = output * self.stride - self.front(length)
         return sum(0 <= start + tap * self.dilation < length for tap in range(self.kernel))
 
 
 def ranges_of(sizes: Sequence[int]) -> list[Range]:
-    """Return the rows of every rank, which follow each other.
-
-    Args:
-        sizes: How many each rank has.
-    """
+    """Return the rows of every rank, which follow each other."""
     ends = [0, *itertools.accumulate(sizes)]
     return [Range(a, b) for a, b in itertools.pairwise(ends)]
 
@@ -120,10 +88,6 @@ def ranges_of(sizes: Sequence[int]) -> list[Range]:
 @dataclasses.dataclass(frozen=True)
 class Halo:
     """What ranks send each other so that each has the rows it needs.
-
-    Args:
-        sizes: Rows that each rank has.
-        needs: Rows that each rank needs; those outside the image are padding.
 
     Example:
         >>> halo = Halo((2, 2), (Range(-1, 3), Range(1, 5)))
@@ -135,12 +99,7 @@ class Halo:
     needs: tuple[Range, ...]
 
     def sent(self, source: int, dest: int) -> Range:
-        """Return which of its own rows a rank sends to another, counted from its first.
-
-        Args:
-            source: The rank that has them.
-            dest: The rank that needs them.
-        """
+        """Return which of its own rows a rank sends to another, counted from its first."""
         own = ranges_of(self.sizes)[source]
         found = self.needs[dest].within(own)
         return Range(found.start - own.start, found.stop - own.start)
@@ -152,11 +111,7 @@ class Halo:
         return [[self.sent(i, j).length if i != j else 0 for j in ranks] for i in ranks]
 
     def padding(self, rank: int) -> tuple[int, int]:
-        """Return the rows of padding that a rank adds before and behind.
-
-        Args:
-            rank: Which one.
-        """
+        """Return the rows of padding that a rank adds before and behind."""
         inside = self.needs[rank].within(Range(0, sum(self.sizes)))
         before = min(self.needs[rank].length, max(0, -self.needs[rank].start))
         return before, self.needs[rank].length - before - inside.length

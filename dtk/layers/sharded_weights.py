@@ -35,11 +35,6 @@ class PartInitializer:
 
     The numbers are those of the group's first rank: ranks that drew different ones would hold parts
     of different variables.
-
-    Args:
-        initializer: Of the whole variable.
-        shard: How it is divided.
-        whole_shape: Shape of the whole variable.
     """
 
     def __init__(self, initializer: _Initializer, shard: Shard, whole_shape: Sequence[int]) -> None:
@@ -48,36 +43,21 @@ class PartInitializer:
         self._whole_shape = tuple(whole_shape)
 
     def __call__(self, shape: Sequence[int], dtype: str | None = None) -> tf.Tensor:
-        """Return this rank's part.
-
-        Args:
-            shape: Of the part.
-            dtype: Of the variable.
-        """
+        """Return this rank's part."""
         del shape
         whole = tf.convert_to_tensor(self._initializer(self._whole_shape, dtype=dtype))
         return self._shard.part(self._shard.communicator.broadcast(whole, 0))
 
 
 class SharedInitializer:
-    """Draws a variable that all ranks of a group hold as a whole, alike on all of them.
-
-    Args:
-        initializer: Of the variable.
-        shard: Of another variable of the group.
-    """
+    """Draws a variable that all ranks of a group hold as a whole, alike on all of them."""
 
     def __init__(self, initializer: _Initializer, shard: Shard) -> None:
         self._initializer = initializer
         self._shard = shard
 
     def __call__(self, shape: Sequence[int], dtype: str | None = None) -> tf.Tensor:
-        """Return the initial value.
-
-        Args:
-            shape: Of the variable.
-            dtype: Of the variable.
-        """
+        """Return the initial value."""
         value = tf.convert_to_tensor(self._initializer(shape, dtype=dtype))
         return self._shard.communicator.broadcast(value, 0)
 
@@ -87,10 +67,6 @@ def part_regularizer(regularizer: _OfValue | None, shard: Shard) -> _OfValue | N
 
     It counts once over the group: its gradient on a rank is that of this rank's part. Sums over
     elements (L1, L2) send one number; any other gathers the variable.
-
-    Args:
-        regularizer: Of the whole variable.
-        shard: How it is divided.
     """
     if regularizer is None:
         return None
@@ -104,10 +80,6 @@ def part_constraint(constraint: _OfValue | None, shard: Shard) -> _OfValue | Non
 
     What works on each element, or on norms along other axes than the divided one, sends nothing;
     any other gathers the variable after each update.
-
-    Args:
-        constraint: Of the whole variable.
-        shard: How it is divided.
     """
     if constraint is None or type(constraint) is keras.constraints.NonNeg:
         return constraint
@@ -119,5 +91,4 @@ def part_constraint(constraint: _OfValue | None, shard: Shard) -> _OfValue | Non
 
 
 def _counted(axes: int | Sequence[int]) -> bool:
-    """Return whether axes are counted from 0."""
     return min([axes] if isinstance(axes, int) else axes) >= 0

@@ -122,11 +122,7 @@ class SpatiallyParallel(keras.layers.Layer):
         return tuple(needs), outputs
 
     def build(self, input_shape: Shape) -> None:
-        """Agree with the other ranks on who has which rows, and make the variables.
-
-        Args:
-            input_shape: Of this rank's part; the size of the image must be known.
-        """
+        """Agree with the other ranks on who has which rows, and make the variables."""
         self._groups = groups_of(self.split, self._given)
         whole = list(input_shape)
         exchanges, parts = [], []
@@ -172,11 +168,7 @@ class SpatiallyParallel(keras.layers.Layer):
         return value
 
     def compute_output_shape(self, input_shape: Shape) -> tuple[int | None, ...]:
-        """Return the shape of this rank's part of the output.
-
-        Args:
-            input_shape: Of its part of the input; of the whole image while the layer is built.
-        """
+        """Return the shape of this rank's part of the output."""
         if not self._exchanges:
             shape: tuple[int | None, ...] = super().compute_output_shape(input_shape)
             return shape
@@ -196,12 +188,7 @@ class SpatiallyParallel(keras.layers.Layer):
 
 
 def groups_of(split: str, given: Groups) -> tuple[Communicator, Communicator]:
-    """Return the ranks that divide rows, and those that divide columns.
-
-    Args:
-        split: "rows", "columns" or "both".
-        given: What the layer was given.
-    """
+    """Return the ranks that divide rows, and those that divide columns."""
     if isinstance(given, tuple):
         return given
     group, alone = model_group(given), LocalCommunicator()
@@ -241,11 +228,7 @@ class Border(keras.layers.Layer):
         return self._shard
 
     def build(self, input_shape: Shape) -> None:
-        """Agree on who has which rows.
-
-        Args:
-            input_shape: Of what the layer is called with.
-        """
+        """Agree on who has which rows."""
         axis = self.place + (2 if self.data_format == "channels_first" else 1)
         length = input_shape[axis]
         if length is None:
@@ -282,19 +265,11 @@ class SplitRows(Border):
         return Shard.evenly(length, axis, group)
 
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
-        """Return this rank's part.
-
-        Args:
-            inputs: The image, equal on all ranks.
-        """
+        """Return this rank's part."""
         return scatter_to_group(inputs, self.shard)
 
     def compute_output_shape(self, input_shape: Shape) -> tuple[int | None, ...]:
-        """Return the shape of this rank's part.
-
-        Args:
-            input_shape: Of the image.
-        """
+        """Return the shape of this rank's part."""
         return self.shard.part_shape(input_shape)
 
 
@@ -307,19 +282,11 @@ class GatherRows(Border):
         return Shard(axis, agreed_lengths(length, group), group)
 
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
-        """Return the image, equal on all ranks.
-
-        Args:
-            inputs: This rank's part.
-        """
+        """Return the image, equal on all ranks."""
         return gather_from_group(inputs, self.shard)
 
     def compute_output_shape(self, input_shape: Shape) -> tuple[int | None, ...]:
-        """Return the shape of the image.
-
-        Args:
-            input_shape: Of this rank's part.
-        """
+        """Return the shape of the image."""
         return self.shard.whole_shape(input_shape)
 
 

@@ -39,11 +39,7 @@ class SpatiallyParallelConv2D(SpatiallyParallel, keras.layers.Conv2D):
         return rows, columns
 
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
-        """Return this rank's part of the output.
-
-        Args:
-            inputs: Its part of the image.
-        """
+        """Return this rank's part of the output."""
         outputs = self._convolved(inputs, self.copied(self.kernel))
         if self.bias is not None:
             shape = [1, 1, 1, 1]
@@ -79,11 +75,7 @@ class SpatiallyParallelMaxPooling2D(_Pooling, keras.layers.MaxPooling2D):
     """A `keras.layers.MaxPooling2D` over part of an image: the arguments of both."""
 
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
-        """Return this rank's part of the output.
-
-        Args:
-            inputs: Its part of the image.
-        """
+        """Return this rank's part of the output."""
         return keras.ops.max_pool(
             self.with_halo(inputs, padding=None),
             self.pool_size,
@@ -98,11 +90,7 @@ class SpatiallyParallelAveragePooling2D(_Pooling, keras.layers.AveragePooling2D)
     """A `keras.layers.AveragePooling2D` over part of an image: the arguments of both."""
 
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
-        """Return this rank's part of the output.
-
-        Args:
-            inputs: Its part of the image.
-        """
+        """Return this rank's part of the output."""
         sums = keras.ops.average_pool(
             self.with_halo(inputs), self.pool_size, self.strides, "valid", self.data_format
         )
@@ -143,11 +131,7 @@ class SpatiallyParallelUpSampling2D(SpatiallyParallel, keras.layers.UpSampling2D
         return tuple(needs), [length * self.size[axis] for length in inputs]
 
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
-        """Return this rank's part of the output.
-
-        Args:
-            inputs: Its part of the image.
-        """
+        """Return this rank's part of the output."""
         outputs = super().call(self.with_halo(inputs))
         index = [slice(None)] * 4
         for exchange, factor, sizes in zip(self._exchanges, self.size, self._outputs, strict=True):
@@ -196,16 +180,7 @@ class SpatiallyParallelBatchNormalization(SpatiallyParallel, keras.layers.BatchN
     def call(
         self, inputs: tf.Tensor, training: bool | None = None, mask: tf.Tensor | None = None
     ) -> tf.Tensor:
-        """Return this rank's part of the output.
-
-        Args:
-            inputs: Its part of the image.
-            training: Whether statistics are those of the batch, and are learnt from it.
-            mask: Not taken.
-
-        Raises:
-            ValueError: There is a mask.
-        """
+        """Return this rank's part of the output."""
         if mask is not None:
             self.refuse("a mask", "inputs without one")
         x = tf.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))

@@ -57,31 +57,16 @@ def whole(model: keras.Model) -> keras.Model:
 
 
 class Entry(NamedTuple):
-    """A variable of the whole model.
+    """A variable of the whole model."""
 
-    Attributes:
-        key: Equal on all ranks.
-        shape: Of the whole variable.
-        dtype: Of the variable.
-        owner: The rank of the group that holds it; the lowest where several do.
-    """
-
-    key: str
-    shape: tuple[int, ...]
-    dtype: str
-    owner: int
+    key: str  # equal on all ranks
+    shape: tuple[int, ...]  # of the whole variable
+    dtype: str  # of the variable
+    owner: int  # the rank of the group that holds it; the lowest where several do
 
 
 class ModelInParts:
-    """What the ranks of a group hold of one model, variable by variable.
-
-    Args:
-        model: It holds this rank's parts.
-        group: Over the ranks that hold the others. Every rank makes one.
-
-    Attributes:
-        whole: The model of one device, once `build` was called; None where it was not.
-    """
+    """What the ranks of a group hold of one model, variable by variable."""
 
     def __init__(self, model: keras.Model, group: Communicator):
         self._model, self._group = model, group
@@ -99,14 +84,7 @@ class ModelInParts:
         self._entries = list(found.values())
 
     def build(self) -> keras.Model:
-        """Build the model of one device, with the optimizer of the model.
-
-        Returns:
-            The model; its weights mean nothing yet.
-
-        Raises:
-            ValueError: It is not the model that the ranks hold parts of.
-        """
+        """Build the model of one device, with the optimizer of the model."""
         with _as_if_nothing_was_drawn():
             self.whole = _of_one_device(self._model)
             optimizer = getattr(self._model, "optimizer", None)
@@ -153,9 +131,6 @@ class ModelInParts:
         """Give all parts the values of the whole model that rank 0 of the world has built.
 
         Every rank of the world calls it. One variable at a time is sent.
-
-        Args:
-            world: Over all ranks.
         """
         for entry in self._entries:
             given = self._of_whole.get(entry.key) if world.rank == 0 else None

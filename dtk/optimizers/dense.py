@@ -13,13 +13,6 @@ def dense(gradient: tf.Tensor | tf.IndexedSlices, variable: keras.Variable) -> t
     read, so a sparse gradient saves nothing here. Squares of its slices would not be the square of
     their sum.
 
-    Args:
-        gradient: A tensor, or the `tf.IndexedSlices` of an embedding.
-        variable: What it is the gradient of; its shape is known.
-
-    Returns:
-        A dense tensor.
-
     Example:
         >>> import tensorflow as tf
         >>> slices = tf.IndexedSlices(tf.constant([[1.0], [2.0], [4.0]]), tf.constant([0, 2, 0]))

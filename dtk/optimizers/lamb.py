@@ -78,11 +78,7 @@ class LAMB(LayerwiseOptimizer):
         self.epsilon = epsilon
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
-        """Make both moments for each variable.
-
-        Args:
-            variables: Keras variables the optimizer is to update.
-        """
+        """Make both moments for each variable."""
         if self.built:
             return
         super().build(variables)
@@ -96,13 +92,6 @@ class LAMB(LayerwiseOptimizer):
         variable: keras.Variable,
         learning_rate: tf.Tensor,
     ) -> None:
-        """Take one step of one variable.
-
-        Args:
-            gradient: Gradient of the variable, a tensor or `IndexedSlices`.
-            variable: The variable.
-            learning_rate: The step's rate, a scalar.
-        """
         update = self._adam(dense(gradient, variable), variable)
         update += self.decay_of(variable) * variable
         step = ops.cast(learning_rate, variable.dtype) * update

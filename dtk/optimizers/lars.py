@@ -75,11 +75,7 @@ class LARS(LayerwiseOptimizer):
         self.trust_coefficient = trust_coefficient
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
-        """Make a momentum buffer for each variable.
-
-        Args:
-            variables: Keras variables the optimizer is to update.
-        """
+        """Make a momentum buffer for each variable."""
         if self.built:
             return
         super().build(variables)
@@ -91,13 +87,6 @@ class LARS(LayerwiseOptimizer):
         variable: keras.Variable,
         learning_rate: tf.Tensor,
     ) -> None:
-        """Take one step of one variable.
-
-        Args:
-            gradient: Gradient of the variable, a tensor or `IndexedSlices`.
-            variable: The variable.
-            learning_rate: The step's rate, a scalar.
-        """
         momentum = self._momentums[self._get_variable_index(variable)]
         rate = ops.cast(learning_rate, variable.dtype)
         gradient, decay = dense(gradient, variable), self.decay_of(variable)

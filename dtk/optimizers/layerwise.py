@@ -27,12 +27,6 @@ LearningRate: TypeAlias = (
 def norm(x: tf.Tensor) -> tf.Tensor:
     """Return the L2 norm of all entries; half precision is cast first, so squares cannot overflow.
 
-    Args:
-        x: A floating tensor of any shape.
-
-    Returns:
-        A scalar, at least float32.
-
     Example:
         >>> from keras import ops
         >>> float(norm(ops.convert_to_tensor([300.0, -400.0], "float16")))
@@ -43,13 +37,7 @@ def norm(x: tf.Tensor) -> tf.Tensor:
 
 
 def both_positive(first: tf.Tensor, second: tf.Tensor, ratio: tf.Tensor) -> tf.Tensor:
-    """Return the ratio where both norms are above 0, else 1.
-
-    Args:
-        first: A norm, a scalar.
-        second: Another norm, a scalar.
-        ratio: What is returned where both are above 0, a scalar.
-    """
+    """Return the ratio where both norms are above 0, else 1."""
     return ops.where(ops.logical_and(first > 0, second > 0), ratio, 1.0)
 
 
@@ -112,11 +100,7 @@ class LayerwiseOptimizer(keras.optimizers.Optimizer):
         self.exclude = tuple(exclude)
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
-        """Decide which variables are skipped; here, because steps see variables without a path.
-
-        Args:
-            variables: Keras variables the optimizer is to update.
-        """
+        """Decide which variables are skipped; here, because steps see variables without a path."""
         super().build(variables)
         self._skipped = tuple(self.skips(variable) for variable in variables)
 

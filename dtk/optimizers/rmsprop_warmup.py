@@ -22,14 +22,6 @@ def sgd_share(epoch: tf.Tensor, center: float = 10.0, period: float = 5.0) -> tf
     The slope of the line is the one the exponential arrives with. Published ports of the recipe
     double it, and so jump over half of the line.
 
-    Args:
-        epoch: Epochs taken so far, with a fraction.
-        center: Epoch at which half of a step is SGD's.
-        period: Epochs; half of it after `center` all is SGD's.
-
-    Returns:
-        a_s, from above 0 to 1, a scalar.
-
     Example:
         >>> [round(float(sgd_share(epoch)), 4) for epoch in (0.0, 5.0, 10.0, 11.0, 12.5, 90.0)]
         [0.0092, 0.0677, 0.5, 0.7, 1.0, 1.0]
@@ -110,11 +102,7 @@ class RMSpropWarmup(keras.optimizers.Optimizer):
         self.epsilon = epsilon
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
-        """Make m and D for each variable.
-
-        Args:
-            variables: Keras variables the optimizer is to update.
-        """
+        """Make m and D for each variable."""
         if self.built:
             return
         super().build(variables)
@@ -134,13 +122,6 @@ class RMSpropWarmup(keras.optimizers.Optimizer):
         variable: keras.Variable,
         learning_rate: tf.Tensor,
     ) -> None:
-        """Take one step of one variable.
-
-        Args:
-            gradient: Gradient of the variable, a tensor or `IndexedSlices`.
-            variable: The variable.
-            learning_rate: The step's rate, a scalar.
-        """
         index = self._get_variable_index(variable)
         velocity, step = self._velocities[index], self._steps[index]
         gradient = dense(gradient, variable)

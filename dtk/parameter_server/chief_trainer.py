@@ -43,12 +43,7 @@ _Batches: TypeAlias = "tf.data.Iterator | worker_data.Pipelines | Iterable[Nest]
 
 
 class ParameterServerTrainer(DistributedTrainer[ServerStrategy]):
-    """Trainer on the chief of a model whose weights are on parameter servers.
-
-    Args:
-        model: The model.
-        strategy: The strategy it was compiled under.
-    """
+    """Trainer on the chief of a model whose weights are on parameter servers."""
 
     def __init__(self, model: keras.Model, strategy: ServerStrategy):
         super().__init__(model, strategy)
@@ -67,11 +62,7 @@ class ParameterServerTrainer(DistributedTrainer[ServerStrategy]):
             shared_optimizer.note_applies(optimizer, self.strategy, self.parts_of)
 
     def parts_of(self, variable: keras.Variable) -> list[gradient_buffers.Weight]:
-        """Return a Keras variable in a list, or its parts where it is partitioned.
-
-        Args:
-            variable: The variable.
-        """
+        """Return a Keras variable in a list, or its parts where it is partitioned."""
         return gradient_buffers.parts_of(variable, self._parts)
 
     @property
@@ -88,32 +79,17 @@ class ParameterServerTrainer(DistributedTrainer[ServerStrategy]):
         return found
 
     def rng_state_variables(self) -> list[keras.Variable]:
-        """Return the state variables of the model's random number generators.
-
-        Returns:
-            Keras variables of shape `[2]`, uint32.
-        """
+        """Return the state variables of the model's random number generators."""
         return self.seed_states()
 
     def leaves_validation(self, asked: dict[str, object]) -> bool:
-        """Return whether the evaluator validates in place of the chief.
-
-        Args:
-            asked: The arguments of `fit`, by name.
-        """
+        """Return whether the evaluator validates in place of the chief."""
         return evaluator.leaves_validation(asked, self.strategy)
 
     # Data.
 
     def cut(self, dataset: epoch_data.Dataset) -> epoch_data.Dataset:
-        """Cut every global batch into the slices of a step; leave workers' pipelines as they are.
-
-        Args:
-            dataset: Global batches, or what workers read themselves.
-
-        Returns:
-            A dataset of `Slices`, or the `WorkerDataset` itself.
-        """
+        """Cut every global batch into the slices of a step; keep workers' own pipelines."""
         if isinstance(dataset, worker_data.WorkerDataset):
             return dataset
         slices = self.strategy.slices
@@ -122,16 +98,7 @@ class ParameterServerTrainer(DistributedTrainer[ServerStrategy]):
     def take_epoch_iterator(
         self, iterator: keras_data.TFEpochIterator | None = None, data_batch: Nest = None
     ) -> None:
-        """Do as the base class, and wait for the workers when the data of an epoch ends.
-
-        Args:
-            iterator: Keras's epoch iterator; None when single batches are given.
-            data_batch: A batch, to build the model from its shapes; None to take the iterator's.
-
-        Raises:
-            ValueError: Workers read pipelines of their own, and the length of an epoch is not
-                given.
-        """
+        """Do as the base class, and wait for the workers when the data of an epoch ends."""
         if iterator is not None:
             self._check_steps(iterator)
         super().take_epoch_iterator(iterator, data_batch)
@@ -148,11 +115,7 @@ class ParameterServerTrainer(DistributedTrainer[ServerStrategy]):
             )
 
     def new_epoch(self, epoch: int) -> None:
-        """Begin what is observed anew.
-
-        Args:
-            epoch: Number of the epoch that begins, from 0.
-        """
+        """Begin what is observed anew."""
         dispatcher = self._dispatchers.get("train")
         if dispatcher is not None:
             dispatcher.new_epoch(epoch)
@@ -195,28 +158,13 @@ class ParameterServerTrainer(DistributedTrainer[ServerStrategy]):
             yield slicing.cut(whole, range(slices), slices), slicing.spec_of(whole)
 
     def make_trial(self, step_function: StepFunction, batch: slicing.Slices) -> ChiefTrial:
-        """Make the trial of a step that is cut over workers; see `DistributedTrainer.make_trial`.
-
-        Args:
-            step_function: `model.train_step` or `model.test_step`.
-            batch: The first batch, in slices.
-        """
+        """Make the trial of a step cut over workers; see `DistributedTrainer.make_trial`."""
         return ChiefTrial(self, step_function, batch)
 
     # Functions that Keras calls.
 
     def make_train_function(self, force: bool = False) -> Loop:
-        """Make what Keras calls for each batch of `fit`; see `Model.make_train_function`.
-
-        Args:
-            force: Whether to make it anew.
-
-        Returns:
-            A function from an iterator to the logs so far.
-
-        Raises:
-            ValueError: The model was compiled with run_eagerly=True.
-        """
+        """Make what Keras calls for each batch of `fit`; see `Model.make_train_function`."""
         if self.model.train_function is None or force:
             self.bind_optimizers()
             strategy = self.strategy
@@ -241,17 +189,7 @@ class ParameterServerTrainer(DistributedTrainer[ServerStrategy]):
         return self.model.train_function
 
     def make_test_function(self, force: bool = False) -> Loop:
-        """Make what Keras calls for each batch of `evaluate`; see `Model.make_test_function`.
-
-        Args:
-            force: Whether to make it anew.
-
-        Returns:
-            A function from an iterator to the logs so far.
-
-        Raises:
-            ValueError: The model was compiled with run_eagerly=True.
-        """
+        """Make what Keras calls for each batch of `evaluate`; see `Model.make_test_function`."""
         if self.model.test_function is None or force:
             job = TestJob(self)
             new_schedule = functools.partial(Schedule, Async().tau, self.strategy.slices)
@@ -295,15 +233,7 @@ class ParameterServerTrainer(DistributedTrainer[ServerStrategy]):
         return run
 
     def make_predict_function(self, force: bool = False) -> Callable[[list[Nest]], Nest]:
-        """Make what Keras calls for batches of `predict`; see `Model.make_predict_function`.
-
-        Args:
-            force: Whether to make it anew.
-
-        Returns:
-            A function from a list of batches to the outputs of all their rows, in order. It raises
-            ValueError for pipelines of the workers' own, which have no order.
-        """
+        """Make what Keras calls for batches of `predict`; see `Model.make_predict_function`."""
         if self.model.predict_function is not None and not force:
             return self.model.predict_function
         job, workers = PredictJob(self), self.strategy.workers
@@ -327,14 +257,7 @@ class ParameterServerTrainer(DistributedTrainer[ServerStrategy]):
         return run
 
     def predict_on_batch(self, x: Nest) -> Nest:
-        """Predict for one batch, in place of `Model.predict_on_batch`.
-
-        Args:
-            x: A structure of arrays or tensors.
-
-        Returns:
-            The outputs, as arrays; ragged ones stay tensors.
-        """
+        """Predict for one batch, in place of `Model.predict_on_batch`."""
         batch = tf.nest.map_structure(tf.convert_to_tensor, (x,))
         outputs = self.make_predict_function()([batch])
         return keras.tree.map_structure(

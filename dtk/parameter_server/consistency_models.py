@@ -66,14 +66,7 @@ def _check_warm_start(value: object) -> None:
 
 
 def check_no_exchange(value: object) -> None:
-    """Refuse a start of asynchronous steps where an exchange was expected.
-
-    Args:
-        value: What was given as an exchange.
-
-    Raises:
-        TypeError: It is a `SerialStart`; the message says what was meant.
-    """
+    """Refuse a start of asynchronous steps where an exchange was expected."""
     if isinstance(value, SerialStart):
         raise TypeError(
             f"exchange={value!r} is no exchange: it says how asynchronous steps begin, as in "
@@ -197,15 +190,6 @@ Consistency = Sync | BoundedDelay | Async
 def parse(consistency: object) -> Consistency:
     """Turn what a user wrote into a consistency.
 
-    Args:
-        consistency: "sync", "async", or a value of this module.
-
-    Returns:
-        The consistency.
-
-    Raises:
-        ValueError: Anything else.
-
     Example:
         >>> parse("sync"), parse(BoundedDelay(4))
         (Sync(backup_workers=0), BoundedDelay(tau=4, warm_start=None))
@@ -223,15 +207,7 @@ def parse(consistency: object) -> Consistency:
 
 
 def check(consistency: Consistency, workers: int) -> None:
-    """Refuse a number of workers that cannot train.
-
-    Args:
-        consistency: The consistency.
-        workers: Number of workers, backup workers included.
-
-    Raises:
-        ValueError: No worker, or none left beside the backup workers.
-    """
+    """Refuse a number of workers that cannot train."""
     if workers < 1:
         raise ValueError(f"workers={workers}; expected 1 or more: start a task of type worker")
     if consistency.spare >= workers:
@@ -246,9 +222,5 @@ def ahead(tau: float, workers: int) -> int:
 
     Asynchronous workers shall find work waiting, whatever the main thread is busy with. It bounds
     how stale their steps can be, see `Staleness`.
-
-    Args:
-        tau: As of `Schedule`.
-        workers: Number of workers.
     """
     return 2 * workers if tau else 0

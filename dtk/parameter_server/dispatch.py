@@ -26,25 +26,10 @@ class Job(Protocol[WorkT, OutputsT]):
     """What workers compute of a step's work, and what becomes of it."""
 
     def compute(self, task: Task[WorkT], worker: int, schedule: Schedule) -> Result[OutputsT]:
-        """Compute a part of a step; called on the worker's thread.
-
-        Args:
-            task: The part.
-            worker: Index of the worker.
-            schedule: The schedule of the steps.
-
-        Returns:
-            Its result.
-        """
+        """Compute a part of a step; called on the worker's thread."""
 
     def apply(self, work: WorkT, results: Sequence[Result[OutputsT]], schedule: Schedule) -> None:
-        """Apply a complete step; called on the main thread, one step after the other.
-
-        Args:
-            work: The work of the step.
-            results: The results of its parts, in their order, those without rows left out.
-            schedule: The schedule of the steps; the step is not finished yet.
-        """
+        """Apply a complete step; called on the main thread, one step after the other."""
 
 
 def _none(schedule: Schedule) -> float:
@@ -57,15 +42,7 @@ def _ignore(schedule: Schedule) -> None:
 
 
 class Dispatcher(Generic[WorkT, OutputsT]):
-    """Dispatches steps to the workers of a pool, and applies them when they are complete.
-
-    Args:
-        pool: The workers.
-        new_queue: Makes an empty queue; called again when steps were left unfinished.
-        job: What is computed and applied.
-        ahead: Steps that may be under way when `submit` returns, by the schedule; 0 if not given.
-        on_applied: Called between steps whenever one has been applied, with the schedule.
-    """
+    """Dispatches steps to the workers of a pool, and applies them when they are complete."""
 
     def __init__(
         self,
@@ -87,28 +64,13 @@ class Dispatcher(Generic[WorkT, OutputsT]):
         return self._queue.schedule
 
     def submit(self, work: WorkT, empty: Collection[int] = ()) -> None:
-        """Dispatch one step; return once no more than `ahead` are under way.
-
-        Args:
-            work: The step's work.
-            empty: Its parts without rows.
-
-        Raises:
-            ClusterError: A parameter server is gone, or no worker has been there for too long.
-        """
+        """Dispatch one step; return once no more than `ahead` are under way."""
         self._start()
         self._pool.offer(functools.partial(self._queue.add, work, empty))
         self._apply_until(self._ahead(self.schedule))
 
     def run(self, works: Sequence[WorkT]) -> None:
-        """Dispatch steps, all of which are known; return once they are applied.
-
-        Args:
-            works: The work of each step, without empty parts.
-
-        Raises:
-            ClusterError: A parameter server is gone, or no worker has been there for too long.
-        """
+        """Dispatch steps, all of which are known; return once they are applied."""
 
         def add_all() -> None:
             for work in works:
@@ -119,23 +81,12 @@ class Dispatcher(Generic[WorkT, OutputsT]):
         self._apply_until(0)
 
     def drain(self) -> None:
-        """Wait until every step submitted is applied.
-
-        Raises:
-            ClusterError: A parameter server is gone, or no worker has been there for too long.
-        """
+        """Wait until every step submitted is applied."""
         if self._is_open:
             self._apply_until(0)
 
     def loosen(self, tau: float) -> None:
-        """Let steps from now on start earlier than before; see `Schedule.loosen`.
-
-        Args:
-            tau: The new bound, at least the old one.
-
-        Raises:
-            ValueError: It is less.
-        """
+        """Let steps from now on start earlier than before; see `Schedule.loosen`."""
         self._pool.offer(functools.partial(self.schedule.loosen, tau))
 
     def close(self) -> None:

@@ -35,62 +35,29 @@ _FILE = "evaluation.csv"
 
 
 class Saved(NamedTuple):
-    """Progress of training that one checkpoint says about itself.
+    """Progress of training that one checkpoint says about itself."""
 
-    Attributes:
-        epoch: Epochs that are complete.
-        step: Steps of the next one.
-        iterations: Steps in all; None where the optimizer has not saved it.
-    """
-
-    epoch: int
-    step: int
-    iterations: int | None
+    epoch: int  # epochs that are complete
+    step: int  # steps of the next one
+    iterations: int | None  # steps in all; None where the optimizer has not saved it
 
 
 class Source(Protocol):
-    """Callback that saves what can be evaluated beside the training.
+    """Callback that saves what can be evaluated beside the training."""
 
-    Attributes:
-        directory: Where the checkpoints lie.
-    """
-
-    directory: Path
+    directory: Path  # where the checkpoints lie
 
     def appeared(self, seen: Collection[str]) -> list[str]:
-        """Return the checkpoints that are not in `seen`.
-
-        Args:
-            seen: Names of checkpoints.
-
-        Returns:
-            Names, oldest first.
-        """
+        """Return the checkpoints that are not in `seen`."""
 
     def load_weights(self, model: keras.Model, name: str) -> Saved | None:
-        """Load the weights of a checkpoint into a model.
-
-        Args:
-            model: The model, which will not be trained.
-            name: The checkpoint's name.
-
-        Returns:
-            How far training was; None when the checkpoint has been removed.
-        """
+        """Load the weights of a checkpoint into a model."""
 
 
 def source_of(
     callbacks: keras.callbacks.CallbackList | list[keras.callbacks.Callback] | None,
 ) -> Source | None:
-    """Return the callback among those given to `fit` whose checkpoints an evaluator reads.
-
-    Args:
-        callbacks: What `fit` was given: a `keras.callbacks.CallbackList`, a nest of callbacks, or
-            None.
-
-    Returns:
-        The first such callback; None if there is none.
-    """
+    """Return the callback among those given to `fit` whose checkpoints an evaluator reads."""
     listed = getattr(callbacks, "callbacks", callbacks) or []
     return next((c for c in keras.tree.flatten(listed) if hasattr(c, "appeared")), None)
 
@@ -99,10 +66,6 @@ def leaves_validation(asked: dict[str, object], strategy: MaybeEvaluated) -> boo
     """Return whether the chief need not validate, because the evaluator does.
 
     It validates all the same where a callback waits for the result.
-
-    Args:
-        asked: The arguments of `fit`, by name.
-        strategy: The chief's strategy.
     """
     callbacks = asked["callbacks"]
     listed = keras.tree.flatten(getattr(callbacks, "callbacks", callbacks) or [])
@@ -114,37 +77,14 @@ class EvaluatorTrainer(DistributedTrainer[EvaluatorStrategy]):
     """Trainer of a model in the evaluator's process, whose `fit` evaluates."""
 
     def fit(self, method: Function[object], args: Args, kwargs: Kwargs) -> NoReturn:
-        """Evaluate what the chief saves until it is gone, then end the process.
-
-        Args:
-            method: Keras's own `fit`, bound to the model.
-            args: Positional arguments of `fit`.
-            kwargs: Its keyword arguments.
-
-        Returns:
-            Never: see Raises.
-
-        Raises:
-            SystemExit: Always, at the end, with code 0.
-            ClusterError: There is nothing to evaluate, or nothing to evaluate on.
-        """
+        """Evaluate what the chief saves until it is gone, then end the process."""
         evaluate_checkpoints(method, self, args, kwargs)
 
 
 def evaluate_checkpoints(
     method: Function[object], trainer: EvaluatorTrainer, args: Args, kwargs: Kwargs
 ) -> NoReturn:
-    """Evaluate checkpoints until the chief is gone, then exit with 0.
-
-    Args:
-        method: Keras's own `fit`, bound to the model.
-        trainer: The model's trainer.
-        args: Positional arguments of `fit`.
-        kwargs: Its keyword arguments.
-
-    Raises:
-        ClusterError: There is nothing to evaluate, or nothing to evaluate on.
-    """
+    """Evaluate checkpoints until the chief is gone, then exit with 0."""
     model = trainer.model
     given = inspect.signature(method).bind(*args, **kwargs)
     given.apply_defaults()
@@ -189,18 +129,7 @@ def watch_until_end(
     log: EvaluationLog,
     chief: run_server.Chief,
 ) -> None:
-    """Evaluate every checkpoint that appears, until the chief is gone.
-
-    Args:
-        model: The model, built.
-        source: Where checkpoints come from.
-        evaluate: Evaluates the model as it is; returns loss and metrics by name.
-        log: Where the numbers go.
-        chief: The chief, as this process sees it.
-
-    Raises:
-        ClusterError: No checkpoint ever appeared, or those there belong to another run.
-    """
+    """Evaluate every checkpoint that appears, until the chief is gone."""
     seen = log.names()
     _check_same_run(seen, source)
     while True:
@@ -235,15 +164,7 @@ def _check_same_run(seen: Collection[str], source: Source) -> None:
 
 
 class EvaluationLog:
-    """Log of evaluations: a CSV file beside the checkpoints, TensorBoard, and one line each.
-
-    Args:
-        path: The CSV file; a job that is started again goes on with it.
-        events: TensorBoard's directory; None for none.
-
-    Raises:
-        ClusterError: The file there has other columns.
-    """
+    """Log of evaluations: a CSV file beside the checkpoints, TensorBoard, and one line each."""
 
     def __init__(self, path: Path, events: Path | None):
         self._path = path
@@ -257,16 +178,7 @@ class EvaluationLog:
             return {row["checkpoint"] for row in csv.DictReader(file)}
 
     def write(self, name: str, saved: Saved, numbers: dict[str, float]) -> None:
-        """Write down the evaluation of one checkpoint.
-
-        Args:
-            name: The checkpoint's name.
-            saved: How far training was.
-            numbers: Loss and metrics by name.
-
-        Raises:
-            ClusterError: The file there has other columns.
-        """
+        """Write down the evaluation of one checkpoint."""
         numbers = {key: float(value) for key, value in numbers.items()}
         row = {"checkpoint": name, **saved._asdict(), **numbers}
         self._append(row)
@@ -303,12 +215,7 @@ def _is_tensorboard(callback: keras.callbacks.Callback) -> bool:
 
 
 def quietly_load(model: keras.Model, path: Path) -> None:
-    """Load weights into a model that will not be trained: its optimizer has no state.
-
-    Args:
-        model: The model.
-        path: File of the weights, in Keras's format.
-    """
+    """Load weights into a model that will not be trained: its optimizer has no state."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Skipping variable loading for optimizer")
         model.load_weights(path)

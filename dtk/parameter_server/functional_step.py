@@ -30,21 +30,14 @@ from dtk.trainer.tracing import noting, traced_step
 
 
 class FunctionalStep(NamedTuple):
-    """Results of a traced step that has changed nothing.
+    """Results of a traced step that has changed nothing."""
 
-    Attributes:
-        logs: What Keras's step returned.
-        applied: Gradients by optimizer, in the order they were handed over.
-        scope: Knows the values the step assigned (`keras.StatelessScope.get_current_value`).
-        step: The step.
-        rows_read: Bytes of table rows it looked up, int64 scalar.
-    """
-
-    logs: Nest
-    applied: list[noting.Applied]
+    logs: Nest  # what Keras's step returned
+    applied: list[noting.Applied]  # gradients by optimizer, in the order they were handed over
+    # knows the values the step assigned (`keras.StatelessScope.get_current_value`)
     scope: keras.StatelessScope
     step: traced_step.Step
-    rows_read: tf.Tensor
+    rows_read: tf.Tensor  # bytes of table rows it looked up, int64 scalar
 
     @property
     def assigned(self) -> set[int]:
@@ -65,27 +58,7 @@ def trace_functional_step(
     kinds: Mapping[str, str] | None = None,
     tried: bool = False,
 ) -> FunctionalStep:
-    """Trace one of Keras's steps as a pure function of data and state.
-
-    Args:
-        step_function: `model.train_step` or `model.test_step`.
-        data: This slice.
-        model: The model.
-        share: This slice's part of the global batch's rows, float32 scalar.
-        size: Slices the global batch was cut into, a scalar.
-        world_sum: Sums a scalar over the slices.
-        state: Keras variables and the values they have in this step. Gradients are taken with
-            respect to these values.
-        tables: Keras variables that are looked up where they are instead.
-        kinds: Of the step's terms, see `loss_terms`.
-        tried: Whether `self_test` has found that it adds up.
-
-    Returns:
-        What the step would have changed.
-
-    Raises:
-        NotDistributedError: The step needs what it has updated, which is not updated yet.
-    """
+    """Trace one of Keras's steps as a pure function of data and state."""
     own = step_function.__name__ == "train_step" and keras_models.takes_own_step(model)
     step = traced_step.Step(share, size, model, world_sum, kinds=kinds, own=own)
     step.tried = tried
@@ -108,29 +81,14 @@ def trace_functional_step(
 def pulled_variables(
     model: keras.Model, *elsewhere: Iterable[keras.Variable]
 ) -> list[keras.Variable]:
-    """Return the variables whose values a step reads from the servers.
-
-    Args:
-        model: The model.
-        elsewhere: Variables that it gets in other ways: tables, states of random layers.
-
-    Returns:
-        All other variables of the model, without those of metrics, which begin at zero.
-    """
+    """Return the variables whose values a step reads from the servers."""
     without = {id(variable) for variables in elsewhere for variable in variables}
     without |= {id(variable) for variable in replica_step.metric_variables(model)}
     return [variable for variable in model.variables if id(variable) not in without]
 
 
 def zero_metrics(model: keras.Model) -> list[tuple[keras.Variable, tf.Tensor]]:
-    """Return the metrics' variables and the zeros that a step counts from; called while tracing.
-
-    Args:
-        model: The model.
-
-    Returns:
-        (Keras variable, its value) pairs.
-    """
+    """Return the metrics' variables and the zeros that a step counts from; called while tracing."""
     metrics = replica_step.metric_variables(model)
     return [(v, tf.zeros(v.shape, keras_variables.stored(v).dtype)) for v in metrics]
 
@@ -184,21 +142,12 @@ def rows_of(values: tf.Tensor, indices: tf.Tensor, shape: Sequence[int]) -> tf.I
     """Return a gradient of some rows, as TensorFlow makes them: the shape is a tensor, too.
 
     Keras computes with that shape, together with the row numbers: their types must be the same.
-
-    Args:
-        values: The rows, of shape `[rows, ...]`.
-        indices: Their numbers, integers of shape `[rows]`.
-        shape: Shape of the whole table.
     """
     return tf.IndexedSlices(values, indices, tf.constant(tuple(shape), indices.dtype))
 
 
 def as_slices(gradient: tf.Tensor | tf.IndexedSlices) -> tf.IndexedSlices:
-    """Return a gradient as rows of a table, all of them if it is dense.
-
-    Args:
-        gradient: A tensor or `IndexedSlices`.
-    """
+    """Return a gradient as rows of a table, all of them if it is dense."""
     if isinstance(gradient, tf.IndexedSlices):
         return gradient
     return tf.IndexedSlices(gradient, tf.range(tf.shape(gradient, tf.int64)[0]))

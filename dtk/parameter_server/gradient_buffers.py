@@ -36,32 +36,16 @@ Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Variable of a gradient buffer.
+    """Variable of a gradient buffer."""
 
-    Attributes:
-        device: The server it is on.
-        dtype: Of its elements.
-        holds: Indices of the weights whose gradients lie in it, one after the other.
-        indices: Whether it holds row numbers, whose rows lie in the next slot.
-    """
-
-    device: str
-    dtype: tf.DType
-    holds: tuple[int, ...]
-    indices: bool = False
+    device: str  # the server it is on
+    dtype: tf.DType  # of its elements
+    holds: tuple[int, ...]  # indices of the weights whose gradients lie in it, one after the other
+    indices: bool = False  # whether it holds row numbers, whose rows lie in the next slot
 
 
 class Layout:
-    """Layout of a gradient buffer: which gradient lies where.
-
-    Args:
-        weights: Keras variables, none partitioned (see `keras_variables.Part`).
-        sparse: Ids of those whose gradients are rows.
-
-    Attributes:
-        tagged: Ids of those whose rows say what they are of, see `slice_origins.tagged`; known when
-            a step has been traced.
-    """
+    """Layout of a gradient buffer: which gradient lies where."""
 
     def __init__(self, weights: Sequence[Weight], sparse: set[int]):
         self.weights = list(weights)
@@ -81,41 +65,18 @@ class Layout:
         self.slots = [*self.dense, *rows]
 
     def contents(self, gradients: Sequence[Gradient]) -> list[tf.Tensor]:
-        """Arrange gradients as what lies in the slots of a gradient buffer; called while tracing.
-
-        Args:
-            gradients: One per weight, a tensor or `IndexedSlices`; None where there is none.
-
-        Returns:
-            One flat tensor per dense slot, then those of the slots of rows.
-        """
+        """Arrange gradients in the order of a gradient buffer's slots; called while tracing."""
         return [self._content(slot, gradients) for slot in [*self.dense, *self.rows]]
 
     def compress(
         self, contents: Sequence[tf.Tensor], rate: tf.Tensor
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Choose what is sent; called while tracing.
-
-        Args:
-            contents: Accrued gradients; see `contents`.
-            rate: By how much a weight changes for a gradient of 1, a scalar.
-
-        Returns:
-            What to `put`, and the `contents` that stay on the worker.
-        """
+        """Choose what is sent; called while tracing."""
         del rate
         return list(contents), self.zeros()
 
     def put(self, contents: Sequence[tf.Tensor], handles: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Write into a gradient buffer; called while tracing, runs on a worker.
-
-        Args:
-            contents: One flat tensor per slot.
-            handles: Resource handles of the gradient buffer's slots.
-
-        Returns:
-            Bytes sent, an int64 scalar.
-        """
+        """Write into a gradient buffer; called while tracing, runs on a worker."""
         sent = tf.constant(0, tf.int64)
         for content, handle in zip(contents, handles, strict=True):
             tf.raw_ops.AssignVariableOp(resource=_of_any_length(handle), value=content)
@@ -123,15 +84,7 @@ class Layout:
         return sent
 
     def add(self, contents: Sequence[tf.Tensor], more: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Add two gradients up; called while tracing.
-
-        Args:
-            contents: One of them, as `contents` returns it.
-            more: The other, likewise.
-
-        Returns:
-            The sum, as `contents`; rows of tables are put one after the other.
-        """
+        """Add two gradients up; called while tracing."""
         dense = len(self.dense)
         return [a + b for a, b in zip(contents[:dense], more[:dense], strict=True)] + [
             tf.concat([a, b], 0) for a, b in zip(contents[dense:], more[dense:], strict=True)
@@ -166,14 +119,7 @@ class Layout:
         return tf.concat(parts, 0)
 
     def take(self, buffers: Sequence[Sequence[tf.Tensor]]) -> list[Gradient]:
-        """Sum the gradients in several gradient buffers; traced once, runs on the servers.
-
-        Args:
-            buffers: Resource handles of each gradient buffer's slots.
-
-        Returns:
-            One gradient per weight, a tensor or `IndexedSlices`, each on its weight's server.
-        """
+        """Sum the gradients in several gradient buffers; traced once, runs on the servers."""
         gradients: list[Gradient] = [None] * len(self.weights)
         row_numbers: list[tf.Tensor] = []
         for slot in self.dense:
@@ -223,14 +169,7 @@ class Layout:
 
 
 class GradientBuffer:
-    """Buffer on the servers in which one piece of work leaves its gradients.
-
-    Args:
-        layout: What the buffer holds.
-
-    Attributes:
-        handles: Resource handles of its slots, in the layout's order.
-    """
+    """Buffer on the servers in which one piece of work leaves its gradients."""
 
     def __init__(self, layout: Layout):
         self._variables = []
@@ -250,12 +189,7 @@ def _of_any_length(handle: tf.Tensor) -> tf.Tensor:
 
 
 def parts_of(variable: keras.Variable, known: dict[int, list[Weight]]) -> list[Weight]:
-    """Return a Keras variable in a list, or its parts where it is partitioned.
-
-    Args:
-        variable: The variable.
-        known: Remembers the parts made so far, by id of the variable.
-    """
+    """Return a Keras variable in a list, or its parts where it is partitioned."""
     shards = tf_variables.shards_of(keras_variables.stored(variable))
     if shards is None:
         return [variable]
@@ -267,15 +201,7 @@ def parts_of(variable: keras.Variable, known: dict[int, list[Weight]]) -> list[W
 
 
 def split_gradient(gradient: Gradient, variable: keras.Variable) -> list[Gradient]:
-    """Split a variable's gradient into one per part.
-
-    Args:
-        gradient: The gradient, a tensor or `IndexedSlices`; None where there is none.
-        variable: The variable; it need not be partitioned.
-
-    Returns:
-        One gradient per part, of the parts' shapes.
-    """
+    """Split a variable's gradient into one per part."""
     shards = tf_variables.shards_of(keras_variables.stored(variable))
     if shards is None or gradient is None:
         return [gradient] * (len(shards) if shards else 1)
@@ -300,12 +226,6 @@ def near_inputs(op: tf.Operation) -> str:
 
     Clipping, loss scaling and the like name no device. They shall not pull gradients to the chief.
     This is a device function of `tf.compat.v1.device`.
-
-    Args:
-        op: The operation that is being made.
-
-    Returns:
-        The device's name; "" leaves the choice to TensorFlow.
     """
     if op.device:
         return op.device
@@ -316,14 +236,7 @@ def near_inputs(op: tf.Operation) -> str:
 
 
 def pull(variables: Iterable[keras.Variable]) -> tuple[list[tuple[keras.Variable, tf.Tensor]], int]:
-    """Read variables from their servers, once; called while tracing, runs on a worker.
-
-    Args:
-        variables: Keras variables.
-
-    Returns:
-        (Keras variable, its value) pairs, and the bytes read.
-    """
+    """Read variables from their servers, once; called while tracing, runs on a worker."""
     pairs = [
         (variable, tf.convert_to_tensor(keras_variables.stored(variable))) for variable in variables
     ]
@@ -332,14 +245,7 @@ def pull(variables: Iterable[keras.Variable]) -> tuple[list[tuple[keras.Variable
 
 
 class Report(Generic[ReportT]):
-    """Small results of a step as one tensor: each tensor fetched from a worker is a message.
-
-    Args:
-        results: A structure of numbers, traced; all fit into float64 exactly or are float64.
-
-    Attributes:
-        tensor: The numbers, float64 of shape `[n]`.
-    """
+    """Small results of a step as one tensor: each tensor fetched from a worker is a message."""
 
     def __init__(self, results: ReportT):
         flat = [tf.convert_to_tensor(result) for result in tf.nest.flatten(results)]
@@ -349,14 +255,7 @@ class Report(Generic[ReportT]):
         self.tensor = tf.concat([*parts, tf.zeros([0], tf.float64)], 0)
 
     def read(self, numbers: Array) -> ReportT:
-        """Return the results of a step that has run.
-
-        Args:
-            numbers: The value of `tensor`.
-
-        Returns:
-            The structure again, of arrays of the results' shapes and types.
-        """
+        """Return the results of a step that has run."""
         results: list[Array] = []
         first = 0
         for shape, dtype in self._kinds:
@@ -367,9 +266,5 @@ class Report(Generic[ReportT]):
 
 
 def key_of(spec: Specs) -> str:
-    """Return a specification as a dictionary key.
-
-    Args:
-        spec: A structure of specifications.
-    """
+    """Return a specification as a dictionary key."""
     return str(spec)

@@ -11,13 +11,7 @@ from dtk.parameter_server.gradient_buffers import Layout, Slot, Weight
 
 
 class FilteredLayout(Layout):
-    """Layout whose dense slots hold a few entries and their positions, or all entries.
-
-    Args:
-        weights: As of `Layout`.
-        sparse: As of `Layout`.
-        significant: Smallest change of a weight worth sending.
-    """
+    """Layout whose dense slots hold a few entries and their positions, or all entries."""
 
     def __init__(self, weights: Sequence[Weight], sparse: set[int], significant: float):
         super().__init__(weights, sparse)
@@ -28,15 +22,7 @@ class FilteredLayout(Layout):
     def compress(
         self, contents: Sequence[tf.Tensor], rate: tf.Tensor
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Choose the entries worth sending; rows of tables are sent whole. Called while tracing.
-
-        Args:
-            contents: Accrued gradients; see `Layout.contents`.
-            rate: By how much a weight changes for a gradient of 1, a scalar.
-
-        Returns:
-            What to `put` - entries, their positions (int32), rows - and the `contents` that stay.
-        """
+        """Choose the entries worth sending; rows of tables are sent whole. Called while tracing."""
         sent, positions, kept = [], [], []
         for dense in contents[: len(self.dense)]:
             changes = tf.abs(dense) * tf.cast(rate, dense.dtype)
@@ -70,11 +56,6 @@ class QuantizedLayout(Layout):
     """Layout of a few bits for each entry of a kernel; vectors and rows of tables are whole.
 
     Beside each dense slot, of which only what is not coded is left, lies one of codes.
-
-    Args:
-        weights: As of `Layout`.
-        sparse: As of `Layout`.
-        bits: Bits of a code.
     """
 
     def __init__(self, weights: Sequence[Weight], sparse: set[int], bits: int):
@@ -86,15 +67,7 @@ class QuantizedLayout(Layout):
     def compress(
         self, contents: Sequence[tf.Tensor], rate: tf.Tensor
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Encode kernels, and keep what that loses on the worker. Called while tracing.
-
-        Args:
-            contents: Accrued gradients; see `Layout.contents`.
-            rate: Not used: codes do not depend on it.
-
-        Returns:
-            What to `put` - what is not coded, codes (uint8), rows - and the `contents` that stay.
-        """
+        """Encode kernels, and keep what that loses on the worker. Called while tracing."""
         del rate
         sent, sent_codes, kept = [], [], []
         for slot, flat in zip(self.dense, contents, strict=False):

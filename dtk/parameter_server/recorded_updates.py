@@ -24,18 +24,7 @@ from dtk.trainer.tracing.noting import Applied
 
 
 class RecordedUpdates:
-    """Gradients handed to optimizers by a step that is being traced.
-
-    Args:
-        scope: Holds the values that weights have in the step.
-        model: The model whose step it is.
-        tables: Keras variables without a value in the scope: they are looked up in place.
-
-    Attributes:
-        applied: The gradients by optimizer, in the order they were handed over.
-        placeholders: By id of a Keras variable, the tensor in its place since its gradient was
-            recorded.
-    """
+    """Gradients handed to optimizers by a step that is being traced."""
 
     def __init__(
         self, scope: keras.StatelessScope, model: keras.Model, tables: Collection[keras.Variable]
@@ -53,16 +42,7 @@ class RecordedUpdates:
     def note(
         self, optimizer: keras.Optimizer, gradients: Gradients, variables: Sequence[keras.Variable]
     ) -> None:
-        """Record the gradients that an optimizer is to apply when the step is over.
-
-        Args:
-            optimizer: The optimizer.
-            gradients: One per variable; None where there is none.
-            variables: Keras variables.
-
-        Raises:
-            NotDistributedError: The step decides at run time whether it applies them.
-        """
+        """Record the gradients that an optimizer is to apply when the step is over."""
         if tf.compat.v1.get_default_graph() is not self._graph:
             raise NotDistributedError(
                 f"the train_step of model {self._model.name!r} calls {optimizer.name}.apply inside "
@@ -88,23 +68,12 @@ class RecordedUpdates:
         self._scope.add_update((variable, value))
 
     def note_lookup(self, variable: keras.Variable) -> None:
-        """Record that rows of a table are looked up.
-
-        Args:
-            variable: The table.
-        """
+        """Record that rows of a table are looked up."""
         if id(variable) in self.placeholders:
             self._looked_up.add(id(variable))
 
     def check(self, assigned: Collection[int]) -> None:
-        """Refuse a traced step that has read what it had updated, or updated weights by itself.
-
-        Args:
-            assigned: Ids of the Keras variables it assigned.
-
-        Raises:
-            NotDistributedError: It has.
-        """
+        """Refuse a traced step that has read what it had updated, or updated weights by itself."""
         read = {
             id(variable): (variable, optimizer)
             for variable, optimizer, value in self._waiting

@@ -23,11 +23,7 @@ _LOOK_SECONDS = 0.9
 
 
 def cluster_of(config: TFConfig) -> tf.train.ClusterSpec:
-    """Return the tasks that TensorFlow connects: all but the evaluator, which works beside them.
-
-    Args:
-        config: The job.
-    """
+    """Return the tasks that TensorFlow connects: all but the evaluator, which works beside them."""
     return tf.train.ClusterSpec(
         {role: list(addresses) for role, addresses in config.cluster.items() if role != "evaluator"}
     )
@@ -45,11 +41,7 @@ def threads_to_wait_with() -> int:
 
 
 class Chief:
-    """Chief of the job, as the tasks that serve it see it: there, or gone.
-
-    Args:
-        config: The job, and the task that asks.
-    """
+    """Chief of the job, as the tasks that serve it see it: there, or gone."""
 
     def __init__(self, config: TFConfig):
         self._name = f"{config.role} {config.index}"
@@ -58,11 +50,7 @@ class Chief:
         self._looked = 0.0
 
     def await_(self) -> None:
-        """Wait until the chief is there.
-
-        Raises:
-            ClusterError: It does not come within DTK_START_TIMEOUT seconds.
-        """
+        """Wait until the chief is there."""
         wait = Wait(self._name, startup.limit())
         while not startup.answers(self._address):
             if not wait.left:
@@ -82,14 +70,7 @@ class Chief:
 
 
 def serve(config: TFConfig) -> NoReturn:
-    """Serve as this task, and end the process with the job: with 0 once the chief is gone.
-
-    Args:
-        config: The job, and this task.
-
-    Raises:
-        ClusterError: Its address cannot be listened on, or no chief comes.
-    """
+    """Serve as this task, and end the process with the job: with 0 once the chief is gone."""
     startup.check_free(config.index, config.cluster[config.role][config.index])
     with startup.quiet():
         server = tf.distribute.Server(

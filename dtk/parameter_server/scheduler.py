@@ -31,17 +31,11 @@ from dtk.parameter_server.consistency_models import Consistency
 
 @dataclass(frozen=True)
 class Piece:
-    """Slice of a step, handed to one worker; no two are equal.
+    """Slice of a step, handed to one worker; no two are equal."""
 
-    Attributes:
-        step: 0, 1, 2, ... in the order offered.
-        slice: Which part of the step's batch, `0 <= slice < slices`.
-        copy: 0 for the first attempt, 1 and up for backups and for retries after a loss.
-    """
-
-    step: int
-    slice: int
-    copy: int
+    step: int  # 0, 1, 2, ... in the order offered
+    slice: int  # which part of the step's batch, `0 <= slice < slices`
+    copy: int  # 0 for the first attempt, 1 and up for backups and for retries after a loss
 
 
 @dataclass
@@ -58,22 +52,13 @@ class Staleness:
     `ahead` = 2 W steps are not applied, so that a step misses at most 2 W others, however slow a
     worker or the main thread is. Weights that a worker keeps from an earlier fetch (see
     `dtk.exchange.Downpour`) miss what was applied since, besides.
-
-    Attributes:
-        histogram: Staleness -> number of steps.
-        lag: The largest lag of a step.
     """
 
-    histogram: dict[int, int] = field(default_factory=dict)
-    lag: int = 0
+    histogram: dict[int, int] = field(default_factory=dict)  # staleness -> number of steps
+    lag: int = 0  # the largest lag of a step
 
     def add(self, staleness: int, lag: int) -> None:
-        """Count one finished step.
-
-        Args:
-            staleness: How many steps before it were not applied when it was handed out.
-            lag: How many steps back the oldest of them was.
-        """
+        """Count one finished step."""
         self.histogram[staleness] = self.histogram.get(staleness, 0) + 1
         self.lag = max(self.lag, lag)
 
@@ -119,21 +104,6 @@ class Schedule:
     the number of workers, however many steps are offered and however far the others are past a
     silent one.
 
-    Args:
-        tau: Step t may start once every step before t - tau is applied; `math.inf` for no bound.
-        slices: Results a step needs.
-        spare: Workers that may be kept busy with work that will not count.
-
-    Attributes:
-        offered: Steps offered.
-        finished: Steps applied.
-        dropped: Results that did not count.
-        retried: Lost pieces that were handed out again.
-        statistics: Staleness of the steps applied since `take_statistics`.
-
-    Raises:
-        ValueError: `tau`, `slices` or `spare` is out of range.
-
     Example:
         Step 2 waits for step 0 when tau=1:
 
@@ -163,18 +133,7 @@ class Schedule:
 
     @classmethod
     def of(cls, consistency: Consistency, workers: int) -> Schedule:
-        """Make the schedule of a consistency; serial at first if it has a warm start.
-
-        Args:
-            consistency: The consistency.
-            workers: Number of workers, backup workers included.
-
-        Returns:
-            The schedule, with nothing offered.
-
-        Raises:
-            ValueError: As `consistency_models.check`.
-        """
+        """Make the schedule of a consistency; serial at first if it has a warm start."""
         tau = 0 if consistency.warm_start else consistency.tau
         return cls(tau, consistency.slices(workers), consistency.spare)
 
@@ -184,14 +143,7 @@ class Schedule:
         return self._tau
 
     def loosen(self, tau: float) -> None:
-        """Let steps from now on start earlier than before.
-
-        Args:
-            tau: The new bound, at least the old one.
-
-        Raises:
-            ValueError: Steps may already be further ahead than `tau` allows.
-        """
+        """Let steps from now on start earlier than before."""
         if tau < self._tau:
             raise ValueError(f"{tau=} after {self._tau}; a bound can be loosened, not tightened")
         self._tau = tau
@@ -218,11 +170,7 @@ class Schedule:
         return self.offered - self.finished
 
     def offer(self) -> int:
-        """Add the next step.
-
-        Returns:
-            Its number, from 0.
-        """
+        """Add the next step."""
         self.offered += 1
         return self.offered - 1
 
@@ -230,12 +178,6 @@ class Schedule:
         """Hand out the next piece for a worker.
 
         Lost pieces come first, then new ones in order of step and slice, then backups.
-
-        Args:
-            worker: Index of the worker.
-
-        Returns:
-            The piece; None if there is nothing for it yet.
         """
         if self._lost:
             self.retried += 1
@@ -248,19 +190,7 @@ class Schedule:
         return None if backup is None else self._hand_out(backup, worker)
 
     def returned(self, piece: Piece, worker: int, older: int = 0) -> bool:
-        """Note that a worker has computed its piece.
-
-        Args:
-            piece: The piece it had.
-            worker: Index of the worker.
-            older: Steps that were applied when it was handed out, and not in the weights it used.
-
-        Returns:
-            True for the first result of this slice, which counts; False if it is to be dropped.
-
-        Raises:
-            RuntimeError: This worker does not have this piece.
-        """
+        """Note that a worker has computed its piece."""
         run = self._release(piece, worker)
         step = self._started.get(piece.step)
         if step is None or piece.slice not in step.missing:
@@ -272,15 +202,7 @@ class Schedule:
         return True
 
     def lost(self, piece: Piece, worker: int) -> None:
-        """Note that a worker died with a piece: another gets it, if its result is still needed.
-
-        Args:
-            piece: The piece it had.
-            worker: Index of the worker.
-
-        Raises:
-            RuntimeError: This worker does not have this piece.
-        """
+        """Note that a worker died with a piece: another gets it, if its result is still needed."""
         self._release(piece, worker)
         step, needed = self._started.get(piece.step), (piece.step, piece.slice)
         if step is None or piece.slice not in step.missing:
@@ -289,25 +211,11 @@ class Schedule:
             heapq.heappush(self._lost, needed)
 
     def complete(self, step: int) -> bool:
-        """Return whether every slice of a step has a result and it is still to be applied.
-
-        Args:
-            step: The step's number.
-
-        Returns:
-            Right after `returned` said True, under the same lock, True once per step.
-        """
+        """Return whether every slice of a step has a result and it is still to be applied."""
         return step in self._started and not self._started[step].missing
 
     def applied(self, step: int) -> None:
-        """Note that a step's gradients are in the weights: it is finished.
-
-        Args:
-            step: The step's number.
-
-        Raises:
-            RuntimeError: The step is not complete, or was applied before.
-        """
+        """Note that a step's gradients are in the weights: it is finished."""
         if step not in self._started:
             how = "twice" if 0 <= step < self._fresh[0] else "before it was started"
             raise RuntimeError(f"step {step} was applied {how}")

@@ -23,17 +23,11 @@ OutputsT = TypeVar("OutputsT")
 
 
 class Task(NamedTuple, Generic[WorkT]):
-    """Part of a step's work, as a worker is given it.
+    """Part of a step's work, as a worker is given it."""
 
-    Attributes:
-        piece: What the schedule has handed out.
-        part: Which part of the work it is, `0 <= part < schedule.slices`.
-        work: The step's work.
-    """
-
-    piece: Piece
-    part: int
-    work: WorkT
+    piece: Piece  # what the schedule has handed out
+    part: int  # which part of the work it is, `0 <= part < schedule.slices`
+    work: WorkT  # the step's work
 
 
 def _keep() -> None:
@@ -42,17 +36,12 @@ def _keep() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Result(Generic[OutputsT]):
-    """Result of one task.
+    """Result of one task."""
 
-    Attributes:
-        outputs: What the worker has computed.
-        older: Applied steps that were not in the weights it used, besides those under way.
-        release: Called once when the outputs are not needed any more, such as to take back the
-            gradient buffer that they lie in.
-    """
-
-    outputs: OutputsT
-    older: int = 0
+    outputs: OutputsT  # what the worker has computed
+    older: int = 0  # applied steps that were not in the weights it used, besides those under way
+    # called once when the outputs are not needed any more, such as to take back the gradient buffer
+    # that they lie in
     release: Callable[[], None] = _keep
 
 
@@ -61,11 +50,6 @@ class InTurns(Generic[WorkT]):
 
     Else a fast worker's rows would count more often than a slow one's. Another takes a worker's
     turn while it is lost.
-
-    Args:
-        workers: Number of workers.
-        lost_workers: Indices of the workers that are lost at the moment; changes from outside.
-        has_turns: Whether workers take turns at some work; the parts of other work go to any.
     """
 
     def __init__(
@@ -74,42 +58,22 @@ class InTurns(Generic[WorkT]):
         self._workers, self._lost_workers, self._has_turns = workers, lost_workers, has_turns
 
     def allows(self, worker: int, number: int, work: WorkT) -> bool:
-        """Return whether a worker may take the next slice: it is its turn, or that of a lost one.
-
-        Args:
-            worker: Index of the worker.
-            number: How many slices were before it, of all steps.
-            work: The work of its step.
-        """
+        """Return whether a worker may take the next slice: its own, or a lost worker's."""
         owner = number % self._workers
         return not self._has_turns(work) or owner == worker or owner in self._lost_workers
 
 
 class CompleteStep(NamedTuple, Generic[WorkT, OutputsT]):
-    """Step whose parts are all computed.
-
-    Attributes:
-        number: Its number.
-        work: Its work.
-        results: The results in the order of parts, those without rows left out.
-    """
+    """Step whose parts are all computed."""
 
     number: int
     work: WorkT
+    # the results in the order of parts, those without rows left out
     results: list[Result[OutputsT]]
 
 
 def in_order(worker: int, index: int, free: Set[int]) -> int:
-    """Choose the part of a step's work that a slice is: that of its own number.
-
-    Args:
-        worker: Index of the worker that takes the slice first.
-        index: Which slice of the step, from 0.
-        free: Parts that no slice is yet.
-
-    Returns:
-        `index`.
-    """
+    """Choose the part of a step's work that a slice is: that of its own number."""
     del worker, free
     return index
 
@@ -118,14 +82,6 @@ def own_part(worker: int, index: int, free: Set[int]) -> int:
     """Choose the part of the worker's own number, or the first one if another worker has that.
 
     A worker that keeps the rows it was sent has those of this part already.
-
-    Args:
-        worker: Index of the worker that takes the slice first.
-        index: Which slice of the step; it does not matter.
-        free: Parts that no slice is yet, at least one.
-
-    Returns:
-        One of `free`.
     """
     del index
     return worker if worker in free else min(free)
@@ -142,16 +98,7 @@ class _Step(Generic[WorkT, OutputsT]):
 
 
 class TaskQueue(Generic[WorkT, OutputsT]):
-    """Queue of the parts of steps; see `worker_pool.Work`.
-
-    Args:
-        schedule: Which step may start; its steps have as many slices as the work has parts.
-        turns: Which worker may take a slice; None if any may.
-        choose_part: Which part of the work a slice is: `in_order` or `own_part`.
-
-    Attributes:
-        schedule: The schedule.
-    """
+    """Queue of the parts of steps; see `worker_pool.Work`."""
 
     def __init__(
         self,
@@ -164,23 +111,11 @@ class TaskQueue(Generic[WorkT, OutputsT]):
         self._complete: collections.deque[int] = collections.deque()
 
     def add(self, work: WorkT, empty: Collection[int] = ()) -> None:
-        """Add the work of one step.
-
-        Args:
-            work: The work, of as many parts as the schedule gives a step slices.
-            empty: The parts without rows, which are finished as soon as they are handed out.
-        """
+        """Add the work of one step."""
         self._steps[self.schedule.offer()] = _Step(work, empty)
 
     def take(self, worker: int) -> Task[WorkT] | None:
-        """Hand out the next task for a worker. A piece that was lost keeps its part.
-
-        Args:
-            worker: Index of the worker.
-
-        Returns:
-            The task; None if nothing may start yet.
-        """
+        """Hand out the next task for a worker. A piece that was lost keeps its part."""
         while self._is_allowed(worker) and (piece := self.schedule.take(worker)) is not None:
             step = self._steps[piece.step]
             if piece.slice not in step.parts:
@@ -201,13 +136,7 @@ class TaskQueue(Generic[WorkT, OutputsT]):
         return self._turns.allows(worker, number * self.schedule.slices + index, step.work)
 
     def finished(self, task: Task[WorkT], worker: int, result: Result[OutputsT] | None) -> None:
-        """Take the result of a task; release it if another one was first.
-
-        Args:
-            task: The task, as `take` returned it.
-            worker: Index of the worker that has computed it.
-            result: Its result; None for a part without rows.
-        """
+        """Take the result of a task; release it if another one was first."""
         number = task.piece.step
         if self.schedule.returned(task.piece, worker, 0 if result is None else result.older):
             if result is not None:
@@ -218,12 +147,7 @@ class TaskQueue(Generic[WorkT, OutputsT]):
             result.release()
 
     def lost(self, task: Task[WorkT], worker: int) -> None:
-        """Hand a task out again, whose worker was lost with it.
-
-        Args:
-            task: The task, as `take` returned it.
-            worker: Index of the lost worker.
-        """
+        """Hand a task out again, whose worker was lost with it."""
         self.schedule.lost(task.piece, worker)
 
     def next_complete(self) -> CompleteStep[WorkT, OutputsT] | None:

@@ -30,12 +30,7 @@ _ELSEWHERE = (
 
 
 class WorkerDataset(tf_datasets.PerRankDataset):
-    """Dataset of one pipeline per worker, made there.
-
-    Args:
-        make: Worker's index -> its dataset; called where the dataset is to live.
-        spec_of: A dataset alike, for what its elements look like.
-    """
+    """Dataset of one pipeline per worker, made there."""
 
     def __init__(self, make: Callable[[int], tf.data.Dataset], spec_of: tf.data.Dataset):
         super().__init__(spec_of, whole=None)
@@ -47,26 +42,12 @@ class WorkerDataset(tf_datasets.PerRankDataset):
         return tf.constant(tf.data.INFINITE_CARDINALITY, tf.int64)
 
     def map(self, function: Function[Nest]) -> WorkerDataset:
-        """Apply a function to every batch, on the workers.
-
-        Args:
-            function: As of `tf.data.Dataset.map`.
-
-        Returns:
-            A dataset of what the function returns.
-        """
+        """Apply a function to every batch, on the workers."""
         make = self.make
         return WorkerDataset(lambda worker: make(worker).map(function), self.local.map(function))
 
     def prefetch(self, count: int) -> WorkerDataset:
-        """Keep batches ready, on the workers.
-
-        Args:
-            count: How many batches.
-
-        Returns:
-            A dataset of the same batches.
-        """
+        """Keep batches ready, on the workers."""
         make = self.make
         return WorkerDataset(lambda worker: make(worker).prefetch(count), self.local)
 
@@ -78,9 +59,6 @@ class Pipelines:
     """Iterators of the workers over a `WorkerDataset`: made on first use, and again after a loss.
 
     As an iterator, it gives itself once for every step.
-
-    Args:
-        dataset: The dataset.
     """
 
     def __init__(self, dataset: WorkerDataset):
@@ -97,14 +75,7 @@ class Pipelines:
         return self
 
     def of(self, worker: int) -> tf.data.Iterator:
-        """Return the iterator of the worker whose thread this is.
-
-        Args:
-            worker: Index of the worker.
-
-        Raises:
-            ValueError: Its dataset is not like that of worker 0, or was made on the chief.
-        """
+        """Return the iterator of the worker whose thread this is."""
         if worker not in self._at:
             with self._lock, _made_there(worker):  # it may call the script's own function
                 made = self._dataset.make(worker)
@@ -117,27 +88,12 @@ class Pipelines:
         return self._at[worker]
 
     def lose(self, worker: int) -> None:
-        """Forget a lost worker's iterator, but keep it alive: its end would be a message.
-
-        Args:
-            worker: Index of the worker.
-        """
+        """Forget a lost worker's iterator, but keep it alive: its end would be a message."""
         if worker in self._at:
             self._lost.append(self._at.pop(worker))
 
     def call(self, function: Callable[[tf.data.Iterator], T], worker: int) -> T:
-        """Call a function with the worker's iterator.
-
-        Args:
-            function: Called with the iterator.
-            worker: Index of the worker whose thread this is.
-
-        Returns:
-            What the function returned.
-
-        Raises:
-            ValueError: The pipeline has no batch at all.
-        """
+        """Call a function with the worker's iterator."""
         try:
             return function(self.of(worker))
         except tf.errors.OutOfRangeError:
@@ -149,11 +105,7 @@ class Pipelines:
 
 @contextlib.contextmanager
 def _made_there(worker: int) -> Iterator[None]:
-    """While inside, TensorFlow's error about a dataset that is elsewhere says what to do.
-
-    Raises:
-        ValueError: Instead of it.
-    """
+    """While inside, TensorFlow's error about a dataset that is elsewhere says what to do."""
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
@@ -163,11 +115,7 @@ def _made_there(worker: int) -> Iterator[None]:
 
 
 def _opened(dataset: tf.data.Dataset, worker: int) -> tf.data.Iterator:
-    """Open an endless iterator over a worker's dataset.
-
-    Raises:
-        ValueError: The dataset is not on the worker.
-    """
+    """Open an endless iterator over a worker's dataset."""
     if "/job:worker" not in tf.data.experimental.to_variant(dataset).device:
         raise ValueError(_ELSEWHERE.format(worker=worker))
     return iter(dataset.repeat())
@@ -176,21 +124,7 @@ def _opened(dataset: tf.data.Dataset, worker: int) -> tf.data.Iterator:
 def worker_dataset(
     dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset], workers: int, slices: int
 ) -> WorkerDataset:
-    """Make what `distribute_datasets_from_function` returns on the chief.
-
-    Args:
-        dataset_fn: `tf.distribute.InputContext` -> batched `tf.data.Dataset`.
-        workers: Number of workers, one pipeline each.
-        slices: Gradients in one step.
-
-    Returns:
-        The pipelines, one for each worker.
-
-    Raises:
-        TypeError: `dataset_fn` returned something else.
-        ValueError: It returned rows instead of batches, or a synchronous step would have slices of
-            different sizes.
-    """
+    """Make what `distribute_datasets_from_function` returns on the chief."""
 
     def make(worker: int) -> tf.data.Dataset:
         try:

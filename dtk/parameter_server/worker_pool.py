@@ -43,44 +43,21 @@ class Work(Protocol[PieceT, ResultT]):
     """Source of pieces of work; called under the pool's lock."""
 
     def take(self, worker: int) -> PieceT | None:
-        """Hand out the next piece for a worker.
-
-        Args:
-            worker: Index of the worker.
-
-        Returns:
-            The piece; None if there is none yet.
-        """
+        """Hand out the next piece for a worker. The piece; None if there is none yet."""
 
     def finished(self, piece: PieceT, worker: int, result: ResultT) -> None:
-        """Take the result of a piece.
-
-        Args:
-            piece: The piece.
-            worker: Index of the worker that has computed it.
-            result: What the worker's function returned.
-        """
+        """Take the result of a piece."""
 
     def lost(self, piece: PieceT, worker: int) -> None:
-        """Take back a piece whose worker was lost.
-
-        Args:
-            piece: The piece.
-            worker: Index of the lost worker.
-        """
+        """Take back a piece whose worker was lost."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Taken:
-    """Piece that a worker has taken, and whose it is.
+    """Piece that a worker has taken, and whose it is."""
 
-    Attributes:
-        compute: Computes it, and returns what hands in the result.
-        lost: Gives it back.
-    """
-
-    compute: Callable[[], Callable[[], None]]
-    lost: Callable[[], None]
+    compute: Callable[[], Callable[[], None]]  # computes it, and returns what hands in the result
+    lost: Callable[[], None]  # gives it back
 
 
 def _taken(
@@ -98,14 +75,7 @@ def _taken(
 
 
 class WorkerPool:
-    """Workers that compute pieces of work, as threads on the chief.
-
-    Args:
-        strategy: The strategy, whose coordinator keeps the threads.
-        workers: Addresses of the workers, "host:port".
-        servers: Addresses of the parameter servers, "host:port".
-        patience: Seconds to go on without any worker before giving up.
-    """
+    """Workers that compute pieces of work, as threads on the chief."""
 
     def __init__(
         self,
@@ -130,15 +100,7 @@ class WorkerPool:
     def working(
         self, work: Work[PieceT, ComputedT], compute: Callable[[PieceT, int], ComputedT]
     ) -> Iterator[WorkerPool]:
-        """Let workers compute what `work` gives them while inside; inside another, instead of its.
-
-        Args:
-            work: Where pieces come from.
-            compute: Computes a piece; called as `compute(piece, worker)` on a worker's thread.
-
-        Yields:
-            The pool.
-        """
+        """While inside, workers compute what `work` gives them; the innermost counts."""
         entry = functools.partial(_taken, work, compute)
         with self._changed:
             is_first = not self._entries
@@ -164,31 +126,14 @@ class WorkerPool:
                 self._changed.notify_all()
 
     def offer(self, change: Callable[[], T]) -> T:
-        """Change the work, as by adding to it, and let workers look again.
-
-        Args:
-            change: Called once, under the lock.
-
-        Returns:
-            What `change` returned.
-        """
+        """Change the work, as by adding to it, and let workers look again."""
         with self._changed:
             result = change()
             self._changed.notify_all()
             return result
 
     def wait(self, until: Callable[[], T | None]) -> T:
-        """Wait until a condition is true.
-
-        Args:
-            until: Called under the lock, whenever something has changed.
-
-        Returns:
-            What `until` returned, once that is true.
-
-        Raises:
-            ClusterError: A parameter server is gone, or there has been no worker for too long.
-        """
+        """Wait until a condition is true."""
         last_seen = time.monotonic()
         with progress.inside("work of the workers"), self._changed:
             while True:
@@ -201,11 +146,7 @@ class WorkerPool:
 
     @contextlib.contextmanager
     def asking_servers(self) -> Iterator[None]:
-        """While inside, let an error that comes from a lost parameter server say so.
-
-        Raises:
-            ClusterError: Instead of TensorFlow's error.
-        """
+        """While inside, let an error that comes from a lost parameter server say so."""
         try:
             yield
         except tf.errors.OpError:

@@ -20,15 +20,10 @@ LOSSY = (
 
 @dataclass(frozen=True)
 class Advice:
-    """The method to use, and why.
-
-    Attributes:
-        chosen: The prediction for it.
-        reasons: Sentences.
-    """
+    """The method to use, and why."""
 
     chosen: Prediction
-    reasons: tuple[str, ...]
+    reasons: tuple[str, ...]  # sentences
 
 
 def advise(
@@ -38,15 +33,6 @@ def advise(
 
     A method further from one process's training is chosen only if it trains on a tenth more rows
     per second.
-
-    Args:
-        predictions: By method, from the most exact, and number of workers.
-        job: What is trained.
-        cluster: Where.
-        target: Efficiency that more workers must not fall below.
-
-    Returns:
-        The prediction for it, and reasons.
     """
     best = [_furthest(of, target) for of in predictions if of[0].method.use]
     kept = [one for one in best if one.efficiency >= target]
@@ -108,11 +94,6 @@ def _why_not_dense(
 
 def bound(one: Prediction, job: Job, cluster: Cluster) -> str:
     """Return what takes most of what a step takes beyond computing.
-
-    Args:
-        one: A prediction.
-        job: What is trained.
-        cluster: Where.
 
     Example:
         >>> from dtk.planning.methods import METHODS

@@ -38,37 +38,18 @@ _WHOLE = 0.9
 
 @dataclass(frozen=True)
 class Calibration:
-    """Inputs of a plan that a benchmark tells.
+    """Inputs of a plan that a benchmark tells."""
 
-    Attributes:
-        job: What was trained.
-        software: What was measured on top of links, or, between hosts, with them.
-        per_host: Workers of a host.
-        hosts: That took part.
-    """
-
-    job: Job
-    software: Software
-    per_host: int
-    hosts: int
+    job: Job  # what was trained
+    software: Software  # what was measured on top of links, or, between hosts, with them
+    per_host: int  # workers of a host
+    hosts: int  # that took part
 
 
 def calibrated(
     results: Results, model: str | None = None, communicator: str | None = None
 ) -> Calibration:
-    """Read a benchmark.
-
-    Args:
-        results: What `dtk bench` measured.
-        model: Its name; None if there is one.
-        communicator: Its name; None if there is one.
-
-    Returns:
-        What a plan needs of it.
-
-    Raises:
-        PlanError: It lacks what a plan needs, or there is no such model or communicator.
-    """
+    """Read a benchmark."""
     models = [name for name, turns in results.turns.items() if BOUND in turns]
     model = _chosen("--model", model, models)
     communicator = _chosen("--communicator", communicator, results.setting["communicators"])
@@ -92,18 +73,7 @@ def calibrated(
 
 
 def software_of(results: Results, communicator: str | None = None) -> tuple[Software, int]:
-    """Read what a message and a byte take from a benchmark, whatever models it measured.
-
-    Args:
-        results: What `dtk bench` measured.
-        communicator: Its name; None if there is one.
-
-    Returns:
-        Software's costs, and the number of hosts; with several, their network is in them.
-
-    Raises:
-        PlanError: There is no such communicator, or nothing was measured that tells.
-    """
+    """Read what a message and a byte take from a benchmark, whatever models it measured."""
     communicator = _chosen("--communicator", communicator, results.setting["communicators"])
     places = {rank["host"] for rank in results.setting["ranks"]}
     return _software(results, communicator, results.setting["workers"]), len(places)
@@ -135,9 +105,6 @@ def _factors(sent: Mapping[str, float], parameters: int, rows: int) -> Factors |
     """Return the kernels whose gradients went as factors; None if none did.
 
     Without fp16 all are taken to be such kernels.
-
-    Raises:
-        PlanError: They were neither whole nor factors.
 
     Example:
         >>> found = _factors({"dense": 9000.0, "fp16": 8500.0}, parameters=10250, rows=8)

@@ -12,15 +12,7 @@ from dtk.version import pip_install
 
 
 def draw(predictions: Sequence[Sequence[Prediction]], path: str | os.PathLike[str]) -> None:
-    """Write a figure.
-
-    Args:
-        predictions: By method and number of workers.
-        path: Its ending says which format: svg, png or pdf.
-
-    Raises:
-        PlanError: matplotlib is not installed, or cannot write such a file.
-    """
+    """Write a figure."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -26,18 +26,10 @@ def _check(name: str, value: float, fits: bool, expected: str) -> None:
 
 @dataclass(frozen=True)
 class Link:
-    """A connection between hosts, or the workers of one; the same in both directions at once.
+    """A connection between hosts, or the workers of one; the same in both directions at once."""
 
-    Attributes:
-        latency: Seconds until a message arrives, once it is sent.
-        bandwidth: Bytes per second.
-
-    Raises:
-        PlanError: One is out of range.
-    """
-
-    latency: float = 0.0
-    bandwidth: float = math.inf
+    latency: float = 0.0  # seconds until a message arrives, once it is sent
+    bandwidth: float = math.inf  # bytes per second
 
     def __post_init__(self) -> None:
         _check("latency", self.latency, self.latency >= 0, "0 or more seconds")
@@ -50,31 +42,19 @@ class Software:
 
     The defaults were measured with TensorFlow's collectives between two workers of one thread each
     on a machine with two cores; docs/plan.md says how.
-
-    Attributes:
-        message: Seconds of a message of no length, without the link.
-        byte: Seconds a byte costs: it is copied, and added to another.
-        step: Seconds of a step under a strategy, beyond what plain Keras takes.
-        coding: Seconds per parameter of encoding, decoding and residuals, by exchange.
-        product: Seconds of an entry of a product of factors, for each row of another worker.
-        hidden: The part of what a backward pass could hide of sending that it does hide.
     """
 
-    message: float = 0.77e-3
-    byte: float = 3.0e-9
-    step: float = 0.0
+    message: float = 0.77e-3  # seconds of a message of no length, without the link
+    byte: float = 3.0e-9  # seconds a byte costs: it is copied, and added to another
+    step: float = 0.0  # seconds of a step under a strategy, beyond what plain Keras takes
+    # seconds per parameter of encoding, decoding and residuals, by exchange
     coding: Mapping[str, float] = field(default_factory=lambda: {"fp16": 0.0, "1bit": 8.2e-9})
+    # seconds of an entry of a product of factors, for each row of another worker
     product: float = 0.0
-    hidden: float = 0.0
+    hidden: float = 0.0  # the part of what a backward pass could hide of sending that it does hide
 
     def coding_of(self, exchange: str) -> float:
         """Return the seconds that coding takes per parameter.
-
-        Args:
-            exchange: Its short name.
-
-        Returns:
-            Of a code that was not measured, those of the costliest that was.
 
         Example:
             >>> Software(coding={"1bit": 5e-9}).coding_of("8bit")
@@ -89,23 +69,15 @@ class Software:
 
 @dataclass(frozen=True)
 class Factors:
-    """Kernels whose gradients can travel as rows of two matrices, see `dtk.exchange.factors`.
+    """Kernels whose gradients can travel as rows of two matrices, see `dtk.exchange.factors`."""
 
-    Attributes:
-        entries: m n of a kernel, of all.
-        width: m + n of a kernel, of all: numbers that a row of the batch is sent as.
-    """
-
-    entries: float
-    width: float
+    entries: float  # m n of a kernel, of all
+    width: float  # m + n of a kernel, of all: numbers that a row of the batch is sent as
 
     def most_rows(self, workers: float) -> float:
         """Return the rows of all workers from which on dtk does not send factors any more.
 
         Each holds as many.
-
-        Args:
-            workers: How many there are, 2 or more.
 
         Example:
             >>> kernel = Factors(entries=2048 * 2048, width=4096)
@@ -120,9 +92,6 @@ class Factors:
     def size(self, rows: int) -> float:
         """Return the bytes of so many rows.
 
-        Args:
-            rows: Of the batch.
-
         Example:
             >>> Factors(entries=2048 * 2048, width=4096).size(32)
             524288
@@ -132,32 +101,21 @@ class Factors:
 
 @dataclass(frozen=True)
 class Job:
-    """A model to train, and how.
+    """A model to train, and how."""
 
-    Attributes:
-        step: Seconds of a step of a worker that sends nothing, with as many others at work on its
-            host as there will be; of the slowest, whom all wait for.
-        parameters: Trainable ones.
-        rows: Of that step.
-        global_batch: Rows of all workers together, where it stays the same whatever their number;
-            None where each has `rows`.
-        block_steps: Steps between two exchanges of weights of block momentum.
-        column: Entries of a column of a kernel: what one output unit has.
-        sent: Bytes of whole gradients or of codes, by exchange, where measured.
-        factors: Kernels whose gradients need not be sent whole, where known.
-
-    Raises:
-        PlanError: One is out of range.
-    """
-
+    # seconds of a step of a worker that sends nothing, with as many others at work on its host as
+    # there will be; of the slowest, whom all wait for
     step: float
-    parameters: int
-    rows: int = 32
+    parameters: int  # trainable ones
+    rows: int = 32  # of that step
+    # rows of all workers together, where it stays the same whatever their number; None where each
+    # has `rows`
     global_batch: int | None = None
-    block_steps: int = 16
-    column: int = 512
+    block_steps: int = 16  # steps between two exchanges of weights of block momentum
+    column: int = 512  # entries of a column of a kernel: what one output unit has
+    # bytes of whole gradients or of codes, by exchange, where measured
     sent: Mapping[str, float] = field(default_factory=dict)
-    factors: Factors | None = None
+    factors: Factors | None = None  # kernels whose gradients need not be sent whole, where known
 
     def __post_init__(self) -> None:
         _check("step time", self.step, 0 < self.step < math.inf, "seconds above 0")
@@ -170,9 +128,6 @@ class Job:
     def rows_of(self, workers: int) -> int:
         """Return the rows of a step of the worker that has most.
 
-        Args:
-            workers: How many there are.
-
         Example:
             >>> Job(0.1, 1000, rows=32).rows_of(3), Job(0.1, 1000, global_batch=64).rows_of(3)
             (32, 22)
@@ -180,18 +135,11 @@ class Job:
         return self.rows if self.global_batch is None else math.ceil(self.global_batch / workers)
 
     def batch(self, workers: int) -> int:
-        """Return the rows of a step of all workers.
-
-        Args:
-            workers: How many there are.
-        """
+        """Return the rows of a step of all workers."""
         return workers * self.rows if self.global_batch is None else self.global_batch
 
     def computing(self, workers: int) -> float:
         """Return the seconds of computing a step, taken to grow with its rows.
-
-        Args:
-            workers: How many there are.
 
         Example:
             >>> Job(0.1, 1000, rows=32, global_batch=64).computing(4)
@@ -201,9 +149,6 @@ class Job:
 
     def factored(self, workers: int) -> Factors | None:
         """Return the kernels whose gradients so many workers send as factors; None if none.
-
-        Args:
-            workers: How many there are.
 
         Example:
             >>> job = Job(0.1, 2048 * 2048, rows=32, factors=Factors(2048 * 2048, 4096))
@@ -219,9 +164,6 @@ class Job:
     def size(self, exchange: str) -> float:
         """Return the bytes of what one worker sends, as the exchange codes it.
 
-        Args:
-            exchange: Its short name.
-
         Example:
             >>> Job(0.1, 1024).size("dense"), Job(0.1, 1024).size("1bit")
             (4096.0, 144.0)
@@ -234,26 +176,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts and links to train on.
+    """Hosts and links to train on."""
 
-    Attributes:
-        network: Between hosts.
-        host: Between the workers of one.
-        per_host: Workers of a host.
-        servers: Parameter servers, each on a host of its own.
-        price: Of a host, per hour.
-        software: What comes on top of links.
-
-    Raises:
-        PlanError: One is out of range.
-    """
-
-    network: Link
-    host: Link = Link()
-    per_host: int = 1
-    servers: int = 1
-    price: float = 0.0
-    software: Software = Software()
+    network: Link  # between hosts
+    host: Link = Link()  # between the workers of one
+    per_host: int = 1  # workers of a host
+    servers: int = 1  # parameter servers, each on a host of its own
+    price: float = 0.0  # of a host, per hour
+    software: Software = Software()  # what comes on top of links
 
     def __post_init__(self) -> None:
         _check("workers per host", self.per_host, self.per_host >= 1, "1 or more")
@@ -262,9 +192,6 @@ class Cluster:
 
     def hosts(self, workers: int) -> int:
         """Return the hosts that so many workers fill.
-
-        Args:
-            workers: How many there are.
 
         Example:
             >>> Cluster(Link(), per_host=4).hosts(9)
@@ -277,10 +204,6 @@ class Cluster:
 
         It goes over the network, unless one host holds them all.
 
-        Args:
-            traffic: What is sent.
-            workers: How many there are.
-
         Example:
             >>> cluster = Cluster(Link(0.5, 100 / PAYLOAD), software=Software(0.25, 0.001))
             >>> cluster.seconds(Traffic(messages=2, bytes=200), workers=2)
@@ -289,19 +212,11 @@ class Cluster:
         return sum(self.parts(traffic, workers))
 
     def parts(self, traffic: Traffic, workers: int) -> tuple[float, float]:
-        """Return the seconds of the messages of traffic, and those of its bytes.
-
-        Args:
-            traffic: What is sent.
-            workers: How many there are.
-        """
+        """Return the seconds of the messages of traffic, and those of its bytes."""
         return self.over(self._link(workers), traffic)
 
     def half_length(self, workers: int) -> float:
         """Return the bytes that take as long as a message, to a power of two.
-
-        Args:
-            workers: Between how many.
 
         Example:
             >>> software = Software(message=0.5e-3, byte=4e-9)
@@ -318,10 +233,6 @@ class Cluster:
 
         Messages are handled and then sent, one after the other. Bytes are a stream: some are copied
         and added up while others are under way, so that the slower of the two counts.
-
-        Args:
-            link: What carries it.
-            traffic: What is sent.
         """
         message = self.software.message + link.latency
         byte = max(self.software.byte, 1 / (link.bandwidth * PAYLOAD))

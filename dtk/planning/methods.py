@@ -34,20 +34,13 @@ BACKWARD = 2 / 3
 
 
 class Cost(NamedTuple):
-    """Seconds and bytes of a step; of asynchronous workers, of as many steps as there are workers.
+    """Seconds and bytes of a step; for asynchronous workers, of one step per worker."""
 
-    Attributes:
-        computing: Seconds.
-        coding: Seconds, of this worker: codes, products of factors, and what a strategy adds to a
-            step.
-        sending: Seconds in which nothing else goes on.
-        bytes: Handed over by a worker.
-    """
-
-    computing: float
+    computing: float  # seconds
+    # seconds, of this worker: codes, products of factors, and what a strategy adds to a step
     coding: float = 0.0
-    sending: float = 0.0
-    bytes: float = 0.0
+    sending: float = 0.0  # seconds in which nothing else goes on
+    bytes: float = 0.0  # handed over by a worker
 
     @property
     def seconds(self) -> float:
@@ -57,31 +50,20 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True)
 class Method:
-    """A strategy with an exchange.
+    """A strategy with an exchange."""
 
-    Attributes:
-        name: As in tables.
-        use: What one writes in a script; empty for what dtk does not do.
-        cost: Of a step, from the job, the cluster and the number of workers.
-        exact: Whether training is that of one process.
-        served: Whether it needs parameter servers.
-    """
-
-    name: str
-    use: str
+    name: str  # as in tables
+    use: str  # what one writes in a script; empty for what dtk does not do
+    # of a step, from the job, the cluster and the number of workers
     cost: Callable[[Job, Cluster, int], Cost]
-    exact: bool = False
-    served: bool = False
+    exact: bool = False  # whether training is that of one process
+    served: bool = False  # whether it needs parameter servers
 
 
 def early(size: float, half_length: float) -> float:
     """Return the part of the bytes that can go before the last gradient is there.
 
     That is all buckets but one.
-
-    Args:
-        size: Bytes of all gradients.
-        half_length: Bytes that take as long as a message.
 
     Example:
         >>> early(8 << 20, 1 << 17), early(1000, 1 << 17)
@@ -95,16 +77,11 @@ def exposed(sending: float, computing: float, part: float) -> float:
 
     Those of messages are left out: the last bucket's come after it.
 
-    Args:
-        sending: Seconds of its bytes.
-        computing: Seconds of the step's.
-        part: What is sent early; at most `early`.
+    Source: Li et al. 2020, section 3.2.3.
 
     Example:
         >>> exposed(1.0, 3.0, 0.75), exposed(8.0, 3.0, 0.75)
         (0.25, 6.5)
-
-    Source: Li et al. 2020, section 3.2.3.
     """
     return sending - min(sending, BACKWARD * computing) * part
 
@@ -114,12 +91,6 @@ def dense(job: Job, cluster: Cluster, workers: int, exchange: str = "dense") -> 
 
     With few rows those of some kernels go as factors instead. What is hidden is measured: sending
     takes cores, too.
-
-    Args:
-        job: What is trained.
-        cluster: Where.
-        workers: How many.
-        exchange: "dense", or "fp16" for half precision.
 
     Example:
         >>> from dtk.planning.inputs import PAYLOAD, Link, Software
@@ -162,13 +133,7 @@ def _factors(job: Job, cluster: Cluster, workers: int, exchange: str, kernels: F
 
 
 def hierarchical(job: Job, cluster: Cluster, workers: int) -> Cost:
-    """Predict whole gradients summed within hosts, then round a ring of hosts, then back.
-
-    Args:
-        job: What is trained.
-        cluster: Where.
-        workers: How many.
-    """
+    """Predict whole gradients summed within hosts, then round a ring of hosts, then back."""
     hosts = cluster.hosts(workers)
     per_host = -(-workers // hosts)
     size, computing = job.size("dense"), job.computing(workers)
@@ -180,14 +145,7 @@ def hierarchical(job: Job, cluster: Cluster, workers: int) -> Cost:
 
 
 def coded(bits: int) -> Callable[[Job, Cluster, int], Cost]:
-    """Return the cost of codes to owners and from owners: nothing is sent before all is coded.
-
-    Args:
-        bits: Of an entry's code.
-
-    Returns:
-        The cost, as a function of job, cluster and number of workers.
-    """
+    """Return the cost of codes to owners and from owners: nothing is sent before all is coded."""
     exchange = f"{bits}bit"
 
     def cost(job: Job, cluster: Cluster, workers: int) -> Cost:
@@ -211,13 +169,7 @@ def _codes(size: float, workers: int, per_host: int) -> Traffic:
 
 
 def delayed(job: Job, cluster: Cluster, workers: int) -> Cost:
-    """Predict gradients of the step before going round the ring while these are computed.
-
-    Args:
-        job: What is trained.
-        cluster: Where.
-        workers: How many.
-    """
+    """Predict gradients of the step before going round the ring while these are computed."""
     size = job.size("dense")
     computing = job.computing(workers)
     sending = cluster.seconds(costs.ring_allreduce(workers, size), workers)
@@ -226,13 +178,7 @@ def delayed(job: Job, cluster: Cluster, workers: int) -> Cost:
 
 
 def block_momentum(job: Job, cluster: Cluster, workers: int) -> Cost:
-    """Predict weights going round the ring once a block, and nothing in between.
-
-    Args:
-        job: What is trained.
-        cluster: Where.
-        workers: How many.
-    """
+    """Predict weights going round the ring once a block, and nothing in between."""
     block = costs.ring_allreduce(workers, job.size("dense")).times(1 / job.block_steps)
     sending = cluster.seconds(block, workers)
     coding = _coding(job, cluster, workers, "block momentum")
@@ -240,13 +186,7 @@ def block_momentum(job: Job, cluster: Cluster, workers: int) -> Cost:
 
 
 def servers_sync(job: Job, cluster: Cluster, workers: int) -> Cost:
-    """Predict synchronous servers: all pull, compute, push; then the step is applied.
-
-    Args:
-        job: What is trained.
-        cluster: Where.
-        workers: How many.
-    """
+    """Predict synchronous servers: all pull, compute, push; then the step is applied."""
     size = job.size("dense")
     way = costs.pull(workers, cluster.servers, cluster.per_host, size)
     sending = sum(cluster.over(cluster.network, way.times(2)))
@@ -258,11 +198,6 @@ def servers_async(job: Job, cluster: Cluster, workers: int) -> Cost:
 
     Each worker waits for itself only, and all for the servers. A link carries pulls one way and
     pushes the other at the same time.
-
-    Args:
-        job: What is trained.
-        cluster: Where.
-        workers: How many.
     """
     size = job.size("dense")
     own = costs.pull(1, cluster.servers, 1, size).times(min(cluster.per_host, workers))

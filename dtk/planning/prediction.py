@@ -14,23 +14,14 @@ MILLION = 1_000_000
 
 @dataclass(frozen=True)
 class Prediction:
-    """Time, efficiency and price of one method, with one number of workers.
+    """Time, efficiency and price of one method, with one number of workers."""
 
-    Attributes:
-        method: What is done.
-        workers: How many do it.
-        cost: Of a step.
-        rows: Of all workers, per second.
-        efficiency: `rows` / the rows that so many single workers would train on.
-        price: Of a million rows; of hosts of workers and servers.
-    """
-
-    method: Method
-    workers: int
-    cost: Cost
-    rows: float
-    efficiency: float
-    price: float
+    method: Method  # what is done
+    workers: int  # how many do it
+    cost: Cost  # of a step
+    rows: float  # of all workers, per second
+    efficiency: float  # `rows` / the rows that so many single workers would train on
+    price: float  # of a million rows; of hosts of workers and servers
 
     @property
     def seconds(self) -> float:
@@ -40,12 +31,6 @@ class Prediction:
 
 def predict(method: Method, job: Job, cluster: Cluster, workers: int) -> Prediction:
     """Predict what a method takes.
-
-    Args:
-        method: What is done.
-        job: What is trained.
-        cluster: Where.
-        workers: How many.
 
     Example:
         >>> from dtk.planning.inputs import Link
@@ -64,15 +49,5 @@ def predict(method: Method, job: Job, cluster: Cluster, workers: int) -> Predict
 def sweep(
     job: Job, cluster: Cluster, workers: Sequence[int], methods: Sequence[Method] = METHODS
 ) -> list[list[Prediction]]:
-    """Predict each method with each number of workers.
-
-    Args:
-        job: What is trained.
-        cluster: Where.
-        workers: Numbers of workers.
-        methods: What is done.
-
-    Returns:
-        By method, then by number of workers, in the orders given.
-    """
+    """Predict each method with each number of workers."""
     return [[predict(method, job, cluster, count) for count in workers] for method in methods]

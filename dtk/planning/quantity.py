@@ -21,16 +21,6 @@ class PlanError(DtkError, ValueError):
 def seconds(option: str, text: str) -> float:
     """Read a duration, 0 or more.
 
-    Args:
-        option: Who asks, for the error.
-        text: A number and one of s, ms, us, ns.
-
-    Returns:
-        Seconds.
-
-    Raises:
-        PlanError: It is none.
-
     Example:
         >>> seconds("--step-time", "85ms")
         0.085
@@ -40,13 +30,6 @@ def seconds(option: str, text: str) -> float:
 
 def count(option: str, text: str) -> int:
     """Read a whole number, 1 or more.
-
-    Args:
-        option: Who asks, for the error.
-        text: A number, and k, M or G (or B, as in "7B parameters").
-
-    Raises:
-        PlanError: It is none.
 
     Example:
         >>> count("--parameters", "270k"), count("--parameters", "1.5B")
@@ -60,16 +43,6 @@ def count(option: str, text: str) -> int:
 
 def bandwidth(option: str, text: str) -> float:
     """Read a bandwidth, above 0.
-
-    Args:
-        option: Who asks, for the error.
-        text: A number and bit/s or B/s, with k, M or G in front: as networks or disks are sold.
-
-    Returns:
-        Bytes per second.
-
-    Raises:
-        PlanError: It is none.
 
     Example:
         >>> bandwidth("--bandwidth", "1Gbit/s"), bandwidth("--bandwidth", "12.5MB/s")
@@ -85,13 +58,6 @@ def bandwidth(option: str, text: str) -> float:
 def size(option: str, text: str) -> float:
     """Read a number of bytes, above 0.
 
-    Args:
-        option: Who asks, for the error.
-        text: A number and B, kB, MB, GB or TB.
-
-    Raises:
-        PlanError: It is none.
-
     Example:
         >>> size("--memory", "1.5GB")
         1500000000.0
@@ -104,16 +70,6 @@ def size(option: str, text: str) -> float:
 
 def counts(option: str, text: str) -> tuple[int, ...]:
     """Read several counts: a list with commas, in which `...` goes on by doubling.
-
-    Args:
-        option: Who asks, for the error.
-        text: The list.
-
-    Returns:
-        In rising order, each once.
-
-    Raises:
-        PlanError: It is none.
 
     Example:
         >>> counts("--workers", "1,...,8,12"), counts("--workers", "3,...,20")

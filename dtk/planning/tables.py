@@ -20,14 +20,7 @@ _NOT_OURS = "hierarchical: not something dtk's communicators do; for comparison.
 
 
 def by_title(predictions: Predictions) -> dict[str, list[tuple[str, ...]]]:
-    """Return tables of a header and a row for each method.
-
-    Args:
-        predictions: By method and number of workers.
-
-    Returns:
-        By title; that of prices only if there are some.
-    """
+    """Return tables of a header and a row for each method."""
     found = {
         "ms per step": _table(predictions, lambda one: _short(1000 * one.seconds)),
         "efficiency": _table(predictions, lambda one: f"{one.efficiency:.2f}"),
@@ -55,16 +48,7 @@ def _short(value: float) -> str:
 
 
 def notes(job: Job, cluster: Cluster, advice: Advice) -> list[str]:
-    """Return the recommendation, then what is assumed.
-
-    Args:
-        job: What is trained.
-        cluster: Where.
-        advice: What is recommended.
-
-    Returns:
-        Lines.
-    """
+    """Return the recommendation, then what is assumed."""
     return [
         *advice.reasons,
         "",
@@ -78,10 +62,6 @@ def notes(job: Job, cluster: Cluster, advice: Advice) -> list[str]:
 
 def assumptions(job: Job, cluster: Cluster) -> str:
     """Return what the predictions are made from, in a sentence.
-
-    Args:
-        job: What is trained.
-        cluster: Where.
 
     Example:
         >>> from dtk.planning.inputs import Link
@@ -134,26 +114,12 @@ def _speed(bandwidth: float) -> str:
 
 
 def markdown(predictions: Predictions, job: Job, cluster: Cluster, advice: Advice) -> str:
-    """Return everything, as a page of Markdown.
-
-    Args:
-        predictions: By method and number of workers.
-        job: What is trained.
-        cluster: Where.
-        advice: What is recommended.
-    """
+    """Return everything, as a page of Markdown."""
     return page.markdown(by_title(predictions).items(), notes(job, cluster, advice))
 
 
 def dumps(predictions: Predictions, job: Job, cluster: Cluster, advice: Advice) -> str:
-    """Return everything, as JSON: seconds, bytes, rows per second.
-
-    Args:
-        predictions: By method and number of workers.
-        job: What is trained.
-        cluster: Where.
-        advice: What is recommended.
-    """
+    """Return everything, as JSON: seconds, bytes, rows per second."""
     found = {
         "dtk plan": _FORMAT,
         "job": asdict(job),

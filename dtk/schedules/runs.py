@@ -11,18 +11,6 @@ Runs = list[tuple[int, float]]
 def parse_runs(schedule: object, noun: str, valid: Callable[[object], bool], expected: str) -> Runs:
     """Parse a list of values and `(count, value)` pairs; a value alone has a count of 1.
 
-    Args:
-        schedule: What the user wrote.
-        noun: What its values are, for errors.
-        valid: Whether something can be a value.
-        expected: What a value must be, for errors.
-
-    Returns:
-        Pairs of count and value, at least one. The last value persists beyond its count.
-
-    Raises:
-        ValueError: It is no list, is empty, or holds something else.
-
     Example:
         >>> parse_runs([64, (2, 128)], "batch size", is_count, "an integer of at least 1")
         [(1, 64), (2, 128)]
@@ -48,9 +36,6 @@ def parse_runs(schedule: object, noun: str, valid: Callable[[object], bool], exp
 def is_count(value: object) -> bool:
     """Return whether a value is an integer of at least 1.
 
-    Args:
-        value: Any value; a bool is no number here.
-
     Example:
         >>> is_count(3), is_count(0), is_count(True), is_count(3.0)
         (True, False, False, False)
@@ -61,12 +46,6 @@ def is_count(value: object) -> bool:
 def ends_of(runs: Runs) -> list[int]:
     """Return where each run ends.
 
-    Args:
-        runs: Pairs of count and value.
-
-    Returns:
-        For each run the position after its last.
-
     Example:
         >>> ends_of([(1, 64), (2, 128)])
         [1, 3]
@@ -76,10 +55,6 @@ def ends_of(runs: Runs) -> list[int]:
 
 def value_at(runs: Runs, position: int) -> float:
     """Return the value at a position; the last persists.
-
-    Args:
-        runs: Pairs of count and value, at least one.
-        position: The position, from 0.
 
     Example:
         >>> [value_at([(1, 64), (2, 128), (1, 256)], position) for position in range(6)]

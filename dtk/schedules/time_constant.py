@@ -51,26 +51,12 @@ def time_constant_from_momentum(momentum: float, batch_size: int) -> float:
 
 
 def check_momentum(momentum: float) -> None:
-    """Refuse what is no momentum.
-
-    Args:
-        momentum: mu.
-
-    Raises:
-        ValueError: It is not in [0, 1).
-    """
+    """Refuse what is no momentum."""
     if not 0.0 <= momentum < 1.0:
         raise ValueError(f"momentum={momentum!r}; expected 0.0 up to but below 1.0")
 
 
 def check_batch_size(batch_size: float) -> None:
-    """Refuse an empty batch.
-
-    Args:
-        batch_size: Global batch, in samples.
-
-    Raises:
-        ValueError: It is below 1.
-    """
+    """Refuse an empty batch."""
     if not batch_size >= 1:
         raise ValueError(f"batch_size={batch_size!r}; expected a number of samples, 1 or more")

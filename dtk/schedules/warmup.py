@@ -21,19 +21,12 @@ SHAPES: dict[str, Callable[[float, tf.Tensor], tf.Tensor | float]] = {
 
 
 class WarmupConfig(TypedDict):
-    """What `LearningRateWarmup` takes, as Keras saves it.
+    """What `LearningRateWarmup` takes, as Keras saves it."""
 
-    Attributes:
-        learning_rate: A number, or what Keras makes of another schedule.
-        steps: Length of the warm-up in steps.
-        start: The factor of the first step.
-        shape: Name of one of SHAPES.
-    """
-
-    learning_rate: float | dict[str, object]
-    steps: int
-    start: float
-    shape: str
+    learning_rate: float | dict[str, object]  # A number, or what Keras makes of another schedule
+    steps: int  # length of the warm-up in steps
+    start: float  # the factor of the first step
+    shape: str  # name of one of SHAPES
 
 
 @keras.saving.register_keras_serializable(package="dtk")
@@ -97,11 +90,6 @@ class LearningRateWarmup(keras.optimizers.schedules.LearningRateSchedule):
         self.shape = shape
 
     def __call__(self, step: int | tf.Tensor) -> tf.Tensor:
-        """Return the rate of a step.
-
-        Args:
-            step: The step, counted from 0.
-        """
         after = self.learning_rate
         rate = after(step) if callable(after) else ops.convert_to_tensor(after, "float32")
         progress = ops.cast(step, "float32") / max(self.steps, 1)
@@ -122,11 +110,7 @@ class LearningRateWarmup(keras.optimizers.schedules.LearningRateSchedule):
 
     @classmethod
     def from_config(cls, config: WarmupConfig) -> LearningRateWarmup:
-        """Make the schedule again.
-
-        Args:
-            config: What `get_config` returned.
-        """
+        """Make the schedule again."""
         rate = config["learning_rate"]
         if isinstance(rate, dict):
             rate = keras.optimizers.schedules.deserialize(rate)

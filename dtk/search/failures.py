@@ -22,36 +22,19 @@ class CaughtRankError(RankError):
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """An exception of one rank, as it is sent.
+    """An exception of one rank, as it is sent."""
 
-    Attributes:
-        rank: Where it was raised.
-        kind: Name of its class.
-        text: Its traceback.
-        sent: The exception, as `dtk.communicators.objects` writes it; None where it cannot.
-        pruned: Whether it is Optuna's `TrialPruned`.
-        caught: Whether the study goes on after it.
-    """
-
-    rank: int
-    kind: str
-    text: str
+    rank: int  # where it was raised
+    kind: str  # name of its class
+    text: str  # its traceback
+    # the exception, as `dtk.communicators.objects` writes it; None where it cannot
     sent: bytes | None
-    pruned: bool = False
-    caught: bool = False
+    pruned: bool = False  # whether it is Optuna's `TrialPruned`
+    caught: bool = False  # whether the study goes on after it
 
     @classmethod
     def of(cls, error: Exception, rank: int, catch: tuple[type[Exception], ...] = ()) -> Failure:
-        """Describe an exception of this rank.
-
-        Args:
-            error: The exception.
-            rank: This rank.
-            catch: Classes after which the study goes on.
-
-        Returns:
-            What can be sent.
-        """
+        """Describe an exception of this rank."""
         return cls(
             rank,
             type(error).__qualname__,
@@ -68,12 +51,7 @@ class Failure:
         return lines[-1] if lines else self.kind
 
     def error(self) -> Exception:
-        """Make the exception again, on another rank.
-
-        Returns:
-            One of the same class, or else a `RankError`, or `TrialPruned` where that is meant; its
-            notes say where it comes from.
-        """
+        """Make the exception again, on another rank."""
         made = _read(self.sent)
         if made is None:
             made = self._told()
@@ -89,27 +67,12 @@ class Failure:
 
 
 def root_of(failures: Sequence[Failure]) -> Failure:
-    """Choose the exception that a trial ends with, of those of several ranks.
-
-    Args:
-        failures: At least one, of different ranks.
-
-    Returns:
-        That of the lowest rank; what prunes a trial counts only where nothing else has failed.
-    """
+    """Choose the exception that a trial ends with, of those of several ranks."""
     return min(failures, key=lambda failure: (failure.pruned, failure.rank))
 
 
 def agreed_error(failures: Sequence[Failure], mine: Exception | None) -> Exception:
-    """Return the exception to raise on this rank for those of all ranks.
-
-    Args:
-        failures: Of all ranks that failed.
-        mine: What was raised here.
-
-    Returns:
-        An exception of the same class on all ranks where it can be sent: `mine` where that is it.
-    """
+    """Return the exception to raise on this rank for those of all ranks."""
     root = root_of(failures)
     same = mine is not None and type(mine).__qualname__ == root.kind
     error = mine if mine is not None and same else root.error()

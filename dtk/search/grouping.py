@@ -22,12 +22,7 @@ _Made = TypeVar("_Made")
 
 
 class GroupStrategy(AllReduceStrategy):
-    """The strategy of one group, in whose trials no model of all workers can be trained.
-
-    Args:
-        part: Over the workers of the group.
-        over: The strategy over all workers, where there is one.
-    """
+    """The strategy of one group, in whose trials no model of all workers can be trained."""
 
     def __init__(self, part: Communicator, over: AllReduceStrategy | None):
         super().__init__(part)
@@ -35,14 +30,7 @@ class GroupStrategy(AllReduceStrategy):
 
     @contextlib.contextmanager
     def meeting(self, meet: Callable[[str], None]) -> Iterator[None]:
-        """See `DtkStrategy.meeting`; also refuses models of the strategy over all workers.
-
-        Args:
-            meet: Called with where the rank is.
-
-        Raises:
-            ValueError: Such a model is trained, tested or predicts.
-        """
+        """See `DtkStrategy.meeting`; also refuses models of the strategy over all workers."""
         over = self._over
         if over is None or over.size == self.size:
             with super().meeting(meet):

@@ -31,11 +31,7 @@ _RUNNING = optuna.trial.TrialState.RUNNING
 
 
 def notes_of(trial: optuna.trial.FrozenTrial) -> Mapping[str, object]:
-    """Return what dtk has noted with a trial; nothing of one that ran without dtk.
-
-    Args:
-        trial: The trial.
-    """
+    """Return what dtk has noted with a trial; nothing of one that ran without dtk."""
     return trial.user_attrs.get(ATTRIBUTE, {})
 
 
@@ -44,9 +40,6 @@ def counts(trial: optuna.trial.FrozenTrial) -> bool:
 
     Those that ended with their job, such as by a signal, are not: they will be made up for. Nor is
     one too many, of groups that began their last at once.
-
-    Args:
-        trial: The trial.
     """
     if trial.state == _RUNNING:
         return True
@@ -55,15 +48,7 @@ def counts(trial: optuna.trial.FrozenTrial) -> bool:
 
 
 def counted(study: optuna.Study, before: int | None = None) -> int:
-    """Count the trials of a study that have ended or are running.
-
-    Args:
-        study: The study.
-        before: Count only those of smaller numbers.
-
-    Returns:
-        How many of `n_trials` they are.
-    """
+    """Count the trials of a study that have ended or are running."""
     trials = study.get_trials(deepcopy=False)
     return sum(counts(t) for t in trials if before is None or t.number < before)
 
@@ -114,14 +99,7 @@ def _place(process: object) -> str:
 
 
 def fail_abandoned(study: optuna.Study) -> list[int]:
-    """Mark running trials failed whose process is gone, so that others are run in their place.
-
-    Args:
-        study: The study.
-
-    Returns:
-        Their numbers.
-    """
+    """Mark running trials failed whose process is gone, so that others are run in their place."""
     failed: list[int] = []
     unknown: dict[str, list[int]] = {}
     for trial in study.get_trials(deepcopy=False, states=(_RUNNING,)):

@@ -35,16 +35,7 @@ class PruningCallback(keras.callbacks.Callback):
         self.monitor = monitor
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Report the epoch's value, and ask whether to prune.
-
-        Args:
-            epoch: Number of the epoch, from 0, which is the step reported.
-            logs: Logs of the epoch.
-
-        Raises:
-            ValueError: The metric is not among them.
-            optuna.TrialPruned: The trial is to end here.
-        """
+        """Report the epoch's value, and ask whether to prune."""
         value = (logs or {}).get(self.monitor)
         if value is None:
             raise ValueError(

@@ -20,26 +20,14 @@ _KINDS = {
 
 
 class Distribution(NamedTuple):
-    """A distribution of a parameter.
+    """A distribution of a parameter."""
 
-    Attributes:
-        kind: Name of its class.
-        settings: What it is made of.
-    """
-
-    kind: str
-    settings: Mapping[str, object]
+    kind: str  # name of its class
+    settings: Mapping[str, object]  # what it is made of
 
     @classmethod
     def of(cls, distribution: BaseDistribution) -> Distribution:
-        """Describe a distribution.
-
-        Args:
-            distribution: Optuna's.
-
-        Returns:
-            What can be sent.
-        """
+        """Describe a distribution."""
         kind = next(name for name, one in _KINDS.items() if isinstance(distribution, one))
         return cls(kind, dict(vars(distribution)))
 
@@ -50,31 +38,16 @@ class Distribution(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """A study that is over.
+    """A study that is over."""
 
-    Attributes:
-        seed: What all ranks go on with.
-        name: The study's.
-        directions: Of each of its values, as numbers.
-        trials: The fields of each trial.
-    """
-
-    seed: int
-    name: str
-    directions: Sequence[int]
-    trials: Sequence[Mapping[str, object]]
+    seed: int  # what all ranks go on with
+    name: str  # the study's
+    directions: Sequence[int]  # of each of its values, as numbers
+    trials: Sequence[Mapping[str, object]]  # the fields of each trial
 
     @classmethod
     def of(cls, study: optuna.Study, seed: int) -> Results:
-        """Describe a study.
-
-        Args:
-            study: The study.
-            seed: What all ranks go on with.
-
-        Returns:
-            What can be sent.
-        """
+        """Describe a study."""
         directions = [int(direction) for direction in study.directions]
         return cls(seed, study.study_name, directions, [_fields(one) for one in study.trials])
 

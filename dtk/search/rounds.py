@@ -29,29 +29,16 @@ from dtk.search.failures import Failure
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """What a rank tells the others.
+    """What a rank tells the others."""
 
-    Attributes:
-        at: What it does, in words that are equal on all ranks.
-        value: What it brings: the answer, on rank 0.
-        refused: What rank 0 got in place of an answer.
-        failure: What has ended the trial on this rank.
-    """
-
-    at: str
-    value: object = None
-    refused: Failure | None = None
-    failure: Failure | None = None
+    at: str  # what it does, in words that are equal on all ranks
+    value: object = None  # what it brings: the answer, on rank 0
+    refused: Failure | None = None  # what rank 0 got in place of an answer
+    failure: Failure | None = None  # what has ended the trial on this rank
 
 
 class Rounds:
-    """Exchanges messages between the ranks of a study.
-
-    Args:
-        communicator: Over the ranks.
-        patience: Seconds that a rank which has failed waits for the others' next message.
-        give_up: Called when they are over, before the process is ended.
-    """
+    """Exchanges messages between the ranks of a study."""
 
     def __init__(
         self, communicator: Communicator, patience: float, give_up: Callable[[Failure], None]
@@ -64,14 +51,7 @@ class Rounds:
         self._give_up = give_up
 
     def meet(self, message: Message) -> list[Message]:
-        """Send this rank's message and receive those of all. Every rank calls it.
-
-        Args:
-            message: This rank's.
-
-        Returns:
-            One of each rank, in rank order.
-        """
+        """Send this rank's message and receive those of all. Every rank calls it."""
         if self._alone:
             return [message]
         with self._patiently(message.failure):

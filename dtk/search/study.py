@@ -130,17 +130,7 @@ class _Run:
         timeout: float | None,
         callbacks: tuple[Callback, ...],
     ) -> optuna.Study:
-        """Run the study on rank 0, and tell the others of each trial.
-
-        Args:
-            study: The study.
-            n_trials: Trials in all.
-            timeout: Seconds.
-            callbacks: Of the script.
-
-        Returns:
-            The study.
-        """
+        """Run the study on rank 0, and tell the others of each trial."""
         try:
             if study is None:
                 raise ValueError(
@@ -238,11 +228,7 @@ class _Run:
     # Other ranks.
 
     def follow(self) -> optuna.Study:
-        """Run the trials that rank 0 tells of.
-
-        Returns:
-            The results it tells of in the end, as a study in memory.
-        """
+        """Run the trials that rank 0 tells of."""
         while True:
             first = self._rounds.meet(Message(_NEXT))[0]
             if first.failure is not None:

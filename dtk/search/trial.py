@@ -21,19 +21,12 @@ Choice = None | bool | int | float | str
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """What every rank is told of a trial when it begins.
+    """What every rank is told of a trial when it begins."""
 
-    Attributes:
-        number: Of the trial.
-        datetime_start: When rank 0 began it.
-        user_attrs: What is known of it already, such as by `enqueue_trial`.
-        seed: What its random numbers are drawn from.
-    """
-
-    number: int
-    datetime_start: datetime.datetime | None
-    user_attrs: dict[str, object]
-    seed: int
+    number: int  # of the trial
+    datetime_start: datetime.datetime | None  # when rank 0 began it
+    user_attrs: dict[str, object]  # what is known of it already, such as by `enqueue_trial`
+    seed: int  # what its random numbers are drawn from
 
 
 class DistributedTrial(optuna.trial.BaseTrial):
@@ -86,18 +79,7 @@ class DistributedTrial(optuna.trial.BaseTrial):
         step: float | None = None,
         log: bool = False,
     ) -> float:
-        """Suggest a value for a floating point parameter; see `optuna.Trial.suggest_float`.
-
-        Args:
-            name: The parameter's.
-            low: Lower end of the range.
-            high: Upper end.
-            step: Distance between values; None for any.
-            log: Whether to sample in the logarithm.
-
-        Returns:
-            The same value on every rank.
-        """
+        """Suggest a value for a floating point parameter; see `optuna.Trial.suggest_float`."""
         at = f"suggest_float({name!r}, {low}, {high}, step={step}, log={log})"
         return self._suggest(
             name, at, lambda trial: trial.suggest_float(name, low, high, step=step, log=log)
@@ -106,65 +88,27 @@ class DistributedTrial(optuna.trial.BaseTrial):
     def suggest_int(
         self, name: str, low: int, high: int, *, step: int = 1, log: bool = False
     ) -> int:
-        """Suggest a value for an integer parameter; see `optuna.Trial.suggest_int`.
-
-        Args:
-            name: The parameter's.
-            low: Lower end of the range.
-            high: Upper end, included.
-            step: Distance between values.
-            log: Whether to sample in the logarithm.
-
-        Returns:
-            The same value on every rank.
-        """
+        """Suggest a value for an integer parameter; see `optuna.Trial.suggest_int`."""
         at = f"suggest_int({name!r}, {low}, {high}, step={step}, log={log})"
         return self._suggest(
             name, at, lambda trial: trial.suggest_int(name, low, high, step=step, log=log)
         )
 
     def suggest_categorical(self, name: str, choices: Sequence[Choice]) -> Choice:
-        """Suggest one of several values; see `optuna.Trial.suggest_categorical`.
-
-        Args:
-            name: The parameter's.
-            choices: The values.
-
-        Returns:
-            The same value on every rank.
-        """
+        """Suggest one of several values; see `optuna.Trial.suggest_categorical`."""
         at = f"suggest_categorical({name!r}, {list(choices)})"
         return self._suggest(name, at, lambda trial: trial.suggest_categorical(name, choices))
 
     def suggest_uniform(self, name: str, low: float, high: float) -> float:
-        """Call `suggest_float`, of which this is an old form.
-
-        Args:
-            name: The parameter's.
-            low: Lower end of the range.
-            high: Upper end.
-        """
+        """Call `suggest_float`, of which this is an old form."""
         return self.suggest_float(name, low, high)
 
     def suggest_loguniform(self, name: str, low: float, high: float) -> float:
-        """Call `suggest_float(..., log=True)`, of which this is an old form.
-
-        Args:
-            name: The parameter's.
-            low: Lower end of the range.
-            high: Upper end.
-        """
+        """Call `suggest_float(..., log=True)`, of which this is an old form."""
         return self.suggest_float(name, low, high, log=True)
 
     def suggest_discrete_uniform(self, name: str, low: float, high: float, q: float) -> float:
-        """Call `suggest_float(..., step=q)`, of which this is an old form.
-
-        Args:
-            name: The parameter's.
-            low: Lower end of the range.
-            high: Upper end.
-            q: Distance between values.
-        """
+        """Call `suggest_float(..., step=q)`, of which this is an old form."""
         return self.suggest_float(name, low, high, step=q)
 
     def should_prune(self) -> bool:
@@ -174,37 +118,19 @@ class DistributedTrial(optuna.trial.BaseTrial):
     # Written on rank 0.
 
     def report(self, value: float, step: int) -> None:
-        """Report an intermediate value; that of rank 0 is kept.
-
-        Args:
-            value: What the study minimizes or maximizes, at this step.
-            step: Such as the epoch.
-
-        Raises:
-            TypeError: They are no numbers.
-        """
+        """Report an intermediate value; that of rank 0 is kept."""
         float(value), int(step)  # so that what rank 0 would raise is raised by all
         if self._trial is not None:
             self._trial.report(value, step)
 
     def set_user_attr(self, key: str, value: object) -> None:
-        """Keep something with the trial; what rank 0 gives is stored.
-
-        Args:
-            key: Its name.
-            value: What JSON can hold.
-        """
+        """Keep something with the trial; what rank 0 gives is stored."""
         if self._trial is not None:
             self._trial.set_user_attr(key, value)
         self._user_attrs[key] = value
 
     def set_constraint(self, key: str, value: float) -> None:
-        """Set a constraint, which holds where it is 0 or less; that of rank 0 is kept.
-
-        Args:
-            key: Its name.
-            value: By how much it is violated.
-        """
+        """Set a constraint, which holds where it is 0 or less; that of rank 0 is kept."""
         if self._trial is not None:
             self._trial.set_constraint(key, value)
         self._constraints[key] = float(value)

@@ -114,38 +114,18 @@ class AllReduceStrategy(DtkStrategy):
         return 0
 
     def per_replica(self, parts: tuple[Nest, ...]) -> Nest:
-        """Return the only part.
-
-        Args:
-            parts: One structure of tensors.
-        """
+        """Return the only part."""
         return parts[0]
 
     def take_variables(self, variables: Sequence[keras.Variable]) -> None:
-        """Leave plain variables as they are; they belong to every strategy.
-
-        Args:
-            variables: Keras variables.
-        """
+        """Leave plain variables as they are; they belong to every strategy."""
 
     def set_per_replica(self, variable: keras.Variable, values: Sequence[tf.Tensor]) -> None:
-        """Assign the value of this process's replica.
-
-        Args:
-            variable: A Keras variable.
-            values: One value.
-        """
+        """Assign the value of this process's replica."""
         variable.assign(values[0])
 
     def gather_outputs(self, outputs: _Made) -> _Made:
-        """Gather the rows of all ranks, on every rank.
-
-        Args:
-            outputs: Structure of this rank's rows, dense or ragged.
-
-        Returns:
-            The same structure of all rows, in rank order.
-        """
+        """Gather the rows of all ranks, on every rank."""
         return keras.tree.map_structure(self._gather_rows, outputs)
 
     def _gather_rows(self, rows: tf.Tensor) -> tf.Tensor:
@@ -154,11 +134,7 @@ class AllReduceStrategy(DtkStrategy):
         return self.communicator.allgather(rows)
 
     def join_outputs(self, outputs: _Made) -> _Made:
-        """Return outputs as they are; `gather_outputs` has put them together.
-
-        Args:
-            outputs: Structure of all rows.
-        """
+        """Return outputs as they are; `gather_outputs` has put them together."""
         return outputs
 
 

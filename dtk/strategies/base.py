@@ -122,11 +122,7 @@ class DtkStrategy(tf.distribute.Strategy):
         return self._resolver
 
     def scope(self) -> contextlib.AbstractContextManager[object]:
-        """Return the context in which models are built and compiled for this strategy.
-
-        Raises:
-            ValueError: Inside the scope of another strategy.
-        """
+        """Return the context in which models are built and compiled for this strategy."""
         current = tf.distribute.get_strategy() if tf.distribute.has_strategy() else self
         if current is not self:
             raise ValueError(
@@ -145,20 +141,7 @@ class DtkStrategy(tf.distribute.Strategy):
         kwargs: dict[str, Nest] | None = None,
         options: tf.distribute.RunOptions | None = None,
     ) -> _Made:
-        """Run a function on every replica of this process, as `tf.distribute.Strategy.run` does.
-
-        Args:
-            fn: The function; the step of a model must be of one compiled in this strategy's scope.
-            args: Its positional arguments, per replica or equal for all.
-            kwargs: Its keyword arguments.
-            options: A `tf.distribute.RunOptions`.
-
-        Returns:
-            What the replicas return, per replica where there are several.
-
-        Raises:
-            NotDistributedError: The model was compiled outside the scope.
-        """
+        """Run a function on every replica of this process, as `tf.distribute.Strategy.run` does."""
         model_scope.check_distributed(fn, self)
         return super().run(fn, args=args, kwargs=kwargs, options=options)
 

@@ -21,23 +21,17 @@ _ROUNDING = 1 + 1e-9
 
 @dataclass(frozen=True)
 class BlockResult:
-    """Result of `minimize_blocks`, and what it took.
+    """Result of `minimize_blocks`, and what it took."""
 
-    Attributes:
-        weights: The weights, like those given.
-        objective: Steps applied -> F(w) after them; 0 is the start.
-        staleness: How many earlier steps were missing from the weights that gradients were computed
-            at; see `dtk.parameter_server.scheduler.Staleness`.
-        traffic: Per worker: gradients computed ("steps"), bytes "pulled" from and "pushed" to the
-            servers, and bytes of rows "copied" to it.
-        rate: The rate of each block, of shape (blocks,).
-    """
-
-    weights: Array
-    objective: dict[int, float]
+    weights: Array  # the weights, like those given
+    objective: dict[int, float]  # steps applied -> F(w) after them; 0 is the start
+    # how many earlier steps were missing from the weights that gradients were computed at; see
+    # `dtk.parameter_server.scheduler.Staleness`
     staleness: Staleness
+    # per worker: gradients computed ("steps"), bytes "pulled" from and "pushed" to the servers, and
+    # bytes of rows "copied" to it
     traffic: list[dict[str, int]]
-    rate: Array
+    rate: Array  # the rate of each block, of shape (blocks,)
 
 
 def minimize_blocks(

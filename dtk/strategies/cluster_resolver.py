@@ -42,16 +42,7 @@ class JobResolver(tf.distribute.cluster_resolver.SimpleClusterResolver):
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """Return the address of a task, which TensorFlow 1's sessions ask for.
-
-        Args:
-            task_type: Such as "worker"; None for this process.
-            task_id: Index of the task among those of its type; None for this process.
-            rpc_layer: Protocol to put before the address, such as "grpc".
-
-        Raises:
-            ValueError: The launcher has given the task's host, but no port.
-        """
+        """Return the address of a task, which TensorFlow 1's sessions ask for."""
         if task_type is not None and task_id is not None:
             address = self.cluster_spec().task_address(task_type, task_id)
             if not _has_port(address):
@@ -68,30 +59,14 @@ class JobResolver(tf.distribute.cluster_resolver.SimpleClusterResolver):
         task_id: int | None = None,
         config_proto: tf.compat.v1.ConfigProto | None = None,
     ) -> dict[str, int]:
-        """Count the GPUs that this process computes on, without starting TensorFlow on them.
-
-        Args:
-            task_type: Not used; only this process is known.
-            task_id: Not used.
-            config_proto: Not used.
-
-        Returns:
-            Number of devices by their type; empty without GPUs.
-        """
+        """Count the GPUs that this process computes on, without starting TensorFlow on them."""
         del task_type, task_id, config_proto
         gpus = tf.config.get_visible_devices("GPU")
         return {"GPU": len(gpus)} if gpus else {}
 
 
 def resolve(communicator: Communicator) -> JobResolver:
-    """Describe the job that a communicator's ranks form.
-
-    Args:
-        communicator: Over all ranks that train together.
-
-    Returns:
-        The cluster, and the task that this process is in it.
-    """
+    """Describe the job that a communicator's ranks form."""
     environment, rank, size = communicator.environment, communicator.rank, communicator.size
     if size == 1 and (environment is None or environment.kind == "single"):
         return JobResolver(tf.train.ClusterSpec({}))

@@ -25,21 +25,7 @@ _FIRST = "; make the strategy first, at the top of the script"
 
 
 def pin(place: Environment | Communicator, memory_growth: bool | None = None) -> str:
-    """Take the GPU of this rank, and hide the others from TensorFlow.
-
-    Args:
-        place: Tells rank, size, local rank and local size.
-        memory_growth: Whether TensorFlow takes the GPU's memory as it needs it, not at once; None
-            leaves TensorFlow's own default.
-
-    Returns:
-        The name of the device: "/gpu:0", the only one left, or "/cpu:0". Where TensorFlow has
-        already started it hides nothing any more, and the name is that of the rank's own GPU among
-        all of them.
-
-    Raises:
-        ValueError: There are GPUs, but not one for this rank.
-    """
+    """Take the GPU of this rank, and hide the others from TensorFlow."""
     gpus = tf.config.get_visible_devices("GPU")
     names = [gpu.name for gpu in gpus]
     try:
@@ -73,19 +59,6 @@ def choose_gpu(
 ) -> int | None:
     """Choose the GPU of a process among those it sees.
 
-    Args:
-        local_rank: Index of the process among the ranks of its host.
-        local_size: Ranks of the host.
-        names: The GPUs it sees.
-        restricted: What has left it only some of the host's, such as "CUDA_VISIBLE_DEVICES=3";
-            None when it sees all of them.
-
-    Returns:
-        An index into `names`; None when there are none.
-
-    Raises:
-        ValueError: There are fewer than ranks.
-
     Example:
         >>> choose_gpu(1, 2, ["GPU:0", "GPU:1"])
         1
@@ -106,14 +79,7 @@ def choose_gpu(
 
 
 def restricted_by(visible: Sequence[str]) -> str | None:
-    """Return what hides GPUs of this host from this process, as far as that is known.
-
-    Args:
-        visible: Names of the GPUs this process sees.
-
-    Returns:
-        Such as "CUDA_VISIBLE_DEVICES=3"; None where it sees all of them.
-    """
+    """Return what hides GPUs of this host from this process, as far as that is known."""
     chosen = os.environ.get(_VARIABLE)
     if chosen is not None:
         return f"{_VARIABLE}={chosen}"
@@ -125,13 +91,7 @@ def restricted_by(visible: Sequence[str]) -> str | None:
 def set_memory_growth(
     gpus: Sequence[tf.config.PhysicalDevice], memory_growth: bool | None, rank: int = 0
 ) -> None:
-    """Set whether TensorFlow allocates the memory of GPUs as it needs it.
-
-    Args:
-        gpus: Physical devices.
-        memory_growth: True or False; None leaves TensorFlow's default.
-        rank: Rank of this process, for the warning when TensorFlow has already started.
-    """
+    """Set whether TensorFlow allocates the memory of GPUs as it needs it."""
     if memory_growth is None:
         return
     try:
@@ -146,25 +106,13 @@ def set_memory_growth(
 
 
 def given(device: str) -> str | None:
-    """Return the one GPU that the launcher has given this process.
-
-    Args:
-        device: Device of this process, as `pin` returns it.
-
-    Returns:
-        Its name in CUDA_VISIBLE_DEVICES; None where the launcher has not chosen exactly one.
-    """
+    """Return the one GPU that the launcher has given this process."""
     one = device != _CPU and len(tf.config.list_physical_devices("GPU")) == 1
     return os.environ.get(_VARIABLE) if one else None
 
 
 def warn_of_shared(names: Sequence[str | None], communicator: Communicator) -> None:
-    """Warn on rank 0 when ranks of one host were given a GPU of the same name.
-
-    Args:
-        names: What `given` says, by rank.
-        communicator: Between the ranks.
-    """
+    """Warn on rank 0 when ranks of one host were given a GPU of the same name."""
     environment = communicator.environment
     if communicator.rank or (environment is not None and environment.kind == "slurm"):
         return  # Slurm may show every task its own GPU under the number 0

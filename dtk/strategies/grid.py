@@ -17,34 +17,19 @@ class Grid:
 
     Rank r has place `r % parts` in its model and place `r // parts` among replicas, so that the
     parts of a model are on neighbouring ranks, which launchers put on one host where they can.
-
-    Attributes:
-        data: The processes that hold the same part, one of each replica.
-        model: The processes that hold the parts of one replica.
     """
 
-    data: Communicator
-    model: Communicator
+    data: Communicator  # the processes that hold the same part, one of each replica
+    model: Communicator  # the processes that hold the parts of one replica
 
     def learn_from(self, world: Communicator) -> None:
-        """Give both groups what all ranks have learnt about each other.
-
-        Args:
-            world: Over all ranks.
-        """
+        """Give both groups what all ranks have learnt about each other."""
         for group in (self.data, self.model):
             if group is not world:
                 group.learn(world.alike, world.costs)
 
     def check_exchange(self, exchange: Exchange) -> None:
-        """Check that an exchange of gradients works where models are in parts.
-
-        Args:
-            exchange: The exchange.
-
-        Raises:
-            ValueError: It decides by what one group measures.
-        """
+        """Check that an exchange of gradients works where models are in parts."""
         if self.model.size > 1 and isinstance(exchange, Auto):
             raise ValueError(
                 at_rank(
@@ -58,16 +43,6 @@ class Grid:
 
 def make_grid(world: Communicator, parts: int) -> Grid:
     """Divide ranks into models of so many parts. Every rank calls it.
-
-    Args:
-        world: Over all ranks.
-        parts: Processes that hold parts of one model.
-
-    Returns:
-        This rank's groups.
-
-    Raises:
-        ValueError: `parts` is no number of processes, or does not divide their number.
 
     Example:
         >>> from dtk.communicators.local import LocalCommunicator

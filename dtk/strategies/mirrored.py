@@ -60,19 +60,11 @@ class MirroredStrategy(DtkStrategy):
         super().__init__(tf_mirrored.MirroredExtended(self, devices=names), LocalCommunicator())
 
     def sequence(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Return a context that names the running replica's collectives.
-
-        Args:
-            name: Name of the sequence; see `Communicator.sequence`.
-        """
+        """Return a context that names the running replica's collectives."""
         return self.extended.replica_communicator().sequence(name)
 
     def concurrent(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the running replica's collectives run beside all others.
-
-        Args:
-            name: Those of one name are ordered among themselves; see `Communicator.concurrent`.
-        """
+        """Return a context in which the running replica's collectives run beside all others."""
         return self.extended.replica_communicator().concurrent(name)
 
     def run(
@@ -87,18 +79,6 @@ class MirroredStrategy(DtkStrategy):
         In one graph TensorFlow runs stateful ops (an Assert, say) in the order they were traced:
         the second replica's first would wait for the first replica's last, which waits for a
         reduction that the second has yet to reach.
-
-        Args:
-            fn: The function; the step of a model must be of one compiled in this strategy's scope.
-            args: Its positional arguments, per replica or equal for all.
-            kwargs: Its keyword arguments.
-            options: A `tf.distribute.RunOptions`.
-
-        Returns:
-            What the replicas return, per replica.
-
-        Raises:
-            NotDistributedError: The model was compiled outside the scope.
         """
         model_scope.check_distributed(fn, self)
         return super().run(_isolated(fn), args=args, kwargs=kwargs, options=options)
@@ -112,55 +92,30 @@ class MirroredStrategy(DtkStrategy):
         return tf_replicas.replica_index()
 
     def per_replica(self, parts: tuple[Nest, ...]) -> Nest:
-        """Return per-replica values of one part per device.
-
-        Args:
-            parts: One structure of tensors per device.
-        """
+        """Return per-replica values of one part per device."""
         return tf_datasets.regroup(parts)
 
     def take_variables(self, variables: Sequence[keras.Variable]) -> None:
-        """Mirror variables that were created outside the scope, keeping their values.
-
-        Args:
-            variables: Keras variables.
-        """
+        """Mirror variables that were created outside the scope, keeping their values."""
         with self.scope():
             for variable in variables:
                 keras_variables.move_variable(variable)
 
     def set_per_replica(self, variable: keras.Variable, values: Sequence[tf.Tensor]) -> None:
-        """Assign a value to each device's copy.
-
-        Args:
-            variable: A Keras variable.
-            values: One value per device.
-        """
+        """Assign a value to each device's copy."""
         for component, value in zip(tf_variables.components(variable.value), values, strict=True):
             component.assign(value)
 
     def copies(self, variable: keras.Variable) -> Sequence[tf.Tensor | tf.Variable]:
-        """Return each device's copy of a Keras variable.
-
-        Args:
-            variable: The variable.
-        """
+        """Return each device's copy of a Keras variable."""
         return tf_variables.components(variable.value)
 
     def gather_outputs(self, outputs: _Made) -> _Made:
-        """Return outputs as they are; `join_outputs` puts those of all replicas together.
-
-        Args:
-            outputs: Structure of this replica's rows.
-        """
+        """Return outputs as they are; `join_outputs` puts those of all replicas together."""
         return outputs
 
     def join_outputs(self, outputs: _Made) -> _Made:
-        """Concatenate the replicas' rows, in order.
-
-        Args:
-            outputs: Structure of per-replica rows.
-        """
+        """Concatenate the replicas' rows, in order."""
         return keras.tree.map_structure(
             lambda rows: tf.concat(self.experimental_local_results(rows), 0), outputs
         )
@@ -195,17 +150,7 @@ def _isolated(fn: Function[_Made]) -> Function[_Made]:
 
 
 def find_devices(devices: int | Sequence[str] | None) -> list[str]:
-    """Find the devices to use, and make logical CPU devices where there are too few.
-
-    Args:
-        devices: A list of names, how many, or None for every GPU or the one CPU.
-
-    Returns:
-        Names of the devices.
-
-    Raises:
-        ValueError: Fewer devices than asked, naming what there is.
-    """
+    """Find the devices to use, and make logical CPU devices where there are too few."""
     if devices is None:
         kind = "GPU" if tf.config.get_visible_devices("GPU") else "CPU"
         return [device.name for device in tf.config.list_logical_devices(kind)]

@@ -160,11 +160,7 @@ class ParameterServerStrategy(DtkStrategy, tf_servers.ServerStrategy):
         return self.consistency.slices(self.workers)
 
     def make_trainer(self, model: keras.Model) -> DistributedTrainer[Strategy]:
-        """Make a trainer whose steps run on workers, or the evaluator's, which takes none.
-
-        Args:
-            model: The model.
-        """
+        """Make a trainer whose steps run on workers, or the evaluator's, which takes none."""
         made = (
             evaluator.EvaluatorTrainer
             if self.is_evaluator
@@ -177,11 +173,7 @@ class ParameterServerStrategy(DtkStrategy, tf_servers.ServerStrategy):
         return (0,)
 
     def take_variables(self, variables: Sequence[keras.Variable]) -> None:
-        """Move variables that were created outside the scope to the servers.
-
-        Args:
-            variables: Keras variables; they keep their values.
-        """
+        """Move variables that were created outside the scope to the servers."""
         if self.is_evaluator:
             return
         with self.scope():
@@ -190,20 +182,11 @@ class ParameterServerStrategy(DtkStrategy, tf_servers.ServerStrategy):
                     keras_variables.move_variable(variable)
 
     def take_metric_state(self, variables: Sequence[keras.Variable]) -> None:
-        """Move the state of metrics that was created outside the scope to the chief.
-
-        Args:
-            variables: Keras variables; they keep their values.
-        """
+        """Move the state of metrics that was created outside the scope to the chief."""
         self.take_variables(variables)
 
     def set_per_replica(self, variable: keras.Variable, values: Sequence[tf.Tensor]) -> None:
-        """Assign the one value that all workers read.
-
-        Args:
-            variable: A Keras variable.
-            values: One value.
-        """
+        """Assign the one value that all workers read."""
         variable.assign(values[0])
 
     def per_worker_dataset(self, dataset_fn: MakesDataset) -> worker_data.WorkerDataset:
@@ -348,14 +331,7 @@ def _check(config: cluster.TFConfig, value: consistency_models.Consistency) -> N
 
 
 def await_tasks(config: cluster.TFConfig) -> None:
-    """Wait until every worker and parameter server listens.
-
-    Args:
-        config: The job, from TF_CONFIG.
-
-    Raises:
-        ClusterError: Naming those that do not, after a bounded wait.
-    """
+    """Wait until every worker and parameter server listens."""
     wait = Wait("chief", startup.limit())
     missing = [
         (f"{role} {index}", address)

@@ -35,15 +35,6 @@ def agree(
     """Check that all ranks run the same program, and share one seed; end together on an exception.
 
     The communicator then knows how ranks compute, and what its messages cost.
-
-    Args:
-        communicator: Between the ranks.
-        device: Where this rank computes.
-        stall_timeout: Seconds in which the job must move; 0 for ever.
-        chosen: What else must be the same on all of them.
-
-    Returns:
-        The seed dtk chose; None when the script has set one.
     """
     if communicator.size == 1:
         return None
@@ -76,15 +67,7 @@ def tell_untested_versions() -> None:
 
 
 def check_same_program(communicator: Communicator, **chosen: str) -> None:
-    """Compare dtk, TensorFlow, Keras, the script and the given values over all ranks.
-
-    Args:
-        communicator: Between the ranks.
-        chosen: What else must be the same on all of them, by name.
-
-    Raises:
-        DisagreementError: Naming the first difference.
-    """
+    """Compare dtk, TensorFlow, Keras, the script and the given values over all ranks."""
     mine = [
         ("dtk version", __version__),
         ("TensorFlow version", tf.__version__),
@@ -101,9 +84,6 @@ def processor() -> str:
     """Describe what this process computes with.
 
     Where two processes are described alike, equal operations give equal bits.
-
-    Returns:
-        Machine, instruction sets, threads and GPU.
     """
     threads = os.environ.get("TF_NUM_INTRAOP_THREADS") or len(os.sched_getaffinity(0))
     gpus = tf.config.get_visible_devices("GPU")
@@ -124,15 +104,6 @@ def share_seed(communicator: Communicator) -> int | None:
 
     Every rank reads the same global batches and keeps a slice of each, so the order of rows must be
     the same everywhere. What must differ by rank, such as dropout masks, is spread in `fit`.
-
-    Args:
-        communicator: Between the ranks.
-
-    Returns:
-        The seed chosen for a script that has set none; None for one that has.
-
-    Raises:
-        DisagreementError: Ranks have set different seeds.
     """
     proposal = random.SystemRandom().randrange(2**31)
     gathered = communicator.allgather_object((tf_replicas.global_seed(), proposal))
@@ -149,11 +120,7 @@ def share_seed(communicator: Communicator) -> int | None:
 
 
 def end_together(communicator: Communicator) -> None:
-    """Name the failing rank on an uncaught exception, and end the process at once.
-
-    Args:
-        communicator: Between the ranks.
-    """
+    """Name the failing rank on an uncaught exception, and end the process at once."""
     host = communicator.hosts[communicator.rank] if communicator.hosts else "this host"
     end_at_once(f"rank {communicator.rank} on {host}", communicator.rank)
 
@@ -164,10 +131,6 @@ def end_at_once(name: str, rank: int = 0) -> None:
     An orderly shutdown would wait for the other tasks, who wait for this one. Ending abruptly lets
     the launcher (dtk run, mpirun, srun) see the failure and stop the rest. A hook the script has
     set before still runs, and prints in Python's own way if there is none.
-
-    Args:
-        name: Name of the task, such as "rank 0 on node1".
-        rank: Its rank.
     """
     before = sys.excepthook
 

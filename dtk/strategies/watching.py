@@ -18,31 +18,16 @@ _REACH = 30.0
 
 
 class _Meeting(NamedTuple):
-    """What rank 0 tells the others, by the communicator.
+    """What rank 0 tells the others, by the communicator."""
 
-    Attributes:
-        timeout: Seconds in which the job must move; 0: nobody watches.
-        addresses: Where it may be reached.
-        port: Where it listens.
-        secret: What shows that it is spoken to by a rank of this job.
-    """
-
-    timeout: float
-    addresses: tuple[str, ...] = ()
-    port: int = 0
-    secret: bytes = b""
+    timeout: float  # seconds in which the job must move; 0: nobody watches
+    addresses: tuple[str, ...] = ()  # where it may be reached
+    port: int = 0  # where it listens
+    secret: bytes = b""  # what shows that it is spoken to by a rank of this job
 
 
 def checked(stall_timeout: float | None) -> float:
-    """Return the seconds in which a job must move: as given, or DTK_STALL_TIMEOUT, or 300.
-
-    Args:
-        stall_timeout: Seconds; 0 for ever, None asks the environment.
-
-    Raises:
-        ValueError: It is none of these.
-        ClusterError: DTK_STALL_TIMEOUT is none of these.
-    """
+    """Return the seconds in which a job must move: as given, or DTK_STALL_TIMEOUT, or 300."""
     if stall_timeout is not None:
         if not _is_timeout(stall_timeout):
             raise ValueError(f"stall_timeout={stall_timeout!r}: expected 1 second or more, or 0")
@@ -62,12 +47,7 @@ def _is_timeout(seconds: float) -> bool:
 
 
 def watch(communicator: Communicator, timeout: float) -> None:
-    """Let all ranks of a job watch each other, once; every rank calls this.
-
-    Args:
-        communicator: Between all of them.
-        timeout: Seconds in which the job must move, rank 0's counts; 0 for ever.
-    """
+    """Let all ranks of a job watch each other, once; every rank calls this."""
     progress.start()
     among_processes = communicator.environment is not None and communicator.name != "null"
     if not among_processes or progress.is_launched() or progress.is_reporting():

@@ -40,32 +40,17 @@ class Extended(Protocol):
     def reduce_over_replicas(
         self, values: list[tf.Tensor | tf.IndexedSlices], op: str = "sum"
     ) -> list[tf.Tensor | tf.IndexedSlices]:
-        """Reduce tensors over the replicas, in a replica context.
-
-        Args:
-            values: This replica's.
-            op: "sum" or "max".
-        """
+        """Reduce tensors over the replicas, in a replica context."""
 
     def observing_batches(
         self, observe: Callable[[tf.Tensor], None]
     ) -> AbstractContextManager[None]:
-        """Return a context in which datasets report the digest of each batch that is read.
-
-        Args:
-            observe: Called with a digest, int64 scalar.
-        """
+        """Return a context in which datasets report the digest of each batch that is read."""
 
     def row_maps(self, dataset: tf.data.Dataset) -> RowMaps | None:
         """Take a pipeline apart that maps rows before it puts them into batches.
 
         Only strategies of several processes are asked.
-
-        Args:
-            dataset: Dataset of global batches.
-
-        Returns:
-            Its parts; None where batches are to be cut as they are.
         """
 
 
@@ -113,57 +98,25 @@ class Strategy(Protocol):
         """Return the context in which models are built and compiled."""
 
     def meet(self, where: str) -> None:
-        """Tell all ranks if one of them has failed, where the strategy does so.
-
-        Args:
-            where: Where this rank is.
-        """
+        """Tell all ranks if one of them has failed, where the strategy does so."""
 
     def run(self, fn: Function[_Made], args: tuple[Nest, ...] = ()) -> _Made:
-        """Run a function on every replica of this process.
-
-        Args:
-            fn: The function.
-            args: Its positional arguments, per replica or equal for all.
-
-        Returns:
-            What the replicas return, per replica where there are several.
-        """
+        """Run a function on every replica of this process."""
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Return the dataset that this process iterates over.
-
-        Args:
-            dataset: Dataset of global batches.
-        """
+        """Return the dataset that this process iterates over."""
 
     def experimental_local_results(self, value: Nest) -> tuple[tf.Tensor, ...]:
-        """Return what each replica of this process holds of a value.
-
-        Args:
-            value: A per-replica value, as `run` returns it.
-        """
+        """Return what each replica of this process holds of a value."""
 
     def new_sequence(self, name: str) -> str:
-        """Return a new name for a sequence of collectives, equal on all ranks.
-
-        Args:
-            name: What the name begins with.
-        """
+        """Return a new name for a sequence of collectives, equal on all ranks."""
 
     def sequence(self, name: str) -> AbstractContextManager[None]:
-        """Return a context that names collectives; see `Communicator.sequence`.
-
-        Args:
-            name: Name of the sequence.
-        """
+        """Return a context that names collectives; see `Communicator.sequence`."""
 
     def concurrent(self, name: str) -> AbstractContextManager[None]:
-        """Return a context whose collectives run beside others; see `Communicator.concurrent`.
-
-        Args:
-            name: Those of one name are ordered among themselves.
-        """
+        """Return a context whose collectives run beside others; see `Communicator.concurrent`."""
 
     def local_ranks(self) -> Sequence[int]:
         """Return the ranks of the replicas that this process holds."""
@@ -172,54 +125,25 @@ class Strategy(Protocol):
         """Return which of `local_ranks` is running, in a replica context."""
 
     def per_replica(self, parts: tuple[Nest, ...]) -> Nest:
-        """Return what `run` is given so that replica i gets `parts[i]`.
-
-        Args:
-            parts: One structure of tensors for each of `local_ranks`.
-        """
+        """Return what `run` is given so that replica i gets `parts[i]`."""
 
     def take_variables(self, variables: Sequence[keras.Variable]) -> None:
-        """Make variables created outside the scope usable under the strategy.
-
-        Args:
-            variables: They keep their values.
-        """
+        """Make variables created outside the scope usable under the strategy."""
 
     def take_metric_state(self, variables: Sequence[keras.Variable]) -> None:
-        """Make metric state created outside the scope one that is summed when read.
-
-        Args:
-            variables: They keep their values.
-        """
+        """Make metric state created outside the scope one that is summed when read."""
 
     def set_per_replica(self, variable: keras.Variable, values: Sequence[tf.Tensor]) -> None:
-        """Assign a value of its own to every local replica's copy of a variable.
-
-        Args:
-            variable: The variable.
-            values: One value for each of `local_ranks`.
-        """
+        """Assign a value of its own to every local replica's copy of a variable."""
 
     def copies(self, variable: keras.Variable) -> Sequence[tf.Tensor | tf.Variable]:
-        """Return what this process's replicas hold of a variable.
-
-        Args:
-            variable: The variable.
-        """
+        """Return what this process's replicas hold of a variable."""
 
     def gather_outputs(self, outputs: _Made) -> _Made:
-        """Gather the rows of all ranks, in a replica context.
-
-        Args:
-            outputs: Structure of this replica's rows.
-        """
+        """Gather the rows of all ranks, in a replica context."""
 
     def join_outputs(self, outputs: _Made) -> _Made:
-        """Concatenate the rows of this process's replicas, outside a replica context.
-
-        Args:
-            outputs: Structure of per-replica rows.
-        """
+        """Concatenate the rows of this process's replicas, outside a replica context."""
 
 
 # A base class that leaves this open takes a strategy with more to it, such as parameter servers.
@@ -240,11 +164,7 @@ class EpochData(Protocol):
         """Count the rows in the first batches of an epoch; None where the data does not tell."""
 
     def shuffle(self, epoch: int) -> None:
-        """Shuffle the rows of arrays for this epoch, alike on every rank.
-
-        Args:
-            epoch: Number of the epoch, from 0.
-        """
+        """Shuffle the rows of arrays for this epoch, alike on every rank."""
 
     def end(self) -> None:
         """Forget the data of a `fit` that is over."""
@@ -278,62 +198,25 @@ class Trainer(Protocol):
         """Whether replicas take steps of their own, and weights are equal at times only."""
 
     def fit(self, method: Function[object], args: Args, kwargs: Kwargs) -> object:
-        """Call Keras's `fit`.
-
-        Args:
-            method: Keras's own, bound to the model.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-
-        Returns:
-            Keras's `History`.
-        """
+        """Call Keras's `fit`."""
 
     def predict_on_batch(self, x: Nest) -> Nest:
-        """Predict a global batch; every rank gets all rows.
-
-        Args:
-            x: The batch.
-        """
+        """Predict a global batch; every rank gets all rows."""
 
     def make_train_function(self, force: bool = False) -> Loop:
-        """Make the model's train function.
-
-        Args:
-            force: Whether to make it anew.
-        """
+        """Make the model's train function."""
 
     def leaves_validation(self, asked: dict[str, object]) -> bool:
-        """Return whether another process validates.
-
-        Args:
-            asked: The arguments of `fit`, by name.
-        """
+        """Return whether another process validates."""
 
     def reading_of(self, name: str) -> AbstractContextManager[None]:
-        """Return a context that checks that ranks read the same batches.
-
-        Args:
-            name: "evaluate" or "predict".
-        """
+        """Return a context that checks that ranks read the same batches."""
 
     def check_same_reading(self, name: str, when: str) -> None:
-        """Raise on every rank when ranks have read different batches.
-
-        Args:
-            name: "train" or "test".
-            when: Such as "after step 4".
-
-        Raises:
-            DisagreementError: They have.
-        """
+        """Raise on every rank when ranks have read different batches."""
 
     def new_epoch(self, epoch: int) -> None:
-        """Prepare for an epoch of `fit`.
-
-        Args:
-            epoch: Number of the epoch, from 0.
-        """
+        """Prepare for an epoch of `fit`."""
 
     def flush(self) -> None:
         """Wait for steps in flight."""
@@ -351,11 +234,7 @@ class Trainer(Protocol):
         """Return the epoch that a callback wants `fit` to start from."""
 
     def set_initial_epoch(self, epoch: int | None) -> None:
-        """Make `fit` start from an epoch.
-
-        Args:
-            epoch: The epoch; None for the argument's.
-        """
+        """Make `fit` start from an epoch."""
 
     def seed_states(self) -> list[keras.Variable]:
         """Return the state of the model's random number generators."""

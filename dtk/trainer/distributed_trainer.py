@@ -31,18 +31,7 @@ from dtk.trainer.replica import fixed_rows, predicting, replica_step, self_test,
 
 
 class DistributedTrainer(ModelState, Generic[StrategyT]):
-    """Training of one model compiled under one strategy: its step functions, data and checks.
-
-    Attributes:
-        model: The model.
-        strategy: Its strategy.
-        feed: The data of the running `fit`.
-        callbacks: The `keras.callbacks.CallbackList` of the running `fit`; None outside.
-        kinds: What is known of the terms of each step, see `loss_terms`; of those tried so far.
-        gathered: Metrics that are counted on the rows of all replicas, see `self_test`.
-        tried: Names of the steps that were tried on a few rows, see `self_test`.
-        calls: How often single batches were given, by the method's name.
-    """
+    """Training of one model compiled under one strategy: its step functions, data and checks."""
 
     def __init__(self, model: keras.Model, strategy: StrategyT):
         super().__init__(model)
@@ -76,40 +65,18 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
     # Data.
 
     def cut(self, dataset: epoch_data.Dataset) -> tf.data.Dataset:
-        """Cut a dataset of global batches for this process.
-
-        Args:
-            dataset: What `fit` was given, as a dataset.
-
-        Returns:
-            Dataset of `Slices`.
-
-        Raises:
-            ValueError: The data is not batched.
-        """
+        """Cut a dataset of global batches for this process."""
         return epoch_data.cut(dataset, self.strategy)
 
     def distribute(self, dataset: epoch_data.Dataset) -> epoch_data.Dataset:
-        """Return the dataset that Keras is to read instead of one of global batches.
-
-        Args:
-            dataset: What `fit` was given, as a dataset.
-        """
+        """Return the dataset that Keras is to read instead of one of global batches."""
         cut = self.cut if self.takes_over else self.strategy.experimental_distribute_dataset
         return cut(dataset)
 
     def take_epoch_iterator(
         self, iterator: keras_data.TFEpochIterator | None = None, data_batch: Nest = None
     ) -> None:
-        """Give Keras's epoch iterator cut batches, and build the model from their shapes.
-
-        Args:
-            iterator: Keras's epoch iterator; None for a single batch.
-            data_batch: The single batch; None with an iterator.
-
-        Raises:
-            ValueError: XLA is to compile the model, and cannot.
-        """
+        """Give Keras's epoch iterator cut batches, and build the model from their shapes."""
         if iterator is not None:
             self._unread = True
             given = self._give_cut(iterator)
@@ -142,11 +109,7 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
         return dataset
 
     def _build_from(self, data_batch: Nest | Specs) -> None:
-        """Build what the model still lacks, as far as its shapes say what.
-
-        Args:
-            data_batch: Structure of tensors or of `tf.TensorSpec`.
-        """
+        """Build what the model still lacks, as far as its shapes say what."""
         model, strategy = self.model, self.strategy
         if not keras_models.is_built(model):
             with strategy.scope():
@@ -163,39 +126,18 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
                 self.strategy.take_metric_state(read)
 
     def fit(self, method: Function[object], args: Args, kwargs: Kwargs) -> object:
-        """Call Keras's `fit` with the checks between ranks around it.
-
-        Args:
-            method: Keras's own, bound to the model.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-
-        Returns:
-            Keras's `History`.
-        """
+        """Call Keras's `fit` with the checks between ranks around it."""
         return fit_calls.fit(method, self, args, kwargs)
 
     def leaves_validation(self, asked: dict[str, object]) -> bool:
-        """Return whether another process validates in place of this one.
-
-        Args:
-            asked: The arguments of `fit`, by name.
-        """
+        """Return whether another process validates in place of this one."""
         del asked
         return False
 
     # Step functions.
 
     def make_step_function(self, step_function: StepFunction, name: str) -> Loop:
-        """Make Keras's loop around one step, over cut batches.
-
-        Args:
-            step_function: The model's `train_step` or `test_step`.
-            name: "train", "test" or another name of the step's collectives.
-
-        Returns:
-            A function of an iterator, which returns the logs.
-        """
+        """Make Keras's loop around one step, over cut batches."""
         model, strategy = self.model, self.strategy
         sequence = strategy.new_sequence(name)
         read = self._digests[name] = tf.Variable(0, dtype=tf.int64, trainable=False)
@@ -236,26 +178,11 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
 
         Those of the train step hold for one that has not been tried, as it computes the same
         losses.
-
-        Args:
-            name: Name of the step.
-
-        Returns:
-            Kinds by the term's name, see `loss_terms`.
         """
         return self.kinds.get(name) or self.kinds.get("train") or {}
 
     def try_step(self, name: str, step_function: StepFunction, first: slicing.Slices) -> None:
-        """Check before the first step of its kind that the replicas' parts add up to it.
-
-        Args:
-            name: Name of the step.
-            step_function: The step.
-            first: This process's slices of the first batch.
-
-        Raises:
-            NotDistributedError: They do not, or a layer keeps a state for every row.
-        """
+        """Check before the first step of its kind that the replicas' parts add up to it."""
         strategy = self.strategy
         known = None if isinstance(first.rows, tuple) else int(first.rows)
         fixed_rows.check_stateful(self.model, known, strategy)
@@ -287,10 +214,6 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
 
         Replicas that are threads would wait for each other in the middle of a layer, and what
         servers are to hold must be known before a step of theirs is traced.
-
-        Args:
-            step_function: The step.
-            first: This process's slices of the first batch.
         """
         if keras_models.lacks_state(self.model):
             trial.Trial(self, step_function, first).whole()
@@ -299,38 +222,18 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
     def make_trial(
         self, step_function: StepFunction, batch: slicing.Slices
     ) -> trial.Trial[StrategyT]:
-        """Make the trial of a step on a few rows, see `self_test`.
-
-        Args:
-            step_function: The step.
-            batch: This process's slices of a batch.
-        """
+        """Make the trial of a step on a few rows, see `self_test`."""
         return trial.Trial(self, step_function, batch)
 
     def check_same_reading(self, name: str, when: str) -> None:
-        """Raise on every rank when ranks have read other batches than each other.
-
-        Args:
-            name: "train" or "test".
-            when: Such as "after step 4".
-
-        Raises:
-            DisagreementError: They have.
-        """
+        """Raise on every rank when ranks have read other batches than each other."""
         read = self._digests.get(name)
         if read is not None and self.strategy.world.size > 1:
             rank_checks.check_same_digest(self.strategy, int(read.numpy()), when)
 
     @contextlib.contextmanager
     def reading_of(self, name: str) -> Iterator[None]:
-        """Return a context for `evaluate` or `predict` in which ranks must read the same batches.
-
-        Args:
-            name: "evaluate" or "predict".
-
-        Raises:
-            DisagreementError: They have read different ones.
-        """
+        """Return a context in which ranks must read the same batches in `evaluate`, `predict`."""
         if not self.takes_over or self.strategy.world.size == 1:
             yield
             return
@@ -344,17 +247,7 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
         check.end()
 
     def make_train_function(self, force: bool = False) -> Loop:
-        """Make the model's train function, in place of `Model.make_train_function`.
-
-        Args:
-            force: Whether to make it anew.
-
-        Returns:
-            A function of an iterator, which returns the logs.
-
-        Raises:
-            ValueError: The model's optimizer belongs to another strategy.
-        """
+        """Make the model's train function, in place of `Model.make_train_function`."""
         model = self.model
         if model.train_function is None or force:
             self.bind_optimizers()
@@ -362,50 +255,25 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
         return model.train_function
 
     def make_test_function(self, force: bool = False) -> Loop:
-        """Make the model's test function, in place of `Model.make_test_function`.
-
-        Args:
-            force: Whether to make it anew.
-
-        Returns:
-            A function of an iterator, which returns the logs.
-        """
+        """Make the model's test function, in place of `Model.make_test_function`."""
         model = self.model
         if model.test_function is None or force:
             model.test_function = self.make_step_function(model.test_step, "test")
         return model.test_function
 
     def make_predict_function(self, force: bool = False) -> Callable[[list[Nest]], Nest]:
-        """Make the model's predict function: every rank gets every row, in order.
-
-        Args:
-            force: Whether to make it anew.
-
-        Returns:
-            A function of a list of batches, which returns the outputs.
-        """
+        """Make the model's predict function: every rank gets every row, in order."""
         model = self.model
         if model.predict_function is None or force:
             model.predict_function = predicting.make_predict_function(model, self.strategy)
         return model.predict_function
 
     def predict_on_batch(self, x: Nest) -> Nest:
-        """Predict a global batch, in place of `Model.predict_on_batch`.
-
-        Args:
-            x: The batch.
-
-        Returns:
-            Structure of arrays with all rows, on every rank.
-        """
+        """Predict a global batch, in place of `Model.predict_on_batch`."""
         return predicting.predict_on_batch(self.make_predict_function(), x, self.strategy)
 
     def new_epoch(self, epoch: int) -> None:
-        """Prepare for an epoch of `fit`.
-
-        Args:
-            epoch: Its number, from 0.
-        """
+        """Prepare for an epoch of `fit`."""
 
     def flush(self) -> None:
         """Wait for steps in flight; here each is over when Keras has called it."""

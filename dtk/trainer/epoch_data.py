@@ -24,15 +24,7 @@ Dataset: TypeAlias = "tf.data.Dataset | tf_datasets.PerRankDataset"
 
 
 def cut(dataset: Dataset, strategy: Strategy) -> tf.data.Dataset:
-    """Cut a dataset for the replicas of this process.
-
-    Args:
-        dataset: Dataset of global batches, or one that each rank has made for itself.
-        strategy: The model's strategy.
-
-    Returns:
-        Dataset of `Slices`.
-    """
+    """Cut a dataset for the replicas of this process."""
     if isinstance(dataset, tf_datasets.PerRankDataset):
         if dataset.whole is None:
             local = dataset.local
@@ -52,40 +44,20 @@ def _own_rows(batch: Nest) -> slicing.Slices:
 
 
 def cut_batches(batches: Iterable[Nest], strategy: Strategy) -> Iterator[slicing.Slices]:
-    """Cut single global batches, which need not be tensors yet.
-
-    Args:
-        batches: Iterable of structures of arrays or tensors.
-        strategy: The model's strategy.
-
-    Yields:
-        The slices of each batch.
-    """
+    """Cut single global batches, which need not be tensors yet."""
     for batch in batches:
         yield slicing.cut(as_tensors(batch), strategy.local_ranks(), strategy.num_replicas_in_sync)
 
 
 def as_tensors(batch: Nest) -> Nest:
-    """Convert every leaf of a batch to a tensor.
-
-    Args:
-        batch: Structure of arrays or tensors; None stays None.
-    """
+    """Convert every leaf of a batch to a tensor."""
     return tf.nest.map_structure(
         lambda leaf: leaf if leaf is None else tf.convert_to_tensor(leaf), batch
     )
 
 
 class EpochDataset:
-    """Dataset that Keras's epoch iterator opens, cut when it is opened first, and once.
-
-    Args:
-        given: What it is cut from.
-        cut: Makes of `given` the dataset that is read.
-
-    Raises:
-        ValueError: The data is not batched.
-    """
+    """Dataset that Keras's epoch iterator opens, cut when it is opened first, and once."""
 
     def __init__(self, given: Dataset, cut: Callable[[Dataset], Dataset]):
         if not is_per_rank(given):
@@ -102,33 +74,17 @@ class EpochDataset:
 
 
 def spec_of(given: Dataset) -> Specs:
-    """Return the specification of a batch of any number of rows, as Keras builds models from it.
-
-    Args:
-        given: A dataset of global batches, or one that each rank has made for itself.
-
-    Returns:
-        Structure of `tf.TensorSpec` and the like; None for what is absent.
-    """
+    """Return the specification of a batch of any number of rows, as Keras builds models from it."""
     whole = getattr(given, "whole", None)
     spec = slicing.spec_of((given if whole is None else whole).element_spec)
     return keras.tree.map_structure(lambda leaf: leaf if hasattr(leaf, "shape") else None, spec)
 
 
 def tuned_for(adapter: keras_data.DataAdapter, dataset: Dataset) -> Dataset:
-    """Disable tuning of a pipeline that takes rows from arrays, which leaves nothing to tune.
-
-    Args:
-        adapter: The Keras data adapter that the pipeline is made of.
-        dataset: The pipeline.
-    """
+    """Disable tuning of a pipeline that takes rows from arrays, which leaves nothing to tune."""
     return untuned(dataset) if isinstance(adapter, keras_data.ArrayDataAdapter) else dataset
 
 
 def is_per_rank(dataset: Dataset) -> bool:
-    """Return whether every rank reads a pipeline of its own.
-
-    Args:
-        dataset: What `fit` was given, as a dataset.
-    """
+    """Return whether every rank reads a pipeline of its own."""
     return isinstance(dataset, tf_datasets.PerRankDataset) and dataset.whole is None

@@ -20,36 +20,17 @@ from dtk.trainer.epoch_data import Dataset, EpochDataset, is_per_rank, tuned_for
 
 
 class Position(TypedDict):
-    """Position of a `fit` in its data, as plain numbers.
+    """Position of a `fit` in its data, as plain numbers."""
 
-    Attributes:
-        iterators: How often the data was opened.
-        seen: Steps read of what was opened last.
-        open: Whether an epoch goes on with it.
-        batch_size: Rows of a global batch; None where the data does not say.
-        batches: Batches of an epoch; None where unknown.
-    """
-
-    iterators: int
-    seen: int
-    open: bool
-    batch_size: int | None
-    batches: int | None
+    iterators: int  # how often the data was opened
+    seen: int  # steps read of what was opened last
+    open: bool  # whether an epoch goes on with it
+    batch_size: int | None  # rows of a global batch; None where the data does not say
+    batches: int | None  # batches of an epoch; None where unknown
 
 
 class Feed:
-    """The data of the running `fit`.
-
-    Args:
-        model: The model that is fitted.
-        strategy: Its strategy.
-        distribute: Makes of a dataset of global batches the one that Keras is to read.
-
-    Attributes:
-        iterator: Keras's epoch iterator; None outside `fit`.
-        rows_unknown: True while `fit` reads per-rank pipelines, so that the rows of a global batch
-            are known only by summing.
-    """
+    """The data of the running `fit`."""
 
     def __init__(
         self,
@@ -75,13 +56,7 @@ class Feed:
         dataset: Dataset,
         callbacks: keras.callbacks.CallbackList,
     ) -> None:
-        """Take the data of a `fit` that begins.
-
-        Args:
-            iterator: Keras's epoch iterator.
-            dataset: What it was given, before it was cut.
-            callbacks: The `keras.callbacks.CallbackList`.
-        """
+        """Take the data of a `fit` that begins."""
         self.iterator = iterator
         self.rows_unknown = is_per_rank(dataset)
         self._callbacks = callbacks
@@ -128,9 +103,6 @@ class Feed:
 
         With a fixed seed Keras repeats one order in every epoch. That is what a script that sets a
         seed gets, as without dtk; one that sets none gets a new order each epoch, as without dtk.
-
-        Args:
-            epoch: Number of the epoch, from 0.
         """
         iterator, seed = self.iterator, self.strategy.shuffle_seed.of_epoch(epoch)
         if iterator is None or not _is_shuffled(iterator.data_adapter):
@@ -145,11 +117,7 @@ class Feed:
     # Batch size between epochs.
 
     def set_batches(self, adapter: keras_data.DataAdapter) -> None:
-        """Read the following epochs from another Keras data adapter.
-
-        Args:
-            adapter: The adapter.
-        """
+        """Read the following epochs from another Keras data adapter."""
         iterator = self.iterator
         dataset = self._distributed(adapter)
         iterator.data_adapter = adapter
@@ -166,14 +134,7 @@ class Feed:
         return None if self.rows_unknown else adapter.batch_size
 
     def rows_in(self, steps: int) -> int | None:
-        """Count the rows in the first batches of an epoch, from the batch size.
-
-        Args:
-            steps: Number of batches.
-
-        Returns:
-            The rows; None where the data does not tell.
-        """
+        """Count the rows in the first batches of an epoch, from the batch size."""
         adapter, size = self.iterator.data_adapter, self.batch_size()
         if size is None:
             return None
@@ -181,14 +142,7 @@ class Feed:
         return steps * size - (size - partial if partial else 0)
 
     def rows_counted(self, steps: int) -> int | None:
-        """Count the rows in the first batches of this epoch, exactly.
-
-        Args:
-            steps: Batches since the epoch began; those beyond its end have no rows.
-
-        Returns:
-            The rows; None where only reading the data tells.
-        """
+        """Count the rows in the first batches of this epoch, exactly."""
         iterator = self.iterator
         adapter = iterator.data_adapter
         if (
@@ -199,11 +153,7 @@ class Feed:
         return self.rows_in(min(steps, adapter.num_batches))
 
     def check_rebatch(self) -> None:
-        """Check that `rebatch` is possible.
-
-        Raises:
-            ValueError: The data comes in batches that cannot be cut anew.
-        """
+        """Check that `rebatch` is possible."""
         given = self._given_adapter
         if isinstance(given, keras_data.ArrayDataAdapter) or (
             isinstance(given, keras_data.TFDatasetAdapter) and not self.rows_unknown
@@ -219,12 +169,6 @@ class Feed:
 
         Arrays keep their order of rows (the same shuffle, cut differently). A dataset is cut anew
         behind the script's own pipeline; Keras then learns the number of steps in the first epoch.
-
-        Args:
-            size: Rows of a global batch.
-
-        Raises:
-            ValueError: The data comes in batches that cannot be cut anew.
         """
         if size == self.batch_size():
             return
@@ -249,18 +193,7 @@ class Feed:
         return keras_data.TFDatasetAdapter(whole.rebatch(size))
 
     def peek(self, size: int, rows: int) -> tuple[Iterator[Nest], int]:
-        """Read the first rows of the data in other batches, beside what `fit` reads.
-
-        Args:
-            size: Rows of a global batch.
-            rows: How many rows at least; fewer when the data ends before.
-
-        Returns:
-            An iterator for the train function, and how many batches it has at most.
-
-        Raises:
-            ValueError: The data comes in batches that cannot be cut anew.
-        """
+        """Read the first rows of the data in other batches, beside what `fit` reads."""
         adapter = self._adapter(size)
         steps = -(-rows // size)
         steps = min(steps, adapter.num_batches or steps)
@@ -270,15 +203,7 @@ class Feed:
     # Position in the data, to go on from it later.
 
     def position(self, in_epoch: bool) -> Position:
-        """Return the position of the running `fit` in its data, as plain numbers.
-
-        Args:
-            in_epoch: Call it with True from `on_train_batch_begin`, with False between epochs.
-
-        Returns:
-            How often the data was opened ("iterators"), the steps "seen" of it, whether an iterator
-            is "open", "batch_size", and "batches" of an epoch; None where unknown.
-        """
+        """Return the position of the running `fit` in its data, as plain numbers."""
         iterator = self.iterator
         ahead = iterator.steps_per_execution if in_epoch else 0
         return {
@@ -294,13 +219,6 @@ class Feed:
 
         Iterators over a dataset shuffle anew each time one is made, so as many are made as before;
         then the batches already seen are passed over.
-
-        Args:
-            step: Steps of the epoch already done.
-            position: As returned by `position`.
-
-        Raises:
-            ValueError: The step was reached with another batch size; raised when the epoch begins.
         """
         iterator = self.iterator
 
@@ -321,12 +239,7 @@ class Feed:
         keras_data.steps_through(iterator, resumed, once=True)
 
     def resume_after_steps(self, logs: Logs, position: Position) -> None:
-        """Make the next epoch have no steps: they are done, and only its validation is left.
-
-        Args:
-            logs: What the epoch's training steps said.
-            position: Where the data is after them.
-        """
+        """Make the next epoch have no steps: they are done, and only its validation is left."""
 
         def none_left(steps: keras_data.Steps) -> keras_data.Steps:
             del steps

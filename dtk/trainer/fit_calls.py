@@ -42,18 +42,7 @@ _COUNTS = {
 def call(
     trainer: Trainer, name: str, method: Function[object], args: Args, kwargs: Kwargs
 ) -> object:
-    """Call one of Keras's own methods with the checks between ranks around it.
-
-    Args:
-        trainer: The model's.
-        name: The method's, such as "fit".
-        method: Keras's own, bound to the model.
-        args: What it was called with.
-        kwargs: The same.
-
-    Returns:
-        What Keras's method returns.
-    """
+    """Call one of Keras's own methods with the checks between ranks around it."""
     if name in ("fit", "evaluate", "predict"):
         asked = inspect.signature(method).bind(*args, **kwargs).arguments
         _check_numbers(name, asked, trainer.strategy)
@@ -115,20 +104,7 @@ def _whole(value: object) -> int | None:
 
 
 def fit(method: Function[object], trainer: Trainer, args: Args, kwargs: Kwargs) -> object:
-    """Call Keras's `fit` with the checks between ranks around it.
-
-    Args:
-        method: Keras's own, bound to the model.
-        trainer: The model's.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-
-    Returns:
-        Keras's `History`.
-
-    Raises:
-        DisagreementError: Ranks were given different data or callbacks, or train differently.
-    """
+    """Call Keras's `fit` with the checks between ranks around it."""
     given = inspect.signature(method).bind(*args, **kwargs)
     given.apply_defaults()
     asked, strategy = given.arguments, trainer.strategy
@@ -187,14 +163,7 @@ def _bar(
 
 
 def data_of(asked: Mapping[str, object]) -> object:
-    """Return what a call was given to read.
-
-    Args:
-        asked: Arguments of the call, by name.
-
-    Returns:
-        `x`, or a list of it and the targets and weights that belong to it.
-    """
+    """Return what a call was given to read."""
     x = asked.get("x")
     others = [asked.get("y"), asked.get("sample_weight")]
     return x if all(other is None for other in others) else [x, *others]
@@ -260,15 +229,7 @@ def on_this_rank(
     callbacks: keras.callbacks.Callback | Sequence[keras.callbacks.Callback] | None,
     strategy: Strategy,
 ) -> list[keras.callbacks.Callback]:
-    """Select the callbacks that run on this rank: all on rank 0, none that write files elsewhere.
-
-    Args:
-        callbacks: One, a nest of them, or None.
-        strategy: The model's strategy.
-
-    Returns:
-        A flat list.
-    """
+    """Select the callbacks of this rank: all on rank 0; elsewhere none that write files."""
     flat = keras.tree.flatten(callbacks) if callbacks else []
     if strategy.is_chief:
         return flat
@@ -281,13 +242,7 @@ def join(
     last: rank_callbacks.RankChecks,
     params: dict[str, object],
 ) -> None:
-    """Add dtk's callbacks to a `CallbackList` that the script has built.
-
-    Args:
-        callbacks: The list; it is changed.
-        last: The callback that comes last; the trainer is its.
-        params: Parameters of the list that the script has not set.
-    """
+    """Add dtk's callbacks to a `CallbackList` that the script has built."""
     trainer = last.trainer
     ours = (rank_callbacks.RankChecks, rank_callbacks.SynchronizeWeights)
     mine = [c for c in callbacks.callbacks if not isinstance(c, ours)]
@@ -299,11 +254,7 @@ def join(
 
 
 def with_history(callbacks: list[keras.callbacks.Callback]) -> list[keras.callbacks.Callback]:
-    """Add Keras's `History` to callbacks without one, so that it comes before `RankChecks`.
-
-    Args:
-        callbacks: The callbacks.
-    """
+    """Add Keras's `History` to callbacks without one, so that it comes before `RankChecks`."""
     if any(isinstance(callback, keras.callbacks.History) for callback in callbacks):
         return callbacks
     return [*callbacks, keras.callbacks.History()]

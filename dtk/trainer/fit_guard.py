@@ -68,11 +68,7 @@ def is_alone() -> bool:
 
 
 class _Calls:
-    """Handler of the calls of this process.
-
-    Args:
-        strategy: The one of this process that joins most processes.
-    """
+    """Handler of the calls of this process."""
 
     def __init__(self, strategy: Strategy):
         self.strategy = strategy
@@ -128,11 +124,7 @@ def joining_strategy() -> Strategy | None:
 
 
 def install(strategy: Strategy) -> None:
-    """Make all calls of `fit` and its like go through here. A strategy calls it when it is made.
-
-    Args:
-        strategy: The strategy.
-    """
+    """Make all calls of `fit` and its like go through here. A strategy calls it when it is made."""
     if strategy.processes > 1:
         saving.install()
     self_test.fail_if_nothing_is_tried()

@@ -23,19 +23,7 @@ from dtk.trainer.gradients import partitioned_variables, shared_optimizer
 
 
 def settle(asked: bool | str | None, model: keras.Model, strategy: Strategy) -> bool | str | None:
-    """Decide whether XLA compiles a model's steps.
-
-    Args:
-        asked: As given to `compile`.
-        model: The model, maybe not built.
-        strategy: Its strategy.
-
-    Returns:
-        What Keras is to be given instead.
-
-    Raises:
-        ValueError: It is True, and cannot be.
-    """
+    """Decide whether XLA compiles a model's steps."""
     if asked != "auto":
         keras_models.note_auto_jit(model, False)
         if asked:
@@ -55,15 +43,7 @@ def _is_wished_for(model: keras.Model) -> bool:
 
 
 def settle_built(model: keras.Model, strategy: Strategy) -> None:
-    """Decide again once a model is built, since it may have got layers or another `jit_compile`.
-
-    Args:
-        model: The model.
-        strategy: Its strategy.
-
-    Raises:
-        ValueError: XLA is to compile its steps, and cannot.
-    """
+    """Decide again once a model is built, since it may have got layers or another `jit_compile`."""
     if not model.jit_compile:
         return
     if not keras_models.is_auto_jit(model):
@@ -75,32 +55,14 @@ def settle_built(model: keras.Model, strategy: Strategy) -> None:
 
 
 def check(model: keras.Model, strategy: Strategy) -> None:
-    """Refuse to compile what XLA cannot.
-
-    Args:
-        model: The model.
-        strategy: Its strategy.
-
-    Raises:
-        ValueError: The model communicates in its forward pass, or the strategy runs steps that dtk
-            does not compile.
-    """
+    """Refuse to compile what XLA cannot."""
     why = _why_not(model, strategy)
     if why:
         raise ValueError(at_rank(strategy.rank, f"jit_compile=True: {why}"))
 
 
 def leave(model: keras.Model, strategy: Strategy, why: str) -> None:
-    """Leave a model uncompiled after all, since XLA cannot compile one of its steps.
-
-    Args:
-        model: The model.
-        strategy: Its strategy.
-        why: The reason.
-
-    Raises:
-        ValueError: The script has asked for it.
-    """
+    """Leave a model uncompiled after all, since XLA cannot compile one of its steps."""
     if not keras_models.is_auto_jit(model):
         raise ValueError(
             at_rank(
@@ -114,12 +76,7 @@ def leave(model: keras.Model, strategy: Strategy, why: str) -> None:
 
 
 def compile_updates(model: keras.Model, wished: bool) -> None:
-    """Let XLA compile how a model's optimizers update its variables, from the next trace on.
-
-    Args:
-        model: The model.
-        wished: Whether to.
-    """
+    """Let XLA compile how a model's optimizers update its variables, from the next trace on."""
     for optimizer in shared_optimizer.optimizers_of(model):
         for member in partitioned_variables.members(optimizer):
             one_pass.compile_updates(member, wished)

@@ -26,38 +26,16 @@ class ModelStrategy(Strategy, Protocol):
     """A strategy that makes the trainers of the models compiled in its scope."""
 
     def make_trainer(self, model: keras.Model) -> DistributedTrainer[Strategy]:
-        """Make the trainer of a model compiled in this strategy's scope.
-
-        Args:
-            model: The model.
-        """
+        """Make the trainer of a model compiled in this strategy's scope."""
 
 
 def trainer_of(model: keras.Model) -> DistributedTrainer[Strategy] | None:
-    """Return the trainer of a model.
-
-    Args:
-        model: The model.
-
-    Returns:
-        The trainer; None when no dtk strategy compiled the model.
-    """
+    """Return the trainer of a model. The trainer; None when no dtk strategy compiled the model."""
     return keras_models.trainer_of(model, DistributedTrainer)
 
 
 def distribute(model: keras.Model, strategy: ModelStrategy) -> DistributedTrainer[Strategy]:
-    """Give a compiled model the strategy's step functions; compiling again starts afresh.
-
-    Args:
-        model: The model.
-        strategy: The strategy.
-
-    Returns:
-        The model's trainer.
-
-    Raises:
-        ValueError: The model was compiled under another strategy.
-    """
+    """Give a compiled model the strategy's step functions; compiling again starts afresh."""
     before = trainer_of(model)
     if before is not None and before.strategy is not strategy:
         raise ValueError(
@@ -88,11 +66,7 @@ def distribute(model: keras.Model, strategy: ModelStrategy) -> DistributedTraine
 
 @contextlib.contextmanager
 def distributing(strategy: ModelStrategy) -> Iterator[None]:
-    """Return a context in which `compile` makes trainers, and losses outside replicas are whole.
-
-    Args:
-        strategy: The strategy that models belong to.
-    """
+    """Return a context in which `compile` makes trainers, and losses outside replicas are whole."""
     with (
         keras_models.compiles_through(
             lambda model, jit_compile: check_and_own(model, jit_compile, strategy),
@@ -106,19 +80,7 @@ def distributing(strategy: ModelStrategy) -> Iterator[None]:
 def check_and_own(
     model: keras.Model, jit_compile: bool | str | None, strategy: Strategy
 ) -> bool | str | None:
-    """Make a model belong to a strategy, before it is compiled there.
-
-    Args:
-        model: The model.
-        jit_compile: As given to `compile`.
-        strategy: The strategy.
-
-    Returns:
-        What `compile` is to be given for `jit_compile`.
-
-    Raises:
-        ValueError: It belongs to another one, or XLA is to compile it and cannot.
-    """
+    """Make a model belong to a strategy, before it is compiled there."""
     jit_compile = jit.settle(jit_compile, model, strategy)
     owner = keras_models.owner_of(model)
     if owner is not None and owner is not strategy:
@@ -135,15 +97,7 @@ def check_and_own(
 
 @tf.autograph.experimental.do_not_convert  # `run` is called in graphs; rewriting this took 0.1 s
 def check_distributed(function: Function[Nest], strategy: Strategy) -> None:
-    """Refuse to run the step of a model that was compiled outside the strategy's scope.
-
-    Args:
-        function: What `strategy.run` was given.
-        strategy: The strategy.
-
-    Raises:
-        NotDistributedError: It is the step of such a model.
-    """
+    """Refuse to run the step of a model that was compiled outside the strategy's scope."""
     model = getattr(function, "__self__", None)
     if not isinstance(model, keras.Model) or strategy.num_replicas_in_sync == 1:
         return

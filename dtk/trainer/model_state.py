@@ -10,11 +10,7 @@ from dtk.trainer.gradients import shards, shared_optimizer
 
 
 class ModelState:
-    """The variables of a model and its optimizers, by who holds which values.
-
-    Args:
-        model: The model.
-    """
+    """The variables of a model and its optimizers, by who holds which values."""
 
     def __init__(self, model: keras.Model):
         self.model = model
@@ -32,11 +28,7 @@ class ModelState:
         return keras_models.initial_epoch(self.model)
 
     def set_initial_epoch(self, epoch: int | None) -> None:
-        """Make `fit` start from an epoch.
-
-        Args:
-            epoch: The epoch; None for the argument's.
-        """
+        """Make `fit` start from an epoch."""
         keras_models.set_initial_epoch(self.model, epoch)
 
     # State that is this rank's own.
@@ -74,9 +66,6 @@ class ModelState:
         """Collect the state of the exchange of gradients, of all ranks. All ranks call it together.
 
         A world of one exchanges nothing, and keeps the state that a larger one has left.
-
-        Returns:
-            Items by name, on rank 0; elsewhere empty.
         """
         return self._carried | {
             f"{i}/{name}": item
@@ -85,11 +74,7 @@ class ModelState:
         }
 
     def restore_exchange(self, state: dict[str, Saved]) -> None:
-        """Restore the state of the exchange of gradients.
-
-        Args:
-            state: As returned by `exchange_state`, in a world of any size.
-        """
+        """Restore the state of the exchange of gradients."""
         gradient_exchanges = shared_optimizer.gradient_exchanges_of(self.model)
         self._carried = {} if gradient_exchanges else dict(state)
         for i, gradient_exchange in enumerate(gradient_exchanges):

@@ -33,20 +33,7 @@ def install() -> None:
 
 
 def write(model: keras.Model, path: object, save: Callable[[object], object], how: str) -> object:
-    """Write a model to a path, such that no process ever reads half of it.
-
-    Args:
-        model: The model.
-        path: Where to; what is no path on this machine's file systems is written as ever.
-        save: Writes the model to the path it is called with.
-        how: What else the call said.
-
-    Returns:
-        What `save` returns.
-
-    Raises:
-        ValueError: This process holds only a part of the model.
-    """
+    """Write a model to a path, such that no process ever reads half of it."""
     _check_whole(model)
     with _local_reads(model):
         if not isinstance(path, str | os.PathLike) or "://" in os.fspath(path):

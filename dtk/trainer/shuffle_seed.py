@@ -8,12 +8,6 @@ from dtk.compat import tf_replicas
 class ShuffleSeed:
     """Seed of the order of rows, for scripts that leave it to dtk.
 
-    Args:
-        chosen: The global seed that dtk has set on every rank; None where the script has set one.
-
-    Attributes:
-        value: What epochs are shuffled from; None while the script's own seed says the order.
-
     Example:
         >>> ShuffleSeed(None).of_epoch(3) is None
         True
@@ -23,23 +17,11 @@ class ShuffleSeed:
         self.value = self._in_force = chosen
 
     def of_epoch(self, epoch: int) -> int | None:
-        """Return the seed of an epoch; None once the script has set a global seed itself.
-
-        Args:
-            epoch: Number of the epoch, from 0.
-
-        Returns:
-            A seed of 31 bits.
-        """
+        """Return the seed of an epoch; None once the script has set a global seed itself."""
         if tf_replicas.global_seed() != self._in_force:
             self.value = None
         return None if self.value is None else (self.value + epoch) % 2**31
 
     def restore(self, value: int, in_force: int | None) -> None:
-        """Go on from a seed that a checkpoint holds.
-
-        Args:
-            value: What epochs were shuffled from.
-            in_force: The global seed that is in force beside it.
-        """
+        """Go on from a seed that a checkpoint holds."""
         self.value, self._in_force = value, in_force

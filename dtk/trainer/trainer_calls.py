@@ -31,10 +31,6 @@ def through(handle: Handler) -> None:
 
     A model's own override of a method is called as ever; what it calls of Keras's goes through
     here. A later call replaces the handler.
-
-    Args:
-        handle: Gets the model, the method's name, Keras's own method bound to the model, and what
-            it was called with.
     """
     for name in NAMES:
         current = getattr(keras.Model, name)

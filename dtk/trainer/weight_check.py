@@ -11,19 +11,7 @@ from dtk.trainer.ranks import rank_checks, shared_weights
 
 
 def check_weights(model: keras.Model, strategy: Strategy) -> int:
-    """Compare a model's weights over all replicas; see `DtkStrategy.check_weights`.
-
-    Args:
-        model: The model.
-        strategy: The strategy it was compiled under.
-
-    Returns:
-        How many variables were compared.
-
-    Raises:
-        ValueError: The model was not compiled under this strategy.
-        DisagreementError: Weights differ.
-    """
+    """Compare a model's weights over all replicas; see `DtkStrategy.check_weights`."""
     trainer = trainer_of(model)
     if trainer is None or trainer.strategy is not strategy:
         raise ValueError(

@@ -12,15 +12,7 @@ _LONG = 10.0
 
 
 class Background:
-    """Does work on a thread, while training goes on; the next work waits for it.
-
-    Args:
-        say: Told a line where training has to wait for long.
-        long: Seconds that are long.
-
-    Attributes:
-        failure: What the work has raised, until it is told by `finish` and its like.
-    """
+    """Does work on a thread, while training goes on; the next work waits for it."""
 
     def __init__(self, say: Callable[[str], None], long: float = _LONG):
         self._say = say
@@ -30,12 +22,7 @@ class Background:
         self.failure: Exception | None = None
 
     def start(self, what: str, work: Callable[[], object]) -> None:
-        """Begin a piece of work; `finish` has been called since the last.
-
-        Args:
-            what: Names it.
-            work: The work.
-        """
+        """Begin a piece of work; `finish` has been called since the last."""
 
         def run() -> None:
             try:
@@ -49,11 +36,7 @@ class Background:
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait for the work that is under way.
-
-        Raises:
-            Exception: What the work has raised.
-        """
+        """Wait for the work that is under way."""
         failure = self.left()
         if failure is not None:
             raise failure

@@ -13,16 +13,6 @@ _BETTER_WHEN_SMALLER = ("loss", "error", "mae", "mse", "mape", "msle", "crossent
 def better_when_larger(monitor: str, mode: str) -> bool:
     """Return whether larger values of a monitored number are better.
 
-    Args:
-        monitor: Name of the number in an epoch's logs.
-        mode: "min", "max", or "auto" to decide by the name.
-
-    Returns:
-        True if larger is better, False if smaller is.
-
-    Raises:
-        ValueError: The mode is unknown, or the name does not tell.
-
     Example:
         >>> better_when_larger("val_accuracy", "auto"), better_when_larger("val_loss", "auto")
         (True, False)
@@ -42,18 +32,6 @@ def better_when_larger(monitor: str, mode: str) -> bool:
 class BestValue:
     """Best value that a number in the epochs' logs has had so far.
 
-    Args:
-        monitor: Name of the number, such as "val_loss"; None watches nothing.
-        mode: As of `better_when_larger`.
-
-    Attributes:
-        monitor: As given.
-        larger_is_better: Whether a larger value is a better one.
-        value: The best value; None before the first.
-
-    Raises:
-        ValueError: As `better_when_larger`.
-
     Example:
         >>> best = BestValue("val_loss", "auto")
         >>> [best.improves({"val_loss": loss}) for loss in (0.5, 0.6, 0.4)], best.value
@@ -71,17 +49,7 @@ class BestValue:
         self.value: float | None = None
 
     def improves(self, logs: dict[str, float] | None) -> bool:
-        """Take an epoch's logs, and return whether they hold a better value than all before.
-
-        Args:
-            logs: Numbers of the epoch by name; None for an epoch that is not over.
-
-        Returns:
-            True if `value` has become that of these logs; NaN never improves.
-
-        Raises:
-            ValueError: The logs do not hold the monitored number.
-        """
+        """Take an epoch's logs, and return whether they hold a better value than all before."""
         if self.monitor is None or logs is None:
             return False
         if self.monitor not in logs:

@@ -13,18 +13,7 @@ T = TypeVar("T")
 
 
 def on_chief(strategy: Strategy, work: Callable[[], T]) -> T:
-    """Do work on rank 0, and return its result on every rank. All ranks call it together.
-
-    Args:
-        strategy: The strategy whose rank 0 works.
-        work: What rank 0 calls; its result must be one that can be sent.
-
-    Returns:
-        What `work` returned on rank 0.
-
-    Raises:
-        Exception: What `work` raised on rank 0, on every rank.
-    """
+    """Do work on rank 0, and return its result on every rank. All ranks call it together."""
 
     def alone() -> T:
         with _local_reads(strategy):

@@ -41,11 +41,7 @@ class CorruptCheckpointError(Exception):
 
 
 class CheckpointFiles:
-    """Checkpoints of one directory.
-
-    Args:
-        directory: Where they lie; made when it is first looked whether it can be written to.
-    """
+    """Checkpoints of one directory."""
 
     def __init__(self, directory: str | os.PathLike[str]):
         if not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory):
@@ -56,11 +52,7 @@ class CheckpointFiles:
         self.directory = Path(directory)
 
     def check_writable(self) -> None:
-        """Make the directory, and find out whether files can be made in it.
-
-        Raises:
-            OSError: They cannot; says what to do.
-        """
+        """Make the directory, and find out whether files can be made in it."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.directory):
@@ -88,11 +80,7 @@ class CheckpointFiles:
         return f"checkpoint-{_serial(newest) + 1 if newest else 1:08d}"
 
     def weights(self, name: str) -> Path:
-        """Return the path of one checkpoint's weights.
-
-        Args:
-            name: The checkpoint's name.
-        """
+        """Return the path of one checkpoint's weights."""
         return self.directory / name / WEIGHTS
 
     def write(
@@ -101,19 +89,7 @@ class CheckpointFiles:
         state: Mapping[str, Packed],
         arrays: Mapping[str, Array],
     ) -> str:
-        """Write one more checkpoint.
-
-        Args:
-            save_weights: Writes the weights to the path it is given.
-            state: What goes to JSON.
-            arrays: Arrays by name.
-
-        Returns:
-            The checkpoint's name.
-
-        Raises:
-            OSError: It cannot be written; nothing of it is left.
-        """
+        """Write one more checkpoint."""
         name = self.next_name()
         self.directory.mkdir(parents=True, exist_ok=True)
         draft = self.directory / f"{DRAFT}{name}"
@@ -148,17 +124,7 @@ class CheckpointFiles:
         flush(draft)
 
     def read(self, name: str) -> tuple[CheckpointState, dict[str, Array]]:
-        """Read state and arrays of one checkpoint, once its files have been checked.
-
-        Args:
-            name: The checkpoint's name.
-
-        Returns:
-            The state, and the arrays by name, as given to `write`.
-
-        Raises:
-            CorruptCheckpointError: A file is missing or is not what was written.
-        """
+        """Read state and arrays of one checkpoint, once its files have been checked."""
         folder = self.directory / name
         try:
             state = json.loads(_regular(folder / STATE).read_text())
@@ -188,11 +154,7 @@ class CheckpointFiles:
             raise CorruptCheckpointError(f"{STATE} cannot be read ({error})") from error
 
     def prune(self, keep: int | None) -> None:
-        """Remove all but the newest checkpoints.
-
-        Args:
-            keep: How many to keep; None or 0 keeps all.
-        """
+        """Remove all but the newest checkpoints."""
         for name in self.names()[keep:] if keep else []:
             # Renamed first: a removal that is cut short leaves no half checkpoint.
             doomed = self.directory / f"{DRAFT}{name}"
@@ -206,12 +168,7 @@ class CheckpointFiles:
             _remove(draft)
 
     def keep_best(self, name: str, note: Mapping[str, object]) -> None:
-        """Copy one checkpoint's weights to `best.weights.h5`, and a note to `best.json`.
-
-        Args:
-            name: The checkpoint's name.
-            note: What goes to JSON.
-        """
+        """Copy one checkpoint's weights to `best.weights.h5`, and a note to `best.json`."""
         with written(self.directory / "best.weights.h5") as draft:
             shutil.copyfile(self.weights(name), draft)
         with written(self.directory / "best.json") as draft:
@@ -240,14 +197,7 @@ def _digest_of(state: object) -> str:
 
 
 def digest(file: Path) -> str:
-    """Return the hash of a file's bytes.
-
-    Args:
-        file: The file.
-
-    Returns:
-        The first 32 hexadecimal digits of its BLAKE2b.
-    """
+    """Return the hash of a file's bytes."""
     with open(file, "rb") as stream:
         return hashlib.file_digest(stream, "blake2b").hexdigest()[:32]
 

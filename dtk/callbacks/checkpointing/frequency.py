@@ -11,17 +11,6 @@ from dtk.trainer.feed import Feed
 class Frequency:
     """Counts steps and samples since the last checkpoint, alike on all ranks.
 
-    Args:
-        save_freq: "epoch", or a number of steps.
-        save_every_samples: A number of samples, in place of `save_freq`; None for that.
-
-    Attributes:
-        steps: Steps since the last checkpoint.
-        samples: Samples since then, where they are asked for.
-
-    Raises:
-        ValueError: An argument is out of range, or both are given.
-
     Example:
         >>> Frequency(save_freq=500).each_epoch, Frequency().each_epoch
         (False, True)
@@ -64,29 +53,14 @@ class Frequency:
         return isinstance(self._save_freq, int) and self.steps >= self._save_freq
 
     def begin_epoch(self, done: int, model: keras.Model) -> None:
-        """Begin to count the steps of an epoch.
-
-        Args:
-            done: Steps of it that an earlier run has taken.
-            model: The model, whose metrics have seen the rows of these.
-        """
+        """Begin to count the steps of an epoch."""
         self._last_step = done
         self._looked += round(self._unseen * self._rate)
         self._unseen = 0
         self._total = count_rows(model) if done and self._every_samples is not None else 0
 
     def count(self, done: int, feed: Feed, model: keras.Model | None = None) -> None:
-        """Count what the epoch has done since the last call.
-
-        Args:
-            done: Steps of the epoch that are done.
-            feed: The data of the running `fit`.
-            model: The model, whose metrics have seen the rows of these steps and no others; None
-                where they were reset.
-
-        Raises:
-            ValueError: The data is not arrays, and the model's metrics do not count its rows.
-        """
+        """Count what the epoch has done since the last call."""
         steps = max(0, done - self._last_step)
         self.steps += steps
         if self._every_samples is not None and steps:
@@ -121,9 +95,5 @@ class Frequency:
 
 
 def is_count(value: object) -> bool:
-    """Return whether a value is a whole number above 0.
-
-    Args:
-        value: Any.
-    """
+    """Return whether a value is a whole number above 0."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1

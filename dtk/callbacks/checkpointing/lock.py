@@ -31,26 +31,15 @@ _NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 
 class Holder(TypedDict):
-    """Process that holds a directory.
+    """Process that holds a directory."""
 
-    Attributes:
-        host: Name of its host.
-        pid: Its id there.
-        started: When it started, as the kernel counts; an id alone may be used again.
-    """
-
-    host: str
-    pid: int
-    started: str
+    host: str  # name of its host
+    pid: int  # its id there
+    started: str  # when it started, as the kernel counts; an id alone may be used again
 
 
 class DirectoryLock:
-    """Keeps other jobs out of a directory.
-
-    Args:
-        directory: The directory, which exists once the lock is taken.
-        patience: Seconds to wait for a holder that may be about to end.
-    """
+    """Keeps other jobs out of a directory."""
 
     def __init__(self, directory: Path, patience: float = _PATIENCE):
         self._directory = directory
@@ -66,12 +55,7 @@ class DirectoryLock:
         return self._descriptor is not None
 
     def take(self) -> None:
-        """Hold the directory until `release`, or the end of this process.
-
-        Raises:
-            CheckpointInUseError: Another process holds it; names host and process.
-            OSError: No file can be made in it.
-        """
+        """Hold the directory until `release`, or the end of this process."""
         deadline = time.monotonic() + self._patience
         while self._descriptor is None:
             holder = self._try()
@@ -129,11 +113,7 @@ def _forget(reference: weakref.ref[DirectoryLock]) -> None:
 
 
 def _opened(path: Path) -> int:
-    """Open the file, or make it.
-
-    Raises:
-        OSError: It cannot be; or it is a link, and what that leads to would be written over.
-    """
+    """Open the file, or make it."""
     try:
         # Not to wait for a pipe's reader.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK

@@ -29,12 +29,6 @@ def parts_of(trainer: DistributedTrainer[Strategy]) -> ModelInParts | None:
 
     A checkpoint holds the layers of one device, also where one rank has all parts of each: the same
     script resumes it on any grid, and in one process.
-
-    Args:
-        trainer: The model's trainer.
-
-    Returns:
-        None where each rank holds the whole model, in Keras's own layers.
     """
     strategy = trainer.strategy
     if strategy.model_communicator.size == 1:
@@ -47,14 +41,7 @@ def parts_of(trainer: DistributedTrainer[Strategy]) -> ModelInParts | None:
 
 
 def exchange_of(trainer: DistributedTrainer[Strategy]) -> dict[str, Saved]:
-    """Collect what the exchange of gradients remembers, of all ranks, who call it together.
-
-    Args:
-        trainer: The model's trainer.
-
-    Returns:
-        Items by name, on rank 0. On a grid the names begin with the part of the model.
-    """
+    """Collect what the exchange of gradients remembers, of all ranks, who call it together."""
     own, group = trainer.exchange_state(), trainer.strategy.model_communicator
     if group.size == 1:
         return own
@@ -70,10 +57,6 @@ def restore_exchange(trainer: DistributedTrainer[Strategy], saved: dict[str, Sav
 
     What belongs to another division of the model cannot be used: the exchange then begins anew, and
     rank 0 warns. One process without an exchange keeps it for the next.
-
-    Args:
-        trainer: The model's trainer.
-        saved: What `exchange_of` returned.
     """
     strategy = trainer.strategy
     group = strategy.model_communicator
@@ -96,14 +79,7 @@ def restore_exchange(trainer: DistributedTrainer[Strategy], saved: dict[str, Sav
 
 
 def describe(trainer: ModelState) -> Described:
-    """Return path, shape and dtype of every variable a checkpoint holds, in order.
-
-    Args:
-        trainer: The model's trainer, or the state of a model that none trains.
-
-    Returns:
-        Path, shape and dtype of each variable, ready for JSON.
-    """
+    """Return path, shape and dtype of every variable a checkpoint holds, in order."""
     variables = trainer.shared_variables()
     return [(v.path, [int(n) for n in v.shape], str(v.dtype)) for v in variables]
 
@@ -112,14 +88,6 @@ def check_same_model(saved: Described, mine: Described, path: Path) -> None:
     """Compare what `describe` returned then and now.
 
     Layers are named anew in every process, so of a path only its last word counts.
-
-    Args:
-        saved: What it returned when the checkpoint was written.
-        mine: What it returns of this model.
-        path: The checkpoint.
-
-    Raises:
-        ValueError: Naming the first variable that differs.
     """
     for (name, *shape), (own_name, *own_shape) in zip(saved, mine, strict=False):
         if shape != own_shape or last_word(name) != last_word(own_name):
@@ -136,16 +104,7 @@ def check_same_model(saved: Described, mine: Described, path: Path) -> None:
 
 
 def check_same_counts(saved: CheckpointState, trainer: ModelState, path: Path) -> None:
-    """Compare what has no weights: random layers, and metrics in the middle of an epoch.
-
-    Args:
-        saved: The state of a checkpoint, as it lies on disk.
-        trainer: The model that would go on from it.
-        path: The checkpoint.
-
-    Raises:
-        ValueError: Naming both counts.
-    """
+    """Compare what has no weights: random layers, and metrics in the middle of an epoch."""
     seeds, metrics = saved["seeds"], saved["metrics"]
     counts = [("random layers (Dropout and the like)", seeds, trainer.seed_states())]
     if metrics is not None:
@@ -160,23 +119,12 @@ def check_same_counts(saved: CheckpointState, trainer: ModelState, path: Path) -
 
 
 def last_word(path: str) -> str:
-    """Return the name of a variable without its folder and what stands before its last _.
-
-    Args:
-        path: The variable's path, such as "dense_1/kernel".
-    """
+    """Return the name of a variable without its folder and what stands before its last _."""
     return path.rsplit("/", 1)[-1].rsplit("_", 1)[-1]
 
 
 def accumulators_of(trainer: DistributedTrainer[Strategy]) -> list[keras.Variable]:
-    """Return the variables that hold unfinished windows of gradient accumulation.
-
-    Args:
-        trainer: The model's trainer.
-
-    Returns:
-        Keras variables; none where the optimizer does not accumulate.
-    """
+    """Return the variables that hold unfinished windows of gradient accumulation."""
     optimizers = shared_optimizer.optimizers_of(trainer.model)
     return [v for optimizer in optimizers for v in shared_optimizer.accumulators_of(optimizer)]
 
@@ -186,9 +134,6 @@ def fold_accumulators(trainer: DistributedTrainer[Strategy]) -> None:
 
     The window ends with a sum over ranks, so nothing changes, and what rank 0 saves is what a
     single process would have.
-
-    Args:
-        trainer: The model's trainer. All ranks call it together.
     """
     variables, strategy = accumulators_of(trainer), trainer.strategy
     if not variables:
@@ -199,44 +144,21 @@ def fold_accumulators(trainer: DistributedTrainer[Strategy]) -> None:
 
 
 def give_to_first(variable: keras.Variable, value: tf.Tensor, strategy: Strategy) -> None:
-    """Set a per-replica variable: `value` on replica 0, zeros on the others.
-
-    Args:
-        variable: The variable.
-        value: Its value on replica 0, of the variable's shape.
-        strategy: The strategy of the replicas.
-    """
+    """Set a per-replica variable: `value` on replica 0, zeros on the others."""
     zeros, ranks = tf.zeros_like(value), strategy.local_ranks()
     strategy.set_per_replica(variable, [zeros if rank else value for rank in ranks])
 
 
 def copies_of(variable: keras.Variable, strategy: Strategy) -> list[tf.Tensor]:
-    """Return what this process's replicas hold of a variable.
-
-    Args:
-        variable: The variable.
-        strategy: The strategy of the replicas.
-
-    Returns:
-        One tensor per local replica.
-    """
+    """Return what this process's replicas hold of a variable."""
     return [tf.convert_to_tensor(v) for v in strategy.experimental_local_results(variable.value)]
 
 
 def iterations_of(model: keras.Model) -> int | None:
-    """Return how many steps the optimizer has taken; None for a model without one.
-
-    Args:
-        model: The model.
-    """
+    """Return how many steps the optimizer has taken; None for a model without one."""
     optimizer = getattr(model, "optimizer", None)
     return None if optimizer is None else int(value_of(optimizer.iterations))
 
 
 def value_of(variable: keras.Variable) -> Array:
-    """Return the value of a Keras variable as an array.
-
-    Args:
-        variable: A Keras variable, or what Keras can make a tensor of.
-    """
     return keras.ops.convert_to_tensor(variable).numpy()

@@ -33,11 +33,7 @@ from dtk.trainer.ranks import seeds, shared_weights
 
 
 class CheckpointReader:
-    """Reads the checkpoints of one directory.
-
-    Args:
-        files: The directory's checkpoints.
-    """
+    """Reads the checkpoints of one directory."""
 
     def __init__(self, files: CheckpointFiles):
         self._files = files
@@ -51,19 +47,6 @@ class CheckpointReader:
         """Load the newest readable checkpoint's weights into the model; on rank 0 alone.
 
         What an earlier process left half written is removed first.
-
-        Args:
-            trainer: The model that is to go on from it.
-            resume: Whether to load one at all.
-            parts: What puts the model together, where ranks hold it in parts; the weights are then
-                those of its `whole`.
-
-        Returns:
-            The checkpoint's name, and its state, which `restore` takes; None if there is none.
-
-        Raises:
-            ValueError: The checkpoint belongs to another model, or none can be read.
-            CheckpointFormatError: A newer dtk has written it.
         """
         self._files.clear_unfinished()
         names = self._files.names() if resume else []
@@ -106,20 +89,7 @@ class CheckpointReader:
         )
 
     def load_weights(self, model: keras.Model, name: str) -> evaluator.Saved | None:
-        """Load the weights of a checkpoint into a model that will not be trained.
-
-        Args:
-            model: The model, compiled under a dtk strategy.
-            name: The checkpoint's name.
-
-        Returns:
-            How far training was; None when the checkpoint has been removed.
-
-        Raises:
-            CorruptCheckpointError: It is not what was written.
-            CheckpointFormatError: A newer dtk has written it.
-            ValueError: It belongs to another model.
-        """
+        """Load the weights of a checkpoint into a model that will not be trained."""
         trainer = trainer_of(model)
         assert trainer is not None
         try:
@@ -160,14 +130,7 @@ def restore(
     epochs: int,
     parts: ModelInParts | None = None,
 ) -> None:
-    """Restore everything but the weights, which rank 0 has loaded. All ranks call it together.
-
-    Args:
-        state: What `CheckpointReader.load_newest` returned on rank 0.
-        trainer: The model that goes on.
-        epochs: Epochs `fit` was asked for.
-        parts: What holds the weights on rank 0, where ranks hold the model in parts.
-    """
+    """Restore everything but the weights, which rank 0 has loaded. All ranks call it together."""
     strategy = trainer.strategy
     if parts is not None:
         parts.scatter(strategy.world)
@@ -202,16 +165,7 @@ def _restore_seeds(state: states.CheckpointState, trainer: DistributedTrainer[St
 
 
 def resume_message(state: states.CheckpointState, epochs: int, path: Path) -> str:
-    """Return the line that says where training goes on.
-
-    Args:
-        state: What `CheckpointReader.load_newest` returned.
-        epochs: Epochs `fit` was asked for.
-        path: The checkpoint.
-
-    Returns:
-        The line, such as "resuming at epoch 3/5, step 8, from checkpoints/checkpoint-00000002".
-    """
+    """Return the line that says where training goes on."""
     if state["stopped"]:
         return f"a callback had stopped training after epoch {state['epoch']} ({path})"
     if state["epoch"] >= epochs:

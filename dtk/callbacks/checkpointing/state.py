@@ -36,57 +36,34 @@ Described: TypeAlias = list[tuple[str, list[int], str]]
 
 
 class Generators(TypedDict):
-    """State of the global random number generators.
+    """State of the global random number generators."""
 
-    Attributes:
-        python: Version, numbers and the next normal number of Python's.
-        numpy: State of NumPy's, by name.
-    """
-
+    # version, numbers and the next normal number of Python's
     python: tuple[int, Sequence[int], float | None]
-    numpy: dict[str, object]
+    numpy: dict[str, object]  # state of NumPy's, by name
 
 
 class CheckpointState(TypedDict):
-    """What a checkpoint holds beside the weights; on disk, names stand in the places of arrays.
+    """What a checkpoint holds beside the weights; on disk, names stand in the places of arrays."""
 
-    Attributes:
-        format: Number of the format.
-        workers: Ranks of the world that has written it.
-        iterations: Steps of the optimizer; None without one.
-        variables: Of the model and its optimizer, as `describe` says them.
-        best: Best value of the monitored number; None before the first.
-        stopped: Whether a callback has stopped training.
-        seeds: State of the model's random number generators.
-        callbacks: What callbacks have learned, by class and position.
-        random: State of the global random number generators.
-        tensorflow_seed: TensorFlow's global seed; None when none was set.
-        shuffle_seed: What the rows of arrays are shuffled from; None where Keras draws their order.
-        data: Position in the data.
-        epoch: Epochs done.
-        step: Steps done of the epoch that goes on.
-        metrics: State of metrics in the middle of an epoch; else None.
-        trained: Numbers of an epoch of which only the validation is left; else None.
-        exchange: State of the exchange of gradients, by name.
-    """
-
-    format: int
-    workers: int
-    iterations: NotRequired[int | None]
-    variables: Described
-    best: float | None
-    stopped: bool
-    seeds: list[Array]
-    callbacks: dict[str, dict[str, object]]
-    random: Generators
-    tensorflow_seed: int | None
+    format: int  # number of the format
+    workers: int  # ranks of the world that has written it
+    iterations: NotRequired[int | None]  # steps of the optimizer; None without one
+    variables: Described  # of the model and its optimizer, as `describe` says them
+    best: float | None  # best value of the monitored number; None before the first
+    stopped: bool  # whether a callback has stopped training
+    seeds: list[Array]  # state of the model's random number generators
+    callbacks: dict[str, dict[str, object]]  # what callbacks have learned, by class and position
+    random: Generators  # state of the global random number generators
+    tensorflow_seed: int | None  # tensorFlow's global seed; None when none was set
+    # what the rows of arrays are shuffled from; None where Keras draws their order
     shuffle_seed: int | None
     data: Position
-    epoch: int
-    step: int
-    metrics: list[Array] | None
-    trained: Logs | None
-    exchange: NotRequired[dict[str, Saved]]
+    epoch: int  # epochs done
+    step: int  # steps done of the epoch that goes on
+    metrics: list[Array] | None  # state of metrics in the middle of an epoch; else None
+    trained: Logs | None  # numbers of an epoch of which only the validation is left; else None
+    exchange: NotRequired[dict[str, Saved]]  # state of the exchange of gradients, by name
 
 
 # What a state holds, by JSON's types, and the least of whole numbers. In "data" lies a `Position`.
@@ -118,11 +95,7 @@ _LATER = ("iterations", "exchange")  # not in the first checkpoints
 
 
 def check(state: Mapping[str, object]) -> None:
-    """Refuse a state that no dtk has written, whatever its digest says.
-
-    Raises:
-        ValueError: Names the first value that cannot be.
-    """
+    """Refuse a state that no dtk has written, whatever its digest says."""
     for name, (kinds, least) in _EXPECTED.items():
         *outer, last = name.split(".")
         folder = cast("Mapping[str, object]", state[outer[0]]) if outer else state
@@ -141,16 +114,6 @@ def check(state: Mapping[str, object]) -> None:
 
 def pack(value: object, arrays: dict[str, Array]) -> Packed:
     """Turn a value into JSON, moving its arrays to `arrays`.
-
-    Args:
-        value: Numbers, strings, None, arrays, tensors, and lists, tuples and dicts of these.
-        arrays: Receives the arrays.
-
-    Returns:
-        What `json.dumps` takes; an array is `{"array": name}`.
-
-    Raises:
-        TypeError: It holds something else.
 
     Example:
         >>> import numpy as np
@@ -177,15 +140,7 @@ def pack(value: object, arrays: dict[str, Array]) -> Packed:
 
 
 def unpack(value: object, arrays: Mapping[str, Array]) -> object:
-    """Undo `pack`; tuples come back as lists.
-
-    Args:
-        value: What `pack` returned.
-        arrays: The arrays by name.
-
-    Returns:
-        The value that was packed.
-    """
+    """Undo `pack`; tuples come back as lists."""
     if isinstance(value, list):
         return [unpack(item, arrays) for item in value]
     if isinstance(value, dict):
@@ -196,14 +151,7 @@ def unpack(value: object, arrays: Mapping[str, Array]) -> object:
 
 
 def of_callbacks(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, dict[str, object]]:
-    """Return what every callback has learned: its `get_state()`, or the attributes in `KNOWN`.
-
-    Args:
-        callbacks: The callbacks of `fit`.
-
-    Returns:
-        State by class and position, such as "EarlyStopping.0".
-    """
+    """Return what every callback has learned: its `get_state()`, or the attributes in `KNOWN`."""
     states = {}
     for name, callback in _named(callbacks):
         if hasattr(callback, "get_state"):
@@ -216,12 +164,7 @@ def of_callbacks(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, dic
 def to_callbacks(
     states: dict[str, dict[str, object]], callbacks: Iterable[keras.callbacks.Callback]
 ) -> None:
-    """Give callbacks what `of_callbacks` returned; those that are not here any more are skipped.
-
-    Args:
-        states: What it returned.
-        callbacks: The callbacks of `fit`.
-    """
+    """Give callbacks what `of_callbacks` returned; those that are not here any more are skipped."""
     for name, callback in _named(callbacks):
         if name not in states:
             continue
@@ -252,11 +195,7 @@ def of_generators() -> Generators:
 
 
 def to_generators(state: Generators) -> None:
-    """Restore what `of_generators` returned.
-
-    Args:
-        state: What it returned; lists may stand for tuples.
-    """
+    """Restore what `of_generators` returned."""
     version, inner, gauss = state["python"]
     random.setstate((version, tuple(inner), gauss))
     np.random.set_state(state["numpy"])

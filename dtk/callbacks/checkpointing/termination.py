@@ -35,11 +35,6 @@ class Termination:
     A rank that waits in a collective for one that has died would not notice: Python's handlers run
     between Python instructions only. A thread, woken by the signal itself, ends the process when
     the ranks have not agreed in time.
-
-    Args:
-        communicator: All ranks call `wanted` at the same steps.
-        patience: Seconds the ranks have to agree; None for those of `dtk.cluster.saving`, which
-            `dtk run` waits for.
     """
 
     def __init__(self, communicator: Communicator, patience: float | None = None):

@@ -20,15 +20,7 @@ if TYPE_CHECKING:
 
 
 def save_weights(model: keras.Model, path: str) -> None:
-    """Write what `model.save_weights` would.
-
-    Args:
-        model: The model.
-        path: A file that is not there yet.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Write what `model.save_weights` would."""
     with _File(path) as file:
         try:
             saving_calls.write_weights(model, file)
@@ -39,14 +31,7 @@ def save_weights(model: keras.Model, path: str) -> None:
 
 
 class _File(io.BytesIO):
-    """A file on disk that behaves as if every write went well; Keras takes no other kind of object.
-
-    Args:
-        path: The file.
-
-    Attributes:
-        failure: The first error.
-    """
+    """A file that behaves as if every write went well; Keras takes no other kind of object."""
 
     def __init__(self, path: str):
         super().__init__()

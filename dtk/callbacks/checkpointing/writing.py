@@ -35,20 +35,13 @@ from dtk.trainer.replica.replica_step import metric_variables
 
 
 class Progress(NamedTuple):
-    """Progress of training when a checkpoint is written.
+    """Progress of training when a checkpoint is written."""
 
-    Attributes:
-        epoch: The epoch to resume at, from 0.
-        step: Steps of that epoch that are done.
-        in_epoch: Whether Keras is between two of its steps.
-        logs: The numbers of an epoch that is over; None before.
-        trained: The numbers of an epoch of which only the validation is left; else None.
-    """
-
-    epoch: int
-    step: int
-    in_epoch: bool
-    logs: Logs | None = None
+    epoch: int  # the epoch to resume at, from 0
+    step: int  # steps of that epoch that are done
+    in_epoch: bool  # whether Keras is between two of its steps
+    logs: Logs | None = None  # the numbers of an epoch that is over; None before
+    # the numbers of an epoch of which only the validation is left; else None
     trained: Logs | None = None
 
 
@@ -57,14 +50,7 @@ class NotFiniteError(Exception):
 
 
 class CheckpointWriter:
-    """Writes checkpoints to one directory.
-
-    Args:
-        files: The directory's checkpoints.
-        max_to_keep: How many to keep; None keeps all.
-        best: Which epoch's weights are copied to `best.weights.h5`.
-        background: Writes while training goes on; None where training waits.
-    """
+    """Writes checkpoints to one directory."""
 
     def __init__(
         self,
@@ -80,18 +66,6 @@ class CheckpointWriter:
         """Write one checkpoint. All ranks call it together: some state is spread over them.
 
         With a `background`, it is copied, and written later; the one before has been finished.
-
-        Args:
-            trainer: The model, and what its strategy keeps about it.
-            progress: How far training is.
-
-        Returns:
-            The checkpoint's name.
-
-        Raises:
-            NotFiniteError: Weights that are trained hold NaN or infinite numbers; on every rank.
-            ValueError: The logs do not hold the number that decides which epoch is the best.
-            CheckpointSaveError: Rank 0 cannot write; on every rank.
         """
         trainer.flush()
         fold_accumulators(trainer)

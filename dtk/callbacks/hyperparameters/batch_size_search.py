@@ -20,15 +20,6 @@ def bounds(initial: int, previous: int, rate_ratio: float, maximum: int) -> tupl
     A rate that fell lets the lower bound rise: by its square root, as the whole is found to be too
     aggressive. It may rise above the upper bound.
 
-    Args:
-        initial: The size training began with.
-        previous: The size of the last epoch.
-        rate_ratio: The rate now by the rate at the beginning, both for one sample.
-        maximum: Never more than this.
-
-    Returns:
-        The lower and the upper bound, in rows.
-
     Example:
         >>> bounds(256, 256, rate_ratio=1.0, maximum=2**20)
         (256, 512)
@@ -41,11 +32,6 @@ def bounds(initial: int, previous: int, rate_ratio: float, maximum: int) -> tupl
 
 def trial_sizes(lower: int, upper: int, multiple: int = 64) -> list[int]:
     """Return sizes to try, each the square root of two larger, rounded to multiples.
-
-    Args:
-        lower: The smallest.
-        upper: The largest; the only one, if `lower` is above it.
-        multiple: What sizes are rounded to, at least one.
 
     Example:
         >>> trial_sizes(128, 512)
@@ -62,10 +48,6 @@ def trial_sizes(lower: int, upper: int, multiple: int = 64) -> list[int]:
 def round_to(size: float, multiple: int) -> int:
     """Return the nearest multiple, at least one; halves go up.
 
-    Args:
-        size: The size, in rows.
-        multiple: What it is rounded to a multiple of.
-
     Example:
         >>> round_to(95, 64), round_to(96, 64), round_to(3, 64)
         (64, 128, 64)
@@ -79,14 +61,6 @@ def last_good(
     """Try sizes until one does worse than the first.
 
     CNTK takes a criterion that is not a number for a good one; here it is a bad one.
-
-    Args:
-        sizes: The sizes, smallest first.
-        criterion: Trains a little with a size and tells the loss.
-        margin: By how much of the first loss another may be larger.
-
-    Returns:
-        The last good size, None when not even the first is; and what the trials told.
 
     Example:
         >>> last_good([64, 128, 192], {64: 1.0, 128: 1.005, 192: 1.02}.get, 0.01)

@@ -7,11 +7,7 @@ from typing import Protocol
 
 
 class Sized(Protocol):
-    """Anything with a number of workers.
-
-    Attributes:
-        size: Number of workers.
-    """
+    """Anything with a number of workers."""
 
     @property
     def size(self) -> int:

@@ -18,12 +18,6 @@ class Momentum:
     updates a weight, it finds a variable in its place, so that a new value needs no new trace and
     costs one assignment. `optimizer.momentum` stays what the script gave, and so does what is saved
     with a model. The optimizer goes on with the last value.
-
-    Args:
-        optimizer: SGD itself, with a momentum: its buffers are made when it is built.
-
-    Attributes:
-        retrace: Whether steps traced before hold the float.
     """
 
     retrace = True
@@ -57,21 +51,13 @@ class Momentum:
         return self._value
 
     def set(self, value: float) -> None:
-        """Set the momentum of the steps from now on.
-
-        Args:
-            value: mu, 0.0 up to but below 1.0.
-        """
+        """Set the momentum of the steps from now on."""
         if value != self._value:
             self._variable.assign(value)
             self._value = value
 
     def carry_over(self, factor: float) -> None:
-        """Multiply what the buffers hold of past gradients.
-
-        Args:
-            factor: What to multiply with; see `carried_over`.
-        """
+        """Multiply what the buffers hold of past gradients."""
         if factor != 1.0:
             for buffer in momentum_buffers(self._optimizer):
                 buffer.assign(buffer.value * factor)
@@ -94,29 +80,14 @@ class _Held:
 
 
 def innermost(optimizer: keras.Optimizer) -> keras.Optimizer:
-    """Return the optimizer that others, such as those that scale losses, wrap.
-
-    Args:
-        optimizer: The model's optimizer.
-    """
+    """Return the optimizer that others, such as those that scale losses, wrap."""
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
     return optimizer
 
 
 def momentum_of(optimizer: keras.Optimizer, who: str) -> Momentum:
-    """Return an optimizer's momentum; the same object each time.
-
-    Args:
-        optimizer: The model's optimizer.
-        who: Name of the callback that wants to set it.
-
-    Returns:
-        The momentum of the innermost optimizer.
-
-    Raises:
-        ValueError: It is no SGD, or one without momentum.
-    """
+    """Return an optimizer's momentum; the same object each time."""
     inner = innermost(optimizer)
     if not isinstance(inner, keras.optimizers.SGD):
         raise ValueError(
@@ -140,14 +111,6 @@ def carried_over(before: float, after: float, nesterov: bool = False) -> float:
     = 1 in all (unit gain). When mu changes, the rest that is to come of it is what its buffer will
     be worth, mu^p / (1 - mu) of what it holds: p is 1, or 2 with Nesterov's momentum, which has
     gone a step ahead.
-
-    Args:
-        before: mu of the steps so far.
-        after: mu of those to come.
-        nesterov: As given to `keras.optimizers.SGD`.
-
-    Returns:
-        The factor; 1 where no momentum (to speak of) follows: then the rest is lost.
 
     Example:
         >>> round(carried_over(0.9, 0.81), 4)     # twice the batch

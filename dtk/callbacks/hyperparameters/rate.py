@@ -15,24 +15,15 @@ from dtk.trainer.gradients import shared_optimizer
 
 
 class ScaledConfig(TypedDict):
-    """What a `ScaledSchedule` is made again from, as Keras saves it.
+    """What a `ScaledSchedule` is made again from, as Keras saves it."""
 
-    Attributes:
-        schedule: The schedule, as Keras writes it down.
-        factor: What its rate is multiplied with.
-    """
-
-    schedule: Config
-    factor: float
+    schedule: Config  # the schedule, as Keras writes it down
+    factor: float  # what its rate is multiplied with
 
 
 @keras.saving.register_keras_serializable(package="dtk")
 class ScaledSchedule(keras.optimizers.schedules.LearningRateSchedule):
     """Schedule whose rate is another's times a factor that can be changed while training.
-
-    Args:
-        schedule: The schedule to scale.
-        factor: What to multiply its rate with.
 
     Example:
         >>> import keras
@@ -48,7 +39,6 @@ class ScaledSchedule(keras.optimizers.schedules.LearningRateSchedule):
         self.factor = tf.Variable(factor, trainable=False, dtype=tf.float32, name="rate_factor")
 
     def __call__(self, step: int | tf.Tensor) -> tf.Tensor:
-        """Return the scaled rate at a step."""
         return self.schedule(step) * self.factor
 
     def get_config(self) -> ScaledConfig:
@@ -60,60 +50,33 @@ class ScaledSchedule(keras.optimizers.schedules.LearningRateSchedule):
 
     @classmethod
     def from_config(cls, config: ScaledConfig) -> ScaledSchedule:
-        """Make the schedule again.
-
-        Args:
-            config: What `get_config` returned.
-        """
+        """Make the schedule again."""
         schedule = keras.optimizers.schedules.deserialize(config["schedule"])
         return cls(schedule, config["factor"])
 
 
 @dataclasses.dataclass
 class Scaling:
-    """State of the scaling of one optimizer's learning rate.
+    """State of the scaling of one optimizer's learning rate."""
 
-    Attributes:
-        base: The script's rate.
-        factor: What it is to be multiplied with.
-        applied: What it has been multiplied with so far.
-        warm: Whether `factor` has been reached.
-    """
-
-    base: float
-    factor: float
-    applied: float = 1.0
-    warm: bool = False
+    base: float  # the script's rate
+    factor: float  # what it is to be multiplied with
+    applied: float = 1.0  # what it has been multiplied with so far
+    warm: bool = False  # whether `factor` has been reached
 
 
 def scaling_from(state: Mapping[str, float]) -> Scaling:
-    """Make the state of a scaling again.
-
-    Args:
-        state: Its attributes by name, as `dataclasses.asdict` says them.
-    """
+    """Make the state of a scaling again."""
     return Scaling(state["base"], state["factor"], state["applied"], bool(state["warm"]))
 
 
 def rate_now(optimizer: keras.Optimizer) -> float:
-    """Return the rate the next step would have.
-
-    Args:
-        optimizer: The optimizer.
-    """
+    """Return the rate the next step would have."""
     return float(keras.ops.convert_to_tensor(optimizer.learning_rate).numpy())
 
 
 def check_settable(optimizer: keras.Optimizer, who: str) -> None:
-    """Refuse an optimizer whose rate callbacks cannot set.
-
-    Args:
-        optimizer: The optimizer.
-        who: Name of the callback that wants to.
-
-    Raises:
-        ValueError: It computes its rate itself.
-    """
+    """Refuse an optimizer whose rate callbacks cannot set."""
     schedule = shared_optimizer.schedule_of(optimizer)
     if schedule is not None:
         raise ValueError(
@@ -126,30 +89,13 @@ def check_settable(optimizer: keras.Optimizer, who: str) -> None:
 def multiply_rate(
     optimizer: keras.Optimizer, factor: float, momentum_correction: bool = True
 ) -> None:
-    """Multiply an optimizer's rate, which is a number, and have its momentum buffers agree.
-
-    Args:
-        optimizer: The optimizer.
-        factor: What to multiply with.
-        momentum_correction: Whether to multiply the buffers that contain the rate, too.
-    """
+    """Multiply an optimizer's rate, which is a number, and have its momentum buffers agree."""
     rate = Rate(optimizer, Scaling(rate_now(optimizer), 1.0), momentum_correction)
     rate.apply(factor)
 
 
 class Rate:
-    """Learning rate of an optimizer that is a number, and can be multiplied.
-
-    Args:
-        optimizer: The optimizer.
-        scaling: How its rate has been scaled so far; kept up to date.
-        momentum_correction: Whether to rescale momentum buffers at changes.
-
-    Attributes:
-        optimizer: The optimizer.
-        scaling: How far its rate has been scaled.
-        retrace: Whether steps traced before do not know about the scaling.
-    """
+    """Learning rate of an optimizer that is a number, and can be multiplied."""
 
     retrace = False
 
@@ -159,11 +105,7 @@ class Rate:
         self._buffers = momentum_buffers(optimizer) if momentum_correction else []
 
     def apply(self, factor: float) -> None:
-        """Make the rate `base * factor`, and the momentum buffers agree with it.
-
-        Args:
-            factor: The factor of the rate the script gave.
-        """
+        """Make the rate `base * factor`, and the momentum buffers agree with it."""
         before = self.scaling.applied
         if factor == before:
             return
@@ -177,13 +119,7 @@ class Rate:
 
 
 class ScheduledRate(Rate):
-    """Learning rate of an optimizer with a schedule, which stays in force.
-
-    Args:
-        optimizer: The optimizer; its schedule becomes a `ScaledSchedule`.
-        scaling: How its rate has been scaled so far; kept up to date.
-        momentum_correction: Whether to rescale momentum buffers at changes.
-    """
+    """Learning rate of an optimizer with a schedule, which stays in force."""
 
     def __init__(self, optimizer: keras.Optimizer, scaling: Scaling, momentum_correction: bool):
         super().__init__(optimizer, scaling, momentum_correction)
@@ -200,29 +136,13 @@ class ScheduledRate(Rate):
 
 
 def rate_of(optimizer: keras.Optimizer, scaling: Scaling, momentum_correction: bool) -> Rate:
-    """Return an optimizer's rate.
-
-    Args:
-        optimizer: The optimizer.
-        scaling: How its rate has been scaled so far; kept up to date.
-        momentum_correction: Whether to rescale momentum buffers at changes.
-
-    Returns:
-        A `ScheduledRate` where it has a schedule, else a `Rate`.
-    """
+    """Return an optimizer's rate."""
     kind = Rate if shared_optimizer.schedule_of(optimizer) is None else ScheduledRate
     return kind(optimizer, scaling, momentum_correction)
 
 
 def momentum_buffers(optimizer: keras.Optimizer) -> list[keras.Variable]:
-    """Return the variables that hold a sum of past gradients times the learning rate.
-
-    Args:
-        optimizer: The optimizer, or one that wraps it.
-
-    Returns:
-        Keras variables; none for optimizers whose buffers do not contain the rate.
-    """
+    """Return the variables that hold a sum of past gradients times the learning rate."""
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
     if not isinstance(optimizer, keras.optimizers.SGD | keras.optimizers.RMSprop | LARS):

@@ -25,17 +25,7 @@ from dtk.version import pip_install
 
 @functools.cache  # a process has one runtime: a second strategy shares it
 def start(environment: Environment) -> Communicator:
-    """Initialise MPI and check that it sees the world the launcher described.
-
-    Args:
-        environment: What the launcher told.
-
-    Returns:
-        The communicator over all ranks.
-
-    Raises:
-        CommunicatorError: MPI is not there, sees another world, or takes one thread's calls only.
-    """
+    """Initialise MPI and check that it sees the world the launcher described."""
     # Open MPI's word for it: a thread that waits must not keep others from computing.
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     _keep_server(os.environ)

@@ -46,12 +46,7 @@ class _Lane:
 
 
 class _Site:
-    """Where a graph waits for the results of one of its collectives that were not there at once.
-
-    Args:
-        dtype: Of the results.
-        device: Where the graph waits.
-    """
+    """Where a graph waits for the results of one of its collectives that were not there at once."""
 
     def __init__(self, dtype: tf.DType, device: str) -> None:
         with tf.init_scope(), tf.device(device):
@@ -74,12 +69,7 @@ class _Site:
             return self._turn
 
     def deliver(self, turn: int, result: Array) -> None:
-        """Give the graph a result, unless it has begun again meanwhile.
-
-        Args:
-            turn: What `begin` returned.
-            result: One-dimensional.
-        """
+        """Give the graph a result, unless it has begun again meanwhile."""
         with self._lock, tf.device(self._device):
             self._late = True
             if turn == self._turn:
@@ -87,14 +77,7 @@ class _Site:
 
 
 class MPICommunicator(PackedCommunicator):
-    """Ranks joined by MPI. Made by `start` and `split`.
-
-    Args:
-        comm: Over this group, for nothing else.
-        hosts: One per rank of the group.
-        members: World rank of every rank of the group.
-        progress: Of this process.
-    """
+    """Ranks joined by MPI. Made by `start` and `split`."""
 
     name = "mpi"
 

@@ -50,22 +50,14 @@ _ALIGNED = 64
 
 
 class Job(NamedTuple):
-    """A collective that was posted.
-
-    Attributes:
-        request: Of MPI.
-        result: What the collective fills; the caller's to use once it is done.
-        kept: What MPI reads until then.
-        members: World ranks that take part.
-        what: Names it in an error.
-        came: Tells how many elements came, by MPI's status, where only the sender knows.
-    """
+    """A collective that was posted."""
 
     request: MPI.Request
-    result: Array
-    kept: Sequence[Array]
-    members: frozenset[int]
-    what: str
+    result: Array  # what the collective fills; the caller's to use once it is done
+    kept: Sequence[Array]  # what MPI reads until then
+    members: frozenset[int]  # world ranks that take part
+    what: str  # names it in an error
+    # tells how many elements came, by MPI's status, where only the sender knows
     came: Callable[[MPI.Status], int] | None = None
 
 
@@ -80,12 +72,7 @@ class Buffers:
         self._lock = threading.Lock()
 
     def take(self, elements: int, dtype: tf.DType) -> Array:
-        """Return an uninitialised, aligned array of one dimension.
-
-        Args:
-            elements: Its length.
-            dtype: Of its elements.
-        """
+        """Return an uninitialised, aligned array of one dimension."""
         nbytes = elements * dtype.itemsize
         if nbytes < _POOLED:
             return _part(np.empty(nbytes + _ALIGNED, np.uint8), nbytes).view(dtype)
@@ -108,11 +95,7 @@ def _part(room: Array, nbytes: int) -> Array:
 
 
 class Progress:
-    """Brings posted collectives to their end.
-
-    Args:
-        world: A communicator over all ranks, for nothing else.
-    """
+    """Brings posted collectives to their end."""
 
     def __init__(self, world: MPI.Intracomm) -> None:
         self.buffers = Buffers()
@@ -129,11 +112,7 @@ class Progress:
         self._stopped.set()
 
     def soon(self, job: Job) -> bool:
-        """Return whether a small collective is done within a moment.
-
-        Args:
-            job: What was posted.
-        """
+        """Return whether a small collective is done within a moment."""
         if job.result.nbytes > SOON_BYTES:
             return False
         until = time.perf_counter() + SOON_SECONDS
@@ -145,12 +124,7 @@ class Progress:
         return True
 
     def later(self, job: Job, deliver: Callable[[Array], None]) -> None:
-        """Have the progress thread bring a collective to its end.
-
-        Args:
-            job: What was posted.
-            deliver: Called with the result, in that thread.
-        """
+        """Have the progress thread bring a collective to its end."""
         self._new.append((job, deliver))
         if self._thread is None:
             self._stopped.clear()
@@ -160,14 +134,7 @@ class Progress:
         self._wake.set()
 
     def wait(self, job: Job) -> Array:
-        """Return the result of a collective once it is done.
-
-        Args:
-            job: What was posted.
-
-        Raises:
-            CommunicatorError: A rank that takes part has left.
-        """
+        """Return the result of a collective once it is done."""
         idle, look = 0, time.monotonic() + _LOOK
         status = MPI.Status()
         try:

@@ -33,19 +33,7 @@ _CURE = (
 
 
 def dumps(value: object, environ: Mapping[str, str] = os.environ) -> bytes:
-    """Write a value for other ranks.
-
-    Args:
-        value: Data, see `plain`; in a job with a secret anything that can be pickled.
-        environ: Holds the job's secret, if it has one.
-
-    Returns:
-        What `loads` reads, with the same secret.
-
-    Raises:
-        CommunicatorError: It is no data, and the job has no secret.
-        Exception: It is no data, and cannot be pickled; what its class raises.
-    """
+    """Write a value for other ranks."""
     key = sealing.key_of(environ)
     try:
         return sealing.seal(_DATA, plain.encode(value), key)
@@ -59,19 +47,7 @@ def dumps(value: object, environ: Mapping[str, str] = os.environ) -> bytes:
 
 
 def loads(payload: bytes, environ: Mapping[str, str] = os.environ) -> object:
-    """Read what another rank has written.
-
-    Args:
-        payload: What `dumps` returned.
-        environ: Holds the job's secret, if it has one.
-
-    Returns:
-        The value.
-
-    Raises:
-        CommunicatorError: It was not written with this job's secret, is a pickle in a job without
-            one, or is damaged.
-    """
+    """Read what another rank has written."""
     key = sealing.key_of(environ)
     content = sealing.unseal(payload, key)
     kind, body = bytes(content[:1]), content[1:]

@@ -110,14 +110,7 @@ BY_NAME = {kind.name: kind for kind in (*KINDS.values(), _SCALAR)}
 
 
 def kind_of(value: object) -> Kind | None:
-    """Return the kind of a NumPy array or number.
-
-    Args:
-        value: Any value.
-
-    Returns:
-        None for others, subclasses of a script's own among them.
-    """
+    """Return the kind of a NumPy array or number."""
     if isinstance(value, np.generic) and type(value) not in KINDS:
         return _SCALAR if value.dtype.type is type(value) else None
     return KINDS.get(type(value))

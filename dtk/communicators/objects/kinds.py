@@ -13,53 +13,26 @@ class NotPlain(TypeError):
 
 
 class Kind(NamedTuple):
-    """A kind of value.
+    """A kind of value."""
 
-    Attributes:
-        name: As it is written.
-        take_apart: Makes simpler values of a value.
-        put_together: Makes the value again. What it is given may come from anybody: it does no
-            harm with it, and raises an exception if it does not fit.
-        types: The classes of the simpler values, which are its arguments, None for any; or None for
-            values of any number, of which it is given the list.
-    """
-
-    name: str
-    take_apart: Function[Iterable[object]]
+    name: str  # as it is written
+    take_apart: Function[Iterable[object]]  # makes simpler values of a value
+    # makes the value again. What it is given may come from anybody: it does no harm with it, and
+    # raises an exception if it does not fit
     put_together: Function[object]
+    # the classes of the simpler values, which are its arguments, None for any; or None for values
+    # of any number, of which it is given the list
     types: tuple[type | None, ...] | None = None
 
     def made_of(self, parts: Sequence[object]) -> object:
-        """Make a value of its parts.
-
-        Args:
-            parts: Simpler values.
-
-        Returns:
-            The value.
-
-        Raises:
-            ValueError: They are of other classes.
-            Exception: They do not fit; what the constructor raises.
-        """
+        """Make a value of its parts."""
         if self.types is None:
             return self.put_together(parts)
         return self.put_together(*exactly(parts, self.types))
 
 
 def exactly(parts: Sequence[object], types: Sequence[type | None]) -> Args:
-    """Return parts that are of the types expected.
-
-    Args:
-        parts: Of a value.
-        types: The class of each; None for any.
-
-    Returns:
-        The parts.
-
-    Raises:
-        ValueError: They are others, or another number.
-    """
+    """Return parts that are of the types expected."""
     fits = len(parts) == len(types) and all(
         wanted is None or type(part) is wanted for part, wanted in zip(parts, types, strict=True)
     )
@@ -69,9 +42,5 @@ def exactly(parts: Sequence[object], types: Sequence[type | None]) -> Args:
 
 
 def name_of(kind: type) -> str:
-    """Return how messages name a class.
-
-    Args:
-        kind: The class.
-    """
+    """Return how messages name a class."""
     return f"{kind.__module__}.{kind.__qualname__}"

@@ -32,17 +32,7 @@ _BY_NAME = {kind.name: kind for kind in _BY_CLASS.values()} | arrays.BY_NAME | r
 
 
 def encode(value: object) -> bytes:
-    """Write a value as data.
-
-    Args:
-        value: The value.
-
-    Returns:
-        What `decode` reads.
-
-    Raises:
-        NotPlain: It is no data, or a part of it is not.
-    """
+    """Write a value as data."""
     blobs: list[bytes] = []
     try:
         tree = _apart(value, blobs)
@@ -54,17 +44,7 @@ def encode(value: object) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> object:
-    """Read a value.
-
-    Args:
-        data: What `encode` returned; what anybody has sent.
-
-    Returns:
-        The value.
-
-    Raises:
-        ValueError: It is damaged, or not of this format.
-    """
+    """Read a value."""
     try:
         blobs = _Blobs(memoryview(data))
         length = int.from_bytes(blobs.take(_LENGTH_BYTES), "little")

@@ -131,14 +131,7 @@ BY_NAME = {kind.name: kind for kind in (_RECORD, _ERROR)}
 
 
 def kind_of(value: object) -> Kind | None:
-    """Return the kind of a record or an exception.
-
-    Args:
-        value: Any value.
-
-    Returns:
-        None for others.
-    """
+    """Return the kind of a record or an exception."""
     kind = type(value)
     if isinstance(value, Exception):
         return _ERROR if _error_class(*_place_of(value)) is kind else None

@@ -18,42 +18,18 @@ _PART = 1 << 30  # bytes: OpenSSL takes less than 2 GiB at a time
 
 
 def key_of(environ: Mapping[str, str]) -> bytes:
-    """Return the job's secret; nothing where it has none.
-
-    Args:
-        environ: The environment, usually `os.environ`.
-    """
+    """Return the job's secret; nothing where it has none."""
     return environ.get(JOB_SECRET, "").encode()
 
 
 def seal(kind: bytes, body: bytes, key: bytes) -> bytes:
-    """Write a content, sealed if there is a secret.
-
-    Args:
-        kind: What the content begins with.
-        body: What follows.
-        key: The secret; empty for none.
-
-    Returns:
-        What `unseal` reads.
-    """
+    """Write a content, sealed if there is a secret."""
     code = _SEALED + _code(key, kind, memoryview(body)) if key else _OPEN
     return b"".join((code, kind, body))
 
 
 def unseal(payload: bytes, key: bytes) -> memoryview:
-    """Return the content of a payload that was written with the same secret.
-
-    Args:
-        payload: What `seal` returned.
-        key: The secret of this rank; empty for none.
-
-    Returns:
-        The content.
-
-    Raises:
-        CommunicatorError: It was written with another secret, or changed since.
-    """
+    """Return the content of a payload that was written with the same secret."""
     if payload[:1] != (_SEALED if key else _OPEN):
         has, lacks = ("this rank", "the other") if key else ("the other", "this rank")
         raise CommunicatorError(

@@ -26,43 +26,27 @@ PATIENCE = 600.0  # seconds for which enough hosts are waited for
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Start the job.
+    """Start the job."""
 
-    Attributes:
-        hosts: Where; this machine when empty.
-        workers: How many ranks.
-        attempt: How often it was started before.
-    """
-
-    hosts: tuple[Host, ...]
-    workers: int
-    attempt: int
+    hosts: tuple[Host, ...]  # where; this machine when empty
+    workers: int  # how many ranks
+    attempt: int  # how often it was started before
 
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
-    """Wait, then look which hosts answer.
+    """Wait, then look which hosts answer."""
 
-    Attributes:
-        seconds: How long.
-        why: For the user.
-    """
-
-    seconds: float
-    why: str
+    seconds: float  # how long
+    why: str  # for the user
 
 
 @dataclasses.dataclass(frozen=True)
 class Over:
-    """Start no more.
+    """Start no more."""
 
-    Attributes:
-        code: Exit code.
-        why: For the user; "" where there is nothing to add.
-    """
-
-    code: int
-    why: str = ""
+    code: int  # exit code
+    why: str = ""  # for the user; "" where there is nothing to add
 
 
 Action: TypeAlias = Run | Wait | Over
@@ -70,15 +54,6 @@ Action: TypeAlias = Run | Wait | Over
 
 class Attempts:
     """Decides whether, when, where and with how many ranks a job is started again.
-
-    Args:
-        hosts: All there are; this machine when empty.
-        workers: How many ranks are wanted; None for every slot of the hosts.
-        min_workers: With how few ranks it may be started *again*; None for no fewer.
-        max_restarts: How often a failed job is started again.
-
-    Attributes:
-        restarts: How many of them are used.
 
     >>> attempts = Attempts((), 2, None, 1)
     >>> attempts.begin().workers
@@ -109,25 +84,11 @@ class Attempts:
         self.restarts = 0
 
     def begin(self) -> Run:
-        """Return the first attempt: of all ranks, as a mistyped host is likelier than a lost one.
-
-        Returns:
-            What to start.
-        """
+        """Return the first attempt, of all ranks: a mistyped host is likelier than a lost one."""
         return self._run(self._hosts, self._wanted)
 
     def ended(self, code: int, stopped: bool = False, mistake: bool = False) -> Wait | Over:
-        """Decide what follows the end of an attempt.
-
-        Args:
-            code: Its exit code.
-            stopped: Whether the user ended it.
-            mistake: Whether a process failed by itself before the ranks did anything together: it
-                would do so again.
-
-        Returns:
-            What to do.
-        """
+        """Decide what follows the end of an attempt."""
         self._code, self._waited = code, 0.0
         if code == 0 or stopped or not self._most:
             return Over(code)
@@ -141,14 +102,7 @@ class Attempts:
         return Wait(seconds, why)
 
     def looked(self, answering: Collection[str]) -> Action:
-        """Decide where the next attempt runs.
-
-        Args:
-            answering: Names of the hosts that answer.
-
-        Returns:
-            What to do.
-        """
+        """Decide where the next attempt runs."""
         hosts = tuple(host for host in self._hosts if host.name in answering)
         workers = self._workers(hosts)
         if workers >= self._fewest:

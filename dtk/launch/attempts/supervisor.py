@@ -18,18 +18,7 @@ _AT_ONCE = 32  # hosts that are asked at a time
 
 
 class Supervisor:
-    """Starts a job until it succeeds, or may not be started again.
-
-    Args:
-        attempts: Decides.
-        make: Plans an attempt.
-        answers: Tells whether a host answers.
-        say: Told a line for the user.
-        probe_every: Seconds between two looks at a host that a running job does without.
-
-    Attributes:
-        jobs: All that were started, the newest last.
-    """
+    """Starts a job until it succeeds, or may not be started again."""
 
     def __init__(
         self,
@@ -47,18 +36,7 @@ class Supervisor:
         self._probe_every = probe_every
 
     def run(self, hosts: Collection[str] = ()) -> int:
-        """See the job to its end.
-
-        Args:
-            hosts: Names of all hosts.
-
-        Returns:
-            The exit code of the last attempt.
-
-        Raises:
-            ClusterError: The first attempt cannot be planned or started.
-            CommunicatorError: Horovod or MPI is asked for and not installed, or does not start.
-        """
+        """See the job to its end."""
         action: Action = self._attempts.begin()
         while not isinstance(action, Over):
             if isinstance(action, Wait):
@@ -108,11 +86,7 @@ class Supervisor:
             )
 
     def _wait(self, job: Job) -> bool:
-        """Wait for the end of a job; end it where hosts that it does without answer again.
-
-        Returns:
-            Whether it was ended for that.
-        """
+        """Wait for the end of a job; end it where hosts that it does without answer again."""
         answered: set[str] = set()
         while True:
             try:
@@ -142,10 +116,6 @@ class Supervisor:
 
 def answers(host: str, ask: Callable[[str, int], object]) -> bool:
     """Return whether a host can run ranks.
-
-    Args:
-        host: Name or address.
-        ask: Surveys it, as `dtk.launch.ssh.survey` does.
 
     >>> from dtk.launch import ssh
     >>> answers("localhost", ssh.survey)

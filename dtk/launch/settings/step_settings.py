@@ -25,31 +25,17 @@ _FORMAT = 1
 
 @dataclasses.dataclass(frozen=True)
 class StepSettings:
-    """What was found best for a script on this kind of machine.
+    """What was found best for a script on this kind of machine."""
 
-    Attributes:
-        variables: Environment variables to set; none where TensorFlow's own choice is best.
-        model: Describes the model and batch they were measured with.
-        milliseconds: Of a step with them.
-        milliseconds_before: Of a step without.
-    """
-
+    # environment variables to set; none where TensorFlow's own choice is best
     variables: Mapping[str, str]
-    model: str
-    milliseconds: float
-    milliseconds_before: float
+    model: str  # describes the model and batch they were measured with
+    milliseconds: float  # of a step with them
+    milliseconds_before: float  # of a step without
 
 
 def file_of(command: Sequence[str], threads: str) -> Path:
-    """Return where the settings of a script are kept.
-
-    Args:
-        command: What starts it: Python, then the script's path, or -m and a module.
-        threads: How many a rank computes with.
-
-    Returns:
-        A file for this script, processor, number of threads and version of TensorFlow.
-    """
+    """Return where the settings of a script are kept."""
     words = list(command[1:])
     name = " ".join(words[:2]) if words[0] == "-m" else str(Path(words[0]).resolve())
     told = [name, platform.machine(), processor.instructions(), threads, tensorflow_version()]
@@ -68,28 +54,13 @@ def tensorflow_version() -> str:
 
 
 def save(file: Path, found: StepSettings) -> None:
-    """Keep settings.
-
-    Args:
-        file: As `file_of` returned it.
-        found: The settings.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Keep settings."""
     with cache.replacing(file) as draft:
         draft.write_text(json.dumps({"format": _FORMAT, **dataclasses.asdict(found)}, indent=1))
 
 
 def read(file: Path) -> StepSettings | None:
-    """Return what was kept.
-
-    Args:
-        file: As `file_of` returned it.
-
-    Returns:
-        None where there is nothing, or nothing that this version reads.
-    """
+    """Return what was kept."""
     try:
         found = json.loads(file.read_text())
         if found.pop("format") != _FORMAT:
@@ -102,16 +73,7 @@ def read(file: Path) -> StepSettings | None:
 def apply(
     command: Sequence[str], env: Mapping[str, str], environ: Mapping[str, str] = os.environ
 ) -> tuple[dict[str, str], StepSettings | None]:
-    """Add the settings of a script to the variables of a rank.
-
-    Args:
-        command: What starts it.
-        env: The rank's variables.
-        environ: The user's; what is set there is left as it is.
-
-    Returns:
-        The variables, and the settings that were used, if any.
-    """
+    """Add the settings of a script to the variables of a rank."""
     if environ.get(STEP_SETTINGS) == "0" or TIME_STEPS in environ:
         return dict(env), None
     try:
@@ -132,13 +94,7 @@ def apply(
 def communicator(
     command: Sequence[str], env: Mapping[str, str], environ: Mapping[str, str] = os.environ
 ) -> str | None:
-    """Return the communicator that was found fastest between processes of one machine, if any.
-
-    Args:
-        command: What starts the script.
-        env: The variables of a rank.
-        environ: The user's; what is set there is left as it is.
-    """
+    """Return the communicator that was found fastest between processes of one machine, if any."""
     if COMMUNICATOR in environ or environ.get(STEP_SETTINGS) == "0":
         return None
     try:
@@ -150,9 +106,6 @@ def communicator(
 
 def written(variables: Mapping[str, str]) -> str:
     """Write settings as a shell would take them.
-
-    Args:
-        variables: By name.
 
     >>> written({"TF_ENABLE_ONEDNN_OPTS": "1"})
     'TF_ENABLE_ONEDNN_OPTS=1'

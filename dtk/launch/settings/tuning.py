@@ -45,30 +45,18 @@ class TuneError(ClusterError):
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """What a job has measured.
+    """What a job has measured."""
 
-    Attributes:
-        milliseconds: Of a step, median of some, of the slowest rank.
-        model: Describes the model and the batch.
-        deterministic: Whether the script has turned op determinism on.
-        idle: Variables that change nothing for this model.
-    """
-
-    milliseconds: float
-    model: str
-    deterministic: bool
-    idle: Sequence[str] = ()
+    milliseconds: float  # of a step, median of some, of the slowest rank
+    model: str  # describes the model and the batch
+    deterministic: bool  # whether the script has turned op determinism on
+    idle: Sequence[str] = ()  # variables that change nothing for this model
 
 
 def ways(
     threads: int, environ: Variables, communicators: Sequence[str] = ()
 ) -> dict[str, dict[str, str]]:
     """Return what is tried, by name: the variables that are set.
-
-    Args:
-        threads: A rank's share of the cores.
-        environ: The user's variables; what is set there is decided.
-        communicators: To be tried beside the one that `dtk run` takes.
 
     >>> decided = {"TF_ENABLE_ONEDNN_OPTS": "0", "DTK_JIT_COMPILE": "0", "GLIBC_TUNABLES": ""}
     >>> list(ways(1, decided | {"TF_NUM_INTEROP_THREADS": "1"}))
@@ -89,15 +77,7 @@ def ways(
 
 
 def run(planned: Callable[[str | None], Sequence[Process]], variables: Variables) -> Timing:
-    """Measure the script's step with some settings.
-
-    Args:
-        planned: Plans the script with a communicator, or with the one that `dtk run` takes.
-        variables: Set in all processes.
-
-    Raises:
-        TuneError: The script has failed; with its last words.
-    """
+    """Measure the script's step with some settings."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "steps.json")
         given = {**variables, TIME_STEPS: str(file), STEP_SETTINGS: "0"}
@@ -115,32 +95,19 @@ def run(planned: Callable[[str | None], Sequence[Process]], variables: Variables
 
 @dataclasses.dataclass
 class Tuning:
-    """Measurements of one script.
-
-    Args:
-        ways: What is tried, as `ways` returns it.
-        measure: Starts a job with some variables, and returns what it has measured.
-        say: Told what is measured now.
-        rounds: How often each way is measured.
-
-    Attributes:
-        times: Of a step, by way and round, in milliseconds.
-        failed: Ways in which the script fails, and how; XLA cannot compile every step.
-    """
+    """Measurements of one script."""
 
     ways: dict[str, dict[str, str]]
     measure: Callable[[Variables], Timing]
     say: Callable[[str], None]
     rounds: int = 2
+    # of a step, by way and round, in milliseconds
     times: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    # ways in which the script fails, and how; XLA cannot compile every step
     failed: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def choose(self) -> StepSettings:
-        """Measure every way, and return the settings to keep.
-
-        Raises:
-            TuneError: The script fails without settings, or turns op determinism on.
-        """
+        """Measure every way, and return the settings to keep."""
         first = self._take(AS_IT_COMES)
         if first.deterministic:
             raise TuneError(

@@ -17,21 +17,13 @@ Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices | None"
 
 
 class Place(NamedTuple):
-    """A stage, and what it exchanges with others.
+    """A stage, and what it exchanges with others."""
 
-    Attributes:
-        stage: The model of this rank.
-        group: The ranks of the pipeline.
-        sources: The stages it takes inputs from; none for the first.
-        dests: The stages that take its outputs; none for the last.
-        outputs: What each stage puts out.
-    """
-
-    stage: keras.Model
-    group: Communicator
-    sources: Sequence[int]
-    dests: Sequence[int]
-    outputs: Sequence[keras.KerasTensor]
+    stage: keras.Model  # the model of this rank
+    group: Communicator  # the ranks of the pipeline
+    sources: Sequence[int]  # the stages it takes inputs from; none for the first
+    dests: Sequence[int]  # the stages that take its outputs; none for the last
+    outputs: Sequence[keras.KerasTensor]  # what each stage puts out
 
 
 class _Kept(NamedTuple):
@@ -43,15 +35,10 @@ class _Kept(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a step has computed.
+    """What a step has computed."""
 
-    Attributes:
-        outputs: Of every microbatch, in order.
-        gradients: Of the stage's trainable variables, summed over microbatches.
-    """
-
-    outputs: list[tf.Tensor]
-    gradients: list[Gradient]
+    outputs: list[tf.Tensor]  # of every microbatch, in order
+    gradients: list[Gradient]  # of the stage's trainable variables, summed over microbatches
 
 
 def train(
@@ -64,15 +51,6 @@ def train(
     In a graph nothing is computed before what stands before it in the schedule, so that activations
     of few microbatches are held. Eagerly, where a message is waited for, all microbatches go
     forwards first.
-
-    Args:
-        place: The stage.
-        microbatches: Inputs of the model.
-        gradient_of_loss: Called on the last stage with a microbatch's number and outputs; returns
-            the gradient of the loss with respect to these.
-
-    Returns:
-        Outputs and gradients.
     """
     step = _Step(place, microbatches, gradient_of_loss)
     group, count = place.group, len(microbatches)
@@ -104,11 +82,7 @@ class _Step:
         self.gradients: list[Gradient] = [None] * len(place.stage.trainable_variables)
 
     def forward(self, number: int) -> None:
-        """Compute a microbatch, and send what comes out.
-
-        Args:
-            number: Of the microbatch.
-        """
+        """Compute a microbatch, and send what comes out."""
         place, given = self._place, self._microbatches[number]
         rows = tf.shape(tf.nest.flatten(given)[0])[0]
         received = [self._receive(rows, source, number) for source in place.sources]
@@ -132,11 +106,7 @@ class _Step:
         return transfer.receive([rows, *shape], [None, *shape], spec.dtype, source, group, number)
 
     def backward(self, number: int) -> None:
-        """Compute the gradients of a microbatch, and send those of what was received.
-
-        Args:
-            number: Of the microbatch.
-        """
+        """Compute the gradients of a microbatch, and send those of what was received."""
         place, kept = self._place, self._kept.pop(number)
         shape, dtype = tf.shape(kept.output), kept.output.dtype
         upstream = [
@@ -161,12 +131,7 @@ class _Step:
 
 
 def added(one: Gradient, other: Gradient) -> Gradient:
-    """Add two gradients of a variable.
-
-    Args:
-        one: Dense, of rows, or None.
-        other: The same.
-    """
+    """Add two gradients of a variable."""
     if one is None or other is None:
         return other if one is None else one
     if isinstance(one, tf.IndexedSlices) and isinstance(other, tf.IndexedSlices):

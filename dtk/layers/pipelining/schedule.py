@@ -25,9 +25,6 @@ def gpipe(microbatches: int) -> list[Slot]:
 
     Source: Huang et al. 2019 (arXiv:1811.06965).
 
-    Args:
-        microbatches: How many.
-
     Example:
         >>> [f"{slot.direction.value[0]}{slot.microbatch}" for slot in gpipe(2)]
         ['f0', 'f1', 'b1', 'b0']
@@ -44,11 +41,6 @@ def one_forward_one_backward(stage: int, stages: int, microbatches: int) -> list
     and is idle no longer than under GPipe. Source: PipeDream-Flush, Narayanan et al. 2021
     (arXiv:2006.09503).
 
-    Args:
-        stage: Number of the stage, from 0.
-        stages: How many there are.
-        microbatches: How many.
-
     Example:
         >>> order = one_forward_one_backward(0, 2, 3)
         >>> [f"{slot.direction.value[0]}{slot.microbatch}" for slot in order]
@@ -63,10 +55,6 @@ def one_forward_one_backward(stage: int, stages: int, microbatches: int) -> list
 
 def bubble(stages: int, microbatches: int) -> float:
     """Return the part of a step that a stage is idle, if all stages take equally long.
-
-    Args:
-        stages: How many there are.
-        microbatches: How many.
 
     Example:
         >>> bubble(2, 1), bubble(4, 12)

@@ -17,13 +17,7 @@ Stage: TypeAlias = "keras.Model | Callable[[], keras.Model]"
 
 
 def microbatch(inputs: Nest, part: int, parts: int) -> Nest:
-    """Cut the rows of one microbatch, as even as can be.
-
-    Args:
-        inputs: Structure of tensors, rows first.
-        part: Number of the microbatch.
-        parts: How many there are.
-    """
+    """Cut the rows of one microbatch, as even as can be."""
 
     def rows(value: tf.Tensor) -> tf.Tensor:
         count = tf.shape(value)[0] if value.shape[0] is None else value.shape[0]
@@ -33,17 +27,7 @@ def microbatch(inputs: Nest, part: int, parts: int) -> Nest:
 
 
 def check(stages: Sequence[Stage], microbatches: int, schedule: str, group: Communicator) -> None:
-    """Raise a ValueError for a pipeline that these ranks cannot make.
-
-    Args:
-        stages: The stages.
-        microbatches: Into how many parts a batch is cut.
-        schedule: Name of the schedule.
-        group: The ranks.
-
-    Raises:
-        ValueError: Numbers or the schedule do not fit.
-    """
+    """Raise a ValueError for a pipeline that these ranks cannot make."""
     if schedule not in ("gpipe", "1f1b"):
         raise ValueError(at_rank(group.rank, f"schedule={schedule!r}; expected 'gpipe' or '1f1b'"))
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
@@ -68,18 +52,7 @@ def check_fits(
     outputs: Sequence[keras.KerasTensor],
     rank: int,
 ) -> None:
-    """Raise a ValueError for a stage that does not take what its sources put out.
-
-    Args:
-        number: Number of the stage.
-        stage: The stage.
-        sources: The stages it takes its inputs from; none for the first.
-        outputs: What every stage before it puts out.
-        rank: This rank, for messages.
-
-    Raises:
-        ValueError: There are other inputs than sources, or they have other shapes.
-    """
+    """Raise a ValueError for a stage that does not take what its sources put out."""
     if not sources:
         return
     taken = [tuple(one.shape[1:]) for one in stage.inputs]
@@ -102,16 +75,7 @@ def _same_shape(one: Sequence[int | None], other: Sequence[int | None]) -> bool:
 
 
 def sources_of(count: int, links: Mapping[int, Sequence[int]], rank: int) -> list[list[int]]:
-    """Return the stages that each stage takes its inputs from.
-
-    Args:
-        count: How many stages there are.
-        links: The sources of some of them, by number.
-        rank: This rank, for messages.
-
-    Raises:
-        ValueError: A source is no stage before the one that takes from it.
-    """
+    """Return the stages that each stage takes its inputs from."""
     for stage, sources in links.items():
         if stage not in range(count) or not all(0 <= source < stage for source in sources):
             raise ValueError(

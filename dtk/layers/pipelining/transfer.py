@@ -14,14 +14,7 @@ _FIRST_TAG = 1 << 20
 
 
 def send(value: tf.Tensor, dest: int, communicator: Communicator, microbatch: int) -> None:
-    """Send a tensor to another rank of a pipeline, as soon as it is there.
-
-    Args:
-        value: The tensor.
-        dest: The rank.
-        communicator: Of the pipeline's ranks.
-        microbatch: Number of the microbatch it belongs to.
-    """
+    """Send a tensor to another rank of a pipeline, as soon as it is there."""
     with communicator.concurrent(f"pipeline {communicator.rank}-{dest}/{microbatch}"):
         communicator.send(value, dest, _FIRST_TAG + microbatch)
 
@@ -34,19 +27,7 @@ def receive(
     communicator: Communicator,
     microbatch: int,
 ) -> tf.Tensor:
-    """Receive a tensor from another rank of a pipeline, whenever it comes.
-
-    Args:
-        shape: Of the tensor.
-        static: What is known of the shape while a graph is traced.
-        dtype: Of the tensor.
-        source: The rank.
-        communicator: Of the pipeline's ranks.
-        microbatch: Number of the microbatch it belongs to.
-
-    Returns:
-        The tensor.
-    """
+    """Receive a tensor from another rank of a pipeline, whenever it comes."""
     with communicator.concurrent(f"pipeline {source}-{communicator.rank}/{microbatch}"):
         found = communicator.recv(shape, dtype, source, _FIRST_TAG + microbatch)
     return tf.ensure_shape(found, static)
@@ -61,11 +42,6 @@ class Link:
 
     A graph computes whatever is ready. What other stages wait for must come early, so one
     microbatch is computed behind the other, forwards (`begin`) and backwards (`end`).
-
-    Args:
-        communicator: Of the pipeline's ranks.
-        anchor: Any tensor made of a trainable variable of this rank; None where no gradients are
-            computed.
     """
 
     def __init__(self, communicator: Communicator, anchor: tf.Tensor | None):
@@ -76,11 +52,7 @@ class Link:
         self._backwards: list[tf.Tensor] = []
 
     def begin(self, inputs: Nest) -> Nest:
-        """Return inputs of a microbatch that are there once the one before is computed.
-
-        Args:
-            inputs: Structure of tensors.
-        """
+        """Return inputs of a microbatch that are there once the one before is computed."""
         with tf.control_dependencies(self._forwards):
             return tf.nest.map_structure(tf.identity, inputs)
 
@@ -88,9 +60,6 @@ class Link:
         """Return the output of a microbatch, before which the next one does not begin.
 
         Its gradient is there once those of the microbatch before, in the order backwards, are.
-
-        Args:
-            output: Of the stage.
         """
         self._forwards = [output]
 
@@ -105,13 +74,7 @@ class Link:
         return ended(output)
 
     def send(self, value: tf.Tensor, dest: int, microbatch: int) -> None:
-        """Send a tensor to another rank, which receives it.
-
-        Args:
-            value: Rows first.
-            dest: The rank.
-            microbatch: Number of the microbatch.
-        """
+        """Send a tensor to another rank, which receives it."""
         communicator = self._communicator
 
         @tf.custom_gradient
@@ -130,17 +93,7 @@ class Link:
     def receive(
         self, shape: Sequence[int | tf.Tensor], dtype: tf.DType | str, source: int, microbatch: int
     ) -> tf.Tensor:
-        """Receive a tensor from another rank, which sends it.
-
-        Args:
-            shape: Of the tensor, rows first; their number may be a tensor.
-            dtype: Of the tensor.
-            source: The rank.
-            microbatch: Number of the microbatch.
-
-        Returns:
-            The tensor.
-        """
+        """Receive a tensor from another rank, which sends it."""
         communicator = self._communicator
         static = [None, *shape[1:]]
 
@@ -163,12 +116,6 @@ class Link:
 
         The gradient goes to the last rank alone, which has computed the tensor: all ranks compute
         the same loss of it.
-
-        Args:
-            value: On the last rank the tensor, elsewhere anything of its shape.
-
-        Returns:
-            The tensor.
         """
         communicator, root = self._communicator, self._communicator.size - 1
 

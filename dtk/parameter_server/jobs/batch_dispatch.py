@@ -28,52 +28,27 @@ class Traces(Protocol):
     """Functions that workers are sent, see `trace_cache.TraceCache`."""
 
     def add(self, spec: Specs, trace: Callable[[], ConcreteFunction]) -> None:
-        """Trace a function, unless there is one for such batches.
-
-        Args:
-            spec: Specification of a slice, of any number of rows.
-            trace: Traces it.
-        """
+        """Trace a function, unless there is one for such batches."""
 
 
 class BatchJob(Job[Batch, OutputsT], Protocol[OutputsT]):
-    """Job whose work are batches, computed by functions that are traced for them.
+    """Job whose work are batches, computed by functions that are traced for them."""
 
-    Attributes:
-        rng_states: States of random layers, from which every slice draws its own.
-    """
-
-    rng_states: RngStates
+    rng_states: RngStates  # states of random layers, from which every slice draws its own
 
     @property
     def traces(self) -> Traces:
         """The functions, traced for each kind of batches."""
 
     def trace(self, spec: Specs, rng_states: tf.TensorSpec) -> ConcreteFunction:
-        """Trace the function that workers call for batches like this one.
-
-        Args:
-            spec: Specification of a slice, of any number of rows.
-            rng_states: That of the states of random layers, of shape `[layers, 2]`.
-
-        Returns:
-            The function.
-
-        Raises:
-            NotDistributedError: The model's step cannot be computed by workers.
-        """
+        """Trace the function that workers call for batches like this one."""
 
     def closed(self) -> None:
         """Forget what belongs to steps that are over, or were left."""
 
 
 class SerialPhase:
-    """Serial steps that a training may begin with; see `consistency_models.SerialStart`.
-
-    Args:
-        consistency: When a step may start, after them.
-        model: The model, whose optimizer knows the steps of a run that is resumed.
-    """
+    """Serial steps that a training may begin with; see `consistency_models.SerialStart`."""
 
     def __init__(self, consistency: consistency_models.Consistency, model: keras.Model):
         self._consistency, self._model = consistency, model
@@ -85,32 +60,18 @@ class SerialPhase:
         return self._consistency.tau
 
     def new_epoch(self, epoch: int) -> None:
-        """Note that an epoch begins.
-
-        Args:
-            epoch: Number of the epoch, from 0.
-        """
+        """Note that an epoch begins."""
         self._epoch = epoch
 
     def ends_before(self, schedule: Schedule) -> bool:
-        """Return whether the steps so far were serial, and the next one is not.
-
-        Args:
-            schedule: The schedule of the steps.
-        """
+        """Return whether the steps so far were serial, and the next one is not."""
         if schedule.tau == self.tau:
             return False
         start = self._consistency.warm_start
         return start is None or start.is_over(self._epoch, self._rows)
 
     def count(self, rows: int, batches: int, schedule: Schedule) -> None:
-        """Count the rows of a step that was applied, if it was a serial one.
-
-        Args:
-            rows: Rows of the step.
-            batches: Batches they were in.
-            schedule: The schedule of the steps.
-        """
+        """Count the rows of a step that was applied, if it was a serial one."""
         if schedule.tau == self.tau:
             return
         if not self._rows:
@@ -121,17 +82,7 @@ class SerialPhase:
 
 
 class BatchDispatcher(Generic[DispatchedT]):
-    """Dispatcher of batches: what Keras calls its train, test or predict function for.
-
-    Args:
-        strategy: The strategy on the chief.
-        new_schedule: Makes a schedule, with nothing offered.
-        job: What is computed of a batch.
-        in_turns: Whether workers that read pipelines of their own take turns.
-        in_order: Whether batches follow one another; else workers shall find work waiting.
-        serial_phase: Serial steps at the start; None for none.
-        batcher: Collects batches that a worker is given at once; None to give each by itself.
-    """
+    """Dispatcher of batches: what Keras calls its train, test or predict function for."""
 
     def __init__(
         self,
@@ -162,24 +113,13 @@ class BatchDispatcher(Generic[DispatchedT]):
         return self._dispatcher.schedule
 
     def new_epoch(self, epoch: int) -> None:
-        """Begin the statistics of staleness anew.
-
-        Args:
-            epoch: Number of the epoch that begins, from 0.
-        """
+        """Begin the statistics of staleness anew."""
         if self._serial_phase is not None:
             self._serial_phase.new_epoch(epoch)
         self.schedule.take_statistics()
 
     def submit(self, batch: Batch) -> None:
-        """Dispatch one batch; return once few enough are under way; see `consistency_models.ahead`.
-
-        Args:
-            batch: The batch.
-
-        Raises:
-            ClusterError: A parameter server is gone, or no worker has been there for too long.
-        """
+        """Dispatch one batch; return once at most `consistency_models.ahead` are under way."""
         serial_phase = self._serial_phase
         if serial_phase is not None and serial_phase.ends_before(self.schedule):
             # Serial steps draw their random numbers one after the other; these have their own.
@@ -196,11 +136,7 @@ class BatchDispatcher(Generic[DispatchedT]):
             self._dispatcher.submit(batch, batch.empty)
 
     def drain(self) -> None:
-        """Wait until all that was submitted is applied, also what waits for more batches.
-
-        Raises:
-            ClusterError: A parameter server is gone, or no worker has been there for too long.
-        """
+        """Wait until all that was submitted is applied, also what waits for more batches."""
         if self._batcher is not None:
             self._submit(self._batcher.take())
         self._dispatcher.drain()

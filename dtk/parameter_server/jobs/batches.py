@@ -14,34 +14,19 @@ from dtk.trainer.replica import replica_step
 
 
 class Batch(NamedTuple):
-    """Global batch in slices.
+    """Global batch in slices."""
 
-    Attributes:
-        parts: The slices.
-        counts: Rows of each slice that are its own; 0 for one that holds a padding row only.
-        rows: Rows of all slices.
-        spec: Specification of a slice of any number of rows.
-        pipelines: Where workers take the rows from, if the chief has none.
-    """
-
-    parts: tuple[Nest, ...]
+    parts: tuple[Nest, ...]  # the slices
+    # rows of each slice that are its own; 0 for one that holds a padding row only
     counts: tuple[int, ...]
-    rows: int
-    spec: Specs
+    rows: int  # rows of all slices
+    spec: Specs  # specification of a slice of any number of rows
+    # where workers take the rows from, if the chief has none
     pipelines: worker_data.Pipelines | None = None
 
     @classmethod
     def of(cls, given: slicing.Slices | worker_data.Pipelines, spec: Specs, slices: int) -> Batch:
-        """Make a batch of what Keras's loop has read.
-
-        Args:
-            given: The batch in slices, or the pipelines that workers read themselves.
-            spec: Specification of a slice, of any number of rows.
-            slices: Number of slices.
-
-        Returns:
-            The batch.
-        """
+        """Make a batch of what Keras's loop has read."""
         if isinstance(given, worker_data.Pipelines):
             # Every slice counts alike: they have the same number of rows, see `worker_dataset`.
             return cls((), (1,) * slices, slices, spec, given)
@@ -58,59 +43,30 @@ class Batch(NamedTuple):
         return float(sum(count > 0 for count in self.counts))
 
     def share_of(self, part: int) -> float:
-        """Return a slice's part of the rows, 0 to 1.
-
-        Args:
-            part: Number of the slice.
-        """
+        """Return a slice's part of the rows, 0 to 1."""
         return self.counts[part] / self.rows
 
 
 def is_read_by_workers(batch: Batch) -> bool:
-    """Return whether workers read a batch's rows from pipelines of their own.
-
-    Args:
-        batch: The batch.
-    """
+    """Return whether workers read a batch's rows from pipelines of their own."""
     return batch.pipelines is not None
 
 
 def whole_batch(data: Nest | tf.data.Iterator) -> Nest:
-    """Return a batch as Keras's steps take it; called while tracing.
-
-    Args:
-        data: A structure of tensors, or the iterator of a worker's own pipeline, whose next batch
-            it is.
-
-    Returns:
-        A structure of tensors, without optionals.
-    """
+    """Return a batch as Keras's steps take it; called while tracing."""
     if isinstance(data, tf.data.Iterator):
         data = data.get_next()
     return replica_step.without_optionals(data)
 
 
 class Batcher:
-    """Collects batches of one specification, as many as a worker takes at once.
-
-    Args:
-        size: How many batches.
-    """
+    """Collects batches of one specification, as many as a worker takes at once."""
 
     def __init__(self, size: int):
         self._size = size
         self._waiting: list[Batch] = []
 
     def add(self, batch: Batch) -> list[Batch]:
-        """Add a batch.
-
-        Args:
-            batch: The batch, of one slice.
-
-        Returns:
-            What is to be computed now, each with one part: the tuple of the parts of the batches
-            it was made of, with None for a batch that workers read themselves.
-        """
         key = gradient_buffers.key_of(batch.spec)
         others = self._waiting and gradient_buffers.key_of(self._waiting[0].spec) != key
         ready = self.take() if others else []

@@ -41,31 +41,19 @@ from dtk.trainer.gradients import shared_optimizer
 
 
 class Held(NamedTuple):
-    """Weights that a worker goes on with.
+    """Weights that a worker goes on with."""
 
-    Attributes:
-        values: The weights.
-        rate: The optimizer's learning rate, a scalar.
-        nothing: Gradient of nothing, as `Layout.contents`.
-        finished: Steps that were applied when the worker fetched them.
-        pushes: How often the worker has pushed since.
-    """
-
-    values: list[tf.Tensor]
-    rate: tf.Tensor
-    nothing: list[tf.Tensor]
-    finished: int
-    pushes: int = 0
+    values: list[tf.Tensor]  # the weights
+    rate: tf.Tensor  # the optimizer's learning rate, a scalar
+    nothing: list[tf.Tensor]  # gradient of nothing, as `Layout.contents`
+    finished: int  # steps that were applied when the worker fetched them
+    pushes: int = 0  # how often the worker has pushed since
 
 
 class LocalReport(TrainReport):
-    """What a step on a worker's own weights reports.
+    """What a step on a worker's own weights reports."""
 
-    Attributes:
-        read: Bytes of table rows it looked up, int64 scalar.
-    """
-
-    read: Array
+    read: Array  # bytes of table rows it looked up, int64 scalar
 
 
 class _Trained(NamedTuple):
@@ -79,20 +67,7 @@ class _Trained(NamedTuple):
 
 
 class FetchAndPush:
-    """Functions that get weights from the servers, and gradients there; traced when it is made.
-
-    Args:
-        trainer: The model's trainer.
-        commit: Knows the layout of gradient buffers, and the tables.
-
-    Attributes:
-        state_spec: Specification of what a worker holds: its weights, the learning rate, and the
-            sum of its gradients as `Layout.contents`.
-        fetch: Called as `fetch()`: the weights, the learning rate, and a gradient of nothing.
-        fetched: Bytes that a fetch reads.
-        push: Called as `push(accrued, kept, rate, handles)`: writes what is to be sent of the sum
-            of two gradients into a buffer; returns the bytes of it, and what the worker keeps.
-    """
+    """Functions that get weights from the servers, and gradients there; traced when it is made."""
 
     def __init__(self, trainer: JobTrainer, commit: GradientCommit):
         self._trainer, self._commit = trainer, commit
@@ -139,14 +114,6 @@ class DownpourJob:
     """Job of `fit`'s steps, several to a push (Downpour SGD, Dean et al. 2012).
 
     Its work are the batches that a `Batcher` has collected. See `batch_dispatch.BatchJob`.
-
-    Args:
-        trainer: The model's trainer.
-        exchange: How often to push and to fetch, and what.
-        serial_phase: Serial steps at the start.
-
-    Raises:
-        ValueError: An optimizer scales gradients, accumulates them itself, or has several rates.
     """
 
     def __init__(self, trainer: JobTrainer, exchange: Downpour, serial_phase: SerialPhase):
@@ -176,15 +143,7 @@ class DownpourJob:
         return self._update
 
     def trace(self, spec: Specs, rng_states: tf.TensorSpec) -> ConcreteFunction:
-        """Trace the step for batches like this one.
-
-        Args:
-            spec: Specification of a slice, of any number of rows.
-            rng_states: That of the states of random layers, of shape `[layers, 2]`.
-
-        Returns:
-            The function.
-        """
+        """Trace the step for batches like this one."""
         state_spec = self._exchanging.state_spec
         step = tf.function(self._step, autograph=False)
         return step.get_concrete_function(spec, rng_states, *state_spec)
@@ -234,16 +193,7 @@ class DownpourJob:
             return self.traces.report(report), drawn, values, accrued
 
     def compute(self, task: Task[Batch], worker: int, schedule: Schedule) -> Result[TrainOutputs]:
-        """Train on some batches, and leave the sum of their gradients in a buffer on the servers.
-
-        Args:
-            task: The batches, as one.
-            worker: Index of the worker whose thread this is.
-            schedule: The schedule of the steps.
-
-        Returns:
-            What they reported, and the buffer.
-        """
+        """Train on some batches, and put the sum of their gradients into a server's buffer."""
         commit, exchange = self._update.commit, self._exchange
         buffer = commit.take_buffer()
         with tf.device(tf_servers.CHIEF):
@@ -298,13 +248,7 @@ class DownpourJob:
     def apply(
         self, work: Batch, results: Sequence[Result[TrainOutputs]], schedule: Schedule
     ) -> None:
-        """Have the servers apply the gradients of a push, which counts as many steps as batches.
-
-        Args:
-            work: The batches, as one.
-            results: Its result.
-            schedule: The schedule of the steps.
-        """
+        """Have the servers apply the gradients of a push, which counts as many steps as batches."""
         del work
         outputs = [result.outputs for result in results]
         self._update.apply(outputs, schedule)
@@ -320,11 +264,7 @@ class DownpourJob:
 
 
 def _check_optimizers(model: keras.Model, exchange: Downpour) -> None:
-    """Refuse what gradients of several steps, summed on the worker as they are, are wrong for.
-
-    Raises:
-        ValueError: The optimizer scales them, counts steps itself, or has several rates.
-    """
+    """Refuse what gradients of several steps, summed on the worker as they are, are wrong for."""
     for optimizer in shared_optimizer.optimizers_of(model):
         if keras_optimizers.is_multi(optimizer):
             raise ValueError(

@@ -25,12 +25,7 @@ NewLayout: TypeAlias = Callable[[list[gradient_buffers.Weight], set[int]], gradi
 
 
 class GradientCommit:
-    """Applies a step's gradients, and what else it moves, to the weights on the servers.
-
-    Args:
-        trainer: The model's trainer.
-        new_layout: Makes the layout of gradient buffers.
-    """
+    """Applies a step's gradients, and what else it moves, to the weights on the servers."""
 
     def __init__(
         self,
@@ -73,18 +68,7 @@ class GradientCommit:
     # While a step is traced.
 
     def plan(self, traced: FunctionalStep) -> list[gradient_buffers.Gradient]:
-        """Put gradients into the layout's order, and note which optimizer is to apply them.
-
-        Args:
-            traced: The step.
-
-        Returns:
-            One gradient per weight of the layout; None where there is none.
-
-        Raises:
-            NotDistributedError: There are none, or more than one of a weight, or one of something
-                that is no trainable weight of the model.
-        """
+        """Put gradients into the layout's order, and note which optimizer is to apply them."""
         if not traced.applied and self._model.trainable_variables:
             raise NotDistributedError(
                 f"the train_step of model {self._model.name!r} handed no gradient to an optimizer "
@@ -154,15 +138,7 @@ class GradientCommit:
     def moved_by(
         self, traced: FunctionalStep, given: Sequence[tuple[keras.Variable, tf.Tensor]]
     ) -> list[tf.Tensor]:
-        """Return by how much a step moves statistics, such as those of batch normalization.
-
-        Args:
-            traced: The step.
-            given: (Keras variable, its value) pairs that the step began with.
-
-        Returns:
-            The changes of the variables that are to be moved when it is applied.
-        """
+        """Return by how much a step moves statistics, such as those of batch normalization."""
         before = {id(v): value for v, value in given}
         states = {id(v) for v in self._trainer.rng_state_variables()}
         moving = (traced.assigned & set(before)) - states
@@ -183,11 +159,7 @@ class GradientCommit:
             return gradient_buffers.GradientBuffer(self.layout)
 
     def release(self, buffer: gradient_buffers.GradientBuffer) -> None:
-        """Take a gradient buffer back.
-
-        Args:
-            buffer: The buffer, whose content is not needed any more.
-        """
+        """Take a gradient buffer back."""
         self._buffers.append(buffer)
 
     # On the servers.
@@ -198,13 +170,7 @@ class GradientCommit:
         shares: Sequence[float],
         moved: Sequence[Sequence[Array]],
     ) -> None:
-        """Have the servers apply the gradients that lie in some buffers.
-
-        Args:
-            buffers: The gradient buffer of each slice.
-            shares: Each slice's part of the rows, 0 to 1.
-            moved: What each slice reported of `moved_by`.
-        """
+        """Have the servers apply the gradients that lie in some buffers."""
         count = len(buffers)
         if count not in self._commits:
             self._commits[count] = self._commit_function(count)

@@ -23,28 +23,16 @@ _Results: TypeAlias = "dict[str | int, _Results | tf.Tensor]"
 
 
 class Counted(TypedDict):
-    """What a step has counted: tensors while it is traced, arrays when it is reported.
+    """What a step has counted: tensors while it is traced, arrays when it is reported."""
 
-    Attributes:
-        metrics: What it adds to each of the metrics' variables.
-        logs: Other numbers that Keras's step returned, by name, as this slice's part of them.
-        rows: Rows of the slice.
-    """
-
-    metrics: list[Array]
+    metrics: list[Array]  # what it adds to each of the metrics' variables
+    # other numbers that Keras's step returned, by name, as this slice's part of them
     logs: dict[str, Array]
-    rows: Array
+    rows: Array  # rows of the slice
 
 
 class MetricSum:
-    """Sum over slices and steps of what workers count, as the logs that Keras is given.
-
-    Args:
-        model: The model, whose metrics' variables on the chief hold the sum.
-
-    Attributes:
-        logs: Loss and metrics of the batches so far, by name.
-    """
+    """Sum over slices and steps of what workers count, as the logs that Keras is given."""
 
     def __init__(self, model: keras.Model):
         self._model = model
@@ -53,15 +41,7 @@ class MetricSum:
         self._add: tf.types.experimental.PolymorphicFunction | None = None
 
     def count(self, traced: FunctionalStep, data: Nest) -> Counted:
-        """Collect what a step adds to the metrics, other numbers it returned, and its rows.
-
-        Args:
-            traced: The step, which has counted from zero.
-            data: Its slice of a batch.
-
-        Returns:
-            What it counts; called while tracing.
-        """
+        """Collect what a step adds to the metrics, other numbers it returned, and its rows."""
         self._logged = step_logs.results_in(traced.step, traced.logs)
         return {
             "metrics": [
@@ -76,11 +56,7 @@ class MetricSum:
         }
 
     def add(self, counted: Sequence[Counted]) -> None:
-        """Add what a batch's slices counted to the chief's metrics; renew the logs.
-
-        Args:
-            counted: What each slice has counted.
-        """
+        """Add what a batch's slices counted to the chief's metrics; renew the logs."""
         deltas = []
         for variable, *column in zip(
             replica_step.metric_variables(self._model),

@@ -23,9 +23,6 @@ class PredictJob:
     """Job of `predict`'s batches: a slice per worker, rows put together in order.
 
     See `batch_dispatch.BatchJob`.
-
-    Args:
-        trainer: The model's trainer.
     """
 
     def __init__(self, trainer: JobTrainer):
@@ -35,15 +32,7 @@ class PredictJob:
         self._outputs: list[Nest] = []
 
     def trace(self, spec: Specs, rng_states: tf.TensorSpec) -> ConcreteFunction:
-        """Trace the step for batches like this one.
-
-        Args:
-            spec: Specification of a slice, of any number of rows.
-            rng_states: That of the states of random layers, of shape `[layers, 2]`.
-
-        Returns:
-            The function.
-        """
+        """Trace the step for batches like this one."""
         function = tf.function(self._step, autograph=False)
         return function.get_concrete_function(spec, rng_states)
 
@@ -69,16 +58,7 @@ class PredictJob:
             return traced.logs
 
     def compute(self, task: Task[Batch], worker: int, schedule: Schedule) -> Result[Nest]:
-        """Predict for a slice.
-
-        Args:
-            task: The slice of a batch.
-            worker: Index of the worker whose thread this is.
-            schedule: The schedule of the steps.
-
-        Returns:
-            The model's outputs, a structure of tensors on the chief.
-        """
+        """Predict for a slice."""
         function = self.traces.function(task.work.spec)
         with tf.device(tf_servers.CHIEF):
             rng_states = tf.constant(self.rng_states.of(task.piece, schedule))
@@ -88,23 +68,13 @@ class PredictJob:
         return Result(outputs)
 
     def apply(self, work: Batch, results: Sequence[Result[Nest]], schedule: Schedule) -> None:
-        """Put the rows of a batch's slices together, in order.
-
-        Args:
-            work: The batch.
-            results: The results of its slices.
-            schedule: The schedule of the steps.
-        """
+        """Put the rows of a batch's slices together, in order."""
         del work, schedule
         with tf.device(tf_servers.CHIEF):
             self._outputs.append(_concatenated([result.outputs for result in results]))
 
     def take_outputs(self) -> Nest:
-        """Return the outputs of all batches since the last call, their rows in order.
-
-        Returns:
-            A structure of tensors, of shape `[rows, ...]`.
-        """
+        """Return the outputs of all batches since the last call, their rows in order."""
         outputs, self._outputs = self._outputs, []
         return _concatenated(outputs)
 

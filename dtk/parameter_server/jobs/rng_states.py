@@ -19,14 +19,7 @@ RNG_STRIDE = 1 << 10
 
 
 def rng_offset(steps: int) -> np.uint32:
-    """Return how far apart steps draw their random numbers.
-
-    Args:
-        steps: How many steps lie between.
-
-    Returns:
-        The offset of the state's counter, modulo 2^32.
-    """
+    """Return how far apart steps draw their random numbers."""
     return np.uint32(steps * RNG_STRIDE % 2**32)
 
 
@@ -43,10 +36,6 @@ class RngStates:
     The chief keeps them from the first step until all steps are applied, and then gives them back
     to the model. Serial steps go on from where the one before has stopped; steps that compute at
     once draw numbers of their own, whichever is computed first.
-
-    Args:
-        variables: Returns the state variables, Keras variables of shape `[2]`, uint32.
-        draws: Whether steps are known to draw; otherwise their traces show it.
     """
 
     def __init__(self, variables: Callable[[], list[keras.Variable]], *, draws: bool = False):
@@ -54,29 +43,14 @@ class RngStates:
         self._begun: _Begun | None = None
 
     def begin(self, schedule: Schedule) -> tf.TensorSpec:
-        """Find out what random layers go on from, if steps do not go on already.
-
-        Args:
-            schedule: The schedule of the steps.
-
-        Returns:
-            The specification of the states, of shape `[layers, 2]`.
-        """
+        """Find out what random layers go on from, if steps do not go on already."""
         if self._begun is None:
             states = [v.numpy() for v in self._variables()]
             self._begun = _Begun(np.array(states, "uint32").reshape(-1, 2), schedule.offered)
         return tf.TensorSpec(self._begun.states.shape, tf.uint32)
 
     def of(self, piece: Piece, schedule: Schedule) -> Array:
-        """Return the random states of a slice: the same on every worker, and at any time.
-
-        Args:
-            piece: The slice.
-            schedule: The schedule of the steps.
-
-        Returns:
-            The states, uint32 of shape `[layers, 2]`.
-        """
+        """Return the random states of a slice: the same on every worker, and at any time."""
         assert self._begun is not None
         states = self._begun.states.copy()
         if schedule.tau:
@@ -86,55 +60,28 @@ class RngStates:
         ).reshape(-1, 2)
 
     def values(self, rng_states: tf.Tensor) -> list[tuple[keras.Variable, tf.Tensor]]:
-        """Return what state variables are in a traced step.
-
-        Args:
-            rng_states: The states, of shape `[layers, 2]`.
-
-        Returns:
-            (Keras variable, its value) pairs.
-        """
+        """Return what state variables are in a traced step."""
         variables = self._variables()
         return list(zip(variables, tf.unstack(rng_states, num=len(variables)), strict=True))
 
     def note_draws(
         self, traced: FunctionalStep, given: Sequence[tuple[keras.Variable, tf.Tensor]]
     ) -> None:
-        """Note whether a traced step draws random numbers.
-
-        Args:
-            traced: The step.
-            given: The states it was given, as `values` returned them.
-        """
+        """Note whether a traced step draws random numbers."""
         now = traced.scope.get_current_value
         self._draws |= any(now(variable) is not state for variable, state in given)
 
     def left_by(self, traced: FunctionalStep) -> list[tf.Tensor]:
-        """Return the states that a traced step leaves.
-
-        Args:
-            traced: The step.
-
-        Returns:
-            One of shape `[2]` per random layer.
-        """
+        """Return the states that a traced step leaves."""
         return [traced.scope.get_current_value(v) for v in self._variables()]
 
     def go_on_from(self, states: Sequence[Array]) -> None:
-        """Let the next step go on from where a serial one has stopped.
-
-        Args:
-            states: The states it has left, one of shape `[2]` per random layer.
-        """
+        """Let the next step go on from where a serial one has stopped."""
         assert self._begun is not None
         self._begun = self._begun._replace(states=np.array(states, "uint32"))
 
     def write_back(self, schedule: Schedule) -> None:
-        """Give the states back to the model, when all steps are applied.
-
-        Args:
-            schedule: The schedule of the steps.
-        """
+        """Give the states back to the model, when all steps are applied."""
         if self._begun is not None and self._draws:
             states, first = self._begun
             if schedule.tau:

@@ -21,61 +21,31 @@ from dtk.parameter_server.scheduler import Schedule
 
 
 class TrainReport(Counted):
-    """What a training step reports: tensors while it is traced, arrays when it has run.
+    """What a training step reports: tensors while it is traced, arrays when it has run."""
 
-    Attributes:
-        moved: By how much it moves statistics; see `GradientCommit.moved_by`.
-        rng_state: States that random layers go on from, one of shape `[2]` per layer.
-    """
-
-    moved: list[Array]
-    rng_state: list[Array]
+    moved: list[Array]  # by how much it moves statistics; see `GradientCommit.moved_by`
+    rng_state: list[Array]  # states that random layers go on from, one of shape `[2]` per layer
 
 
 class TrainOutputs(NamedTuple):
-    """What a worker has computed of a training step.
-
-    Attributes:
-        report: What it reported.
-        share: The slice's part of the rows of its batch, 0 to 1.
-        buffer: The buffer that its gradients lie in.
-        worker: Index of the worker.
-        batches: How many batches they are of.
-    """
+    """What a worker has computed of a training step."""
 
     report: TrainReport
-    share: float
-    buffer: gradient_buffers.GradientBuffer
-    worker: int
-    batches: int = 1
+    share: float  # the slice's part of the rows of its batch, 0 to 1
+    buffer: gradient_buffers.GradientBuffer  # the buffer that its gradients lie in
+    worker: int  # index of the worker
+    batches: int = 1  # how many batches they are of
 
 
 class NonFiniteStep(NamedTuple):
-    """First step of a training whose loss or metrics were not finite.
+    """First step of a training whose loss or metrics were not finite."""
 
-    Attributes:
-        step: Its number, from 1.
-        workers: Indices of the workers whose slices of it they were.
-    """
-
-    step: int
-    workers: tuple[int, ...]
+    step: int  # its number, from 1
+    workers: tuple[int, ...]  # indices of the workers whose slices of it they were
 
 
 class StepUpdate:
-    """What training steps of either job report, and what the chief does with it.
-
-    Args:
-        trainer: The model's trainer.
-        serial_phase: Serial steps at the start, which are counted here.
-        new_layout: Makes the layout of gradient buffers.
-
-    Attributes:
-        commit: Applies gradients.
-        rng_states: States of random layers.
-        metrics: Sum of the metrics.
-        non_finite: The first step that was not finite; None before.
-    """
+    """What training steps of either job report, and what the chief does with it."""
 
     def __init__(
         self,
@@ -95,16 +65,7 @@ class StepUpdate:
         data: Nest,
         given: Sequence[tuple[keras.Variable, tf.Tensor]],
     ) -> TrainReport:
-        """Collect what is reported of a traced step, besides its gradients.
-
-        Args:
-            traced: The step.
-            data: Its slice of a batch.
-            given: (Keras variable, its value) pairs that the step began with.
-
-        Returns:
-            A structure of tensors; called while tracing.
-        """
+        """Collect what is reported of a traced step, besides its gradients."""
         return {
             **self.metrics.count(traced, data),
             "moved": self.commit.moved_by(traced, given),
@@ -112,12 +73,7 @@ class StepUpdate:
         }
 
     def apply(self, outputs: Sequence[TrainOutputs], schedule: Schedule) -> None:
-        """Apply a complete step.
-
-        Args:
-            outputs: What workers have computed of it, in the order of slices.
-            schedule: The schedule of the steps; the step is not finished yet.
-        """
+        """Apply a complete step."""
         reports = [found.report for found in outputs]
         self.commit.apply(
             [found.buffer for found in outputs],
@@ -139,15 +95,7 @@ class StepUpdate:
 
 
 def non_finite(outputs: Sequence[TrainOutputs], step: int) -> NonFiniteStep | None:
-    """Look whether what a step has counted is finite: at numbers that are here, and no gradient.
-
-    Args:
-        outputs: What workers have computed of it.
-        step: Its number, from 1.
-
-    Returns:
-        Whose slices were not; None where all were.
-    """
+    """Look whether what a step has counted is finite: at numbers that are here, and no gradient."""
     workers = {
         one.worker
         for one in outputs

@@ -24,11 +24,7 @@ from dtk.parameter_server.task_queue import Result, Task
 
 
 class TestJob:
-    """Job of `evaluate`'s batches: any order, nothing applied. See `batch_dispatch.BatchJob`.
-
-    Args:
-        trainer: The model's trainer.
-    """
+    """Job of `evaluate`'s batches: any order, nothing applied. See `batch_dispatch.BatchJob`."""
 
     def __init__(self, trainer: JobTrainer):
         self._trainer = trainer
@@ -42,15 +38,7 @@ class TestJob:
         return self._metrics.logs
 
     def trace(self, spec: Specs, rng_states: tf.TensorSpec) -> ConcreteFunction:
-        """Trace the step for batches like this one.
-
-        Args:
-            spec: Specification of a slice, of any number of rows.
-            rng_states: That of the states of random layers, of shape `[layers, 2]`.
-
-        Returns:
-            The function.
-        """
+        """Trace the step for batches like this one."""
         scalar = tf.TensorSpec([], tf.float64)
         function = tf.function(self._step, autograph=False)
         return function.get_concrete_function(spec, scalar, scalar, rng_states)
@@ -82,27 +70,12 @@ class TestJob:
             return self.traces.report(self._metrics.count(traced, data))
 
     def compute(self, task: Task[Batch], worker: int, schedule: Schedule) -> Result[Counted]:
-        """Count metrics of a slice.
-
-        Args:
-            task: The slice of a batch.
-            worker: Index of the worker whose thread this is.
-            schedule: The schedule of the steps.
-
-        Returns:
-            What it counted.
-        """
+        """Count metrics of a slice."""
         rng_states = self.rng_states.of(task.piece, schedule)
         return Result(self.traces.call(task, worker, rng_states))
 
     def apply(self, work: Batch, results: Sequence[Result[Counted]], schedule: Schedule) -> None:
-        """Add up what a batch's slices have counted.
-
-        Args:
-            work: The batch.
-            results: The results of its slices.
-            schedule: The schedule of the steps.
-        """
+        """Add up what a batch's slices have counted."""
         del work, schedule
         self._metrics.add([result.outputs for result in results])
 

@@ -27,12 +27,7 @@ class TraceCache(Generic[ReportT]):
         self._traced: gradient_buffers.Report[ReportT] | None = None
 
     def add(self, spec: Specs, trace: Callable[[], ConcreteFunction]) -> None:
-        """Trace a function, unless there is one for such batches.
-
-        Args:
-            spec: Specification of a slice, of any number of rows.
-            trace: Traces it; what it reports goes through `report`.
-        """
+        """Trace a function, unless there is one for such batches."""
         key = gradient_buffers.key_of(spec)
         if key not in self._functions:
             self._functions[key] = trace()
@@ -40,50 +35,20 @@ class TraceCache(Generic[ReportT]):
                 self._reports[key] = self._traced
 
     def report(self, results: ReportT) -> tf.Tensor:
-        """Put what a function reports into one tensor; called while tracing.
-
-        Args:
-            results: A structure of numbers; see `gradient_buffers.Report`.
-
-        Returns:
-            The numbers, float64 of shape `[n]`.
-        """
+        """Put what a function reports into one tensor; called while tracing."""
         self._traced = gradient_buffers.Report(results)
         return self._traced.tensor
 
     def function(self, spec: Specs) -> ConcreteFunction:
-        """Return the function for some batches.
-
-        Args:
-            spec: Their specification.
-        """
+        """Return the function for some batches."""
         return self._functions[gradient_buffers.key_of(spec)]
 
     def read(self, spec: Specs, numbers: Array) -> ReportT:
-        """Return what the function for some batches has reported.
-
-        Args:
-            spec: Their specification.
-            numbers: The value of the tensor that `report` returned.
-
-        Returns:
-            The structure that `report` was given, of arrays.
-        """
+        """Return what the function for some batches has reported."""
         return self._reports[gradient_buffers.key_of(spec)].read(numbers)
 
     def call(self, task: Task[Batch], worker: int, rng_states: Array, *more: Nest) -> ReportT:
-        """Call a function on a slice, on the worker whose thread this is.
-
-        Args:
-            task: The slice of a batch.
-            worker: Index of the worker.
-            rng_states: States of random layers, of shape `[layers, 2]`.
-            more: Further arguments of the function. It is called with the slice, its part of the
-                batch's rows, how many slices have rows, the random states, and these.
-
-        Returns:
-            What it reported.
-        """
+        """Call a function on a slice, on the worker whose thread this is."""
         batch, function = task.work, self.function(task.work.spec)
         # Made on the chief, they go along with the call; made on the worker, each is a message.
         with tf.device(tf_servers.CHIEF):

@@ -30,22 +30,13 @@ from dtk.parameter_server.task_queue import Result, Task
 
 
 class SliceReport(TrainReport):
-    """What a step on one slice reports.
+    """What a step on one slice reports."""
 
-    Attributes:
-        traffic: Bytes pulled and bytes pushed, int64 of shape `[2]`.
-    """
-
-    traffic: Array
+    traffic: Array  # bytes pulled and bytes pushed, int64 of shape `[2]`
 
 
 class TrainJob:
-    """Job of `fit`'s steps; see `batch_dispatch.BatchJob`.
-
-    Args:
-        trainer: The model's trainer.
-        serial_phase: Serial steps at the start.
-    """
+    """Job of `fit`'s steps; see `batch_dispatch.BatchJob`."""
 
     def __init__(self, trainer: JobTrainer, serial_phase: SerialPhase):
         self._trainer = trainer
@@ -64,15 +55,7 @@ class TrainJob:
         return self._update
 
     def trace(self, spec: Specs, rng_states: tf.TensorSpec) -> ConcreteFunction:
-        """Trace the step for batches like this one.
-
-        Args:
-            spec: Specification of a slice, of any number of rows.
-            rng_states: That of the states of random layers, of shape `[layers, 2]`.
-
-        Returns:
-            The function.
-        """
+        """Trace the step for batches like this one."""
         commit, scalar = self._update.commit, tf.TensorSpec([], tf.float64)
         while True:
             layout = commit.layout
@@ -119,16 +102,7 @@ class TrainJob:
             return self.traces.report(report)
 
     def compute(self, task: Task[Batch], worker: int, schedule: Schedule) -> Result[TrainOutputs]:
-        """Compute the gradients of a slice, and leave them in a buffer on the servers.
-
-        Args:
-            task: The slice of a batch.
-            worker: Index of the worker whose thread this is.
-            schedule: The schedule of the steps.
-
-        Returns:
-            What it reported, and the buffer.
-        """
+        """Compute the gradients of a slice, and leave them in a buffer on the servers."""
         commit = self._update.commit
         buffer = commit.take_buffer()
         rng_states = self.rng_states.of(task.piece, schedule)
@@ -140,13 +114,7 @@ class TrainJob:
     def apply(
         self, work: Batch, results: Sequence[Result[TrainOutputs]], schedule: Schedule
     ) -> None:
-        """Have the servers apply a step's gradients; add up what it counted.
-
-        Args:
-            work: The batch.
-            results: The results of its slices.
-            schedule: The schedule of the steps.
-        """
+        """Have the servers apply a step's gradients; add up what it counted."""
         del work
         self._update.apply([result.outputs for result in results], schedule)
 

@@ -16,14 +16,7 @@ from dtk.parameter_server.proximal.methods import soft_threshold
 
 
 class Blocks:
-    """Weights on the servers, cut along their first axis.
-
-    Args:
-        weights: Their first values, of shape `(entries, ...)`.
-        count: How many blocks.
-        servers: How many servers; blocks are dealt to them in turn.
-        parts: How many gradients make one step.
-    """
+    """Weights on the servers, cut along their first axis."""
 
     def __init__(self, weights: Array, count: int, servers: int, parts: int):
         self.spans = [slicing.bounds(len(weights), block, count) for block in range(count)]
@@ -47,11 +40,7 @@ class Blocks:
         return len(self.spans)
 
     def bytes_of(self, block: int) -> int:
-        """Return the size of a block, in bytes.
-
-        Args:
-            block: Index of the block.
-        """
+        """Return the size of a block, in bytes."""
         return self.variables[block].shape.num_elements() * self.dtype.size
 
     def whole(self) -> Array:
@@ -62,9 +51,6 @@ class Blocks:
         """Return a variable to put a gradient of a block into, on the block's server.
 
         One whose worker was lost is never used again: the lost may come back and write to it.
-
-        Args:
-            block: Index of the block.
         """
         try:
             return self._free[block].pop()
@@ -74,14 +60,7 @@ class Blocks:
                 return tf.Variable(tf.zeros(variable.shape, self.dtype), trainable=False)
 
     def apply(self, block: int, buffers: Sequence[tf.Variable], rate: float, l1: float) -> None:
-        """Set w to soft_threshold(w - rate * sum g, rate * l1), on the block's server.
-
-        Args:
-            block: Index of the block.
-            buffers: The gradients g, one for each part of the rows; they may be used again then.
-            rate: The step's rate.
-            l1: Weight of |w|_1.
-        """
+        """Set w to soft_threshold(w - rate * sum g, rate * l1), on the block's server."""
         variable = self.variables[block]
         numbers = [tf.constant(number, self.dtype) for number in (rate, rate * l1)]
         handles = [buffer.handle for buffer in buffers]
@@ -108,12 +87,7 @@ class Blocks:
 
 
 class Copy:
-    """Copy of weights and rows that a worker keeps, as tensors on it. Used by its thread alone.
-
-    Args:
-        blocks: The weights.
-        parts: Rows of each part, as arrays on the chief.
-    """
+    """Copy of weights and rows that a worker keeps, as tensors on it. Used by its thread alone."""
 
     def __init__(self, blocks: Blocks, parts: Sequence[tuple[Array, ...]]):
         self._blocks, self._parts = blocks, parts
@@ -147,11 +121,7 @@ class Copy:
         return list(self._weights)
 
     def rows(self, part: int) -> list[tf.Tensor]:
-        """Return the rows of a part, sent when they are wanted first; call on the worker.
-
-        Args:
-            part: Index of the part.
-        """
+        """Return the rows of a part, sent when they are wanted first; call on the worker."""
         if part not in self._rows:
             arrays = self._parts[part]
             self._rows[part] = [tf.constant(array) for array in arrays]

@@ -33,18 +33,7 @@ from dtk.parameter_server.task_queue import OutputsT, TaskQueue, WorkT, own_part
 
 
 class BlockCoordinateDescent:
-    """Block coordinate descent with the workers of a strategy.
-
-    Args:
-        strategy: A `ParameterServerStrategy`, on the chief.
-        loss: Called as `loss(weights, *rows)` inside a graph; one number per row.
-        weights: Their first values, of shape (entries, ...).
-        data: Arrays with the same number of rows.
-        blocks: How many blocks the weights are cut into.
-
-    Raises:
-        ValueError: `loss` returns something else than one number per row, or has no gradient.
-    """
+    """Block coordinate descent with the workers of a strategy."""
 
     def __init__(
         self,
@@ -81,18 +70,7 @@ class BlockCoordinateDescent:
         l1: float,
         record: Callable[[int], None],
     ) -> Schedule:
-        """Take steps, and apply them.
-
-        Args:
-            order: The block of each step.
-            tau: Step t may start once every step before t - tau is applied.
-            rate: One per block.
-            l1: Weight of |w|_1.
-            record: Called on the main thread between steps, as `record(steps applied)`.
-
-        Returns:
-            The schedule that decided, with the staleness seen.
-        """
+        """Take steps, and apply them."""
         job = BlockJob(self._loss, self._blocks, self._copies, rate, l1, self._note_traffic)
         record(0)
         with contextlib.closing(
@@ -105,12 +83,6 @@ class BlockCoordinateDescent:
         """Compute the sum of the loss over all rows, and |w|_1, at the weights as they are.
 
         Workers finish what they compute, and compute this next; nothing is applied meanwhile.
-
-        Returns:
-            The sum of the loss, and |w|_1.
-
-        Raises:
-            ValueError: The loss gives another number of values than there are rows.
         """
         job = MeasureJob(self._loss, self._copies, self._part_rows)
         with contextlib.closing(self._dispatcher(job, tau=0)) as dispatcher:

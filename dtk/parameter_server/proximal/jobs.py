@@ -16,17 +16,7 @@ from dtk.parameter_server.task_queue import Result, Task
 
 
 class BlockJob:
-    """Job of steps; the work of a step is the index of its block. See `dispatch.Job`.
-
-    Args:
-        loss: The loss.
-        blocks: The weights.
-        copies: What each worker keeps.
-        rate: The rate of each block, of shape (blocks,).
-        l1: Weight of |w|_1.
-        note_traffic: Called on workers' threads as `note_traffic(worker, moved)`, with the bytes
-            pulled and pushed, of shape `[2]`.
-    """
+    """Job of steps; the work of a step is the index of its block. See `dispatch.Job`."""
 
     def __init__(
         self,
@@ -41,16 +31,7 @@ class BlockJob:
         self._rate, self._l1, self._note_traffic = rate, l1, note_traffic
 
     def compute(self, task: Task[int], worker: int, schedule: Schedule) -> Result[tf.Variable]:
-        """Compute the gradient of a block over a part of the rows, and push it to its server.
-
-        Args:
-            task: The block, and the part of the rows.
-            worker: Index of the worker whose thread this is.
-            schedule: The schedule of the steps.
-
-        Returns:
-            The variable that its gradient is in.
-        """
+        """Compute the gradient of a block over a part of the rows, and push it to its server."""
         del schedule
         block, copy = task.work, self._copies[worker]
         buffer = self._blocks.buffer(block)
@@ -64,62 +45,28 @@ class BlockJob:
         return Result(buffer)
 
     def apply(self, work: int, results: Sequence[Result[tf.Variable]], schedule: Schedule) -> None:
-        """Have the block's server take the proximal step.
-
-        Args:
-            work: Index of the block.
-            results: The gradients of the parts of the rows.
-            schedule: The schedule of the steps.
-        """
+        """Have the block's server take the proximal step."""
         del schedule
         buffers = [result.outputs for result in results]
         self._blocks.apply(work, buffers, float(self._rate[work]), self._l1)
 
 
 class MeasureJob:
-    """Job of one measurement of the loss; its work is nothing but to do so. See `dispatch.Job`.
-
-    Args:
-        loss: The loss.
-        copies: What each worker keeps.
-        part_rows: Number of rows of each part.
-
-    Attributes:
-        total: Sum of the loss over all rows.
-        norm: |w|_1.
-    """
+    """Job of one measurement of the loss; its work is nothing but to do so. See `dispatch.Job`."""
 
     def __init__(self, loss: RowLoss, copies: Sequence[Copy], part_rows: Sequence[int]):
         self._loss, self._copies, self._part_rows = loss, copies, part_rows
         self.total = self.norm = np.nan
 
     def compute(self, task: Task[None], worker: int, schedule: Schedule) -> Result[Array]:
-        """Compute the loss over a part of the rows.
-
-        Args:
-            task: The part of the rows.
-            worker: Index of the worker whose thread this is.
-            schedule: The schedule, of one step.
-
-        Returns:
-            What `RowLoss.value` returned.
-        """
+        """Compute the loss over a part of the rows."""
         del schedule
         copy = self._copies[worker]
         with copy.forgetting_on_error():
             return Result(self._loss.value(copy.weights(), copy.rows(task.part)).numpy())
 
     def apply(self, work: None, results: Sequence[Result[Array]], schedule: Schedule) -> None:
-        """Add up the loss of all parts.
-
-        Args:
-            work: Nothing.
-            results: The losses of the parts of the rows.
-            schedule: The schedule, of one step.
-
-        Raises:
-            ValueError: The loss gives another number of values than there are rows.
-        """
+        """Add up the loss of all parts."""
         del work, schedule
         for rows, result in zip(self._part_rows, results, strict=True):
             values = result.outputs[1]

@@ -37,13 +37,6 @@ from dtk.nests import Array, Numbers
 def soft_threshold(values: Numbers, threshold: Numbers) -> tf.Tensor:
     """Apply the proximal operator of `threshold * |x|_1`: argmin over x of |x - v|^2 / 2 + t |x|_1.
 
-    Args:
-        values: A floating tensor or array v of any shape.
-        threshold: t >= 0, a number or one per value.
-
-    Returns:
-        A tensor like `values`: v moved towards 0 by t, and exactly 0 where |v| <= t.
-
     Example:
         >>> soft_threshold(np.array([3.0, -0.5, -2.0]), 1.0).numpy().tolist()
         [2.0, 0.0, -1.0]
@@ -108,15 +101,7 @@ def rate_bound(smoothness: Numbers, tau: int, epsilon: float = 1e-6) -> Array:
 
 
 def check_blocks(blocks: int, entries: int) -> None:
-    """Refuse what weights cannot be cut into.
-
-    Args:
-        blocks: Number of blocks.
-        entries: Entries of the weights along the first axis.
-
-    Raises:
-        ValueError: `blocks` is not an integer from 1 to `entries`.
-    """
+    """Refuse what weights cannot be cut into."""
     if not is_whole(blocks) or not 1 <= blocks <= entries:
         raise ValueError(
             f"blocks={blocks!r} for weights of {entries} entries along the first axis; expected "
@@ -125,22 +110,11 @@ def check_blocks(blocks: int, entries: int) -> None:
 
 
 def check_tau(tau: int) -> None:
-    """Refuse what is no delay.
-
-    Args:
-        tau: Steps a gradient may be late.
-
-    Raises:
-        ValueError: It is not an integer of 0 or more.
-    """
+    """Refuse what is no delay."""
     if not is_whole(tau) or tau < 0:
         raise ValueError(f"tau={tau!r}; expected 0 or more: the steps a gradient may be late")
 
 
 def is_whole(number: object) -> bool:
-    """Return whether a value is an integer that counts something; a bool is none.
-
-    Args:
-        number: Any value.
-    """
+    """Return whether a value is an integer that counts something; a bool is none."""
     return isinstance(number, int | np.integer) and not isinstance(number, bool)

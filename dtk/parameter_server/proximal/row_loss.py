@@ -11,22 +11,7 @@ from dtk.parameter_server.proximal.blocks import Blocks
 
 
 class RowLoss:
-    """Loss summed over rows, as functions of the weights and some rows that run on workers.
-
-    Args:
-        loss: Called as `loss(weights, *rows)` inside a graph; one number per row.
-        blocks: The weights.
-        data: Arrays with the same number of rows.
-
-    Attributes:
-        value: Called as `value(weights, rows)`: the sum of the loss, the count of its numbers, and
-            |w|_1, float64 of shape `[3]`.
-        push: Called as `push(weights, rows, begin, end, buffer)`: puts the gradient of the entries
-            from `begin` to `end` into a variable, given by its handle; returns the bytes sent.
-
-    Raises:
-        ValueError: `loss` returns something else than one number per row, or has no gradient.
-    """
+    """Loss summed over rows, as functions of the weights and some rows that run on workers."""
 
     def __init__(self, loss: Function[tf.Tensor], blocks: Blocks, data: Sequence[Array]):
         self._loss, self._dtype = loss, blocks.dtype

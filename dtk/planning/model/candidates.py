@@ -24,17 +24,11 @@ _MEGA = 1e6
 
 @dataclass(frozen=True)
 class Candidate:
-    """A grid, and what was found on it.
+    """A grid, and what was found on it."""
 
-    Attributes:
-        grid: The ranks.
-        found: Splits of layers, or stages.
-        exact: Whether training is that of one process.
-    """
-
-    grid: Grid
-    found: Found | FoundStages
-    exact: bool = True
+    grid: Grid  # the ranks
+    found: Found | FoundStages  # splits of layers, or stages
+    exact: bool = True  # whether training is that of one process
 
     @property
     def seconds(self) -> float:
@@ -73,11 +67,7 @@ class Candidate:
         return "layers: " + ", ".join(f"{many} {split}" for split, many in counts.items())
 
     def plan(self, workload: Workload) -> ModelPlan:
-        """Return what is written to a file.
-
-        Args:
-            workload: What was planned.
-        """
+        """Return what is written to a file."""
         layers: dict[str, str] = {}
         borders: tuple[str, ...] = ()
         microbatches, schedule = 1, "gpipe"
@@ -116,17 +106,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """What `dtk plan --model` has found.
+    """What `dtk plan --model` has found."""
 
-    Attributes:
-        candidates: From the best; those that do not fit into memory come last, and one that changes
-            training counts as a tenth slower.
-        alone: One worker, with the whole batch.
-        data: As many replicas as there are workers; None if the batch has fewer rows.
-    """
-
+    # from the best; those that do not fit into memory come last, and one that changes training
+    # counts as a tenth slower
     candidates: list[Candidate]
-    alone: Candidate
+    alone: Candidate  # one worker, with the whole batch
+    # as many replicas as there are workers; None if the batch has fewer rows
     data: Candidate | None
 
     @property
@@ -136,19 +122,7 @@ class Choice:
 
 
 def choose(workload: Workload, workers: int, budget: Budget | None = None) -> Choice:
-    """Find the fastest plan on each grid of so many ranks.
-
-    Args:
-        workload: What is trained.
-        workers: Number of ranks.
-        budget: How long is searched.
-
-    Returns:
-        All of them, but those on which nothing is divided among the ranks of a model.
-
-    Raises:
-        PlanError: None fits into memory.
-    """
+    """Find the fastest plan on each grid of so many ranks."""
     alone = Candidate(Grid(1, 1), same_splits(workload, Grid(1, 1)))
     found: list[Candidate] = []
     for grid in grids(workers, workload.batch):

@@ -24,16 +24,6 @@ _IMAGES = (*_WINDOWS, "UpSampling2D", "BatchNormalization")
 def operators(model: keras.Model) -> list[Operator]:
     """Read the operators of a model, in the order in which they are computed.
 
-    Args:
-        model: Functional or Sequential, with known shapes but for the batch.
-
-    Returns:
-        One for each input and each layer. A layer that is called several times comes once for each
-        call, and its weights count with the first.
-
-    Raises:
-        PlanError: The model is subclassed, or shapes are not known.
-
     Example:
         >>> dense = keras.layers.Dense(4, name="dense")
         >>> one, = operators(keras.Sequential([keras.Input((8,), name="x"), dense]))[1:]
@@ -58,12 +48,7 @@ def operators(model: keras.Model) -> list[Operator]:
 
 
 def outputs(model: keras.Model, found: Sequence[Operator]) -> tuple[int, ...]:
-    """Return the positions of the operators whose outputs are the model's.
-
-    Args:
-        model: Functional or Sequential.
-        found: Its operators.
-    """
+    """Return the positions of the operators whose outputs are the model's."""
     if isinstance(model, keras.Sequential):
         return (len(found) - 1,)
     places: dict[str, list[int]] = {}
@@ -74,14 +59,7 @@ def outputs(model: keras.Model, found: Sequence[Operator]) -> tuple[int, ...]:
 
 
 def slots(model: keras.Model) -> float:
-    """Return the numbers that an optimizer remembers for each weight.
-
-    Args:
-        model: Compiled or not.
-
-    Returns:
-        Of the model's optimizer, if it is built; else Adam's 2.
-    """
+    """Return the numbers that an optimizer remembers for each weight."""
     optimizer = getattr(model, "optimizer", None)
     weights = sum(math.prod(v.shape) for v in model.trainable_variables)
     if optimizer is None or not optimizer.built or not weights:

@@ -40,15 +40,10 @@ from dtk.planning.model.topology import Grid, Group, group
 
 
 class Seconds(NamedTuple):
-    """Seconds of computing.
+    """Seconds of computing."""
 
-    Attributes:
-        forward: Of the forward pass.
-        backward: Of the backward pass.
-    """
-
-    forward: float
-    backward: float
+    forward: float  # of the forward pass
+    backward: float  # of the backward pass
 
     @property
     def both(self) -> float:
@@ -57,17 +52,11 @@ class Seconds(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What one rank computes of an operator.
+    """What one rank computes of an operator."""
 
-    Attributes:
-        split: How the operator is divided.
-        degree: Among how many ranks.
-        rows: Of the batch.
-    """
-
-    split: Split
-    degree: int
-    rows: int
+    split: Split  # how the operator is divided
+    degree: int  # among how many ranks
+    rows: int  # of the batch
 
 
 class Computing(Protocol):
@@ -86,38 +75,23 @@ class Computing(Protocol):
         """A sentence on where the numbers are from."""
 
     def seconds(self, operator: Operator, work: Work) -> Seconds:
-        """Return the seconds of the busiest rank.
-
-        Args:
-            operator: What is computed.
-            work: How much of it.
-        """
+        """Return the seconds of the busiest rank."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model to train, and where.
+    """A model to train, and where."""
 
-    Attributes:
-        operators: Of the model, in the order in which they are computed.
-        outputs: Positions of those whose outputs the loss is of.
-        batch: Rows of all replicas.
-        computing: Seconds of the operators.
-        cluster: Links, and what software adds.
-        slots: Numbers that the optimizer remembers for each weight, 2 for Adam.
-        most_memory: Bytes of a rank.
-        keeps_channels: Whether a layer divided by output channels leaves them divided for one that
-            is divided by input channels, as `gather_output=False` of `dtk.layers` has it;
-            `dtk.layers.parallelize` gathers them.
-    """
-
-    operators: Sequence[Operator]
-    outputs: tuple[int, ...]
-    batch: int
-    computing: Computing
-    cluster: Cluster
-    slots: float = 2.0
-    most_memory: float = math.inf
+    operators: Sequence[Operator]  # of the model, in the order in which they are computed
+    outputs: tuple[int, ...]  # positions of those whose outputs the loss is of
+    batch: int  # rows of all replicas
+    computing: Computing  # seconds of the operators
+    cluster: Cluster  # links, and what software adds
+    slots: float = 2.0  # numbers that the optimizer remembers for each weight, 2 for Adam
+    most_memory: float = math.inf  # bytes of a rank
+    # whether a layer divided by output channels leaves them divided for one that is divided by
+    # input channels, as `gather_output=False` of `dtk.layers` has it; `dtk.layers.parallelize`
+    # gathers them
     keeps_channels: bool = False
 
     @property
@@ -126,12 +100,7 @@ class Workload:
         return sum(operator.weights for operator in self.operators)
 
     def seconds(self, operator: Operator, work: Work) -> Seconds:
-        """Return the seconds of computing; no backward pass is where nothing is trained so far.
-
-        Args:
-            operator: What is computed.
-            work: How much of it.
-        """
+        """Return the seconds of computing; no backward pass is where nothing is trained so far."""
         if operator.is_input:
             return Seconds(0.0, 0.0)
         found = self.computing.seconds(operator, work)
@@ -140,21 +109,13 @@ class Workload:
 
 
 class Sends(NamedTuple):
-    """What the ranks of a model send for one operator.
+    """What the ranks of a model send for one operator."""
 
-    Attributes:
-        before: Before it computes.
-        after: After it has computed.
-        back_before: Before its backward pass.
-        back_after: After its backward pass, before those of its sources.
-        kernel: For its weights; nothing waits for it but their update.
-    """
-
-    before: Traffic = Traffic()
-    after: Traffic = Traffic()
-    back_before: Traffic = Traffic()
-    back_after: Traffic = Traffic()
-    kernel: Traffic = Traffic()
+    before: Traffic = Traffic()  # before it computes
+    after: Traffic = Traffic()  # after it has computed
+    back_before: Traffic = Traffic()  # before its backward pass
+    back_after: Traffic = Traffic()  # after its backward pass, before those of its sources
+    kernel: Traffic = Traffic()  # for its weights; nothing waits for it but their update
 
     @property
     def waited_for(self) -> Traffic:
@@ -164,33 +125,17 @@ class Sends(NamedTuple):
 
 
 class LayerCost(NamedTuple):
-    """What one operator costs a rank in a step.
-
-    Attributes:
-        computing: Seconds.
-        sends: Within the model's group.
-        held: Entries of trainable weights: whose gradients replicas add up.
-        memory: Bytes, of weights, what is remembered of them, and outputs kept for the backward
-            pass.
-    """
+    """What one operator costs a rank in a step."""
 
     computing: Seconds
-    sends: Sends
-    held: int
+    sends: Sends  # within the model's group
+    held: int  # entries of trainable weights: whose gradients replicas add up
+    # bytes, of weights, what is remembered of them, and outputs kept for the backward pass
     memory: float
 
 
 class LayerCosts:
-    """Costs of a workload's operators on one grid.
-
-    Args:
-        workload: What is trained.
-        grid: On which ranks.
-
-    Attributes:
-        model: Ranks of one model, and their links.
-        data: Ranks of one part of the model, and their links.
-    """
+    """Costs of a workload's operators on one grid."""
 
     def __init__(self, workload: Workload, grid: Grid) -> None:
         self.workload, self.grid = workload, grid
@@ -201,11 +146,7 @@ class LayerCosts:
         self._computing: dict[tuple[int, Split], Seconds] = {}
 
     def splits(self, position: int) -> tuple[Split, ...]:
-        """Return how an operator can be divided, if that is to choose.
-
-        Args:
-            position: The operator's.
-        """
+        """Return how an operator can be divided, if that is to choose."""
         operator = self.workload.operators[position]
         return ("whole",) if operator.follows else operator.splits(self.grid.model)
 
@@ -213,10 +154,6 @@ class LayerCosts:
         """Return how an operator can be divided where its sources have left their outputs.
 
         What works on each element is divided as all of its inputs are.
-
-        Args:
-            position: The operator's.
-            given: How its sources leave their outputs.
         """
         operator = self.workload.operators[position]
         if not operator.follows:
@@ -227,11 +164,7 @@ class LayerCosts:
         return ("whole",)
 
     def settled(self, wanted: Sequence[Split]) -> tuple[Split, ...]:
-        """Return a choice in which all that follows its inputs does so.
-
-        Args:
-            wanted: How each operator is to be divided.
-        """
+        """Return a choice in which all that follows its inputs does so."""
         found: list[Split] = []
         layouts: list[Layout] = []
         for position, split in enumerate(wanted):
@@ -247,10 +180,6 @@ class LayerCosts:
         """Return how an operator leaves its output to those that take it.
 
         Channels stay divided only for a single operator that can take them so.
-
-        Args:
-            position: The operator's.
-            split: How it is divided.
         """
         found = left(split)
         if found != "channels" or not self.workload.keeps_channels:
@@ -262,13 +191,7 @@ class LayerCosts:
         return "whole"
 
     def cost(self, position: int, split: Split, given: Sequence[Layout]) -> LayerCost:
-        """Return what an operator costs.
-
-        Args:
-            position: The operator's.
-            split: How it is divided.
-            given: How its sources leave their outputs.
-        """
+        """Return what an operator costs."""
         operator = self.workload.operators[position]
         return LayerCost(
             self.computing(position, split),
@@ -278,12 +201,7 @@ class LayerCosts:
         )
 
     def computing(self, position: int, split: Split) -> Seconds:
-        """Return the seconds that an operator takes to compute.
-
-        Args:
-            position: The operator's.
-            split: How it is divided.
-        """
+        """Return the seconds that an operator takes to compute."""
         if (position, split) not in self._computing:
             operator = self.workload.operators[position]
             work = Work(split, self.grid.model if split != "whole" else 1, self._rows)
@@ -294,9 +212,6 @@ class LayerCosts:
         """Return the seconds of a layer if it begins when the layer before it has ended.
 
         Their sum is the step's, but for what sending hides and for messages between replicas.
-
-        Args:
-            cost: The layer's.
         """
         shown = 1.0 - self.workload.cluster.software.hidden
         summed = ring_allreduce(self.grid.data, FLOAT * cost.held).bytes * self.data.byte
@@ -308,12 +223,7 @@ class LayerCosts:
         )
 
     def gathered(self, position: int, layout: Layout) -> Traffic:
-        """Return the traffic of giving all ranks the whole of an output that they hold in parts.
-
-        Args:
-            position: The operator's whose output it is.
-            layout: How they hold it.
-        """
+        """Return the traffic of giving all ranks the whole of an output that they hold in parts."""
         if layout == "whole":
             return Traffic()
         return self.model.allgather(self._bytes(self.workload.operators[position].entries))

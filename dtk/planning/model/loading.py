@@ -15,18 +15,7 @@ _ENDS = (".keras", ".h5")
 
 
 def load(given: str) -> keras.Model:
-    """Load a saved model, or build one by a function.
-
-    Args:
-        given: A file that `model.save` wrote, or `package.module:function`; the function takes no
-            arguments and returns the model.
-
-    Returns:
-        The model.
-
-    Raises:
-        PlanError: There is no such file or function, or it gives no model.
-    """
+    """Load a saved model, or build one by a function."""
     if given.endswith(_ENDS):
         return _saved(given)
     module, _, name = given.partition(":")

@@ -36,31 +36,14 @@ _Clocked: TypeAlias = Callable[[], object]
 
 
 class _Clock(NamedTuple):
-    """Seconds of a call, and how far apart its repetitions were.
+    """Seconds of a call, and how far apart its repetitions were."""
 
-    Attributes:
-        seconds: The lower quartile: what the call takes where nothing else runs.
-        spread: Half the distance of quartiles, as a part of it.
-    """
-
-    seconds: float
-    spread: float
+    seconds: float  # the lower quartile: what the call takes where nothing else runs
+    spread: float  # half the distance of quartiles, as a part of it
 
 
 class Measured:
-    """Seconds of a model's layers on this machine, each measured when it is first asked for.
-
-    Args:
-        model: What is trained, built.
-        operators: Of it.
-        batch: Rows of one worker by itself.
-        rates: For operations that are no layers with a kernel, where nothing else is known.
-        told: Called with the name of each layer that is measured.
-
-    Attributes:
-        update: Seconds that the optimizer takes for a weight's entry.
-        factor: What the whole model takes, against the sum of its layers.
-    """
+    """Seconds of a model's layers on this machine, each measured when it is first asked for."""
 
     def __init__(
         self,
@@ -103,12 +86,7 @@ class Measured:
         return sum(s * spread for s, spread in self._spreads) / total if total else 0.0
 
     def seconds(self, operator: Operator, work: Work) -> Seconds:
-        """Return the seconds of the busiest rank, measured or interpolated.
-
-        Args:
-            operator: What is computed.
-            work: How much of it.
-        """
+        """Return the seconds of the busiest rank, measured or interpolated."""
         found = self._whole(operator, work.rows) if work.split == "whole" else None
         if found is None:
             found = self._part(operator, work)
@@ -191,14 +169,7 @@ class Measured:
 
 
 def rates_here(optimizer: keras.Optimizer | None = None) -> Rates:
-    """Measure a product of matrices, a copy and an update on this machine.
-
-    Args:
-        optimizer: Whose update; Adam's if None.
-
-    Returns:
-        The rates.
-    """
+    """Measure a product of matrices, a copy and an update on this machine."""
     square = tf.random.normal([_SIDE, _SIDE])
     product = _clock(tf.function(lambda: square @ square)).seconds
     long = tf.zeros([_COPIED], tf.float32)

@@ -21,51 +21,34 @@ FLOAT = 4
 class Operator:
     """One layer of a model, in the order in which layers are computed.
 
-    Attributes:
-        name: Of the layer.
-        kind: Class of the layer.
-        sources: Positions of the operators whose outputs it takes.
-        taken: Shapes of one row of its inputs, without the batch axis.
-        output: Shape of one row of its output.
-        weights: Entries of its trainable weights.
-        sliced: Those of them that are divided with the output channels: kernel and bias.
-        kernel: Those of them that are divided with the input channels: the kernel.
-        fixed: Entries of weights that are not trained.
-        flops: Floating point operations of the forward pass for one row.
-        limits: The largest number of ranks that can share it, by split; "whole" is always possible.
-        halos: Rows (columns) of its input that a rank needs of each of its two neighbours, by
-            split.
-        padding: Rows of padding that halos of columns have, too.
-        tensors: Number of its trainable weights.
-        follows: Whether it works on each element by itself, and so is divided as its inputs are.
-        differentiated: Whether gradients pass to its inputs: something before it is trained.
-        batch_statistics: Whether rows of a batch meet in it, as in BatchNormalization.
-        whole_because: Why nothing can divide it; empty if something can.
-
     Example:
         >>> dense = Operator("dense", "Dense", (0,), ((8,),), (4,), weights=36, flops=64.0)
         >>> dense.entries, dense.entries_taken
         (4, 8)
     """
 
-    name: str
-    kind: str
-    sources: tuple[int, ...]
-    taken: tuple[Shape, ...]
-    output: Shape
-    weights: int = 0
-    sliced: int = 0
-    kernel: int = 0
-    fixed: int = 0
-    flops: float = 0.0
+    name: str  # of the layer
+    kind: str  # class of the layer
+    sources: tuple[int, ...]  # positions of the operators whose outputs it takes
+    taken: tuple[Shape, ...]  # shapes of one row of its inputs, without the batch axis
+    output: Shape  # shape of one row of its output
+    weights: int = 0  # entries of its trainable weights
+    sliced: int = 0  # those of them that are divided with the output channels: kernel and bias
+    kernel: int = 0  # those of them that are divided with the input channels: the kernel
+    fixed: int = 0  # entries of weights that are not trained
+    flops: float = 0.0  # floating point operations of the forward pass for one row
+    # the largest number of ranks that can share it, by split; "whole" is always possible
     limits: Mapping[Split, int] = field(default_factory=dict)
+    # rows (columns) of its input that a rank needs of each of its two neighbours, by split
     halos: Mapping[Split, tuple[int, int]] = field(default_factory=dict)
-    padding: int = 0
-    tensors: int = 0
+    padding: int = 0  # rows of padding that halos of columns have, too
+    tensors: int = 0  # number of its trainable weights
+    # whether it works on each element by itself, and so is divided as its inputs are
     follows: bool = False
+    # whether gradients pass to its inputs: something before it is trained
     differentiated: bool = True
-    batch_statistics: bool = False
-    whole_because: str = ""
+    batch_statistics: bool = False  # whether rows of a batch meet in it, as in BatchNormalization
+    whole_because: str = ""  # why nothing can divide it; empty if something can
 
     @property
     def entries(self) -> int:
@@ -85,9 +68,6 @@ class Operator:
     def splits(self, degree: int) -> tuple[Split, ...]:
         """Return how so many ranks can share it.
 
-        Args:
-            degree: How many.
-
         Example:
             >>> Operator("d", "Dense", (0,), ((8,),), (4,), limits={"output": 4}).splits(4)
             ('whole', 'output')
@@ -101,10 +81,6 @@ class Operator:
     def held(self, split: Split, degree: int) -> int:
         """Return the entries of trainable weights that the rank with most of them holds.
 
-        Args:
-            split: How it is divided.
-            degree: Among how many ranks.
-
         Example:
             >>> dense = Operator("d", "Dense", (0,), ((8,),), (4,), 36, sliced=36, kernel=32)
             >>> [dense.held(split, 2) for split in ("whole", "output", "input")]
@@ -116,9 +92,6 @@ class Operator:
 
 def consumers(operators: Sequence[Operator]) -> list[list[int]]:
     """Return, by operator, the positions of those that take its output.
-
-    Args:
-        operators: Of a model.
 
     Example:
         >>> x = Operator("x", "InputLayer", (), (), (4,))
@@ -136,9 +109,6 @@ def consumers(operators: Sequence[Operator]) -> list[list[int]]:
 def entered(split: Split) -> Layout:
     """Return how an operator divided in this way takes its inputs.
 
-    Args:
-        split: How it is divided.
-
     Example:
         >>> entered("rows"), entered("output"), entered("input")
         ('rows', 'whole', 'channels')
@@ -150,9 +120,6 @@ def entered(split: Split) -> Layout:
 
 def left(split: Split) -> Layout:
     """Return how an operator divided in this way leaves its output.
-
-    Args:
-        split: How it is divided.
 
     Example:
         >>> left("rows"), left("output"), left("input")

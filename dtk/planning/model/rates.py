@@ -16,22 +16,16 @@ _PRODUCTS = 2.0
 class Rates:
     """What a worker computes in a second.
 
-    Attributes:
-        flops: Floating point operations in products of matrices.
-        nbytes: Bytes read or written.
-        update: Seconds that the optimizer takes for a weight's entry.
-        spread: How far such a number is off, as a part of it; not known of arithmetic.
-
     Example:
         >>> dense = Operator("dense", "Dense", (0,), ((8,),), (4,), weights=32, flops=64.0)
         >>> Rates(flops=64.0, nbytes=1e12).seconds(dense, Work("whole", 1, rows=2))[0]
         2.000000000096
     """
 
-    flops: float
-    nbytes: float
-    update: float = 0.0
-    spread: float = 0.0
+    flops: float  # floating point operations in products of matrices
+    nbytes: float  # bytes read or written
+    update: float = 0.0  # seconds that the optimizer takes for a weight's entry
+    spread: float = 0.0  # how far such a number is off, as a part of it; not known of arithmetic
 
     @property
     def told(self) -> str:
@@ -42,12 +36,7 @@ class Rates:
         )
 
     def seconds(self, operator: Operator, work: Work) -> Seconds:
-        """Return the seconds of the busiest rank.
-
-        Args:
-            operator: What is computed.
-            work: How much of it.
-        """
+        """Return the seconds of the busiest rank."""
         part = share(operator, work)
         moved = FLOAT * (operator.entries + operator.entries_taken) * work.rows * part
         products = operator.flops * work.rows * part / self.flops if operator.weights else 0.0
@@ -60,10 +49,6 @@ class Rates:
 
 def share(operator: Operator, work: Work) -> float:
     """Return the part of an operator's work that the busiest rank has.
-
-    Args:
-        operator: What is computed.
-        work: How much of it.
 
     Example:
         >>> conv = Operator("c", "Conv2D", (0,), ((8, 8, 3),), (8, 8, 4), limits={"rows": 8})

@@ -22,12 +22,7 @@ _MEGA, _MS = 1e6, 1e3
 
 
 def table(choice: Choice, most: int = 8) -> Table:
-    """Return a header and a row for each of the best plans.
-
-    Args:
-        choice: What was found.
-        most: Rows at most.
-    """
+    """Return a header and a row for each of the best plans."""
     header = (
         "grid",
         "divided",
@@ -57,15 +52,7 @@ def _row(choice: Choice, one: Candidate) -> tuple[str, ...]:
 
 
 def why(workload: Workload, choice: Choice) -> list[str]:
-    """Return the reasons for the best plan.
-
-    Args:
-        workload: What is trained.
-        choice: What was found.
-
-    Returns:
-        Lines.
-    """
+    """Return the reasons for the best plan."""
     best = choice.best
     lines = [f"Best: {best.grid}, {best.how}: {_MS * best.seconds:#.3g} ms per step."]
     if isinstance(best.found, FoundStages):
@@ -156,11 +143,7 @@ def _left_whole(workload: Workload) -> Iterator[str]:
 
 
 def error(workload: Workload) -> float:
-    """Return how far a predicted time may be off, as a part of it.
-
-    Args:
-        workload: What is trained; how its layers' times were measured.
-    """
+    """Return how far a predicted time may be off, as a part of it."""
     return ERROR + workload.computing.spread
 
 

@@ -39,83 +39,43 @@ _CUTS = 40
 
 
 class Found(NamedTuple):
-    """A choice for one grid, with its simulated step.
+    """A choice for one grid, with its simulated step."""
 
-    Attributes:
-        seconds: Of a step.
-        splits: How each operator is divided.
-        step: Its tasks and costs.
-    """
-
-    seconds: float
-    splits: tuple[Split, ...]
-    step: Step
+    seconds: float  # of a step
+    splits: tuple[Split, ...]  # how each operator is divided
+    step: Step  # its tasks and costs
 
 
 class FoundStages(NamedTuple):
-    """A pipeline, with its simulated step.
+    """A pipeline, with its simulated step."""
 
-    Attributes:
-        seconds: Of a step.
-        stages: Its cuts and schedule.
-        step: Its tasks and costs.
-    """
-
-    seconds: float
-    stages: Stages
-    step: StageStep
+    seconds: float  # of a step
+    stages: Stages  # its cuts and schedule
+    step: StageStep  # its tasks and costs
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How long is searched.
+    """How long is searched."""
 
-    Attributes:
-        tries: Random proposals, for each grid.
-        all_of: The number of combinations up to which all are tried.
-        seed: Of the proposals.
-    """
-
-    tries: int = TRIES
-    all_of: int = ALL_OF
-    seed: int = 0
+    tries: int = TRIES  # random proposals, for each grid
+    all_of: int = ALL_OF  # the number of combinations up to which all are tried
+    seed: int = 0  # of the proposals
 
 
 def best_splits(workload: Workload, grid: Grid, budget: Budget | None = None) -> Found:
-    """Return the fastest choice of splits on a grid that fits into memory.
-
-    Args:
-        workload: What is trained.
-        grid: On which ranks.
-        budget: How long is searched.
-
-    Returns:
-        The choice; where nothing fits into memory, the one that needs least of what was seen.
-    """
+    """Return the fastest choice of splits on a grid that fits into memory."""
     return _SplitSearch(workload, grid, budget or Budget()).run()
 
 
 def same_splits(workload: Workload, grid: Grid, split: Split = "whole") -> Found:
-    """Return the step of a grid on which all layers that can be are divided in one way.
-
-    Args:
-        workload: What is trained.
-        grid: On which ranks.
-        split: The way.
-    """
+    """Return the step of a grid on which all layers that can be are divided in one way."""
     costs_of = LayerCosts(workload, grid)
     return _judge(costs_of, costs_of.settled(tuple(_uniform(costs_of, split))))
 
 
 def additive_best(costs_of: LayerCosts) -> tuple[float, tuple[Split, ...]]:
-    """Return the choice of splits whose costs, one layer after the other, add up to least.
-
-    Args:
-        costs_of: The workload's, on a grid.
-
-    Returns:
-        The sum in seconds, and the choice.
-    """
+    """Return the choice of splits whose costs, one layer after the other, add up to least."""
     workload = costs_of.workload
     operators = workload.operators
     last = [max(takers, default=-1) for takers in consumers(operators)]
@@ -142,12 +102,7 @@ def additive_best(costs_of: LayerCosts) -> tuple[float, tuple[Split, ...]]:
 
 
 def additive(costs_of: LayerCosts, splits: Sequence[Split]) -> float:
-    """Return the seconds of a choice, one layer after the other.
-
-    Args:
-        costs_of: The workload's, on a grid.
-        splits: How each operator is divided.
-    """
+    """Return the seconds of a choice, one layer after the other."""
     layouts: list[Layout] = []
     total = 0.0
     for position, split in enumerate(splits):
@@ -244,17 +199,7 @@ class _SplitSearch:
 
 
 def best_stages(workload: Workload, grid: Grid, budget: Budget | None = None) -> FoundStages | None:
-    """Return the fastest pipeline on a grid that fits into memory, a stage on each rank of a model.
-
-    Args:
-        workload: What is trained.
-        grid: On which ranks.
-        budget: How long is searched.
-
-    Returns:
-        The pipeline; where none fits into memory, the one that needs least; None where the model
-        cannot be cut into so many stages that all have weights.
-    """
+    """Return the fastest pipeline that fits into memory, with one stage per rank."""
     costs_of, budget = StageCosts(workload, grid), budget or Budget()
     places = cuts(workload)
     rows = costs_of.rows(1)

@@ -30,28 +30,16 @@ Splits = Sequence[Split]
 
 
 class Step(NamedTuple):
-    """A step of a choice of splits.
+    """A step of a choice of splits."""
 
-    Attributes:
-        tasks: Of one rank.
-        layers: Costs of each operator.
-        memory: Bytes of a rank.
-        sent: Bytes that a rank sends.
-    """
-
-    tasks: list[Task]
-    layers: list[LayerCost]
-    memory: float
-    sent: float
+    tasks: list[Task]  # of one rank
+    layers: list[LayerCost]  # costs of each operator
+    memory: float  # bytes of a rank
+    sent: float  # bytes that a rank sends
 
 
 def layer_costs(costs_of: LayerCosts, splits: Splits) -> list[LayerCost]:
-    """Return the cost of each operator.
-
-    Args:
-        costs_of: The workload's, on a grid.
-        splits: How each operator is divided.
-    """
+    """Return the cost of each operator."""
     layouts: list[Layout] = []
     found: list[LayerCost] = []
     for position, split in enumerate(splits):
@@ -62,12 +50,7 @@ def layer_costs(costs_of: LayerCosts, splits: Splits) -> list[LayerCost]:
 
 
 def step(costs_of: LayerCosts, splits: Splits) -> Step:
-    """Return the tasks of a step.
-
-    Args:
-        costs_of: The workload's, on a grid.
-        splits: How each operator is divided.
-    """
+    """Return the tasks of a step."""
     workload, layers = costs_of.workload, layer_costs(costs_of, splits)
     tasks = Tasks()
     ends = _forward(tasks, costs_of, splits, layers)
@@ -171,19 +154,7 @@ def allreduce_buckets(
     hidden: float,
     link: Resource = LINK,
 ) -> list[int]:
-    """Add the all-reduces of gradients over replicas.
-
-    Args:
-        tasks: Of the step; added to.
-        replicas: The ranks, and their links.
-        gradients: Bytes of each, and the task that ends with it, in that order.
-        last: The task that ends with all of them.
-        hidden: The part of the bytes of all buckets but the last that travels beside computing.
-        link: What carries them.
-
-    Returns:
-        The tasks that end with sums.
-    """
+    """Add the all-reduces of gradients over replicas."""
     total = sum(size for size, _ in gradients)
     traffic = replicas.allreduce(total)
     if not traffic.messages:

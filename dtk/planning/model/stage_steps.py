@@ -25,45 +25,25 @@ SCHEDULES = ("gpipe", "1f1b")
 
 @dataclass(frozen=True)
 class Stages:
-    """A model cut into stages.
+    """A model cut into stages."""
 
-    Attributes:
-        begins: Position of the first operator of each stage; 0 first.
-        microbatches: Into how many parts a replica's rows are cut.
-        schedule: "gpipe" or "1f1b".
-    """
-
-    begins: tuple[int, ...]
-    microbatches: int
-    schedule: str
+    begins: tuple[int, ...]  # position of the first operator of each stage; 0 first
+    microbatches: int  # into how many parts a replica's rows are cut
+    schedule: str  # "gpipe" or "1f1b"
 
 
 @dataclass(frozen=True)
 class StageStep:
-    """A step of a pipeline.
+    """A step of a pipeline."""
 
-    Attributes:
-        tasks: Of all stages of one replica.
-        computing: Seconds of each stage, of all its microbatches.
-        memory: Bytes of the rank with most.
-        sent: Bytes that the rank that sends most sends.
-    """
-
-    tasks: list[Task]
-    computing: tuple[float, ...]
-    memory: float
-    sent: float
+    tasks: list[Task]  # of all stages of one replica
+    computing: tuple[float, ...]  # seconds of each stage, of all its microbatches
+    memory: float  # bytes of the rank with most
+    sent: float  # bytes that the rank that sends most sends
 
 
 def cuts(workload: Workload) -> list[int]:
-    """Return the positions before which a model can be cut: one output crosses.
-
-    Args:
-        workload: Of a model with one output.
-
-    Returns:
-        In rising order.
-    """
+    """Return the positions before which a model can be cut: one output crosses."""
     operators, takers = workload.operators, consumers(workload.operators)
     found = []
     for begin in range(1, len(operators)):
@@ -75,12 +55,7 @@ def cuts(workload: Workload) -> list[int]:
 
 
 class StageCosts:
-    """Costs of a workload's stages on a grid whose models are pipelines.
-
-    Args:
-        workload: What is trained.
-        grid: On which ranks; a stage on each rank of a model.
-    """
+    """Costs of a workload's stages on a grid whose models are pipelines."""
 
     def __init__(self, workload: Workload, grid: Grid) -> None:
         self.workload, self.grid = workload, grid
@@ -90,77 +65,39 @@ class StageCosts:
         self._sums: dict[int, list[Seconds]] = {}
 
     def seconds(self, begin: int, end: int, microbatches: int) -> Seconds:
-        """Return the seconds of operators `[begin, end)` for one microbatch.
-
-        Args:
-            begin: Position of the first.
-            end: Position behind the last.
-            microbatches: Into how many parts the rows are cut.
-        """
+        """Return the seconds of operators `[begin, end)` for one microbatch."""
         sums = self._cumulated(microbatches)
         return Seconds(
             sums[end].forward - sums[begin].forward, sums[end].backward - sums[begin].backward
         )
 
     def weights(self, begin: int, end: int) -> int:
-        """Return the entries of trainable weights of operators `[begin, end)`.
-
-        Args:
-            begin: Position of the first.
-            end: Position behind the last.
-        """
+        """Return the entries of trainable weights of operators `[begin, end)`."""
         return sum(one.weights for one in self.workload.operators[begin:end])
 
     def step(self, stages: Stages) -> StageStep:
-        """Return the tasks of a step.
-
-        Args:
-            stages: The cuts and the schedule.
-        """
+        """Return the tasks of a step."""
         return _StepOfStages(self, stages).build()
 
     def sending(self, begin: int, microbatches: int) -> Traffic:
-        """Return the traffic of what crosses a cut, one way, for one microbatch.
-
-        Args:
-            begin: Position of the first operator behind the cut.
-            microbatches: Into how many parts the rows are cut.
-        """
+        """Return the traffic of what crosses a cut, one way, for one microbatch."""
         takers = consumers(self.workload.operators)
         source = max(one for one in range(begin) if takers[one] and takers[one][-1] >= begin)
         entries = self.workload.operators[source].entries
         return Traffic(1, FLOAT * entries * self.rows(microbatches))
 
     def rows(self, microbatches: int) -> int:
-        """Return the rows of the largest microbatch.
-
-        Args:
-            microbatches: Into how many parts the rows are cut.
-        """
+        """Return the rows of the largest microbatch."""
         return -(-self._rows // microbatches)
 
     def send_seconds(self, traffic: Traffic) -> float:
-        """Return the seconds of traffic between stages.
-
-        Args:
-            traffic: What is sent.
-        """
+        """Return the seconds of traffic between stages."""
         return self._model.seconds(traffic)
 
     def add_allreduce(
         self, tasks: Tasks, stage: int, weights: int, last: int
     ) -> tuple[list[int], float]:
-        """Add the all-reduce of a stage's gradients over replicas.
-
-        Args:
-            tasks: Of the step; added to.
-            stage: The stage.
-            weights: Entries of its weights.
-            last: The task that ends with its gradients.
-
-        Returns:
-            The tasks that end with sums, and the bytes a rank sends.
-        """
+        """Add the all-reduce of a stage's gradients over replicas."""
         link = ("link", stage)
         sums = allreduce_buckets(tasks, self._data, [(FLOAT * weights, last)], last, 0.0, link)
         return sums, self._data.allreduce(FLOAT * weights).bytes

@@ -19,30 +19,19 @@ Resource: TypeAlias = tuple[str, int]
 
 
 class Task(NamedTuple):
-    """Something that takes time.
+    """Something that takes time."""
 
-    Attributes:
-        name: What is done.
-        resource: Where.
-        seconds: How long it takes.
-        after: Positions of the tasks that must have ended.
-    """
-
-    name: str
+    name: str  # what is done
     resource: Resource
-    seconds: float
-    after: tuple[int, ...]
+    seconds: float  # how long it takes
+    after: tuple[int, ...]  # positions of the tasks that must have ended
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """When tasks end.
+    """When tasks end."""
 
-    Attributes:
-        ends: Seconds from the begin of the step, by task.
-    """
-
-    ends: tuple[float, ...]
+    ends: tuple[float, ...]  # seconds from the begin of the step, by task
 
     @property
     def seconds(self) -> float:
@@ -52,15 +41,6 @@ class Timeline:
 
 def simulate(tasks: Sequence[Task]) -> Timeline:
     """Simulate tasks.
-
-    Args:
-        tasks: In the order of the step: each comes behind those it waits for.
-
-    Returns:
-        When each ends.
-
-    Raises:
-        ValueError: A task waits for one that comes behind it.
 
     Example:
         >>> cpu, link = ("compute", 0), ("link", 0)
@@ -106,9 +86,6 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
 def critical_path(tasks: Sequence[Task]) -> float:
     """Return the seconds of the longest chain of tasks that wait for each other.
 
-    Args:
-        tasks: Each comes behind those it waits for.
-
     Example:
         >>> cpu = ("compute", 0)
         >>> critical_path([Task("a", cpu, 2.0, ()), Task("b", cpu, 1.0, ())])
@@ -127,17 +104,6 @@ class Tasks:
     found: list[Task] = field(default_factory=list)
 
     def add(self, name: str, resource: Resource, seconds: float, *after: int | None) -> int:
-        """Add a task.
-
-        Args:
-            name: What is done.
-            resource: Where.
-            seconds: How long it takes.
-            after: Tasks that must have ended; None for none.
-
-        Returns:
-            Its position.
-        """
         waits = tuple(dict.fromkeys(one for one in after if one is not None))
         self.found.append(Task(name, resource, seconds, waits))
         return len(self.found) - 1

@@ -14,33 +14,20 @@ from dtk.planning.inputs import PAYLOAD, Cluster
 class Group:
     """Ranks that share collectives, and what their links take.
 
-    Attributes:
-        size: How many ranks.
-        message: Seconds of a message of no length.
-        byte: Seconds of a byte more, of the busiest link, with what groups beside it send.
-
     Example:
         >>> Group(2, message=0.5, byte=0.25).seconds(Traffic(2, 10))
         3.5
     """
 
-    size: int
-    message: float
-    byte: float
+    size: int  # how many ranks
+    message: float  # seconds of a message of no length
+    byte: float  # seconds of a byte more, of the busiest link, with what groups beside it send
 
     def seconds(self, traffic: Traffic) -> float:
-        """Return the seconds of traffic.
-
-        Args:
-            traffic: What is sent, of the busiest rank.
-        """
         return sum(traffic.seconds(self.message, self.byte))
 
     def allreduce(self, nbytes: float) -> Traffic:
         """Return the traffic of summing so many bytes: in one hop where that is faster.
-
-        Args:
-            nbytes: On each rank.
 
         Example:
             >>> slow = Group(4, message=1.0, byte=1e-9)
@@ -57,9 +44,6 @@ class Group:
     def allgather(self, nbytes: float) -> Traffic:
         """Return the traffic of giving all ranks all parts of so many bytes.
 
-        Args:
-            nbytes: Of all parts.
-
         Example:
             >>> Group(4, 1.0, 1e-9).allgather(1000)
             Traffic(messages=3, bytes=750.0)
@@ -70,9 +54,6 @@ class Group:
 
     def halos(self, nbytes: float) -> Traffic:
         """Return the traffic of border rows going to neighbours, in one exchange among all.
-
-        Args:
-            nbytes: That a rank sends to both neighbours.
 
         Example:
             >>> Group(3, 1.0, 1e-9).halos(1000)
@@ -85,13 +66,6 @@ class Group:
 
 def busiest(groups: Sequence[Sequence[int]], per_host: int) -> int:
     """Return how many neighbours in rings of ranks are reached through one host's link.
-
-    Args:
-        groups: Ranks of each ring, in order.
-        per_host: Ranks of a host.
-
-    Returns:
-        Of the host with most of them; 0 if each ring is within a host.
 
     Example:
         >>> busiest([[0, 1], [2, 3]], 2), busiest([[0, 2], [1, 3]], 2)
@@ -109,10 +83,6 @@ def busiest(groups: Sequence[Sequence[int]], per_host: int) -> int:
 
 def group(rings: Sequence[Sequence[int]], cluster: Cluster) -> Group:
     """Return what links take between ranks that talk in rings, all rings at the same time.
-
-    Args:
-        rings: Ranks of each.
-        cluster: Where they are: rank r is on host r // cluster.per_host.
 
     Example:
         >>> from dtk.planning.inputs import PAYLOAD, Link, Software
@@ -133,17 +103,13 @@ def group(rings: Sequence[Sequence[int]], cluster: Cluster) -> Group:
 class Grid:
     """Ranks as replicas of one model (`data`), each held by neighbours (`model`).
 
-    Attributes:
-        data: Replicas, each of which trains on its part of the batch.
-        model: Ranks that hold one model.
-
     Example:
         >>> Grid(2, 2).models(), Grid(2, 2).replicas()
         ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
     """
 
-    data: int
-    model: int
+    data: int  # replicas, each of which trains on its part of the batch
+    model: int  # ranks that hold one model
 
     @property
     def size(self) -> int:
@@ -161,9 +127,6 @@ class Grid:
     def rows(self, batch: int) -> int:
         """Return the rows of the replica that has most.
 
-        Args:
-            batch: Rows of all replicas.
-
         Example:
             >>> Grid(3, 1).rows(32)
             11
@@ -177,10 +140,6 @@ class Grid:
 
 def grids(workers: int, batch: int) -> list[Grid]:
     """Return all grids of so many ranks in which every replica has rows.
-
-    Args:
-        workers: Number of ranks.
-        batch: Rows of all replicas.
 
     Example:
         >>> [str(grid) for grid in grids(4, 2)]

@@ -35,11 +35,7 @@ class _Reading(NamedTuple):
 
 
 class ExchangeSelection:
-    """Selection of an exchange by the measured steps of one `fit`, where `exchange="auto"`.
-
-    Args:
-        trainer: Of the model.
-    """
+    """Selection of an exchange by the measured steps of one `fit`, where `exchange="auto"`."""
 
     def __init__(self, trainer: Trainer):
         self._trainer = trainer
@@ -62,21 +58,12 @@ class ExchangeSelection:
             self._use(chosen, selected)
 
     def begin_step(self, first: int) -> None:
-        """Read the clocks, when the train function is about to be called.
-
-        Args:
-            first: Number of the first step it takes.
-        """
+        """Read the clocks, when the train function is about to be called."""
         if self._undecided:
             self._first, self._began = first, self._read()
 
     def end_step(self, last: int, logs: Logs | None) -> None:
-        """Read the clocks again, once the steps are over: then their logs can be read.
-
-        Args:
-            last: Number of the last step it has taken.
-            logs: What the steps returned.
-        """
+        """Read the clocks again, once the steps are over: then their logs can be read."""
         if not self._undecided:
             return
         for value in (logs or {}).values():

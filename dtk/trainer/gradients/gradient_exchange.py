@@ -23,19 +23,7 @@ from dtk.trainer.tracing import traced_step
 
 
 class GradientExchange:
-    """One optimizer's exchange of gradients: an `ExchangeOp` for each list of variables it applies.
-
-    Args:
-        outer: The optimizer.
-        inner: The same, or the one it wraps.
-        strategy: The model's strategy.
-
-    Attributes:
-        state: What the ops remember.
-        chooses: Whether dtk chooses the exchange, see `exchange_selection`.
-        seen: Shapes and dtypes of the last traced step's gradients that are summed whole.
-        factored: Those of gradients that may go as their factors.
-    """
+    """One optimizer's exchange: an `ExchangeOp` for each list of variables it applies."""
 
     def __init__(self, outer: keras.Optimizer, inner: keras.Optimizer, strategy: Strategy):
         self._outer = outer
@@ -61,11 +49,7 @@ class GradientExchange:
         return self._inner.gradient_accumulation_steps or 1
 
     def use(self, exchange: Exchange) -> None:
-        """Use another exchange from the next step on, which must be traced anew.
-
-        Args:
-            exchange: The exchange.
-        """
+        """Use another exchange from the next step on, which must be traced anew."""
         self._exchange = exchange
         self._ops.clear()
 
@@ -80,11 +64,7 @@ class GradientExchange:
         return bool(self._ops)
 
     def of(self, variables: Sequence[keras.Variable]) -> ExchangeOp:
-        """Return what exchanges the gradients of some variables.
-
-        Args:
-            variables: Keras variables.
-        """
+        """Return what exchanges the gradients of some variables."""
         key = tuple(id(v) for v in variables)
         if key not in self._ops:
             self._ops[key] = self._make(variables)
@@ -111,15 +91,7 @@ class GradientExchange:
         )
 
     def update(self, gradients: Gradients, variables: Sequence[keras.Variable]) -> Update:
-        """Turn this replica's gradients into those that the optimizer is to apply.
-
-        Args:
-            gradients: This replica's; None where there is none.
-            variables: The Keras variables they are for.
-
-        Returns:
-            As many, in the same order, and whether they are to be applied.
-        """
+        """Turn this replica's gradients into those that the optimizer is to apply."""
         groups = _wholes_and_parts(variables)
         if len(groups) == 1:
             return self._update(gradients, variables)
@@ -152,15 +124,7 @@ class GradientExchange:
         return self._chained(chain, gradients, variables)
 
     def reduce_window(self, gradients: Gradients, variables: Sequence[keras.Variable]) -> Gradients:
-        """Sum the gradients of an accumulation window over the replicas.
-
-        Args:
-            gradients: This replica's; None where there is none.
-            variables: The Keras variables they are for.
-
-        Returns:
-            The sums, in the same order.
-        """
+        """Sum the gradients of an accumulation window over the replicas."""
         summed: Gradients = [None] * len(gradients)
         for group in _wholes_and_parts(variables):
             of_group = [variables[i] for i in group]
@@ -201,21 +165,12 @@ class GradientExchange:
         return found._replace(gradients=[reduced.get(i) for i in range(len(gradients))])
 
     def watch(self, wanted: bool) -> None:
-        """Start or stop noting gradients that are not finite, from the next trace of the step on.
-
-        Args:
-            wanted: Whether to.
-        """
+        """Start or stop noting gradients that are not finite, from the step's next trace."""
         scaled = self._outer is not self._inner
         self._notes = NonFiniteNotes(self._strategy.world.rank, scaled) if wanted else None
 
     def non_finite(self, loss_is_finite: bool) -> list[NonFinite]:
-        """Return which gradients of this rank were not finite, since `watch` was called.
-
-        Args:
-            loss_is_finite: Whether the loss is, so far. Gradients of a scaled loss may overflow, so
-                they are reported only if the loss is not finite.
-        """
+        """Return which gradients of this rank were not finite, since `watch` was called."""
         if self._notes is None:
             return []
         return self._notes.found(int(self._inner.iterations.numpy()), loss_is_finite)
@@ -237,11 +192,7 @@ class GradientExchange:
                 alike.append(tf.TensorSpec(g.shape, g.dtype))
 
     def count(self, variables: Sequence[keras.Variable]) -> None:
-        """Count a step of the batch, once its gradients are applied or accumulated.
-
-        Args:
-            variables: The Keras variables that the step has gradients of.
-        """
+        """Count a step of the batch, once its gradients are applied or accumulated."""
         for group in _wholes_and_parts(variables):
             self.of([variables[i] for i in group]).count(batch_part())
 
@@ -249,9 +200,6 @@ class GradientExchange:
         """Return the loss scale, by which gradients are divided before they are exchanged.
 
         What the exchange remembers of gradients must not depend on the scale, which changes.
-
-        Returns:
-            Scalar; None where the exchange remembers nothing.
         """
         scale = getattr(self._outer, "dynamic_scale", None)
         if scale is None or not self._exchange.remembers:
@@ -264,20 +212,12 @@ class GradientExchange:
             op.close()
 
     def together(self) -> list[tf.Tensor]:
-        """Return for each list of variables with local steps whether all ranks hold the same now.
-
-        Returns:
-            bool scalars.
-        """
+        """Return, for each list with local steps, whether all ranks hold the same values."""
         flags = [op.together() for op in self._ops.values()]
         return [flag for flag in flags if flag is not None]
 
     def averaging_weight(self) -> tf.Tensor | None:
-        """Return the weight of this rank in a mean over all, see `ExchangeOp.averaging_weight`.
-
-        Returns:
-            float32 scalar; None without local steps.
-        """
+        """Return the weight of this rank in a mean over all, see `ExchangeOp.averaging_weight`."""
         weights = [op.averaging_weight() for op in self._ops.values()]
         return next((weight for weight in weights if weight is not None), None)
 
@@ -291,9 +231,6 @@ def _wholes_and_parts(variables: Sequence[keras.Variable]) -> list[list[int]]:
 
     Ranks that hold different parts must add up whole variables in the same order, or their copies
     would drift apart, and parts may be of different sizes.
-
-    Returns:
-        Indices of the whole ones, and of the parts, where there are some.
     """
     parts = [not is_of_all(v) for v in variables]
     groups = [[i for i, part in enumerate(parts) if part == wanted] for wanted in (False, True)]
@@ -301,12 +238,7 @@ def _wholes_and_parts(variables: Sequence[keras.Variable]) -> list[list[int]]:
 
 
 class ReplicaSum(ExchangeOp):
-    """Sum over the replicas of one process, which its strategy adds up.
-
-    Args:
-        strategy: The strategy.
-        state: Unused.
-    """
+    """Sum over the replicas of one process, which its strategy adds up."""
 
     def __init__(self, strategy: Strategy, state: ExchangeState):
         super().__init__(strategy.communicator, state)
@@ -319,15 +251,7 @@ class ReplicaSum(ExchangeOp):
 
 
 def check_exchange(optimizer: keras.Optimizer, strategy: Strategy) -> None:
-    """Check that an optimizer and the strategy's exchange can work together.
-
-    Args:
-        optimizer: The optimizer.
-        strategy: The model's strategy.
-
-    Raises:
-        ValueError: They cannot.
-    """
+    """Check that an optimizer and the strategy's exchange can work together."""
     exchange = strategy.exchange or Dense()
     if not exchange.local or strategy.communicator.size == 1:
         return
@@ -350,11 +274,7 @@ def check_exchange(optimizer: keras.Optimizer, strategy: Strategy) -> None:
 
 
 def slots_of(optimizer: keras.Optimizer) -> list[keras.Variable]:
-    """Return an optimizer's floating-point state beside its learning rate.
-
-    Args:
-        optimizer: The optimizer.
-    """
+    """Return an optimizer's floating-point state beside its learning rate."""
     return [
         v
         for v in optimizer.variables
@@ -363,19 +283,11 @@ def slots_of(optimizer: keras.Optimizer) -> list[keras.Variable]:
 
 
 def momenta_of(optimizer: keras.Optimizer) -> list[keras.Variable]:
-    """Return those of an optimizer's variables that average gradients.
-
-    Args:
-        optimizer: The optimizer.
-    """
+    """Return those of an optimizer's variables that average gradients."""
     return [v for v in optimizer.variables if v.path.endswith("_momentum")]
 
 
 def batch_part() -> BatchPart | None:
-    """Return this replica's part of the batch of the step being traced.
-
-    Returns:
-        The part; None outside dtk's steps.
-    """
+    """Return this replica's part of the batch of the step being traced."""
     step = traced_step.current()
     return None if step is None else BatchPart(step.rows, step.share)

@@ -11,27 +11,13 @@ from dtk.trainer.tracing import traced_step
 
 
 def weights_are_equal(model: keras.Model) -> tf.Tensor | None:
-    """Return whether all replicas hold the same weights now.
-
-    Args:
-        model: The model.
-
-    Returns:
-        bool scalar; None where weights are always equal.
-    """
+    """Return whether all replicas hold the same weights now."""
     flags = [flag for e in shared_optimizer.gradient_exchanges_of(model) for flag in e.together()]
     return tf.reduce_all(flags) if flags else None
 
 
 def averaging_weight(model: keras.Model) -> tf.Tensor:
-    """Return the weight of this replica in a mean over replicas that synchronize their weights.
-
-    Args:
-        model: A model with local steps.
-
-    Returns:
-        Scalar; all replicas' add up to 1.
-    """
+    """Return the weight of this replica in a mean over replicas that synchronize their weights."""
     weights = [e.averaging_weight() for e in shared_optimizer.gradient_exchanges_of(model)]
     return next(weight for weight in weights if weight is not None)
 
@@ -41,13 +27,6 @@ def average_statistics(step: traced_step.Step, model: keras.Model) -> bool:
 
     Other steps send nothing: their logs are this replica's own, and what metrics have counted is
     summed when an epoch's logs are made.
-
-    Args:
-        step: The step, traced.
-        model: The model.
-
-    Returns:
-        Whether replicas take local steps; else nothing was done.
     """
     equal = weights_are_equal(model)
     if equal is None:
@@ -70,14 +49,7 @@ def average_statistics(step: traced_step.Step, model: keras.Model) -> bool:
 
 
 def moving_statistics(step: traced_step.Step) -> list[keras.Variable]:
-    """Return the non-trainable floats a step assigned, but for those that layers synchronize.
-
-    Args:
-        step: The step, traced.
-
-    Returns:
-        Keras variables.
-    """
+    """Return the non-trainable floats a step assigned, but for those that layers synchronize."""
     model = step.model
     exact = {
         id(v)

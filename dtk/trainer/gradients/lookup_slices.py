@@ -19,14 +19,7 @@ Join: TypeAlias = Callable[[list[Gradient]], list[Gradient]]
 
 @dataclass(frozen=True)
 class Division:
-    """How the sparse gradients of a step are divided.
-
-    Args:
-        paths: Of the gradients' variables.
-        rank: Of this process.
-        needed: Whether replicas exchange gradients at all.
-        linear: Whether their optimizer makes the same of slices and of their sum.
-    """
+    """How the sparse gradients of a step are divided."""
 
     paths: Sequence[str]
     rank: int
@@ -34,18 +27,7 @@ class Division:
     linear: bool = True
 
     def of(self, gradients: list[Gradient]) -> tuple[list[Gradient], Join]:
-        """Divide gradients into what is to be exchanged.
-
-        Args:
-            gradients: Of this replica.
-
-        Returns:
-            As many, and more behind them where a gradient has several pieces; and what puts them
-            together again.
-
-        Raises:
-            NotDistributedError: Nothing tells what slices are of, and it matters.
-        """
+        """Divide gradients into what is to be exchanged."""
         divided: list[Gradient] = list(gradients)
         more: list[Gradient] = []
         places: dict[int, list[tuple[Piece, int]]] = {}
@@ -70,14 +52,7 @@ class Division:
 
 
 def divide_in_loop(values: list[Gradient]) -> tuple[list[Gradient], Join]:
-    """Divide what a loop of the script's own reduces, by what the graph says of it.
-
-    Args:
-        values: Of this replica.
-
-    Returns:
-        See `Division.of`.
-    """
+    """Divide what a loop of the script's own reduces, by what the graph says of it."""
     return Division([""] * len(values), rank=0).of(values)
 
 
@@ -88,18 +63,7 @@ def known_pieces(
     linear: bool,
     step: traced_step.Step | None,
 ) -> list[Piece]:
-    """Return what the slices of a gradient are of, as the graph or the self-test says.
-
-    Args:
-        gradient: Of this replica.
-        path: Of its variable.
-        rank: Of this process.
-        linear: Whether its optimizer makes the same of slices and of their sum.
-        step: Whose gradient it is; None in a loop of the script's own.
-
-    Raises:
-        NotDistributedError: Neither says it, and it matters.
-    """
+    """Return what the slices of a gradient are of, as the graph or the self-test says."""
     if step is None:
         pieces = pieces_of(gradient.indices)
     else:

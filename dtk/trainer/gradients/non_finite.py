@@ -17,29 +17,16 @@ from dtk.nests import Array
 
 
 class NonFinite(NamedTuple):
-    """Gradients of one rank's replica that were not finite.
+    """Gradients of one rank's replica that were not finite."""
 
-    Attributes:
-        step: Steps that the optimizer had taken before, accumulated ones included.
-        rank: The rank.
-        replica: Number of the replica on its rank, from 0.
-        variables: Paths of the variables they are of.
-    """
-
-    step: int
+    step: int  # steps that the optimizer had taken before, accumulated ones included
     rank: int
-    replica: int
-    variables: tuple[str, ...]
+    replica: int  # number of the replica on its rank, from 0
+    variables: tuple[str, ...]  # paths of the variables they are of
 
 
 class NonFiniteNotes:
-    """What is noted of one optimizer's gradients on this rank.
-
-    Args:
-        rank: This rank.
-        scaled: Whether the loss is scaled: then gradients may overflow, such a step is left out,
-            and only those of the last step can explain anything.
-    """
+    """What is noted of one optimizer's gradients on this rank."""
 
     def __init__(self, rank: int, scaled: bool) -> None:
         self._rank = rank
@@ -48,14 +35,7 @@ class NonFiniteNotes:
         self._lock = threading.Lock()
 
     def take(self, step: int, replica: int, paths: Sequence[str], finite: Sequence[bool]) -> None:
-        """Note the gradients of a replica's step, unless there are older ones that count.
-
-        Args:
-            step: Steps that the optimizer had taken before.
-            replica: Number of the replica on its rank.
-            paths: Of the variables.
-            finite: Whether the gradient of each is finite.
-        """
+        """Note the gradients of a replica's step, unless there are older ones that count."""
         bad = tuple(path for path, good in zip(paths, finite, strict=True) if not good)
         with self._lock:
             if self._taken and self._taken[0].step != step:
@@ -65,12 +45,7 @@ class NonFiniteNotes:
             self._taken.append(NonFinite(step, self._rank, replica, bad))
 
     def found(self, steps: int, loss_is_finite: bool) -> list[NonFinite]:
-        """Return the notes that explain something.
-
-        Args:
-            steps: Steps that the optimizer has taken now.
-            loss_is_finite: Whether the loss is, so far.
-        """
+        """Return the notes that explain something."""
         with self._lock:
             if self._scaled:
                 # A step that is left out because its gradients have overflowed is not counted.
@@ -79,14 +54,7 @@ class NonFiniteNotes:
 
 
 class NoteNonFinite:
-    """Link of the chain of `transforms` that notes gradients which are not finite.
-
-    Args:
-        notes: Where to.
-        steps: The optimizer's count of steps, integer scalar.
-        replica: Number of the replica on its rank.
-        paths: Of the variables.
-    """
+    """Link of the chain of `transforms` that notes gradients which are not finite."""
 
     def __init__(
         self, notes: NonFiniteNotes, steps: tf.Tensor, replica: int, paths: Sequence[str]

@@ -22,11 +22,7 @@ from dtk.optimizers.layerwise import LayerwiseOptimizer
 
 
 def members(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
-    """Return an optimizer and those it hands gradients to, outermost first.
-
-    Args:
-        optimizer: The optimizer.
-    """
+    """Return an optimizer and those it hands gradients to, outermost first."""
     found, left = [], [optimizer]
     while left:
         found.append(left.pop(0))
@@ -43,16 +39,7 @@ def members(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
 def check_parts(
     optimizer: keras.Optimizer, variable: keras.Variable, parts: Sequence[keras.Variable]
 ) -> None:
-    """Refuse an optimizer or a constraint that needs the whole of a variable in parts.
-
-    Args:
-        optimizer: The optimizer that is to update it.
-        variable: A Keras variable.
-        parts: Its parts, or itself alone.
-
-    Raises:
-        ValueError: It would not be what it makes of the whole.
-    """
+    """Refuse an optimizer or a constraint that needs the whole of a variable in parts."""
     if len(parts) == 1:
         return
     for member in members(optimizer):
@@ -83,12 +70,7 @@ def _updates(member: keras.Optimizer, parts: Sequence[keras.Variable]) -> bool:
 
 
 def needs_whole(member: keras.Optimizer, variable: keras.Variable) -> str | None:
-    """Return what an optimizer does to a whole variable at once; None if nothing.
-
-    Args:
-        member: The optimizer.
-        variable: A Keras variable that it updates.
-    """
+    """Return what an optimizer does to a whole variable at once; None if nothing."""
     if isinstance(member, keras.optimizers.Adafactor):
         return "scales steps by means over a whole variable"
     lamb = isinstance(member, keras.optimizers.Lamb)
@@ -116,11 +98,7 @@ def _is_by_rows(constraint: Callable[[tf.Tensor], tf.Tensor], variable: keras.Va
 
 
 def clip_wholes(optimizer: keras.Optimizer) -> None:
-    """Make an optimizer that clips gradients to a norm use the norm of a whole for its parts.
-
-    Args:
-        optimizer: One that wraps no other.
-    """
+    """Make an optimizer that clips gradients to a norm use the norm of a whole for its parts."""
     applied = optimizer.apply
     updated: list[keras.Variable] = []
 

@@ -18,11 +18,7 @@ from dtk.trainer.contract import Strategy
 
 
 def is_replaced(variable: keras.Variable) -> bool:
-    """Return whether what an optimizer is given as a variable's gradient is its next value.
-
-    Args:
-        variable: A Keras variable.
-    """
+    """Return whether what an optimizer is given as a variable's gradient is its next value."""
     return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
@@ -33,15 +29,6 @@ def replacements(
 
     Each replica knows of its own rows. Keras takes the largest, too, over the steps of an
     accumulation window.
-
-    Args:
-        grads: This replica's gradients; None where there is none.
-        variables: The Keras variables they are for.
-        strategy: The model's strategy.
-
-    Returns:
-        Values of the variables that are replaced, by their index; the others' gradients change
-        them.
     """
     mine = {
         i: grads[i]
@@ -58,38 +45,17 @@ def replacements(
 
 
 def without(replacing: Mapping[int, tf.Tensor], grads: Gradients) -> Gradients:
-    """Leave out the gradients of variables that are replaced.
-
-    Args:
-        replacing: As returned by `replacements`.
-        grads: Gradients in the order of the variables.
-
-    Returns:
-        The gradients, with None for what is left out.
-    """
+    """Leave out the gradients of variables that are replaced."""
     return [None if i in replacing else g for i, g in enumerate(grads)] if replacing else grads
 
 
 def merged(replacing: Mapping[int, tf.Tensor], grads: Gradients) -> Gradients:
-    """Put replacements in the places of gradients.
-
-    Args:
-        replacing: As returned by `replacements`.
-        grads: Gradients in the order of the variables.
-    """
+    """Put replacements in the places of gradients."""
     return [replacing.get(i, g) for i, g in enumerate(grads)] if replacing else grads
 
 
 def refuse(variables: Sequence[keras.Variable], strategy: Strategy) -> None:
-    """Refuse variables that are replaced, where workers send gradients to servers.
-
-    Args:
-        variables: The Keras variables a step trains.
-        strategy: The model's strategy.
-
-    Raises:
-        ValueError: One of them is replaced.
-    """
+    """Refuse variables that are replaced, where workers send gradients to servers."""
     replaced = [v.path for v in variables if is_replaced(v)]
     if replaced:
         raise ValueError(
@@ -103,10 +69,6 @@ def refuse(variables: Sequence[keras.Variable], strategy: Strategy) -> None:
 
 
 def in_replica(strategy: Strategy) -> bool:
-    """Return whether this thread is in a replica context of a strategy.
-
-    Args:
-        strategy: The strategy.
-    """
+    """Return whether this thread is in a replica context of a strategy."""
     replica = tf.distribute.get_replica_context()
     return replica is not None and replica.strategy is strategy

@@ -27,12 +27,7 @@ from dtk.trainer.gradients.partitioned_variables import members, needs_whole
 
 
 def take_shards(optimizer: keras.Optimizer, strategy: Strategy) -> None:
-    """Make an optimizer treat parts of variables as it would treat the wholes.
-
-    Args:
-        optimizer: One that no other has been told of.
-        strategy: Its model's strategy.
-    """
+    """Make an optimizer treat parts of variables as it would treat the wholes."""
     if strategy.model_communicator.size == 1:
         return
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
@@ -55,13 +50,7 @@ class _Shards:
         variables: Sequence[keras.Variable],
         clip: keras_optimizers.Clip,
     ) -> Gradients:
-        """Clip gradients as the optimizer would clip those of whole variables.
-
-        Args:
-            gradients: Reduced over the replicas.
-            variables: What they are for.
-            clip: The optimizer's own clipping.
-        """
+        """Clip gradients as the optimizer would clip those of whole variables."""
         self._check(variables)
         optimizer, group = self._optimizer, self._strategy.model_communicator
         found = [g for g in gradients if g is not None]  # all are: Keras has left the others out
@@ -115,11 +104,7 @@ class _Shards:
 
 
 def mark_slots(optimizer: keras.Optimizer) -> None:
-    """Mark what an optimizer remembers of parts of variables as parts of the same kind.
-
-    Args:
-        optimizer: The optimizer; those it wraps are marked too.
-    """
+    """Mark what an optimizer remembers of parts of variables as parts of the same kind."""
     for member in members(optimizer):
         if not member.built:
             continue

@@ -32,9 +32,6 @@ def optimizers_of(model: keras.Model) -> list[keras.Optimizer]:
     """Return the model's optimizer and any other it holds as an attribute (a GAN has two).
 
     Those that one of them applies are left out: an attribute may be a second name of one.
-
-    Args:
-        model: The model.
     """
     found = [
         value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)
@@ -47,11 +44,7 @@ def optimizers_of(model: keras.Model) -> list[keras.Optimizer]:
 
 
 def accumulators_of(optimizer: keras.Optimizer) -> list[keras.Variable]:
-    """Return the variables that hold this rank's part of an unfinished accumulation window.
-
-    Args:
-        optimizer: The optimizer.
-    """
+    """Return the variables that hold this rank's part of an unfinished accumulation window."""
     inner = keras_optimizers.chain(optimizer)[-1]
     accumulated = zip(
         keras_optimizers.accumulated(inner), keras_optimizers.trained_variables(inner), strict=False
@@ -60,23 +53,12 @@ def accumulators_of(optimizer: keras.Optimizer) -> list[keras.Variable]:
 
 
 def schedule_of(optimizer: keras.Optimizer) -> Callable[[], tf.Tensor] | None:
-    """Return what an optimizer computes its learning rate with.
-
-    Args:
-        optimizer: The optimizer.
-
-    Returns:
-        A schedule or function; None when the rate is a plain number.
-    """
+    """Return what an optimizer computes its learning rate with."""
     return keras_optimizers.given_rate(keras_optimizers.chain(optimizer)[-1])
 
 
 def accumulates(optimizer: keras.Optimizer) -> bool:
-    """Return whether an optimizer sums gradients over several steps before it applies them.
-
-    Args:
-        optimizer: The optimizer.
-    """
+    """Return whether an optimizer sums gradients over several steps before it applies them."""
     return bool(keras_optimizers.chain(optimizer)[-1].gradient_accumulation_steps)
 
 
@@ -85,29 +67,17 @@ def accumulates(optimizer: keras.Optimizer) -> bool:
 
 @dataclasses.dataclass
 class _Bond:
-    """What ties an optimizer to a strategy.
-
-    Attributes:
-        strategy: The strategy.
-        exchange: What exchanges its gradients; of the outermost optimizer only.
-        apply: Its own `apply`, where steps only note what they hand to it; of the outermost only.
-    """
+    """What ties an optimizer to a strategy."""
 
     strategy: Strategy
+    # what exchanges its gradients; of the outermost optimizer only
     exchange: GradientExchange | None = None
+    # its own `apply`, where steps only note what they hand to it; of the outermost only
     apply: Apply | None = None
 
 
 def bind(optimizer: keras.Optimizer, strategy: Strategy) -> None:
-    """Make an optimizer reduce its gradients once, where every later step sees the reduced ones.
-
-    Args:
-        optimizer: The optimizer.
-        strategy: The strategy of its model.
-
-    Raises:
-        ValueError: The optimizer belongs to another strategy, or cannot work with the exchange.
-    """
+    """Make an optimizer reduce its gradients once, where every later step sees the reduced ones."""
     bond = _own(optimizer, strategy)
     for member in partitioned_variables.members(optimizer):
         keras_optimizers.index_variables(member)
@@ -151,14 +121,7 @@ def _is_bound(member: keras.Optimizer, strategy: Strategy) -> bool:
 
 
 def gradient_exchanges_of(model: keras.Model) -> list[GradientExchange]:
-    """Return what exchanges the gradients of a model's optimizers.
-
-    Args:
-        model: The model.
-
-    Returns:
-        One per optimizer that has one.
-    """
+    """Return what exchanges the gradients of a model's optimizers."""
     bonds = [keras_optimizers.note_of(o, _Bond) for o in optimizers_of(model)]
     return [b.exchange for b in bonds if b is not None and b.exchange is not None]
 
@@ -243,11 +206,7 @@ def _apply_if(condition: tf.Tensor | None, apply: Callable[[], Nest]) -> Nest:
 def _taken(
     optimizer: keras.Optimizer, gradients: Gradients, variables: _Variables | None
 ) -> tuple[Gradients, bool]:
-    """Weigh the gradients that a step hands to its optimizer by its share of the rows.
-
-    Returns:
-        The gradients, and whether the step only notes them.
-    """
+    """Weigh the gradients that a step hands to its optimizer by its share of the rows."""
     step = traced_step.current()
     if step is None:
         return gradients, False
@@ -317,16 +276,7 @@ def _everywhere(flag: tf.Tensor) -> tf.Tensor:
 def note_applies(
     optimizer: keras.Optimizer, strategy: Strategy, parts_of: Callable[[keras.Variable], _Variables]
 ) -> None:
-    """Make an optimizer note what a traced step hands it, and see partitioned variables as parts.
-
-    Args:
-        optimizer: The model's optimizer.
-        strategy: Its strategy.
-        parts_of: Keras variable -> itself in a list, or its parts.
-
-    Raises:
-        ValueError: The optimizer belongs to another strategy.
-    """
+    """Make an optimizer note a traced step's gradients, and see partitioned variables as parts."""
     outer = optimizer
     bond = _take_members(outer, strategy)
     if bond.apply is not None:
@@ -368,13 +318,7 @@ def _take_members(outer: keras.Optimizer, strategy: Strategy) -> _Bond:
 def apply_now(
     optimizer: keras.Optimizer, gradients: Gradients, variables: list[keras.Variable]
 ) -> None:
-    """Apply gradients by the optimizer's own `apply`, which is not noted.
-
-    Args:
-        optimizer: One that `note_applies` was called with.
-        gradients: Gradients; None where there is none.
-        variables: Keras variables, or parts of them, in the same order.
-    """
+    """Apply gradients by the optimizer's own `apply`, which is not noted."""
     bond = _bond_of(optimizer)
     assert bond.apply is not None
     bond.apply(gradients, variables)

@@ -29,26 +29,11 @@ class Transform(Protocol):
     """One link of the chain."""
 
     def update(self, given: Update) -> Update:
-        """Transform a step's gradients.
-
-        Args:
-            given: Of this replica, in the order of their variables; none is None.
-
-        Returns:
-            As many, in the same order.
-        """
+        """Transform a step's gradients."""
 
 
 def chained(transforms: Iterable[Transform], gradients: list[Gradient]) -> Update:
-    """Send gradients through a chain.
-
-    Args:
-        transforms: The links, in order.
-        gradients: Of this replica; none is None.
-
-    Returns:
-        What the last one returned.
-    """
+    """Send gradients through a chain."""
     update = Update(gradients)
     for transform in transforms:
         update = transform.update(update)
@@ -61,9 +46,6 @@ class StaticShapes:
 
     Without them each gradient is sent by itself. Where a batch may be of any size, those of a Dense
     layer on sequences have none.
-
-    Args:
-        shapes: Of the variables.
     """
 
     shapes: tuple[tf.TensorShape, ...]
@@ -90,11 +72,7 @@ class AsFactors:
 
 @dataclass(frozen=True)
 class Observe:
-    """Show gradients to a function, and change nothing.
-
-    Args:
-        see: Called with the gradients while the step is traced.
-    """
+    """Show gradients to a function, and change nothing."""
 
     see: Callable[[list[Gradient]], None]
 
@@ -118,9 +96,6 @@ class Unscale:
     """Divide gradients by the scale of the loss.
 
     They are not multiplied by 1 / scale, which may be too small a number.
-
-    Args:
-        scale: Float scalar.
     """
 
     scale: tf.Tensor
@@ -132,11 +107,7 @@ class Unscale:
 
 @dataclass(frozen=True)
 class Rescale:
-    """Multiply gradients by the scale of the loss.
-
-    Args:
-        scale: Float scalar.
-    """
+    """Multiply gradients by the scale of the loss."""
 
     scale: tf.Tensor
 
@@ -147,13 +118,7 @@ class Rescale:
 
 @dataclass(frozen=True)
 class ExchangeStep:
-    """Exchange gradients with the other replicas.
-
-    Args:
-        op: How.
-        part: This replica's part of the batch; None in a loop of the script's own.
-        slices: Divides sparse gradients by what they are of.
-    """
+    """Exchange gradients with the other replicas."""
 
     op: ExchangeOp
     part: BatchPart | None
@@ -168,13 +133,7 @@ class ExchangeStep:
 
 @dataclass(frozen=True)
 class ReduceWindow:
-    """Sum gradients over the replicas where an accumulation window closes.
-
-    Args:
-        op: How.
-        part: This replica's part of the batch; None in a loop of the script's own.
-        slices: Divides sparse gradients by what they are of.
-    """
+    """Sum gradients over the replicas where an accumulation window closes."""
 
     op: ExchangeOp
     part: BatchPart | None

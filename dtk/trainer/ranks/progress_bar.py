@@ -11,11 +11,7 @@ from dtk.trainer.contract import Trainer
 
 
 class ProgressBar(keras.callbacks.ProgbarLogger):
-    """Keras's bar, which says samples per second of all replicas behind the time of a step.
-
-    Args:
-        trainer: The model's trainer.
-    """
+    """Keras's bar, which says samples per second of all replicas behind the time of a step."""
 
     def __init__(self, trainer: Trainer):
         super().__init__()

@@ -27,13 +27,7 @@ from dtk.trainer.ranks.shared_weights import (
 
 
 def notify(callbacks: Sequence[keras.callbacks.Callback], event: str, *args: object) -> None:
-    """Call a method of the callbacks that define it.
-
-    Args:
-        callbacks: The callbacks, in order.
-        event: Name of the method.
-        args: Its arguments.
-    """
+    """Call a method of the callbacks that define it."""
     for callback in callbacks:
         method = getattr(callback, event, None)
         if method is not None:
@@ -41,23 +35,14 @@ def notify(callbacks: Sequence[keras.callbacks.Callback], event: str, *args: obj
 
 
 class SynchronizeWeights(keras.callbacks.Callback):
-    """Callback before the user's ones, which see the weights and logs of all ranks.
-
-    Args:
-        trainer: The model's trainer.
-    """
+    """Callback before the user's ones, which see the weights and logs of all ranks."""
 
     def __init__(self, trainer: Trainer):
         super().__init__()
         self.trainer = trainer
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Average the weights of replicas with local steps, and numbers that no metric counts.
-
-        Args:
-            epoch: Number of the epoch.
-            logs: Logs of the epoch; numbers in it are changed.
-        """
+        """Average the weights of replicas with local steps, and numbers that no metric counts."""
         if not self.trainer.has_local_steps:
             return
         self.trainer.synchronize_weights()
@@ -80,10 +65,6 @@ class RankChecks(keras.callbacks.Callback):
         on_epoch_agreed(epoch, logs)    every on_epoch_end has run and the ranks agree on stopping
         on_end_agreed(logs)             every on_train_end has run: training ended without exception
         on_fit_left()                   `fit` is over, or was left by an exception
-
-    Args:
-        trainer: Of the model.
-        every_batch: Whether to agree on stopping after every batch; else after every epoch.
     """
 
     def __init__(self, trainer: Trainer, every_batch: bool = False):
@@ -99,14 +80,7 @@ class RankChecks(keras.callbacks.Callback):
         return self.trainer.strategy.world.size == 1
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Compare ranks, then start from rank 0's weights, optimizer state and epoch.
-
-        Args:
-            logs: As of Keras.
-
-        Raises:
-            DisagreementError: Ranks train differently.
-        """
+        """Compare ranks, then start from rank 0's weights, optimizer state and epoch."""
         trainer = self.trainer
         trainer.strategy.meet("training begins")
         if not self._alone:
@@ -120,36 +94,18 @@ class RankChecks(keras.callbacks.Callback):
         self._steps = 0
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Shuffle the data anew, alike on every rank.
-
-        Args:
-            epoch: Number of the epoch.
-            logs: As of Keras.
-        """
+        """Shuffle the data anew, alike on every rank."""
         self.trainer.strategy.meet(f"epoch {epoch + 1} begins")
         self.trainer.feed.show_learned_steps()
         self.trainer.new_epoch(epoch)
         self.trainer.feed.shuffle(epoch)
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """Read the clocks, after all other callbacks, so that they are not measured.
-
-        Args:
-            batch: Number of the step.
-            logs: As of Keras.
-        """
+        """Read the clocks, after all other callbacks, so that they are not measured."""
         self._selection.begin_step(batch)
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Check after the first step that it was the same step on all ranks.
-
-        Args:
-            batch: Number of the step.
-            logs: Logs so far.
-
-        Raises:
-            DisagreementError: Ranks differ in weights or in what they have read.
-        """
+        """Check after the first step that it was the same step on all ranks."""
         self._selection.end_step(batch, logs)
         if not self._stepped:
             self._stepped = True
@@ -164,15 +120,7 @@ class RankChecks(keras.callbacks.Callback):
             self.trainer.flush()
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Stop all ranks when one of them wants to stop; go on from equal weights.
-
-        Args:
-            epoch: Number of the epoch.
-            logs: Logs of the epoch.
-
-        Raises:
-            DisagreementError: Ranks differ in weights or in what they have read.
-        """
+        """Stop all ranks when one of them wants to stop; go on from equal weights."""
         self.trainer.strategy.meet(f"epoch {epoch + 1} ends")
         self.trainer.flush()
         self.trainer.check_same_reading("train", f"after epoch {epoch + 1}")
@@ -183,11 +131,7 @@ class RankChecks(keras.callbacks.Callback):
         notify(self.trainer.callbacks.callbacks, "on_epoch_agreed", epoch, logs)
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        """Tell callbacks that training is over, and weights no longer change.
-
-        Args:
-            logs: Logs of the last epoch.
-        """
+        """Tell callbacks that training is over, and weights no longer change."""
         notify(self.trainer.callbacks.callbacks, "on_end_agreed", logs)
 
     def _check(self, when: str) -> None:

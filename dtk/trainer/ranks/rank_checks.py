@@ -42,18 +42,7 @@ Facts: TypeAlias = Sequence[tuple[str, object]]
 def raise_first_difference(
     mine: Facts, theirs: Facts, rank: int, other: int, cure: str = SAME_SCRIPT
 ) -> None:
-    """Compare two ranks' lists of (what, value).
-
-    Args:
-        mine: This rank's list.
-        theirs: The other rank's.
-        rank: This rank.
-        other: The other rank.
-        cure: What to do about a difference, for the message.
-
-    Raises:
-        DisagreementError: At the first pair that differs.
-    """
+    """Compare two ranks' lists of (what, value)."""
     for (what, value), (_, other_value) in zip(mine, theirs, strict=False):
         if value != other_value:
             raise DisagreementError(
@@ -66,16 +55,7 @@ def raise_first_difference(
 
 
 def compare(mine: Facts, communicator: Communicator, cure: str = SAME_SCRIPT) -> None:
-    """Compare lists of (what, value) over all ranks.
-
-    Args:
-        mine: This rank's list; values can be pickled, and sent.
-        communicator: Between the ranks.
-        cure: What to do about a difference, for the message.
-
-    Raises:
-        DisagreementError: On every rank, at the first pair that differs.
-    """
+    """Compare lists of (what, value) over all ranks."""
     if same_number(numbers_of_all([number_of(mine)], communicator)):
         return
     for rank, theirs in enumerate(communicator.allgather_object(mine)):
@@ -83,34 +63,18 @@ def compare(mine: Facts, communicator: Communicator, cure: str = SAME_SCRIPT) ->
 
 
 def numbers_of_all(numbers: Sequence[int], communicator: Communicator) -> Array:
-    """Gather numbers of all ranks by one small message, where objects take two larger ones.
-
-    Args:
-        numbers: This rank's, of 64 bits.
-        communicator: Between the ranks.
-
-    Returns:
-        int64 array of shape (ranks, numbers).
-    """
+    """Gather numbers of all ranks by one small message, where objects take two larger ones."""
     row = tf.constant([numbers], tf.int64)
     return communicator.allgather(row, [1] * communicator.size).numpy()
 
 
 def same_number(gathered: Array) -> bool:
-    """Return whether the first number of all ranks is the same.
-
-    Args:
-        gathered: As returned by `numbers_of_all`.
-    """
+    """Return whether the first number of all ranks is the same."""
     return len(set(gathered[:, 0])) == 1
 
 
 def number_of(value: object) -> int:
-    """Compute a hash of a value, of 63 bits and greater than any rank.
-
-    Args:
-        value: Anything that can be pickled.
-    """
+    """Compute a hash of a value, of 63 bits and greater than any rank."""
     digest = hashlib.blake2b(pickle.dumps(value), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1 | 1 << 62
 
@@ -123,20 +87,7 @@ def check_same_call(
     data: Mapping[str, object],
     callbacks: Sequence[keras.callbacks.Callback] = (),
 ) -> bool:
-    """Compare data and dtk's own callbacks over all ranks, before anything else communicates.
-
-    Args:
-        strategy: The strategy.
-        data: The data, by what it is for, such as "validation data".
-        callbacks: Those of `fit`.
-
-    Returns:
-        Whether on some rank a callback of the script's own looks at single batches, and so may want
-        to stop in the middle of an epoch.
-
-    Raises:
-        DisagreementError: With both ranks' values.
-    """
+    """Compare data and dtk's own callbacks over all ranks, before anything else communicates."""
     communicator = strategy.world
     if communicator.size == 1:
         return False
@@ -174,12 +125,6 @@ def describe(data: object) -> str | None:
 
     Arrays are told from each other by their shapes and a hash of all their bytes.
 
-    Args:
-        data: A dataset, or a structure of arrays.
-
-    Returns:
-        The description; None where nothing can be compared.
-
     Example:
         >>> describe(None), describe(np.zeros((3, 2)))[:14]
         (None, '3 rows (hash o')
@@ -196,15 +141,7 @@ def describe(data: object) -> str | None:
 
 
 def check_same_batch(strategy: Strategy, batch: slicing.Slices) -> None:
-    """Raise on every rank when ranks have read different first batches.
-
-    Args:
-        strategy: The strategy.
-        batch: This process's slices of it.
-
-    Raises:
-        DisagreementError: With what the ranks have read.
-    """
+    """Raise on every rank when ranks have read different first batches."""
     communicator = strategy.world
     if communicator.size == 1 or isinstance(batch.digest, tuple):
         return
@@ -214,16 +151,7 @@ def check_same_batch(strategy: Strategy, batch: slicing.Slices) -> None:
 
 
 def check_same_digest(strategy: Strategy, digest: int, when: str) -> None:
-    """Raise on every rank when the digests of all batches read so far differ.
-
-    Args:
-        strategy: The strategy.
-        digest: This rank's digest.
-        when: Such as "after step 4".
-
-    Raises:
-        DisagreementError: They do.
-    """
+    """Raise on every rank when the digests of all batches read so far differ."""
     communicator = strategy.world
     gathered = numbers_of_all([digest], communicator)
     if not same_number(gathered):
@@ -238,11 +166,7 @@ def check_same_digest(strategy: Strategy, digest: int, when: str) -> None:
 
 
 class ReadingCheck:
-    """Comparison of the batches that ranks read: the first at once, all of them at the end.
-
-    Args:
-        strategy: The strategy.
-    """
+    """Comparison of the batches that ranks read: the first at once, all of them at the end."""
 
     def __init__(self, strategy: Strategy):
         self._strategy = strategy
@@ -250,40 +174,21 @@ class ReadingCheck:
         self._batches = 0
 
     def read(self, digest: tf.Tensor) -> None:
-        """Count a batch that is read.
-
-        Args:
-            digest: Its digest, int64 scalar.
-
-        Raises:
-            DisagreementError: It is the first, and ranks have read different ones.
-        """
+        """Count a batch that is read."""
         self._batches += 1
         self._digest = digests.add(self._digest, digest)
         if self._batches == 1:
             check_same_digest(self._strategy, int(digest), "at the first batch")
 
     def end(self) -> None:
-        """Compare what was read, when all batches were.
-
-        Raises:
-            DisagreementError: Ranks have read different ones.
-        """
+        """Compare what was read, when all batches were."""
         progress.end_of_data()
         if self._batches:
             check_same_digest(self._strategy, int(self._digest), "at the end of the data")
 
 
 def check_same_run(trainer: Trainer, params: Mapping[str, object]) -> None:
-    """Raise on every rank when ranks differ in variables or steps, naming the first difference.
-
-    Args:
-        trainer: The model's trainer.
-        params: Parameters of Keras's callbacks, such as "epochs".
-
-    Raises:
-        DisagreementError: With both ranks' values.
-    """
+    """Raise on every rank when ranks differ in variables or steps, naming the first difference."""
     mine = [
         ("epochs", params.get("epochs")),
         ("steps per epoch", params.get("steps")),
@@ -311,19 +216,11 @@ def _shapes(trainer: Trainer) -> list[tuple[str, object]]:
 
 
 def whole_shape(variable: keras.Variable) -> tuple[int, ...]:
-    """Return the shape of a variable, of all parts where ranks hold one each.
-
-    Args:
-        variable: A Keras variable.
-    """
+    """Return the shape of a variable, of all parts where ranks hold one each."""
     shard = keras_shards.shard_of(variable)
     return tuple(variable.shape if shard is None else shard.whole_shape(variable.shape))
 
 
 def last_word(path: str) -> str:
-    """Return what follows the last / and _ of a variable's path.
-
-    Args:
-        path: Such as "dense_1/kernel".
-    """
+    """Return what follows the last / and _ of a variable's path."""
     return path.rpartition("/")[2].rpartition("_")[2]

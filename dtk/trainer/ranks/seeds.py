@@ -19,11 +19,7 @@ _SEED_STEP = 0x9E3779B1
 
 
 def spread_seeds(trainer: Trainer) -> None:
-    """Give every replica random masks of its own, reproducibly: seeds derive from rank 0's.
-
-    Args:
-        trainer: The model's trainer.
-    """
+    """Give every replica random masks of its own, reproducibly: seeds derive from rank 0's."""
     _derive_seeds(trainer, fold_seed)
 
 
@@ -31,9 +27,6 @@ def share_seeds(trainer: Trainer) -> None:
     """Give every replica rank 0's seeds: the script may draw by these layers elsewhere.
 
     Such as in a pipeline, whose rows must be the same on all ranks.
-
-    Args:
-        trainer: The model's trainer.
     """
     _derive_seeds(trainer, lambda state, rank: state)
 
@@ -48,26 +41,10 @@ def _derive_seeds(trainer: Trainer, derive: Callable[[Array, int], Array]) -> No
 
 
 def fold_seed(state: Array, rank: int) -> Array:
-    """Derive the seed state of one rank from rank 0's; rank 0 keeps its own.
-
-    Args:
-        state: Rank 0's state, shape `[2]`: seed and counter.
-        rank: Whose state is wanted.
-
-    Returns:
-        The rank's state, of the same shape and dtype.
-    """
+    """Derive the seed state of one rank from rank 0's; rank 0 keeps its own."""
     return np.array([spread_seed(int(state[0]), rank), int(state[1])], state.dtype)
 
 
 def spread_seed(seed: int, rank: int) -> int:
-    """Derive one rank's seed; rank 0 keeps the given one.
-
-    Args:
-        seed: Rank 0's seed.
-        rank: Whose seed is wanted.
-
-    Returns:
-        Of 31 bits, for ranks above 0.
-    """
+    """Derive one rank's seed; rank 0 keeps the given one."""
     return (seed + rank * _SEED_STEP) % 2**31 if rank else seed

@@ -27,41 +27,23 @@ _SAME_UPDATES = (
 
 
 def fingerprint(value: tf.Tensor | tf.Variable) -> str:
-    """Compute a short hash of a tensor's bytes.
-
-    Args:
-        value: A tensor or variable.
-
-    Returns:
-        16 hexadecimal digits.
-    """
+    """Compute a short hash of a tensor's bytes."""
     array = np.ascontiguousarray(keras.ops.convert_to_tensor(value).numpy())
     return hashlib.blake2b(array.view(np.uint8).data, digest_size=8).hexdigest()
 
 
 class Differences(NamedTuple):
-    """Variables that are not bit-identical wherever they should be.
+    """Variables that are not bit-identical wherever they should be."""
 
-    Attributes:
-        mine: Indices of those of this rank; equal on all ranks that hold the same variables.
-        anywhere: Whether some rank has any; equal on all ranks.
-    """
-
+    # indices of those of this rank; equal on all ranks that hold the same variables
     mine: list[int]
-    anywhere: bool
+    anywhere: bool  # whether some rank has any; equal on all ranks
 
 
 def differing(variables: Sequence[keras.Variable], strategy: Strategy) -> Differences:
     """Find the variables that are not bit-identical wherever they should be.
 
     That is on all ranks; for a part of a model on the ranks that hold the same part.
-
-    Args:
-        variables: Keras variables, in the same order on all ranks that hold the same part.
-        strategy: Their strategy.
-
-    Returns:
-        Which differ.
     """
     world, places = strategy.world, strategy.model_communicator.size
     mine = [{fingerprint(copy) for copy in strategy.copies(v)} for v in variables]
@@ -89,15 +71,7 @@ def _differing(prints: Sequence[Sequence[set[str]]]) -> list[int]:
 
 
 def check_same_weights(trainer: Trainer, when: str) -> None:
-    """Raise on every rank when replicas hold different weights or optimizer state.
-
-    Args:
-        trainer: Of the model.
-        when: Such as "after the first step".
-
-    Raises:
-        DisagreementError: Naming the variables.
-    """
+    """Raise on every rank when replicas hold different weights or optimizer state."""
     variables = trainer.equal_variables()
     found = differing(variables, trainer.strategy)
     if found.anywhere:
@@ -118,14 +92,6 @@ def start_from(
     """Give every rank `root`'s values of the variables that differ.
 
     Parts of variables come from the rank of `root`'s model that holds the same part.
-
-    Args:
-        root: The rank whose values count.
-        trainer: Of the model.
-        variables: Which; None is all weights and optimizer state.
-
-    Returns:
-        The paths of the variables that differed.
     """
     variables = trainer.shared_variables() if variables is None else variables
     strategy = trainer.strategy
@@ -147,13 +113,7 @@ def _broadcast(variables: Sequence[keras.Variable], root: int, communicator: Com
 def average(
     variables: Sequence[keras.Variable], share: tf.Tensor | None, strategy: Strategy
 ) -> None:
-    """Average floating-point variables that differ over all ranks.
-
-    Args:
-        variables: Keras variables; those that are no floats stay as they are.
-        share: Weight of this rank's in the mean, scalar; all ranks' add up to 1.
-        strategy: Their strategy.
-    """
+    """Average floating-point variables that differ over all ranks."""
     floats = [v for v in variables if keras.backend.is_float_dtype(v.dtype)]
     wanted = [floats[index] for index in differing(floats, strategy).mine]
     values = [keras.ops.convert_to_tensor(v) * tf.cast(share, v.dtype) for v in wanted]
@@ -162,11 +122,7 @@ def average(
 
 
 def start_from_epoch_of_rank_0(trainer: Trainer) -> None:
-    """Set the epoch to start at to that of rank 0.
-
-    Args:
-        trainer: The model's trainer.
-    """
+    """Set the epoch to start at to that of rank 0."""
     epoch = trainer.initial_epoch()
     number = tf.constant(-1 if epoch is None else epoch, tf.int64)
     gathered = int(trainer.strategy.world.broadcast(number))
@@ -174,14 +130,7 @@ def start_from_epoch_of_rank_0(trainer: Trainer) -> None:
 
 
 def agree_on_weights(trainer: Trainer) -> None:
-    """Start from rank 0's weights, as `fit` does when it begins, for steps taken without it.
-
-    Args:
-        trainer: The model's trainer.
-
-    Raises:
-        DisagreementError: Ranks have different variables.
-    """
+    """Start from rank 0's weights, as `fit` does when it begins, for steps taken without it."""
     strategy = trainer.strategy
     if strategy.world.size > 1:
         compare(_shapes(trainer), strategy.communicator)

@@ -37,11 +37,7 @@ class UncompilableError(ValueError):
 
 
 class _Noted(noting.Gathered):
-    """Receiver of the gradients of a compiled step, which must not get them in a branch or a loop.
-
-    Attributes:
-        marks: How many ops the cluster had each time.
-    """
+    """Receiver of a compiled step's gradients, which must not come from a branch or loop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,11 +47,7 @@ class _Noted(noting.Gathered):
     def note(
         self, optimizer: keras.Optimizer, gradients: Gradients, variables: list[keras.Variable]
     ) -> None:
-        """See `Gathered.note`.
-
-        Raises:
-            UncompilableError: It is given them in a branch or a loop.
-        """
+        """See `Gathered.note`."""
         if tf.compat.v1.get_default_graph() is not self._graph:
             raise UncompilableError("its train_step applies gradients in a branch or a loop")
         self.marks.append(len(self._graph.get_operations()))
@@ -63,12 +55,7 @@ class _Noted(noting.Gathered):
 
 
 class _Counts:
-    """What a step sums over the replicas within its losses: numbers of rows that count.
-
-    Args:
-        totals: The sums, in the order in which the step asks for them; none where they are still
-            to be found out.
-    """
+    """What a step sums over the replicas within its losses: numbers of rows that count."""
 
     def __init__(self, totals: Sequence[tf.Tensor]):
         self.own: list[tf.Tensor] = []
@@ -80,14 +67,7 @@ class _Counts:
 
 
 class CompiledStep:
-    """A step of one replica, to be traced into a cluster.
-
-    Args:
-        step_function: `model.train_step` or `model.test_step`.
-        step: The step that is being traced, of which the cluster is a part.
-        kinds: Of the step's terms, see `loss_terms`.
-        factors: Whether gradients may be sent as their factors, see `dtk.exchange.factors`.
-    """
+    """A step of one replica, to be traced into a cluster."""
 
     def __init__(
         self,
@@ -107,18 +87,7 @@ class CompiledStep:
         self._logs: Nest = None
 
     def trace(self, data: Nest) -> Callable[[], Nest]:
-        """Trace the cluster, and see whether all that the step computes may be in it.
-
-        Args:
-            data: This replica's rows.
-
-        Returns:
-            A function that adds the cluster, and what follows it, to the graph, and returns what
-            the step logs.
-
-        Raises:
-            UncompilableError: Compiled, the step would compute something else.
-        """
+        """Trace the cluster, and see whether all that the step computes may be in it."""
         step = self._step
         totals: list[tf.Tensor] = []
         concrete = self._compiled(data, totals)

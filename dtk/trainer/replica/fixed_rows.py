@@ -18,16 +18,7 @@ _OF_SHAPES = re.compile(r"shape|size|dimension|broadcast", re.IGNORECASE)
 
 
 def check_stateful(model: keras.Model, rows: int | None, strategy: Strategy) -> None:
-    """Refuse layers that keep a state for every row of a batch from one batch to the next.
-
-    Args:
-        model: The model.
-        rows: Of the global batch; None where only the sum over ranks tells.
-        strategy: Its strategy.
-
-    Raises:
-        NotDistributedError: It has such a layer, and the strategy several replicas.
-    """
+    """Refuse layers that keep a state for every row of a batch from one batch to the next."""
     size = strategy.num_replicas_in_sync
     stateful = [x for x in keras_models.layers_of(model) if getattr(x, "stateful", False)]
     if size == 1 or not stateful:
@@ -53,15 +44,6 @@ def explaining_failures(
 
     An error of shapes may be that of a model made for one size of batch. Any other is raised as
     it is: the labels, for example, are out of range in one process, too.
-
-    Args:
-        name: Of the step, such as "train_step".
-        model: Whose.
-        rows: How many it is tried on.
-        strategy: The model's.
-
-    Raises:
-        NotDistributedError: The shapes of the step's tensors do not fit.
     """
     try:
         yield

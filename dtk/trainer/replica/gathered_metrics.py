@@ -16,11 +16,7 @@ from dtk.trainer.tracing import traced_step
 
 
 def on_all_rows(metrics: Sequence[keras.Metric]) -> AbstractContextManager[None]:
-    """Return a context in which replicas trace steps that gather the rows of these metrics.
-
-    Args:
-        metrics: The metrics; all that their `update_state` is given are tensors of rows.
-    """
+    """Return a context in which replicas trace steps that gather the rows of these metrics."""
     return keras_steps.updates_through(metrics, _update)
 
 

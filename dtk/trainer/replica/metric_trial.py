@@ -38,17 +38,11 @@ class Call(NamedTuple):
 
 
 class Doubt(NamedTuple):
-    """A metric of which a trial does not show that what workers count adds up.
-
-    Attributes:
-        metric: The metric.
-        why: What the trial showed.
-        advice: What the metric must do.
-    """
+    """A metric of which a trial does not show that what workers count adds up."""
 
     metric: keras.Metric
-    why: str
-    advice: str = _ROWS
+    why: str  # what the trial showed
+    advice: str = _ROWS  # what the metric must do
 
     @property
     def is_curable(self) -> bool:
@@ -56,11 +50,7 @@ class Doubt(NamedTuple):
         return all(v.aggregation == "sum" for v in self.metric.variables)
 
     def told(self, cured: bool) -> str:
-        """What a user is to know of it.
-
-        Args:
-            cured: Whether one replica counts all rows.
-        """
+        """What a user is to know of it."""
         if cured:
             return (
                 f"{self.why}: the rows of all workers are gathered in each step, and one counts "
@@ -102,11 +92,7 @@ class Calls:
         return [[leaf for leaf in _leaves(call) if tf.is_tensor(leaf)] for call in self._calls()]
 
     def arrays(self, found: list[list[Array]]) -> list[Call]:
-        """Return the calls with arrays in the place of tensors.
-
-        Args:
-            found: Values of `tensors`.
-        """
+        """Return the calls with arrays in the place of tensors."""
         return [
             _with(call, iter(arrays)) for call, arrays in zip(self._calls(), found, strict=True)
         ]
@@ -127,15 +113,7 @@ def _with(call: Call, arrays: Iterator[Array]) -> Call:
 def doubts_of(
     calls: list[Call], rows: int, model: keras.Model, kinds: Mapping[str, str], tolerance: float
 ) -> list[Doubt]:
-    """Return the metrics whose counts do not add up, or may not.
-
-    Args:
-        calls: With arrays.
-        rows: How many rows they are about.
-        model: The model.
-        kinds: Of the step's terms, see `loss_terms`.
-        tolerance: Relative difference that rounding may make.
-    """
+    """Return the metrics whose counts do not add up, or may not."""
     found = []
     with traced_step.in_shares():
         for call in calls:

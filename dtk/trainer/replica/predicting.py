@@ -18,15 +18,7 @@ from dtk.trainer.tracing import lookups
 
 
 def make_predict_function(model: keras.Model, strategy: Strategy) -> Callable[[list[Nest]], Nest]:
-    """Make a function that predicts batches, each replica its part.
-
-    Args:
-        model: A compiled model.
-        strategy: Its strategy.
-
-    Returns:
-        A function of a list of batches, which returns the outputs of all rows, in order.
-    """
+    """Make a function that predicts batches, each replica its part."""
     sequence = strategy.new_sequence("predict")
 
     @tf.autograph.experimental.do_not_convert
@@ -55,16 +47,7 @@ def make_predict_function(model: keras.Model, strategy: Strategy) -> Callable[[l
 
 
 def predict_on_batch(predict: Callable[[list[Nest]], Nest], x: Nest, strategy: Strategy) -> Nest:
-    """Predict one global batch.
-
-    Args:
-        predict: As returned by `make_predict_function`.
-        x: Structure of arrays or tensors.
-        strategy: The model's strategy.
-
-    Returns:
-        Structure of NumPy arrays with all rows, on every rank; ragged tensors stay tensors.
-    """
+    """Predict one global batch."""
     ranks, size = strategy.local_ranks(), strategy.num_replicas_in_sync
     batch = slicing.cut_exactly(epoch_data.as_tensors((x,)), ranks, size)
     outputs = predict([strategy.per_replica(batch)])
@@ -74,18 +57,7 @@ def predict_on_batch(predict: Callable[[list[Nest]], Nest], x: Nest, strategy: S
 
 
 def predict_rows(data: Nest, model: keras.Model) -> Nest:
-    """Run Keras's predict step on this replica's rows, of which there may be none.
-
-    Args:
-        data: Structure of tensors, this replica's part.
-        model: The model.
-
-    Returns:
-        Structure of as many rows.
-
-    Raises:
-        ValueError: An output is sparse.
-    """
+    """Run Keras's predict step on this replica's rows, of which there may be none."""
     data = slicing.forget_rows(replica_step.without_optionals(data))
     predict = model.predict_step
     if model.jit_compile and not tf.executing_eagerly():

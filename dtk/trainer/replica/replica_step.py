@@ -29,16 +29,8 @@ from dtk.trainer.tracing import lookups, sync_batch_norm, traced_step
 
 
 @contextlib.contextmanager
-def running(
-    model: keras.Model, name: str, gathered: Sequence[keras.Metric] = ()
-) -> Iterator[None]:
-    """Return the context in which a loop around `run_step` is traced, and runs.
-
-    Args:
-        model: The model.
-        name: "train", "test" or another name of the step.
-        gathered: Metrics that are counted on the rows of all replicas.
-    """
+def running(model: keras.Model, name: str, gathered: Sequence[keras.Metric] = ()) -> Iterator[None]:
+    """Return the context in which a loop around `run_step` is traced, and runs."""
     with (
         progress.inside(f"{name} step"),
         traced_step.in_shares(),
@@ -61,20 +53,6 @@ def run_step(
     """Run Keras's own train or test step on this replica's slice, then make its logs global.
 
     Its Python runs while it is traced, or eagerly: what waits for others there says so itself.
-
-    Args:
-        step_function: `model.train_step` or `model.test_step`.
-        batch: This process's slices of a global batch.
-        model: The model.
-        strategy: Its strategy.
-        kinds: Of the step's terms, see `loss_terms`.
-        tried: Whether `self_test` has found that it adds up.
-
-    Returns:
-        The logs; equal on all replicas, but for local steps.
-
-    Raises:
-        NotDistributedError: A train step reduced no gradient.
     """
     data, step, present = begin_step(step_function, batch, model, strategy, kinds)
     step.tried = tried
@@ -127,18 +105,7 @@ def begin_step(
     strategy: Strategy,
     kinds: Mapping[str, str],
 ) -> tuple[Nest, traced_step.Step, tf.Tensor]:
-    """Prepare the step of this replica.
-
-    Args:
-        step_function: `model.train_step` or `model.test_step`.
-        batch: This process's slices of a global batch.
-        model: The model.
-        strategy: Its strategy.
-        kinds: Of the step's terms, see `loss_terms`.
-
-    Returns:
-        This replica's rows, the step to trace, and whether the rows are its own (bool scalar).
-    """
+    """Prepare the step of this replica."""
     index = strategy.local_index()
     data, mine = slicing.forget_rows(batch.parts[index]), batch.counts[index]
     rows = _sum_over_replicas(mine) if isinstance(batch.rows, tuple) else batch.rows
@@ -157,11 +124,7 @@ def _sum_over_replicas(value: tf.Tensor) -> tf.Tensor:
 
 
 def metric_variables(model: keras.Model) -> list[keras.Variable]:
-    """Return the state variables of every metric of a model, the loss tracker among them.
-
-    Args:
-        model: The model.
-    """
+    """Return the state variables of every metric of a model, the loss tracker among them."""
     found = [v for metric in keras_models.metrics_of(model) for v in metric.variables]
     return list({id(v): v for v in found}.values())
 
@@ -180,16 +143,7 @@ def _forget_padding(
 
 
 def check_reduced(step: traced_step.Step, model: keras.Model, strategy: Strategy) -> None:
-    """Check that a train step handed gradients to an optimizer that reduces them.
-
-    Args:
-        step: The step, traced.
-        model: The model.
-        strategy: Its strategy.
-
-    Raises:
-        NotDistributedError: It did not.
-    """
+    """Check that a train step handed gradients to an optimizer that reduces them."""
     if step.reductions or not model.trainable_variables:
         return
     if tf.executing_eagerly() and any(
@@ -212,11 +166,6 @@ class World:
     """The state that a step leaves, of all replicas: metrics summed, moving statistics averaged.
 
     One reduction serves all results that a step asks for, unless it goes on counting between them.
-
-    Args:
-        step: The step of one replica.
-        before: The values of metrics' variables before the step, by id.
-        present: Whether the replica has rows of its own.
     """
 
     def __init__(self, step: traced_step.Step, before: Mapping[int, tf.Tensor], present: tf.Tensor):
@@ -229,11 +178,7 @@ class World:
         self._inside = False
 
     def result_of(self, original: Callable[[], Nest]) -> Nest:
-        """Compute what a metric's `result` returns for the state of all replicas.
-
-        Args:
-            original: The metric's own `result`.
-        """
+        """Compute what a metric's `result` returns for the state of all replicas."""
         if self._inside:
             return original()
         if self._reduced_at != self._step.assignments:
@@ -281,12 +226,7 @@ def _value_of(result: tf.Tensor | keras.Variable) -> tf.Tensor:
 
 
 def result_of(metric: keras.Metric, original: Callable[[], Nest]) -> Nest:
-    """Compute a metric's result from the state of all replicas, in place of `Metric.result`.
-
-    Args:
-        metric: The metric.
-        original: The metric's own `result`.
-    """
+    """Compute a metric's result from the state of all replicas, in place of `Metric.result`."""
     step = traced_step.current()
     if step is None:
         return original()
@@ -314,14 +254,7 @@ def _sum_numbers(step: traced_step.Step, logs: Nest) -> Nest:
 
 
 def without_optionals(data: Nest) -> Nest:
-    """Replace what Keras marks as absent by None.
-
-    Args:
-        data: Structure of tensors and `tf.experimental.Optional`.
-
-    Returns:
-        The same structure.
-    """
+    """Replace what Keras marks as absent by None."""
     return keras.tree.map_structure(
         lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data
     )

@@ -46,35 +46,18 @@ _DRAWS = 4
 
 
 class Verdict(NamedTuple):
-    """Result of comparing a step on a few rows as a whole and in parts.
+    """Result of comparing a step on a few rows as a whole and in parts."""
 
-    Attributes:
-        kinds: Of the terms that are no means.
-        wrong: Why ranks would train something else; None if they would not.
-        notes: What they would only log otherwise.
-        difference: The largest relative difference of a gradient.
-        gathered: Metrics that are to be counted on the rows of all replicas.
-    """
-
-    kinds: dict[str, str]
-    wrong: str | None
-    notes: list[str]
-    difference: float
+    kinds: dict[str, str]  # of the terms that are no means
+    wrong: str | None  # why ranks would train something else; None if they would not
+    notes: list[str]  # what they would only log otherwise
+    difference: float  # the largest relative difference of a gradient
+    # metrics that are to be counted on the rows of all replicas
     gathered: Sequence[keras.Metric] = ()
 
 
 def is_wanted(asked: bool | str) -> bool | str:
-    """Check a strategy's `self_test`, which the environment overrides.
-
-    Args:
-        asked: As given to the strategy.
-
-    Returns:
-        True, False, "auto", or "only" where the script is to end after it.
-
-    Raises:
-        ValueError: Neither True, False nor "auto".
-    """
+    """Check a strategy's `self_test`, which the environment overrides."""
     said = os.environ.get(SELF_TEST, "")
     if said:
         asked = {"0": False, "1": True}.get(said, said)
@@ -90,11 +73,7 @@ def fail_if_nothing_is_tried() -> None:
 
 
 def end_check() -> NoReturn:
-    """End a script that was only to be checked, and has been.
-
-    Raises:
-        SystemExit: Always, with 0.
-    """
+    """End a script that was only to be checked, and has been."""
     atexit.unregister(_nothing_was_tried)
     raise SystemExit(0)
 
@@ -108,16 +87,6 @@ def run(trial: Trial[Strategy], reasons: Sequence[str]) -> Verdict:
     """Compute a few rows of a batch as a whole and in parts, and compare.
 
     All ranks call it together.
-
-    Args:
-        trial: What computes a few rows of the first batch.
-        reasons: What of the model is not Keras's own.
-
-    Returns:
-        What was found; its kinds are what the step is to be traced with.
-
-    Raises:
-        NotDistributedError: The parts do not add up, or it cannot take a few rows.
     """
     began = time.perf_counter()
     strategy, model = trial.strategy, trial.model
@@ -341,9 +310,7 @@ def _with_counts(trial: Trial[Strategy], verdict: Verdict) -> Verdict:
     doubts: list[metric_trial.Doubt] = []
     if strategy.is_chief:  # ranks gather the same, whatever rounding is on each
         tolerance = _tolerance(model)
-        doubts = metric_trial.doubts_of(
-            trial.counted, trial.rows, model, verdict.kinds, tolerance
-        )
+        doubts = metric_trial.doubts_of(trial.counted, trial.rows, model, verdict.kinds, tolerance)
     cured = [doubt for doubt in doubts if trial.gathers and doubt.is_curable]
     names = strategy.world.broadcast_object([doubt.metric.name for doubt in cured])
     gathered = [m for m in keras_models.foreign_counters(model) if m.name in names]
@@ -357,15 +324,7 @@ def _with_counts(trial: Trial[Strategy], verdict: Verdict) -> Verdict:
 
 
 def reasons(model: keras.Model, step_name: str) -> list[str]:
-    """Return what of a model's step is not Keras's own, so that nothing is known of it.
-
-    Args:
-        model: A compiled model.
-        step_name: "train_step" or "test_step".
-
-    Returns:
-        Such as "loss my_loss"; empty where all is Keras's own.
-    """
+    """Return what of a model's step is not Keras's own, so that nothing is known of it."""
     found = []
     if not keras_models.is_from_keras(getattr(type(model), step_name)):
         found.append(f"{step_name} of {type(model).__name__}")

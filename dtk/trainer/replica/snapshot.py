@@ -19,9 +19,6 @@ class Snapshot:
     Each replica gets its own value back, also where values differ by replica (metric state, dropout
     seeds, unfinished gradient accumulation). Nothing is communicated.
 
-    Args:
-        variables: The variables; one that is given twice is kept once.
-
     Example:
         >>> import keras
         >>> variable = keras.Variable([1.0, 2.0])
@@ -39,11 +36,7 @@ class Snapshot:
             self.keep(variable)
 
     def keep(self, variable: keras.Variable | tf.Variable) -> None:
-        """Keep the value of one more variable; of one that is kept, nothing changes.
-
-        Args:
-            variable: The variable.
-        """
+        """Keep the value of one more variable; of one that is kept, nothing changes."""
         for copy in tf_variables.components(_stored(variable)):
             self._kept.setdefault(id(copy), (copy, copy.numpy()))
 
@@ -61,9 +54,6 @@ def changed_by_training(model: keras.Model) -> list[keras.Variable | tf.Variable
     """Return every variable that a training step may change.
 
     Weights, seeds, metrics, optimizers' state, and what the exchange of gradients remembers.
-
-    Args:
-        model: The model.
     """
     optimizers = shared_optimizer.optimizers_of(model)
     of_optimizers = [v for optimizer in optimizers for v in optimizer.variables]

@@ -12,15 +12,7 @@ from dtk.trainer.tracing import traced_step
 
 
 def numbers_of(step: traced_step.Step, logs: Nest) -> list[tuple[str, tf.Tensor]]:
-    """Find the numbers in what a step returned that are not the results of metrics.
-
-    Args:
-        step: The step, traced.
-        logs: What it returned.
-
-    Returns:
-        Pairs of path and float scalar, a mean over rows.
-    """
+    """Find the numbers in what a step returned that are not the results of metrics."""
     flat = keras.tree.flatten_with_path(logs) if isinstance(logs, dict) else []
     return [
         (name_of(path), step.terms.made_mean(f"log {name_of(path)!r}", value))
@@ -35,15 +27,7 @@ def numbers_of(step: traced_step.Step, logs: Nest) -> list[tuple[str, tf.Tensor]
 def results_in(
     step: traced_step.Step, logs: Nest
 ) -> list[tuple[traced_step.Path, keras.Metric, traced_step.Path]]:
-    """Find the results of metrics in what a step returned.
-
-    Args:
-        step: The step, traced.
-        logs: What it returned.
-
-    Returns:
-        The path in the logs, the metric, and the path in its result, of each.
-    """
+    """Find the results of metrics in what a step returned."""
     flat = keras.tree.flatten_with_path(logs) if isinstance(logs, dict) else []
     return [
         (path, *step.results[value.ref()])
@@ -53,24 +37,12 @@ def results_in(
 
 
 def name_of(path: traced_step.Path) -> str:
-    """Return the name of an entry of what a step returned.
-
-    Args:
-        path: Where it is.
-    """
+    """Return the name of an entry of what a step returned."""
     return "/".join(map(str, path))
 
 
 def replaced(logs: Nest, found: Mapping[str, tf.Tensor]) -> Nest:
-    """Put other numbers into what a step returned.
-
-    Args:
-        logs: What it returned.
-        found: The numbers, by name.
-
-    Returns:
-        The same structure.
-    """
+    """Put other numbers into what a step returned."""
     paths = [name_of(path) for path, _ in keras.tree.flatten_with_path(logs)]
     values = [found.get(p, v) for p, v in zip(paths, keras.tree.flatten(logs), strict=True)]
     return keras.tree.pack_sequence_as(logs, values)

@@ -42,12 +42,7 @@ def _nothing_was_timed() -> None:
 
 
 def described(model: keras.Model, first: slicing.Slices) -> str:
-    """Describe what a step computes with, as far as its time depends on it.
-
-    Args:
-        model: A built model.
-        first: This process's slices of the first batch.
-    """
+    """Describe what a step computes with, as far as its time depends on it."""
     rows = sum(int(count) for count in first.counts)
     shapes = [tuple(leaf.shape[1:]) for leaf in tf.nest.flatten(first.parts[0])]
     return f"{model.count_params()} parameters, {rows} rows of {shapes}"
@@ -56,18 +51,7 @@ def described(model: keras.Model, first: slicing.Slices) -> str:
 def before_training(
     function: Loop, first: slicing.Slices, model: keras.Model, strategy: Strategy
 ) -> None:
-    """Time the step and end the script where `dtk tune` asks for it; else check its settings.
-
-    Args:
-        function: The compiled loop of the training step, of an iterator.
-        first: This process's slices of the first batch.
-        model: The model.
-        strategy: Its strategy.
-
-    Raises:
-        SystemExit: The steps were timed.
-        ValueError: The script wants determinism, and was given what was measured.
-    """
+    """Time the step and end the script where `dtk tune` asks for it; else check its settings."""
     if TIME_STEPS in os.environ:
         _end_after_timing(function, first, model, strategy)
     _check_settings(model, first, strategy)

@@ -46,38 +46,20 @@ Arrays: TypeAlias = "Array | list[Array | list[Array]] | None"
 
 
 class Outcome(NamedTuple):
-    """Results of a step on a few rows.
+    """Results of a step on a few rows."""
 
-    Attributes:
-        terms: Value, numerator and denominator of each term, of each replica: name -> `[n, 3]`.
-        gradients: What optimizers were given, summed over replicas, by variable and call.
-        state: Values of the variables that the step assigned, by path.
-        logs: Results of metrics, and other numbers logged, by name.
-        squares: Sums of the squares of the slices that optimizers were given, dense, by variable.
-    """
-
+    # value, numerator and denominator of each term, of each replica: name -> `[n, 3]`
     terms: dict[str, Array]
+    # what optimizers were given, summed over replicas, by variable and call
     gradients: dict[str, Array]
-    state: dict[str, Array]
-    logs: dict[str, Array]
+    state: dict[str, Array]  # values of the variables that the step assigned, by path
+    logs: dict[str, Array]  # results of metrics, and other numbers logged, by name
+    # sums of the squares of the slices that optimizers were given, dense, by variable
     squares: dict[str, Array] = {}
 
 
 class Trial(Generic[StrategyT]):
-    """A step on a few rows, which changes nothing.
-
-    Args:
-        trainer: Of the model.
-        step_function: `model.train_step` or `model.test_step`.
-        batch: This process's slices of a batch.
-
-    Attributes:
-        rows: How many rows it takes, of all replicas.
-        parts: How many each replica takes.
-        layouts: Which random numbers are a row's, see `compat.random_draws.by_row`.
-        draws: Numbers of the draws for rows in the step that was computed last.
-        counted: What the whole step gave to metrics of the script's own.
-    """
+    """A step on a few rows, which changes nothing."""
 
     def __init__(self, trainer: Trainer, step_function: StepFunction, batch: slicing.Slices):
         self.trainer = trainer
@@ -103,12 +85,7 @@ class Trial(Generic[StrategyT]):
 
     @contextlib.contextmanager
     def moved(self, seed: int, distance: float = _FAR) -> Iterator[None]:
-        """Return a context in which steps are computed from other weights, near the model's.
-
-        Args:
-            seed: Which; 0 for the model's own.
-            distance: How far they may be from those, relative to their size.
-        """
+        """Return a context in which steps are computed from other weights, near the model's."""
         self._seed, self._distance = seed, distance
         try:
             yield
@@ -116,23 +93,12 @@ class Trial(Generic[StrategyT]):
             self._seed = 0
 
     def whole(self) -> Outcome:
-        """Compute the step by one replica.
-
-        Returns:
-            What it computed.
-        """
+        """Compute the step by one replica."""
         with self.strategy.scope():  # what it builds is of all replicas
             return self._compute("whole", self._trace_whole)
 
     def replicas(self, kinds: Mapping[str, str]) -> Outcome:
-        """Compute the step by all replicas, each its part.
-
-        Args:
-            kinds: Of the step's terms, see `loss_terms`.
-
-        Returns:
-            What they computed.
-        """
+        """Compute the step by all replicas, each its part."""
         return self._compute(f"parts {sorted(kinds.items())}", self._trace_replicas(kinds))
 
     def _compute(self, way: str, trace: Callable[[list[Names]], Found]) -> Outcome:
@@ -343,14 +309,7 @@ def _sum_over_replicas(values: list[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def results_of(model: keras.Model) -> list[tuple[str, tf.Tensor]]:
-    """Compute the results of a model's metrics.
-
-    Args:
-        model: The model.
-
-    Returns:
-        Pairs of the name under which a result is logged, and float64 tensor.
-    """
+    """Compute the results of a model's metrics."""
     found = [(metric.name, metric.result()) for metric in keras_models.metrics_of(model)]
     return [
         (name, tf.cast(value, tf.float64))
@@ -385,14 +344,7 @@ def _handed(
 
 
 def table_of(step: traced_step.Step) -> tf.Tensor:
-    """Return value, numerator and denominator of each term of a replica's step.
-
-    Args:
-        step: The step, traced.
-
-    Returns:
-        float64, shape `[1, terms, 3]`; not a number where a term is no quotient.
-    """
+    """Return value, numerator and denominator of each term of a replica's step."""
     terms = [_three(term) for term in step.terms.found.values()]
     return tf.stack(terms)[None] if terms else tf.zeros([1, 0, 3], tf.float64)
 
@@ -403,12 +355,7 @@ def _three(term: Term) -> tf.Tensor:
 
 
 def outcome_of(names: Names, found: Mapping[str, Array | list[Array]]) -> Outcome:
-    """Assign arrays to the names of what they are.
-
-    Args:
-        names: The names.
-        found: Lists of arrays, by kind.
-    """
+    """Assign arrays to the names of what they are."""
     return Outcome(
         {name: np.asarray(found["terms"])[:, i] for i, name in enumerate(names.terms)},
         dict(zip(names.gradients, found["gradients"], strict=True)),

@@ -32,30 +32,15 @@ _MOST_OPS = 2000
 
 
 class Term(NamedTuple):
-    """One scalar, as this replica computed it.
+    """One scalar, as this replica computed it."""
 
-    Attributes:
-        value: The scalar.
-        numerator: What it is a quotient of; None where it is none.
-        denominator: The same.
-    """
-
-    value: tf.Tensor
-    numerator: tf.Tensor | None = None
-    denominator: tf.Tensor | None = None
+    value: tf.Tensor  # the scalar
+    numerator: tf.Tensor | None = None  # what it is a quotient of; None where it is none
+    denominator: tf.Tensor | None = None  # the same
 
 
 class Terms:
-    """The terms of one replica's step, in the order in which it computes them.
-
-    Args:
-        share: This replica's part of the rows, float64 scalar.
-        world_sum: Sums a tensor over the replicas.
-        kinds: What is known of terms, by name; those that are missing are means.
-
-    Attributes:
-        found: Terms by name, such as "loss 0" or "metric 'kl' 0".
-    """
+    """The terms of one replica's step, in the order in which it computes them."""
 
     def __init__(
         self,
@@ -71,27 +56,12 @@ class Terms:
         self._calls: dict[str, int] = {}
 
     def known(self, value: tf.Tensor) -> tf.Tensor:
-        """Record a scalar as a mean over rows.
-
-        Args:
-            value: The scalar.
-
-        Returns:
-            The scalar.
-        """
+        """Record a scalar as a mean over rows."""
         self._known.add(value.ref())
         return value
 
     def made_mean(self, where: str, value: tf.Tensor) -> tf.Tensor:
-        """Convert a scalar to one that is a mean over rows, by the kinds of its terms.
-
-        Args:
-            where: What it is, for names and messages.
-            value: A scalar that the script computed.
-
-        Returns:
-            The scalar, corrected where its terms are sums or ratios.
-        """
+        """Convert a scalar to one that is a mean over rows, by the kinds of its terms."""
         corrections = self.corrections(where, value)
         for coefficient, term, factor in corrections:
             value = value + coefficient * (_times(term, factor) - term)
@@ -101,16 +71,7 @@ class Terms:
     def corrections(
         self, where: str, value: tf.Tensor
     ) -> list[tuple[Coefficient, tf.Tensor, tf.Tensor]]:
-        """Find the terms of a scalar that are no means, and what makes them ones.
-
-        Args:
-            where: What the scalar is, for names and messages.
-            value: A scalar that the script computed.
-
-        Returns:
-            For each such term its coefficient in the scalar, the term, and the factor that makes it
-            a mean.
-        """
+        """Find the terms of a scalar that are no means, and what makes them ones."""
         call = self._calls[where] = self._calls.get(where, -1) + 1
         found = []
         for i, (coefficient, scalar) in enumerate(linear_terms(value, self._known)):
@@ -138,15 +99,7 @@ def _times(value: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
 
 
 def linear_terms(value: tf.Tensor, known: set[Hashable]) -> list[tuple[Coefficient, tf.Tensor]]:
-    """Find the scalars that a scalar is a linear combination of.
-
-    Args:
-        value: A scalar.
-        known: References of scalars not to look into.
-
-    Returns:
-        Pairs of coefficient and scalar; the scalar itself where nothing is known.
-    """
+    """Find the scalars that a scalar is a linear combination of."""
     if tf.executing_eagerly() or not isinstance(value, tf.Tensor):
         return [(1.0, value)]
     found: list[tuple[Coefficient, tf.Tensor]] = []
@@ -217,10 +170,6 @@ def depends_on_data(tensor: tf.Tensor, by_shape: bool = True) -> bool:
     """Return whether a tensor of a graph is computed from what the graph is given.
 
     Variables and constants are not data.
-
-    Args:
-        tensor: The tensor.
-        by_shape: Whether to be computed from a shape counts.
     """
     seen: set[Hashable] = set()
     left = [tensor]

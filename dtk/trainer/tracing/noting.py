@@ -18,24 +18,14 @@ class Applied(NamedTuple):
 
 
 class Noting(Protocol):
-    """Receiver of the gradients of a step whose optimizers only note them.
+    """Receiver of the gradients of a step whose optimizers only note them."""
 
-    Attributes:
-        applied: What it was given, in order.
-    """
-
-    applied: list[Applied]
+    applied: list[Applied]  # what it was given, in order
 
     def note(
         self, optimizer: keras.Optimizer, gradients: Gradients, variables: list[keras.Variable]
     ) -> None:
-        """Note gradients that an optimizer is given.
-
-        Args:
-            optimizer: The optimizer.
-            gradients: Weighed gradients; None where there is none.
-            variables: Keras variables in the same order.
-        """
+        """Note gradients that an optimizer is given."""
 
 
 class Gathered:
@@ -47,11 +37,5 @@ class Gathered:
     def note(
         self, optimizer: keras.Optimizer, gradients: Gradients, variables: list[keras.Variable]
     ) -> None:
-        """See `Noting.note`.
-
-        Args:
-            optimizer: The optimizer.
-            gradients: Weighed gradients.
-            variables: Keras variables in the same order.
-        """
+        """See `Noting.note`."""
         self.applied.append(Applied(optimizer, gradients, variables))

@@ -22,11 +22,7 @@ _DEEPEST = 100
 
 
 class RowDependence:
-    """What the graph of a step says of its tensors.
-
-    Args:
-        inside: Graph whose placeholders are data; None for any.
-    """
+    """What the graph of a step says of its tensors."""
 
     def __init__(self, inside: tf.Graph | None):
         self.inside = inside

@@ -27,17 +27,11 @@ PLACES, ROWS, LINES = "places", "rows", "lines"
 
 
 class Piece(NamedTuple):
-    """Slices of a gradient that one lookup has made.
+    """Slices of a gradient that one lookup has made."""
 
-    Attributes:
-        kind: `PLACES`, `ROWS` or `LINES`.
-        sure: Whether the graph says so; else it is a guess.
-        slices: How many; a number where it is known while the graph is made.
-    """
-
-    kind: str
-    sure: bool
-    slices: int | tf.Tensor
+    kind: str  # `PLACES`, `ROWS` or `LINES`
+    sure: bool  # whether the graph says so; else it is a guess
+    slices: int | tf.Tensor  # how many; a number where it is known while the graph is made
 
 
 _RESHAPING = ("Reshape", "Cast", "Identity", "EnsureShape", "StopGradient")
@@ -48,13 +42,7 @@ def pieces_of(
     inside: tf.Graph | None = None,
     said: Mapping[Hashable, tuple[str, bool]] = MappingProxyType({}),
 ) -> list[Piece]:
-    """Return the lookups that the slices of a gradient come from, in their order.
-
-    Args:
-        indices: Of the gradient.
-        inside: Graph whose placeholders are data; None for any.
-        said: Kind and sureness of indices that the graph does not say, by reference.
-    """
+    """Return the lookups that the slices of a gradient come from, in their order."""
     if not hasattr(indices, "graph"):  # computed eagerly: nothing tells from what
         return [Piece(ROWS, False, indices.shape[0])]
     known = RowDependence(inside)
@@ -99,15 +87,7 @@ def _kind(source: tf.Tensor, known: RowDependence) -> tuple[str, bool]:
 
 
 def parts_of(gradient: tf.IndexedSlices, pieces: Sequence[Piece]) -> list[tf.IndexedSlices]:
-    """Divide the slices of a gradient.
-
-    Args:
-        gradient: The gradient.
-        pieces: What its slices are of, in their order.
-
-    Returns:
-        `AlignedSlices` where they are of places; one for each piece.
-    """
+    """Divide the slices of a gradient."""
     values, indices = [gradient.values], [gradient.indices]
     if len(pieces) > 1:
         counts = [piece.slices for piece in pieces]
@@ -120,21 +100,13 @@ def parts_of(gradient: tf.IndexedSlices, pieces: Sequence[Piece]) -> list[tf.Ind
 
 
 def whole_of(parts: Sequence[tuple[Piece, tf.IndexedSlices]]) -> tf.IndexedSlices:
-    """Put the slices of a gradient together as one process would have them.
-
-    Args:
-        parts: The exchanged slices of each piece.
-    """
+    """Put the slices of a gradient together as one process would have them."""
     found = [_once(part) if piece.kind == LINES else part for piece, part in parts]
     return concatenated(found)
 
 
 def concatenated(parts: Sequence[tf.IndexedSlices]) -> tf.IndexedSlices:
-    """Put slices one after the other.
-
-    Args:
-        parts: Of one gradient.
-    """
+    """Put slices one after the other."""
     values, indices = [part.values for part in parts], [part.indices for part in parts]
     if len(parts) == 1:
         return tf.IndexedSlices(values[0], indices[0], parts[0].dense_shape)
@@ -142,11 +114,7 @@ def concatenated(parts: Sequence[tf.IndexedSlices]) -> tf.IndexedSlices:
 
 
 def squares_of(slices: tf.IndexedSlices) -> tf.Tensor:
-    """Return what optimizers make of slices one by one: the sum of their squares, dense.
-
-    Args:
-        slices: Of a whole gradient.
-    """
+    """Return what optimizers make of slices one by one: the sum of their squares, dense."""
     squares = tf.square(slices.values)
     return tf.convert_to_tensor(tf.IndexedSlices(squares, slices.indices, slices.dense_shape))
 
@@ -158,13 +126,7 @@ _NUMBERS = {ROWS: 0, PLACES: 1, LINES: 2}
 def tagged(
     slices: tf.IndexedSlices, pieces: Sequence[Piece], lines: int | tf.Tensor
 ) -> tf.IndexedSlices:
-    """Write the kinds of slices into their indices.
-
-    Args:
-        slices: Of one replica.
-        pieces: What they are of, in their order.
-        lines: How many the table has.
-    """
+    """Write the kinds of slices into their indices."""
     numbers = [tf.constant(_NUMBERS[piece.kind], tf.int64) for piece in pieces]
     tags = [tf.fill([piece.slices], n) for piece, n in zip(pieces, numbers, strict=True)]
     indices = tf.cast(slices.indices, tf.int64) + lines * tf.concat(tags, 0)
@@ -172,12 +134,7 @@ def tagged(
 
 
 def sum_of_tagged(replicas: Sequence[tf.IndexedSlices], lines: int | tf.Tensor) -> tf.IndexedSlices:
-    """Put tagged slices of several replicas together as one process would have them.
-
-    Args:
-        replicas: Those of each.
-        lines: How many the table has.
-    """
+    """Put tagged slices of several replicas together as one process would have them."""
     shape = replicas[0].dense_shape
     parts = []
     for kind, number in _NUMBERS.items():

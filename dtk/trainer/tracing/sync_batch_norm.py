@@ -33,17 +33,7 @@ def of_all_replicas(
     keepdims: bool,
     original: Function[tuple[tf.Tensor, tf.Tensor]],
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Compute mean and variance over these axes and all replicas, as Keras does.
-
-    Args:
-        x: Of this replica, of 32 bits or more.
-        axes: Axes to reduce; the others' sizes are known.
-        keepdims: Whether results keep them, with size 1.
-        original: Keras's own function, for what is not a step of dtk's.
-
-    Returns:
-        Mean and variance.
-    """
+    """Compute mean and variance over these axes and all replicas, as Keras does."""
     axes = [axes] if isinstance(axes, int) else axes
     replica = tf.distribute.get_replica_context()
     if traced_step.current() is None or replica is None:

@@ -41,47 +41,14 @@ class WorldState(Protocol):
     """State that a step leaves, of all replicas; see `replica_step.World`."""
 
     def result_of(self, original: Callable[[], Nest]) -> Nest:
-        """Return what a metric's `result` returns for the state of all replicas.
-
-        Args:
-            original: The metric's own `result`.
-        """
+        """Return what a metric's `result` returns for the state of all replicas."""
 
     def average(self) -> None:
         """Average the moving statistics that the step has assigned."""
 
 
 class Step:
-    """One replica's step being traced.
-
-    Args:
-        share: n_w / N, this replica's part of the global batch's rows (float64 scalar).
-        size: Number of replicas.
-        model: Whose step it is.
-        world_sum: Sums a tensor over the replicas.
-        rows: N (int64 scalar); None where only shares are known.
-        kinds: Kinds of the step's terms, see `loss_terms`.
-        own: Whether gradients are handed over weighed: Keras's own train step computes them from a
-            loss that is.
-
-    Attributes:
-        noted: Takes what is to be applied, where steps only note it; else None.
-        rows_read: Bytes of table rows looked up so far, int64 scalars.
-        reductions: How many times gradients were reduced.
-        assigned: Keras variables assigned so far, by id.
-        assignments: Number of assignments so far.
-        assigned_at: Number of the last assignment to each variable, by id.
-        world: What sums metrics over the replicas where a step asks for their results; None where
-            they are summed elsewhere.
-        results: By the reference of a tensor, the metric that returned it and its path in the
-            result.
-        terms: The scalars that are not Keras's own, see `loss_terms`.
-        weighed_later: Whether gradients computed now are weighed where they are handed over.
-        graph: The graph that the step is traced in.
-        tried: Whether its parts are known to add up, see `self_test`.
-        origins: What the graph does not say of indices, by reference, see `slice_origins`.
-        present: Whether the replica has rows of its own (bool scalar); None in a part of a step.
-    """
+    """One replica's step being traced."""
 
     def __init__(
         self,
@@ -116,11 +83,7 @@ class Step:
         self.present: tf.Tensor | None = None
 
     def take(self, inside: Step) -> None:
-        """Take over what a part of this step has done, whose gradients are weighed.
-
-        Args:
-            inside: That part, traced as a step.
-        """
+        """Take over what a part of this step has done, whose gradients are weighed."""
         self.assigned |= inside.assigned
         self.assigned_at |= {k: self.assignments + n for k, n in inside.assigned_at.items()}
         self.assignments += inside.assignments
@@ -135,14 +98,7 @@ class Step:
     def weighed(
         self, value: tf.Tensor | tf.IndexedSlices | None
     ) -> tf.Tensor | tf.IndexedSlices | None:
-        """Multiply a value by the share of this replica.
-
-        Args:
-            value: A tensor, `tf.IndexedSlices` or None.
-
-        Returns:
-            Of the same kind; 0 where the share is 0, even if the value is not a number.
-        """
+        """Multiply a value by the share of this replica."""
         if value is None:
             return None
         if isinstance(value, tf.IndexedSlices):
@@ -152,14 +108,7 @@ class Step:
         return tf.math.multiply_no_nan(value, tf.cast(self.share, value.dtype))
 
     def handed_over(self, gradients: Gradients) -> Gradients:
-        """Weigh gradients that an optimizer is given, unless the loss was weighed.
-
-        Args:
-            gradients: Gradients; None where there is none.
-
-        Returns:
-            The gradients, in the same order.
-        """
+        """Weigh gradients that an optimizer is given, unless the loss was weighed."""
         return gradients if self.own else [self.weighed(g) for g in gradients]
 
 
@@ -170,11 +119,7 @@ def current() -> Step | None:
 
 @contextlib.contextmanager
 def tracing(step: Step | None) -> Iterator[None]:
-    """Return a context in which this thread traces a step.
-
-    Args:
-        step: The step; None for what is computed as without dtk.
-    """
+    """Return a context in which this thread traces a step."""
     outer, _running.step = current(), step
     try:
         yield
@@ -271,14 +216,7 @@ def _weigh(
 
 
 def checking_loss(model: keras.Model) -> Function[tf.Tensor | None]:
-    """Make a `compute_loss` whose result keeps the rule also where the model overrides it.
-
-    Args:
-        model: The model.
-
-    Returns:
-        A function of the same arguments.
-    """
+    """Make a `compute_loss` whose result keeps the rule also where the model overrides it."""
     compute_loss, overridden = model.compute_loss, not keras_models.computes_own_loss(model)
 
     @functools.wraps(compute_loss)
