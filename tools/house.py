@@ -1,43 +1,49 @@
 """Count what a reader has to walk through: `python tools/house.py`.
 
-Lines and files, the fullest folder, the biggest file, how much is typed `Any`, which docstrings
-have Args; and how many calls, in how many files, a batch and a gradient of two Dense layers make
-inside dtk, with how many changes from one file to another.
+Lines, with and without docstrings, comments and blanks; files; names that stand twice; protocols;
+lines of tests and words of documents; and how many calls, in how many files, a batch and a gradient
+of two Dense layers make inside dtk, with how many changes from one file to another.
 """
 
 from __future__ import annotations
 
 import ast
+import collections
 import contextlib
+import io
 import os
-import statistics
 import sys
-from collections.abc import Iterator
+import tokenize
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "dtk"
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)
+NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
 
 
 def main() -> None:
     """Print a table in Markdown."""
-    files = {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
-    lines = {path: len(text.splitlines()) for path, text in files.items()}
-    folders: dict[Path, int] = {}
-    for path in files:
-        folders[path.parent] = folders.get(path.parent, 0) + 1
-    fullest, biggest = max(folders, key=folders.__getitem__), max(lines, key=lines.__getitem__)
-    trees = [ast.parse(text) for text in files.values()]
+    texts = {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+    trees = [ast.parse(text) for text in texts.values()]
+    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    tests = [path.read_text() for path in (ROOT / "tests").rglob("*.py")]
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    files = [path.name for path in texts if path.name != "__init__.py"]
+    protocols = [c.name for c in classes if any("Protocol" in ast.unparse(b) for b in c.bases)]
     rows = [
-        ("lines / files", f"{sum(lines.values()):,} / {len(files)}"),
-        ("median file / biggest", f"{statistics.median(lines.values()):.0f} / {lines[biggest]}"),
-        ("", str(biggest.relative_to(ROOT))),
-        ("files in the fullest folder", str(folders[fullest])),
-        ("", str(fullest.relative_to(ROOT))),
-        ("parameters that are `Any` or a bare `Callable`", _share(untyped(trees))),
-        ("public functions with arguments whose docstring has Args", _share(with_args(trees))),
+        ("lines of code", f"{sum(code_lines(text) for text in texts.values()):,}"),
+        ("lines", f"{sum(map(lines, texts.values())):,}"),
+        ("files", str(len(texts))),
+        ("longest file", max((lines(text), path.name) for path, text in texts.items())),
+        ("class names that stand twice", twice(c.name for c in classes)),
+        ("file names that stand twice", twice(files)),
+        ("protocols", f"{len(protocols)}: {', '.join(sorted(protocols))}"),
+        ("lines of tests", f"{sum(map(lines, tests)):,}"),
+        ("words of documents", f"{sum(len(page.read_text().split()) for page in pages):,}"),
         *((f"{name}: calls / files / changes of file", walked) for name, walked in walks()),
     ]
     print("| | |\n|---|---|")
@@ -45,51 +51,28 @@ def main() -> None:
         print(f"| {name} | {value} |")
 
 
-def _share(found: tuple[int, int]) -> str:
-    part, whole = found
-    return f"{part} of {whole} = {part / whole:.0%}"
+def lines(text: str) -> int:
+    """Return the number of lines of a file."""
+    return text.count("\n")
 
 
-def _functions(trees: list) -> Iterator[ast.FunctionDef]:
-    for tree in trees:
-        yield from (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+def code_lines(text: str) -> int:
+    """Return the number of lines with code: no docstrings, comments or blanks."""
+    docstrings: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, DEFINITIONS) and ast.get_docstring(node, clean=False) is not None:
+            docstrings.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    found: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in (*NO_CODE, tokenize.ENDMARKER):
+            found.update(range(token.start[0], token.end[0] + 1))
+    return len(found - docstrings)
 
 
-def _parameters(function: ast.FunctionDef) -> list[ast.arg]:
-    given = function.args
-    return [
-        arg
-        for arg in [*given.posonlyargs, *given.args, *given.kwonlyargs]
-        if arg.arg not in ("self", "cls")
-    ]
-
-
-def untyped(trees: list) -> tuple[int, int]:
-    """Count parameters whose type says nothing, and all parameters."""
-    parameters = [arg for function in _functions(trees) for arg in _parameters(function)]
-    types = [ast.unparse(arg.annotation) if arg.annotation else "" for arg in parameters]
-    return sum(kind in ("", "Any", "Callable") for kind in types), len(types)
-
-
-def with_args(trees: list) -> tuple[int, int]:
-    """Count public functions and classes with arguments whose docstring lists them, and all."""
-    documented, counted = 0, 0
-    for tree in trees:
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
-                continue
-            function = node if isinstance(node, ast.FunctionDef) else _constructor(node)
-            if function is None or not _parameters(function):
-                continue
-            text = ast.get_docstring(node) or ""
-            counted += 1
-            documented += "Args:" in text or "Attributes:" in text
-    return documented, counted
-
-
-def _constructor(node: ast.ClassDef) -> ast.FunctionDef | None:
-    made = (f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "__init__")
-    return next(made, None)
+def twice(names: Iterable[str]) -> str:
+    """Return how many names stand more than once, and which."""
+    counted = sorted(n for n, times in collections.Counter(names).items() if times > 1)
+    return f"{len(counted)}: {', '.join(counted)}" if counted else "0"
 
 
 class Walk:
