@@ -8,7 +8,6 @@ import keras
 
 from dtk.errors import NotDistributedError
 from dtk.strategies.base import DtkStrategy
-from dtk.trainer.contract import Strategy
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.model_scope import trainer_of
 
@@ -38,7 +37,7 @@ class StrategyCallback(keras.callbacks.Callback):
         return self.sets
 
     @property
-    def trainer(self) -> DistributedTrainer[Strategy]:
+    def trainer(self) -> DistributedTrainer:
         """Trainer of the model: what the strategy keeps about it.
 
         Raises:

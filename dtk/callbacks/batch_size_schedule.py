@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dtk.callbacks.base import StrategyCallback
 from dtk.nests import Logs
 from dtk.schedules.runs import is_count, parse_runs
-from dtk.trainer.contract import Strategy
 from dtk.trainer.distributed_trainer import DistributedTrainer
 
 Schedule = Sequence[int | tuple[int, int]]
@@ -43,7 +42,7 @@ def size_at(sizes: Sequence[int], epoch: int) -> int:
     return sizes[min(epoch, len(sizes) - 1)]
 
 
-def check_sizes(sizes: Iterable[int], trainer: DistributedTrainer[Strategy]) -> None:
+def check_sizes(sizes: Iterable[int], trainer: DistributedTrainer) -> None:
     """Refuse data that `fit` cannot read in batches of other sizes."""
     del sizes
     trainer.feed.check_rebatch()

@@ -8,7 +8,6 @@ import keras
 import tensorflow as tf
 
 from dtk.nests import Logs, Nest
-from dtk.trainer.contract import Strategy
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.ranks import rank_checks
 from dtk.trainer.replica.replica_step import metric_variables
@@ -35,11 +34,11 @@ class Evaluation:
         self._data = keras.utils.unpack_x_y_sample_weight(data)
         self._batch_size = batch_size
 
-    def check(self, trainer: DistributedTrainer[Strategy]) -> None:
+    def check(self, trainer: DistributedTrainer) -> None:
         """Compare the data over all ranks. All ranks call it together."""
         rank_checks.check_same_call(trainer.strategy, {self._name: self._data[0]})
 
-    def run(self, trainer: DistributedTrainer[Strategy]) -> Evaluated:
+    def run(self, trainer: DistributedTrainer) -> Evaluated:
         """Evaluate now; all ranks call it together. The running epoch's metrics are put back."""
         trainer.flush()
         model = trainer.model
@@ -62,9 +61,7 @@ class Evaluation:
         numbers = {key: float(value) for key, value in numbers.items()}
         return Evaluated(numbers, samples, counter.minibatches)
 
-    def _batch_size_for(
-        self, x: Nest | tf.data.Dataset, trainer: DistributedTrainer[Strategy]
-    ) -> int | None:
+    def _batch_size_for(self, x: Nest | tf.data.Dataset, trainer: DistributedTrainer) -> int | None:
         return None if _rows_of(x) is None else self._batch_size or trainer.feed.batch_size()
 
 

@@ -13,7 +13,6 @@ from dtk.callbacks.momentum_schedule import MomentumSchedule, SamplesState, Valu
 from dtk.nests import Logs
 from dtk.schedules import learning_rate_from_sample_rate, time_constant_from_momentum
 from dtk.schedules.runs import parse_runs
-from dtk.trainer.contract import Strategy
 from dtk.trainer.distributed_trainer import DistributedTrainer
 
 
@@ -197,7 +196,7 @@ class SampleRate(MomentumSchedule):
         return momentum_of(inner, who)
 
 
-def sample_rate_of(trainer: DistributedTrainer[Strategy]) -> SampleRate | None:
+def sample_rate_of(trainer: DistributedTrainer) -> SampleRate | None:
     """Return the `SampleRate` among the callbacks of the running `fit`."""
     found = (c for c in trainer.callbacks.callbacks if isinstance(c, SampleRate))
     return next(found, None)

@@ -6,12 +6,11 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Protocol, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import keras
 import tensorflow as tf
 
-from dtk.compat.keras_data import TFEpochIterator
 from dtk.compat.replacing import definer, replaced
 from dtk.nests import Function, Logs, Nest, Specs
 
@@ -21,22 +20,6 @@ _Identifier: TypeAlias = str | dict[str, object]
 _Found = TypeVar("_Found")
 _Batch = TypeVar("_Batch")
 _Logs = TypeVar("_Logs")
-
-
-class MakeFunction(Protocol):
-    """Function that makes one of a model's three step functions."""
-
-    def __call__(self, force: bool = False) -> Callable[[tf.data.Iterator], Nest]:
-        """Make the function, or return the one made before."""
-
-
-class BuildFrom(Protocol):
-    """Function that builds a model from what its first step reads."""
-
-    def __call__(
-        self, iterator: TFEpochIterator | None = None, data_batch: Nest | None = None
-    ) -> None:
-        """Build the model."""
 
 
 def metrics_of(model: keras.Model) -> list[keras.Metric]:
@@ -168,7 +151,7 @@ def is_first_time(model: keras.Model, what: str) -> bool:
     return what not in happened
 
 
-def build_through(model: keras.Model, build: BuildFrom) -> None:
+def build_through(model: keras.Model, build: Function[None]) -> None:
     """Make Keras call `build(iterator=None, data_batch=None)` before a model's first step."""
     model._maybe_symbolic_build = build
 
@@ -191,9 +174,9 @@ def losses_through(model: keras.Model, compute_loss: Function[tf.Tensor | None])
 
 def functions_through(
     model: keras.Model,
-    train: MakeFunction,
-    test: MakeFunction,
-    predict: MakeFunction,
+    train: Function[Callable[[tf.data.Iterator], Nest]],
+    test: Function[Callable[[tf.data.Iterator], Nest]],
+    predict: Function[Callable[[list[Nest]], Nest]],
 ) -> None:
     """Make a model get its step functions from elsewhere."""
     model.make_train_function = train

@@ -15,7 +15,6 @@ import tensorflow as tf
 from keras.src.losses import loss as keras_losses
 
 from dtk.compat import names
-from dtk.compat.contract import Differentiate, Moments, ScaleLoss, UpdateMean, WeighLosses
 from dtk.compat.keras_models import layers_of
 from dtk.compat.replacing import definer, replaced
 from dtk.nests import Function, Nest
@@ -26,7 +25,7 @@ _BACKEND = "keras.src.backend.tensorflow"
 
 
 def losses_through(
-    scale: ScaleLoss, unscale: ScaleLoss, weigh: WeighLosses
+    scale: Function[tf.Tensor], unscale: Function[tf.Tensor], weigh: Function[tf.Tensor]
 ) -> AbstractContextManager[None]:
     """Return a context in which Keras's losses call these functions instead of its own.
 
@@ -66,7 +65,7 @@ def assigns_through(observe: Callable[[keras.Variable], None]) -> AbstractContex
 
 
 @contextlib.contextmanager
-def means_through(update: UpdateMean) -> Iterator[None]:
+def means_through(update: Function[object]) -> Iterator[None]:
     """Return a context in which `keras.metrics.Mean` and `Sum` are updated by a function."""
 
     def updated(original: Function[object]) -> Function[object]:
@@ -86,7 +85,7 @@ def means_through(update: UpdateMean) -> Iterator[None]:
         yield
 
 
-def tapes_through(differentiate: Differentiate) -> AbstractContextManager[None]:
+def tapes_through(differentiate: Function[Nest]) -> AbstractContextManager[None]:
     """Return a context in which a function replaces `tf.GradientTape.gradient`."""
     original = tf.GradientTape.gradient
 
@@ -172,7 +171,7 @@ def takes_through(
     return replaced(home, take=replacement)
 
 
-def moments_through(moments: Moments) -> AbstractContextManager[None]:
+def moments_through(moments: Function[tuple[tf.Tensor, tf.Tensor]]) -> AbstractContextManager[None]:
     """Return a context in which synchronized layers compute their moments by a function."""
     home = names.home_of(_BACKEND, "_compute_moments_sync")
     through = functools.partial(moments, original=home._compute_moments_sync)

@@ -18,8 +18,7 @@ from tensorflow.python.distribute import (
 )
 
 from dtk.communicators.base import Communicator
-from dtk.compat.contract import AllReduceContainer, MakesDataset
-from dtk.compat.tf_datasets import PerRankDataset, take_apart
+from dtk.compat.tf_datasets import MakesDataset, PerRankDataset, take_apart
 from dtk.compat.tf_replicas import all_reduce, if_present, is_whole, undivided
 from dtk.compat.tf_variables import VARIABLE_CLASSES, local_value
 from dtk.input import digests, row_maps, slicing
@@ -56,7 +55,7 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
         return False
 
     @property
-    def _container(self) -> AllReduceContainer:
+    def _container(self) -> tf.distribute.Strategy:
         return self._container_strategy()
 
     # Who writes, for scripts that ask TensorFlow. The evaluator has no rank, and trains nothing.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 import tensorflow as tf
 from tensorflow.python.data.ops import (
@@ -25,6 +26,9 @@ from tensorflow.python.framework import op_def_registry
 from dtk.input import purity
 from dtk.input.row_maps import RowMaps
 from dtk.nests import Function, Nest
+
+# Makes the pipeline of one of several processes or workers.
+MakesDataset: TypeAlias = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 
 _MAPS = (map_op._MapDataset, map_op._ParallelMapDataset)
 _BATCHES = (batch_op._BatchDataset, batch_op._ParallelBatchDataset)

@@ -15,8 +15,7 @@ from tensorflow.python.framework import auto_control_deps_utils
 
 from dtk.communicators import collective
 from dtk.communicators.base import Communicator
-from dtk.compat.contract import MakesDataset
-from dtk.compat.tf_datasets import PerRankDataset
+from dtk.compat.tf_datasets import MakesDataset, PerRankDataset
 from dtk.compat.tf_replicas import (
     all_reduce,
     if_present,

@@ -9,7 +9,7 @@ from tensorflow.python.distribute import (
 )
 from tensorflow.python.framework import ops
 
-from dtk.compat.contract import MakesDataset, ServerContainer
+from dtk.compat.tf_datasets import MakesDataset
 from dtk.nests import Function, Nest
 
 CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
@@ -54,7 +54,7 @@ class ParameterServerExtended(parameter_server_strategy_v2.ParameterServerStrate
         self._without_part: set[int] = set()
 
     @property
-    def _container(self) -> ServerContainer:
+    def _container(self) -> tf.distribute.Strategy:
         return self._container_strategy()
 
     def _use_merge_call(self) -> bool:

@@ -15,12 +15,12 @@ and whatever it contributes is counted as nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import tensorflow as tf
 
 from dtk.input import pipelines
-from dtk.nests import Leaf, Nest, Specs
+from dtk.nests import Function, Leaf, Nest, Specs
 
 # A number of rows, known or still to be computed.
 _Rows = TypeVar("_Rows", int, tf.Tensor)
@@ -285,16 +285,7 @@ def mapped(dataset: tf.data.Dataset, function: Callable[_Given, Nest]) -> tf.dat
     return dataset.map(function, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
 
-class OfParts(Protocol[_Made]):
-    """Function of the parts of an element that is a tuple."""
-
-    def __call__(self, *parts: Nest) -> _Made:
-        """Compute something of an element."""
-
-
-def on_elements(
-    dataset: tf.data.Dataset, function: Callable[[Nest], _Made]
-) -> Callable[[Nest], _Made] | OfParts[_Made]:
+def on_elements(dataset: tf.data.Dataset, function: Callable[[Nest], _Made]) -> Function[_Made]:
     """Return what `dataset.map` is given so that a function gets each element as it is.
 
     TensorFlow passes the parts of a tuple as arguments, which loses whether an element was the pair

@@ -18,7 +18,7 @@ from dtk.compat.keras_shards import group_of, is_of_all, shard_of
 from dtk.errors import at_rank
 from dtk.layers.pipeline import Pipeline
 from dtk.layers.plain import is_in_parts, plain_layer
-from dtk.trainer.model_state import ModelState
+from dtk.trainer.model_state import seed_states_of
 
 
 def whole(model: keras.Model) -> keras.Model:
@@ -155,7 +155,7 @@ def _keyed(model: keras.Model) -> dict[str, keras.Variable]:
     found = {
         f"stage {number} variable {index}": variable
         for number, stage in stages.items()
-        for index, variable in enumerate([*stage.weights, *ModelState(stage).seed_states()])
+        for index, variable in enumerate([*stage.weights, *seed_states_of(stage)])
     }
     names = {id(variable): key for key, variable in found.items()}
     outer = getattr(model, "optimizer", None)

@@ -20,10 +20,10 @@ from dtk.compat import keras_data
 from dtk.input import slicing
 from dtk.input.pipelines import read_ahead
 from dtk.nests import Nest, Specs
-from dtk.parameter_server import evaluator, gradient_buffers, worker_data
+from dtk.parameter_server import evaluator, worker_data
 from dtk.parameter_server.chief_trial import ChiefTrial
 from dtk.parameter_server.consistency_models import Async
-from dtk.parameter_server.contract import ServerStrategy
+from dtk.parameter_server.job_context import JobStrategy, JobTrainer
 from dtk.parameter_server.jobs.batch_dispatch import BatchDispatcher, SerialPhase
 from dtk.parameter_server.jobs.batches import Batch, Batcher
 from dtk.parameter_server.jobs.downpour import DownpourJob
@@ -33,37 +33,20 @@ from dtk.parameter_server.jobs.test import TestJob
 from dtk.parameter_server.jobs.train import TrainJob
 from dtk.parameter_server.scheduler import Schedule
 from dtk.trainer import epoch_data
-from dtk.trainer.contract import Loop, StepFunction
-from dtk.trainer.distributed_trainer import DistributedTrainer
-from dtk.trainer.gradients import shared_optimizer
+from dtk.trainer.strategy import Loop, StepFunction
 
 # What Keras's loop gives one of its functions: an iterator over slices, pipelines that workers
 # read, or single batches.
 _Batches: TypeAlias = "tf.data.Iterator | worker_data.Pipelines | Iterable[Nest]"
 
 
-class ParameterServerTrainer(DistributedTrainer[ServerStrategy]):
+class ParameterServerTrainer(JobTrainer):
     """Trainer on the chief of a model whose weights are on parameter servers."""
 
-    def __init__(self, model: keras.Model, strategy: ServerStrategy):
+    def __init__(self, model: keras.Model, strategy: JobStrategy):
         super().__init__(model, strategy)
-        self._parts: dict[int, list[gradient_buffers.Weight]] = {}
         self._dispatchers: dict[str, BatchDispatcher[object]] = {}
         self._update: StepUpdate | None = None
-
-    @property
-    def takes_over(self) -> bool:
-        """Always true: even one worker is another process."""
-        return True
-
-    def bind_optimizers(self) -> None:
-        """Let traced steps record their gradients instead of applying them."""
-        for optimizer in shared_optimizer.optimizers_of(self.model):
-            shared_optimizer.note_applies(optimizer, self.strategy, self.parts_of)
-
-    def parts_of(self, variable: keras.Variable) -> list[gradient_buffers.Weight]:
-        """Return a Keras variable in a list, or its parts where it is partitioned."""
-        return gradient_buffers.parts_of(variable, self._parts)
 
     @property
     def schedule(self) -> Schedule | None:
@@ -77,10 +60,6 @@ class ParameterServerTrainer(DistributedTrainer[ServerStrategy]):
             return None
         found, self._update.non_finite = self._update.non_finite, None
         return found
-
-    def rng_state_variables(self) -> list[keras.Variable]:
-        """Return the state variables of the model's random number generators."""
-        return self.seed_states()
 
     def leaves_validation(self, asked: dict[str, object]) -> bool:
         """Return whether the evaluator validates in place of the chief."""

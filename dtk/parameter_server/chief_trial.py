@@ -15,15 +15,17 @@ import tensorflow as tf
 from dtk.compat import keras_models, keras_variables, random_draws, tf_replicas, tf_servers
 from dtk.input import slicing
 from dtk.nests import Function, Nest
-from dtk.parameter_server.contract import ServerStrategy
 from dtk.parameter_server.functional_step import FunctionalStep, trace_functional_step
+from dtk.parameter_server.job_context import JobStrategy
 from dtk.parameter_server.jobs.batches import whole_batch
 from dtk.trainer.replica import replica_step, step_logs, trial
 from dtk.trainer.tracing import slice_origins
 
 
-class ChiefTrial(trial.Trial[ServerStrategy]):
+class ChiefTrial(trial.Trial):
     """Trial on the chief; the parts are the slices of a synchronous step. See `trial.Trial`."""
+
+    strategy: JobStrategy
 
     gathers = False
 

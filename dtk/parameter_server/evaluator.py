@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import NamedTuple, NoReturn, Protocol
+from typing import NamedTuple, NoReturn
 
 import keras
 import tensorflow as tf
@@ -27,8 +27,9 @@ from dtk.cluster import progress
 from dtk.errors import ClusterError
 from dtk.nests import Args, Function, Kwargs
 from dtk.parameter_server import run_server
-from dtk.parameter_server.contract import EvaluatorStrategy, MaybeEvaluated
+from dtk.parameter_server.job_context import JobStrategy
 from dtk.trainer.distributed_trainer import DistributedTrainer
+from dtk.trainer.strategy import Strategy
 
 _LOOK_SECONDS = 1.0
 _FILE = "evaluation.csv"
@@ -42,27 +43,15 @@ class Saved(NamedTuple):
     iterations: int | None  # steps in all; None where the optimizer has not saved it
 
 
-class Source(Protocol):
-    """Callback that saves what can be evaluated beside the training."""
-
-    directory: Path  # where the checkpoints lie
-
-    def appeared(self, seen: Collection[str]) -> list[str]:
-        """Return the checkpoints that are not in `seen`."""
-
-    def load_weights(self, model: keras.Model, name: str) -> Saved | None:
-        """Load the weights of a checkpoint into a model."""
-
-
 def source_of(
     callbacks: keras.callbacks.CallbackList | list[keras.callbacks.Callback] | None,
-) -> Source | None:
+) -> keras.callbacks.Callback | None:
     """Return the callback among those given to `fit` whose checkpoints an evaluator reads."""
     listed = getattr(callbacks, "callbacks", callbacks) or []
     return next((c for c in keras.tree.flatten(listed) if hasattr(c, "appeared")), None)
 
 
-def leaves_validation(asked: dict[str, object], strategy: MaybeEvaluated) -> bool:
+def leaves_validation(asked: dict[str, object], strategy: Strategy) -> bool:
     """Return whether the chief need not validate, because the evaluator does.
 
     It validates all the same where a callback waits for the result.
@@ -73,10 +62,12 @@ def leaves_validation(asked: dict[str, object], strategy: MaybeEvaluated) -> boo
     return strategy.has_evaluator and source_of(callbacks) is not None and not waits
 
 
-class EvaluatorTrainer(DistributedTrainer[EvaluatorStrategy]):
+class EvaluatorTrainer(DistributedTrainer):
     """Trainer of a model in the evaluator's process, whose `fit` evaluates."""
 
-    def fit(self, method: Function[object], args: Args, kwargs: Kwargs) -> NoReturn:
+    strategy: JobStrategy
+
+    def before_fit(self, method: Function[object], args: Args, kwargs: Kwargs) -> NoReturn:
         """Evaluate what the chief saves until it is gone, then end the process."""
         evaluate_checkpoints(method, self, args, kwargs)
 
@@ -124,7 +115,7 @@ def evaluate_checkpoints(
 
 def watch_until_end(
     model: keras.Model,
-    source: Source,
+    source: keras.callbacks.Callback,
     evaluate: Callable[[], dict[str, float]],
     log: EvaluationLog,
     chief: run_server.Chief,
@@ -153,7 +144,7 @@ def watch_until_end(
         )
 
 
-def _check_same_run(seen: Collection[str], source: Source) -> None:
+def _check_same_run(seen: Collection[str], source: keras.callbacks.Callback) -> None:
     there = source.appeared(())
     if seen and (not there or max(there) < max(seen)):
         raise ClusterError(

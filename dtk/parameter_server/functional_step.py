@@ -23,9 +23,9 @@ from dtk.compat import (
 )
 from dtk.nests import Function, Nest
 from dtk.parameter_server.recorded_updates import RecordedUpdates
-from dtk.trainer.contract import StepFunction
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.replica import replica_step
+from dtk.trainer.strategy import StepFunction
 from dtk.trainer.tracing import noting, traced_step
 
 

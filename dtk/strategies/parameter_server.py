@@ -17,10 +17,9 @@ from dtk.cluster.waiting import Wait
 from dtk.communicators import startup
 from dtk.communicators.local import LocalCommunicator
 from dtk.compat import keras_variables, tf_allreduce, tf_coordinator, tf_servers, tf_variables
-from dtk.compat.contract import MakesDataset
+from dtk.compat.tf_datasets import MakesDataset
 from dtk.errors import ClusterError
 from dtk.exchange import Downpour, Quantized, parse
-from dtk.nests import Array
 from dtk.parameter_server import (
     chief_trainer,
     consistency_models,
@@ -30,16 +29,16 @@ from dtk.parameter_server import (
     worker_data,
     worker_pool,
 )
+from dtk.parameter_server.job_context import JobStrategy
 from dtk.strategies import devices, start
 from dtk.strategies.base import DtkStrategy
 from dtk.strategies.cluster_resolver import JobResolver
-from dtk.trainer.contract import Strategy
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.model_scope import trainer_of
 from dtk.trainer.replica import self_test as self_testing
 
 
-class ParameterServerStrategy(DtkStrategy, tf_servers.ServerStrategy):
+class ParameterServerStrategy(JobStrategy, DtkStrategy, tf_servers.ServerStrategy):
     """Training with weights on parameter servers, synchronous or not.
 
     Every task runs the same script. Workers and parameter servers stay in this constructor, serve,
@@ -93,8 +92,7 @@ class ParameterServerStrategy(DtkStrategy, tf_servers.ServerStrategy):
         if config.role in ("ps", "worker"):
             run_server.serve(config)
         self.workers = len(config.cluster["worker"])
-        # Per worker: bytes pulled from and pushed to the servers, and steps.
-        self._traffic = np.zeros((self.workers, 3), np.int64)
+        self.moved = np.zeros((self.workers, 3), np.int64)
         self.is_evaluator = config.role == "evaluator"
         self.has_evaluator = "evaluator" in config.cluster
         if self.is_evaluator:
@@ -154,12 +152,7 @@ class ParameterServerStrategy(DtkStrategy, tf_servers.ServerStrategy):
         """Number of processes that compute: the chief, and the workers behind it."""
         return 1 if self.is_evaluator else 1 + self.workers
 
-    @property
-    def slices(self) -> int:
-        """Number of parts a global batch is cut into: one per worker if synchronous, else one."""
-        return self.consistency.slices(self.workers)
-
-    def make_trainer(self, model: keras.Model) -> DistributedTrainer[Strategy]:
+    def make_trainer(self, model: keras.Model) -> DistributedTrainer:
         """Make a trainer whose steps run on workers, or the evaluator's, which takes none."""
         made = (
             evaluator.EvaluatorTrainer
@@ -200,37 +193,6 @@ class ParameterServerStrategy(DtkStrategy, tf_servers.ServerStrategy):
         """
         return worker_data.worker_dataset(dataset_fn, self.workers, self.slices)
 
-    def sum_over_slices(self, value: tf.Tensor) -> tf.Tensor:
-        """Sum a value over a step's slices, which must be a single one.
-
-        Args:
-            value: Any tensor.
-
-        Returns:
-            The value.
-
-        Raises:
-            ValueError: A step is cut over several workers.
-        """
-        self.check_whole_step("a loss that is a mean over masked or weighted rows")
-        return value
-
-    def check_whole_step(self, what: str) -> None:
-        """Refuse what would need workers to exchange numbers within a step.
-
-        Args:
-            what: What needs it, for the message.
-
-        Raises:
-            ValueError: A step is cut over workers.
-        """
-        if self.slices > 1:
-            raise ValueError(
-                f"{what} needs workers to exchange numbers within a step, which workers of "
-                f"parameter servers do not; with consistency={self.consistency!r} a step is cut "
-                f"over {self.slices}. Use AllReduceStrategy, or an asynchronous consistency"
-            )
-
     def schedule_of(self, model: keras.Model) -> scheduler.Schedule:
         """Return the schedule that decides which step of a model may start.
 
@@ -252,31 +214,6 @@ class ParameterServerStrategy(DtkStrategy, tf_servers.ServerStrategy):
                 f"model {model.name!r} has taken no step under this strategy; call fit first"
             )
         return trainer.schedule
-
-    @property
-    def placement(self) -> list[int]:
-        """Bytes of variables on each parameter server; slot variables are not counted."""
-        return list(self.extended.bytes_placed)
-
-    # Traffic.
-
-    def note_traffic(self, worker: int, moved: Array, steps: int = 1) -> None:
-        """Count the bytes that steps of a worker pulled and pushed.
-
-        Args:
-            worker: Index of the worker.
-            moved: Bytes pulled and bytes pushed, of shape (2,).
-            steps: How many steps they were.
-        """
-        self._traffic[worker] += (*moved, steps)
-
-    @property
-    def traffic(self) -> list[dict[str, int]]:
-        """Steps computed, and bytes pulled from and pushed to the parameter servers, per worker."""
-        return [
-            {"steps": int(steps), "pulled": int(pulled), "pushed": int(pushed)}
-            for pulled, pushed, steps in self._traffic
-        ]
 
 
 def _config() -> cluster.TFConfig:

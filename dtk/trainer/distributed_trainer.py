@@ -13,7 +13,6 @@ from __future__ import annotations
 import collections
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Generic
 
 import keras
 import tensorflow as tf
@@ -22,24 +21,22 @@ from dtk.cluster import progress
 from dtk.compat import keras_data, keras_models, keras_variables
 from dtk.input import digests, slicing
 from dtk.nests import Args, Function, Kwargs, Nest, Specs
-from dtk.trainer import epoch_data, feed, fit_calls, jit
-from dtk.trainer.contract import Loop, StepFunction, StrategyT
+from dtk.trainer import epoch_data, feed, jit
 from dtk.trainer.gradients import local_steps, shared_optimizer
 from dtk.trainer.model_state import ModelState
 from dtk.trainer.ranks import rank_checks, shared_weights
 from dtk.trainer.replica import fixed_rows, predicting, replica_step, self_test, step_times, trial
+from dtk.trainer.strategy import Loop, StepFunction, Strategy
 
 
-class DistributedTrainer(ModelState, Generic[StrategyT]):
+class DistributedTrainer(ModelState):
     """Training of one model compiled under one strategy: its step functions, data and checks."""
 
-    def __init__(self, model: keras.Model, strategy: StrategyT):
-        super().__init__(model)
-        self.strategy = strategy
+    def __init__(self, model: keras.Model, strategy: Strategy):
+        super().__init__(model, strategy)
         self.feed = feed.Feed(model, strategy, self.distribute)
         self.callbacks: keras.callbacks.CallbackList = None
         self.kinds: dict[str, dict[str, str]] = {}
-        self.gathered: list[keras.Metric] = []
         self.tried: set[str] = set()
         self.calls: collections.Counter[str] = collections.Counter()
         self._unread = False
@@ -125,9 +122,8 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
             if read:
                 self.strategy.take_metric_state(read)
 
-    def fit(self, method: Function[object], args: Args, kwargs: Kwargs) -> object:
-        """Call Keras's `fit` with the checks between ranks around it."""
-        return fit_calls.fit(method, self, args, kwargs)
+    def before_fit(self, method: Function[object], args: Args, kwargs: Kwargs) -> None:
+        """Do what a process does before `fit`: nothing, or in its place, ending the process."""
 
     def leaves_validation(self, asked: dict[str, object]) -> bool:
         """Return whether another process validates in place of this one."""
@@ -219,9 +215,7 @@ class DistributedTrainer(ModelState, Generic[StrategyT]):
             trial.Trial(self, step_function, first).whole()
             self._take_metrics()
 
-    def make_trial(
-        self, step_function: StepFunction, batch: slicing.Slices
-    ) -> trial.Trial[StrategyT]:
+    def make_trial(self, step_function: StepFunction, batch: slicing.Slices) -> trial.Trial:
         """Make the trial of a step on a few rows, see `self_test`."""
         return trial.Trial(self, step_function, batch)
 

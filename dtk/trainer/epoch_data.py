@@ -17,7 +17,7 @@ from dtk.compat import keras_data, tf_datasets
 from dtk.input import digests, row_maps, slicing
 from dtk.input.pipelines import read_ahead, untuned
 from dtk.nests import Nest, Specs
-from dtk.trainer.contract import Strategy
+from dtk.trainer.strategy import Strategy
 
 # What `fit` is given, and what Keras reads.
 Dataset: TypeAlias = "tf.data.Dataset | tf_datasets.PerRankDataset"

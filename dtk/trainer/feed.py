@@ -15,8 +15,8 @@ import tensorflow as tf
 from dtk.compat import keras_data, keras_models
 from dtk.compat.tf_datasets import PerRankDataset
 from dtk.nests import Logs, Nest
-from dtk.trainer.contract import Strategy
 from dtk.trainer.epoch_data import Dataset, EpochDataset, is_per_rank, tuned_for
+from dtk.trainer.strategy import Strategy
 
 
 class Position(TypedDict):

@@ -16,8 +16,10 @@ import keras
 
 from dtk.errors import at_rank, check_number
 from dtk.nests import Args, Function, Kwargs
-from dtk.trainer.contract import Strategy, Trainer
-from dtk.trainer.ranks import progress_bar, rank_callbacks, rank_checks, seeds, shared_weights
+from dtk.trainer import rank_callbacks
+from dtk.trainer.distributed_trainer import DistributedTrainer
+from dtk.trainer.ranks import rank_checks, seeds, shared_weights
+from dtk.trainer.strategy import Strategy
 
 # Keras's own callbacks that write files or talk to a server: once per job, not once per rank.
 WRITERS = (
@@ -40,7 +42,7 @@ _COUNTS = {
 
 
 def call(
-    trainer: Trainer, name: str, method: Function[object], args: Args, kwargs: Kwargs
+    trainer: DistributedTrainer, name: str, method: Function[object], args: Args, kwargs: Kwargs
 ) -> object:
     """Call one of Keras's own methods with the checks between ranks around it."""
     if name in ("fit", "evaluate", "predict"):
@@ -50,7 +52,8 @@ def call(
         _tell_of_idle(asked.get("batch_size"), trainer.strategy)
         trainer.strategy.meet(f"{name} begins")
     if name == "fit":
-        return trainer.fit(method, args, kwargs)
+        trainer.before_fit(method, args, kwargs)
+        return fit(method, trainer, args, kwargs)
     if name in ("evaluate", "predict"):
         return _evaluate_or_predict(method, name, trainer, args, kwargs)
     if name == "predict_on_batch" and trainer.takes_over:
@@ -103,7 +106,9 @@ def _whole(value: object) -> int | None:
         return None
 
 
-def fit(method: Function[object], trainer: Trainer, args: Args, kwargs: Kwargs) -> object:
+def fit(
+    method: Function[object], trainer: DistributedTrainer, args: Args, kwargs: Kwargs
+) -> object:
     """Call Keras's `fit` with the checks between ranks around it."""
     given = inspect.signature(method).bind(*args, **kwargs)
     given.apply_defaults()
@@ -151,7 +156,7 @@ def fit(method: Function[object], trainer: Trainer, args: Args, kwargs: Kwargs) 
 
 def _bar(
     callbacks: keras.callbacks.Callback | Sequence[keras.callbacks.Callback] | None,
-    trainer: Trainer,
+    trainer: DistributedTrainer,
     shown: bool,
 ) -> list[keras.callbacks.Callback]:
     """Return the progress bar, where Keras would add one and several replicas train."""
@@ -159,7 +164,7 @@ def _bar(
     if any(isinstance(one, keras.callbacks.ProgbarLogger) for one in given):
         return []
     several = trainer.strategy.num_replicas_in_sync > 1
-    return [progress_bar.ProgressBar(trainer)] if shown and several else []
+    return [rank_callbacks.ProgressBar(trainer)] if shown and several else []
 
 
 def data_of(asked: Mapping[str, object]) -> object:
@@ -170,7 +175,7 @@ def data_of(asked: Mapping[str, object]) -> object:
 
 
 def _evaluate_or_predict(
-    method: Function[object], name: str, trainer: Trainer, args: Args, kwargs: Kwargs
+    method: Function[object], name: str, trainer: DistributedTrainer, args: Args, kwargs: Kwargs
 ) -> object:
     """Call `evaluate` or `predict` with the checks between ranks around it."""
     given = inspect.signature(method).bind(*args, **kwargs)
@@ -199,7 +204,7 @@ def _evaluate_or_predict(
 
 
 def _on_batch(
-    method: Function[object], name: str, trainer: Trainer, args: Args, kwargs: Kwargs
+    method: Function[object], name: str, trainer: DistributedTrainer, args: Args, kwargs: Kwargs
 ) -> object:
     """Take a single step: compare ranks before the first, and after 1, 2, 4, 8, ... of them."""
     trains = name == "train_on_batch"

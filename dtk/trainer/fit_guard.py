@@ -31,8 +31,8 @@ from dtk.trainer import (
     trainer_calls,
     undistributed_jobs,
 )
-from dtk.trainer.contract import Strategy
 from dtk.trainer.replica import self_test, step_times
+from dtk.trainer.strategy import Strategy
 
 # In a thread: models trained in others are not concerned.
 _alone = threading.local()
@@ -85,7 +85,7 @@ class _Calls:
 
     def _distributed_now(
         self, model: keras.Model, name: str
-    ) -> distributed_trainer.DistributedTrainer[Strategy] | None:
+    ) -> distributed_trainer.DistributedTrainer | None:
         """Make the trainer of a model that was built in a scope, or is called in one."""
         owner = keras_models.owner_of(model)
         current = tf.distribute.get_strategy()

@@ -18,8 +18,8 @@ import keras
 from dtk.cluster.variables import JIT_COMPILE
 from dtk.compat import keras_models, one_pass
 from dtk.errors import at_rank
-from dtk.trainer.contract import Strategy
 from dtk.trainer.gradients import partitioned_variables, shared_optimizer
+from dtk.trainer.strategy import Strategy
 
 
 def settle(asked: bool | str | None, model: keras.Model, strategy: Strategy) -> bool | str | None:

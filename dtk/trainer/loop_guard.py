@@ -20,7 +20,7 @@ import tensorflow as tf
 from dtk.compat import keras_optimizers
 from dtk.errors import NotDistributedError, at_rank
 from dtk.trainer import fit_guard
-from dtk.trainer.contract import Strategy
+from dtk.trainer.strategy import Strategy
 
 _CONVERTED = "tf__"  # what TensorFlow puts before the names of functions it has rewritten
 _DTK = str(Path(__file__).parents[1])

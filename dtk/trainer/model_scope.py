@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Protocol
 
 import keras
 import tensorflow as tf
@@ -17,24 +16,17 @@ from dtk.compat import keras_models
 from dtk.errors import NotDistributedError, at_rank
 from dtk.nests import Function, Nest
 from dtk.trainer import jit
-from dtk.trainer.contract import Strategy
 from dtk.trainer.distributed_trainer import DistributedTrainer
+from dtk.trainer.strategy import Strategy
 from dtk.trainer.tracing import traced_step
 
 
-class ModelStrategy(Strategy, Protocol):
-    """A strategy that makes the trainers of the models compiled in its scope."""
-
-    def make_trainer(self, model: keras.Model) -> DistributedTrainer[Strategy]:
-        """Make the trainer of a model compiled in this strategy's scope."""
-
-
-def trainer_of(model: keras.Model) -> DistributedTrainer[Strategy] | None:
+def trainer_of(model: keras.Model) -> DistributedTrainer | None:
     """Return the trainer of a model. The trainer; None when no dtk strategy compiled the model."""
     return keras_models.trainer_of(model, DistributedTrainer)
 
 
-def distribute(model: keras.Model, strategy: ModelStrategy) -> DistributedTrainer[Strategy]:
+def distribute(model: keras.Model, strategy: Strategy) -> DistributedTrainer:
     """Give a compiled model the strategy's step functions; compiling again starts afresh."""
     before = trainer_of(model)
     if before is not None and before.strategy is not strategy:
@@ -65,7 +57,7 @@ def distribute(model: keras.Model, strategy: ModelStrategy) -> DistributedTraine
 
 
 @contextlib.contextmanager
-def distributing(strategy: ModelStrategy) -> Iterator[None]:
+def distributing(strategy: Strategy) -> Iterator[None]:
     """Return a context in which `compile` makes trainers, and losses outside replicas are whole."""
     with (
         keras_models.compiles_through(

@@ -7,13 +7,16 @@ import keras
 from dtk.compat import keras_models
 from dtk.exchange.state import Saved
 from dtk.trainer.gradients import shards, shared_optimizer
+from dtk.trainer.strategy import Strategy
 
 
 class ModelState:
     """The variables of a model and its optimizers, by who holds which values."""
 
-    def __init__(self, model: keras.Model):
+    def __init__(self, model: keras.Model, strategy: Strategy):
         self.model = model
+        self.strategy = strategy
+        self.gathered: list[keras.Metric] = []
         self._carried: dict[str, Saved] = {}
 
     @property
@@ -35,12 +38,7 @@ class ModelState:
 
     def seed_states(self) -> list[keras.Variable]:
         """Return the state of the model's random number generators (dropout and the like)."""
-        weights = {id(v) for v in self.model.weights}
-        return [
-            v
-            for v in self.model.variables
-            if id(v) not in weights and v.name == "seed_generator_state"
-        ]
+        return seed_states_of(self.model)
 
     def equal_variables(self) -> list[keras.Variable]:
         """Return every variable that steps keep equal on all ranks."""
@@ -93,3 +91,10 @@ class ModelState:
         optimizer_variables = [v for optimizer in optimizers for v in optimizer.variables]
         unique = {id(v): v for v in [*self.model.weights, *optimizer_variables]}
         return [v for key, v in unique.items() if key not in own]
+
+
+def seed_states_of(model: keras.Model) -> list[keras.Variable]:
+    """Return the state of a model's random number generators."""
+    weights = {id(v) for v in model.weights}
+    others = [v for v in model.variables if id(v) not in weights]
+    return [v for v in others if v.name == "seed_generator_state"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import keras
 
 from dtk.errors import at_rank
-from dtk.trainer.contract import Strategy
 from dtk.trainer.model_scope import trainer_of
 from dtk.trainer.ranks import rank_checks, shared_weights
+from dtk.trainer.strategy import Strategy
 
 
 def check_weights(model: keras.Model, strategy: Strategy) -> int:

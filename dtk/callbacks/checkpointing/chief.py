@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from dtk.communicators.root import on_root
-from dtk.trainer.contract import Strategy
+from dtk.trainer.strategy import Strategy
 
 T = TypeVar("T")
 

@@ -14,17 +14,17 @@ from dtk.exchange.state import Saved
 from dtk.layers.plain import is_in_parts
 from dtk.layers.whole import ModelInParts
 from dtk.nests import Array
-from dtk.trainer.contract import Strategy
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.model_state import ModelState
 from dtk.trainer.replica.replica_step import metric_variables
+from dtk.trainer.strategy import Strategy
 
 # Begins the names of what the exchange remembers of a part of a model, before the part's number.
 _PART = "part "
 
 
-def parts_of(trainer: DistributedTrainer[Strategy]) -> ModelInParts | None:
+def parts_of(trainer: DistributedTrainer) -> ModelInParts | None:
     """Return what puts a model together that ranks hold in parts. All ranks call it together.
 
     A checkpoint holds the layers of one device, also where one rank has all parts of each: the same
@@ -40,7 +40,7 @@ def parts_of(trainer: DistributedTrainer[Strategy]) -> ModelInParts | None:
     return ModelInParts(trainer.model, strategy.model_communicator)
 
 
-def exchange_of(trainer: DistributedTrainer[Strategy]) -> dict[str, Saved]:
+def exchange_of(trainer: DistributedTrainer) -> dict[str, Saved]:
     """Collect what the exchange of gradients remembers, of all ranks, who call it together."""
     own, group = trainer.exchange_state(), trainer.strategy.model_communicator
     if group.size == 1:
@@ -52,7 +52,7 @@ def exchange_of(trainer: DistributedTrainer[Strategy]) -> dict[str, Saved]:
     }
 
 
-def restore_exchange(trainer: DistributedTrainer[Strategy], saved: dict[str, Saved]) -> None:
+def restore_exchange(trainer: DistributedTrainer, saved: dict[str, Saved]) -> None:
     """Restore what the exchange of gradients remembers; on a grid, of this rank's part.
 
     What belongs to another division of the model cannot be used: the exchange then begins anew, and
@@ -123,13 +123,13 @@ def last_word(path: str) -> str:
     return path.rsplit("/", 1)[-1].rsplit("_", 1)[-1]
 
 
-def accumulators_of(trainer: DistributedTrainer[Strategy]) -> list[keras.Variable]:
+def accumulators_of(trainer: DistributedTrainer) -> list[keras.Variable]:
     """Return the variables that hold unfinished windows of gradient accumulation."""
     optimizers = shared_optimizer.optimizers_of(trainer.model)
     return [v for optimizer in optimizers for v in shared_optimizer.accumulators_of(optimizer)]
 
 
-def fold_accumulators(trainer: DistributedTrainer[Strategy]) -> None:
+def fold_accumulators(trainer: DistributedTrainer) -> None:
     """Move unfinished gradient accumulation to rank 0: its sum there, zeros elsewhere.
 
     The window ends with a sum over ranks, so nothing changes, and what rank 0 saves is what a

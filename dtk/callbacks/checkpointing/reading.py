@@ -25,7 +25,6 @@ from dtk.errors import CheckpointFormatError
 from dtk.layers.whole import ModelInParts
 from dtk.nests import Array
 from dtk.parameter_server import evaluator
-from dtk.trainer.contract import Strategy
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.model_scope import trainer_of
 from dtk.trainer.model_state import ModelState
@@ -40,7 +39,7 @@ class CheckpointReader:
 
     def load_newest(
         self,
-        trainer: DistributedTrainer[Strategy],
+        trainer: DistributedTrainer,
         resume: bool = True,
         parts: ModelInParts | None = None,
     ) -> tuple[str, states.CheckpointState] | None:
@@ -54,7 +53,9 @@ class CheckpointReader:
             return None
         name, (packed, arrays) = self._newest_readable(names)
         path = self._files.directory / name
-        state: ModelState = trainer if parts is None else ModelState(parts.build())
+        state: ModelState = (
+            trainer if parts is None else ModelState(parts.build(), trainer.strategy)
+        )
         check_same_model(packed["variables"], describe(state), path)
         check_same_counts(packed, state, path)
         state.model.load_weights(self._files.weights(name))
@@ -126,7 +127,7 @@ def _check(state: states.CheckpointState, path: Path) -> None:
 
 def restore(
     state: states.CheckpointState,
-    trainer: DistributedTrainer[Strategy],
+    trainer: DistributedTrainer,
     epochs: int,
     parts: ModelInParts | None = None,
 ) -> None:
@@ -155,7 +156,7 @@ def restore(
         trainer.feed.resume_after_steps(state["trained"], state["data"])
 
 
-def _restore_seeds(state: states.CheckpointState, trainer: DistributedTrainer[Strategy]) -> None:
+def _restore_seeds(state: states.CheckpointState, trainer: DistributedTrainer) -> None:
     strategy = trainer.strategy
     if strategy.shuffle_seed.value is not None and state["shuffle_seed"] is not None:
         strategy.shuffle_seed.restore(state["shuffle_seed"], in_force=state["tensorflow_seed"])

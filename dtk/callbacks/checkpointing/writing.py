@@ -28,7 +28,6 @@ from dtk.compat import saving_calls, tf_replicas
 from dtk.errors import CheckpointSaveError
 from dtk.exchange.state import Saved
 from dtk.nests import Array, Logs
-from dtk.trainer.contract import Strategy
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.model_state import ModelState
 from dtk.trainer.replica.replica_step import metric_variables
@@ -62,7 +61,7 @@ class CheckpointWriter:
         self._files, self._max_to_keep, self._best = files, max_to_keep, best
         self._background = background
 
-    def save(self, trainer: DistributedTrainer[Strategy], progress: Progress) -> str:
+    def save(self, trainer: DistributedTrainer, progress: Progress) -> str:
         """Write one checkpoint. All ranks call it together: some state is spread over them.
 
         With a `background`, it is copied, and written later; the one before has been finished.
@@ -86,7 +85,7 @@ class CheckpointWriter:
             arrays: dict[str, Array] = {}
             whole: ModelState = trainer
             if parts is not None and parts.whole is not None:
-                whole = ModelState(parts.whole)
+                whole = ModelState(parts.whole, trainer.strategy)
             _check_finite(whole.model)
             state = self._state(trainer, whole, progress, metrics, exchange)
             packed = {key: states.pack(value, arrays) for key, value in state.items()}
@@ -110,7 +109,7 @@ class CheckpointWriter:
 
     def _state(
         self,
-        trainer: DistributedTrainer[Strategy],
+        trainer: DistributedTrainer,
         whole: ModelState,
         progress: Progress,
         metrics: list[Array] | None,

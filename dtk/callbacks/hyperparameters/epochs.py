@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+
+from dtk.trainer.strategy import Strategy
 
 
-class Sized(Protocol):
-    """Anything with a number of workers."""
-
-    @property
-    def size(self) -> int:
-        """Number of workers."""
-
-
-def epochs_per_worker(epochs: int, strategy: Sized, minimum: int = 1) -> int:
+def epochs_per_worker(epochs: int, strategy: Strategy, minimum: int = 1) -> int:
     """Return how many epochs each worker runs when all share them: `ceil(epochs / size)`.
 
     Under a dtk strategy an epoch is one pass of all workers together over the data, so the number

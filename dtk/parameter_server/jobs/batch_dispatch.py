@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from dtk.nests import Specs
 from dtk.parameter_server import consistency_models
-from dtk.parameter_server.contract import ServerStrategy
 from dtk.parameter_server.dispatch import Dispatcher, Job
+from dtk.parameter_server.job_context import JobStrategy
 from dtk.parameter_server.jobs.batches import Batch, Batcher, is_read_by_workers
 from dtk.parameter_server.jobs.rng_states import RngStates
 from dtk.parameter_server.jobs.trace_cache import ConcreteFunction
@@ -86,7 +86,7 @@ class BatchDispatcher(Generic[DispatchedT]):
 
     def __init__(
         self,
-        strategy: ServerStrategy,
+        strategy: JobStrategy,
         new_schedule: Callable[[], Schedule],
         job: BatchJob[DispatchedT],
         *,

@@ -24,12 +24,12 @@ from dtk.compat import keras_optimizers, keras_variables, tf_replicas, tf_server
 from dtk.exchange import Downpour
 from dtk.nests import Array, Nest, Specs
 from dtk.parameter_server import gradient_buffers, gradient_compression
-from dtk.parameter_server.contract import JobTrainer
 from dtk.parameter_server.functional_step import (
     pulled_variables,
     trace_functional_step,
     zero_metrics,
 )
+from dtk.parameter_server.job_context import JobTrainer
 from dtk.parameter_server.jobs.batch_dispatch import SerialPhase
 from dtk.parameter_server.jobs.batches import Batch, whole_batch
 from dtk.parameter_server.jobs.gradient_commit import GradientCommit
@@ -86,7 +86,7 @@ class FetchAndPush:
 
     def variables(self) -> list[keras.Variable]:
         """Return the variables whose values workers hold."""
-        random = self._trainer.rng_state_variables()
+        random = self._trainer.seed_states()
         return pulled_variables(self._trainer.model, self._commit.tables, random)
 
     def _fetch(self) -> tuple[list[tf.Tensor], tf.Tensor, list[tf.Tensor]]:

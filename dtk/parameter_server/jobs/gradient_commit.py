@@ -15,8 +15,8 @@ from dtk.compat import keras_models, keras_optimizers, keras_variables, tf_repli
 from dtk.errors import NotDistributedError
 from dtk.nests import Array
 from dtk.parameter_server import functional_step, gradient_buffers
-from dtk.parameter_server.contract import JobTrainer
 from dtk.parameter_server.functional_step import FunctionalStep
+from dtk.parameter_server.job_context import JobTrainer
 from dtk.trainer.gradients import lookup_slices, partitioned_variables, shared_optimizer
 from dtk.trainer.tracing import slice_origins, traced_step
 
@@ -140,7 +140,7 @@ class GradientCommit:
     ) -> list[tf.Tensor]:
         """Return by how much a step moves statistics, such as those of batch normalization."""
         before = {id(v): value for v, value in given}
-        states = {id(v) for v in self._trainer.rng_state_variables()}
+        states = {id(v) for v in self._trainer.seed_states()}
         moving = (traced.assigned & set(before)) - states
         self._moving = [v for v in self._model.non_trainable_variables if id(v) in moving]
         now = traced.scope.get_current_value

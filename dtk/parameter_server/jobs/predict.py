@@ -9,8 +9,8 @@ import tensorflow as tf
 from dtk.compat import keras_models, tf_replicas, tf_servers
 from dtk.nests import Nest, Specs
 from dtk.parameter_server import gradient_buffers
-from dtk.parameter_server.contract import JobTrainer
 from dtk.parameter_server.functional_step import pulled_variables, trace_functional_step
+from dtk.parameter_server.job_context import JobTrainer
 from dtk.parameter_server.jobs.batches import Batch
 from dtk.parameter_server.jobs.rng_states import RngStates
 from dtk.parameter_server.jobs.trace_cache import ConcreteFunction, TraceCache
@@ -27,7 +27,7 @@ class PredictJob:
 
     def __init__(self, trainer: JobTrainer):
         self._trainer = trainer
-        self.rng_states = RngStates(trainer.rng_state_variables)
+        self.rng_states = RngStates(trainer.seed_states)
         self.traces: TraceCache[Nest] = TraceCache()
         self._outputs: list[Nest] = []
 
@@ -41,7 +41,7 @@ class PredictJob:
         model = self._trainer.model
         tables = keras_models.tables_of(model)
         with tf_replicas.in_replica(self._trainer.strategy):
-            random = self._trainer.rng_state_variables()
+            random = self._trainer.seed_states()
             pulled, _ = gradient_buffers.pull(pulled_variables(model, tables, random))
             given = self.rng_states.values(rng_states)
             traced = trace_functional_step(

@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from dtk.nests import Array, Nest
 from dtk.parameter_server import gradient_buffers
-from dtk.parameter_server.contract import JobTrainer
 from dtk.parameter_server.functional_step import FunctionalStep
+from dtk.parameter_server.job_context import JobTrainer
 from dtk.parameter_server.jobs.batch_dispatch import SerialPhase
 from dtk.parameter_server.jobs.gradient_commit import GradientCommit, NewLayout
 from dtk.parameter_server.jobs.metric_sum import Counted, MetricSum
@@ -55,7 +55,7 @@ class StepUpdate:
     ):
         self._serial_phase = serial_phase
         self.commit = GradientCommit(trainer, new_layout)
-        self.rng_states = RngStates(trainer.rng_state_variables, draws=True)
+        self.rng_states = RngStates(trainer.seed_states, draws=True)
         self.metrics = MetricSum(trainer.model)
         self.non_finite: NonFiniteStep | None = None
 

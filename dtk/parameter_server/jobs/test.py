@@ -9,12 +9,12 @@ import tensorflow as tf
 from dtk.compat import keras_models, tf_replicas
 from dtk.nests import Nest, Specs
 from dtk.parameter_server import gradient_buffers
-from dtk.parameter_server.contract import JobTrainer
 from dtk.parameter_server.functional_step import (
     pulled_variables,
     trace_functional_step,
     zero_metrics,
 )
+from dtk.parameter_server.job_context import JobTrainer
 from dtk.parameter_server.jobs.batches import Batch, whole_batch
 from dtk.parameter_server.jobs.metric_sum import Counted, MetricSum
 from dtk.parameter_server.jobs.rng_states import RngStates
@@ -29,7 +29,7 @@ class TestJob:
     def __init__(self, trainer: JobTrainer):
         self._trainer = trainer
         self._metrics = MetricSum(trainer.model)
-        self.rng_states = RngStates(trainer.rng_state_variables)
+        self.rng_states = RngStates(trainer.seed_states)
         self.traces: TraceCache[Counted] = TraceCache()
 
     @property
@@ -50,7 +50,7 @@ class TestJob:
         model, strategy = self._trainer.model, self._trainer.strategy
         tables = keras_models.tables_of(model)
         with tf_replicas.in_replica(strategy):
-            random = self._trainer.rng_state_variables()
+            random = self._trainer.seed_states()
             pulled, _ = gradient_buffers.pull(pulled_variables(model, tables, random))
             state = [*pulled, *zero_metrics(model)]
             data = whole_batch(data)

@@ -15,12 +15,12 @@ import tensorflow as tf
 from dtk.compat import tf_replicas
 from dtk.nests import Array, Nest, Specs
 from dtk.parameter_server import gradient_buffers
-from dtk.parameter_server.contract import JobTrainer
 from dtk.parameter_server.functional_step import (
     pulled_variables,
     trace_functional_step,
     zero_metrics,
 )
+from dtk.parameter_server.job_context import JobTrainer
 from dtk.parameter_server.jobs.batch_dispatch import SerialPhase
 from dtk.parameter_server.jobs.batches import Batch, whole_batch
 from dtk.parameter_server.jobs.step_update import StepUpdate, TrainOutputs, TrainReport
@@ -77,7 +77,7 @@ class TrainJob:
         model, strategy, update = self._trainer.model, self._trainer.strategy, self._update
         tables, layout = update.commit.tables, update.commit.layout
         with tf_replicas.in_replica(strategy):
-            random = self._trainer.rng_state_variables()
+            random = self._trainer.seed_states()
             pulled, read = gradient_buffers.pull(pulled_variables(model, tables, random))
             state = [*pulled, *zero_metrics(model)]
             data = whole_batch(data)

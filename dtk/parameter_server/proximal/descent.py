@@ -23,8 +23,8 @@ import tensorflow as tf
 
 from dtk.input import slicing
 from dtk.nests import Array, Function
-from dtk.parameter_server.contract import ServerStrategy
 from dtk.parameter_server.dispatch import Dispatcher, Job
+from dtk.parameter_server.job_context import JobStrategy
 from dtk.parameter_server.proximal.blocks import Blocks, Copy
 from dtk.parameter_server.proximal.jobs import BlockJob, MeasureJob
 from dtk.parameter_server.proximal.row_loss import RowLoss
@@ -37,7 +37,7 @@ class BlockCoordinateDescent:
 
     def __init__(
         self,
-        strategy: ServerStrategy,
+        strategy: JobStrategy,
         loss: Function[tf.Tensor],
         weights: Array,
         data: tuple[Array, ...],

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import keras
 import tensorflow as tf
 
-from dtk.compat import keras_optimizers, keras_variables
+from dtk.communicators.base import with_values
+from dtk.compat import keras_optimizers, keras_variables, tf_replicas
 from dtk.compat.keras_shards import is_of_all
 from dtk.errors import at_rank
 from dtk.exchange import Auto, Dense
 from dtk.exchange.base import BatchPart, Exchange, ExchangeOp, Gradient, Trained, Update
-from dtk.exchange.factors import Factored
+from dtk.exchange.factors import Factored, factored
 from dtk.exchange.state import ExchangeState
 from dtk.nests import Gradients
-from dtk.trainer.contract import Strategy
-from dtk.trainer.gradients import lookup_slices, transforms
-from dtk.trainer.gradients.non_finite import NonFinite, NonFiniteNotes, NoteNonFinite
+from dtk.trainer.gradients import lookup_slices
+from dtk.trainer.gradients.non_finite import NonFinite, NonFiniteNotes
+from dtk.trainer.strategy import Strategy
 from dtk.trainer.tracing import traced_step
 
 
@@ -111,17 +112,22 @@ class GradientExchange:
         return self._strategy.model_communicator.allreduce(tf.reduce_all(tf.stack(flags)), "min")
 
     def _update(self, gradients: Gradients, variables: Sequence[keras.Variable]) -> Update:
+        present, found = _with_static_shapes(gradients, variables)
         op, scale = self.of(variables), self._scale()
-        chain: list[transforms.Transform] = [transforms.AsFactors()] if op.factors else []
-        chain += [transforms.Observe(self._see), transforms.ZeroIfPadding()]
-        chain += self._noting(gradients, variables)
+        if op.factors:
+            found = [factored(gradient) for gradient in found]
+        self._see(found)
+        # A replica that computed a padding row counts as nothing.
+        found = tf_replicas.if_present(found)
+        self._note(found, [variables[i].path for i in present])
+        if scale is not None:  # divided, since 1 / scale may be too small a number
+            found = [_scaled(tf.divide, gradient, scale) for gradient in found]
+        divided, join = self._division([variables[i].path for i in present]).of(found)
+        update = op.update(divided, batch_part())
+        found = join(update.gradients)
         if scale is not None:
-            chain.append(transforms.Unscale(scale))
-        division = self._division(gradients, variables)
-        chain.append(transforms.ExchangeStep(op, batch_part(), division))
-        if scale is not None:
-            chain.append(transforms.Rescale(scale))
-        return self._chained(chain, gradients, variables)
+            found = [_scaled(tf.multiply, gradient, scale) for gradient in found]
+        return update._replace(gradients=_placed(present, found, len(gradients)))
 
     def reduce_window(self, gradients: Gradients, variables: Sequence[keras.Variable]) -> Gradients:
         """Sum the gradients of an accumulation window over the replicas."""
@@ -136,33 +142,18 @@ class GradientExchange:
     def _reduce_window(
         self, gradients: Gradients, variables: Sequence[keras.Variable]
     ) -> Gradients:
-        division = self._division(gradients, variables)
-        window = transforms.ReduceWindow(self.of(variables), batch_part(), division)
-        chain: list[transforms.Transform] = [transforms.Observe(self._see)]
-        chain += [*self._noting(gradients, variables), window]
-        return self._chained(chain, gradients, variables).gradients
+        present, found = _with_static_shapes(gradients, variables)
+        self._see(found)
+        self._note(found, [variables[i].path for i in present])
+        divided, join = self._division([variables[i].path for i in present]).of(found)
+        summed = join(self.of(variables).reduce(divided, batch_part()))
+        return _placed(present, summed, len(gradients))
 
-    def _division(
-        self, gradients: Gradients, variables: Sequence[keras.Variable]
-    ) -> lookup_slices.Division:
-        paths = [variables[i].path for i in _present(gradients)]
+    def _division(self, paths: Sequence[str]) -> lookup_slices.Division:
         linear = keras_optimizers.is_linear(self._outer)
         return lookup_slices.Division(
             paths, self._strategy.rank, needed=not self.local, linear=linear
         )
-
-    def _chained(
-        self,
-        chain: Sequence[transforms.Transform],
-        gradients: Gradients,
-        variables: Sequence[keras.Variable],
-    ) -> Update:
-        """Send the gradients that are not None through a chain, in their static shapes."""
-        present = _present(gradients)
-        shapes = transforms.StaticShapes(tuple(variables[i].shape for i in present))
-        found = transforms.chained([shapes, *chain], [gradients[i] for i in present])
-        reduced = dict(zip(present, found.gradients, strict=True))
-        return found._replace(gradients=[reduced.get(i) for i in range(len(gradients))])
 
     def watch(self, wanted: bool) -> None:
         """Start or stop noting gradients that are not finite, from the step's next trace."""
@@ -175,14 +166,10 @@ class GradientExchange:
             return []
         return self._notes.found(int(self._inner.iterations.numpy()), loss_is_finite)
 
-    def _noting(
-        self, gradients: Gradients, variables: Sequence[keras.Variable]
-    ) -> list[transforms.Transform]:
-        if self._notes is None:
-            return []
-        paths = [variables[i].path for i in _present(gradients)]
-        replica = self._strategy.local_index()
-        return [NoteNonFinite(self._notes, self._inner.iterations, replica, paths)]
+    def _note(self, gradients: list[Gradient], paths: Sequence[str]) -> None:
+        if self._notes is not None and gradients:
+            replica = self._strategy.local_index()
+            self._notes.note(self._inner.iterations, replica, paths, gradients)
 
     def _see(self, gradients: list[Gradient]) -> None:
         self.seen, self.factored = [], []
@@ -222,8 +209,35 @@ class GradientExchange:
         return next((weight for weight in weights if weight is not None), None)
 
 
-def _present(gradients: Gradients) -> list[int]:
-    return [i for i, g in enumerate(gradients) if g is not None]
+def _with_static_shapes(
+    gradients: Gradients, variables: Sequence[keras.Variable]
+) -> tuple[list[int], list[Gradient]]:
+    """Return the places of gradients that are not None, and these in their variables' shapes.
+
+    Without a static shape a gradient is sent by itself, outside of any bucket. A Dense layer on
+    sequences has none where a batch may be of any size.
+    """
+    present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+    shaped = [
+        gradients[i]
+        if isinstance(gradients[i], tf.IndexedSlices)
+        else tf.ensure_shape(gradients[i], variables[i].shape)
+        for i in present
+    ]
+    return present, shaped
+
+
+def _placed(present: list[int], found: list[Gradient], count: int) -> Gradients:
+    by_place = dict(zip(present, found, strict=True))
+    return [by_place.get(i) for i in range(count)]
+
+
+def _scaled(
+    operation: Callable[[tf.Tensor, tf.Tensor], tf.Tensor], gradient: Gradient, scale: tf.Tensor
+) -> Gradient:
+    if isinstance(gradient, tf.IndexedSlices):
+        return with_values(gradient, _scaled(operation, gradient.values, scale))
+    return operation(gradient, tf.cast(scale, gradient.dtype))
 
 
 def _wholes_and_parts(variables: Sequence[keras.Variable]) -> list[list[int]]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from dtk.exchange.base import Gradient, Update
+from dtk.exchange.base import Gradient
 from dtk.exchange.factors import Factored
 from dtk.nests import Array
 
@@ -34,6 +34,21 @@ class NonFiniteNotes:
         self._taken: list[NonFinite] = []
         self._lock = threading.Lock()
 
+    def note(
+        self, steps: tf.Tensor, replica: int, paths: Sequence[str], gradients: list[Gradient]
+    ) -> None:
+        """Note which gradients of a replica's step are not finite, when the step runs."""
+        finite = tf.stack([_is_finite(g) for g in gradients])
+
+        def take(step: Array, finite: Array) -> bool:
+            self.take(int(step), replica, paths, finite.tolist())
+            return True
+
+        def note() -> tf.Tensor:
+            return tf.numpy_function(take, [tf.cast(steps, tf.int64), finite], tf.bool)
+
+        tf.cond(tf.reduce_all(finite), lambda: tf.constant(True), note)
+
     def take(self, step: int, replica: int, paths: Sequence[str], finite: Sequence[bool]) -> None:
         """Note the gradients of a replica's step, unless there are older ones that count."""
         bad = tuple(path for path, good in zip(paths, finite, strict=True) if not good)
@@ -51,34 +66,6 @@ class NonFiniteNotes:
                 # A step that is left out because its gradients have overflowed is not counted.
                 return [n for n in self._taken if n.step == steps and not loss_is_finite]
             return list(self._taken)
-
-
-class NoteNonFinite:
-    """Link of the chain of `transforms` that notes gradients which are not finite."""
-
-    def __init__(
-        self, notes: NonFiniteNotes, steps: tf.Tensor, replica: int, paths: Sequence[str]
-    ) -> None:
-        self._notes = notes
-        self._steps = steps
-        self._replica = replica
-        self._paths = tuple(paths)
-
-    def update(self, given: Update) -> Update:
-        """See `Transform.update`."""
-        if not given.gradients:
-            return given
-        finite = tf.stack([_is_finite(g) for g in given.gradients])
-
-        def take(step: Array, finite: Array) -> bool:
-            self._notes.take(int(step), self._replica, self._paths, finite.tolist())
-            return True
-
-        def note() -> tf.Tensor:
-            return tf.numpy_function(take, [tf.cast(self._steps, tf.int64), finite], tf.bool)
-
-        tf.cond(tf.reduce_all(finite), lambda: tf.constant(True), note)
-        return given
 
 
 def _is_finite(gradient: Gradient) -> tf.Tensor:

@@ -14,7 +14,7 @@ import tensorflow as tf
 from dtk.compat import tf_replicas
 from dtk.errors import at_rank
 from dtk.nests import Gradients
-from dtk.trainer.contract import Strategy
+from dtk.trainer.strategy import Strategy
 
 
 def is_replaced(variable: keras.Variable) -> bool:

@@ -22,8 +22,8 @@ from dtk.compat.keras_optimizers import square_sum
 from dtk.compat.keras_shards import copy_mark, is_of_all, shard_of
 from dtk.errors import at_rank
 from dtk.nests import Gradients
-from dtk.trainer.contract import Strategy
 from dtk.trainer.gradients.partitioned_variables import members, needs_whole
+from dtk.trainer.strategy import Strategy
 
 
 def take_shards(optimizer: keras.Optimizer, strategy: Strategy) -> None:

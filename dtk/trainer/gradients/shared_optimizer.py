@@ -20,9 +20,9 @@ from dtk.compat import keras_optimizers, one_pass, tf_replicas
 from dtk.compat.keras_optimizers import Apply, Clip
 from dtk.errors import at_rank
 from dtk.nests import Gradients, Nest
-from dtk.trainer.contract import Strategy
 from dtk.trainer.gradients import partitioned_variables, replaced_variables, shards
 from dtk.trainer.gradients.gradient_exchange import GradientExchange, check_exchange
+from dtk.trainer.strategy import Strategy
 from dtk.trainer.tracing import traced_step
 
 _Variables: TypeAlias = Sequence[keras.Variable]

@@ -22,7 +22,8 @@ from dtk.compat import keras_shards, tf_replicas
 from dtk.errors import DisagreementError, at_rank
 from dtk.input import digests, slicing
 from dtk.nests import Array
-from dtk.trainer.contract import Strategy, Trainer
+from dtk.trainer.model_state import ModelState
+from dtk.trainer.strategy import Strategy
 
 SAME_SCRIPT = "start the same script with the same arguments everywhere"
 
@@ -187,7 +188,7 @@ class ReadingCheck:
             check_same_digest(self._strategy, int(self._digest), "at the end of the data")
 
 
-def check_same_run(trainer: Trainer, params: Mapping[str, object]) -> None:
+def check_same_run(trainer: ModelState, params: Mapping[str, object]) -> None:
     """Raise on every rank when ranks differ in variables or steps, naming the first difference."""
     mine = [
         ("epochs", params.get("epochs")),
@@ -202,7 +203,7 @@ def check_same_run(trainer: Trainer, params: Mapping[str, object]) -> None:
     compare(shapes, strategy.communicator)  # ranks of one model may hold different variables
 
 
-def _shapes(trainer: Trainer) -> list[tuple[str, object]]:
+def _shapes(trainer: ModelState) -> list[tuple[str, object]]:
     # The last word of a variable's path, such as "kernel" or "momentum": what stands before depends
     # on how many layers of its kind a process has made, which may differ.
     variables = trainer.shared_variables()

@@ -9,7 +9,7 @@ import numpy as np
 
 from dtk.compat import keras_shards
 from dtk.nests import Array
-from dtk.trainer.contract import Trainer
+from dtk.trainer.model_state import ModelState
 
 # Spreads rank-specific seeds over the 31 bits a seed may use (2^32 / golden ratio).
 _SEED_STEP = 0x9E3779B1
@@ -18,12 +18,12 @@ _SEED_STEP = 0x9E3779B1
 # Seeds.
 
 
-def spread_seeds(trainer: Trainer) -> None:
+def spread_seeds(trainer: ModelState) -> None:
     """Give every replica random masks of its own, reproducibly: seeds derive from rank 0's."""
     _derive_seeds(trainer, fold_seed)
 
 
-def share_seeds(trainer: Trainer) -> None:
+def share_seeds(trainer: ModelState) -> None:
     """Give every replica rank 0's seeds: the script may draw by these layers elsewhere.
 
     Such as in a pipeline, whose rows must be the same on all ranks.
@@ -31,7 +31,7 @@ def share_seeds(trainer: Trainer) -> None:
     _derive_seeds(trainer, lambda state, rank: state)
 
 
-def _derive_seeds(trainer: Trainer, derive: Callable[[Array, int], Array]) -> None:
+def _derive_seeds(trainer: ModelState, derive: Callable[[Array, int], Array]) -> None:
     strategy = trainer.strategy
     for state in trainer.seed_states():
         base = keras.ops.convert_to_tensor(state).numpy()

@@ -13,9 +13,10 @@ import tensorflow as tf
 from dtk.communicators.base import Communicator
 from dtk.compat import keras_shards
 from dtk.errors import DisagreementError, at_rank
-from dtk.trainer.contract import Strategy, Trainer
+from dtk.trainer.model_state import ModelState
 from dtk.trainer.ranks.rank_checks import _shapes, compare, number_of, numbers_of_all, same_number
 from dtk.trainer.ranks.seeds import spread_seeds
+from dtk.trainer.strategy import Strategy
 
 _SAME_UPDATES = (
     "every rank must change weights in the same way: through an optimizer that is an attribute of "
@@ -70,7 +71,7 @@ def _differing(prints: Sequence[Sequence[set[str]]]) -> list[int]:
     return [index for index, column in columns if len(set.union(*column)) > 1]
 
 
-def check_same_weights(trainer: Trainer, when: str) -> None:
+def check_same_weights(trainer: ModelState, when: str) -> None:
     """Raise on every rank when replicas hold different weights or optimizer state."""
     variables = trainer.equal_variables()
     found = differing(variables, trainer.strategy)
@@ -87,7 +88,7 @@ def check_same_weights(trainer: Trainer, when: str) -> None:
 
 
 def start_from(
-    root: int, trainer: Trainer, variables: Sequence[keras.Variable] | None = None
+    root: int, trainer: ModelState, variables: Sequence[keras.Variable] | None = None
 ) -> list[str]:
     """Give every rank `root`'s values of the variables that differ.
 
@@ -121,7 +122,7 @@ def average(
         variable.assign(mean)
 
 
-def start_from_epoch_of_rank_0(trainer: Trainer) -> None:
+def start_from_epoch_of_rank_0(trainer: ModelState) -> None:
     """Set the epoch to start at to that of rank 0."""
     epoch = trainer.initial_epoch()
     number = tf.constant(-1 if epoch is None else epoch, tf.int64)
@@ -129,7 +130,7 @@ def start_from_epoch_of_rank_0(trainer: Trainer) -> None:
     trainer.set_initial_epoch(None if gathered < 0 else gathered)
 
 
-def agree_on_weights(trainer: Trainer) -> None:
+def agree_on_weights(trainer: ModelState) -> None:
     """Start from rank 0's weights, as `fit` does when it begins, for steps taken without it."""
     strategy = trainer.strategy
     if strategy.world.size > 1:

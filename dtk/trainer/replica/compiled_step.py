@@ -23,8 +23,8 @@ import tensorflow as tf
 from dtk.compat import keras_variables, tf_variables
 from dtk.exchange.factors import Factored, factored
 from dtk.nests import Gradients, Nest
-from dtk.trainer.contract import StepFunction
 from dtk.trainer.replica import step_logs
+from dtk.trainer.strategy import StepFunction
 from dtk.trainer.tracing import noting, slice_origins, traced_step
 
 # What a cluster returns: gradients by optimizer, some as two factors or in pieces, and the tensors

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from dtk.compat import keras_models
 from dtk.errors import NotDistributedError, at_rank
-from dtk.trainer.contract import Strategy
+from dtk.trainer.strategy import Strategy
 
 # In what TensorFlow says of tensors that do not fit together.
 _OF_SHAPES = re.compile(r"shape|size|dimension|broadcast", re.IGNORECASE)

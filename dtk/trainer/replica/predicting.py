@@ -12,8 +12,8 @@ from dtk.cluster import progress
 from dtk.input import slicing
 from dtk.nests import Leaf, Nest
 from dtk.trainer import epoch_data
-from dtk.trainer.contract import Strategy
 from dtk.trainer.replica import replica_step
+from dtk.trainer.strategy import Strategy
 from dtk.trainer.tracing import lookups
 
 

@@ -22,9 +22,9 @@ from dtk.errors import NotDistributedError, at_rank
 from dtk.input import slicing
 from dtk.nests import Nest
 from dtk.trainer import jit
-from dtk.trainer.contract import StepFunction, Strategy
 from dtk.trainer.gradients import local_steps, shared_optimizer
 from dtk.trainer.replica import compiled_step, gathered_metrics, step_logs
+from dtk.trainer.strategy import StepFunction, Strategy
 from dtk.trainer.tracing import lookups, sync_batch_norm, traced_step
 
 
@@ -58,8 +58,9 @@ def run_step(
     step.tried = tried
     before = {id(v): tf.identity(v) for v in metric_variables(model)}
     trains = step_function.__name__ == "train_step"
+    world = World(step, before, present)
     if not (trains and any(e.local for e in shared_optimizer.gradient_exchanges_of(model))):
-        step.world = World(step, before, present)
+        step.result_of = world.result_of
     tracing = progress.alone("the Python of")
     with tracing, traced_step.tracing(step), tf_replicas.counted_if(present):
         logs = _compute(step_function, data, step, kinds, strategy)
@@ -69,8 +70,7 @@ def run_step(
             if local_steps.average_statistics(step, model):
                 return logs
             sync_batch_norm.tell_of_others(step, strategy)
-        assert step.world is not None
-        step.world.average()
+        world.average()
         return _sum_numbers(step, logs)
 
 
@@ -230,7 +230,7 @@ def result_of(metric: keras.Metric, original: Callable[[], Nest]) -> Nest:
     step = traced_step.current()
     if step is None:
         return original()
-    result = original() if step.world is None else step.world.result_of(original)
+    result = original() if step.result_of is None else step.result_of(original)
     # Some return a variable of theirs, which outside of `result_of` is the replica's.
     result = keras.tree.map_structure(_value_of, result)
     for path, value in keras.tree.flatten_with_path(result):

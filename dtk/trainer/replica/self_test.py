@@ -33,7 +33,6 @@ from dtk.cluster.variables import SELF_TEST
 from dtk.compat import keras_models, keras_optimizers, random_draws
 from dtk.errors import NotDistributedError, at_rank
 from dtk.nests import Array
-from dtk.trainer.contract import Strategy
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.replica import fixed_rows, metric_trial
 from dtk.trainer.replica.trial import Outcome, Trial
@@ -83,7 +82,7 @@ def _nothing_was_tried() -> None:
     os._exit(1)
 
 
-def run(trial: Trial[Strategy], reasons: Sequence[str]) -> Verdict:
+def run(trial: Trial, reasons: Sequence[str]) -> Verdict:
     """Compute a few rows of a batch as a whole and in parts, and compare.
 
     All ranks call it together.
@@ -118,7 +117,7 @@ def run(trial: Trial[Strategy], reasons: Sequence[str]) -> Verdict:
     return verdict
 
 
-def _judge(trial: Trial[Strategy]) -> Verdict:
+def _judge(trial: Trial) -> Verdict:
     """Compute both ways until they agree: by each layout of random numbers, and at other weights.
 
     At a kink, such as a ReLU's, rounding decides which gradient is computed. It does so at some
@@ -153,7 +152,7 @@ def _layouts(draws: Sequence[int]) -> Iterator[dict[int, str]]:
         yield dict(zip(draws, one, strict=True))
 
 
-def _undecided(trial: Trial[Strategy], verdict: Verdict) -> Verdict:
+def _undecided(trial: Trial, verdict: Verdict) -> Verdict:
     """Warn, instead, where a step makes as much of a change that is no more than rounding."""
     tolerance = _tolerance(trial.model)
     whole, spread = trial.whole(), 0.0
@@ -172,7 +171,7 @@ def _undecided(trial: Trial[Strategy], verdict: Verdict) -> Verdict:
     return verdict._replace(wrong=None, notes=[note])
 
 
-def _compute(trial: Trial[Strategy]) -> Verdict:
+def _compute(trial: Trial) -> Verdict:
     """Compute both ways, and once more with the kinds that were found."""
     whole, parts = trial.whole(), trial.replicas({})
     shares = np.array(trial.parts) / trial.rows
@@ -304,7 +303,7 @@ def _notes(whole: Outcome, parts: Outcome, tolerance: float) -> list[str]:
     return notes
 
 
-def _with_counts(trial: Trial[Strategy], verdict: Verdict) -> Verdict:
+def _with_counts(trial: Trial, verdict: Verdict) -> Verdict:
     """Say, too, what these rows do not show of metrics, and which are counted on all rows."""
     strategy, model = trial.strategy, trial.model
     doubts: list[metric_trial.Doubt] = []

@@ -23,7 +23,7 @@ from dtk.communicators import determinism
 from dtk.compat import keras_models, keras_optimizers, one_pass
 from dtk.errors import at_rank
 from dtk.input import slicing
-from dtk.trainer.contract import Loop, Strategy
+from dtk.trainer.strategy import Loop, Strategy
 
 _WARM_UP = 3  # the first traces, the second may yet allocate
 _SECONDS = 3.0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Generic, NamedTuple, TypeAlias, cast
+from typing import NamedTuple, TypeAlias
 
 import keras
 import numpy as np
@@ -24,10 +24,11 @@ from dtk.compat import (
 )
 from dtk.input import slicing
 from dtk.nests import Array, Function, Leaf, Nest
-from dtk.trainer.contract import StepFunction, StrategyT, Trainer
 from dtk.trainer.gradients import lookup_slices
+from dtk.trainer.model_state import ModelState
 from dtk.trainer.replica import gathered_metrics, metric_trial, replica_step, step_logs
 from dtk.trainer.replica.snapshot import Snapshot, changed_by_training
+from dtk.trainer.strategy import StepFunction
 from dtk.trainer.tracing import noting, slice_origins, sync_batch_norm, traced_step
 from dtk.trainer.tracing.loss_terms import Term
 
@@ -58,12 +59,12 @@ class Outcome(NamedTuple):
     squares: dict[str, Array] = {}
 
 
-class Trial(Generic[StrategyT]):
+class Trial:
     """A step on a few rows, which changes nothing."""
 
-    def __init__(self, trainer: Trainer, step_function: StepFunction, batch: slicing.Slices):
+    def __init__(self, trainer: ModelState, step_function: StepFunction, batch: slicing.Slices):
         self.trainer = trainer
-        self.model, self.strategy = trainer.model, cast(StrategyT, trainer.strategy)
+        self.model, self.strategy = trainer.model, trainer.strategy
         self.step_function = step_function
         parts = tuple(replica_step.without_optionals(part) for part in batch.parts)
         batch = batch._replace(parts=parts)
@@ -206,18 +207,13 @@ class Trial(Generic[StrategyT]):
                 )
                 step.tried = True
                 before = {id(v): tf.identity(v) for v in replica_step.metric_variables(model)}
-                step.noted, step.world = (
-                    noting.Gathered(),
-                    replica_step.World(step, before, present),
-                )
-                with (
-                    traced_step.tracing(step),
-                    tf_replicas.counted_if(present),
-                ):
+                world = replica_step.World(step, before, present)
+                step.noted, step.result_of = noting.Gathered(), world.result_of
+                with traced_step.tracing(step), tf_replicas.counted_if(present):
                     logs = self.step_function(data)
                     if self.step_function.__name__ == "train_step":
                         replica_step.check_reduced(step, model, strategy)
-                    step.world.average()
+                    world.average()
                     return self._observed(step, logs, names_found, _sum_over_replicas)
 
         def trace(names: list[Names]) -> Found:

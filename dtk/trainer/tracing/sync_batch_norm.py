@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from dtk.compat import keras_models
 from dtk.nests import Function
-from dtk.trainer.contract import Strategy
+from dtk.trainer.strategy import Strategy
 from dtk.trainer.tracing import traced_step
 
 

@@ -19,7 +19,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import keras
 import tensorflow as tf
@@ -35,16 +35,6 @@ _running = threading.local()
 
 # Where a value is in a structure, as `keras.tree.flatten_with_path` says it.
 Path: TypeAlias = tuple[str | int, ...]
-
-
-class WorldState(Protocol):
-    """State that a step leaves, of all replicas; see `replica_step.World`."""
-
-    def result_of(self, original: Callable[[], Nest]) -> Nest:
-        """Return what a metric's `result` returns for the state of all replicas."""
-
-    def average(self) -> None:
-        """Average the moving statistics that the step has assigned."""
 
 
 class Step:
@@ -73,7 +63,8 @@ class Step:
         self.assigned: dict[int, keras.Variable] = {}
         self.assignments = 0
         self.assigned_at: dict[int, int] = {}
-        self.world: WorldState | None = None
+        # Computes a metric's result from the state of all replicas; see `replica_step.World`.
+        self.result_of: Callable[[Callable[[], Nest]], Nest] | None = None
         self.results: dict[Hashable, tuple[keras.Metric, Path]] = {}
         self.terms = Terms(share, world_sum, kinds or {})
         self.inside_loss = False

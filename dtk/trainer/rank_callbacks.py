@@ -1,4 +1,4 @@
-"""Callbacks that check and synchronize ranks while `fit` runs.
+"""Callbacks of dtk's own around the user's: they check and synchronize ranks while `fit` runs.
 
 Before the first step ranks start from rank 0's weights; after it and after every epoch they compare
 every weight, bit for bit, so that ranks that diverge are stopped, and the first variable that
@@ -7,14 +7,15 @@ differs is named.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
 
 from dtk.nests import Logs
-from dtk.trainer.contract import Trainer
-from dtk.trainer.gradients.exchange_selection import ExchangeSelection
+from dtk.trainer.distributed_trainer import DistributedTrainer
+from dtk.trainer.exchange_selection import ExchangeSelection
 from dtk.trainer.ranks.rank_checks import check_same_run
 from dtk.trainer.ranks.seeds import spread_seeds
 from dtk.trainer.ranks.shared_weights import (
@@ -22,8 +23,6 @@ from dtk.trainer.ranks.shared_weights import (
     start_from,
     start_from_epoch_of_rank_0,
 )
-
-# The callback.
 
 
 def notify(callbacks: Sequence[keras.callbacks.Callback], event: str, *args: object) -> None:
@@ -37,7 +36,7 @@ def notify(callbacks: Sequence[keras.callbacks.Callback], event: str, *args: obj
 class SynchronizeWeights(keras.callbacks.Callback):
     """Callback before the user's ones, which see the weights and logs of all ranks."""
 
-    def __init__(self, trainer: Trainer):
+    def __init__(self, trainer: DistributedTrainer):
         super().__init__()
         self.trainer = trainer
 
@@ -67,7 +66,7 @@ class RankChecks(keras.callbacks.Callback):
         on_fit_left()                   `fit` is over, or was left by an exception
     """
 
-    def __init__(self, trainer: Trainer, every_batch: bool = False):
+    def __init__(self, trainer: DistributedTrainer, every_batch: bool = False):
         super().__init__()
         self.trainer = trainer
         self._every_batch = every_batch
@@ -142,3 +141,28 @@ class RankChecks(keras.callbacks.Callback):
         # After every batch, where a callback looks at batches: one small number, not an object.
         wish = tf.constant(int(self.model.stop_training))
         self.model.stop_training = bool(self.trainer.strategy.world.allreduce(wish, "max"))
+
+
+class ProgressBar(keras.callbacks.ProgbarLogger):
+    """Keras's bar, which says samples per second of all replicas behind the time of a step."""
+
+    def __init__(self, trainer: DistributedTrainer):
+        super().__init__()
+        self.trainer = trainer
+        self._first: tuple[int, float] | None = None
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        """Begin to count anew."""
+        self._first = None
+        super().on_epoch_begin(epoch, logs)
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """Count the step; the first one of an epoch is traced, or waits for data."""
+        now, steps = time.perf_counter(), batch + 1
+        if self._first is None:
+            self._first = steps, now
+        before, since = self._first
+        first, last = (self.trainer.feed.rows_in(count) for count in (before, steps))
+        if first is not None and last is not None and now > since:
+            self.progbar.unit_name = f"step, {(last - first) / (now - since):,.0f} samples/s"
+        super().on_train_batch_end(batch, logs)

@@ -15,7 +15,7 @@ from dtk.communicators.root import on_root
 from dtk.exchange.auto import CANDIDATES, Choice, Observed, choose, overheads_of
 from dtk.exchange.base import Exchange
 from dtk.nests import Logs
-from dtk.trainer.contract import Trainer
+from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.gradients.gradient_exchange import GradientExchange
 
@@ -37,7 +37,7 @@ class _Reading(NamedTuple):
 class ExchangeSelection:
     """Selection of an exchange by the measured steps of one `fit`, where `exchange="auto"`."""
 
-    def __init__(self, trainer: Trainer):
+    def __init__(self, trainer: DistributedTrainer):
         self._trainer = trainer
         self._strategy = trainer.strategy
         self._undecided: list[GradientExchange] = []

@@ -1,0 +1,110 @@
+"""What jobs see of what they belong to: the strategy, and the trainer of the model."""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+
+from dtk.exchange import Downpour
+from dtk.nests import Array
+from dtk.parameter_server import gradient_buffers
+from dtk.parameter_server.consistency_models import Consistency
+from dtk.parameter_server.run_server import Chief
+from dtk.parameter_server.worker_pool import WorkerPool
+from dtk.trainer.distributed_trainer import DistributedTrainer
+from dtk.trainer.gradients import shared_optimizer
+from dtk.trainer.strategy import Strategy
+
+
+class JobStrategy(Strategy):
+    """Strategy of a job with parameter servers, on the chief and in the evaluator."""
+
+    exchange: Downpour | None = None  # type: ignore[assignment]  # it pushes, and is no Exchange
+    consistency: Consistency  # when a step may start
+    workers: int  # number of workers, backup workers included
+    pool: WorkerPool  # the workers, as threads that ask for work; on the chief
+    chief: Chief  # the chief, as the evaluator's process sees it
+    moved: Array  # bytes pulled, bytes pushed and steps of each worker, of shape (workers, 3)
+
+    @property
+    def slices(self) -> int:
+        """Number of parts a global batch is cut into: one per worker if synchronous, else one."""
+        return self.consistency.slices(self.workers)
+
+    def sum_over_slices(self, value: tf.Tensor) -> tf.Tensor:
+        """Sum a value over a step's slices, which must be a single one.
+
+        Args:
+            value: Any tensor.
+
+        Returns:
+            The value.
+
+        Raises:
+            ValueError: A step is cut over several workers.
+        """
+        self.check_whole_step("a loss that is a mean over masked or weighted rows")
+        return value
+
+    def check_whole_step(self, what: str) -> None:
+        """Refuse what would need workers to exchange numbers within a step.
+
+        Args:
+            what: What needs it, for the message.
+
+        Raises:
+            ValueError: A step is cut over workers.
+        """
+        if self.slices > 1:
+            raise ValueError(
+                f"{what} needs workers to exchange numbers within a step, which workers of "
+                f"parameter servers do not; with consistency={self.consistency!r} a step is cut "
+                f"over {self.slices}. Use AllReduceStrategy, or an asynchronous consistency"
+            )
+
+    @property
+    def placement(self) -> list[int]:
+        """Bytes of variables on each parameter server; slot variables are not counted."""
+        return list(self.extended.bytes_placed)
+
+    def note_traffic(self, worker: int, moved: Array, steps: int = 1) -> None:
+        """Count the bytes that steps of a worker pulled and pushed.
+
+        Args:
+            worker: Index of the worker.
+            moved: Bytes pulled and bytes pushed, of shape (2,).
+            steps: How many steps they were.
+        """
+        self.moved[worker] += (*moved, steps)
+
+    @property
+    def traffic(self) -> list[dict[str, int]]:
+        """Steps computed, and bytes pulled from and pushed to the parameter servers, per worker."""
+        return [
+            {"steps": int(steps), "pulled": int(pulled), "pushed": int(pushed)}
+            for pulled, pushed, steps in self.moved
+        ]
+
+
+class JobTrainer(DistributedTrainer):
+    """Trainer of a model whose steps run on workers."""
+
+    strategy: JobStrategy
+
+    def __init__(self, model: keras.Model, strategy: JobStrategy):
+        super().__init__(model, strategy)
+        self._parts: dict[int, list[gradient_buffers.Weight]] = {}
+
+    @property
+    def takes_over(self) -> bool:
+        """Always true: even one worker is another process."""
+        return True
+
+    def bind_optimizers(self) -> None:
+        """Let traced steps record their gradients instead of applying them."""
+        for optimizer in shared_optimizer.optimizers_of(self.model):
+            shared_optimizer.note_applies(optimizer, self.strategy, self.parts_of)
+
+    def parts_of(self, variable: keras.Variable) -> list[gradient_buffers.Weight]:
+        """Return a Keras variable in a list, or its parts where it is partitioned."""
+        return gradient_buffers.parts_of(variable, self._parts)
