@@ -1,9 +1,32 @@
-"""Replace attributes for as long as a context lasts."""
+"""Replace attributes for as long as a context lasts; every temporary patch of dtk goes through here.
+
+Contexts of several threads may overlap and be left in any order, so what is replaced is a stack:
+
+    A in    original, A        A acts
+    B in    original, A, B     B acts
+    A out   original, B        B acts
+    B out   original           nothing is left behind
+"""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
+
+_ABSENT = object()
+_lock = threading.Lock()
+
+
+class _Replacement:
+    """One context's replacement of one attribute."""
+
+    def __init__(self, value: object):
+        self.value = value
+
+
+# By owner, which its open contexts keep alive, and name: what it held itself, then replacements.
+_stacks: dict[tuple[int, str], list[_Replacement]] = {}
 
 
 def definer(cls: type, name: str) -> type:
@@ -14,11 +37,22 @@ def definer(cls: type, name: str) -> type:
 @contextlib.contextmanager
 def replaced(owner: object, **replacements: object) -> Iterator[None]:
     """Return a context in which attributes of a module, class or object are replaced."""
-    before = {name: getattr(owner, name) for name in replacements}
-    for name, replacement in replacements.items():
-        setattr(owner, name, replacement)
+    entered = {name: _Replacement(value) for name, value in replacements.items()}
+    with _lock:
+        for name, replacement in entered.items():
+            held = _Replacement(vars(owner).get(name, _ABSENT))
+            _stacks.setdefault((id(owner), name), [held]).append(replacement)
+            setattr(owner, name, replacement.value)
     try:
         yield
     finally:
-        for name, original in before.items():
-            setattr(owner, name, original)
+        with _lock:
+            for name, replacement in entered.items():
+                stack = _stacks[id(owner), name]
+                stack.remove(replacement)
+                if stack[-1].value is _ABSENT:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, stack[-1].value)
+                if len(stack) == 1:
+                    del _stacks[id(owner), name]

@@ -1,0 +1,57 @@
+"""Contexts that replace attributes may be left in any order, by any thread."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from dtk.compat.replacing import replaced
+
+
+class Plain:
+    def name(self) -> str:
+        return "plain"
+
+    @staticmethod
+    def fixed() -> str:
+        return "fixed"
+
+
+class Derived(Plain):
+    pass
+
+
+def test_a_context_that_was_entered_first_may_be_left_first():
+    first = replaced(Plain, name=lambda self: "first")
+    second = replaced(Plain, name=lambda self: "second")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert Plain().name() == "second"
+    second.__exit__(None, None, None)
+    assert Plain().name() == "plain"
+
+
+def test_threads_that_replace_at_once_leave_nothing_replaced():
+    both_inside = threading.Barrier(2, timeout=10)
+
+    def enter_and_leave(name: str) -> None:
+        for _ in range(200):
+            with replaced(Plain, name=lambda self: name):
+                both_inside.wait()
+
+    threads = [threading.Thread(target=enter_and_leave, args=[name]) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert Plain().name() == "plain"
+
+
+@pytest.mark.parametrize("owner, name", [(Derived, "name"), (Plain, "fixed"), (Plain(), "name")])
+def test_what_an_owner_has_itself_is_as_before(owner, name):
+    before = dict(vars(owner))
+    with replaced(owner, **{name: lambda *args: "replaced"}):
+        assert getattr(owner, name)() == "replaced"
+    assert dict(vars(owner)) == before
