@@ -41,9 +41,7 @@ def test_pip_installs_what_dtk_takes_for_tested(options, package):
     assert version.requirement(package) in options["install_requires"].splitlines()
 
 
-@pytest.mark.parametrize(
-    ("package", "column"), [("python", 2), ("tensorflow", 3), ("keras", 4)]
-)
+@pytest.mark.parametrize(("package", "column"), [("python", 2), ("tensorflow", 3), ("keras", 4)])
 def test_bounds_are_the_lowest_in_the_table_and_what_follows_the_highest(options, package, column):
     asked = {str(row): getattr(row, package) for row in ROWS}
     seen = {name: line.split("|")[column] for name, line in PAGE.items()}

@@ -262,6 +262,7 @@ class Draws:
         """Let dtk's steps draw so."""
         import tensorflow as tf
 
+        from dtk.even_division import even_bounds
         from dtk.input import slicing
         from dtk.trainer.replica import replica_step
 
@@ -270,7 +271,7 @@ class Draws:
         def run_step(step_function: Any, batch: Any, model: Any, strategy: Any, *args: Any) -> Any:
             index = strategy.local_index()
             rank, size = strategy.local_ranks()[index], strategy.num_replicas_in_sync
-            begin = tf.minimum(slicing.bounds(batch.rows, rank, size)[0], batch.rows - 1)
+            begin = tf.minimum(even_bounds(batch.rows, rank, size)[0], batch.rows - 1)
             rows = tf.maximum(batch.counts[index], 1)
 
             def step() -> Any:

@@ -177,7 +177,7 @@ class Communicator(abc.ABC):
             op: As in `allreduce`.
 
         Returns:
-            This rank's rows: those of `dtk.communicators.blocks.block_sizes`, in rank order.
+            This rank's rows: those of `dtk.even_division.even_sizes`, in rank order.
 
         Raises:
             ValueError: `value` is a scalar, or the op does not fit its dtype.

@@ -22,12 +22,12 @@ import tensorflow as tf
 
 from dtk.communicators import buckets, wire
 from dtk.communicators.base import AlignedSlices, Communicator, with_values
-from dtk.communicators.blocks import block_sizes
 from dtk.communicators.bucket_reduction import BucketReduction, mean
 from dtk.communicators.messages import Message, run_together
-from dtk.communicators.row_blocks import RowBlocks, blocks_of, checked_counts, checked_splits
+from dtk.communicators.row_blocks import RowBlocks, checked_counts, checked_splits
 from dtk.communicators.sequencer import CollectiveSequencer
 from dtk.errors import at_rank
+from dtk.even_division import even_sizes, even_sizes_in_graph
 
 LOCAL_REDUCE = {
     "sum": tf.reduce_sum,
@@ -311,7 +311,7 @@ class PackedCommunicator(Communicator):
             raise ValueError(at_rank(self.rank, "reduce_scatter needs rows, got a scalar"))
         encoded, wire_op, decode = wire.for_reducing(value, op, self.reduces)
         rows = tf.shape(encoded, tf.int64)[0]
-        blocks = blocks_of(rows, self.size)
+        blocks = even_sizes_in_graph(rows, self.size)
         matrix = tf.tile(blocks[None], [self.size, 1])
         parts, back = self._exchange_blocks(RowBlocks(encoded, self.moves), matrix)
         shape = tf.concat([blocks[self.rank][None], tf.shape(encoded, tf.int64)[1:]], axis=0)
@@ -320,7 +320,7 @@ class PackedCommunicator(Communicator):
         if wire_op == "mean":
             reduced = mean(reduced, self.size)
         count = value.shape[0]
-        mine = None if count is None else block_sizes(count, self.size)[self.rank]
+        mine = None if count is None else even_sizes(count, self.size)[self.rank]
         return tf.ensure_shape(decode(reduced), [mine, *value.shape[1:]])
 
     def broadcast(

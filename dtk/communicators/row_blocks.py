@@ -72,12 +72,6 @@ def checked_counts(tensor: tf.Tensor, known: Sequence[int], rank: int, size: int
     return _asserted(given, given[rank], tensor, told)
 
 
-def blocks_of(rows: tf.Tensor, size: int) -> tf.Tensor:
-    """Return what `block_sizes` does, of a number that is known only when a graph runs."""
-    ranks = tf.range(size, dtype=tf.int64)
-    return rows // size + tf.cast(ranks < rows % size, tf.int64)
-
-
 def _asserted(counts: tf.Tensor, mine: tf.Tensor, tensor: tf.Tensor, told: str) -> tf.Tensor:
     """Return `counts` in a graph that ends where `mine` is not the number of the tensor's rows.
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
-from dtk.communicators.blocks import block_sizes
 from dtk.errors import at_rank
+from dtk.even_division import even_sizes
 from dtk.nests import Array
 
 
@@ -49,7 +49,7 @@ class Shard:
     @classmethod
     def evenly(cls, length: int, axis: int, communicator: Communicator) -> Shard:
         """Divide an axis as evenly as can be; the first ranks get one more."""
-        return cls(axis, tuple(block_sizes(length, communicator.size)), communicator)
+        return cls(axis, tuple(even_sizes(length, communicator.size)), communicator)
 
     @property
     def size(self) -> int:

@@ -1,4 +1,4 @@
-"""Replace attributes for as long as a context lasts; every temporary patch of dtk goes through here.
+"""Replace attributes while a context lasts; every temporary patch of dtk goes through here.
 
 Contexts of several threads may overlap and be left in any order, so what is replaced is a stack:
 

@@ -23,7 +23,7 @@ from dtk.data.order import minibatch_at, sweep_order
 from dtk.data.rows import Data, Indices
 from dtk.data.seed import agree_on_seed
 from dtk.errors import at_rank
-from dtk.input import slicing
+from dtk.even_division import even_bounds
 from dtk.nests import Specs
 from dtk.strategies.base import DtkStrategy
 from dtk.trainer.ranks import rank_checks
@@ -135,7 +135,7 @@ class PartitionedMinibatches:
             return None
         taken, ends_sweep = self._minibatch(self._position, self._checked_size(size))
         self._position += len(taken)
-        begin, end = slicing.bounds(len(taken), self._rank, self._size)
+        begin, end = even_bounds(len(taken), self._rank, self._size)
         return Minibatch(rows.take(self._data, taken[begin:end]), len(taken), ends_sweep)
 
     def dataset(self, batch_size: int) -> tf.data.Dataset:

@@ -26,7 +26,7 @@ from dtk.data.order import permutation
 from dtk.data.rows import Data, Indices
 from dtk.data.seed import drawn
 from dtk.errors import at_rank
-from dtk.input import slicing
+from dtk.even_division import even_bounds
 from dtk.strategies.base import DtkStrategy
 
 # Bytes a rank is sent at once: what is scattered may be larger than one message.
@@ -45,7 +45,7 @@ def block(
         [(0, 4), (4, 7), (7, 10)]
     """
     if not force_equal_length:
-        return slicing.bounds(n_total, rank, size)
+        return even_bounds(n_total, rank, size)
     begin = n_total * rank // size
     return begin, begin + -(-n_total // size)
 

@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
-from dtk.communicators.blocks import block_sizes
 from dtk.compat import tf_datasets
 from dtk.errors import at_rank
+from dtk.even_division import even_sizes
 from dtk.input.pipelines import read_ahead
 from dtk.strategies.base import DtkStrategy
 
@@ -79,7 +79,7 @@ def shard(
             at_rank(rank, f"batch_size={batch_size} is smaller than {size} workers; use {size} up")
         )
     elements = _elements(source, read, rank, size)
-    mine = block_sizes(batch_size, size)[rank]
+    mine = even_sizes(batch_size, size)[rank]
     local = elements.batch(mine)
     if size > 1 or steps is not None:
         steps = _agreed_steps(steps, elements, mine, communicator)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
-from dtk.communicators.blocks import block_sizes
+from dtk.even_division import even_sizes
 from dtk.exchange import codec
 from dtk.exchange.base import BatchPart, Exchange, ExchangeOp, Gradient, Trained
 from dtk.exchange.dense import Dense
@@ -99,7 +99,7 @@ def stripes(columns: int, size: int) -> list[tuple[int, int]]:
         >>> stripes(10, 3)
         [(0, 4), (4, 7), (7, 10)]
     """
-    ends = list(itertools.accumulate(block_sizes(columns, size), initial=0))
+    ends = list(itertools.accumulate(even_sizes(columns, size), initial=0))
     return list(itertools.pairwise(ends))
 
 

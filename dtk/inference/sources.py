@@ -20,8 +20,8 @@ from typing import TypeAlias
 import keras
 import tensorflow as tf
 
-from dtk.communicators.blocks import block_sizes
 from dtk.compat import tf_datasets
+from dtk.even_division import even_sizes
 from dtk.input import digests, slicing
 from dtk.nests import Array, Nest
 from dtk.trainer.epoch_data import as_tensors
@@ -97,7 +97,7 @@ class IndexedSource(Source):
         """Read a block of the parts that are left: neighbours, so that a disk reads on."""
         assert self.steps is not None
         left = [part for part in range(-(-self.steps // per_part)) if part not in done]
-        sizes = block_sizes(len(left), size)
+        sizes = even_sizes(len(left), size)
         first = sum(sizes[:rank])
         for part in left[first : first + sizes[rank]]:
             indices = range(part * per_part, min((part + 1) * per_part, self.steps))

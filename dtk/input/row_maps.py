@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from dtk.even_division import even_bounds
 from dtk.input import slicing
 from dtk.nests import Nest
 
@@ -90,5 +91,5 @@ def _own_batches(maps: RowMaps, rank: int, size: int, digest: _Digest | None) ->
 
 
 def _own_rows(maps: RowMaps, rank: int, size: int) -> int:
-    first, end = slicing.bounds(maps.size, rank, size)
+    first, end = even_bounds(maps.size, rank, size)
     return end - first

@@ -19,11 +19,10 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 import tensorflow as tf
 
+from dtk.even_division import even_bounds
 from dtk.input import pipelines
 from dtk.nests import Function, Leaf, Nest, Specs
 
-# A number of rows, known or still to be computed.
-_Rows = TypeVar("_Rows", int, tf.Tensor)
 _Made = TypeVar("_Made", covariant=True)
 _Given = ParamSpec("_Given")
 
@@ -42,22 +41,6 @@ class Slices(NamedTuple):
     # of the whole global batch, by which ranks find out that they read different ones, int64
     # scalar; () where ranks are to read different ones, or there is one process
     digest: tf.Tensor = ()
-
-
-def bounds(rows: _Rows, rank: int, size: int) -> tuple[_Rows, _Rows]:
-    """Return the first row of a rank's slice and the row after its last.
-
-    Example:
-        >>> [bounds(10, rank, 3) for rank in range(3)]
-        [(0, 4), (4, 7), (7, 10)]
-    """
-    base, extra = rows // size, rows % size
-    if isinstance(rows, int):
-        return rank * base + min(rank, extra), (rank + 1) * base + min(rank + 1, extra)
-    return (
-        rank * base + tf.minimum(tf.cast(rank, extra.dtype), extra),
-        (rank + 1) * base + tf.minimum(tf.cast(rank + 1, extra.dtype), extra),
-    )
 
 
 def _leaves(batch: Nest | Specs) -> list[Leaf | tf.TypeSpec]:
@@ -164,7 +147,7 @@ def cut(batch: Nest, ranks: Sequence[int], size: int) -> Slices:
     multiples = _multiples(batch, rows)
     parts, counts = [], []
     for rank in ranks:
-        begin, end = bounds(rows, rank, size)
+        begin, end = even_bounds(rows, rank, size)
         counts.append(end - begin)
         # The ranks without rows come last: they take the last row, which counts as none.
         begin = tf.minimum(begin, rows - 1)
@@ -184,7 +167,7 @@ def cut_exactly(batch: Nest, ranks: Sequence[int], size: int) -> tuple[Nest, ...
     multiples = _multiples(batch, rows)
     return tuple(
         _taken(batch, begin, end, multiples)
-        for begin, end in (bounds(rows, rank, size) for rank in ranks)
+        for begin, end in (even_bounds(rows, rank, size) for rank in ranks)
     )
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dtk.cluster import Host, TFConfig
 from dtk.cluster.variables import COMMUNICATOR, JOB_SECRET
 from dtk.errors import ClusterError
+from dtk.even_division import even_bounds
 from dtk.launch import local, ssh
 
 COMMUNICATORS = ("auto", "collective", "horovod", "mpi")
@@ -281,10 +282,10 @@ def _bound(processes: list[Process], facts: Mapping[str, ssh.Facts]) -> list[Pro
     for rank, process in enumerate(processes):
         cores, count = facts[process.host].cores, hosts.count(process.host)
         place = hosts[:rank].count(process.host)
-        share = cores[len(cores) * place // count : len(cores) * (place + 1) // count]
+        begin, end = even_bounds(len(cores), place, count)
         threads = max(_threads(process.env[name]) for name in _THREADS)
         free = count == 1 or threads > len(cores) // count
-        bound.append(dataclasses.replace(process, cores=() if free else share))
+        bound.append(dataclasses.replace(process, cores=() if free else cores[begin:end]))
     return bound
 
 

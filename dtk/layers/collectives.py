@@ -37,9 +37,9 @@ from typing import TypeAlias
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
-from dtk.communicators.blocks import block_sizes
-from dtk.communicators.row_blocks import blocks_of, checked_splits
+from dtk.communicators.row_blocks import checked_splits
 from dtk.errors import at_rank
+from dtk.even_division import even_sizes, even_sizes_in_graph
 from dtk.layers.gradients import unconverted, watched, with_gradient
 from dtk.layers.messages import pseudo_connect, recv, send
 
@@ -113,7 +113,7 @@ def reduce_scatter(value: tf.Tensor, communicator: Communicator, op: str = "sum"
         op: "sum" or "mean".
 
     Returns:
-        This rank's rows, see `dtk.communicators.blocks.block_sizes`.
+        This rank's rows, see `dtk.even_division.even_sizes`.
 
     Raises:
         ValueError: For another op, or a number of rows that is not known.
@@ -129,7 +129,7 @@ def reduce_scatter(value: tf.Tensor, communicator: Communicator, op: str = "sum"
         )
     if op == "mean":
         value = value / communicator.size
-    rows = block_sizes(value.shape[0], communicator.size)
+    rows = even_sizes(value.shape[0], communicator.size)
     return _reduce_rows(watched(value, communicator), communicator, rows)
 
 
@@ -214,7 +214,7 @@ def scatter(
     value = _with_rows(value, rows, communicator, "scatter")
     counts: _Rows
     if rows is None:  # the root alone knows how many there are
-        counts = blocks_of(
+        counts = even_sizes_in_graph(
             communicator.broadcast(tf.shape(value, tf.int64)[0], root), communicator.size
         )
     else:
@@ -301,7 +301,7 @@ def _reduce_rows(value: tf.Tensor, communicator: Communicator, rows: _Rows) -> t
     size, rank = communicator.size, communicator.rank
 
     def forward(x: tf.Tensor) -> tf.Tensor:
-        if not tf.is_tensor(rows) and list(rows) == block_sizes(sum(rows), size):
+        if not tf.is_tensor(rows) and list(rows) == even_sizes(sum(rows), size):
             return communicator.reduce_scatter(x)
         counts = tf.cast(tf.convert_to_tensor(rows), tf.int64)
         received, _ = communicator.alltoall(x, tf.tile(counts[None], [size, 1]))

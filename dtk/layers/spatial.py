@@ -17,10 +17,10 @@ import keras
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
-from dtk.communicators.blocks import block_sizes
 from dtk.communicators.local import LocalCommunicator
 from dtk.communicators.shard import Shard
 from dtk.errors import at_rank
+from dtk.even_division import even_sizes
 from dtk.layers.group import agreed_lengths, model_group
 from dtk.layers.halo import HaloExchange
 from dtk.layers.regions import copy_to_group, gather_from_group, scatter_to_group
@@ -108,7 +108,7 @@ class SpatiallyParallel(keras.layers.Layer):
         if windows is None:
             return tuple(ranges_of(inputs)), list(inputs)
         window, length = windows[axis], sum(inputs)
-        outputs = block_sizes(window.outputs(length), len(inputs))
+        outputs = even_sizes(window.outputs(length), len(inputs))
         if not min(outputs):
             raise ValueError(
                 at_rank(

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import dtk
-from dtk.input.slicing import bounds
+from dtk.even_division import even_bounds
 
 from strategies import bodies
 
@@ -84,7 +84,7 @@ def test_every_kind_of_data(world, backend, size):
             assert share.batches == 3
             assert share.types[0] == "float32[]"
             for batch, (part, rows) in enumerate(zip(share.parts, (4, 4, 2), strict=True)):
-                first, end = bounds(rows, share.rank, size)
+                first, end = even_bounds(rows, share.rank, size)
                 assert (part.taken, part.rows) == (end - first, rows)
                 if name == "shard" and size > 1:  # every rank takes every second row
                     assert (part.first, part.sample) == (None, str(4 * batch + share.rank))

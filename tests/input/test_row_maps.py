@@ -13,6 +13,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from dtk.compat import keras_data, tf_datasets
+from dtk.even_division import even_bounds
 from dtk.input import digests, row_maps, slicing
 from dtk.strategies import AllReduceStrategy
 
@@ -316,7 +317,7 @@ def trained_from_own_files(folder, rows, batch):
     os.makedirs(own, exist_ok=True)
     for first in range(0, rows, batch):
         count = min(batch, rows - first)
-        begin, end = slicing.bounds(count, strategy.rank, strategy.size)
+        begin, end = even_bounds(count, strategy.rank, strategy.size)
         for row in range(first + min(begin, count - 1), first + max(begin + 1, end)):
             numbers[row].tofile(f"{own}{row}")  # its own, or a padding row
 

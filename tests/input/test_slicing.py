@@ -10,6 +10,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dtk.even_division import even_bounds
 from dtk.input import slicing
 
 quick = settings(deadline=None, max_examples=60)
@@ -20,7 +21,7 @@ sizes = st.integers(1, 7)
 @settings(deadline=None, max_examples=300)
 @given(st.integers(0, 200), sizes)
 def test_bounds_cover_all_rows_once_and_the_first_ranks_take_one_more(count, size):
-    bounds = [slicing.bounds(count, rank, size) for rank in range(size)]
+    bounds = [even_bounds(count, rank, size) for rank in range(size)]
     assert bounds[0][0] == 0 and bounds[-1][1] == count
     assert all(end == begin for (_, end), (begin, _) in zip(bounds, bounds[1:], strict=False))
     lengths = [end - begin for begin, end in bounds]
@@ -31,8 +32,8 @@ def test_bounds_cover_all_rows_once_and_the_first_ranks_take_one_more(count, siz
 @given(rows, sizes)
 def test_bounds_of_tensors_are_those_of_numbers(count, size):
     for rank in range(size):
-        begin, end = slicing.bounds(tf.constant(count, tf.int64), rank, size)
-        assert (int(begin), int(end)) == slicing.bounds(count, rank, size)
+        begin, end = even_bounds(tf.constant(count, tf.int64), rank, size)
+        assert (int(begin), int(end)) == even_bounds(count, rank, size)
 
 
 @quick

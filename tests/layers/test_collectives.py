@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtk.communicators.blocks import block_sizes
 from dtk.communicators.shard import Shard
+from dtk.even_division import even_sizes
 from dtk.layers import collectives, regions
 
 from world import communicator
@@ -74,12 +74,12 @@ CASES = {
     "reduce-scatter": (
         lambda r, n: 5,
         lambda x, c: collectives.reduce_scatter(x, c),
-        lambda v, n: blocks(tf.add_n(v), block_sizes(5, n)),
+        lambda v, n: blocks(tf.add_n(v), even_sizes(5, n)),
     ),
     "mean-scatter": (
         lambda r, n: 5,
         lambda x, c: collectives.reduce_scatter(x, c, "mean"),
-        lambda v, n: blocks(tf.add_n(v) / n, block_sizes(5, n)),
+        lambda v, n: blocks(tf.add_n(v) / n, even_sizes(5, n)),
     ),
     "alltoall": (
         lambda r, n: 2 * n,
@@ -109,7 +109,7 @@ CASES = {
     "scatter": (
         lambda r, n: 5,
         lambda x, c: collectives.scatter(x, c, c.size - 1),
-        lambda v, n: blocks(v[n - 1], block_sizes(5, n)),
+        lambda v, n: blocks(v[n - 1], even_sizes(5, n)),
     ),
     "scatter, rows given": (
         lambda r, n: sum(ROWS[:n]),
@@ -119,7 +119,7 @@ CASES = {
     "scatter, of the root's rows": (
         lambda r, n: [5, 2, 7][r],
         lambda x, c: collectives.scatter(x, c, c.size - 1),
-        lambda v, n: blocks(v[n - 1], block_sizes(len(v[n - 1]), n)),
+        lambda v, n: blocks(v[n - 1], even_sizes(len(v[n - 1]), n)),
     ),
     "gather": (
         lambda r, n: ROWS[r],

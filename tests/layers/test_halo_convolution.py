@@ -10,8 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import dtk
-from dtk.communicators.blocks import block_sizes
 from dtk.communicators.local import LocalCommunicator
+from dtk.even_division import even_sizes
 from dtk.layers import halo_convolution
 from dtk.layers.halo import HaloExchange, add_rows, cut
 from dtk.layers.row_ranges import Halo, Range, Window, ranges_of
@@ -22,7 +22,7 @@ from world import communicator
 
 
 def halo_of(window, sizes):
-    outputs = block_sizes(window.outputs(sum(sizes)), len(sizes))
+    outputs = even_sizes(window.outputs(sum(sizes)), len(sizes))
     return Halo(
         tuple(sizes), tuple(window.needs(one, sum(sizes)) for one in ranges_of(outputs))
     ), outputs
@@ -38,7 +38,7 @@ def sums(window, rows):
 def test_own_rows_and_those_of_others_add_up(kernel, stride, size, more):
     """Of any window for which the layer takes this way."""
     window = Window(kernel, stride, padding="same")
-    sizes = [stride * count for count in block_sizes(size + more, size)]
+    sizes = [stride * count for count in even_sizes(size + more, size)]
     halo, outputs = halo_of(window, sizes)
     alone = HaloExchange(2, Halo((4,), (Range(0, 4),)), LocalCommunicator())
     exchanges = [HaloExchange(1, halo, _Group(rank, len(sizes))) for rank in range(len(sizes))]

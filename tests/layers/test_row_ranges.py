@@ -7,7 +7,7 @@ import tensorflow as tf
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dtk.communicators.blocks import block_sizes
+from dtk.even_division import even_sizes
 from dtk.layers.row_ranges import Halo, Range, Window, ranges_of
 
 windows = st.builds(
@@ -45,7 +45,7 @@ def test_ranks_get_the_rows_they_need(window, sizes):
     """However small their blocks are."""
     length, size = sum(sizes), len(sizes)
     assume(window.outputs(length) >= size)
-    outputs = ranges_of(block_sizes(window.outputs(length), size))
+    outputs = ranges_of(even_sizes(window.outputs(length), size))
     needs = tuple(window.needs(part, length) for part in outputs)
     halo = Halo(tuple(sizes), needs)
     own = [list(range(part.start, part.stop)) for part in ranges_of(sizes)]

@@ -195,9 +195,7 @@ FACTORED = st.builds(
 
 @given(FACTORED, CLUSTERS, COUNTS)
 # One row of two workers went as a row of 11.3 bytes, for a gradient of 8.
-@example(
-    Job(1.0, 2, global_batch=1, factors=Factors(2, 2 * math.sqrt(2))), Cluster(Link()), 2
-)
+@example(Job(1.0, 2, global_batch=1, factors=Factors(2, 2 * math.sqrt(2))), Cluster(Link()), 2)
 def test_factors_are_rows_of_all_and_with_many_workers_whole(job, cluster, workers):
     cost = methods.dense(job, cluster, workers)
     whole = dataclasses.replace(job, factors=None)

@@ -39,8 +39,13 @@ def of_places():
     yield "pairs", lambda x: ops.arange(4)[:, None] - ops.arange(4) + 3
     yield "a variable", lambda x: STORED
     yield "zeros of a column", lambda x: tf.zeros_like(embedded(x)[0, 0], tf.int32)
-    yield "of heads", lambda x: tf.range(
-        tf.shape(tf.transpose(tf.reshape(embedded(x), [-1, tf.shape(x)[1], 3, 1]), [0, 2, 1, 3]))[2]
+    yield (
+        "of heads",
+        lambda x: tf.range(
+            tf.shape(
+                tf.transpose(tf.reshape(embedded(x), [-1, tf.shape(x)[1], 3, 1]), [0, 2, 1, 3])
+            )[2]
+        ),
     )
     yield "of a product", lambda x: tf.range(tf.shape(embedded(x) @ tf.ones([3, 2]))[1])
 

@@ -22,7 +22,7 @@ from dtk.communicators.base import Communicator
 from dtk.communicators.local import LocalCommunicator
 from dtk.communicators.mpi.requests import Job, Progress
 from dtk.communicators.packed import LOCAL_REDUCE, PackedCommunicator
-from dtk.communicators.row_blocks import blocks_of
+from dtk.even_division import even_sizes_in_graph
 from dtk.nests import Array
 
 _OPS = {"sum": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "prod": MPI.PROD}
@@ -116,7 +116,7 @@ class MPICommunicator(PackedCommunicator):
         So all end with the same bits, and as many are sent as by an all-reduce round a ring.
         """
         halves, back = wire.for_moving(flat, self.moves)
-        blocks = blocks_of(tf.size(halves, tf.int64), self.size)
+        blocks = even_sizes_in_graph(tf.size(halves, tf.int64), self.size)
         matrix = tf.tile(blocks[None], [self.size, 1])
         mine = self._exchange_in(lane, halves, matrix, label)
         mine = tf.reshape(mine, tf.stack([tf.constant(self.size, tf.int64), blocks[self.rank]]))

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from dtk.communicators.base import Communicator
 from dtk.errors import at_rank
+from dtk.even_division import even_bounds
 from dtk.nests import Nest
 
 # A stage, or a function without arguments that builds it.
@@ -21,7 +22,8 @@ def microbatch(inputs: Nest, part: int, parts: int) -> Nest:
 
     def rows(value: tf.Tensor) -> tf.Tensor:
         count = tf.shape(value)[0] if value.shape[0] is None else value.shape[0]
-        return value[part * count // parts : (part + 1) * count // parts]
+        begin, end = even_bounds(count, part, parts)
+        return value[begin:end]
 
     return tf.nest.map_structure(lambda value: rows(tf.convert_to_tensor(value)), inputs)
 

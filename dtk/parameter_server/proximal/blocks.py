@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtk.compat import tf_servers
-from dtk.input import slicing
+from dtk.even_division import even_bounds
 from dtk.nests import Array
 from dtk.parameter_server.proximal.methods import soft_threshold
 
@@ -19,7 +19,7 @@ class Blocks:
     """Weights on the servers, cut along their first axis."""
 
     def __init__(self, weights: Array, count: int, servers: int, parts: int):
-        self.spans = [slicing.bounds(len(weights), block, count) for block in range(count)]
+        self.spans = [even_bounds(len(weights), block, count) for block in range(count)]
         self.dtype = tf.as_dtype(weights.dtype)
         self.variables = []
         for block, (begin, end) in enumerate(self.spans):

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from dtk.input import slicing
+from dtk.even_division import even_bounds
 from dtk.nests import Array, Function
 from dtk.parameter_server.dispatch import Dispatcher, Job
 from dtk.parameter_server.job_context import JobStrategy
@@ -46,7 +46,7 @@ class BlockCoordinateDescent:
         self._pool, self._note_traffic = strategy.pool, strategy.note_traffic
         self._count = min(strategy.workers, len(data[0]))
         self._blocks = Blocks(weights, blocks, len(strategy.placement), self._count)
-        spans = [slicing.bounds(len(data[0]), part, self._count) for part in range(self._count)]
+        spans = [even_bounds(len(data[0]), part, self._count) for part in range(self._count)]
         parts = [tuple(array[begin:end] for array in data) for begin, end in spans]
         self._part_rows = [end - begin for begin, end in spans]
         self._copies = [Copy(self._blocks, parts) for _ in range(strategy.workers)]

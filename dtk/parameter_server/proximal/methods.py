@@ -30,7 +30,7 @@ from __future__ import annotations
 import numpy as np
 import tensorflow as tf
 
-from dtk.input import slicing
+from dtk.even_division import even_bounds
 from dtk.nests import Array, Numbers
 
 
@@ -69,7 +69,7 @@ def least_squares_smoothness(features: Numbers, blocks: int = 1) -> Array:
     if features.ndim != 2:
         raise ValueError(f"features of shape {features.shape}; expected (rows, entries)")
     check_blocks(blocks, features.shape[1])
-    spans = [slicing.bounds(features.shape[1], block, blocks) for block in range(blocks)]
+    spans = [even_bounds(features.shape[1], block, blocks) for block in range(blocks)]
     return np.array([np.linalg.norm(features[:, begin:end], 2) ** 2 for begin, end in spans])
 
 

@@ -35,9 +35,7 @@ with strategy.scope():
     model = keras.Sequential(
         [keras.Input((6,)), keras.layers.Embedding(20, 8), keras.layers.Dense(11)]
     )
-    model.compile(
-        optimizer=keras.optimizers.Adam(), loss=masked_loss, metrics=[masked_acc]
-    )
+    model.compile(optimizer=keras.optimizers.Adam(), loss=masked_loss, metrics=[masked_acc])
 
 history = model.fit(source, target, batch_size=16, epochs=2, verbose=2)
 
