@@ -263,7 +263,6 @@ class Draws:
         import tensorflow as tf
 
         from dtk.even_division import even_bounds
-        from dtk.input import slicing
         from dtk.trainer.replica import replica_step
 
         first = replica_step.run_step

@@ -26,7 +26,7 @@ _SHARED = {
     "TF_FORCE_GPU_ALLOW_GROWTH": "true",
 }
 
-Survey = Callable[[str, int], ssh.Facts]
+Survey = Callable[[str, int], ssh.HostFacts]
 
 
 def usual() -> str:
@@ -65,9 +65,9 @@ def place(
     """Plan the processes of a world, so that every rank gets its share of the cores."""
     argv = [*_AGENT, *command]
     kind = "horovod" if launcher in BUSY else launcher
-    facts: dict[str, ssh.Facts] = {}
+    facts: dict[str, ssh.HostFacts] = {}
 
-    def noted(host: str, ports: int) -> ssh.Facts:
+    def noted(host: str, ports: int) -> ssh.HostFacts:
         facts[host] = survey(host, ports)
         return facts[host]
 

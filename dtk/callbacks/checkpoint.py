@@ -19,10 +19,10 @@ from dtk.callbacks.checkpointing.lock import DirectoryLock
 from dtk.callbacks.checkpointing.model_state import parts_of, value_of
 from dtk.callbacks.checkpointing.reading import CheckpointReader, restore, resume_message
 from dtk.callbacks.checkpointing.termination import EXIT_CODE, Termination
-from dtk.callbacks.checkpointing.writing import CheckpointWriter, NotFiniteError, Progress
+from dtk.callbacks.checkpointing.writing import CheckpointWriter, NotFiniteError, TrainingProgress
 from dtk.errors import CheckpointSaveError
 from dtk.nests import Array, Logs
-from dtk.parameter_server.evaluator import Saved
+from dtk.parameter_server.evaluator import SavedProgress
 from dtk.trainer.replica.replica_step import metric_variables
 
 
@@ -208,7 +208,7 @@ class Checkpoint(StrategyCallback):
         self._frequency.count(batch, self.trainer.feed, self.model)
         self._notice_failure()
         ending = self._termination is not None and self._termination.wanted_after_step()
-        progress = Progress(self._epoch, batch, in_epoch=True)
+        progress = TrainingProgress(self._epoch, batch, in_epoch=True)
         if ending:
             self._exit(progress)
         if self._frequency.due and batch:
@@ -228,7 +228,7 @@ class Checkpoint(StrategyCallback):
             # A callback that validates other weights takes them out of the model again.
             self.trainer.callbacks.on_test_end(self.model.get_metrics_result())
             steps = self.trainer.feed.iterator.num_batches or 0
-            self._exit(Progress(self._epoch, steps, in_epoch=False, trained=self._trained))
+            self._exit(TrainingProgress(self._epoch, steps, in_epoch=False, trained=self._trained))
 
     def on_epoch_agreed(self, epoch: int, logs: Logs | None = None) -> None:
         """Save after an epoch, when all callbacks have seen it."""
@@ -239,7 +239,7 @@ class Checkpoint(StrategyCallback):
             self._termination.find_pace()
         self._trained = None
         last = self.model.stop_training or epoch + 1 >= self.params["epochs"]
-        progress = Progress(epoch + 1, 0, in_epoch=False, logs=logs)
+        progress = TrainingProgress(epoch + 1, 0, in_epoch=False, logs=logs)
         if ending:
             self._exit(progress)
         if last or self._frequency.each_epoch or self._frequency.due:
@@ -263,7 +263,7 @@ class Checkpoint(StrategyCallback):
             self._fitting = False
             self.trainer.set_initial_epoch(self._initial_epoch)
 
-    def save(self, progress: Progress) -> Path | None:
+    def save(self, progress: TrainingProgress) -> Path | None:
         """Save now; every rank calls it.
 
         Args:
@@ -347,7 +347,7 @@ class Checkpoint(StrategyCallback):
         """
         return [name for name in reversed(self.files.names()) if name not in seen]
 
-    def load_weights(self, model: keras.Model, name: str) -> Saved | None:
+    def load_weights(self, model: keras.Model, name: str) -> SavedProgress | None:
         """Load the weights of a checkpoint into a model that will not be trained.
 
         Args:
@@ -380,7 +380,7 @@ class Checkpoint(StrategyCallback):
                     "directory of its own, or keep one"
                 )
 
-    def _exit(self, progress: Progress) -> NoReturn:
+    def _exit(self, progress: TrainingProgress) -> NoReturn:
         asked = [(one, one.save(progress)) for one in self._asked_by_sigterm()]
         saved = [str(path) for one, path in asked if one.finish() and path]
         self.say(f"SIGTERM: saved {' and '.join(saved) or 'nothing'}; start again to resume")

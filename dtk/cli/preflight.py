@@ -14,9 +14,9 @@ class Preflight:
 
     def __init__(self, remote_shell: str):
         self._remote_shell = remote_shell
-        self._facts: dict[str, ssh.Facts] = {}
+        self._facts: dict[str, ssh.HostFacts] = {}
 
-    def survey(self, host: str, ports: int) -> ssh.Facts:
+    def survey(self, host: str, ports: int) -> ssh.HostFacts:
         """Ask a host for free ports, its cores, its interface, versions and clock."""
         self._facts[host] = facts = ssh.survey(host, ports, remote_shell=self._remote_shell)
         return facts

@@ -17,7 +17,7 @@ from dtk.cluster import Host, progress, saving
 from dtk.cluster.variables import RESTARTS, SAVE_GRACE
 from dtk.errors import ClusterError
 from dtk.launch import Job, Process, check_plan, isolation, job_options, plan, sink, ssh
-from dtk.launch.attempts import Attempts, Run, Supervisor, answers
+from dtk.launch.attempts import Attempts, StartJob, Supervisor, answers
 from dtk.launch.settings import step_settings
 
 _MAX_RESTARTS = 3
@@ -166,7 +166,7 @@ def run(
     if max_restarts is None:
         max_restarts = _MAX_RESTARTS if ps or min_workers else 0
 
-    def planned(attempt: Run) -> Job:
+    def planned(attempt: StartJob) -> Job:
         preflight = Preflight(remote_shell)
         make = functools.partial(
             plan,

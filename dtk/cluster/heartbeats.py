@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from dtk.cluster import progress, slurm, stall
-from dtk.cluster.reports import Report, report_of
+from dtk.cluster.reports import RankReport, report_of
 from dtk.cluster.stall import STUCK, Stall
 from dtk.cluster.standing import Standing
 from dtk.errors import ClusterError
@@ -154,7 +154,7 @@ class Table:
         progress.report_to(self.take, timeout)
         threading.Thread(target=self._run, name="dtk-watch", daemon=True).start()
 
-    def take(self, report: Report) -> None:
+    def take(self, report: RankReport) -> None:
         """Take note of rank 0's own report."""
         self._standings[0].take(report, time.monotonic())
 
@@ -220,7 +220,7 @@ class Client:
         progress.report_to(self.send, timeout)
         threading.Thread(target=self._run, name="dtk-watch", daemon=True).start()
 
-    def send(self, report: Report) -> None:
+    def send(self, report: RankReport) -> None:
         """Send a report to rank 0."""
         self._standing.take(report, time.monotonic())
         with contextlib.suppress(OSError):

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from dtk.cluster import report_channel, stacks, usage
-from dtk.cluster.reports import Report
+from dtk.cluster.reports import RankReport
 
 # Seconds, of the launcher's: set in ranks that are to report. See `dtk run --stall-timeout`.
 VARIABLE = "DTK_STALL_TIMEOUT"
@@ -51,7 +51,7 @@ class _Position(NamedTuple):
 class _Reporter:
     """Reports the position of this process's main thread."""
 
-    def __init__(self, timeout: float, send: Callable[[Report], None]) -> None:
+    def __init__(self, timeout: float, send: Callable[[RankReport], None]) -> None:
         self.position = _Position(since=time.monotonic())
         self.held: Callable[[], dict[int, float]] = dict
         self.loops = 0
@@ -117,7 +117,7 @@ class _Reporter:
         with self._lock:
             self._send(self._report(self.position, time.monotonic()))
 
-    def _report(self, position: _Position, now: float) -> Report:
+    def _report(self, position: _Position, now: float) -> RankReport:
         still = now - position.since
         held = self.held()
         late = still > self._timeout / 2 and not self._serves
@@ -163,7 +163,7 @@ def _is_rank() -> bool:
     return is_launched() and os.getsid(0) == os.getpid()
 
 
-def report_to(send: Callable[[Report], None], timeout: float) -> None:
+def report_to(send: Callable[[RankReport], None], timeout: float) -> None:
     """Begin to report to others than a launcher."""
     global _reporter
     _reporter = _Reporter(timeout, send)
@@ -179,7 +179,7 @@ def is_launched() -> bool:
     return os.environ.get("DTK_RUN") == "1"
 
 
-def _to_launcher(report: Report) -> None:
+def _to_launcher(report: RankReport) -> None:
     report_channel.tell({"progress": report})
 
 

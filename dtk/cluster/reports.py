@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TypedDict
 
 
-class Report(TypedDict):
+class RankReport(TypedDict):
     """What a rank says of itself."""
 
     count: int  # how often it has gone inside
@@ -27,7 +27,7 @@ class Report(TypedDict):
     held: dict[str, float]
 
 
-def report_of(message: Mapping[str, object]) -> Report:
+def report_of(message: Mapping[str, object]) -> RankReport:
     """Return a message as a report, of the types that it must have."""
     held = message["held"]
     return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from dtk.cluster.reports import Report
+from dtk.cluster.reports import RankReport
 from dtk.cluster.usage import STOPPED, Usage
 
 # A rank that only waits uses less than this part of a core, and so many bytes a second:
@@ -23,9 +23,9 @@ class Standing:
     # when it last went inside or came out; when it was started, before its first report
     moved: float = 0.0
     busy: float = 0.0  # when it was last seen computing, reading or writing, by its reports
-    last: Report | None = None
+    last: RankReport | None = None
     # the report since which its work is measured, and when that came
-    measured: tuple[Report, float] | None = None
+    measured: tuple[RankReport, float] | None = None
     started: bool = False  # whether somebody has seen it start, and so waits for its first report
     # when its main thread was last busy, as seen from outside; None where nobody looks
     ran: float | None = None
@@ -62,7 +62,7 @@ class Standing:
         told = "" if self.last is None or self.left else self.last["stack"]
         return self.stack or told
 
-    def take(self, report: Report, now: float) -> None:
+    def take(self, report: RankReport, now: float) -> None:
         """Take note of a report."""
         last, when = self.measured or (self.last or report, self.heard or now)
         # Reports that are read late come together: what is between them took longer.

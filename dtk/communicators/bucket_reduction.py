@@ -7,7 +7,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from dtk.communicators import buckets, wire
-from dtk.communicators.messages import Message
+from dtk.communicators.messages import CollectiveMessage
 
 
 class BucketReduction:
@@ -30,7 +30,7 @@ class BucketReduction:
         reduce: Callable[[list[tf.Tensor], str, str], list[tf.Tensor]],
         size: int,
         label: Callable[[str], str],
-    ) -> Message:
+    ) -> CollectiveMessage:
         """Return the collective that reduces the buckets and cuts them into tensors again."""
         labels = {wire_op: label(f"reduce/{wire_op}") for wire_op in self._places}
 
@@ -50,7 +50,7 @@ class BucketReduction:
             ]
             return buckets.unpack(decoded, self._tensors, self._layout)
 
-        return Message([item[0] for item in self._encoded], send, finish)
+        return CollectiveMessage([item[0] for item in self._encoded], send, finish)
 
 
 def mean(total: tf.Tensor, size: int) -> tf.Tensor:

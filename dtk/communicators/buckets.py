@@ -29,7 +29,7 @@ _LEAST = 2**18
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class BucketLayout:
     """Places of tensors in buckets."""
 
     members: tuple[tuple[int, ...], ...]  # for each bucket the indices of its tensors, in order
@@ -37,7 +37,7 @@ class Layout:
     sizes: tuple[int | None, ...]
 
 
-def plan(dtypes: Sequence[tf.DType], sizes: Sequence[int | None], limit: int) -> Layout:
+def plan(dtypes: Sequence[tf.DType], sizes: Sequence[int | None], limit: int) -> BucketLayout:
     """Decide the buckets from what all ranks know alike: dtypes and static sizes."""
     if limit < 1:
         raise ValueError(f"a bucket must hold at least 1 byte, got a limit of {limit}")
@@ -54,7 +54,7 @@ def plan(dtypes: Sequence[tf.DType], sizes: Sequence[int | None], limit: int) ->
             buckets.append(bucket)
         bucket.append(index)
         open_bucket[dtype] = (bucket, filled + size * dtype.size)
-    return Layout(tuple(tuple(bucket) for bucket in buckets), tuple(sizes))
+    return BucketLayout(tuple(tuple(bucket) for bucket in buckets), tuple(sizes))
 
 
 def limit_for(
@@ -73,14 +73,14 @@ def limit_for(
 
 def pack(
     tensors: Sequence[tf.Tensor], limit: int = DEFAULT_LIMIT
-) -> tuple[list[tf.Tensor], Layout]:
+) -> tuple[list[tf.Tensor], BucketLayout]:
     """Flatten `tensors` into one-dimensional buckets of one dtype each."""
     layout = plan([t.dtype for t in tensors], static_sizes(tensors), limit)
     return [_join([tensors[i] for i in members]) for members in layout.members], layout
 
 
 def unpack(
-    buckets: Sequence[tf.Tensor], like: Sequence[tf.Tensor], layout: Layout
+    buckets: Sequence[tf.Tensor], like: Sequence[tf.Tensor], layout: BucketLayout
 ) -> list[tf.Tensor]:
     """Cut buckets into tensors shaped `like` those that were packed; static shapes are kept.
 

@@ -19,7 +19,7 @@ import tensorflow as tf
 from dtk.communicators.sequencer import CollectiveSequencer, lane
 
 
-class Message(NamedTuple):
+class CollectiveMessage(NamedTuple):
     """A collective about to run."""
 
     inputs: list[tf.Tensor]  # flat tensors, in dtypes the backend takes
@@ -30,7 +30,7 @@ class Message(NamedTuple):
 
 
 def run_together(
-    messages: Sequence[Message], sequencer: CollectiveSequencer
+    messages: Sequence[CollectiveMessage], sequencer: CollectiveSequencer
 ) -> list[tf.Tensor | tf.IndexedSlices | list[tf.Tensor]]:
     """Send messages side by side, each once its own values are there.
 

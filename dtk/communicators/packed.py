@@ -23,7 +23,7 @@ import tensorflow as tf
 from dtk.communicators import buckets, wire
 from dtk.communicators.base import AlignedSlices, Communicator, with_values
 from dtk.communicators.bucket_reduction import BucketReduction, mean
-from dtk.communicators.messages import Message, run_together
+from dtk.communicators.messages import CollectiveMessage, run_together
 from dtk.communicators.row_blocks import RowBlocks, checked_counts, checked_splits
 from dtk.communicators.sequencer import CollectiveSequencer
 from dtk.errors import at_rank
@@ -193,12 +193,12 @@ class PackedCommunicator(Communicator):
             results[i] = slices
         return results
 
-    def _reduction(self, tensors: list[tf.Tensor], op: str) -> Message:
+    def _reduction(self, tensors: list[tf.Tensor], op: str) -> CollectiveMessage:
         limit = buckets.limit_for(tensors, self.bucket_bytes, self.costs)
         reduction = BucketReduction(tensors, op, limit, self.reduces)
         return reduction.message(self._reduce, self.size, self._label)
 
-    def _row_sum(self, slices: tf.IndexedSlices, op: str) -> Message:
+    def _row_sum(self, slices: tf.IndexedSlices, op: str) -> CollectiveMessage:
         if op not in ("sum", "mean"):
             raise ValueError(
                 at_rank(self.rank, f"op {op!r} on IndexedSlices; only 'sum' and 'mean' make sense")
@@ -257,12 +257,12 @@ class PackedCommunicator(Communicator):
     def _count_rows(self, tensor: tf.Tensor) -> tf.Tensor:
         return self._sizes(tf.shape(tensor, tf.int64)[:1], "gather")[:, 0]
 
-    def _gathering(self, tensor: tf.Tensor, counts: tf.Tensor) -> Message:
+    def _gathering(self, tensor: tf.Tensor, counts: tf.Tensor) -> CollectiveMessage:
         """Return the collective that gathers the rows of all ranks, of which each has `counts`."""
         rows = RowBlocks(tensor, self.moves)
         encoded, decode = rows.encode()
         label = self._label(f"gather/{encoded.dtype.name}")
-        return Message(
+        return CollectiveMessage(
             [encoded],
             lambda flat, lane: self._gather(flat[0], rows.words(counts), label, lane),
             lambda parts: rows.decode(parts, decode, counts),

@@ -31,7 +31,7 @@ def move_variable(variable: keras.Variable) -> None:
         variable._initialize(variable._value.numpy())
 
 
-class Part(keras.Variable):
+class VariablePart(keras.Variable):
     """One part of a partitioned variable, as an optimizer sees it."""
 
     def __init__(self, whole: keras.Variable, index: int):

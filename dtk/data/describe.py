@@ -25,7 +25,7 @@ _BATCH_SIZE = 32
 _VALUES = 4
 
 
-class Part(NamedTuple):
+class BatchPartRead(NamedTuple):
     """Part of one batch that one rank takes."""
 
     # index of its first row within the global batch; None where every rank reads a pipeline of its
@@ -48,7 +48,7 @@ class Share(NamedTuple):
     # batches of an epoch; `math.inf` without end, None where only reading would tell
     batches: float | None
     types: tuple[str, ...]  # type and shape of a row of each part, such as "float32[8, 8, 1]"
-    parts: tuple[Part, ...]  # of each of the first batches
+    parts: tuple[BatchPartRead, ...]  # of each of the first batches
 
 
 class Description(NamedTuple):
@@ -81,7 +81,7 @@ class Description(NamedTuple):
         return "\n".join([*lines, *(f"look here: {note}" for note in self.notes)])
 
 
-class _Source(NamedTuple):
+class _Rereadable(NamedTuple):
     """Data that can be read from its beginning."""
 
     what: str  # words for it
@@ -159,7 +159,7 @@ def describe(
     return description
 
 
-def _source(dataset: Data, strategy: DtkStrategy, batch_size: int | None) -> _Source:
+def _source(dataset: Data, strategy: DtkStrategy, batch_size: int | None) -> _Rereadable:
     if are_arrays(dataset):
         return _arrays(dataset, strategy, batch_size)
     if batch_size is not None:
@@ -171,13 +171,13 @@ def _source(dataset: Data, strategy: DtkStrategy, batch_size: int | None) -> _So
         if dataset.whole is not None:
             return _pipeline(dataset.whole)
         what = "a pipeline for each rank, not cut again"
-        return _Source(what, _count(dataset.local), lambda: dataset.local, own=True)
+        return _Rereadable(what, _count(dataset.local), lambda: dataset.local, own=True)
     if isinstance(dataset, tf.data.Dataset):
         return _pipeline(dataset)
     if isinstance(dataset, keras.utils.PyDataset):
         count = dataset.num_batches
         numbers: Iterable[int] = itertools.count() if count is None else range(count)
-        return _Source(
+        return _Rereadable(
             f"a {type(dataset).__name__}, read by every rank, before shuffling",
             math.inf if count is None else count,
             lambda: (dataset[number] for number in numbers),
@@ -190,17 +190,17 @@ def _source(dataset: Data, strategy: DtkStrategy, batch_size: int | None) -> _So
     )
 
 
-def _arrays(arrays: Data, strategy: DtkStrategy, batch_size: int | None) -> _Source:
+def _arrays(arrays: Data, strategy: DtkStrategy, batch_size: int | None) -> _Rereadable:
     batch_size = batch_size or _BATCH_SIZE
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(arrays)
     adapter = keras_data.ArrayDataAdapter(x, y, sample_weight, batch_size=batch_size, shuffle=False)
     rows = tf.nest.flatten(arrays)[0].shape[0]
     what = f"arrays of {rows} rows, in batches of {batch_size}, before shuffling"
-    return _Source(what, adapter.num_batches, adapter.get_tf_dataset)
+    return _Rereadable(what, adapter.num_batches, adapter.get_tf_dataset)
 
 
-def _pipeline(dataset: tf.data.Dataset) -> _Source:
-    return _Source("a tf.data.Dataset of global batches", _count(dataset), lambda: dataset)
+def _pipeline(dataset: tf.data.Dataset) -> _Rereadable:
+    return _Rereadable("a tf.data.Dataset of global batches", _count(dataset), lambda: dataset)
 
 
 def _count(dataset: tf.data.Dataset) -> float | None:
@@ -210,7 +210,9 @@ def _count(dataset: tf.data.Dataset) -> float | None:
     return count if count >= 0 else None
 
 
-def _parts(batch: Nest, strategy: DtkStrategy, own: bool) -> list[tuple[Part, tuple[str, ...]]]:
+def _parts(
+    batch: Nest, strategy: DtkStrategy, own: bool
+) -> list[tuple[BatchPartRead, tuple[str, ...]]]:
     """Return, for each replica of this process, its part of a batch, and the types of its rows."""
     batch = tf.nest.map_structure(
         lambda leaf: leaf if leaf is None or tf.is_tensor(leaf) else tf.convert_to_tensor(leaf),
@@ -218,7 +220,9 @@ def _parts(batch: Nest, strategy: DtkStrategy, own: bool) -> list[tuple[Part, tu
     )
     if own:
         count = int(slicing.count_rows(batch))
-        return [(Part(None, count, count, _hash(batch), _sample(batch), ""), _types(batch))]
+        return [
+            (BatchPartRead(None, count, count, _hash(batch), _sample(batch), ""), _types(batch))
+        ]
     size, ranks = strategy.num_replicas_in_sync, strategy.local_ranks()
     slices, whole = slicing.cut(batch, ranks, size), _hash(batch)
     rows, told = int(slices.rows), []
@@ -226,7 +230,7 @@ def _parts(batch: Nest, strategy: DtkStrategy, own: bool) -> list[tuple[Part, tu
         count = int(count)
         first, _ = even_bounds(rows, rank, size)
         shown = (_hash(rank_batch), _sample(rank_batch)) if count else ("", "")
-        told.append((Part(first, count, rows, *shown, whole), _types(batch)))
+        told.append((BatchPartRead(first, count, rows, *shown, whole), _types(batch)))
     return told
 
 
@@ -316,7 +320,7 @@ def _batches(share: Share) -> str:
     return f"{share.batches} batch{'es' * (share.batches != 1)}"
 
 
-def _rows(part: Part) -> str:
+def _rows(part: BatchPartRead) -> str:
     if not part.taken:
         return f"none of {part.rows}"
     if part.first is None:

@@ -76,7 +76,7 @@ class Overhead(NamedTuple):
     sent: float  # bytes of one exchange
 
 
-class Choice(NamedTuple):
+class ExchangeChoice(NamedTuple):
     """An exchange, and why."""
 
     exchange: Exchange  # what was chosen
@@ -97,7 +97,9 @@ class Choice(NamedTuple):
         )
 
 
-def choose(observed: Observed, overheads: Mapping[Exchange, Overhead], costs: Costs) -> Choice:
+def choose(
+    observed: Observed, overheads: Mapping[Exchange, Overhead], costs: Costs
+) -> ExchangeChoice:
     """Return the mildest exchange that makes a step nearly as fast as any does."""
     exact, *others = CANDIDATES
     now = _sending(exact, observed, overheads, costs)
@@ -111,7 +113,7 @@ def choose(observed: Observed, overheads: Mapping[Exchange, Overhead], costs: Co
     fastest = min(predicted.values())
     limit = fastest + _WORTH * abs(fastest)
     chosen = next(exchange for exchange, seconds in predicted.items() if seconds <= limit)
-    return Choice(chosen, observed, predicted)
+    return ExchangeChoice(chosen, observed, predicted)
 
 
 def _sending(

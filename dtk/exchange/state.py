@@ -35,7 +35,7 @@ class StateVariable(NamedTuple):
     rows: tuple[int, int] | None
 
 
-class Saved(TypedDict):
+class SavedItem(TypedDict):
     """What a checkpoint holds of a variable."""
 
     kind: str
@@ -60,7 +60,7 @@ class ExchangeState:
         self.prefix = ""
         self._kept: dict[str, StateVariable] = {}
         self._scratch: dict[str, tf.Variable] = {}
-        self._restored: dict[str, Saved] = {}
+        self._restored: dict[str, SavedItem] = {}
 
     @property
     def variables(self) -> list[tf.Variable]:
@@ -109,7 +109,7 @@ class ExchangeState:
 
         return _outside(make)
 
-    def collect(self, root: int | None = None) -> dict[str, Saved]:
+    def collect(self, root: int | None = None) -> dict[str, SavedItem]:
         """Return everything remembered, of all ranks; all ranks call it together."""
         saved = dict(self._restored)  # what no step has asked for yet
         for name, kept in self._kept.items():
@@ -124,7 +124,7 @@ class ExchangeState:
                 saved[name] = {"kind": kept.kind, "value": value.numpy()}
         return saved
 
-    def restore(self, saved: dict[str, Saved]) -> None:
+    def restore(self, saved: dict[str, SavedItem]) -> None:
         """Go on from what `collect` returned, in a world of any size.
 
         Variables that no step has asked for yet take their values when one does.
@@ -136,7 +136,7 @@ class ExchangeState:
             else:
                 self._restored[name] = item
 
-    def _assign(self, name: str, kept: StateVariable, saved: Saved) -> None:
+    def _assign(self, name: str, kept: StateVariable, saved: SavedItem) -> None:
         rank, size = self._communicator.rank, self._communicator.size
         value = np.asarray(saved["value"])
         if kept.kind == "stripe":

@@ -79,7 +79,7 @@ class SurveySpec(TypedDict):
 Spec: TypeAlias = RankSpec | GuardSpec | SurveySpec
 
 
-class Facts(TypedDict):
+class MachineFacts(TypedDict):
     """What is known of this host; see `survey`."""
 
     ports: list[int]
@@ -87,7 +87,7 @@ class Facts(TypedDict):
     interface: str
 
 
-class FarFacts(Facts):
+class FarFacts(MachineFacts):
     """What the launcher is told of another host."""
 
     versions: dict[str, str]  # see `versions`
@@ -117,7 +117,7 @@ def reserve(host: str, port: int = 0) -> socket.socket:
     return held
 
 
-def survey(host: str, ports: int) -> Facts:
+def survey(host: str, ports: int) -> MachineFacts:
     """Look at this host before placing ranks on it.
 
     >>> facts = survey("127.0.0.1", 2)

@@ -45,7 +45,7 @@ _WAITS = 1.0  # seconds without a reader, after which output counts as unread
 Given = TypeVarTuple("Given")
 
 
-class _Source:
+class _Stream:
     """One stream of one process, while it is read."""
 
     def __init__(self, rank: Rank, sink: Sink, stderr: bool) -> None:
@@ -100,7 +100,7 @@ class JobOutput:
         self._equal = EqualLines()
         # Lines are written in the order in which they were held, and before what is said next.
         self._writing = threading.RLock()
-        self._sources: list[_Source] = []
+        self._sources: list[_Stream] = []
         self._closed = threading.Event()
 
     def _sink(self, target: TextIO | int | None, name: str) -> Sink:
@@ -174,7 +174,7 @@ class JobOutput:
             self._start_reader(rank, self._listen, rank, popen, reports)
         for pipe, sink in zip((popen.stdout, popen.stderr), self._sinks, strict=True):
             assert pipe is not None
-            source = _Source(rank, sink, stderr=pipe is popen.stderr)
+            source = _Stream(rank, sink, stderr=pipe is popen.stderr)
             self._sources.append(source)
             self._start_reader(rank, self._read, source, pipe)
 
@@ -201,7 +201,7 @@ class JobOutput:
             what = "lines of standard error were not shown again, as another rank had written them"
             self.say(f"{self._equal.late} {what}")
 
-    def _read(self, source: _Source, pipe: IO[bytes]) -> None:
+    def _read(self, source: _Stream, pipe: IO[bytes]) -> None:
         rank, torn = source.rank, b""
         with pipe:
             while read := pipe.read1(1 << 16):  # type: ignore[attr-defined]
@@ -215,14 +215,14 @@ class JobOutput:
                 source.waits = True
         self._end(source)
 
-    def _end(self, source: _Source) -> None:
+    def _end(self, source: _Stream) -> None:
         with source.lock:
             self._take(source, source.text.feed(b"", time.monotonic(), final=True))
             self._screen.show(source, [])
             with contextlib.suppress(ValueError):
                 self._sources.remove(source)
 
-    def _take(self, source: _Source, lines: Sequence[str]) -> None:
+    def _take(self, source: _Stream, lines: Sequence[str]) -> None:
         rank, stderr = source.rank, source.stderr
         if lines:
             self._show_rows(source)  # else they would stand below what they have become
@@ -243,7 +243,7 @@ class JobOutput:
             return True
         return rank.process.role == "chief" and _TASK_GONE.match(line) is not None
 
-    def _pass_on(self, source: _Source, line: str) -> None:
+    def _pass_on(self, source: _Stream, line: str) -> None:
         process, sink = source.rank.process, source.sink
         if source.stderr and len(self._processes) > 1:
             self._equal.add(self._indices[id(process)], line, time.monotonic())
@@ -273,7 +273,7 @@ class JobOutput:
             self._write_equal(now)
             self._screen.draw()
 
-    def _show(self, source: _Source, now: float) -> None:
+    def _show(self, source: _Stream, now: float) -> None:
         process, sink = source.rank.process, source.sink
         if source.rank.file is not None:
             for row in source.in_file.due(source.text, now):
@@ -286,7 +286,7 @@ class JobOutput:
         for row in source.on_screen.due(source.text, now):
             self._screen.write(sink, f"{self._prefix(process, sink)}{row}\n")
 
-    def _show_rows(self, source: _Source) -> None:
+    def _show_rows(self, source: _Stream) -> None:
         """Have what the first process is writing drawn, where it can be."""
         process, sink = source.rank.process, source.sink
         if process is self._processes[0] and self._screen.draws(sink):

@@ -34,7 +34,7 @@ _THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS
 # pages an all-reduce of 100 MB over Horovod took 38 ms, not 76. Other C libraries do not read it.
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
-Survey = Callable[[str, int], ssh.Facts]
+Survey = Callable[[str, int], ssh.HostFacts]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +221,7 @@ def _place(
 def _collective(
     command: Sequence[str],
     placed: list[tuple[str, int, str]],
-    facts: Mapping[str, ssh.Facts],
+    facts: Mapping[str, ssh.HostFacts],
     joined_by: str,
 ) -> list[Process]:
     ports: dict[str, Iterator[int]] = {host: iter(fact.ports) for host, fact in facts.items()}
@@ -243,7 +243,7 @@ def _collective(
 
 
 def _horovod(
-    command: Sequence[str], placed: list[tuple[str, int, str]], facts: Mapping[str, ssh.Facts]
+    command: Sequence[str], placed: list[tuple[str, int, str]], facts: Mapping[str, ssh.HostFacts]
 ) -> list[Process]:
     """Set what Horovod's Gloo controller reads.
 
@@ -275,7 +275,7 @@ def _horovod(
     return processes
 
 
-def _bound(processes: list[Process], facts: Mapping[str, ssh.Facts]) -> list[Process]:
+def _bound(processes: list[Process], facts: Mapping[str, ssh.HostFacts]) -> list[Process]:
     """Divide the cores of each host that has several ranks, a core or more for each thread."""
     hosts = [process.host for process in processes]
     bound = []

@@ -47,7 +47,7 @@ _NO_PROGRAM = (126, 127)
 
 
 @dataclasses.dataclass(frozen=True)
-class Facts:
+class HostFacts:
     """Facts about one host that a plan needs."""
 
     ports: tuple[int, ...]  # free ports on it
@@ -60,7 +60,7 @@ class Facts:
 
 def survey(
     host: str, ports: int, remote_shell: str = DEFAULT_REMOTE_SHELL, python: str = sys.executable
-) -> Facts:
+) -> HostFacts:
     """Ask a host for free ports, its cores and its interface.
 
     >>> len(survey("localhost", 1).ports)
@@ -73,7 +73,7 @@ def survey(
             raise ClusterError(
                 f"host {host}: no free port: {error.strerror}; check its address"
             ) from None
-        return Facts(tuple(found["ports"]), tuple(found["cores"]), found["interface"])
+        return HostFacts(tuple(found["ports"]), tuple(found["cores"]), found["interface"])
     spec: agent.SurveySpec = {"task": "survey", "host": host, "ports": ports}
     command = _command(host, remote_shell, python)
     asked = time.time()
@@ -103,7 +103,7 @@ def survey(
     # It read its clock at some time in between.
     ahead = min(found["clock"] - asked, 0.0) + max(found["clock"] - time.time(), 0.0)
     seen = tuple(found["ports"]), tuple(found["cores"]), found["interface"]
-    return Facts(*seen, found["versions"], ahead)
+    return HostFacts(*seen, found["versions"], ahead)
 
 
 def start(

@@ -15,7 +15,7 @@ from dtk.layers.row_ranges import Halo, Range
 from dtk.nests import Function
 
 
-class Rows(NamedTuple):
+class HaloRows(NamedTuple):
     """What a rank needs of an axis, without padding: rows of ranks before, its own, of ranks after.
 
     `above` and `below` are None where no rank of the group needs rows of another.
@@ -47,14 +47,14 @@ class HaloExchange:
             rows = [self._filled(own, before, padding), *rows, self._filled(own, behind, padding)]
         return tf.concat(rows, self.axis) if len(rows) > 1 else own
 
-    def rows(self, value: tf.Tensor) -> Rows:
+    def rows(self, value: tf.Tensor) -> HaloRows:
         """Return the rows that this rank needs, not joined, since joining copies them."""
         rank = self.communicator.rank
         own, *parts = cut(value, [self.halo.sent(rank, j) for j in self._ranks], self.axis)
         if not np.any(self.halo.matrix):  # alike on all ranks: all know the whole of it
-            return Rows(None, own, None)
+            return HaloRows(None, own, None)
         above, below = self._exchanged(parts)
-        return Rows(above, own, below)
+        return HaloRows(above, own, below)
 
     @property
     def _ranks(self) -> list[int]:

@@ -20,7 +20,7 @@ from dtk.layers.halo import HaloExchange, add_rows
 from dtk.layers.row_ranges import Halo, Range, Window, ranges_of
 
 
-class Piece(NamedTuple):
+class BorderOutputs(NamedTuple):
     """Outputs of a convolution that other ranks' rows reach, and their rows in its input."""
 
     outputs: Range
@@ -54,7 +54,7 @@ def _as_same(window: Window, halo: Halo, rank: int) -> bool:
     )
 
 
-def pieces(window: Window, halo: Halo, rank: int) -> tuple[Piece, Piece]:
+def pieces(window: Window, halo: Halo, rank: int) -> tuple[BorderOutputs, BorderOutputs]:
     """Return what rows from above, and rows from below, are used for.
 
     Ranks that get none have one output each, of zeros only: graphs of all ranks have one shape.
@@ -68,8 +68,8 @@ def pieces(window: Window, halo: Halo, rank: int) -> tuple[Piece, Piece]:
     start = need.start + first * window.stride
     before, behind = halo.padding(rank)
     return (
-        Piece(Range(0, reached), before, stop - own.start),
-        Piece(Range(first, last + 1), own.stop - start, behind),
+        BorderOutputs(Range(0, reached), before, stop - own.start),
+        BorderOutputs(Range(first, last + 1), own.stop - start, behind),
     )
 
 

@@ -208,7 +208,7 @@ class Pipeline(keras.Model):
         if self.stage is None:
             return self._alone(inputs, training)
         anchor = self._anchor(self.stage) if training else None
-        link = transfer.Link(self._group, anchor)
+        link = transfer.StageTransfer(self._group, anchor)
         last = self._group.rank == self._group.size - 1
         outputs = []
         for part in range(self._microbatches):
@@ -240,7 +240,9 @@ class Pipeline(keras.Model):
     def _own_sources(self) -> Sequence[int]:
         return self._sources[self._group.rank]
 
-    def _receive(self, link: transfer.Link, rows: tf.Tensor, source: int, part: int) -> tf.Tensor:
+    def _receive(
+        self, link: transfer.StageTransfer, rows: tf.Tensor, source: int, part: int
+    ) -> tf.Tensor:
         output = self._outputs[source]
         return link.receive([rows, *output.shape[1:]], output.dtype, source, part)
 
@@ -290,7 +292,7 @@ class InterleavedPipeline(Pipeline):
         parts = [microbatch(x, m, count) for m in range(count)]
         rows = tf.shape(tf.nest.flatten(x)[0])[0]
         outputs = self._outputs
-        place = interleaved.Place(
+        place = interleaved.StagePlace(
             self.stage, self._group, self._own_sources, self._dests[self._group.rank], outputs
         )
 
@@ -309,7 +311,7 @@ class InterleavedPipeline(Pipeline):
         self._check_losses(self.stage)
         last = self._group.rank == self._group.size - 1
         result = tf.concat(found.outputs, 0) if last else self._nothing(x)
-        predicted = transfer.Link(self._group, None).from_last(result)
+        predicted = transfer.StageTransfer(self._group, None).from_last(result)
         loss = self.compute_loss(x, y, predicted, weight, training=True)
         self._loss_tracker.update_state(loss, sample_weight=rows)
         self.optimizer.apply(self._with_penalties(found.gradients), self.trainable_variables)

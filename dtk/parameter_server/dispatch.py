@@ -22,7 +22,7 @@ from dtk.parameter_server.task_queue import CompleteStep, OutputsT, Result, Task
 from dtk.parameter_server.worker_pool import WorkerPool
 
 
-class Job(Protocol[WorkT, OutputsT]):
+class WorkerJob(Protocol[WorkT, OutputsT]):
     """What workers compute of a step's work, and what becomes of it."""
 
     def compute(self, task: Task[WorkT], worker: int, schedule: Schedule) -> Result[OutputsT]:
@@ -48,7 +48,7 @@ class Dispatcher(Generic[WorkT, OutputsT]):
         self,
         pool: WorkerPool,
         new_queue: Callable[[], TaskQueue[WorkT, OutputsT]],
-        job: Job[WorkT, OutputsT],
+        job: WorkerJob[WorkT, OutputsT],
         ahead: Callable[[Schedule], float] = _none,
         on_applied: Callable[[Schedule], None] = _ignore,
     ):

@@ -35,7 +35,7 @@ _LOOK_SECONDS = 1.0
 _FILE = "evaluation.csv"
 
 
-class Saved(NamedTuple):
+class SavedProgress(NamedTuple):
     """Progress of training that one checkpoint says about itself."""
 
     epoch: int  # epochs that are complete
@@ -168,7 +168,7 @@ class EvaluationLog:
         with open(self._path, newline="") as file:
             return {row["checkpoint"] for row in csv.DictReader(file)}
 
-    def write(self, name: str, saved: Saved, numbers: dict[str, float]) -> None:
+    def write(self, name: str, saved: SavedProgress, numbers: dict[str, float]) -> None:
         """Write down the evaluation of one checkpoint."""
         numbers = {key: float(value) for key, value in numbers.items()}
         row = {"checkpoint": name, **saved._asdict(), **numbers}

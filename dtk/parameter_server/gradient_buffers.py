@@ -29,13 +29,13 @@ from dtk.trainer.tracing import slice_origins
 ReportT = TypeVar("ReportT")
 
 # What gradients are of: a Keras variable, or a part of one that servers hold in parts.
-Weight: TypeAlias = keras.Variable | keras_variables.Part
+Weight: TypeAlias = keras.Variable | keras_variables.VariablePart
 # None where a weight has none.
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 
 
 @dataclasses.dataclass(frozen=True)
-class Slot:
+class BufferSlot:
     """Variable of a gradient buffer."""
 
     device: str  # the server it is on
@@ -44,7 +44,7 @@ class Slot:
     indices: bool = False  # whether it holds row numbers, whose rows lie in the next slot
 
 
-class Layout:
+class BufferLayout:
     """Layout of a gradient buffer: which gradient lies where."""
 
     def __init__(self, weights: Sequence[Weight], sparse: set[int]):
@@ -52,15 +52,17 @@ class Layout:
         self.tagged: set[int] = set()
         self.devices = [keras_variables.stored(weight).device for weight in self.weights]
         dense: dict[tuple[str, tf.DType], list[int]] = {}
-        rows: list[Slot] = []
+        rows: list[BufferSlot] = []
         for index, weight in enumerate(self.weights):
             device, dtype = self.devices[index], keras_variables.stored(weight).dtype
             if id(weight) in sparse:
-                rows.append(Slot(device, tf.int64, (index,), indices=True))
-                rows.append(Slot(device, dtype, (index,)))
+                rows.append(BufferSlot(device, tf.int64, (index,), indices=True))
+                rows.append(BufferSlot(device, dtype, (index,)))
             else:
                 dense.setdefault((device, dtype), []).append(index)
-        self.dense = [Slot(device, dtype, tuple(held)) for (device, dtype), held in dense.items()]
+        self.dense = [
+            BufferSlot(device, dtype, tuple(held)) for (device, dtype), held in dense.items()
+        ]
         self.rows = rows
         self.slots = [*self.dense, *rows]
 
@@ -100,7 +102,7 @@ class Layout:
     def _size(self, index: int) -> int:
         return int(np.prod(tuple(self.weights[index].shape)))
 
-    def _content(self, slot: Slot, gradients: Sequence[Gradient]) -> tf.Tensor:
+    def _content(self, slot: BufferSlot, gradients: Sequence[Gradient]) -> tf.Tensor:
         if slot in self.rows:
             first = gradients[slot.holds[0]]
             if first is None:
@@ -148,7 +150,7 @@ class Layout:
         )
         return functional_step.rows_of(found.values, found.indices, shape)
 
-    def _read(self, slot: Slot, buffers: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
+    def _read(self, slot: BufferSlot, buffers: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
         number = next(n for n, other in enumerate(self.slots) if other is slot)
         found = [
             tf.raw_ops.ReadVariableOp(resource=_of_any_length(handles[number]), dtype=slot.dtype)
@@ -158,10 +160,12 @@ class Layout:
         # optimizers ask what row numbers gather for its rank.
         return [tf.ensure_shape(flat, [None]) for flat in found]
 
-    def _read_dense(self, slot: Slot, buffers: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
+    def _read_dense(
+        self, slot: BufferSlot, buffers: Sequence[Sequence[tf.Tensor]]
+    ) -> list[tf.Tensor]:
         return self._read(slot, buffers)
 
-    def _split(self, slot: Slot, flat: tf.Tensor, gradients: list[Gradient]) -> None:
+    def _split(self, slot: BufferSlot, flat: tf.Tensor, gradients: list[Gradient]) -> None:
         shapes = [tuple(self.weights[index].shape) for index in slot.holds]
         sizes = [tf.TensorShape(shape).num_elements() for shape in shapes]
         for index, shape, part in zip(slot.holds, shapes, tf.split(flat, sizes), strict=True):
@@ -171,7 +175,7 @@ class Layout:
 class GradientBuffer:
     """Buffer on the servers in which one piece of work leaves its gradients."""
 
-    def __init__(self, layout: Layout):
+    def __init__(self, layout: BufferLayout):
         self._variables = []
         for slot in layout.slots:
             with tf.device(slot.device):
@@ -195,7 +199,7 @@ def parts_of(variable: keras.Variable, known: dict[int, list[Weight]]) -> list[W
         return [variable]
     if id(variable) not in known:
         known[id(variable)] = [
-            keras_variables.Part(variable, index) for index in range(len(shards))
+            keras_variables.VariablePart(variable, index) for index in range(len(shards))
         ]
     return known[id(variable)]
 
@@ -244,7 +248,7 @@ def pull(variables: Iterable[keras.Variable]) -> tuple[list[tuple[keras.Variable
     return [(variable, tf.identity(value)) for variable, value in pairs], read
 
 
-class Report(Generic[ReportT]):
+class PackedResults(Generic[ReportT]):
     """Small results of a step as one tensor: each tensor fetched from a worker is a message."""
 
     def __init__(self, results: ReportT):

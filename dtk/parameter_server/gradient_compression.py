@@ -7,16 +7,18 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from dtk.exchange import codec, quantized
-from dtk.parameter_server.gradient_buffers import Layout, Slot, Weight
+from dtk.parameter_server.gradient_buffers import BufferLayout, BufferSlot, Weight
 
 
-class FilteredLayout(Layout):
+class FilteredLayout(BufferLayout):
     """Layout whose dense slots hold a few entries and their positions, or all entries."""
 
     def __init__(self, weights: Sequence[Weight], sparse: set[int], significant: float):
         super().__init__(weights, sparse)
         self._significant = significant
-        self._positions = [Slot(slot.device, tf.int32, slot.holds, True) for slot in self.dense]
+        self._positions = [
+            BufferSlot(slot.device, tf.int32, slot.holds, True) for slot in self.dense
+        ]
         self.slots = [*self.dense, *self._positions, *self.rows]
 
     def compress(
@@ -37,7 +39,9 @@ class FilteredLayout(Layout):
         rows = list(contents[len(self.dense) :])
         return [*sent, *positions, *rows], [*kept, *(row[:0] for row in rows)]
 
-    def _read_dense(self, slot: Slot, buffers: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
+    def _read_dense(
+        self, slot: BufferSlot, buffers: Sequence[Sequence[tf.Tensor]]
+    ) -> list[tf.Tensor]:
         positions = self._positions[self.dense.index(slot)]
         size = sum(self._size(index) for index in slot.holds)
         return [
@@ -52,7 +56,7 @@ class FilteredLayout(Layout):
         ]
 
 
-class QuantizedLayout(Layout):
+class QuantizedLayout(BufferLayout):
     """Layout of a few bits for each entry of a kernel; vectors and rows of tables are whole.
 
     Beside each dense slot, of which only what is not coded is left, lies one of codes.
@@ -61,7 +65,7 @@ class QuantizedLayout(Layout):
     def __init__(self, weights: Sequence[Weight], sparse: set[int], bits: int):
         super().__init__(weights, sparse)
         self._bits = bits
-        self._codes = [Slot(slot.device, tf.uint8, slot.holds) for slot in self.dense]
+        self._codes = [BufferSlot(slot.device, tf.uint8, slot.holds) for slot in self.dense]
         self.slots = [*self.dense, *self._codes, *self.rows]
 
     def compress(
@@ -93,10 +97,12 @@ class QuantizedLayout(Layout):
         weight = self.weights[index]
         return quantized.is_coded(tuple(weight.shape), tf.as_dtype(weight.dtype), self._bits)
 
-    def _cut(self, slot: Slot, flat: tf.Tensor) -> list[tf.Tensor]:
+    def _cut(self, slot: BufferSlot, flat: tf.Tensor) -> list[tf.Tensor]:
         return tf.split(flat, [self._size(index) for index in slot.holds])
 
-    def _read_dense(self, slot: Slot, buffers: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
+    def _read_dense(
+        self, slot: BufferSlot, buffers: Sequence[Sequence[tf.Tensor]]
+    ) -> list[tf.Tensor]:
         codes = self._codes[self.dense.index(slot)]
         return [
             self._joined(slot, whole, code)
@@ -105,7 +111,7 @@ class QuantizedLayout(Layout):
             )
         ]
 
-    def _joined(self, slot: Slot, whole: tf.Tensor, code: tf.Tensor) -> tf.Tensor:
+    def _joined(self, slot: BufferSlot, whole: tf.Tensor, code: tf.Tensor) -> tf.Tensor:
         """Decode what a worker sent of one slot, in the order of its weights."""
         coded = [index for index in slot.holds if self._is_coded(index)]
         shapes = {index: tuple(self.weights[index].shape) for index in slot.holds}

@@ -30,7 +30,7 @@ from dtk.parameter_server.consistency_models import Consistency
 
 
 @dataclass(frozen=True)
-class Piece:
+class StepSlice:
     """Slice of a step, handed to one worker; no two are equal."""
 
     step: int  # 0, 1, 2, ... in the order offered
@@ -129,7 +129,7 @@ class Schedule:
         self._fresh = (0, 0)  # step and slice: all before it were handed out at least once
         self._lost: list[tuple[int, int]] = []  # a heap of steps and slices
         self._started: dict[int, _Started] = {}  # in step order, for they start in order
-        self._running: dict[Piece, _Running] = {}  # longest-running first
+        self._running: dict[StepSlice, _Running] = {}  # longest-running first
 
     @classmethod
     def of(cls, consistency: Consistency, workers: int) -> Schedule:
@@ -174,7 +174,7 @@ class Schedule:
         self.offered += 1
         return self.offered - 1
 
-    def take(self, worker: int) -> Piece | None:
+    def take(self, worker: int) -> StepSlice | None:
         """Hand out the next piece for a worker.
 
         Lost pieces come first, then new ones in order of step and slice, then backups.
@@ -189,7 +189,7 @@ class Schedule:
         backup = self._backup(worker)
         return None if backup is None else self._hand_out(backup, worker)
 
-    def returned(self, piece: Piece, worker: int, older: int = 0) -> bool:
+    def returned(self, piece: StepSlice, worker: int, older: int = 0) -> bool:
         """Note that a worker has computed its piece."""
         run = self._release(piece, worker)
         step = self._started.get(piece.step)
@@ -201,7 +201,7 @@ class Schedule:
         step.lag = max(step.lag, run.lag + older)
         return True
 
-    def lost(self, piece: Piece, worker: int) -> None:
+    def lost(self, piece: StepSlice, worker: int) -> None:
         """Note that a worker died with a piece: another gets it, if its result is still needed."""
         self._release(piece, worker)
         step, needed = self._started.get(piece.step), (piece.step, piece.slice)
@@ -262,19 +262,19 @@ class Schedule:
             return None
         return oldest, min(useful, key=lambda part: len(copies[part]))
 
-    def _hand_out(self, wanted: tuple[int, int], worker: int) -> Piece:
+    def _hand_out(self, wanted: tuple[int, int], worker: int) -> StepSlice:
         step, part = wanted
         if step not in self._started:
             self._started[step] = _Started(set(range(self._slices)), [0] * self._slices)
         started = self._started[step]
-        piece = Piece(step, part, started.copies[part])
+        piece = StepSlice(step, part, started.copies[part])
         started.copies[part] += 1
         before = [other for other in self._started if other < step]
         lag = step - before[0] if before else 0
         self._running[piece] = _Running(worker, staleness=len(before), lag=lag)
         return piece
 
-    def _release(self, piece: Piece, worker: int) -> _Running:
+    def _release(self, piece: StepSlice, worker: int) -> _Running:
         run = self._running.get(piece)
         if run is None or run.worker != worker:
             owner = "nobody" if run is None else f"worker {run.worker}"

@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Set
 from typing import Generic, NamedTuple, TypeVar
 
-from dtk.parameter_server.scheduler import Piece, Schedule
+from dtk.parameter_server.scheduler import Schedule, StepSlice
 
 WorkT = TypeVar("WorkT")
 OutputsT = TypeVar("OutputsT")
@@ -25,7 +25,7 @@ OutputsT = TypeVar("OutputsT")
 class Task(NamedTuple, Generic[WorkT]):
     """Part of a step's work, as a worker is given it."""
 
-    piece: Piece  # what the schedule has handed out
+    piece: StepSlice  # what the schedule has handed out
     part: int  # which part of the work it is, `0 <= part < schedule.slices`
     work: WorkT  # the step's work
 
@@ -88,7 +88,7 @@ def own_part(worker: int, index: int, free: Set[int]) -> int:
 
 
 @dataclasses.dataclass
-class _Step(Generic[WorkT, OutputsT]):
+class _OpenStep(Generic[WorkT, OutputsT]):
     """Step that is not complete."""
 
     work: WorkT
@@ -98,7 +98,7 @@ class _Step(Generic[WorkT, OutputsT]):
 
 
 class TaskQueue(Generic[WorkT, OutputsT]):
-    """Queue of the parts of steps; see `worker_pool.Work`."""
+    """Queue of the parts of steps; see `worker_pool.WorkSource`."""
 
     def __init__(
         self,
@@ -107,12 +107,12 @@ class TaskQueue(Generic[WorkT, OutputsT]):
         choose_part: Callable[[int, int, Set[int]], int] = in_order,
     ):
         self.schedule, self._turns, self._choose_part = schedule, turns, choose_part
-        self._steps: dict[int, _Step[WorkT, OutputsT]] = {}
+        self._steps: dict[int, _OpenStep[WorkT, OutputsT]] = {}
         self._complete: collections.deque[int] = collections.deque()
 
     def add(self, work: WorkT, empty: Collection[int] = ()) -> None:
         """Add the work of one step."""
-        self._steps[self.schedule.offer()] = _Step(work, empty)
+        self._steps[self.schedule.offer()] = _OpenStep(work, empty)
 
     def take(self, worker: int) -> Task[WorkT] | None:
         """Hand out the next task for a worker. A piece that was lost keeps its part."""

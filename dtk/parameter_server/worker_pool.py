@@ -39,7 +39,7 @@ ResultT = TypeVar("ResultT", contravariant=True)
 ComputedT = TypeVar("ComputedT")
 
 
-class Work(Protocol[PieceT, ResultT]):
+class WorkSource(Protocol[PieceT, ResultT]):
     """Source of pieces of work; called under the pool's lock."""
 
     def take(self, worker: int) -> PieceT | None:
@@ -61,7 +61,7 @@ class _Taken:
 
 
 def _taken(
-    work: Work[PieceT, ComputedT], compute: Callable[[PieceT, int], ComputedT], worker: int
+    work: WorkSource[PieceT, ComputedT], compute: Callable[[PieceT, int], ComputedT], worker: int
 ) -> _Taken | None:
     """Take a piece; None if there is none yet. Called under the pool's lock."""
     piece = work.take(worker)
@@ -98,7 +98,7 @@ class WorkerPool:
 
     @contextlib.contextmanager
     def working(
-        self, work: Work[PieceT, ComputedT], compute: Callable[[PieceT, int], ComputedT]
+        self, work: WorkSource[PieceT, ComputedT], compute: Callable[[PieceT, int], ComputedT]
     ) -> Iterator[WorkerPool]:
         """While inside, workers compute what `work` gives them; the innermost counts."""
         entry = functools.partial(_taken, work, compute)

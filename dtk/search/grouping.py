@@ -15,7 +15,7 @@ import optuna
 from dtk.communicators.base import Communicator
 from dtk.errors import at_rank
 from dtk.search.failures import Failure
-from dtk.search.rounds import Message, Rounds
+from dtk.search.rounds import RoundMessage, Rounds
 from dtk.strategies import AllReduceStrategy, devices, start
 
 _Made = TypeVar("_Made")
@@ -146,7 +146,7 @@ class Group:
         except Exception as error:
             mine = error
         failure = None if mine is None else Failure.of(mine, self._world.rank)
-        messages = self._rounds.meet(Message(what, failure=failure))
+        messages = self._rounds.meet(RoundMessage(what, failure=failure))
         failed = next((one.failure for one in messages if one.failure is not None), None)
         if failed is not None:
             raise mine or failed.error()

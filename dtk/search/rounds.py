@@ -28,7 +28,7 @@ from dtk.search.failures import Failure
 
 
 @dataclasses.dataclass(frozen=True)
-class Message:
+class RoundMessage:
     """What a rank tells the others."""
 
     at: str  # what it does, in words that are equal on all ranks
@@ -50,7 +50,7 @@ class Rounds:
         self._patience = patience
         self._give_up = give_up
 
-    def meet(self, message: Message) -> list[Message]:
+    def meet(self, message: RoundMessage) -> list[RoundMessage]:
         """Send this rank's message and receive those of all. Every rank calls it."""
         if self._alone:
             return [message]

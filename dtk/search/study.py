@@ -15,7 +15,7 @@ from dtk.errors import at_rank
 from dtk.search import history
 from dtk.search.failures import CaughtRankError, Failure
 from dtk.search.results import Results
-from dtk.search.rounds import Message, Rounds
+from dtk.search.rounds import RoundMessage, Rounds
 from dtk.search.trial import DistributedTrial, Start
 from dtk.strategies.base import DtkStrategy
 
@@ -140,9 +140,9 @@ class _Run:
             results = Results.of(study, random.getrandbits(31))
         except Exception as error:
             if error is not self._told:  # the storage's, or a callback's
-                self._rounds.meet(Message(_NEXT, failure=Failure.of(error, 0)))
+                self._rounds.meet(RoundMessage(_NEXT, failure=Failure.of(error, 0)))
             raise
-        self._rounds.meet(Message(_NEXT, results))
+        self._rounds.meet(RoundMessage(_NEXT, results))
         # An exception may have left ranks at different places of their random numbers.
         keras.utils.set_random_seed(results.seed)
         return study
@@ -195,7 +195,7 @@ class _Run:
         notes["seed"] = seed % 2**32
         trial.set_user_attr(history.ATTRIBUTE, notes)
         start = Start(trial.number, trial.datetime_start, trial.user_attrs, seed % 2**32)
-        self._rounds.meet(Message(_NEXT, start))
+        self._rounds.meet(RoundMessage(_NEXT, start))
 
         def end(**more: object) -> None:
             trial.set_user_attr(history.ATTRIBUTE, {**notes, "ended": True, **more})
@@ -230,7 +230,7 @@ class _Run:
     def follow(self) -> optuna.Study:
         """Run the trials that rank 0 tells of."""
         while True:
-            first = self._rounds.meet(Message(_NEXT))[0]
+            first = self._rounds.meet(RoundMessage(_NEXT))[0]
             if first.failure is not None:
                 raise first.failure.error()
             start = first.value

@@ -13,7 +13,7 @@ import optuna
 from dtk.errors import DisagreementError, at_rank
 from dtk.search.failures import Failure, agreed_error, root_of
 from dtk.search.results import Distribution
-from dtk.search.rounds import Message, Rounds
+from dtk.search.rounds import RoundMessage, Rounds
 
 _Value = TypeVar("_Value")
 Choice = None | bool | int | float | str
@@ -216,7 +216,7 @@ class DistributedTrial(optuna.trial.BaseTrial):
         """
         if self.ended is None:
             failure = Failure.of(error, self._rounds.rank, self._catch)
-            self._read(self._rounds.meet(Message("failed", failure=failure)), error)
+            self._read(self._rounds.meet(RoundMessage("failed", failure=failure)), error)
         return self.ended or error
 
     def finish(self, value: _Value) -> list[_Value]:
@@ -233,7 +233,7 @@ class DistributedTrial(optuna.trial.BaseTrial):
         """
         if self.ended is not None:  # the objective has swallowed it
             raise self.ended
-        messages = self._meet(Message("the end of the objective", value))
+        messages = self._meet(RoundMessage("the end of the objective", value))
         return [message.value for message in messages]  # type: ignore[misc]
 
     def _suggest(self, name: str, at: str, suggest: Callable[[optuna.Trial], _Value]) -> _Value:
@@ -257,19 +257,19 @@ class DistributedTrial(optuna.trial.BaseTrial):
             except Exception as error:
                 raised = error
         refused = None if raised is None else Failure.of(raised, self._rounds.rank)
-        first = self._meet(Message(at, value, refused))[0]
+        first = self._meet(RoundMessage(at, value, refused))[0]
         if first.refused is not None:
             raise raised or first.refused.error()
         return first.value  # type: ignore[return-value]
 
-    def _meet(self, message: Message) -> list[Message]:
+    def _meet(self, message: RoundMessage) -> list[RoundMessage]:
         messages = self._rounds.meet(message)
         self._read(messages, None)
         if self.ended is not None:
             raise self.ended
         return messages
 
-    def _read(self, messages: Sequence[Message], mine: Exception | None) -> None:
+    def _read(self, messages: Sequence[RoundMessage], mine: Exception | None) -> None:
         """End the trial here when a rank has failed, or when they are not at the same place."""
         failures = [message.failure for message in messages if message.failure is not None]
         if failures:

@@ -12,7 +12,7 @@ from dtk.communicators import determinism
 from dtk.communicators.costs import Costs
 from dtk.communicators.measuring import measure
 from dtk.communicators.root import on_root
-from dtk.exchange.auto import CANDIDATES, Choice, Observed, choose, overheads_of
+from dtk.exchange.auto import CANDIDATES, ExchangeChoice, Observed, choose, overheads_of
 from dtk.exchange.base import Exchange
 from dtk.nests import Logs
 from dtk.trainer.distributed_trainer import DistributedTrainer
@@ -87,7 +87,7 @@ class ExchangeSelection:
             print(f"dtk: {choice}", flush=True)
         self._use(choice.exchange, self._undecided)
 
-    def _choose(self, costs: Costs, window: int, device: str) -> Choice:
+    def _choose(self, costs: Costs, window: int, device: str) -> ExchangeChoice:
         step, sending, sent = np.sum(self._calls, 0) / self._steps
         gradients = [spec for one in self._undecided for spec in one.seen]
         factored = [spec for one in self._undecided for spec in one.factored]

@@ -19,7 +19,7 @@ from dtk.trainer.epoch_data import Dataset, EpochDataset, is_per_rank, tuned_for
 from dtk.trainer.strategy import Strategy
 
 
-class Position(TypedDict):
+class FeedPosition(TypedDict):
     """Position of a `fit` in its data, as plain numbers."""
 
     iterators: int  # how often the data was opened
@@ -202,7 +202,7 @@ class Feed:
 
     # Position in the data, to go on from it later.
 
-    def position(self, in_epoch: bool) -> Position:
+    def position(self, in_epoch: bool) -> FeedPosition:
         """Return the position of the running `fit` in its data, as plain numbers."""
         iterator = self.iterator
         ahead = iterator.steps_per_execution if in_epoch else 0
@@ -214,7 +214,7 @@ class Feed:
             "batches": None if self._batch_size else keras_data.batches_in(iterator),
         }
 
-    def resume_at(self, step: int, position: Position) -> None:
+    def resume_at(self, step: int, position: FeedPosition) -> None:
         """Make the next epoch begin at a step, with the rows that would have come there.
 
         Iterators over a dataset shuffle anew each time one is made, so as many are made as before;
@@ -238,7 +238,7 @@ class Feed:
 
         keras_data.steps_through(iterator, resumed, once=True)
 
-    def resume_after_steps(self, logs: Logs, position: Position) -> None:
+    def resume_after_steps(self, logs: Logs, position: FeedPosition) -> None:
         """Make the next epoch have no steps: they are done, and only its validation is left."""
 
         def none_left(steps: keras_data.Steps) -> keras_data.Steps:
@@ -250,7 +250,7 @@ class Feed:
 
         keras_data.steps_through(self.iterator, none_left, once=True)
 
-    def _find_position(self, step: int, position: Position) -> None:
+    def _find_position(self, step: int, position: FeedPosition) -> None:
         iterator = self.iterator
         stream = iterator.steps_per_epoch is not None
         inside = position["open"] if stream else step > 0

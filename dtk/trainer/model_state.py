@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 
 from dtk.compat import keras_models
-from dtk.exchange.state import Saved
+from dtk.exchange.state import SavedItem
 from dtk.trainer.gradients import shards, shared_optimizer
 from dtk.trainer.strategy import Strategy
 
@@ -17,7 +17,7 @@ class ModelState:
         self.model = model
         self.strategy = strategy
         self.gathered: list[keras.Metric] = []
-        self._carried: dict[str, Saved] = {}
+        self._carried: dict[str, SavedItem] = {}
 
     @property
     def has_local_steps(self) -> bool:
@@ -60,7 +60,7 @@ class ModelState:
         traced = any(one.is_traced for one in shared_optimizer.gradient_exchanges_of(self.model))
         return self.equal_variables() if traced else self.shared_variables()
 
-    def exchange_state(self) -> dict[str, Saved]:
+    def exchange_state(self) -> dict[str, SavedItem]:
         """Collect the state of the exchange of gradients, of all ranks. All ranks call it together.
 
         A world of one exchanges nothing, and keeps the state that a larger one has left.
@@ -71,7 +71,7 @@ class ModelState:
             for name, item in one.state.collect(root=0).items()
         }
 
-    def restore_exchange(self, state: dict[str, Saved]) -> None:
+    def restore_exchange(self, state: dict[str, SavedItem]) -> None:
         """Restore the state of the exchange of gradients."""
         gradient_exchanges = shared_optimizer.gradient_exchanges_of(self.model)
         self._carried = {} if gradient_exchanges else dict(state)

@@ -15,9 +15,9 @@ from dtk.errors import ClusterError
 from dtk.launch import ssh
 
 FACTS = {
-    "node1": ssh.Facts((4001,), (0, 1), "eth0"),
-    "node2": ssh.Facts((4002, 4003), (0, 1), "ib0"),
-    "node3": ssh.Facts((4004,), (0, 1), ""),
+    "node1": ssh.HostFacts((4001,), (0, 1), "eth0"),
+    "node2": ssh.HostFacts((4002, 4003), (0, 1), "ib0"),
+    "node3": ssh.HostFacts((4004,), (0, 1), ""),
 }
 HOSTS = [Host("node1", 1), Host("node2", 2), Host("node3", 1)]
 
@@ -45,7 +45,7 @@ def test_on_this_machine_it_stays_on_loopback():
 
 def test_mpirun_binds_as_dtk_run_does():
     def survey(host, ports):
-        return ssh.Facts((), tuple(range(8)), "lo")
+        return ssh.HostFacts((), tuple(range(8)), "lo")
 
     for workers, parts in {2: [[0, 1, 2, 3], [4, 5, 6, 7]], 9: [[]] * 9}.items():
         (started,) = places.place("horovod-mpi", ["python"], workers, (), survey)

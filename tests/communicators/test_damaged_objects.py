@@ -20,7 +20,7 @@ from dtk.communicators.objects import dumps, loads
 from dtk.errors import CommunicatorError
 from dtk.exchange import Dense
 from dtk.search.failures import Failure
-from dtk.search.rounds import Message, Rounds
+from dtk.search.rounds import RoundMessage, Rounds
 
 
 def written(tree, *blobs):
@@ -183,7 +183,7 @@ VALID = [
         {"a": [1, 2.5, None, True], 3: ("x", {1, 2})},
         [np.arange(3, dtype="f4"), np.array(["ab", "c"]), np.array([None, 1]), np.float64(1)],
         [tf.constant([1, 2]), tf.ragged.constant([[1], [2, 3]]), tf.TensorSpec([None], tf.string)],
-        [Message("at", 1, failure=Failure.of(OSError(2, "no", "file"), 0)), KeyError(1)],
+        [RoundMessage("at", 1, failure=Failure.of(OSError(2, "no", "file"), 0)), KeyError(1)],
         [datetime.datetime(2024, 1, 2), datetime.timedelta(1), pathlib.Path("a"), 2**80, 1j],
     )
 ]

@@ -26,10 +26,10 @@ from dtk.communicators import objects
 from dtk.communicators.objects import dumps, loads, plain, sealing
 from dtk.data.rows import Elements
 from dtk.errors import CheckpointSaveError, CommunicatorError, NotDistributedError
-from dtk.launch.ssh import Facts
+from dtk.launch.ssh import HostFacts
 from dtk.search.failures import CaughtRankError, Failure, RankError
 from dtk.search.results import Distribution, Results
-from dtk.search.rounds import Message
+from dtk.search.rounds import RoundMessage
 
 from world import communicator
 
@@ -232,8 +232,8 @@ def test_what_describes_data_arrives():
 def test_records_of_dtk_arrive():
     failure = Failure.of(ValueError("no"), 1)
     records = [
-        Facts((1,), (0,), "lo", versions={"a": "1"}),
-        Message("here", np.float32(2).item(), failure=failure),
+        HostFacts((1,), (0,), "lo", versions={"a": "1"}),
+        RoundMessage("here", np.float32(2).item(), failure=failure),
         Elements({"x": tf.TensorSpec((), tf.int64)}, [{"x": 1}]),
         dtk.exchange.Delayed(dtk.exchange.Quantized(1)),
         dtk.exchange.BlockMomentum(64),

@@ -54,8 +54,10 @@ def _checked_launched(arguments: list[str], folder: str) -> bool:
     return False
 
 
-def _facts(host: str, count: int) -> ssh.Facts:
-    return ssh.Facts(ports=tuple(range(20000, 20000 + count)), cores=tuple(range(8)), interface="")
+def _facts(host: str, count: int) -> ssh.HostFacts:
+    return ssh.HostFacts(
+        ports=tuple(range(20000, 20000 + count)), cores=tuple(range(8)), interface=""
+    )
 
 
 def _check_dtk(arguments: list[str], folder: str) -> None:

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 from dtk.cluster import Host
 from dtk.errors import ClusterError
 from dtk.launch import Job, marked, plan
-from dtk.launch.attempts import Attempts, Over, Run, Supervisor, Wait
+from dtk.launch.attempts import Attempts, AwaitHosts, Over, StartJob, Supervisor
 from dtk.launch.attempts.states import LONGEST_WAIT, PATIENCE
 from dtk.launch.plan import Process
 
@@ -49,11 +49,11 @@ class AnyHistory(RuleBasedStateMachine):
 
     def take(self, action):
         self.action = action
-        if isinstance(action, Run):
+        if isinstance(action, StartJob):
             assert action.attempt == self.runs
             self.runs += 1
 
-    @precondition(lambda self: isinstance(self.action, Run))
+    @precondition(lambda self: isinstance(self.action, StartJob))
     @rule(code=st.sampled_from([0, 1, 124, 137]), mistake=st.booleans(), stopped=st.booleans())
     def ends(self, code, mistake, stopped):
         first, self.stopped = self.runs == 1, stopped
@@ -63,10 +63,10 @@ class AnyHistory(RuleBasedStateMachine):
             assert isinstance(self.action, Over) and self.action.code == code
         else:
             self.failures += 1
-            assert isinstance(self.action, Wait)
+            assert isinstance(self.action, AwaitHosts)
             assert self.action.seconds == min(LONGEST_WAIT, 2 ** (self.failures - 1))
 
-    @precondition(lambda self: isinstance(self.action, Wait))
+    @precondition(lambda self: isinstance(self.action, AwaitHosts))
     @rule(data=st.data())
     def looks(self, data):
         names = data.draw(st.sets(st.sampled_from([h.name for h in self.hosts] or ["none"])))
@@ -74,14 +74,14 @@ class AnyHistory(RuleBasedStateMachine):
         slots = sum(host.slots for host in there) if self.hosts else self.wanted
         self.take(self.attempts.looked(names))
         if slots >= self.fewest:
-            assert self.action == Run(tuple(there), min(self.wanted, slots), self.runs - 1)
+            assert self.action == StartJob(tuple(there), min(self.wanted, slots), self.runs - 1)
         elif self.waited < PATIENCE:
-            assert isinstance(self.action, Wait)
+            assert isinstance(self.action, AwaitHosts)
             self.waited += self.action.seconds
         else:
             assert isinstance(self.action, Over) and self.action.code != 0
 
-    @precondition(lambda self: isinstance(self.action, Run) and self.attempts.missing)
+    @precondition(lambda self: isinstance(self.action, StartJob) and self.attempts.missing)
     @rule()
     def missing_hosts_return(self):
         before = self.attempts.restarts
@@ -97,7 +97,7 @@ class AnyHistory(RuleBasedStateMachine):
     @invariant()
     def bounds_hold(self):
         assert self.attempts.restarts == self.failures <= self.most
-        if isinstance(self.action, Run):
+        if isinstance(self.action, StartJob):
             assert self.fewest <= self.action.workers <= self.wanted
             full = self.action.workers == self.wanted
             assert bool(self.attempts.missing) == (not full)

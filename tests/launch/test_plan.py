@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 from dtk.cluster import Host, detect
 from dtk.errors import ClusterError
 from dtk.launch import plan
-from dtk.launch.ssh import Facts
+from dtk.launch.ssh import HostFacts
 
 COMMAND = ["python", "train.py"]
 
 
 def facts(host, ports):
-    return Facts(
+    return HostFacts(
         tuple(range(5000, 5000 + ports)),
         cores=tuple(range(8)),
         interface="lo" if host == "localhost" else "eth0",

@@ -110,7 +110,7 @@ def test_a_killed_worker_is_started_again_over_there(shell, tmp_path):
         [sys.executable, str(tmp_path / "train.py")],
         hosts=hosts,
         ps=1,
-        survey=lambda host, ports: ssh.Facts(tuple(range(5000, 5000 + ports)), (0,), ""),
+        survey=lambda host, ports: ssh.HostFacts(tuple(range(5000, 5000 + ports)), (0,), ""),
     )
     given, out, err, _ = run(processes, remote_shell=shell)
     lost = "dtk run: rank 1 (worker 0) was killed by SIGKILL; starting it again (1 of 3)\n"

@@ -7,7 +7,13 @@ import importlib
 
 import pytest
 
-from dtk.layers.pipelining.schedule import Pass, Slot, bubble, gpipe, one_forward_one_backward
+from dtk.layers.pipelining.schedule import (
+    Pass,
+    ScheduleSlot,
+    bubble,
+    gpipe,
+    one_forward_one_backward,
+)
 
 MODULES = ["layers.pipelining.schedule", "layers.pipeline", "layers.whole", "strategies.grid"]
 
@@ -29,7 +35,7 @@ def orders(schedule, stages, parts):
 def play(orders):
     """When each stage ends each slot, if all take one unit; every stage follows its order."""
     stages = len(orders)
-    ended: dict[tuple[int, Slot], int] = {}
+    ended: dict[tuple[int, ScheduleSlot], int] = {}
     now, position = [0] * stages, [0] * stages
     while any(at < len(order) for at, order in zip(position, orders, strict=True)):
         moved = False
@@ -58,7 +64,9 @@ def test_every_pass_once_and_idle_no_longer_than_the_formula(schedule, stages, p
     for order in chosen:
         assert sorted(order, key=str) == sorted(gpipe(parts), key=str)
         for part in range(parts):
-            assert order.index(Slot(Pass.FORWARD, part)) < order.index(Slot(Pass.BACKWARD, part))
+            assert order.index(ScheduleSlot(Pass.FORWARD, part)) < order.index(
+                ScheduleSlot(Pass.BACKWARD, part)
+            )
     steps = play(chosen)
     assert 1 - 2 * parts / steps == pytest.approx(bubble(stages, parts))
 

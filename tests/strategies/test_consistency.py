@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 
 from dtk.parameter_server import consistency_models, scheduler
 from dtk.parameter_server.consistency_models import Async, BoundedDelay, Sync, ahead, check, parse
-from dtk.parameter_server.scheduler import Piece, Schedule, Staleness
+from dtk.parameter_server.scheduler import Schedule, Staleness, StepSlice
 
 NEVER = math.inf  # the time of a worker that takes a piece and is never heard of again
 
@@ -131,7 +131,7 @@ class Ran:
     """A piece that came back: who computed it, from when to when, and whether it counted."""
 
     worker: int
-    piece: Piece
+    piece: StepSlice
     start: float
     end: float
     counted: bool
@@ -145,7 +145,7 @@ def simulate(schedule: Schedule, steps: int, durations) -> list[Ran]:
     """
     times = [iter(lambda t=t: t, object()) if isinstance(t, int | float) else t for t in durations]
     idle = list(range(len(times)))
-    busy: list[tuple[float, int, float, Piece]] = []
+    busy: list[tuple[float, int, float, StepSlice]] = []
     ran, now = [], 0.0
     for _ in range(steps):
         schedule.offer()
@@ -195,7 +195,7 @@ def taken(schedule: Schedule, *workers: int) -> list[tuple[int, int] | None]:
     return [piece and (piece.step, piece.slice) for piece in pieces]
 
 
-def finish(schedule: Schedule, piece: Piece | None, worker: int) -> None:
+def finish(schedule: Schedule, piece: StepSlice | None, worker: int) -> None:
     assert piece is not None
     assert schedule.returned(piece, worker)
     if schedule.complete(piece.step):
@@ -302,9 +302,9 @@ def test_lost_pieces_are_first_in_line_and_in_order():
     schedule.lost(pieces[2], 2)
     schedule.lost(pieces[0], 0)
     assert [schedule.take(worker) for worker in (3, 4, 5)] == [
-        Piece(step=0, slice=0, copy=1),
-        Piece(step=1, slice=0, copy=1),
-        Piece(step=1, slice=1, copy=0),
+        StepSlice(step=0, slice=0, copy=1),
+        StepSlice(step=1, slice=0, copy=1),
+        StepSlice(step=1, slice=1, copy=0),
     ]
     assert schedule.retried == 2
 
@@ -336,7 +336,7 @@ def test_a_piece_is_lost_when_its_last_copy_is():
     assert schedule.waiting == 0, "a copy still runs"
     schedule.lost(backup, 1)
     assert schedule.waiting == 1
-    assert schedule.take(2) == Piece(step=0, slice=0, copy=2)
+    assert schedule.take(2) == StepSlice(step=0, slice=0, copy=2)
 
 
 # --- backup workers -------------------------------------------------------------------------------
@@ -351,7 +351,7 @@ def test_the_longest_running_slice_is_repeated_and_the_first_result_counts():
     schedule = offered(Schedule(tau=0, slices=2, spare=1), 2)
     slow, other = schedule.take(0), schedule.take(1)
     backup = schedule.take(2)
-    assert backup == Piece(step=0, slice=0, copy=1)
+    assert backup == StepSlice(step=0, slice=0, copy=1)
     assert schedule.take(3) is None, "one backup at a time"
     assert schedule.returned(backup, 2)
     finish(schedule, other, 1)
@@ -591,7 +591,7 @@ def test_only_who_has_a_piece_may_give_it_back():
         with pytest.raises(RuntimeError, match="worker 1 gave back .*, but worker 3 has it"):
             give_back(piece, 1)
         with pytest.raises(RuntimeError, match="but nobody has it"):
-            give_back(Piece(step=0, slice=0, copy=1), 3)
+            give_back(StepSlice(step=0, slice=0, copy=1), 3)
     assert schedule.returned(piece, 3)
     for give_back in (schedule.returned, schedule.lost):
         with pytest.raises(RuntimeError, match="but nobody has it"):
@@ -636,8 +636,8 @@ class AnyTrace(RuleBasedStateMachine):
     def begin(self, knobs):
         self.tau, self.slices, self.spare = knobs
         self.schedule = Schedule(*knobs)
-        self.having: dict[Piece, tuple[int, set[int]]] = {}  # worker, steps missing when taken
-        self.seen: set[Piece] = set()
+        self.having: dict[StepSlice, tuple[int, set[int]]] = {}  # worker, steps missing when taken
+        self.seen: set[StepSlice] = set()
         self.results = {}  # (step, slice) -> steps missing, of what counted
         self.applied: list[int] = []
         self.returned = self.losses = 0

@@ -89,7 +89,7 @@ def test_mistakes(callbacks, data, said):
 
 def test_numbers_of_another_model_are_not_mixed_in(tmp_path):
     book = evaluator.EvaluationLog(tmp_path / "evaluation.csv", None)
-    book.write("checkpoint-1", evaluator.Saved(1, 0, 8), {"loss": 1.0})
+    book.write("checkpoint-1", evaluator.SavedProgress(1, 0, 8), {"loss": 1.0})
     with pytest.raises(ClusterError, match="has the columns .*loss, and this model has .*accuracy"):
-        book.write("checkpoint-2", evaluator.Saved(2, 0, 16), {"accuracy": 1.0})
+        book.write("checkpoint-2", evaluator.SavedProgress(2, 0, 16), {"accuracy": 1.0})
     assert book.names() == {"checkpoint-1"}

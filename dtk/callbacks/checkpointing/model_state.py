@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from dtk.callbacks.checkpointing.state import CheckpointState, Described
 from dtk.compat import keras_models
-from dtk.exchange.state import Saved
+from dtk.exchange.state import SavedItem
 from dtk.layers.plain import is_in_parts
 from dtk.layers.whole import ModelInParts
 from dtk.nests import Array
@@ -40,7 +40,7 @@ def parts_of(trainer: DistributedTrainer) -> ModelInParts | None:
     return ModelInParts(trainer.model, strategy.model_communicator)
 
 
-def exchange_of(trainer: DistributedTrainer) -> dict[str, Saved]:
+def exchange_of(trainer: DistributedTrainer) -> dict[str, SavedItem]:
     """Collect what the exchange of gradients remembers, of all ranks, who call it together."""
     own, group = trainer.exchange_state(), trainer.strategy.model_communicator
     if group.size == 1:
@@ -52,7 +52,7 @@ def exchange_of(trainer: DistributedTrainer) -> dict[str, Saved]:
     }
 
 
-def restore_exchange(trainer: DistributedTrainer, saved: dict[str, Saved]) -> None:
+def restore_exchange(trainer: DistributedTrainer, saved: dict[str, SavedItem]) -> None:
     """Restore what the exchange of gradients remembers; on a grid, of this rank's part.
 
     What belongs to another division of the model cannot be used: the exchange then begins anew, and

@@ -89,7 +89,7 @@ class CheckpointReader:
             "give resume=False to start afresh"
         )
 
-    def load_weights(self, model: keras.Model, name: str) -> evaluator.Saved | None:
+    def load_weights(self, model: keras.Model, name: str) -> evaluator.SavedProgress | None:
         """Load the weights of a checkpoint into a model that will not be trained."""
         trainer = trainer_of(model)
         assert trainer is not None
@@ -103,7 +103,7 @@ class CheckpointReader:
             if name in self._files.names():
                 raise
             return None
-        return evaluator.Saved(packed["epoch"], packed["step"], packed.get("iterations"))
+        return evaluator.SavedProgress(packed["epoch"], packed["step"], packed.get("iterations"))
 
 
 def _check(state: states.CheckpointState, path: Path) -> None:

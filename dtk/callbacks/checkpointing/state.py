@@ -10,9 +10,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dtk.exchange.state import Saved
+from dtk.exchange.state import SavedItem
 from dtk.nests import Array, Logs
-from dtk.trainer.feed import Position
+from dtk.trainer.feed import FeedPosition
 
 # What Keras's own callbacks learn while training. Everything else about them is in the script.
 KNOWN: tuple[tuple[type, tuple[str, ...]], ...] = (
@@ -58,15 +58,15 @@ class CheckpointState(TypedDict):
     tensorflow_seed: int | None  # tensorFlow's global seed; None when none was set
     # what the rows of arrays are shuffled from; None where Keras draws their order
     shuffle_seed: int | None
-    data: Position
+    data: FeedPosition
     epoch: int  # epochs done
     step: int  # steps done of the epoch that goes on
     metrics: list[Array] | None  # state of metrics in the middle of an epoch; else None
     trained: Logs | None  # numbers of an epoch of which only the validation is left; else None
-    exchange: NotRequired[dict[str, Saved]]  # state of the exchange of gradients, by name
+    exchange: NotRequired[dict[str, SavedItem]]  # state of the exchange of gradients, by name
 
 
-# What a state holds, by JSON's types, and the least of whole numbers. In "data" lies a `Position`.
+# What a state holds, by JSON's types, and the least of whole numbers; "data" is a `FeedPosition`.
 _NULL = type(None)
 _EXPECTED: dict[str, tuple[tuple[type, ...], int | None]] = {
     "workers": ((int,), 1),

@@ -26,14 +26,14 @@ from dtk.callbacks.checkpointing.model_state import (
 from dtk.callbacks.checkpointing.weights_file import save_weights
 from dtk.compat import saving_calls, tf_replicas
 from dtk.errors import CheckpointSaveError
-from dtk.exchange.state import Saved
+from dtk.exchange.state import SavedItem
 from dtk.nests import Array, Logs
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.model_state import ModelState
 from dtk.trainer.replica.replica_step import metric_variables
 
 
-class Progress(NamedTuple):
+class TrainingProgress(NamedTuple):
     """Progress of training when a checkpoint is written."""
 
     epoch: int  # the epoch to resume at, from 0
@@ -61,7 +61,7 @@ class CheckpointWriter:
         self._files, self._max_to_keep, self._best = files, max_to_keep, best
         self._background = background
 
-    def save(self, trainer: DistributedTrainer, progress: Progress) -> str:
+    def save(self, trainer: DistributedTrainer, progress: TrainingProgress) -> str:
         """Write one checkpoint. All ranks call it together: some state is spread over them.
 
         With a `background`, it is copied, and written later; the one before has been finished.
@@ -111,9 +111,9 @@ class CheckpointWriter:
         self,
         trainer: DistributedTrainer,
         whole: ModelState,
-        progress: Progress,
+        progress: TrainingProgress,
         metrics: list[Array] | None,
-        exchange: dict[str, Saved],
+        exchange: dict[str, SavedItem],
     ) -> states.CheckpointState:
         """Collect what rank 0 knows by itself."""
         model, strategy = trainer.model, trainer.strategy

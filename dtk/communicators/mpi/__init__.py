@@ -59,9 +59,9 @@ def start(environment: Environment) -> Communicator:
             )
         )
     from dtk.communicators.mpi.communicator import MPICommunicator
-    from dtk.communicators.mpi.requests import Progress
+    from dtk.communicators.mpi.requests import RequestProgress
 
-    progress = Progress(world.Dup())
+    progress = RequestProgress(world.Dup())
     # Before mpi4py's own, which ends MPI and waits until all ranks do.
     atexit.register(progress.leave)
     made = MPICommunicator(world.Dup(), ("",) * world.size, range(world.size), progress)

@@ -20,7 +20,7 @@ from mpi4py import MPI
 from dtk.communicators import wire
 from dtk.communicators.base import Communicator
 from dtk.communicators.local import LocalCommunicator
-from dtk.communicators.mpi.requests import Job, Progress
+from dtk.communicators.mpi.requests import PendingRequest, RequestProgress
 from dtk.communicators.packed import LOCAL_REDUCE, PackedCommunicator
 from dtk.even_division import even_sizes_in_graph
 from dtk.nests import Array
@@ -34,7 +34,7 @@ _HEAD = 64
 _TAGS = 32767
 
 # Posts a collective of the arrays that it is given.
-Post = Callable[[MPI.Intracomm, Sequence[Array]], Job]
+Post = Callable[[MPI.Intracomm, Sequence[Array]], PendingRequest]
 
 
 @dataclasses.dataclass
@@ -91,7 +91,7 @@ class MPICommunicator(PackedCommunicator):
         comm: MPI.Intracomm,
         hosts: Sequence[str],
         members: Sequence[int],
-        progress: Progress,
+        progress: RequestProgress,
     ) -> None:
         super().__init__(comm.rank, hosts)
         self._comm = comm
@@ -125,7 +125,7 @@ class MPICommunicator(PackedCommunicator):
         return tf.ensure_shape(back(self._gather_in(lane, rounded, blocks, label)), flat.shape)
 
     def _reduce_whole(self, flat: tf.Tensor, op: str, label: str, lane: _Lane) -> tf.Tensor:
-        def post(comm: MPI.Intracomm, arrays: Sequence[Array]) -> Job:
+        def post(comm: MPI.Intracomm, arrays: Sequence[Array]) -> PendingRequest:
             (given,) = arrays
             result = self._progress.buffers.take(given.size, given.dtype)
             request = comm.Iallreduce(given, result, _OPS[op])
@@ -134,7 +134,7 @@ class MPICommunicator(PackedCommunicator):
         return tf.ensure_shape(self._call(lane, post, [flat], flat.dtype), flat.shape)
 
     def _gather_sizes(self, sizes: tf.Tensor, label: str) -> tf.Tensor:
-        def post(comm: MPI.Intracomm, arrays: Sequence[Array]) -> Job:
+        def post(comm: MPI.Intracomm, arrays: Sequence[Array]) -> PendingRequest:
             (given,) = arrays
             result = self._progress.buffers.take(self.size * given.size, given.dtype)
             return self._job(comm.Iallgather(given, result), result, [given], label)
@@ -147,7 +147,7 @@ class MPICommunicator(PackedCommunicator):
         return tf.split(rows, sizes, num=self.size)
 
     def _gather_in(self, lane: _Lane, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> tf.Tensor:
-        def post(comm: MPI.Intracomm, arrays: Sequence[Array]) -> Job:
+        def post(comm: MPI.Intracomm, arrays: Sequence[Array]) -> PendingRequest:
             given, counts = arrays
             result = self._progress.buffers.take(int(counts.sum()), given.dtype)
             request = comm.Iallgatherv(_plain(given), [_plain(result), counts.tolist()])
@@ -160,7 +160,7 @@ class MPICommunicator(PackedCommunicator):
         return tf.split(rows, sizes[:, self.rank], num=self.size)
 
     def _exchange_in(self, lane: _Lane, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> tf.Tensor:
-        def post(comm: MPI.Intracomm, arrays: Sequence[Array]) -> Job:
+        def post(comm: MPI.Intracomm, arrays: Sequence[Array]) -> PendingRequest:
             given, matrix = arrays
             sent, received = matrix[self.rank], matrix[:, self.rank]
             result = self._progress.buffers.take(int(received.sum()), given.dtype)
@@ -172,7 +172,7 @@ class MPICommunicator(PackedCommunicator):
         return self._call(lane, post, [flat, sizes], flat.dtype)
 
     def _broadcast(self, flat: list[tf.Tensor], root: int, label: str) -> list[tf.Tensor]:
-        def post(comm: MPI.Intracomm, arrays: Sequence[Array]) -> Job:
+        def post(comm: MPI.Intracomm, arrays: Sequence[Array]) -> PendingRequest:
             (given,) = arrays
             head = _HEAD // given.dtype.itemsize
             sent = self._progress.buffers.take(head + given.size, given.dtype)
@@ -189,27 +189,33 @@ class MPICommunicator(PackedCommunicator):
         ]
 
     def _send(self, flat: tf.Tensor, dest: int, tag: int) -> tf.Tensor:
-        def post(comm: MPI.Intracomm, arrays: Sequence[Array]) -> Job:
+        def post(comm: MPI.Intracomm, arrays: Sequence[Array]) -> PendingRequest:
             (given,) = arrays
             request = comm.Isend(_plain(given), dest, _tag(tag))
             what = f"a message to rank {dest}"
-            return Job(request, np.zeros(1, np.int32), [given], self._two(dest), what)
+            return PendingRequest(request, np.zeros(1, np.int32), [given], self._two(dest), what)
 
         return self._call(self._pairs, post, [flat], tf.int32)
 
     def _receive(self, room: tf.Tensor, source: int, tag: int) -> tf.Tensor:
-        def post(comm: MPI.Intracomm, arrays: Sequence[Array]) -> Job:
+        def post(comm: MPI.Intracomm, arrays: Sequence[Array]) -> PendingRequest:
             (given,) = arrays
             result = self._progress.buffers.take(given.size, np.dtype(room.dtype.as_numpy_dtype))
             request = comm.Irecv(_plain(result), source, _tag(tag))
             what = f"a message from rank {source}"
-            return Job(request, result, [], self._two(source), what, self._length_in(result))
+            return PendingRequest(
+                request, result, [], self._two(source), what, self._length_in(result)
+            )
 
         received = self._call(self._pairs, post, [room], room.dtype)
         return tf.ensure_shape(received, room.shape)
 
-    def _job(self, request: MPI.Request, result: Array, kept: Sequence[Array], label: str) -> Job:
-        return Job(request, result, kept, frozenset(self._members), f"the collective {label!r}")
+    def _job(
+        self, request: MPI.Request, result: Array, kept: Sequence[Array], label: str
+    ) -> PendingRequest:
+        return PendingRequest(
+            request, result, kept, frozenset(self._members), f"the collective {label!r}"
+        )
 
     @staticmethod
     def _length_in(result: Array) -> Callable[[MPI.Status], int]:

@@ -49,7 +49,7 @@ _POOLED = 1 << 16
 _ALIGNED = 64
 
 
-class Job(NamedTuple):
+class PendingRequest(NamedTuple):
     """A collective that was posted."""
 
     request: MPI.Request
@@ -94,13 +94,15 @@ def _part(room: Array, nbytes: int) -> Array:
     return room[skipped : skipped + nbytes]
 
 
-class Progress:
+class RequestProgress:
     """Brings posted collectives to their end."""
 
     def __init__(self, world: MPI.Intracomm) -> None:
         self.buffers = Buffers()
         self._world = world
-        self._new: collections.deque[tuple[Job, Callable[[Array], None]]] = collections.deque()
+        self._new: collections.deque[tuple[PendingRequest, Callable[[Array], None]]] = (
+            collections.deque()
+        )
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._left: dict[int, float] = {}
@@ -111,7 +113,7 @@ class Progress:
         self._stopped = threading.Event()
         self._stopped.set()
 
-    def soon(self, job: Job) -> bool:
+    def soon(self, job: PendingRequest) -> bool:
         """Return whether a small collective is done within a moment."""
         if job.result.nbytes > SOON_BYTES:
             return False
@@ -123,7 +125,7 @@ class Progress:
         self._check_length(job, status)
         return True
 
-    def later(self, job: Job, deliver: Callable[[Array], None]) -> None:
+    def later(self, job: PendingRequest, deliver: Callable[[Array], None]) -> None:
         """Have the progress thread bring a collective to its end."""
         self._new.append((job, deliver))
         if self._thread is None:
@@ -133,7 +135,7 @@ class Progress:
                 self._thread.start()
         self._wake.set()
 
-    def wait(self, job: Job) -> Array:
+    def wait(self, job: PendingRequest) -> Array:
         """Return the result of a collective once it is done."""
         idle, look = 0, time.monotonic() + _LOOK
         status = MPI.Status()
@@ -149,7 +151,7 @@ class Progress:
         self._check_length(job, status)
         return job.result
 
-    def _check_length(self, job: Job, status: MPI.Status) -> None:
+    def _check_length(self, job: PendingRequest, status: MPI.Status) -> None:
         """Raise where less came than there was room for: the rest is whatever was in memory."""
         room = job.result.size
         if job.came is not None and (came := job.came(status)) != room:
@@ -191,7 +193,7 @@ class Progress:
             os._exit(1)
 
     def _test_until_left(self) -> None:
-        jobs: list[tuple[Job, Callable[[Array], None]]] = []
+        jobs: list[tuple[PendingRequest, Callable[[Array], None]]] = []
         idle, look = 0, 0.0
         while not self._ending:
             if not jobs and not self._new:
@@ -220,7 +222,7 @@ class Progress:
                 look = time.monotonic() + _LOOK
                 self._check([job for job, _ in jobs])
 
-    def _check(self, jobs: Sequence[Job]) -> None:
+    def _check(self, jobs: Sequence[PendingRequest]) -> None:
         """Raise if a rank has left that something under way needs."""
         with self._hear_lock:
             self._hear()

@@ -25,7 +25,7 @@ PATIENCE = 600.0  # seconds for which enough hosts are waited for
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class StartJob:
     """Start the job."""
 
     hosts: tuple[Host, ...]  # where; this machine when empty
@@ -34,7 +34,7 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True)
-class Wait:
+class AwaitHosts:
     """Wait, then look which hosts answer."""
 
     seconds: float  # how long
@@ -49,7 +49,7 @@ class Over:
     why: str = ""  # for the user; "" where there is nothing to add
 
 
-Action: TypeAlias = Run | Wait | Over
+Action: TypeAlias = StartJob | AwaitHosts | Over
 
 
 class Attempts:
@@ -80,14 +80,14 @@ class Attempts:
         self._started = 0
         self._code = 0
         self._waited = 0.0
-        self._running: Run | None = None
+        self._running: StartJob | None = None
         self.restarts = 0
 
-    def begin(self) -> Run:
+    def begin(self) -> StartJob:
         """Return the first attempt, of all ranks: a mistyped host is likelier than a lost one."""
         return self._run(self._hosts, self._wanted)
 
-    def ended(self, code: int, stopped: bool = False, mistake: bool = False) -> Wait | Over:
+    def ended(self, code: int, stopped: bool = False, mistake: bool = False) -> AwaitHosts | Over:
         """Decide what follows the end of an attempt."""
         self._code, self._waited = code, 0.0
         if code == 0 or stopped or not self._most:
@@ -99,7 +99,7 @@ class Attempts:
         self.restarts += 1
         seconds = min(LONGEST_WAIT, 2.0 ** (self.restarts - 1))
         why = f"starting the job again in {seconds:g} s (restart {self.restarts} of {self._most})"
-        return Wait(seconds, why)
+        return AwaitHosts(seconds, why)
 
     def looked(self, answering: Collection[str]) -> Action:
         """Decide where the next attempt runs."""
@@ -116,7 +116,7 @@ class Attempts:
             )
         first = not self._waited
         self._waited += LOOK_EVERY
-        return Wait(LOOK_EVERY, f"waiting until {missing} can be reached" if first else "")
+        return AwaitHosts(LOOK_EVERY, f"waiting until {missing} can be reached" if first else "")
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -130,7 +130,7 @@ class Attempts:
         slots = sum(host.slots for host in hosts)
         return min(self._wanted, slots) if self._hosts else self._wanted
 
-    def _run(self, hosts: tuple[Host, ...], workers: int) -> Run:
-        self._running = Run(hosts, workers, self._started)
+    def _run(self, hosts: tuple[Host, ...], workers: int) -> StartJob:
+        self._running = StartJob(hosts, workers, self._started)
         self._started += 1
         return self._running

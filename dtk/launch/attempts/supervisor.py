@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 
 from dtk.errors import ClusterError
-from dtk.launch.attempts.states import Action, Attempts, Over, Run, Wait
+from dtk.launch.attempts.states import Action, Attempts, AwaitHosts, Over, StartJob
 from dtk.launch.job import Job
 from dtk.launch.starter import PortTakenError
 
@@ -23,7 +23,7 @@ class Supervisor:
     def __init__(
         self,
         attempts: Attempts,
-        make: Callable[[Run], Job],
+        make: Callable[[StartJob], Job],
         answers: Callable[[str], bool],
         say: Callable[[str], None],
         probe_every: float = _PROBE_EVERY,
@@ -39,7 +39,7 @@ class Supervisor:
         """See the job to its end."""
         action: Action = self._attempts.begin()
         while not isinstance(action, Over):
-            if isinstance(action, Wait):
+            if isinstance(action, AwaitHosts):
                 if action.why:
                     self._say(action.why)
                 time.sleep(action.seconds)
@@ -50,7 +50,7 @@ class Supervisor:
             self._say(action.why)
         return action.code
 
-    def _attempt(self, run: Run, hosts: Collection[str]) -> Action:
+    def _attempt(self, run: StartJob, hosts: Collection[str]) -> Action:
         self._say_size(run)
         try:
             with self._started(run) as job:
@@ -66,7 +66,7 @@ class Supervisor:
             return self._attempts.looked(self._answering(hosts))
         return self._attempts.ended(code, stopped, job.failed_before_working_together)
 
-    def _started(self, run: Run) -> Job:
+    def _started(self, run: StartJob) -> Job:
         plans = 0
         while True:
             self.jobs.append(self._make(run))
@@ -77,7 +77,7 @@ class Supervisor:
                 if plans == _PLANS:
                     raise
 
-    def _say_size(self, run: Run) -> None:
+    def _say_size(self, run: StartJob) -> None:
         missing = self._attempts.missing
         if missing:
             self._say(

@@ -16,7 +16,7 @@ from dtk.nests import Nest
 Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices | None"
 
 
-class Place(NamedTuple):
+class StagePlace(NamedTuple):
     """A stage, and what it exchanges with others."""
 
     stage: keras.Model  # the model of this rank
@@ -34,7 +34,7 @@ class _Kept(NamedTuple):
     output: tf.Tensor
 
 
-class Found(NamedTuple):
+class ComputedStep(NamedTuple):
     """What a step has computed."""
 
     outputs: list[tf.Tensor]  # of every microbatch, in order
@@ -42,17 +42,17 @@ class Found(NamedTuple):
 
 
 def train(
-    place: Place,
+    place: StagePlace,
     microbatches: Sequence[Nest],
     gradient_of_loss: Callable[[int, tf.Tensor], tf.Tensor],
-) -> Found:
+) -> ComputedStep:
     """Compute the gradients of a stage, one microbatch forwards and one backwards in turn.
 
     In a graph nothing is computed before what stands before it in the schedule, so that activations
     of few microbatches are held. Eagerly, where a message is waited for, all microbatches go
     forwards first.
     """
-    step = _Step(place, microbatches, gradient_of_loss)
+    step = _StageStep(place, microbatches, gradient_of_loss)
     group, count = place.group, len(microbatches)
     eager = tf.executing_eagerly()
     order = gpipe(count) if eager else one_forward_one_backward(group.rank, group.size, count)
@@ -61,15 +61,15 @@ def train(
             step.forward(slot.microbatch)
         else:
             step.backward(slot.microbatch)
-    return Found([step.outputs[m] for m in range(count)], step.gradients)
+    return ComputedStep([step.outputs[m] for m in range(count)], step.gradients)
 
 
-class _Step:
+class _StageStep:
     """One step of a stage."""
 
     def __init__(
         self,
-        place: Place,
+        place: StagePlace,
         microbatches: Sequence[Nest],
         gradient_of_loss: Callable[[int, tf.Tensor], tf.Tensor],
     ):

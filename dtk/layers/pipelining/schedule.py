@@ -13,14 +13,14 @@ class Pass(enum.Enum):
     BACKWARD = "backward"
 
 
-class Slot(NamedTuple):
+class ScheduleSlot(NamedTuple):
     """One computation of a stage."""
 
     direction: Pass
     microbatch: int
 
 
-def gpipe(microbatches: int) -> list[Slot]:
+def gpipe(microbatches: int) -> list[ScheduleSlot]:
     """Return GPipe's order: all microbatches forwards, then all backwards.
 
     Source: Huang et al. 2019 (arXiv:1811.06965).
@@ -29,11 +29,11 @@ def gpipe(microbatches: int) -> list[Slot]:
         >>> [f"{slot.direction.value[0]}{slot.microbatch}" for slot in gpipe(2)]
         ['f0', 'f1', 'b1', 'b0']
     """
-    forward = [Slot(Pass.FORWARD, m) for m in range(microbatches)]
-    return forward + [Slot(Pass.BACKWARD, m) for m in reversed(range(microbatches))]
+    forward = [ScheduleSlot(Pass.FORWARD, m) for m in range(microbatches)]
+    return forward + [ScheduleSlot(Pass.BACKWARD, m) for m in reversed(range(microbatches))]
 
 
-def one_forward_one_backward(stage: int, stages: int, microbatches: int) -> list[Slot]:
+def one_forward_one_backward(stage: int, stages: int, microbatches: int) -> list[ScheduleSlot]:
     """Return the order in which a stage holds activations of as few microbatches as can be.
 
     A stage first computes as many microbatches forwards as there are stages behind it, then one
@@ -47,10 +47,12 @@ def one_forward_one_backward(stage: int, stages: int, microbatches: int) -> list
         ['f0', 'f1', 'b0', 'f2', 'b1', 'b2']
     """
     ahead = min(stages - stage - 1, microbatches)
-    order = [Slot(Pass.FORWARD, m) for m in range(ahead)]
+    order = [ScheduleSlot(Pass.FORWARD, m) for m in range(ahead)]
     for m in range(microbatches - ahead):
-        order += [Slot(Pass.FORWARD, ahead + m), Slot(Pass.BACKWARD, m)]
-    return order + [Slot(Pass.BACKWARD, m) for m in range(microbatches - ahead, microbatches)]
+        order += [ScheduleSlot(Pass.FORWARD, ahead + m), ScheduleSlot(Pass.BACKWARD, m)]
+    return order + [
+        ScheduleSlot(Pass.BACKWARD, m) for m in range(microbatches - ahead, microbatches)
+    ]
 
 
 def bubble(stages: int, microbatches: int) -> float:

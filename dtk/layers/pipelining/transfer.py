@@ -33,7 +33,7 @@ def receive(
     return tf.ensure_shape(found, static)
 
 
-class Link:
+class StageTransfer:
     """What one pass through a pipeline sends and receives on this rank.
 
     The gradient of what is sent is received, that of what is received is sent. TensorFlow computes

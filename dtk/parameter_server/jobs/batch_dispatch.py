@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from dtk.nests import Specs
 from dtk.parameter_server import consistency_models
-from dtk.parameter_server.dispatch import Dispatcher, Job
+from dtk.parameter_server.dispatch import Dispatcher, WorkerJob
 from dtk.parameter_server.job_context import JobStrategy
 from dtk.parameter_server.jobs.batches import Batch, Batcher, is_read_by_workers
 from dtk.parameter_server.jobs.rng_states import RngStates
@@ -31,7 +31,7 @@ class Traces(Protocol):
         """Trace a function, unless there is one for such batches."""
 
 
-class BatchJob(Job[Batch, OutputsT], Protocol[OutputsT]):
+class BatchJob(WorkerJob[Batch, OutputsT], Protocol[OutputsT]):
     """Job whose work are batches, computed by functions that are traced for them."""
 
     rng_states: RngStates  # states of random layers, from which every slice draws its own

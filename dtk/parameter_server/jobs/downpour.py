@@ -282,13 +282,13 @@ def _check_optimizers(model: keras.Model, exchange: Downpour) -> None:
 
 def _layout_of(
     exchange: Downpour, weights: list[gradient_buffers.Weight], sparse: set[int]
-) -> gradient_buffers.Layout:
+) -> gradient_buffers.BufferLayout:
     """Make the layout of buffers for what an exchange sends."""
     if exchange.significant:
         return gradient_compression.FilteredLayout(weights, sparse, exchange.significant)
     if exchange.bits:
         return gradient_compression.QuantizedLayout(weights, sparse, exchange.bits)
-    return gradient_buffers.Layout(weights, sparse)
+    return gradient_buffers.BufferLayout(weights, sparse)
 
 
 def _called(

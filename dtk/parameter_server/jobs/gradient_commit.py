@@ -21,7 +21,9 @@ from dtk.trainer.gradients import lookup_slices, partitioned_variables, shared_o
 from dtk.trainer.tracing import slice_origins, traced_step
 
 # Makes a layout from weights, and the ids of those whose gradients are rows.
-NewLayout: TypeAlias = Callable[[list[gradient_buffers.Weight], set[int]], gradient_buffers.Layout]
+NewLayout: TypeAlias = Callable[
+    [list[gradient_buffers.Weight], set[int]], gradient_buffers.BufferLayout
+]
 
 
 class GradientCommit:
@@ -30,7 +32,7 @@ class GradientCommit:
     def __init__(
         self,
         trainer: JobTrainer,
-        new_layout: NewLayout = gradient_buffers.Layout,
+        new_layout: NewLayout = gradient_buffers.BufferLayout,
     ):
         self._trainer, self._new_layout = trainer, new_layout
         self._model = trainer.model
@@ -47,7 +49,7 @@ class GradientCommit:
         return list(keras_models.tables_of(self._model))
 
     @functools.cached_property
-    def layout(self) -> gradient_buffers.Layout:
+    def layout(self) -> gradient_buffers.BufferLayout:
         """Layout of gradient buffers; known when the first step is traced."""
         parts_of = self._trainer.parts_of
         weights = [part for v in self._model.trainable_variables for part in parts_of(v)]

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from dtk.nests import Array
 from dtk.parameter_server.functional_step import FunctionalStep
-from dtk.parameter_server.scheduler import Piece, Schedule
+from dtk.parameter_server.scheduler import Schedule, StepSlice
 from dtk.trainer.ranks import seeds
 
 # Steps that compute at once draw their random numbers this far apart.
@@ -49,7 +49,7 @@ class RngStates:
             self._begun = _Begun(np.array(states, "uint32").reshape(-1, 2), schedule.offered)
         return tf.TensorSpec(self._begun.states.shape, tf.uint32)
 
-    def of(self, piece: Piece, schedule: Schedule) -> Array:
+    def of(self, piece: StepSlice, schedule: Schedule) -> Array:
         """Return the random states of a slice: the same on every worker, and at any time."""
         assert self._begun is not None
         states = self._begun.states.copy()

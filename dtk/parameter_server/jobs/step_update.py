@@ -51,7 +51,7 @@ class StepUpdate:
         self,
         trainer: JobTrainer,
         serial_phase: SerialPhase,
-        new_layout: NewLayout = gradient_buffers.Layout,
+        new_layout: NewLayout = gradient_buffers.BufferLayout,
     ):
         self._serial_phase = serial_phase
         self.commit = GradientCommit(trainer, new_layout)

@@ -23,8 +23,8 @@ class TraceCache(Generic[ReportT]):
 
     def __init__(self) -> None:
         self._functions: dict[str, ConcreteFunction] = {}
-        self._reports: dict[str, gradient_buffers.Report[ReportT]] = {}
-        self._traced: gradient_buffers.Report[ReportT] | None = None
+        self._reports: dict[str, gradient_buffers.PackedResults[ReportT]] = {}
+        self._traced: gradient_buffers.PackedResults[ReportT] | None = None
 
     def add(self, spec: Specs, trace: Callable[[], ConcreteFunction]) -> None:
         """Trace a function, unless there is one for such batches."""
@@ -36,7 +36,7 @@ class TraceCache(Generic[ReportT]):
 
     def report(self, results: ReportT) -> tf.Tensor:
         """Put what a function reports into one tensor; called while tracing."""
-        self._traced = gradient_buffers.Report(results)
+        self._traced = gradient_buffers.PackedResults(results)
         return self._traced.tensor
 
     def function(self, spec: Specs) -> ConcreteFunction:

@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from dtk.even_division import even_bounds
 from dtk.nests import Array, Function
-from dtk.parameter_server.dispatch import Dispatcher, Job
+from dtk.parameter_server.dispatch import Dispatcher, WorkerJob
 from dtk.parameter_server.job_context import JobStrategy
 from dtk.parameter_server.proximal.blocks import Blocks, Copy
 from dtk.parameter_server.proximal.jobs import BlockJob, MeasureJob
@@ -91,7 +91,7 @@ class BlockCoordinateDescent:
 
     def _dispatcher(
         self,
-        job: Job[WorkT, OutputsT],
+        job: WorkerJob[WorkT, OutputsT],
         tau: float,
         on_applied: Callable[[Schedule], None] = lambda schedule: None,
     ) -> Dispatcher[WorkT, OutputsT]:

@@ -16,7 +16,7 @@ from dtk.parameter_server.task_queue import Result, Task
 
 
 class BlockJob:
-    """Job of steps; the work of a step is the index of its block. See `dispatch.Job`."""
+    """Job of steps; the work of a step is the index of its block. See `dispatch.WorkerJob`."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class BlockJob:
 
 
 class MeasureJob:
-    """Job of one measurement of the loss; its work is nothing but to do so. See `dispatch.Job`."""
+    """A `dispatch.WorkerJob` that measures the loss once."""
 
     def __init__(self, loss: RowLoss, copies: Sequence[Copy], part_rows: Sequence[int]):
         self._loss, self._copies, self._part_rows = loss, copies, part_rows

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dtk.communicators.costs import Traffic
-from dtk.layers.pipelining.schedule import Pass, Slot, gpipe, one_forward_one_backward
+from dtk.layers.pipelining.schedule import Pass, ScheduleSlot, gpipe, one_forward_one_backward
 from dtk.planning.model.layer_costs import Seconds, Work, Workload
 from dtk.planning.model.operators import FLOAT, consumers
 from dtk.planning.model.split_steps import allreduce_buckets
@@ -128,7 +128,9 @@ class _StepOfStages:
         count = len(costs_of.workload.operators)
         self._bounds = list(zip(stages.begins, [*stages.begins[1:], count], strict=True))
         self._tasks = Tasks()
-        self._ends: dict[tuple[int, Slot], int] = {}  # with what has arrived at the next stage
+        self._ends: dict[
+            tuple[int, ScheduleSlot], int
+        ] = {}  # with what has arrived at the next stage
         self._before: list[int | None] = [None] * len(self._bounds)
         self._loss: int | None = None
 
@@ -147,13 +149,13 @@ class _StepOfStages:
             self._add_outputs()
         return self._result()
 
-    def _order(self, stage: int) -> list[Slot]:
+    def _order(self, stage: int) -> list[ScheduleSlot]:
         many = self._stages.microbatches
         if self._stages.schedule == "gpipe":
             return gpipe(many)
         return one_forward_one_backward(stage, len(self._bounds), many)
 
-    def _has_inputs(self, stage: int, slot: Slot) -> bool:
+    def _has_inputs(self, stage: int, slot: ScheduleSlot) -> bool:
         last = len(self._bounds) - 1
         if slot.direction is Pass.FORWARD:
             return stage == 0 or (stage - 1, slot) in self._ends
@@ -161,7 +163,7 @@ class _StepOfStages:
             return False
         return stage == last or (stage + 1, slot) in self._ends
 
-    def _add(self, stage: int, slot: Slot) -> None:
+    def _add(self, stage: int, slot: ScheduleSlot) -> None:
         many = self._stages.microbatches
         forward = slot.direction is Pass.FORWARD
         seconds = self._costs.seconds(*self._bounds[stage], many)

@@ -11,7 +11,7 @@ import tensorflow as tf
 from dtk.errors import NotDistributedError, at_rank
 from dtk.exchange.base import Gradient
 from dtk.trainer.tracing import traced_step
-from dtk.trainer.tracing.slice_origins import Piece, parts_of, pieces_of, whole_of
+from dtk.trainer.tracing.slice_origins import LookupSlices, parts_of, pieces_of, whole_of
 
 # Puts exchanged gradients together again.
 Join: TypeAlias = Callable[[list[Gradient]], list[Gradient]]
@@ -30,7 +30,7 @@ class Division:
         """Divide gradients into what is to be exchanged."""
         divided: list[Gradient] = list(gradients)
         more: list[Gradient] = []
-        places: dict[int, list[tuple[Piece, int]]] = {}
+        places: dict[int, list[tuple[LookupSlices, int]]] = {}
         for i, (gradient, path) in enumerate(zip(gradients, self.paths, strict=True)):
             if not self.needed or not isinstance(gradient, tf.IndexedSlices):
                 continue
@@ -62,7 +62,7 @@ def known_pieces(
     rank: int,
     linear: bool,
     step: traced_step.Step | None,
-) -> list[Piece]:
+) -> list[LookupSlices]:
     """Return what the slices of a gradient are of, as the graph or the self-test says."""
     if step is None:
         pieces = pieces_of(gradient.indices)

@@ -114,7 +114,7 @@ def clip_wholes(optimizer: keras.Optimizer) -> None:
         clipped = list(clip_each(gradients))
         wholes: dict[int, list[int]] = {}
         for index, variable in enumerate(updated):
-            if isinstance(variable, keras_variables.Part):
+            if isinstance(variable, keras_variables.VariablePart):
                 wholes.setdefault(id(variable.whole), []).append(index)
         for indices in wholes.values():
             together = _clipped_together([gradients[i] for i in indices], optimizer.clipnorm)

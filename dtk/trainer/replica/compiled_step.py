@@ -83,7 +83,7 @@ class CompiledStep:
         self._noted: _Noted
         self._inside: traced_step.Step
         self._counts = _Counts(())
-        self._pieces: list[list[slice_origins.Piece]] = []
+        self._pieces: list[list[slice_origins.LookupSlices]] = []
         self._logs: Nest = None
 
     def trace(self, data: Nest) -> Callable[[], Nest]:

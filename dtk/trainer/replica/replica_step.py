@@ -58,7 +58,7 @@ def run_step(
     step.tried = tried
     before = {id(v): tf.identity(v) for v in metric_variables(model)}
     trains = step_function.__name__ == "train_step"
-    world = World(step, before, present)
+    world = WorldState(step, before, present)
     if not (trains and any(e.local for e in shared_optimizer.gradient_exchanges_of(model))):
         step.result_of = world.result_of
     tracing = progress.alone("the Python of")
@@ -162,7 +162,7 @@ def check_reduced(step: traced_step.Step, model: keras.Model, strategy: Strategy
     )
 
 
-class World:
+class WorldState:
     """The state that a step leaves, of all replicas: metrics summed, moving statistics averaged.
 
     One reduction serves all results that a step asks for, unless it goes on counting between them.

@@ -207,7 +207,7 @@ class Trial:
                 )
                 step.tried = True
                 before = {id(v): tf.identity(v) for v in replica_step.metric_variables(model)}
-                world = replica_step.World(step, before, present)
+                world = replica_step.WorldState(step, before, present)
                 step.noted, step.result_of = noting.Gathered(), world.result_of
                 with traced_step.tracing(step), tf_replicas.counted_if(present):
                     logs = self.step_function(data)

@@ -26,7 +26,7 @@ from dtk.trainer.tracing.row_dependence import OF_ROWS, RowDependence
 PLACES, ROWS, LINES = "places", "rows", "lines"
 
 
-class Piece(NamedTuple):
+class LookupSlices(NamedTuple):
     """Slices of a gradient that one lookup has made."""
 
     kind: str  # `PLACES`, `ROWS` or `LINES`
@@ -41,13 +41,13 @@ def pieces_of(
     indices: tf.Tensor,
     inside: tf.Graph | None = None,
     said: Mapping[Hashable, tuple[str, bool]] = MappingProxyType({}),
-) -> list[Piece]:
+) -> list[LookupSlices]:
     """Return the lookups that the slices of a gradient come from, in their order."""
     if not hasattr(indices, "graph"):  # computed eagerly: nothing tells from what
-        return [Piece(ROWS, False, indices.shape[0])]
+        return [LookupSlices(ROWS, False, indices.shape[0])]
     known = RowDependence(inside)
     return [
-        Piece(*said.get(flat.ref(), ()) or _kind(_reshaped(flat), known), _count(flat))
+        LookupSlices(*said.get(flat.ref(), ()) or _kind(_reshaped(flat), known), _count(flat))
         for flat in _concatenated(indices)
     ]
 
@@ -86,7 +86,7 @@ def _kind(source: tf.Tensor, known: RowDependence) -> tuple[str, bool]:
     return (LINES if source.op.type == "Range" else ROWS), False
 
 
-def parts_of(gradient: tf.IndexedSlices, pieces: Sequence[Piece]) -> list[tf.IndexedSlices]:
+def parts_of(gradient: tf.IndexedSlices, pieces: Sequence[LookupSlices]) -> list[tf.IndexedSlices]:
     """Divide the slices of a gradient."""
     values, indices = [gradient.values], [gradient.indices]
     if len(pieces) > 1:
@@ -99,7 +99,7 @@ def parts_of(gradient: tf.IndexedSlices, pieces: Sequence[Piece]) -> list[tf.Ind
     ]
 
 
-def whole_of(parts: Sequence[tuple[Piece, tf.IndexedSlices]]) -> tf.IndexedSlices:
+def whole_of(parts: Sequence[tuple[LookupSlices, tf.IndexedSlices]]) -> tf.IndexedSlices:
     """Put the slices of a gradient together as one process would have them."""
     found = [_once(part) if piece.kind == LINES else part for piece, part in parts]
     return concatenated(found)
@@ -124,7 +124,7 @@ _NUMBERS = {ROWS: 0, PLACES: 1, LINES: 2}
 
 
 def tagged(
-    slices: tf.IndexedSlices, pieces: Sequence[Piece], lines: int | tf.Tensor
+    slices: tf.IndexedSlices, pieces: Sequence[LookupSlices], lines: int | tf.Tensor
 ) -> tf.IndexedSlices:
     """Write the kinds of slices into their indices."""
     numbers = [tf.constant(_NUMBERS[piece.kind], tf.int64) for piece in pieces]
@@ -144,7 +144,7 @@ def sum_of_tagged(replicas: Sequence[tf.IndexedSlices], lines: int | tf.Tensor) 
         if kind == PLACES:
             values, indices = [tf.add_n(values)], indices[:1]
         found = tf.IndexedSlices(tf.concat(values, 0), tf.concat(indices, 0) % lines, shape)
-        parts.append((Piece(kind, True, 0), found))
+        parts.append((LookupSlices(kind, True, 0), found))
     return whole_of(parts)
 
 

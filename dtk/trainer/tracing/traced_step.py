@@ -63,7 +63,7 @@ class Step:
         self.assigned: dict[int, keras.Variable] = {}
         self.assignments = 0
         self.assigned_at: dict[int, int] = {}
-        # Computes a metric's result from the state of all replicas; see `replica_step.World`.
+        # Computes a metric's result from the state of all replicas; see `replica_step.WorldState`.
         self.result_of: Callable[[Callable[[], Nest]], Nest] | None = None
         self.results: dict[Hashable, tuple[keras.Metric, Path]] = {}
         self.terms = Terms(share, world_sum, kinds or {})
