@@ -8,6 +8,7 @@ TensorFlow's one-device one and overrides only what moves bytes between ranks.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
@@ -18,11 +19,11 @@ from tensorflow.python.distribute import (
 )
 
 from dtk.communicators.base import Communicator
-from dtk.compat.tf_datasets import MakesDataset, PerRankDataset, take_apart
+from dtk.compat.tf_datasets import MakesDataset, PerRankDataset, cut_through, take_apart
 from dtk.compat.tf_replicas import all_reduce, if_present, is_whole, undivided
 from dtk.compat.tf_variables import VARIABLE_CLASSES, local_value
 from dtk.input import digests, row_maps, slicing
-from dtk.input.pipelines import in_time, read_ahead
+from dtk.input.pipelines import in_time
 from dtk.input.row_maps import RowMaps
 from dtk.nests import Function, Nest
 
@@ -189,24 +190,24 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
         slicing.check_rows(dataset.element_spec)
         ranks, size = (self._communicator.rank,), self._communicator.size
 
-        def with_digests() -> tf.data.Dataset:
-            maps = self.row_maps(dataset)
+        def with_digests(given: tf.data.Dataset, ahead: bool) -> tf.data.Dataset:
+            maps = self.row_maps(given)
             if maps is not None:
-                cut_early = row_maps.cut_dataset_exactly(maps, ranks[0], size, digests.digest_of)
-                return read_ahead(cut_early)
+                own, digest = ranks[0], digests.digest_of
+                return row_maps.cut_dataset_exactly(maps, own, size, digest, ahead)
             cut_one = digests.with_digest(lambda batch: slicing.cut_exactly(batch, ranks, size)[0])
-            return read_ahead(slicing.mapped(dataset.enumerate(), cut_one))
+            return slicing.mapped(given.enumerate(), cut_one, ahead)
 
-        def cut() -> tf.data.Dataset:
-            maps = self.row_maps(dataset)
+        def without(given: tf.data.Dataset, ahead: bool) -> tf.data.Dataset:
+            maps = self.row_maps(given)
             if maps is not None:
-                return read_ahead(row_maps.cut_dataset_exactly(maps, ranks[0], size))
+                return row_maps.cut_dataset_exactly(maps, ranks[0], size, ahead=ahead)
             only = tf.autograph.experimental.do_not_convert(lambda *parts: parts[0])
-            return read_ahead(slicing.cut_dataset_exactly(dataset, ranks, size).map(only))
+            return slicing.cut_dataset_exactly(given, ranks, size, ahead).map(only)
 
-        if self._observe is not None:
-            return PerRankDataset(with_digests, whole=dataset, on_read=self._observe)
-        return PerRankDataset(cut, whole=dataset)
+        how = without if self._observe is None else with_digests
+        cut = functools.partial(cut_through, dataset, how)
+        return PerRankDataset(cut, whole=dataset, on_read=self._observe)
 
     def row_maps(self, dataset: tf.data.Dataset) -> RowMaps | None:
         """Take a pipeline apart that maps rows before it puts them into batches.

@@ -147,6 +147,39 @@ class PerRankDatasetSpec(tf.TypeSpec):
 # Pipelines taken apart.
 
 
+def cut_through(
+    dataset: tf.data.Dataset, cut: Callable[[tf.data.Dataset, bool], tf.data.Dataset]
+) -> tf.data.Dataset:
+    """Cut batches by `cut(dataset, ahead)`, reading no further ahead than may be.
+
+    One iterator over `shuffle(n).repeat()` shuffles several times, and each time takes the next of
+    the dataset's seeds, with which its next iterator goes on. Read further ahead than the script
+    asks for, the next `fit` would have another order. So batches are then cut one by one, before
+    they are prefetched as the script says; TensorFlow prefetches by itself only what does not.
+    """
+    if not _shuffles_again(dataset):
+        return cut(dataset, True)
+    node = dataset
+    while isinstance(node, dataset_ops._OptionsDataset):
+        node = node._input_dataset
+    if not isinstance(node, prefetch_op._PrefetchDataset):
+        return cut(dataset, False)
+    batches = node._input_dataset.with_options(dataset.options())
+    return cut(batches, False).prefetch(_number(node._buffer_size))
+
+
+def _shuffles_again(dataset: tf.data.Dataset) -> bool:
+    if _kind(dataset) == "Repeat":
+        return any(_kind(node) == "Shuffle" for node in _all_sources(dataset))
+    return any(_shuffles_again(source) for source in dataset._inputs())
+
+
+def _all_sources(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
+    for source in dataset._inputs():
+        yield source
+        yield from _all_sources(source)
+
+
 def take_apart(dataset: tf.data.Dataset) -> RowMaps | str | None:
     """Find the functions by which a pipeline makes each row of a batch from one row."""
     behind: list[tf.data.Dataset] = []

@@ -15,7 +15,7 @@ from tensorflow.python.framework import auto_control_deps_utils
 
 from dtk.communicators import collective
 from dtk.communicators.base import Communicator
-from dtk.compat.tf_datasets import MakesDataset, PerRankDataset
+from dtk.compat.tf_datasets import MakesDataset, PerRankDataset, cut_through
 from dtk.compat.tf_replicas import (
     all_reduce,
     if_present,
@@ -26,7 +26,7 @@ from dtk.compat.tf_replicas import (
 )
 from dtk.compat.tf_variables import MirroredVariable, SyncOnReadVariable, components
 from dtk.input import slicing
-from dtk.input.pipelines import in_time, read_ahead
+from dtk.input.pipelines import in_time
 from dtk.nests import Function, Nest
 
 _Reduced = TypeVar("_Reduced", bound=Nest)
@@ -143,7 +143,10 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
         slicing.check_rows(dataset.element_spec)
 
         def cut() -> tf.data.Dataset:
-            return read_ahead(slicing.cut_dataset_exactly(dataset, range(size), size))
+            return cut_through(
+                dataset,
+                lambda given, ahead: slicing.cut_dataset_exactly(given, range(size), size, ahead),
+            )
 
         return PerRankDataset(cut, whole=dataset, regrouped=True)
 

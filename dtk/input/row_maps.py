@@ -45,7 +45,9 @@ class RowMaps(NamedTuple):
 _Digest = Callable[[tf.Tensor, Nest], tf.Tensor]
 
 
-def cut_dataset(maps: RowMaps, rank: int, size: int, digest: _Digest) -> tf.data.Dataset:
+def cut_dataset(
+    maps: RowMaps, rank: int, size: int, digest: _Digest, ahead: bool = True
+) -> tf.data.Dataset:
     """Cut every global batch for a rank, before its rows are mapped."""
 
     @tf.autograph.experimental.do_not_convert
@@ -53,11 +55,11 @@ def cut_dataset(maps: RowMaps, rank: int, size: int, digest: _Digest) -> tf.data
         rows, count, found = tf.unstack(about[0])
         return slicing.Slices((part,), (count,), rows, found)
 
-    return slicing.mapped(_own_batches(maps, rank, size, digest), as_slices)
+    return slicing.mapped(_own_batches(maps, rank, size, digest), as_slices, ahead)
 
 
 def cut_dataset_exactly(
-    maps: RowMaps, rank: int, size: int, digest: _Digest | None = None
+    maps: RowMaps, rank: int, size: int, digest: _Digest | None = None, ahead: bool = True
 ) -> tf.data.Dataset:
     """Cut every global batch for a rank without padding rows, before its rows are mapped."""
 
@@ -69,7 +71,7 @@ def cut_dataset_exactly(
         own = tf.nest.map_structure(lambda leaf: None if leaf is None else leaf[:count], part)
         return own if digest is None else (own, found)
 
-    return slicing.mapped(_own_batches(maps, rank, size, digest), without_padding)
+    return slicing.mapped(_own_batches(maps, rank, size, digest), without_padding, ahead)
 
 
 def _own_batches(maps: RowMaps, rank: int, size: int, digest: _Digest | None) -> tf.data.Dataset:

@@ -231,23 +231,24 @@ def cut_dataset(
     ranks: Sequence[int],
     size: int,
     digest: Callable[[tf.Tensor, Nest], tf.Tensor] | None = None,
+    ahead: bool = True,
 ) -> tf.data.Dataset:
     """Cut every global batch of a dataset for the given ranks."""
     if digest is None:
-        return _map(dataset, cut, ranks, size)
+        return _map(dataset, cut, ranks, size, ahead)
 
     @tf.autograph.experimental.do_not_convert
     def cut_with_digest(number: tf.Tensor, batch: Nest) -> Slices:
         return cut(batch, ranks, size)._replace(digest=digest(number, batch))
 
-    return mapped(dataset.enumerate(), cut_with_digest)
+    return mapped(dataset.enumerate(), cut_with_digest, ahead)
 
 
 def cut_dataset_exactly(
-    dataset: tf.data.Dataset, ranks: Sequence[int], size: int
+    dataset: tf.data.Dataset, ranks: Sequence[int], size: int, ahead: bool = True
 ) -> tf.data.Dataset:
     """Cut every global batch of a dataset without padding rows."""
-    return _map(dataset, cut_exactly, ranks, size)
+    return _map(dataset, cut_exactly, ranks, size, ahead)
 
 
 def _map(
@@ -255,17 +256,21 @@ def _map(
     how: Callable[[Nest, Sequence[int], int], Nest],
     ranks: Sequence[int],
     size: int,
+    ahead: bool,
 ) -> tf.data.Dataset:
     # Converting this file with AutoGraph would find nothing to convert, in half a second.
     cutting = tf.autograph.experimental.do_not_convert(lambda batch: how(batch, ranks, size))
-    return mapped(dataset, on_elements(dataset, cutting))
+    return mapped(dataset, on_elements(dataset, cutting), ahead)
 
 
-def mapped(dataset: tf.data.Dataset, function: Callable[_Given, Nest]) -> tf.data.Dataset:
-    """Apply a function to every element of a dataset, in order and in parallel where allowed."""
-    if pipelines.may_not_read_ahead(dataset):
-        return dataset.map(function)
-    return dataset.map(function, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+def mapped(
+    dataset: tf.data.Dataset, function: Callable[_Given, Nest], ahead: bool = True
+) -> tf.data.Dataset:
+    """Apply a function to every element, in order; in parallel and ahead where allowed."""
+    if not ahead or pipelines.may_not_read_ahead(dataset):
+        return dataset.map(function, synchronous=True)  # else TensorFlow makes it parallel
+    parallel = dataset.map(function, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+    return pipelines.read_ahead(parallel)
 
 
 def on_elements(dataset: tf.data.Dataset, function: Callable[[Nest], _Made]) -> Function[_Made]:

@@ -16,9 +16,8 @@ from typing import TypeAlias
 import keras
 import tensorflow as tf
 
-from dtk.compat import keras_data
+from dtk.compat import keras_data, tf_datasets
 from dtk.input import slicing
-from dtk.input.pipelines import read_ahead
 from dtk.nests import Nest, Specs
 from dtk.parameter_server import evaluator, worker_data
 from dtk.parameter_server.chief_trial import ChiefTrial
@@ -72,7 +71,10 @@ class ParameterServerTrainer(JobTrainer):
         if isinstance(dataset, worker_data.WorkerDataset):
             return dataset
         slices = self.strategy.slices
-        return read_ahead(slicing.cut_dataset(dataset, range(slices), slices))
+        return tf_datasets.cut_through(
+            dataset,
+            lambda given, ahead: slicing.cut_dataset(given, range(slices), slices, ahead=ahead),
+        )
 
     def take_epoch_iterator(
         self, iterator: keras_data.TFEpochIterator | None = None, data_batch: Nest = None

@@ -30,13 +30,17 @@ def cut(dataset: Dataset, strategy: Strategy) -> tf.data.Dataset:
             local = dataset.local
             return read_ahead(local.map(slicing.on_elements(local, _own_rows)))
         dataset = dataset.whole
+    return tf_datasets.cut_through(dataset, functools.partial(_cut, strategy))
+
+
+def _cut(strategy: Strategy, dataset: tf.data.Dataset, ahead: bool) -> tf.data.Dataset:
     ranks, size = strategy.local_ranks(), strategy.num_replicas_in_sync
     if strategy.world.size == 1:
-        return read_ahead(slicing.cut_dataset(dataset, ranks, size))
+        return slicing.cut_dataset(dataset, ranks, size, ahead=ahead)
     maps = strategy.extended.row_maps(dataset)
     if maps is not None:
-        return read_ahead(row_maps.cut_dataset(maps, ranks[0], size, digests.digest_of))
-    return read_ahead(slicing.cut_dataset(dataset, ranks, size, digests.digest_of))
+        return row_maps.cut_dataset(maps, ranks[0], size, digests.digest_of, ahead)
+    return slicing.cut_dataset(dataset, ranks, size, digests.digest_of, ahead)
 
 
 def _own_rows(batch: Nest) -> slicing.Slices:

@@ -241,7 +241,7 @@ def pipelines_of_a_fit(devices):
     made, counts = [], []
     for validation in (None, (x, y)):
         before = len(made)
-        with replaced(slicing, cut_dataset=lambda *args: made.append(1) or cut(*args)):
+        with replaced(slicing, cut_dataset=lambda *a, **kw: made.append(1) or cut(*a, **kw)):
             model.fit(x, y, batch_size=8, epochs=3, verbose=0, validation_data=validation)
         counts.append(len(made) - before)
     return counts
@@ -251,3 +251,26 @@ def pipelines_of_a_fit(devices):
 def test_three_epochs_cut_one_pipeline(world, backend, size, devices):
     for counts in world(backend, size).run(pipelines_of_a_fit, devices):
         assert counts == [1, 2], "one to train with, one to validate with"
+
+
+def three_fits(prefetched):
+    """Losses of three calls of `fit` on one dataset that shuffles without end."""
+    keras.utils.set_random_seed(1)
+    strategy = AllReduceStrategy()
+    x = np.arange(8.0)[:, None]
+    data = tf.data.Dataset.from_tensor_slices((x, x)).shuffle(8).repeat().batch(2)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+    data = data.prefetch(2) if prefetched else data
+    fits = [model.fit(data, steps_per_epoch=3, epochs=2, verbose=0) for _ in range(3)]
+    return [loss for one in fits for loss in one.history["loss"]]
+
+
+@two_ranks
+@pytest.mark.parametrize("prefetched", [False, True])
+def test_the_next_fit_goes_on_with_the_order_of_one_process(world, backend, size, prefetched):
+    """Batches were cut ahead: the first fit shuffled once more, and took the next one's order."""
+    (wanted,) = world("local", 1).run(three_fits, prefetched)
+    for losses in world(backend, size).run(three_fits, prefetched):
+        np.testing.assert_allclose(losses, wanted, rtol=1e-6)
