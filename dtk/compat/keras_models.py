@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeAlias, TypeVar
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from dtk.compat.replacing import definer, replaced
@@ -197,6 +198,16 @@ def is_built(model: keras.Model) -> bool:
     return all(part is None or part.built for part in compiled) and all(
         layer.built for layer in model._flatten_layers()
     )
+
+
+def counted_elsewhere(model: keras.Model) -> list[str]:
+    """Return the names of metrics that have counted for another model, where none is built yet."""
+    compiled = model._compile_metrics
+    if compiled is None or compiled.built:
+        return []
+    given = keras.tree.flatten([compiled._user_metrics, compiled._user_weighted_metrics])
+    metrics = [one for one in given if isinstance(one, keras.metrics.Metric)]
+    return [one.name for one in metrics if any(np.any(np.asarray(v)) for v in one.variables)]
 
 
 def build_from(model: keras.Model, data_batch: Nest | Specs) -> None:

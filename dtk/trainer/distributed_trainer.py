@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import keras
@@ -109,6 +110,11 @@ class DistributedTrainer(ModelState):
         """Build what the model still lacks, as far as its shapes say what."""
         model, strategy = self.model, self.strategy
         if not keras_models.is_built(model):
+            counted = keras_models.counted_elsewhere(model)
+            if counted and self.takes_over and strategy.is_chief:
+                told = f"metrics {counted} have counted for another model, and begin at zero for"
+                cure = "in one process Keras would go on from there. Make metrics for each model"
+                print(f"dtk: {told} model {model.name!r}; {cure}", file=sys.stderr, flush=True)
             with strategy.scope():
                 keras_models.build_from(model, data_batch)
         self._take_metrics()

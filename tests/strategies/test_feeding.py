@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import sys
 import time
@@ -274,3 +275,27 @@ def test_the_next_fit_goes_on_with_the_order_of_one_process(world, backend, size
     (wanted,) = world("local", 1).run(three_fits, prefetched)
     for losses in world(backend, size).run(three_fits, prefetched):
         np.testing.assert_allclose(losses, wanted, rtol=1e-6)
+
+
+def shared_metric():
+    """What is written where a metric object is given to a second model, and what that logs."""
+    strategy = AllReduceStrategy()
+    x, y = np.ones((8, 2)), np.zeros((8, 1))
+    metric, told = keras.metrics.MeanSquaredError(name="error"), io.StringIO()
+    for _ in range(2):
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse", metrics=[metric])
+        with contextlib.redirect_stderr(told):
+            loss, error = model.evaluate(x, y, verbose=0)
+    return told.getvalue(), loss, error
+
+
+@two_ranks
+def test_a_metric_of_two_models_begins_at_zero_and_says_so(world, backend, size):
+    """Keras alone goes on counting from the first model's rows in the second's first epoch."""
+    found = world(backend, size).run(shared_metric)
+    assert "metrics ['error'] have counted for another model" in found[0][0]
+    assert not found[1][0]
+    for _, loss, error in found:
+        np.testing.assert_allclose(error, loss, rtol=1e-6)
