@@ -34,13 +34,10 @@ HOURS = 3600.0
 HEAD = """# What dtk was tested with
 
 Written by `make test-versions`, which makes an environment for each line of
-[tools/versions.txt](../tools/versions.txt). "tests" are those of one process (`make test-fast`);
-tests that need Horovod, which these environments are without, are skipped, each with its reason.
-"two ranks" is the largest relative difference between weights that two ranks and one process have
-trained (examples/digits_allreduce.py). A line of that file that is not here has not been run since
-it was added; a nightly is the newest of its day. Versions outside of these are told before
-training, `dtk doctor` fails for them, and a private name of Keras's or TensorFlow's that has gone
-is named in one line.
+[tools/versions.txt](../tools/versions.txt). "tests" are those of `make test-fast`; tests that need
+Horovod are skipped. "two ranks" is the largest relative difference between the weights of two ranks
+and of one process (examples/digits_allreduce.py). A nightly is the newest of its day. dtk warns of
+other versions before training, and `dtk doctor` fails for them.
 
 | asked for | Python | TensorFlow | Keras | tests | two ranks | `dtk doctor` | on | machine |
 |---|---|---|---|---|---|---|---|---|

@@ -17,7 +17,7 @@
 
 Peers take turns, so that whatever else the machine does falls on all alike; each process computes
 with one thread. Tables hold medians (and quartiles) over rounds, of ratios within each round.
-docs/costs.md explains them.
+benchmarks/results/costs.md has what was measured.
 """
 
 import argparse

@@ -105,8 +105,8 @@ def plan(
 
     One step, measured (or given), and the links between hosts say what a step would take with each
     strategy and exchange. A step that is given beside --bench is planned with what messages and
-    bytes took there. Nothing is run. docs/plan.md has the formulas, how far predictions were
-    off, and when not to trust them.
+    bytes took there. Nothing is run. docs/command-line.md has the formulas, how far
+    predictions were off, and when not to trust them.
 
     With a model to divide (--model model.keras, or package.module:function) it measures that
     model's layers on this machine, and searches for the fastest way to divide rows, channels,

@@ -8,8 +8,8 @@
 
     model                     the same question of one network, layer by layer (`--model`)
 
-A model with no more in it than what is measured: no TensorFlow, and nothing is run. Its formulas,
-and how far they were off, are in docs/plan.md.
+A model with no more in it than what is measured: no TensorFlow, and nothing is run. Its formulas
+are in docs/command-line.md; benchmarks/results/plan.md has how far they were off.
 """
 
 from dtk.planning.model.plans import ModelPlan, load_plan

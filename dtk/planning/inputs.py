@@ -41,7 +41,7 @@ class Software:
     """Costs that dtk, TensorFlow and the operating system add. `dtk bench` measures them.
 
     The defaults were measured with TensorFlow's collectives between two workers of one thread each
-    on a machine with two cores; docs/plan.md says how.
+    on a machine with two cores; benchmarks/results/plan.md says how.
     """
 
     message: float = 0.77e-3  # seconds of a message of no length, without the link

@@ -10,7 +10,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md")
-FILES = sorted([*(ROOT / page for page in PAGES), *(ROOT / "docs").rglob("*.md")])
+FOLDERS = ("docs", "benchmarks/results")
+FILES = sorted(
+    [*(ROOT / page for page in PAGES), *(p for f in FOLDERS for p in (ROOT / f).rglob("*.md"))]
+)
 
 _FENCE = re.compile(r"```(?P<language>\w*)")
 _SPAN = re.compile(r"(?<!`)(?P<ticks>`{1,2})(?!`)(?P<code>.+?)(?<!`)(?P=ticks)(?!`)")

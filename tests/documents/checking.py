@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import re
 import subprocess
 import sys
 
@@ -32,7 +34,8 @@ def checked(command: str, folder: str) -> bool:
     Raises:
         AssertionError: It is wrong; with what its program says.
     """
-    first, *rest = words(command)
+    # what is set for one command stands before it
+    first, *rest = [*itertools.dropwhile(re.compile(r"\w+=").match, words(command))] or [""]
     if first in ("mpirun", "srun"):
         return _checked_launched(rest, folder)
     if first == "dtk":

@@ -1,4 +1,4 @@
-"""docs/errors.md: what is given there is refused, in those words."""
+"""What refused.md gives is refused, in its words."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dtk.cli.main import main
 from dtk.cluster import detect, parse_hostfile
 from dtk.cluster.slurm import expand_nodelist, expand_tasks_per_node
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "errors.md"
+PAGE = Path(__file__).with_name("refused.md")
 ROW = re.compile(r"^\| `(.+?)` \| (.+) \|$", re.MULTILINE)
 ROWS = [(given.replace("\\|", "|"), says) for given, says in ROW.findall(PAGE.read_text())]
 NAMES = {

@@ -18,6 +18,6 @@ After Jia, Zaharia and Aiken 2018, "Beyond Data and Model Parallelism for Deep N
     attribute    rows or columns of an image
     parameter    output or input channels of a layer
 
-`loading`, `graph` and `measure` alone use Keras. docs/plan.md has the formulas, and how far they
-were off.
+`loading`, `graph` and `measure` alone use Keras. benchmarks/results/plan_model.md has
+how far predictions were off.
 """

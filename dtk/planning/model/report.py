@@ -12,7 +12,7 @@ from dtk.planning.model.split_steps import BUCKETS, step
 from dtk.planning.model.timeline import Resource, simulate
 
 # How far times of divided layers were off as multiples of data parallelism's, on busy cores: see
-# docs/plan.md.
+# benchmarks/results/plan_model.md.
 ERROR = 0.5
 # Layers that are named, of those whose choice matters.
 _NAMED = 8
