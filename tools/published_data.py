@@ -283,7 +283,7 @@ def load(
             num_classes=spec.get("classes", spec.get("text")),
             names=[str(n) for n in range(spec.get("classes", 2))],
             int2str=str,
-        )
+        ),
     }
     info.splits = {part: types.SimpleNamespace(num_examples=rows) for part in ("train", "test")}
     return (found, info) if with_info else found

@@ -130,6 +130,26 @@ def with_double_top_k() -> None:
     tf.math.in_top_k = tf.nn.in_top_k = in_top_k
 
 
+def with_single_images() -> None:
+    """Let random layers that a script makes in float32 compute so, in which Keras has parts."""
+    import keras
+    from keras.src.layers.preprocessing.image_preprocessing import base_image_preprocessing_layer
+
+    layer = base_image_preprocessing_layer.BaseImagePreprocessingLayer
+    first = layer.call
+
+    @functools.wraps(first)
+    def call(self, data: Any, training: bool = True) -> Any:
+        before = keras.config.floatx()
+        keras.config.set_floatx(self.compute_dtype)
+        try:
+            return first(self, data, training=training)
+        finally:
+            keras.config.set_floatx(before)
+
+    layer.call = call
+
+
 def nudged() -> None:
     """Let weights that are drawn begin 1e-7 apart."""
     generator = np.random.default_rng(1)
@@ -338,6 +358,7 @@ def main() -> None:
 
         keras.config.set_floatx("float64")
         with_double_top_k()
+        with_single_images()
     set_seeds()
     without_dropout()
     draws = Draws()
