@@ -13,8 +13,10 @@ those of other projects, at the commits below, and none of their text is here:
 `tools/published_scripts.toml` says where each is and what is made small.
 
 An automatic port adds dtk's three lines: the import, the strategy, and a scope around each
-statement that compiles or loads a model. Optimizers, networks and noise are the published ones. In
-both runs, with dtk and without:
+statement that compiles or loads a model. Where a statement of the script's top level makes or
+removes folders, which two processes cannot do at once, rank 0 does so and the others wait, as dtk's
+message says. Optimizers, networks and noise are the published ones. In both runs, with dtk and
+without:
 
 - data are small seeded stand-ins of the same shape, and at most two epochs are trained;
 - one seed is set, and dropout drops nothing;

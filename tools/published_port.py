@@ -2,7 +2,9 @@
 
 The three lines of docs/migrating.md, where a user would write them: the import and the strategy
 after the script's own first imports, and a scope around each statement that compiles a model, or
-loads one. `MirroredStrategy` and its like of TensorFlow become `dtk.auto_strategy`.
+loads one. `MirroredStrategy` and its like of TensorFlow become `dtk.auto_strategy`. A statement of
+the script's top level that makes or removes folders becomes rank 0's, and the others wait, as dtk's
+message says where every rank makes one.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from pathlib import Path
 # What a script asks of models, and gets numbers for.
 TOLD = ("fit", "evaluate", "predict")
 SINGLE = ("train_on_batch", "test_on_batch", "predict_on_batch")
+# What makes or removes folders and all that is in them, which only one process can.
+MAKERS = ("mkdir", "makedirs", "rmtree", "copytree", "extractall")
 # TensorFlow's own strategies, which dtk's stands for.
 OTHERS = r"tf\.distribute\.(experimental\.)?(MultiWorker)?MirroredStrategy\([^)]*\)"
 STRATEGY = "dtk.auto_strategy()"
@@ -79,6 +83,7 @@ def for_dtk(text: str, whole: bool = False) -> tuple[str, dict[str, int]]:
     changed = [re.sub(OTHERS, STRATEGY, line) for line in lines]
     counts = {"changed": sum(a != b for a, b in zip(lines, changed, strict=True))}
     has_one = any(STRATEGY in line for line in changed)
+    changed, makers = of_rank_0(changed)
     tree = ast.parse("\n".join(changed))
     at = after_imports(tree)
     scopes = [] if has_one and "scope()" in text else sorted(compiling(tree))
@@ -97,10 +102,27 @@ def for_dtk(text: str, whole: bool = False) -> tuple[str, dict[str, int]]:
     added = ["import dtk"] if has_one else ["import dtk", "", f"strategy = {STRATEGY}"]
     changed[at:at] = added
     counts |= {
-        "added": len([line for line in added if line]) + len(scopes),
+        "added": len([line for line in added if line]) + len(scopes) + 2 * makers,
         "indented": sum(last - first + 1 for first, last in scopes),
     }
     return "\n".join(changed) + "\n", counts
+
+
+def of_rank_0(lines: list[str]) -> tuple[list[str], int]:
+    """Return a script whose statements that make folders are rank 0's, and how many they are."""
+    tree = ast.parse("\n".join(lines))
+    makers = [
+        statement
+        for statement in tree.body
+        if not isinstance(statement, (ast.FunctionDef, ast.ClassDef))
+        and any(called(part) in MAKERS for part in ast.walk(statement))
+    ]
+    found = list(lines)
+    for statement in reversed(makers):
+        first, last = statement.lineno - 1, statement.end_lineno
+        own = [f"    {line}" for line in found[first:last]]
+        found[first:last] = ["if strategy.is_chief:", *own, "strategy.communicator.barrier()"]
+    return found, len(makers)
 
 
 def called(node: ast.AST) -> str:

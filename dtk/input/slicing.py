@@ -222,7 +222,9 @@ def _without_rows(leaf: tf.TypeSpec) -> tf.TypeSpec:
     if isinstance(leaf, tf.SparseTensor | tf.SparseTensorSpec):
         return tf.SparseTensorSpec([None, *leaf.shape[1:]], leaf.dtype)
     if isinstance(leaf, tf.Tensor | tf.TensorSpec):
-        return tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)
+        # What tf.py_function makes may be of any rank.
+        shape = None if leaf.shape.rank is None else [None, *leaf.shape[1:]]
+        return tf.TensorSpec(shape, leaf.dtype)
     return leaf
 
 

@@ -109,7 +109,7 @@ class DistributedTrainer(ModelState):
     def _build_from(self, data_batch: Nest | Specs) -> None:
         """Build what the model still lacks, as far as its shapes say what."""
         model, strategy = self.model, self.strategy
-        if not keras_models.is_built(model):
+        if not keras_models.is_built(model) and _has_shapes(data_batch):
             counted = keras_models.counted_elsewhere(model)
             if counted and self.takes_over and strategy.is_chief:
                 told = f"metrics {counted} have counted for another model, and begin at zero for"
@@ -296,3 +296,9 @@ class DistributedTrainer(ModelState):
 
     def release(self) -> None:
         """Release what `fit`, `evaluate`, `predict` or a single step has held."""
+
+
+def _has_shapes(data_batch: Nest | Specs) -> bool:
+    """Return whether a model can be built from a batch's shapes; else its first step builds it."""
+    leaves = tf.nest.flatten(data_batch)
+    return all(leaf is None or leaf.shape.rank is not None for leaf in leaves)

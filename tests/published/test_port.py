@@ -136,3 +136,32 @@ def test_what_is_made_small_must_be_there():
     assert port.shrunk("a = 1\nb\nc\n", [["1", "2"]], [["b", "c"]]) == "a = 2\nc\n"
     with pytest.raises(ValueError, match="not in the script: 'z'"):
         port.shrunk("a", [["z", ""]], [])
+
+
+def test_folders_are_made_by_rank_0():
+    """Every rank runs the whole script, and a second `mkdir` of one folder is an error."""
+    script = text(
+        """
+        import os
+        import keras
+        os.mkdir("data")
+        def later():
+            os.mkdir("more")
+        """
+    )
+    ported, counts = port.for_dtk(script)
+    assert ported == text(
+        """
+        import os
+        import keras
+        import dtk
+
+        strategy = dtk.auto_strategy()
+        if strategy.is_chief:
+            os.mkdir("data")
+        strategy.communicator.barrier()
+        def later():
+            os.mkdir("more")
+        """
+    )
+    assert counts == {"changed": 0, "added": 4, "indented": 0}

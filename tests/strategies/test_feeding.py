@@ -299,3 +299,29 @@ def test_a_metric_of_two_models_begins_at_zero_and_says_so(world, backend, size)
     assert not found[1][0]
     for _, loss, error in found:
         np.testing.assert_allclose(error, loss, rtol=1e-6)
+
+
+def of_any_rank():
+    """History, evaluation and predictions where a function of NumPy's makes the rows."""
+    keras.utils.set_random_seed(1)
+    strategy = AllReduceStrategy()
+    x = np.random.default_rng(0).random((20, 4)).astype("float32")
+    double = functools.partial(tf.numpy_function, lambda rows: rows * 2, Tout=tf.float32)
+    data = tf.data.Dataset.from_tensor_slices((x, x.sum(1, keepdims=True)))
+    data = data.map(lambda a, b: (double([a]), b)).batch(7)
+    with strategy.scope():
+        norm = keras.layers.BatchNormalization(synchronized=True)
+        model = keras.Sequential([keras.Input((4,)), norm, keras.layers.Dense(1)])
+        model.compile("adam", "mse", metrics=["mae"], run_eagerly=True)
+    history = model.fit(data, validation_data=data, epochs=2, verbose=0).history
+    numbers = [number for numbers in history.values() for number in numbers]
+    predicted = model.predict(data.map(lambda a, b: a), verbose=0)
+    return [*numbers, *model.evaluate(data, verbose=0), *predicted[:, 0]]
+
+
+@two_ranks
+def test_rows_whose_rank_tensorflow_does_not_know(world, backend, size):
+    """`fit` ended with "Cannot iterate over a shape with unknown rank"."""
+    (wanted,) = world("local", 1).run(of_any_rank)
+    for found in world(backend, size).run(of_any_rank):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
