@@ -45,28 +45,22 @@ def build():
 
 def divided(way, workload, workers):
     """Find the plan of a way to divide the model."""
-    from dtk.planning.model.candidates import Candidate
+    from dtk.planning.model.layer_costs import RankGrid
     from dtk.planning.model.search import best_stages, same_splits
-    from dtk.planning.model.topology import Grid
 
-    if way == "one worker":
-        return Candidate(Grid(1, 1), same_splits(workload, Grid(1, 1)))
-    if way == "data":
-        return Candidate(Grid(workers, 1), same_splits(workload, Grid(workers, 1)))
-    grid = Grid(1, workers)
-    found = best_stages(workload, grid) if way == "stages" else same_splits(workload, grid, way)
-    return Candidate(grid, found)
+    if way in ("one worker", "data"):
+        return same_splits(workload, RankGrid(1 if way == "one worker" else workers, 1))
+    grid = RankGrid(1, workers)
+    return best_stages(workload, grid) if way == "stages" else same_splits(workload, grid, way)
 
 
 def workload_of(model, computing, software):
     from dtk.planning.inputs import Cluster, Link
-    from dtk.planning.model import graph
+    from dtk.planning.model.graph import read
     from dtk.planning.model.layer_costs import Workload
 
-    operators = graph.operators(model)
-    outputs = graph.outputs(model, operators)
     cluster = Cluster(Link(), per_host=args.workers, software=software)
-    return Workload(operators, outputs, args.batch_size, computing, cluster)
+    return Workload(*read(model), args.batch_size, computing, cluster)
 
 
 def measure():
@@ -75,7 +69,7 @@ def measure():
     import keras
     import numpy as np
     from dtk.planning.inputs import Software
-    from dtk.planning.model.rates import Rates
+    from dtk.planning.model.layer_costs import Rates
 
     rng = np.random.default_rng(0)
     count = args.steps * args.batch_size
@@ -98,7 +92,7 @@ def measure():
             model = build()
             # Where stages are cut does not depend on what a byte takes here.
             workload = workload_of(model, Rates(1e10, 1e9), Software())
-            plan = divided(way, workload, world.size).plan(workload)
+            plan = divided(way, workload, world.size).plan
             if plan.layers:
                 model = dtk.layers.parallelize(model, plan.layers)
             elif plan.borders:
@@ -135,30 +129,26 @@ def main():
     # One worker, on the cores of one.
     os.sched_setaffinity(0, here[: max(1, len(here) // args.workers)])
     found |= job(1)[0]
-    from dtk.planning.model.graph import operators
-    from dtk.planning.model.measure import Measured, rates_here
-    from dtk.planning.model.rates import Rates
+    from dtk.planning.model.graph import read
+    from dtk.planning.model.layer_costs import LayerCosts, RankGrid, Rates
+    from dtk.planning.model.measure import MeasuredRates, rates_here
+    from dtk.planning.model.search import pipeline
 
     model = build()
-    rates = rates_here()
-    computing = Measured(model, operators(model), args.batch_size, rates)
+    computing = MeasuredRates(model, read(model)[0], args.batch_size, rates_here())
     workload = workload_of(model, computing, Software(message, byte))
     cut = workload_of(model, Rates(1e10, 1e9), Software())
     print(f"message {1e3 * message:.2f} ms, byte {1e9 * byte:.2f} ns; {computing.told}")
     print("| divided | measured, ms (quartiles) | predicted | error |\n|---|---|---|---|")
     for way in PLANS:
         if way == "stages":
-            from dtk.planning.model.stage_steps import StageCosts
-            from dtk.planning.model.timeline import simulate
-            from dtk.planning.model.topology import Grid
-
-            chosen = divided(way, cut, args.workers).found.stages
-            step = StageCosts(workload, Grid(1, args.workers)).step(chosen)
-            predicted = simulate(step.tasks).seconds
-            apart = sum(step.computing)
-            print(f"{chosen}: stages compute {1e3 * apart:.0f} ms in all", file=sys.stderr)
+            chosen = divided(way, cut, args.workers)
+            costs_of, plan = LayerCosts(workload, RankGrid(1, args.workers)), chosen.plan
+            step = pipeline(costs_of, chosen.begins, plan.microbatches, plan.schedule)
+            predicted = step.plan.seconds
+            print(f"stages compute {1e3 * sum(step.computing):.0f} ms in all", file=sys.stderr)
         else:
-            predicted = divided(way, workload, args.workers).seconds
+            predicted = divided(way, workload, args.workers).plan.seconds
         took = found[way]
         first, middle, third = (1e3 * one for one in statistics.quantiles(took, n=4))
         off = 1e3 * predicted / middle - 1

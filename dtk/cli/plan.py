@@ -11,11 +11,11 @@ from dtk.bench import page
 from dtk.bench.results import read
 from dtk.cli import links, plan_model
 from dtk.launch import job_options as jobs
-from dtk.planning import curve, quantity, tables
+from dtk.planning import quantity, tables
 from dtk.planning.advice import TARGET, advise
 from dtk.planning.calibration import Calibration, calibrated
 from dtk.planning.inputs import Cluster, Job, Software
-from dtk.planning.prediction import sweep
+from dtk.planning.methods import sweep
 from dtk.planning.quantity import PlanError
 
 _WORKERS = "1,...,4096"
@@ -154,7 +154,7 @@ def plan(
     predictions = sweep(job, cluster, counts)
     advice = advise(predictions, job, cluster, efficiency)
     if plot is not None:
-        curve.draw(predictions, plot)
+        tables.draw(predictions, plot)
     for option, file, write in (
         ("--json", json_file, tables.dumps),
         ("--markdown", markdown_file, tables.markdown),

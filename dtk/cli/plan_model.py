@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,8 +26,7 @@ from dtk.planning.quantity import PlanError
 if TYPE_CHECKING:
     import keras
 
-    from dtk.planning.model.layer_costs import Computing
-    from dtk.planning.model.operators import Operator
+    from dtk.planning.model.layer_costs import Operator, Rates
 
 _SAVED = (".keras", ".h5")
 # Options that ask about any number of workers, not about one model among some.
@@ -117,27 +118,64 @@ def plan(
     # A worker computes on its part of a host's cores, and so does this process, its like.
     with marked.bound_to(here[: max(1, len(here) // min(per_host, workers))]):
         # TensorFlow starts here, with as many threads as there are cores.
-        from dtk.planning.model import candidates, graph, layer_costs, loading, report
+        from dtk.planning.model import graph, layer_costs, report, search
 
-        built = loading.load(model)
-        operators = graph.operators(built)
+        built = load(model)
+        operators, outputs = graph.read(built)
         workload = layer_costs.Workload(
             operators,
-            graph.outputs(built, operators),
+            outputs,
             batch,
             _computing(built, operators, batch, source.measures),
             cluster,
             graph.slots(built),
             most,
         )
-        choice = candidates.choose(workload, workers)
-        best = choice.best.plan(workload)
+        choice = search.choose(workload, workers)
+        best = choice.best.plan
         if file is not None:
             file.write_text(best.dumps())
         title = f"{model} on {workers} workers, {batch} rows"
         notes = [*report.why(workload, choice), "", _assumed(cluster), workload.computing.told]
         script = ["", best.script(json_file or "plan.json")]
         page.show([(title, report.table(choice))], [*notes, *script])
+
+
+def load(given: str) -> keras.Model:
+    """Load a saved model, or build one by a function."""
+    import keras
+
+    where = f"--model {given}"
+    if given.endswith(_SAVED):
+        if not Path(given).exists():
+            raise PlanError(f"{where}: no such file; write it with model.save({given!r})")
+        try:
+            return keras.saving.load_model(given)
+        except (OSError, ValueError, TypeError) as error:
+            raise PlanError(f"{where}: Keras cannot load it: {error}") from error
+    module, _, name = given.partition(":")
+    if not module or not name.isidentifier():
+        raise PlanError(
+            f"{where}: expected a file that model.save wrote, such as model.keras, or "
+            "package.module:function"
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # a script's modules are beside it
+    try:
+        build = getattr(importlib.import_module(module), name, None)
+    except ImportError as error:
+        raise PlanError(f"{where}: cannot import {module}: {error}") from error
+    if not callable(build):
+        raise PlanError(f"{where}: {module} has no function {name}")
+    try:
+        model = build()
+    except TypeError as error:
+        raise PlanError(f"{where}: calling {name}() failed: {error}") from error
+    if not isinstance(model, keras.Model):
+        raise PlanError(
+            f"{where}: {name}() returned a {type(model).__name__}; expected a keras.Model"
+        )
+    return model
 
 
 def _placed(place: Place) -> tuple[int, int]:
@@ -179,9 +217,7 @@ def _cluster(place: Place, source: Source, workers: int, per_host: int) -> Clust
     )
 
 
-def _computing(
-    model: keras.Model, operators: list[Operator], batch: int, measures: bool
-) -> Computing:
+def _computing(model: keras.Model, operators: list[Operator], batch: int, measures: bool) -> Rates:
     from dtk.planning.model import measure
 
     rates = measure.rates_here(getattr(model, "optimizer", None))
@@ -191,7 +227,7 @@ def _computing(
     def told(name: str) -> None:
         click.echo(f"dtk plan: measuring {name}", err=True)
 
-    return measure.Measured(model, operators, batch, rates, told)
+    return measure.MeasuredRates(model, operators, batch, rates, told)
 
 
 def _assumed(cluster: Cluster) -> str:

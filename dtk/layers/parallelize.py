@@ -142,7 +142,7 @@ class _Rewriting:
         given: tuple[Args, Kwargs] = (args, kwargs)
         tensors = [t for t in keras.tree.flatten(given) if isinstance(t, keras.KerasTensor)]
         states = {self._state(tensor) for tensor in tensors}
-        if how is None and len(states) == 1 and _keeps_parts(layer):
+        if how is None and len(states) == 1 and keeps_parts(layer):
             how = states.pop()
         if how is None:
             args, kwargs = keras.tree.map_structure(self._gathered, given)
@@ -166,7 +166,7 @@ class _Rewriting:
         return _BORDERS[how][0](self._group)(self._gathered(tensor))
 
 
-def _keeps_parts(layer: keras.Layer) -> bool:
+def keeps_parts(layer: keras.Layer) -> bool:
     if isinstance(layer, keras.layers.Activation):
         return channel_parallel.is_elementwise(layer.activation)
     return isinstance(layer, ELEMENTWISE)
@@ -210,7 +210,7 @@ def _planned(model: keras.Model, plan: Plan) -> dict[str, str]:
 
 def _check_kind(layer: keras.Layer, how: str) -> None:
     kinds = BY_CHANNELS if how in _SPLITS else BY_IMAGE
-    if type(layer) in kinds or (how in _BORDERS and _keeps_parts(layer)):
+    if type(layer) in kinds or (how in _BORDERS and keeps_parts(layer)):
         return
     names = ", ".join(kind.__name__ for kind in kinds)
     raise ValueError(

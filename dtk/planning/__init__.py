@@ -3,8 +3,8 @@
     quantity -> inputs        what a user says:         "85ms", "1Gbit/s", links, hosts, prices
     calibration               what `dtk bench` found:   the same, from its file
     dtk.communicators.costs   what a collective takes:  messages one after the other, and bytes
-    methods -> prediction     what dtk would do:        strategies and exchanges, step by step
-    advice, tables, curve     what is said about it
+    methods                   what dtk would do:        strategies and exchanges, step by step
+    advice, tables            what is said about it
 
     model                     the same question of one network, layer by layer (`--model`)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dtk.planning.inputs import Cluster, Job
-from dtk.planning.prediction import Prediction, predict
+from dtk.planning.methods import Prediction, predict
 
 TARGET = 0.7
 # How much faster something further from one process's training must be to be preferred.

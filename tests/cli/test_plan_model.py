@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from dtk.cli.main import main
 from dtk.planning import load_plan
 from dtk.planning.model import measure
-from dtk.planning.model.rates import Rates
+from dtk.planning.model.layer_costs import Rates
 
 
 @pytest.fixture
@@ -29,6 +29,9 @@ def run(tmp_path, monkeypatch):
                     keras.layers.Dropout(0.5, name="drop"),
                     keras.layers.Dense(10, name="head"),
                 ])
+
+            def narrow():
+                return keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, name="only")])
 
             def images():
                 return keras.Sequential([
@@ -51,8 +54,8 @@ def run(tmp_path, monkeypatch):
             """)
     )
 
-    def invoke(*arguments):
-        options = () if "--help" in arguments else ("--no-measure",)
+    def invoke(*arguments, measure=False):
+        options = () if "--help" in arguments or measure else ("--no-measure",)
         return CliRunner().invoke(main, ["plan", *arguments, *options])
 
     return invoke
@@ -76,6 +79,13 @@ def test_wide_layers_are_divided_by_channels_where_gradients_are_large(run, tmp_
     assert 'plan = dtk.planning.load_plan("plan.json")' in done.stdout
     assert "model = dtk.layers.parallelize(build(), plan.layers)" in done.stdout
     assert "# dtk run -n 2 train.py" in done.stdout
+
+
+def test_layers_are_measured_unless_told_otherwise(run):
+    done = run("--model", "nets:narrow", "-n", "2", "--batch-size", "4", measure=True)
+    assert done.exit_code == 0, done.stderr
+    assert "dtk plan: measuring only whole / 1, 4 rows\n" in done.stderr
+    assert re.search(r"^Computing: \d+ layers and parts of them, measured on", done.stdout, re.M)
 
 
 def test_images_are_divided_by_rows_of_the_batch_and_changes_are_named(run):

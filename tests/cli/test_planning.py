@@ -10,8 +10,7 @@ from click.testing import CliRunner
 from dtk.bench.results import Reading, Results
 from dtk.cli.main import main
 from dtk.planning.inputs import Cluster, Job, Link, Software
-from dtk.planning.methods import METHODS
-from dtk.planning.prediction import predict
+from dtk.planning.methods import METHODS, predict
 from dtk.version import pip_install
 
 GIVEN = ["--step-time", "85ms", "--parameters", "270k"]

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from dtk.planning.advice import advise
 from dtk.planning.inputs import Cluster, Job, Link, Software
-from dtk.planning.methods import METHODS
-from dtk.planning.prediction import predict, sweep
+from dtk.planning.methods import METHODS, predict, sweep
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 JOB = Job(0.1, 1_000_000)

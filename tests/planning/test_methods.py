@@ -18,8 +18,7 @@ from dtk.exchange.base import Trained
 from dtk.exchange.state import ExchangeState
 from dtk.planning import methods
 from dtk.planning.inputs import Cluster, Factors, Job, Link, Software
-from dtk.planning.methods import METHODS
-from dtk.planning.prediction import predict
+from dtk.planning.methods import METHODS, predict
 
 COUNTS = st.integers(1, 5000)
 SECONDS = st.floats(0, 1.0)

@@ -67,7 +67,16 @@ def test_a_mistake_names_the_option_and_what_was_expected(read, text, message):
 
 @pytest.mark.parametrize(
     "name",
-    ["quantity", "inputs", "methods", "calibration", "prediction", "advice", "tables"],
+    [
+        "quantity",
+        "inputs",
+        "methods",
+        "calibration",
+        "advice",
+        "tables",
+        "model.layer_costs",
+        "model.graph",
+    ],
 )
 def test_the_examples_run(name):
     failed, attempted = doctest.testmod(importlib.import_module(f"dtk.planning.{name}"))

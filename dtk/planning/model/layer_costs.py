@@ -1,4 +1,4 @@
-"""Costs of one layer divided in one way: computing, traffic in both directions, memory.
+"""What one layer costs a rank, divided in one way: seconds, bytes and memory. No Keras here.
 
 With M ranks in a model's group, n bytes of a layer's output y and k of its input x, of all rows of
 a replica:
@@ -10,45 +10,92 @@ a replica:
     | input      | all-reduce y: n      | allgather dx: k                | 1/M of kernels   |
     | rows       | halos of x           | halos of dx; all-reduce kernel | all weights      |
 
-Rows followed by rows leaves images divided, and only halos are sent. Output followed by input could
-leave channels divided (`Workload.keeps_channels`). Gradients of what is not trained are not sent.
+Rows followed by rows leaves images divided, and only halos are sent. Gradients of what is not
+trained are not sent. A step is the sum of its layers: nothing is sent while something computes.
 
-Sources: Jia, Zaharia and Aiken 2018 (FlexFlow); Shoeybi et al. 2019 (Megatron-LM, output followed
-by input); Dryden et al. 2019 (images in parts).
+Sources: Jia, Zaharia and Aiken 2018 (FlexFlow); Shoeybi et al. 2019 (Megatron-LM); Dryden et al.
+2019 (images in parts).
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple, TypeAlias
 
-from dtk.communicators.costs import Traffic, ring_allreduce
+from dtk.communicators import costs
+from dtk.communicators.costs import ONE_HOP_MOST, Traffic
 from dtk.planning.inputs import Cluster
-from dtk.planning.model.operators import (
-    FLOAT,
-    SPATIAL,
-    Layout,
-    Operator,
-    Split,
-    consumers,
-    entered,
-    left,
-)
-from dtk.planning.model.topology import Grid, Group, group
+
+# How the ranks that hold one model share a layer. `dtk.layers.parallelize` takes all but "whole".
+Split: TypeAlias = Literal["whole", "output", "input", "rows", "columns"]
+Shape: TypeAlias = tuple[int, ...]
+
+SPATIAL: tuple[Split, ...] = ("rows", "columns")
+FLOAT = 4
 
 
-class Seconds(NamedTuple):
-    """Seconds of computing."""
+@dataclass(frozen=True)
+class Operator:
+    """One layer of a model."""
 
-    forward: float  # of the forward pass
-    backward: float  # of the backward pass
+    name: str  # of the layer
+    kind: str  # class of the layer
+    sources: tuple[int, ...]  # positions of the operators whose outputs it takes
+    taken: tuple[Shape, ...]  # shapes of one row of its inputs, without the batch axis
+    output: Shape  # shape of one row of its output
+    weights: int = 0  # entries of its trainable weights
+    sliced: int = 0  # those of them that are divided with the output channels: kernel and bias
+    kernel: int = 0  # those of them that are divided with the input channels: the kernel
+    fixed: int = 0  # entries of weights that are not trained
+    flops: float = 0.0  # floating point operations of the forward pass for one row
+    # the largest number of ranks that can share it, by split; "whole" is always possible
+    limits: Mapping[Split, int] = field(default_factory=dict)
+    # rows (columns) of its input that a rank needs of each of its two neighbours, by split
+    halos: Mapping[Split, tuple[int, int]] = field(default_factory=dict)
+    tensors: int = 0  # number of its trainable weights
+    # whether it works on each element by itself, and so is divided as its inputs are
+    follows: bool = False
+    # whether gradients pass to its inputs: something before it is trained
+    differentiated: bool = True
+    batch_statistics: bool = False  # whether rows of a batch meet in it, as in BatchNormalization
+    whole_because: str = ""  # why nothing can divide it; empty if something can
 
     @property
-    def both(self) -> float:
-        """Seconds of both passes."""
-        return self.forward + self.backward
+    def entries(self) -> int:
+        """Entries of one row of its output."""
+        return math.prod(self.output)
+
+    @property
+    def entries_taken(self) -> int:
+        """Entries of one row of all its inputs."""
+        return sum(map(math.prod, self.taken))
+
+    def splits(self, degree: int) -> tuple[Split, ...]:
+        """Return how so many ranks can share it.
+
+        Example:
+            >>> Operator("d", "Dense", (0,), ((8,),), (4,), limits={"output": 4}).splits(4)
+            ('whole', 'output')
+            >>> Operator("d", "Dense", (0,), ((8,),), (4,), limits={"output": 4}).splits(5)
+            ('whole',)
+        """
+        if degree == 1:
+            return ("whole",)
+        return ("whole", *(split for split, most in self.limits.items() if most >= degree))
+
+    def held(self, split: Split, degree: int) -> int:
+        """Return the entries of trainable weights that the rank with most of them holds.
+
+        Example:
+            >>> dense = Operator("d", "Dense", (0,), ((8,),), (4,), 36, sliced=36, kernel=32)
+            >>> [dense.held(split, 2) for split in ("whole", "output", "input")]
+            [36, 18, 20]
+        """
+        divided = {"output": self.sliced, "input": self.kernel}.get(split, 0)
+        return self.weights - divided + math.ceil(divided / degree)
 
 
 class Work(NamedTuple):
@@ -58,24 +105,49 @@ class Work(NamedTuple):
     degree: int  # among how many ranks
     rows: int  # of the batch
 
+    def share(self, operator: Operator) -> float:
+        """Return the part of an operator's work that the busiest rank has.
 
-class Computing(Protocol):
-    """Where seconds of computing come from: the clock, or arithmetic."""
+        Example:
+            >>> conv = Operator("c", "Conv2D", (0,), ((8, 8, 3),), (8, 8, 4), limits={"rows": 8})
+            >>> Work("rows", 3, 1).share(conv), Work("whole", 1, 1).share(conv)
+            (0.375, 1.0)
+        """
+        parts = operator.limits.get(self.split, 1)
+        return math.ceil(parts / self.degree) / parts
 
-    @property
-    def update(self) -> float:
-        """Seconds that the optimizer takes for a weight's entry."""
 
-    @property
-    def spread(self) -> float:
-        """How far such a number is off, as a part of it: half the distance of its quartiles."""
+@dataclass
+class Rates:
+    """Seconds of computing by arithmetic: operations and bytes, at rates that are measured.
+
+    Example:
+        >>> dense = Operator("dense", "Dense", (0,), ((8,),), (4,), weights=32, flops=64.0)
+        >>> Rates(flops=64.0, nbytes=96.0).seconds(dense, Work("whole", 1, rows=2))
+        9.0
+    """
+
+    flops: float  # floating point operations in products of matrices, in a second
+    nbytes: float  # bytes read or written, in a second
+    update: float = 0.0  # seconds that the optimizer takes for a weight's entry
+    spread: float = 0.0  # how far such a number is off, as a part of it; not known of arithmetic
 
     @property
     def told(self) -> str:
         """A sentence on where the numbers are from."""
+        return (
+            f"Computing: operations at {self.flops / 1e9:.3g} GFlop/s and bytes at "
+            f"{self.nbytes / 1e9:.3g} GB/s, as measured on this machine; layers were not."
+        )
 
-    def seconds(self, operator: Operator, work: Work) -> Seconds:
-        """Return the seconds of the busiest rank."""
+    def seconds(self, operator: Operator, work: Work) -> float:
+        """Return the seconds of the busiest rank, in both passes; none where nothing is trained."""
+        rows = work.rows * work.share(operator)
+        products = operator.flops * rows / self.flops if operator.weights else 0.0
+        copies = FLOAT * (operator.entries + operator.entries_taken) * rows / self.nbytes
+        # Backwards, a product is two: by the upstream gradient and the input, and by the kernel.
+        times = 3.0 if operator.differentiated else 2.0 if operator.weights else 1.0
+        return times * (products + copies)
 
 
 @dataclass(frozen=True)
@@ -85,50 +157,100 @@ class Workload:
     operators: Sequence[Operator]  # of the model, in the order in which they are computed
     outputs: tuple[int, ...]  # positions of those whose outputs the loss is of
     batch: int  # rows of all replicas
-    computing: Computing  # seconds of the operators
+    computing: Rates  # seconds of the operators
     cluster: Cluster  # links, and what software adds
     slots: float = 2.0  # numbers that the optimizer remembers for each weight, 2 for Adam
     most_memory: float = math.inf  # bytes of a rank
-    # whether a layer divided by output channels leaves them divided for one that is divided by
-    # input channels, as `gather_output=False` of `dtk.layers` has it; `dtk.layers.parallelize`
-    # gathers them
-    keeps_channels: bool = False
 
     @property
     def weights(self) -> int:
         """Entries of all trainable weights."""
         return sum(operator.weights for operator in self.operators)
 
-    def seconds(self, operator: Operator, work: Work) -> Seconds:
-        """Return the seconds of computing; no backward pass is where nothing is trained so far."""
-        if operator.is_input:
-            return Seconds(0.0, 0.0)
-        found = self.computing.seconds(operator, work)
-        trained = operator.weights or operator.differentiated
-        return found if trained else Seconds(found.forward, 0.0)
+    @functools.cached_property
+    def last(self) -> dict[int, int]:
+        """By operator, the last one that takes its output; nothing takes the model's outputs."""
+        return {one: p for p, operator in enumerate(self.operators) for one in operator.sources}
+
+    @functools.cached_property
+    def cuts(self) -> dict[int, int]:
+        """The positions before which a model can be cut, and the one output that crosses."""
+        found = {}
+        for begin in range(1, len(self.operators)):
+            crossing = [one for one in range(begin) if self.last.get(one, 0) >= begin]
+            if len(crossing) == 1 and self.operators[crossing[0]].sources:
+                found[begin] = crossing[0]
+        return found if self.outputs == (len(self.operators) - 1,) else {}
+
+    def seconds(self, operator: Operator, work: Work) -> float:
+        """Return the seconds of computing in both passes; an input computes nothing."""
+        return self.computing.seconds(operator, work) if operator.sources else 0.0
 
 
-class Sends(NamedTuple):
-    """What the ranks of a model send for one operator."""
+class RankGroup(NamedTuple):
+    """Ranks that share collectives."""
 
-    before: Traffic = Traffic()  # before it computes
-    after: Traffic = Traffic()  # after it has computed
-    back_before: Traffic = Traffic()  # before its backward pass
-    back_after: Traffic = Traffic()  # after its backward pass, before those of its sources
-    kernel: Traffic = Traffic()  # for its weights; nothing waits for it but their update
+    size: int  # how many ranks
+    cluster: Cluster  # with the links that they have where groups beside them send, too
+    span: int  # they reach as far as so many workers
 
-    @property
-    def waited_for(self) -> Traffic:
-        """All that a rank waits for before it computes on."""
-        first = self.before.and_then(self.after)
-        return first.and_then(self.back_before).and_then(self.back_after)
+    def parts(self, traffic: Traffic) -> tuple[float, float]:
+        """Return the seconds of the messages of traffic, and those of its bytes."""
+        return self.cluster.parts(traffic, self.span)
+
+    def seconds(self, traffic: Traffic) -> float:
+        return sum(self.parts(traffic))
+
+    def allreduce(self, nbytes: float) -> Traffic:
+        """Return the traffic of summing so many bytes: in one hop where that is faster.
+
+        Example:
+            >>> from dtk.planning.inputs import Link
+            >>> slow = RankGroup(4, Cluster(Link(), Link(1.0), 4), 4)
+            >>> slow.allreduce(1000), slow.allreduce(1 << 20).messages
+            (Traffic(messages=1, bytes=3000), 6)
+        """
+        if self.size == 1 or not nbytes:
+            return Traffic()
+        ring = costs.ring_allreduce(self.size, nbytes)
+        if nbytes > ONE_HOP_MOST:
+            return ring
+        return min(ring, costs.one_hop_allreduce(self.size, nbytes), key=self.seconds)
+
+
+class RankGrid(NamedTuple):
+    """Ranks as replicas of one model, each held by neighbours."""
+
+    data: int  # replicas, each of which trains on its part of the batch
+    model: int  # ranks that hold one model
+
+    def groups(self, cluster: Cluster) -> tuple[RankGroup, RankGroup]:
+        """Return the ranks of one model, and those of all replicas that hold the same part.
+
+        The ranks of a model follow each other on the hosts, so that each host's link carries the
+        rings of as many replicas as it holds ranks of a model.
+        """
+        size, rings = self.data * self.model, min(self.model, cluster.per_host)
+        inside = self.model if cluster.per_host % self.model == 0 else size
+        link = replace(cluster.network, bandwidth=cluster.network.bandwidth / rings)
+        shared = replace(cluster, network=link)
+        return RankGroup(self.model, cluster, inside), RankGroup(self.data, shared, size)
+
+    def rows(self, batch: int) -> int:
+        """Return the rows of the replica that has most."""
+        return -(-batch // self.data)
+
+    def __str__(self) -> str:
+        """How it is written in tables: replicas x ranks of a model."""
+        return f"{self.data} x {self.model}"
 
 
 class LayerCost(NamedTuple):
     """What one operator costs a rank in a step."""
 
-    computing: Seconds
-    sends: Sends  # within the model's group
+    computing: float  # seconds, of both passes
+    traffic: Traffic  # within the model's group
+    seconds: float  # of everything, with gradients of replicas and the update
     held: int  # entries of trainable weights: whose gradients replicas add up
     # bytes, of weights, what is remembered of them, and outputs kept for the backward pass
     memory: float
@@ -137,148 +259,109 @@ class LayerCost(NamedTuple):
 class LayerCosts:
     """Costs of a workload's operators on one grid."""
 
-    def __init__(self, workload: Workload, grid: Grid) -> None:
+    def __init__(self, workload: Workload, grid: RankGrid) -> None:
         self.workload, self.grid = workload, grid
-        self.model: Group = group(grid.models(), workload.cluster)
-        self.data: Group = group(grid.replicas(), workload.cluster)
-        self._rows = grid.rows(workload.batch)
-        self._consumers = consumers(workload.operators)
-        self._computing: dict[tuple[int, Split], Seconds] = {}
+        self.model, self.data = grid.groups(workload.cluster)
+        self.rows = grid.rows(workload.batch)
+        # Of all gradients together. One hop or a ring is not chosen anew where a part is held.
+        self.sums = self.data.allreduce(FLOAT * workload.weights)
+        self.cost = functools.cache(self._cost)
+        self.whole = functools.cache(self._whole)
 
-    def splits(self, position: int) -> tuple[Split, ...]:
-        """Return how an operator can be divided, if that is to choose."""
-        operator = self.workload.operators[position]
-        return ("whole",) if operator.follows else operator.splits(self.grid.model)
+    def sums_of(self, held: float) -> Traffic:
+        """Return the traffic of adding up the gradients of so many weights over replicas."""
+        part = held / max(1, self.workload.weights)
+        return Traffic(self.sums.messages if held else 0.0, self.sums.bytes * part)
 
-    def splits_after(self, position: int, given: Sequence[Layout]) -> tuple[Split, ...]:
-        """Return how an operator can be divided where its sources have left their outputs.
+    def splits(self, position: int, given: Sequence[Split]) -> tuple[Split, ...]:
+        """Return how an operator can be divided where its inputs are held as given.
 
         What works on each element is divided as all of its inputs are.
         """
         operator = self.workload.operators[position]
-        if not operator.follows:
-            return operator.splits(self.grid.model)
-        for split in SPATIAL:
-            if split in operator.splits(self.grid.model) and set(given) == {split}:
-                return (split,)
-        return ("whole",)
+        found = operator.splits(self.grid.model)
+        if operator.follows:
+            return tuple(one for one in found[1:] if {*given} == {one}) or found[:1]
+        return found
 
-    def settled(self, wanted: Sequence[Split]) -> tuple[Split, ...]:
-        """Return a choice in which all that follows its inputs does so."""
-        found: list[Split] = []
-        layouts: list[Layout] = []
-        for position, split in enumerate(wanted):
-            operator = self.workload.operators[position]
-            if operator.follows:
-                given = [layouts[source] for source in operator.sources]
-                split = self.splits_after(position, given)[0]
-            found.append(split)
-            layouts.append(self.layout(position, split))
-        return tuple(found)
-
-    def layout(self, position: int, split: Split) -> Layout:
-        """Return how an operator leaves its output to those that take it.
-
-        Channels stay divided only for a single operator that can take them so.
-        """
-        found = left(split)
-        if found != "channels" or not self.workload.keeps_channels:
-            return "whole" if found == "channels" else found
-        takers = self._consumers[position]
-        kept = len(takers) == 1 and position not in self.workload.outputs
-        if kept and "input" in self.splits(takers[0]):
-            return found
-        return "whole"
-
-    def cost(self, position: int, split: Split, given: Sequence[Layout]) -> LayerCost:
-        """Return what an operator costs."""
-        operator = self.workload.operators[position]
+    def _cost(self, position: int, split: Split, given: tuple[Split, ...]) -> LayerCost:
+        """Return what an operator costs whose inputs are held as given."""
+        operator, degree = self.workload.operators[position], self.grid.model
+        work = Work(split, degree if split != "whole" else 1, self.rows)
+        computing = self.workload.seconds(operator, work)
+        traffic = self._traffic(position, split, given) if degree > 1 else Traffic()
+        held = operator.held(split, degree)
+        _, summed = self.data.parts(self.sums_of(held))
+        seconds = summed + held * self.workload.computing.update
+        # Of an output in rows or columns a rank keeps its part.
+        kept = self.rows / degree if split in SPATIAL else self.rows
         return LayerCost(
-            self.computing(position, split),
-            self._sends(position, operator, split, given),
-            operator.held(split, self.grid.model),
-            self._memory(position, operator, split),
+            computing,
+            traffic,
+            computing + self.model.seconds(traffic) + seconds,
+            held,
+            self.memory(operator, held, kept),
         )
 
-    def computing(self, position: int, split: Split) -> Seconds:
-        """Return the seconds that an operator takes to compute."""
-        if (position, split) not in self._computing:
-            operator = self.workload.operators[position]
-            work = Work(split, self.grid.model if split != "whole" else 1, self._rows)
-            self._computing[position, split] = self.workload.seconds(operator, work)
-        return self._computing[position, split]
+    def _whole(self, rows: int) -> list[float]:
+        """Return the seconds of computing so many rows of every operator, undivided."""
+        return [self.workload.seconds(o, Work("whole", 1, rows)) for o in self.workload.operators]
 
-    def additive(self, cost: LayerCost) -> float:
-        """Return the seconds of a layer if it begins when the layer before it has ended.
-
-        Their sum is the step's, but for what sending hides and for messages between replicas.
-        """
-        shown = 1.0 - self.workload.cluster.software.hidden
-        summed = ring_allreduce(self.grid.data, FLOAT * cost.held).bytes * self.data.byte
-        return (
-            cost.computing.both
-            + self.model.seconds(cost.sends.waited_for)
-            + shown * (self.model.seconds(cost.sends.kernel) + summed)
-            + cost.held * self.workload.computing.update
-        )
-
-    def gathered(self, position: int, layout: Layout) -> Traffic:
-        """Return the traffic of giving all ranks the whole of an output that they hold in parts."""
-        if layout == "whole":
-            return Traffic()
-        return self.model.allgather(self._bytes(self.workload.operators[position].entries))
+    def memory(self, operator: Operator, held: int, rows: float) -> float:
+        """Return the bytes of weights, of what is remembered of them, and of so many outputs."""
+        weights = held * (2 + self.workload.slots) + operator.fixed
+        return FLOAT * (weights + rows * operator.entries)
 
     def _bytes(self, entries: float) -> float:
-        return FLOAT * entries * self._rows
+        return FLOAT * entries * self.rows
 
-    def _sends(
-        self, position: int, operator: Operator, split: Split, given: Sequence[Layout]
-    ) -> Sends:
-        if self.grid.model == 1 or operator.is_input:
-            return Sends()
-        before, back_after = Traffic(), Traffic()
-        for source, layout in zip(operator.sources, given, strict=True):
-            wanted = entered(split)
-            if layout == wanted:
+    def _traffic(self, position: int, split: Split, given: tuple[Split, ...]) -> Traffic:
+        operator, sum_up = self.workload.operators[position], self.model.allreduce
+        sent = []
+        wanted = "channels" if split == "input" else left(split)
+        for source, held in zip(operator.sources, given, strict=True):
+            if held == wanted:
                 continue
-            before = before.and_then(self.gathered(source, layout))
             taken = self.workload.operators[source]
+            if held != "whole":
+                sent.append(self._gathered(taken))
             if wanted != "whole" and (taken.weights or taken.differentiated):
-                whole = self.model.allgather(self._bytes(taken.entries))
-                back_after = back_after.and_then(whole)
-        after, back_before, kernel = Traffic(), Traffic(), Traffic()
+                sent.append(self._gathered(taken))
         if split == "output":
-            if self.layout(position, split) == "whole":
-                after = self.gathered(position, "channels")
+            sent.append(self._gathered(operator))
             if operator.differentiated:
-                partial = self.model.allreduce(self._bytes(operator.entries_taken))
-                back_after = partial.and_then(back_after)
+                sent.append(sum_up(self._bytes(operator.entries_taken)))
         elif split == "input":
-            after = self.model.allreduce(self._bytes(operator.entries))
+            sent.append(sum_up(self._bytes(operator.entries)))
         elif split in SPATIAL:
-            halo = self._halo(operator, split)
-            before = before.and_then(halo)
-            if operator.differentiated:
-                back_after = halo.and_then(back_after)
+            sent += [self._halo(operator, split)] * (2 if operator.differentiated else 1)
             if operator.batch_statistics:
-                moments = self.model.allreduce(FLOAT * 2 * (operator.output[-1] + 1))
-                before, back_before = before.and_then(moments), moments
-            summed = self.model.allreduce(FLOAT * operator.weights)
+                sent += [sum_up(FLOAT * 2 * (operator.output[-1] + 1))] * 2
+            summed = sum_up(FLOAT * operator.weights)
             # Each weight by itself, as soon as its gradient is there.
-            kernel = Traffic(summed.messages * operator.tensors, summed.bytes)
-        return Sends(before, after, back_before, back_after, kernel)
+            sent.append(Traffic(summed.messages * operator.tensors, summed.bytes))
+            if position in self.workload.outputs:
+                sent.append(self._gathered(operator))
+        return functools.reduce(Traffic.and_then, sent, Traffic())
+
+    def _gathered(self, operator: Operator) -> Traffic:
+        """Return the traffic of giving all ranks all parts of an output, or of its gradient."""
+        return costs.ring_allgather(self.grid.model, self._bytes(operator.entries))
 
     def _halo(self, operator: Operator, split: Split) -> Traffic:
         """Return the traffic of the rows that an inner rank sends to both neighbours."""
         height, width, channels = operator.taken[0]
-        across = width if split == "rows" else height + operator.padding
-        rows = sum(operator.halos.get(split, (0, 0)))
-        if self.grid.model == 2:  # each has one neighbour
-            rows = max(operator.halos.get(split, (0, 0)))
-        return self.model.halos(self._bytes(rows * across * channels))
+        across = width if split == "rows" else height
+        halo = operator.halos.get(split, (0, 0))
+        rows = max(halo) if self.grid.model == 2 else sum(halo)  # of two, each has one neighbour
+        return Traffic(self.grid.model - 1 if rows else 0, self._bytes(rows * across * channels))
 
-    def _memory(self, position: int, operator: Operator, split: Split) -> float:
-        parts = 1 if self.layout(position, split) == "whole" else self.grid.model
-        kept = self._bytes(math.ceil(operator.entries / parts))
-        weights = operator.held(split, self.grid.model) * (2 + self.workload.slots)
-        return FLOAT * (weights + operator.fixed) + kept
+
+def left(split: Split) -> Split:
+    """Return how an operator leaves its output: in rows or columns, or whole.
+
+    Example:
+        >>> left("rows"), left("output"), left("input")
+        ('rows', 'whole', 'whole')
+    """
+    return split if split in SPATIAL else "whole"

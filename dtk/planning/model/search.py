@@ -1,278 +1,276 @@
-"""The fastest choice: of each layer's split on a grid, and of cuts into stages.
+"""The fastest plan on every grid of so many ranks: of each layer's split, and of cuts into stages.
 
-On a grid, dynamic programming over layers in their order finds the choice whose costs add up to
-least: a state is how the outputs that are still needed are held, so that residual connections and
-branches are exact, too, as long as few outputs are needed at a time. What overlaps adds up to less
-than that; so the choice found, and some simple ones, are changed at random and judged by the
-simulated timeline, as FlexFlow does by Markov chain Monte Carlo (Jia, Zaharia and Aiken 2018,
-section 6). With few combinations all are tried. Equal seeds give equal plans.
+On a grid, dynamic programming over layers in their order finds the choice of splits whose costs add
+up to least: a state is how the outputs that are still needed are held, so that residual connections
+and branches are exact, too. A pipeline's cuts are all tried where they are few.
 """
 
 from __future__ import annotations
 
-import bisect
+import collections
+import functools
 import itertools
 import math
-import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TypeAlias
 
-from dtk.planning.model.layer_costs import LayerCosts, Workload
-from dtk.planning.model.operators import Layout, Split, consumers
-from dtk.planning.model.split_steps import Step, step
-from dtk.planning.model.stage_steps import SCHEDULES, StageCosts, Stages, StageStep, cuts
-from dtk.planning.model.timeline import simulate
-from dtk.planning.model.topology import Grid
+from dtk.communicators.costs import Traffic
+from dtk.planning.advice import GAIN
+from dtk.planning.model.layer_costs import (
+    FLOAT,
+    LayerCost,
+    LayerCosts,
+    RankGrid,
+    Split,
+    Workload,
+    left,
+)
+from dtk.planning.model.plans import ModelPlan
+from dtk.planning.quantity import PlanError
 
-# Up to so many combinations are all tried.
-ALL_OF = 256
-# Proposals of the random search, for each grid.
-TRIES = 400
-# States that dynamic programming keeps: more are needed only by models of many branches.
-_BEAM = 512
-# How much slower a proposal may be, as a part of the step, to be taken once in e times.
-_TEMPERATURE = 0.02
-_SWEEPS = 3
+# Choices that dynamic programming keeps, by how outputs are held, and of each such way: more are
+# needed only by models of many branches, and where memory is limited.
+_WAYS, _KEPT = 512, 512
+_CUTS = 1000  # up to so many are all tried
 _MICROBATCHES = (1, 2, 4, 8, 16)
-_CUTS = 40
-
-
-class Found(NamedTuple):
-    """A choice for one grid, with its simulated step."""
-
-    seconds: float  # of a step
-    splits: tuple[Split, ...]  # how each operator is divided
-    step: Step  # its tasks and costs
-
-
-class FoundStages(NamedTuple):
-    """A pipeline, with its simulated step."""
-
-    seconds: float  # of a step
-    stages: Stages  # its cuts and schedule
-    step: StageStep  # its tasks and costs
+_BACKWARD = 2 / 3  # the part of computing that is the backward pass
+_MEGA = 1e6
 
 
 @dataclass(frozen=True)
-class Budget:
-    """How long is searched."""
+class Candidate:
+    """How one model is divided on a grid, by `splits` of layers or into stages, and why."""
 
-    tries: int = TRIES  # random proposals, for each grid
-    all_of: int = ALL_OF  # the number of combinations up to which all are tried
-    seed: int = 0  # of the proposals
+    grid: RankGrid
+    plan: ModelPlan
+    gradients: float  # seconds in which replicas add up their gradients
+    splits: tuple[Split, ...] = ()  # of each operator
+    layers: tuple[LayerCost, ...] = ()  # costs of each operator
+    begins: tuple[int, ...] = ()  # position of the first operator of each stage; 0 first
+    computing: tuple[float, ...] = ()  # seconds of each stage, of all its microbatches
+    exact: bool = True  # whether training is that of one process
+
+    @property
+    def divides(self) -> bool:
+        """Whether each rank has a part: of the batch, of a layer, or of the model."""
+        return self.grid.model == 1 or bool(self.begins or {*self.splits} - {"whole"})
+
+    @property
+    def how(self) -> str:
+        """What ranks of one model share."""
+        if self.begins:
+            many = self.plan.microbatches
+            changed = "" if self.exact else ", inexact"
+            return (
+                f"{len(self.begins)} stages, {many} microbatch{'es' * (many > 1)}, "
+                f"{self.plan.schedule}{changed}"
+            )
+        counts = collections.Counter(split for split in self.splits if split != "whole")
+        if not counts:
+            return "rows of the batch" if self.grid.model == 1 else "nothing: all layers whole"
+        return "layers: " + ", ".join(f"{many} {split}" for split, many in counts.items())
 
 
-def best_splits(workload: Workload, grid: Grid, budget: Budget | None = None) -> Found:
-    """Return the fastest choice of splits on a grid that fits into memory."""
-    return _SplitSearch(workload, grid, budget or Budget()).run()
-
-
-def same_splits(workload: Workload, grid: Grid, split: Split = "whole") -> Found:
-    """Return the step of a grid on which all layers that can be are divided in one way."""
-    costs_of = LayerCosts(workload, grid)
-    return _judge(costs_of, costs_of.settled(tuple(_uniform(costs_of, split))))
-
-
-def additive_best(costs_of: LayerCosts) -> tuple[float, tuple[Split, ...]]:
-    """Return the choice of splits whose costs, one layer after the other, add up to least."""
+def judge(costs_of: LayerCosts, wanted: Sequence[Split]) -> Candidate:
+    """Return what a step takes where layers are divided so, or whole where they cannot be."""
     workload = costs_of.workload
-    operators = workload.operators
-    last = [max(takers, default=-1) for takers in consumers(operators)]
-    states: dict[tuple[tuple[int, Layout], ...], tuple[float, tuple[Split, ...]]] = {(): (0.0, ())}
-    for position, operator in enumerate(operators):
-        reached: dict[tuple[tuple[int, Layout], ...], tuple[float, tuple[Split, ...]]] = {}
-        for state, (sum_so_far, chosen) in states.items():
+    splits: list[Split] = []
+    layers: list[LayerCost] = []
+    for position, split in enumerate(wanted):
+        given = tuple(left(splits[one]) for one in workload.operators[position].sources)
+        possible = costs_of.splits(position, given)
+        splits.append(split if split in possible else possible[0])
+        layers.append(costs_of.cost(position, splits[-1], given))
+    sums = costs_of.sums_of(sum(one.held for one in layers))
+    plan = ModelPlan(
+        *costs_of.grid,
+        workload.batch,
+        {
+            operator.name: split
+            for operator, split in zip(workload.operators, splits, strict=True)
+            if split != "whole" and not operator.follows
+        },
+        seconds=sum(one.seconds for one in layers) + costs_of.data.parts(sums)[0],
+        memory=sum(one.memory for one in layers),
+        sent=sum(one.traffic.bytes for one in layers) + sums.bytes,
+    )
+    gradients = costs_of.data.seconds(sums)
+    return Candidate(costs_of.grid, plan, gradients, tuple(splits), tuple(layers))
+
+
+def same_splits(workload: Workload, grid: RankGrid, split: Split = "whole") -> Candidate:
+    """Return the step of a grid on which all layers that can be are divided in one way."""
+    return judge(LayerCosts(workload, grid), [split] * len(workload.operators))
+
+
+# Operators whose outputs are still needed, and how they are held.
+_Held: TypeAlias = tuple[tuple[int, Split], ...]
+# Seconds and bytes so far, and the splits.
+_Chosen: TypeAlias = tuple[float, float, tuple[Split, ...]]
+
+
+def best_splits(workload: Workload, grid: RankGrid) -> Candidate:
+    """Return the fastest choice of splits on a grid that fits into memory.
+
+    If none does, that which needs least.
+    """
+    costs_of, last = LayerCosts(workload, grid), workload.last
+    states: dict[_Held, list[_Chosen]] = {(): [(0.0, 0.0, ())]}
+    for position, operator in enumerate(workload.operators):
+        reached: dict[_Held, list[_Chosen]] = collections.defaultdict(list)
+        for state, found in states.items():
             known = dict(state)
-            given = [known[source] for source in operator.sources]
-            for split in costs_of.splits_after(position, given):
-                layout = costs_of.layout(position, split)
-                seconds = sum_so_far + costs_of.additive(costs_of.cost(position, split, given))
-                if position in workload.outputs:
-                    seconds += costs_of.model.seconds(costs_of.gathered(position, layout))
-                held = {**known, position: layout}
-                needed = tuple((one, how) for one, how in held.items() if last[one] > position)
-                if needed not in reached or seconds < reached[needed][0]:
-                    reached[needed] = seconds, (*chosen, split)
-        if len(reached) > _BEAM:
-            kept = sorted(reached.items(), key=lambda entry: entry[1][0])[:_BEAM]
-            reached = dict(kept)
-        states = reached
-    return min(states.values())
-
-
-def additive(costs_of: LayerCosts, splits: Sequence[Split]) -> float:
-    """Return the seconds of a choice, one layer after the other."""
-    layouts: list[Layout] = []
-    total = 0.0
-    for position, split in enumerate(splits):
-        operator = costs_of.workload.operators[position]
-        cost = costs_of.cost(position, split, [layouts[one] for one in operator.sources])
-        layouts.append(costs_of.layout(position, split))
-        total += costs_of.additive(cost)
-    for position in costs_of.workload.outputs:
-        total += costs_of.model.seconds(costs_of.gathered(position, layouts[position]))
-    return total
-
-
-def _judge(costs_of: LayerCosts, splits: tuple[Split, ...]) -> Found:
-    made = step(costs_of, splits)
-    return Found(simulate(made.tasks).seconds, splits, made)
-
-
-def _uniform(costs_of: LayerCosts, split: Split) -> Iterator[Split]:
-    for position in range(len(costs_of.workload.operators)):
-        yield split if split in costs_of.splits(position) else "whole"
-
-
-class _SplitSearch:
-    """The search on one grid, and all it has judged."""
-
-    def __init__(self, workload: Workload, grid: Grid, budget: Budget) -> None:
-        self._costs = LayerCosts(workload, grid)
-        self._most = workload.most_memory
-        self._budget = budget
-        self._judged: dict[tuple[Split, ...], Found] = {}
-
-    def run(self) -> Found:
-        options = [self._costs.splits(p) for p in range(len(self._costs.workload.operators))]
-        free = [position for position, found in enumerate(options) if len(found) > 1]
-        many = math.prod(len(options[position]) for position in free)
-        if not free or many <= self._budget.all_of:
-            return min(map(self._found, itertools.product(*options)), key=self._rank)
-        ways: tuple[Split, ...] = ("whole", "output", "input", "rows", "columns")
-        begin = [tuple(_uniform(self._costs, way)) for way in ways]
-        begin.append(additive_best(self._costs)[1])
-        best = min(map(self._found, begin), key=self._rank)
-        best = min(best, self._walk(best, options, free), key=self._rank)
-        return self._descend(best, options, free)
-
-    def _found(self, splits: tuple[Split, ...]) -> Found:
-        settled = self._costs.settled(splits)
-        if settled not in self._judged:
-            self._judged[settled] = _judge(self._costs, settled)
-        return self._judged[settled]
-
-    def _rank(self, found: Found) -> tuple[float, float, int]:
-        """Order by memory that is missing, then by time, then by how many layers are divided."""
-        divided = sum(split != "whole" for split in found.splits)
-        return max(0.0, found.step.memory - self._most), found.seconds, divided
-
-    def _walk(
-        self, begin: Found, options: Sequence[tuple[Split, ...]], free: Sequence[int]
-    ) -> Found:
-        """Propose changes of one layer, or of layers side by side, at random."""
-        chance = random.Random(self._budget.seed)
-        best = now = begin
-        for _ in range(self._budget.tries):
-            first = chance.randrange(len(free))
-            run = free[first : first + chance.choice((1, 1, 2, 4))]
-            wanted = chance.choice(options[run[0]])
-            splits = list(now.splits)
-            for position in run:
-                if wanted in options[position]:
-                    splits[position] = wanted
-            proposed = self._found(tuple(splits))
-            worse = self._rank(proposed)[0] - self._rank(now)[0]
-            slower = (proposed.seconds - now.seconds) / now.seconds
-            accepted = chance.random() < math.exp(min(0.0, -slower / _TEMPERATURE))
-            if worse < 0 or (not worse and accepted):
-                now = proposed
-            best = min(best, now, key=self._rank)
-        return best
-
-    def _descend(
-        self, best: Found, options: Sequence[tuple[Split, ...]], free: Sequence[int]
-    ) -> Found:
-        """Change one layer at a time, each to what is fastest, in a few sweeps over all."""
-        for _ in range(_SWEEPS):
-            before = best
-            for position in free:
-                changes = (
-                    (*best.splits[:position], split, *best.splits[position + 1 :])
-                    for split in options[position]
+            given = tuple(known[source] for source in operator.sources)
+            for split in costs_of.splits(position, given):
+                cost = costs_of.cost(position, split, given)
+                held = {**known, position: left(split)}
+                needed = tuple(
+                    (one, how) for one, how in held.items() if last.get(one, -1) > position
                 )
-                best = min(map(self._found, changes), key=self._rank)
-            if best.splits == before.splits:
-                break
-        return best
+                reached[needed] += [
+                    (seconds + cost.seconds, memory + cost.memory, (*chosen, split))
+                    for seconds, memory, chosen in found
+                ]
+        fronts = [(needed, _front(found, workload)) for needed, found in reached.items()]
+        states = dict(sorted(fronts, key=lambda one: one[1][0][0])[:_WAYS])
+    (found,) = states.values()
+    judged = [judge(costs_of, splits) for _, _, splits in found]
+    return min(judged, key=functools.partial(_rank, workload))
 
 
-def best_stages(workload: Workload, grid: Grid, budget: Budget | None = None) -> FoundStages | None:
-    """Return the fastest pipeline that fits into memory, with one stage per rank."""
-    costs_of, budget = StageCosts(workload, grid), budget or Budget()
-    places = cuts(workload)
-    rows = costs_of.rows(1)
-    found: list[FoundStages] = []
-
-    def judge(begins: tuple[int, ...], microbatches: int, schedule: str) -> FoundStages:
-        stages = Stages(begins, microbatches, schedule)
-        made = costs_of.step(stages)
-        return FoundStages(simulate(made.tasks).seconds, stages, made)
-
-    def rank(one: FoundStages) -> tuple[float, float]:
-        return max(0.0, one.step.memory - workload.most_memory), one.seconds
-
-    for microbatches in _MICROBATCHES:
-        if microbatches > rows:
-            break
-        candidates = _cut_candidates(costs_of, places, microbatches, budget)
-        for schedule in SCHEDULES if microbatches > 1 else SCHEDULES[:1]:
-            found += (judge(begins, microbatches, schedule) for begins in candidates)
-    return min(found, key=rank) if found else None
+def _front(found: list[_Chosen], workload: Workload) -> list[_Chosen]:
+    """Return the fastest choice; where memory is limited, also slower ones that need less."""
+    front: list[_Chosen] = []
+    for one in sorted(found, key=lambda one: one[:2]):
+        if not front or one[1] < front[-1][1]:
+            front.append(one)
+    if math.isinf(workload.most_memory):
+        return front[:1]
+    return [*front[: -1 : len(front) // _KEPT + 1], front[-1]]
 
 
-def _cut_candidates(
-    costs_of: StageCosts, places: Sequence[int], microbatches: int, budget: Budget
-) -> list[tuple[int, ...]]:
-    """Return the cuts to judge: all if they are few, else the most even ones and those beside."""
-    stages = costs_of.grid.model
-    if math.comb(len(places), stages - 1) <= min(_CUTS, budget.all_of):
-        every: Iterable[tuple[int, ...]] = itertools.combinations(places, stages - 1)
-    else:
-        even = _even_cuts(costs_of, places, microbatches)
-        every = [even, *_beside(even, places)] if even else []
-    return [(0, *one) for one in every if _all_trained(costs_of, one)]
+def _rank(workload: Workload, one: Candidate) -> tuple[float, float]:
+    """Order by missing memory, and by time: a tenth more where training changes."""
+    seconds = one.plan.seconds * (1.0 if one.exact else GAIN)
+    return max(0.0, one.plan.memory - workload.most_memory), seconds
 
 
-def _all_trained(costs_of: StageCosts, borders: Sequence[int]) -> bool:
-    count = len(costs_of.workload.operators)
-    bounds = itertools.pairwise([0, *borders, count])
-    return all(costs_of.weights(begin, end) for begin, end in bounds)
+def best_stages(workload: Workload, grid: RankGrid) -> Candidate | None:
+    """Return the fastest pipeline that fits into memory, with one stage per rank of a model.
+
+    All cuts are tried where they are few, else some of them. A stage without weights is none.
+    """
+    costs_of, count = LayerCosts(workload, grid), len(workload.operators)
+    whole, places = costs_of.whole(costs_of.rows), list(workload.cuts)
+    while math.comb(len(places), grid.model - 1) > _CUTS:
+        # The one that is least computing behind the place before it.
+        between = [sum(whole[begin:end]) for begin, end in itertools.pairwise([0, *places])]
+        places.pop(between.index(min(between)))
+    trained = [0, *itertools.accumulate(one.weights for one in workload.operators)]
+    found = [
+        pipeline(costs_of, (0, *borders), many, schedule)
+        for borders in itertools.combinations(places, grid.model - 1)
+        if all(trained[a] < trained[b] for a, b in itertools.pairwise([0, *borders, count]))
+        for many in _MICROBATCHES
+        if many <= costs_of.rows
+        for schedule in ("gpipe", "1f1b")[: 1 + (many > 1)]
+    ]
+    return min(found, key=functools.partial(_rank, workload), default=None)
 
 
-def _even_cuts(
-    costs_of: StageCosts, places: Sequence[int], microbatches: int
-) -> tuple[int, ...] | None:
-    """Return the cuts whose slowest stage is fastest, by dynamic programming."""
-    ends = [*places, len(costs_of.workload.operators)]
-    # By end: the slowest stage so far, and the borders.
-    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
-    for stage in range(costs_of.grid.model):
-        reached: dict[int, tuple[float, tuple[int, ...]]] = {}
-        for begin, (slowest, borders) in best.items():
-            for end in ends[bisect.bisect_right(ends, begin) :]:
-                if not costs_of.weights(begin, end):
-                    continue
-                seconds = costs_of.seconds(begin, end, microbatches).both
-                last = end == ends[-1]
-                if last is not (stage == costs_of.grid.model - 1):
-                    continue
-                if not last:
-                    seconds += costs_of.send_seconds(costs_of.sending(end, microbatches))
-                one = max(slowest, seconds), borders if last else (*borders, end)
-                if end not in reached or one < reached[end]:
-                    reached[end] = one
-        best = reached
-    return best[ends[-1]][1] if ends[-1] in best else None
+def pipeline(
+    costs_of: LayerCosts, begins: tuple[int, ...], many: int, schedule: str = "gpipe"
+) -> Candidate:
+    """Return what a step takes of stages that begin there, with so many microbatches.
+
+    All microbatches but one wait for the slowest stage or link:
+
+        seconds = stages + links + outputs to all ranks + (many - 1) slowest, there and back
+
+    A stage that has ended adds up its gradients with other replicas. One forward, one backward in
+    turn (Narayanan et al. 2021) is idle as long as GPipe (Huang et al. 2019), and keeps the outputs
+    of fewer microbatches; but more of its messages are waited for, which is not counted. So GPipe
+    is planned where its memory is there.
+    """
+    workload, grid, rows = costs_of.workload, costs_of.grid, -(-costs_of.rows // many)
+    bounds = [slice(*ends) for ends in itertools.pairwise([*begins, None])]
+    stages = [workload.operators[part] for part in bounds]
+    one = [sum(costs_of.whole(rows)[part]) for part in bounds]
+    crossing = [workload.operators[workload.cuts[begin]] for begin in begins[1:]]
+    sizes = [FLOAT * rows * operator.entries for operator in crossing]
+    links = [costs_of.model.seconds(Traffic(1, size)) for size in sizes]
+    outputs = Traffic(1, (grid.model - 1) * FLOAT * stages[-1][-1].entries * costs_of.rows)
+    last = sum(one) + 2 * sum(links) + costs_of.model.seconds(outputs)
+    for part in (1 - _BACKWARD, _BACKWARD):
+        last += (many - 1) * max(part * max(one), *links, 0.0)
+    ends, memory, sent, gradients = [], [], [], []
+    for number, stage in enumerate(stages):
+        weights = sum(operator.weights for operator in stage)
+        sums = costs_of.data.allreduce(FLOAT * weights)
+        gradients.append(costs_of.data.seconds(sums))
+        before = _BACKWARD * sum(one[:number]) + sum(links[:number])
+        ends.append(last - before + gradients[-1] + weights * workload.computing.update)
+        sent.append(sums.bytes + many * sum(sizes[max(0, number - 1) : number + 1]))
+        under_way = min(many, len(stages) - number) if schedule == "1f1b" else many
+        kept = min(under_way * rows, costs_of.rows)
+        memory.append(sum(costs_of.memory(o, o.weights, kept) for o in stage))
+    sent[-1] += outputs.bytes
+    return Candidate(
+        grid,
+        ModelPlan(
+            *grid,
+            workload.batch,
+            borders=tuple(operator.name for operator in crossing),
+            microbatches=many,
+            schedule=schedule,
+            seconds=max(ends),
+            memory=max(memory),
+            sent=max(sent),
+        ),
+        max(gradients),
+        begins=begins,
+        computing=tuple(many * seconds for seconds in one),
+        exact=many == 1 or not any(o.batch_statistics for o in workload.operators),
+    )
 
 
-def _beside(borders: tuple[int, ...], places: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield borders of which one is moved by one place."""
-    for number, border in enumerate(borders):
-        at = bisect.bisect_left(places, border)
-        for other in (at - 1, at + 1):
-            if 0 <= other < len(places):
-                moved = (*borders[:number], places[other], *borders[number + 1 :])
-                if list(moved) == sorted(set(moved)):
-                    yield moved
+@dataclass(frozen=True)
+class PlanChoice:
+    """What `dtk plan --model` has found."""
+
+    # from the best; those that do not fit into memory come last, and one that changes training
+    # counts as a tenth slower
+    candidates: list[Candidate]
+    alone: Candidate  # one worker, with the whole batch
+    # as many replicas as there are workers; None if the batch has fewer rows
+    data: Candidate | None
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest that fits into memory."""
+        return self.candidates[0]
+
+
+def choose(workload: Workload, workers: int) -> PlanChoice:
+    """Find the fastest plan on each grid of so many ranks in which every replica has rows."""
+    found: list[Candidate] = []
+    for data in range(min(workers, workload.batch), 0, -1):
+        if workers % data == 0:
+            grid = RankGrid(data, workers // data)
+            stages = best_stages(workload, grid) if grid.model > 1 else None
+            found += [best_splits(workload, grid), *([stages] if stages else [])]
+
+    # Ranks that all compute the same are no plan, unless the batch is too small for another.
+    found = [one for one in found if one.divides] or found
+    found.sort(key=functools.partial(_rank, workload))
+    needs = found[0].plan.memory
+    if needs > workload.most_memory:
+        raise PlanError(
+            f"--memory {workload.most_memory / _MEGA:.4g} MB: of {len(found)} plans for {workers} "
+            f"workers the one that needs least takes {needs / _MEGA:.4g} MB on a rank "
+            f"({found[0].grid}, {found[0].how}); give more memory, more workers (-n), or a smaller "
+            "--batch-size"
+        )
+    replicas = next((one for one in found if one.grid == RankGrid(workers, 1)), None)
+    return PlanChoice(found, same_splits(workload, RankGrid(1, 1)), replicas)
