@@ -230,7 +230,7 @@ def build_from(model: keras.Model, data_batch: Nest | Specs) -> None:
 def make_function(
     model: keras.Model, step: Callable[[_Batch], _Logs]
 ) -> Callable[[tf.data.Iterator], _Logs]:
-    """Make Keras's loop over the batches of an iterator, around one step."""
+    """Make Keras's loop that calls a step for each batch of an iterator."""
     jit_compile, model.jit_compile = model.jit_compile, False
     try:
         return model._make_function(step)

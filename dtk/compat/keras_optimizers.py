@@ -76,7 +76,7 @@ def chain(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
 
 
 def is_linear(optimizer: keras.Optimizer) -> bool:
-    """Return whether an update by a sum of gradients equals the updates by each, added up."""
+    """Return whether an optimizer does the same with two slices as with their sum."""
     if type(optimizer) is not keras.optimizers.SGD:
         return False
     return not (optimizer.clipnorm or optimizer.global_clipnorm or optimizer.clipvalue)

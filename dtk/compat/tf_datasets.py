@@ -127,7 +127,7 @@ class PerRankDatasetSpec(tf.TypeSpec):
 
     @property
     def value_type(self) -> type:
-        """`PerRankDataset`."""
+        """The class `PerRankDataset`."""
         return PerRankDataset
 
     def _serialize(self) -> tuple[tf.data.DatasetSpec, bool]:

@@ -75,7 +75,7 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
         )
 
     def _merge(self, reduce_op: tf.distribute.ReduceOp, value: _Reduced) -> _Reduced:
-        # Eager replicas take turns, so a collective op would wait for ever: merge them.
+        # Eager replicas take turns, so a collective op would wait forever: merge the values.
         return distribute_lib.StrategyExtendedV2._replica_ctx_all_reduce(self, reduce_op, value)
 
     def reduce_over_replicas(

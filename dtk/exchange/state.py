@@ -144,9 +144,9 @@ class ExchangeState:
             value = value[rank] if len(value) == size else _shared_out(value, kept.kind, size)
         if value.shape != tuple(kept.variable.shape):
             raise ValueError(
-                f"the checkpoint remembers {name} of shape {value.shape} of the exchange, here it "
-                f"has shape {tuple(kept.variable.shape)}; resume with the exchange that was saved, "
-                "or give resume=False and model.load_weights"
+                f"the checkpoint remembers {name} of shape {value.shape} for the exchange, but "
+                f"here it has shape {tuple(kept.variable.shape)}; resume with the exchange that "
+                "was saved, or use resume=False and model.load_weights"
             )
         kept.variable.assign(tf.cast(value, kept.variable.dtype))
 

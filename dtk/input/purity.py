@@ -33,11 +33,11 @@ def why_not_pure(
     for node in [*graph.node, *(node for one in inner for node in one.node_def)]:
         stateful = is_stateful(node.op)
         if stateful is None or node.op == _PYTHON or (stateful and node.op not in _CALLS):
-            return f"calls {node.op}, which may give something else each time"
+            return f"calls {node.op}, which may return another result each time"
         called = {value.func.name for value in node.attr.values() if value.HasField("func")}
         called.update(func.name for value in node.attr.values() for func in value.list.func)
         if not called <= known:
-            return "calls a function that cannot be looked into"
+            return "calls a function that dtk cannot inspect"
     return None
 
 

@@ -100,9 +100,9 @@ def _multiples(batch: Nest, rows: tf.Tensor) -> Nest:
     check = tf.debugging.Assert(
         tf.reduce_all(odd == 0),
         [
-            "the parts of one batch have other numbers of rows, which are no multiples of the "
-            "least, so they cannot be dealt to workers together; choose the batch sizes of zipped "
-            "datasets so, with drop_remainder=True. Rows:",
+            "the parts of one batch have different numbers of rows, which are no multiples of the "
+            "smallest, so workers cannot share them; choose batch sizes of the zipped datasets "
+            "that are multiples, with drop_remainder=True. Rows:",
             *sizes,
         ],
         summarize=len(sizes),

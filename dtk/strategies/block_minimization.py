@@ -148,8 +148,8 @@ def _check_strategy(strategy: tf.distribute.Strategy) -> None:
         raise ValueError("the evaluator takes no steps; call minimize_blocks on the chief only")
     if tf.distribute.has_strategy():
         raise ValueError(
-            "minimize_blocks was called inside strategy.scope(); call it outside, for it deals "
-            "blocks to the servers itself"
+            "minimize_blocks was called inside strategy.scope(); call it outside: it places blocks "
+            "on the servers itself"
         )
 
 
@@ -185,9 +185,9 @@ def _checked_rate(rate: Numbers | None, smoothness: Numbers | None, blocks: int,
     if bound is not None and np.any(rates > bound * _ROUNDING):
         block = int(np.argmax(rates / bound))
         raise ValueError(
-            f"rate={rates[block]:g} of block {block} is above {bound[block]:.4g}, up to which "
-            f"gradients late by tau={tau} steps are known to converge; leave the rate out, or, to "
-            "try it nevertheless, the smoothness"
+            f"rate={rates[block]:g} of block {block} is above {bound[block]:.4g}, the largest rate "
+            f"known to converge with gradients late by tau={tau} steps; leave out the rate, or, to "
+            "use it anyway, the smoothness"
         )
     return rates
 

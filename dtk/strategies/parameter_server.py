@@ -244,8 +244,8 @@ def _checked(
         )
     if isinstance(consistency, consistency_models.Sync):
         raise ValueError(
-            f"exchange={given!r} with consistency={consistency!r}: workers that train on by "
-            'themselves are not synchronous; use "async" or BoundedDelay(tau)'
+            f"exchange={given!r} with consistency={consistency!r}: workers with local steps "
+            'are not synchronous; use "async" or BoundedDelay(tau)'
         )
     if isinstance(consistency, consistency_models.BoundedDelay) and given.fetch > given.push_every:
         raise ValueError(

@@ -76,7 +76,7 @@ def watch(communicator: Communicator, timeout: float) -> None:
         if rank == 0:
             missing = [str(one) for one in range(1, communicator.size) if one not in there]
             print(
-                f"dtk: nobody watches for stalls: rank {', '.join(missing)} cannot reach port "
+                f"dtk: stalls will not be detected: rank {', '.join(missing)} cannot reach port "
                 f"{meeting.port} of rank 0 ({', '.join(meeting.addresses)})"
             )
     elif listener is not None:

@@ -1,10 +1,10 @@
 """Train a plain Keras model over the replicas of a strategy.
 
-what fit reads    epoch_data, feed   global batches, cut by rank
+data of fit       epoch_data, feed   global batches, cut by rank
 a step            traced_step        losses weighed by the replica's share of the rows
                   shared_optimizer   gradients reduced once, before clipping and accumulation
                   replica_step       metrics and moving statistics of all replicas
-around fit        fit_calls          callbacks; rank_checks: what ranks must agree on
+around fit        fit_calls          callbacks; rank_checks: comparisons between ranks
 state             model_state        which variables ranks share
 """
 
@@ -112,8 +112,8 @@ class DistributedTrainer(ModelState):
         if not keras_models.is_built(model) and _has_shapes(data_batch):
             counted = keras_models.counted_elsewhere(model)
             if counted and self.takes_over and strategy.is_chief:
-                told = f"metrics {counted} have counted for another model, and begin at zero for"
-                cure = "in one process Keras would go on from there. Make metrics for each model"
+                told = f"metrics {counted} have counted for another model, and start at zero for"
+                cure = "in one process Keras would keep their counts. Make metrics for each model"
                 print(f"dtk: {told} model {model.name!r}; {cure}", file=sys.stderr, flush=True)
             with strategy.scope():
                 keras_models.build_from(model, data_batch)

@@ -227,8 +227,8 @@ class Feed:
             if step and position["batch_size"] != self.batch_size():
                 raise ValueError(
                     f"step {step} of an epoch was reached with batch_size="
-                    f"{position['batch_size']}, which {self.batch_size()} cannot continue; use the "
-                    "same, or a checkpoint from the end of an epoch"
+                    f"{position['batch_size']}, so batch_size={self.batch_size()} cannot continue "
+                    "the epoch; use the same batch size, or a checkpoint from the end of an epoch"
                 )
             self._find_position(step, position)
             for begin, end, batches in steps:

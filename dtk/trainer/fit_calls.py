@@ -62,7 +62,7 @@ def call(
 
 
 def _tell_of_idle(rows: object, strategy: Strategy) -> None:
-    """Say once that batches have fewer rows than there are replicas."""
+    """Print once that a batch has fewer rows than there are replicas."""
     whole, replicas = _whole(rows), strategy.num_replicas_in_sync
     idle = 0 if whole is None else replicas - whole
     if idle > 0 and strategy.is_chief and not strategy.told_of_idle:

@@ -1,9 +1,9 @@
 """Decide whether XLA compiles a model's steps, from the `jit_compile` given to `compile`.
 
     True     always; a model that XLA cannot compile is refused, here or by XLA at the first step
-    "auto"   where Keras would choose it without a strategy, or DTK_JIT_COMPILE=1 asks for it (`dtk
-             tune` may set it), unless the model communicates in its forward pass, which no
-             compiled function can
+    "auto"   if Keras would choose it without a strategy, or DTK_JIT_COMPILE=1 does (as `dtk tune`
+             may have found), unless the model communicates in its forward pass, which no compiled
+             function can
 
 `replica/compiled_step.py` says which part of a step is compiled.
 """

@@ -54,9 +54,9 @@ def _check_whole(model: keras.Model) -> None:
     part = next((v for v in model.weights if not keras_shards.is_of_all(v)), None)
     if part is not None:
         raise ValueError(
-            f"model {model.name!r}: this process holds only a part of it, such as of "
-            f"{part.path!r}, and would save no more. Save what dtk.layers.whole(model) returns, "
-            "which every rank calls, or use dtk.callbacks.Checkpoint"
+            f"model {model.name!r}: this process holds only a part of it (for example, a part of "
+            f"{part.path!r}), and would save only that. Call dtk.layers.whole(model) on every rank "
+            "and save the model that it returns, or use dtk.callbacks.Checkpoint"
         )
 
 

@@ -18,10 +18,10 @@ from dtk.trainer.shuffle_seed import ShuffleSeed
 
 _Made = TypeVar("_Made")
 
-# A model's `train_step` or `test_step`: takes a batch, returns what is logged.
+# A model's `train_step` or `test_step`: takes a batch, returns logs.
 StepFunction: TypeAlias = Callable[[Nest], Nest]
 
-# A model's train or test function: takes an iterator over batches, returns what is logged.
+# A model's train or test function: takes an iterator over batches, returns logs.
 Loop: TypeAlias = Callable[[tf.data.Iterator], Nest]
 
 
@@ -203,7 +203,7 @@ class Strategy(tf.distribute.Strategy):
             outputs: Structure of this replica's rows.
 
         Returns:
-            The same structure, with the rows of all ranks.
+            The same structure; with the rows of all ranks if other processes hold some.
         """
         raise NotImplementedError
 

@@ -19,7 +19,7 @@ from dtk.nests import Array
 class NonFinite(NamedTuple):
     """Gradients of one rank's replica that were not finite."""
 
-    step: int  # steps that the optimizer had taken before, accumulated ones included
+    step: int  # number of the optimizer's steps before it, accumulated steps included
     rank: int
     replica: int  # number of the replica on its rank, from 0
     variables: tuple[str, ...]  # paths of the variables

@@ -39,7 +39,7 @@ def members(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
 def check_parts(
     optimizer: keras.Optimizer, variable: keras.Variable, parts: Sequence[keras.Variable]
 ) -> None:
-    """Refuse an optimizer or a constraint that needs the whole of a variable in parts."""
+    """Refuse an optimizer or a constraint that needs a whole variable, if it is in parts."""
     if len(parts) == 1:
         return
     for member in members(optimizer):

@@ -103,7 +103,7 @@ def check_same_call(
             [("", their_callbacks)],
             communicator.rank,
             rank,
-            "give every rank the same ones; those that write or print do so on rank 0 alone",
+            "give every rank the same callbacks; they write and print on rank 0 only",
         )
         raise_first_difference(mine, theirs, communicator.rank, rank, _SAME_DATA)
     return bool(gathered[:, 1].any())

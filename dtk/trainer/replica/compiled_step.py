@@ -3,7 +3,7 @@
 XLA compiles a function as one cluster, which cannot communicate with other replicas. So the step is
 traced inside a cluster, where optimizers only note their gradients; the rest follows outside:
 
-    counts     numbers of rows that masked means count, summed over replicas (if a loss needs them)
+    counts     denominators of masked means, summed over replicas   (only if a loss needs them)
     cluster    forward, backward, updates of metrics, moving statistics and random seeds
     outside    gradients exchanged and applied; metrics summed, and their results computed
 

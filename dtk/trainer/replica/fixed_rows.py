@@ -1,4 +1,4 @@
-"""Refuse models made for a fixed number of rows, since a worker has only its share of them."""
+"""Refuse models made for a fixed number of rows: a worker has only its share of the rows."""
 
 from __future__ import annotations
 

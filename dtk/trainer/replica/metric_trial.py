@@ -53,13 +53,13 @@ class Doubt(NamedTuple):
         """Return the message for the user."""
         if cured:
             return (
-                f"{self.why}: the rows of all workers are gathered in each step, and one counts "
-                f"them, as one process does. To save that, {self.advice}"
+                f"{self.why}: the rows of all workers are gathered in each step, and one worker "
+                f"counts them, as one process does. To avoid this cost, {self.advice}"
             )
         return (
-            f"{self.why}, so what is logged may differ from one process's; weights are not "
-            f"concerned. To mend it, {self.advice}; or compute it from model.predict(x), which "
-            "returns the rows of all workers"
+            f"{self.why}, so the logged value may differ from one process's; weights are not "
+            f"affected. To fix this, {self.advice}; or compute the metric from model.predict(x), "
+            "which returns the rows of all workers"
         )
 
 

@@ -160,9 +160,9 @@ def _undecided(trial: Trial, verdict: Verdict) -> Verdict:
         return verdict
     note = (
         f"the self-test cannot tell rounding from a mistake: {verdict.wrong} between all rows "
-        f"and the parts, and by {100 * spread:.3g} % where weights change by {tolerance / 100:.0e} "
-        "of themselves. If its losses are means or sums over rows, it is rounding: self_test=False "
-        "(or DTK_SELF_TEST=0) says that you know"
+        f"and the parts, and by {100 * spread:.3g} % if weights change by {tolerance / 100:.0e} "
+        "of their size. If the losses are means or sums over rows, the difference is rounding; "
+        "self_test=False (or DTK_SELF_TEST=0) then skips this test"
     )
     return verdict._replace(wrong=None, notes=[note])
 
@@ -273,11 +273,11 @@ def _compare(whole: Outcome, parts: Outcome, tolerance: float) -> tuple[str | No
         apart = float(np.linalg.norm(parts.squares[name] - squares) / size)
         if not apart <= 4 * tolerance:
             return (
-                f"the slices of the gradient of {name!r}, which this optimizer squares or clips "
-                f"one by one, are others: their squares differ by {100 * apart:.3g} %, though they "
-                "add up to the same. One process sums what belongs to no row of the batch before "
-                "it is squared (keras.optimizers.SGD without clipping makes no difference; "
-                "run_eagerly=True hides what indices are computed from)"
+                f"the slices of the gradient of {name!r} differ: their sums are equal, but this "
+                "optimizer squares or clips slices one by one, and their squares differ by "
+                f"{100 * apart:.3g} %. One process sums slices that belong to no row of the batch "
+                "before it squares them (keras.optimizers.SGD without clipping makes no "
+                "difference; run_eagerly=True hides how indices are computed)"
             ), apart
     for name, value in whole.state.items():
         theirs = parts.state.get(name)
@@ -293,8 +293,8 @@ def _notes(whole: Outcome, parts: Outcome, tolerance: float) -> list[str]:
         if not np.allclose(theirs, value, tolerance, 1e-6, equal_nan=True):
             notes.append(
                 f"{name!r} is neither a mean nor a sum over rows ({np.ravel(value)[0]:.5g} on all "
-                f"rows of a trial, {np.ravel(theirs)[0]:.5g} from its parts), so what is logged "
-                "differs from one process's; weights are not concerned"
+                f"rows of a trial, {np.ravel(theirs)[0]:.5g} from its parts), so the logged value "
+                "differs from one process's; weights are not affected"
             )
     return notes
 

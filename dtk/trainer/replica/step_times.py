@@ -105,9 +105,9 @@ def _check_settings(model: keras.Model, first: slicing.Slices, strategy: Strateg
         raise ValueError(
             at_rank(
                 strategy.rank,
-                "op determinism is on, but `dtk run` has set what `dtk tune` has measured, and may "
-                f"measure otherwise tomorrow; run `dtk tune --forget {sys.argv[0]}`, or set "
-                f"{STEP_SETTINGS}=0",
+                "op determinism is on, but `dtk run` has set options that `dtk tune` has measured, "
+                "and another measurement may choose others; run `dtk tune --forget "
+                f"{sys.argv[0]}`, or set {STEP_SETTINGS}=0",
             )
         )
     mine = described(model, first)

@@ -171,7 +171,7 @@ class Trial:
     def _changed_by(
         self, assigned: Sequence[keras.Variable], concrete: tf.types.experimental.ConcreteFunction
     ) -> list[keras.Variable | tf.Variable]:
-        """Return the variables a traced step assigns, and TensorFlow's own, which it may assign."""
+        """Return the variables a traced step assigns, and its graph's that are not Keras's."""
         of_keras = {
             id(copy)
             for v in changed_by_training(self.model)

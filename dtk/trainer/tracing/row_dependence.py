@@ -60,7 +60,7 @@ class RowDependence:
         return self._equal[tensor.ref()]
 
     def _needed(self, tensor: tf.Tensor) -> Sequence[tf.Tensor] | None:
-        """Return the tensors that must be equal for this one to be equal; None if it cannot be."""
+        """Return the tensors that must be equal for this one to be; None if none would suffice."""
         op = tensor.op
         if op.type == "Placeholder":
             outer = captured(tensor)
@@ -272,7 +272,7 @@ def _packed(known: RowDependence, tensor: tf.Tensor) -> Sizes:
 
 
 def _sliced(known: RowDependence, tensor: tf.Tensor) -> Sizes:
-    """Keep the kind of an axis that is taken whole or equal; any other is unknown."""
+    """Keep the size of an axis that is `EQUAL` or taken whole; any other is unknown."""
     op = tensor.op
     sizes = known.sizes(op.inputs[0])
     bounds = [tf.get_static_value(one) for one in op.inputs[1:]]
