@@ -5,11 +5,11 @@
         model.compile(...)
     model.fit(...)
 
-Importing dtk costs next to nothing; TensorFlow is loaded when the first part that needs it is used.
-It changes nothing in a process but defaults of environment variables, and warns at the end of a job
-of several processes that made no strategy. In processes that `dtk run` has started it also hastens
-and hushes the imports of TensorFlow and Keras, refuses to train before a strategy is made, and
-begins to report where the process is.
+Importing dtk costs next to nothing; TensorFlow is loaded by the first part that needs it. The
+import changes nothing in a process except defaults of environment variables, and a job of several
+processes that makes no strategy gets a warning at its end. In processes started by `dtk run`, dtk
+also makes the imports of TensorFlow and Keras faster and quieter, refuses to train before a
+strategy is made, and begins to report the progress of the process.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ if os.environ.get("DTK_RUN") == "1":
 
     progress.start()
     importing.inside("tensorflow", quiet.tensorflow_import, garbage.left_alone)
-    # It imports TensorFlow, and what the rest of it makes lives as long.
+    # Keras imports TensorFlow, and its other objects also live as long as the process.
     importing.inside("keras", garbage.left_alone, undistributed_jobs.training_refused)
 if os.environ.get("OPAL_PREFIX"):  # an mpirun that brought its own MPI: Horovod may not load
     from dtk import importing

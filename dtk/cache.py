@@ -1,4 +1,4 @@
-"""The folder that keeps what is expensive to make again."""
+"""The folder for results that are expensive to compute again."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from pathlib import Path
 
 
 def folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder: `$XDG_CACHE_HOME/dtk`, or `~/.cache/dtk`.
-
-    The second where that variable is unset or relative.
+    """Return `$XDG_CACHE_HOME/dtk`, or `~/.cache/dtk` if the variable is unset or relative.
 
     Example:
         >>> folder({"XDG_CACHE_HOME": "/tmp/cache"})
@@ -25,9 +23,9 @@ def folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 @contextlib.contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """Give the block a draft to write, which replaces a file when it ends well.
+    """Give the block a draft to write; it replaces the file if the block does not fail.
 
-    A reader never sees half of it, and a block that fails leaves no draft behind.
+    A reader never sees half a file, and a block that fails leaves no draft behind.
 
     Example:
         >>> with tempfile.TemporaryDirectory() as place:

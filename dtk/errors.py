@@ -1,7 +1,6 @@
 """Errors that dtk raises: each says what was given, what was expected and what to do next.
 
-The classes double as the built-in error a caller would reach for, so `except ValueError`
-keeps working:
+Each class also derives from the matching built-in error, so `except ValueError` keeps working:
 
     >>> issubclass(ClusterError, ValueError)
     True
@@ -27,8 +26,8 @@ class CommunicatorError(DtkError, RuntimeError):
 class NotDistributedError(DtkError, RuntimeError):
     """Training would have gone on without the reductions that make it distributed."""
 
-    # TensorFlow raises what ends the tracing of a function again: by its class where it is made as
-    # Exception is, and else by a class of its own.
+    # TensorFlow raises an error in tracing again: as the same class if its `__init__` is that of
+    # Exception, else as a class it makes itself.
     __init__ = Exception.__init__
 
 
@@ -45,7 +44,7 @@ class CheckpointInUseError(DtkError, RuntimeError):
 
 
 class CheckpointFormatError(DtkError, ValueError):
-    """A checkpoint was written by a newer dtk, in a format that this one does not know."""
+    """A newer dtk wrote the checkpoint, in a format that this version does not know."""
 
 
 class CheckpointSaveError(DtkError, OSError):
@@ -57,7 +56,7 @@ class NonFiniteError(DtkError, FloatingPointError):
 
 
 def check_number(name: str, value: object, expected: str, fits: Callable[[float], bool]) -> None:
-    """Refuse what is no finite number, or does not fit.
+    """Refuse a value that is not a finite number, or does not fit.
 
     >>> check_number("momentum", float("nan"), "0.0 up to but below 1.0", lambda m: 0 <= m < 1)
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""The one rule by which rows, cores and the like are divided: evenly, the first parts one more.
+"""The rule that divides rows, cores and the like: evenly, with one more for the first parts.
 
 10 over 3   ->   4 3 3   ->   [0, 4) [4, 7) [7, 10)
  2 over 3   ->   1 1 0   ->   [0, 1) [1, 2) [2, 2)
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     import tensorflow as tf
 
-# A number, known or still to be computed.
+# A number: an int, or a tensor of a graph.
 CountT = TypeVar("CountT", int, "tf.Tensor")
 
 
@@ -27,15 +27,15 @@ def even_sizes(count: int, parts: int) -> list[int]:
 
 
 def even_sizes_in_graph(count: tf.Tensor, parts: int) -> tf.Tensor:
-    """Return what `even_sizes` does, of an int64 scalar that a graph computes."""
-    import tensorflow as tf  # not above: launchers divide cores, and load no TensorFlow
+    """Compute `even_sizes` for an int64 scalar in a graph."""
+    import tensorflow as tf  # not at the top: launchers divide cores without loading TensorFlow
 
     number = tf.range(parts, dtype=tf.int64)
     return count // parts + tf.cast(number < count % parts, tf.int64)
 
 
 def even_bounds(count: CountT, part: int, parts: int) -> tuple[CountT, CountT]:
-    """Return where a part begins and ends; tensors where the count is one.
+    """Return where a part begins and ends; tensors if the count is a tensor.
 
     Example:
         >>> [even_bounds(10, part, 3) for part in range(3)]

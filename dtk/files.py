@@ -1,4 +1,4 @@
-"""Files that are on the disk whole, or not at all, whenever the process or the machine stops."""
+"""Write files that are on the disk whole or not at all, even if the process or machine stops."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-# Names of drafts begin so; one that a killed process has left behind may be removed.
+# The names of drafts begin so; a draft that a killed process left behind may be removed.
 DRAFT = ".writing-"
 
 
@@ -21,10 +21,10 @@ def flush(path: Path) -> None:
 
 
 def create(path: Path) -> None:
-    """Make an empty file in the place of what has its name.
+    """Make an empty file; remove any file or link of that name first.
 
-    Where others may write to the folder, too, that may be a link to a file that only this user may
-    change: it is removed, and never followed.
+    Where other users may write to the folder, the name may be their link to a file that only this
+    user may change. So the link is removed, never followed.
     """
     path.unlink(missing_ok=True)
     path.touch(exist_ok=False)
@@ -32,10 +32,10 @@ def create(path: Path) -> None:
 
 @contextlib.contextmanager
 def written(file: Path) -> Iterator[Path]:
-    """Give the block a draft to write, which becomes the file when the block ends well.
+    """Give the block a draft to write; it becomes the file if the block does not fail.
 
-    The draft is flushed to the disk before it is renamed, and the folder after: a file that is
-    there is whole, even after a crash of the machine.
+    The draft is flushed to the disk before it is renamed, and the folder after it: a file that
+    exists is whole, even after the machine crashes.
 
     Example:
         >>> import tempfile

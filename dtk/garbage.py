@@ -1,9 +1,8 @@
-"""Importing TensorFlow and Keras without looking for garbage, of which that leaves next to none.
+"""Import TensorFlow and Keras without garbage collection: the import leaves almost no garbage.
 
-They make half a million objects that live as long as the process. Python's collector goes through
-them again and again: while they are made, whenever it looks at everything later, and at exit. Kept
-away from them, it saves a quarter of the import and most of a second at exit
-(`benchmarks/startup.py`).
+The import makes half a million objects that live as long as the process. Python's collector visits
+them again and again: during the import, at each full collection, and at exit. Without these visits
+the import takes a quarter less, and the exit most of a second (`benchmarks/startup.py`).
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def left_alone() -> Iterator[None]:
-    """Keep the collector out of the block, and for good from what exists when it is over.
+    """Switch the collector off in the block, and make it ignore all objects that exist after it.
 
-    Objects are freed as ever when their last reference goes; only circles of them that exist by
-    then are not looked for any more (`gc.unfreeze()` takes that back). A script that has switched
-    the collector off has decided for itself, and an import that fails leaves everything as it was.
+    Objects are still freed when their last reference goes; only reference cycles that exist by then
+    are no longer collected (`gc.unfreeze()` undoes this). Nothing changes if the script has
+    switched the collector off itself; if the import fails, the collector is as before.
 
     >>> import gc
     >>> with left_alone():

@@ -1,4 +1,4 @@
-"""Importing TensorFlow and Keras in contexts of dtk's, whoever imports them, and when."""
+"""Import modules such as TensorFlow and Keras within dtk's contexts, wherever they are imported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from types import ModuleType
 
 
 def inside(name: str, *contexts: Callable[[], AbstractContextManager[object]]) -> None:
-    """Import a module within contexts, the first one outermost, if that is still to come.
+    """Make a module's import run within contexts, the first one outermost.
+
+    A module that is already imported is left alone.
 
     >>> inside("this_module_is_not_there", contextlib.nullcontext)
     >>> import this_module_is_not_there
@@ -24,7 +26,7 @@ def inside(name: str, *contexts: Callable[[], AbstractContextManager[object]]) -
 
 
 class _Hook:
-    """Finds one module as Python would, and has it executed in the contexts. Then it is gone."""
+    """Import hook that runs one module within contexts, and removes itself when it finds it."""
 
     def __init__(
         self, name: str, contexts: Sequence[Callable[[], AbstractContextManager[object]]]
@@ -35,12 +37,12 @@ class _Hook:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Called by Python for every import; only one is of interest."""
+        """Find the hook's module; return None for any other."""
         if name != self.name:
             return None
         import importlib.util
 
-        with contextlib.suppress(ValueError):  # another thread may have taken it out
+        with contextlib.suppress(ValueError):  # another thread may have removed the hook
             sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         loader = getattr(spec, "loader", None)
@@ -49,12 +51,12 @@ class _Hook:
             return spec
 
         def exec_module(module: ModuleType) -> None:
-            del loader.exec_module  # type: ignore[union-attr]  # the class's own is back
+            del loader.exec_module  # type: ignore[union-attr]  # uncovers the class's method
             with contextlib.ExitStack() as stack:
                 for context in self._contexts:
                     stack.enter_context(context())
                 execute(module)
 
-        with contextlib.suppress(AttributeError):  # a loader with slots: then without the contexts
+        with contextlib.suppress(AttributeError):  # a loader with slots runs without the contexts
             loader.exec_module = exec_module  # type: ignore[union-attr]
         return spec

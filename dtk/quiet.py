@@ -1,17 +1,17 @@
-"""Keeps TensorFlow's start-up notes off the screen, and everything else on it.
+"""Keep TensorFlow's start-up notes off the screen, and everything else on it.
 
-TF_CPP_MIN_LOG_LEVEL is obeyed by TensorFlow only after its import: what is logged before that goes
-to standard error at any level (tensorflow #100442), and where there is no GPU the start of devices
-logs an error that means nothing. So for those two moments, and no others, file descriptor 2 leads
-through a small process that leaves out the lines below the level:
+TensorFlow obeys TF_CPP_MIN_LOG_LEVEL only after its import: earlier messages go to standard error
+at any level (tensorflow #100442), and without a GPU the start of devices logs an error that means
+nothing. So at those two moments only, file descriptor 2 leads through a small process that leaves
+out the lines below the level:
 
     C++ and Python --fd 2--> pipe --> helper: is_noise? --> the real standard error
 
-A process rather than a thread, because C++ holds the interpreter lock while it writes, and because
-what stands in the pipe when this process aborts is still passed on.
+The helper is a process, not a thread, because C++ holds the interpreter lock while it writes, and
+because the helper still passes on the rest of the pipe if this process aborts.
 
-The level is the user's, or 2: `TF_CPP_MIN_LOG_LEVEL=0` shows everything. Imported after TensorFlow,
-dtk comes too late to silence its import.
+The level is the user's, or 2: `TF_CPP_MIN_LOG_LEVEL=0` shows everything. If dtk is imported after
+TensorFlow, it cannot silence TensorFlow's import any more.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from typing import NamedTuple
 DEFAULT_LEVEL = "2"
 
 _PREAMBLE = "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR"
-# What LiteRT's interpreter and converter say of every model, whatever the level.
+# Lines that LiteRT's interpreter and converter print for every model, at any level.
 _LITERT = re.compile(r"INFO: Created TensorFlow Lite XNNPACK delegate|fully_quantize: \d, ")
 _LOGGED = re.compile(r"([IWE])\d{4} \d\d:\d\d:\d+\.\d+ +\d+ [\w./-]+:\d+\] ")
 _NO_GPU = re.compile(r".*failed call to cuInit: .*(CUDA_ERROR_NO_DEVICE|\(303\))")
-# Said once of whole numbers and truths, which oneDNN computes with on no processor.
+# Printed once for integers and booleans, which oneDNN supports on no processor.
 _NOT_ONEDNN = re.compile(r".*oneDNN supports DT_U?(BOOL|INT\d+) only on platforms with AVX-512")
 _LEVELS = {"I": 1, "W": 2, "E": 3}
 
@@ -42,20 +42,20 @@ _READY = b"r"
 _END = b"\0dtk.quiet: end\0"
 _REAP_SECONDS = 0.5
 
-# One filter at a time: two threads that redirected and restored out of order would lose the way.
+# One filter at a time: two threads could restore file descriptor 2 in the wrong order.
 _filtering = threading.Lock()
 
 
 def level_in(environ: Mapping[str, str]) -> str:
-    """Return TF_CPP_MIN_LOG_LEVEL of an environment, or dtk's default."""
+    """Return an environment's TF_CPP_MIN_LOG_LEVEL, or dtk's default."""
     return str(environ.get("TF_CPP_MIN_LOG_LEVEL", DEFAULT_LEVEL))
 
 
 def is_noise(line: str, level: str | None, gpu: bool | None = None) -> bool:
     """Return whether a line of standard error is TensorFlow's start-up noise.
 
-    Errors stay, but for CUDA's complaint that there is no GPU where there is none, and oneDNN's
-    about types that no instructions help it with.
+    Errors stay, with two exceptions: CUDA's complaint that there is no GPU, on a host without one,
+    and oneDNN's about types that it supports on no processor.
 
     >>> is_noise("I0000 00:00:17952.07  13725 port.cc:153] oneDNN custom operations are on.", "2")
     True
@@ -80,7 +80,7 @@ def is_noise(line: str, level: str | None, gpu: bool | None = None) -> bool:
 
 @contextlib.contextmanager
 def tensorflow_import() -> Iterator[None]:
-    """Filter the import of TensorFlow, and set the level it will then obey."""
+    """Filter the import of TensorFlow, and set the level that TensorFlow then obeys."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", DEFAULT_LEVEL)
     with filtered():
         yield
@@ -88,7 +88,7 @@ def tensorflow_import() -> Iterator[None]:
 
 @contextlib.contextmanager
 def device_start() -> Iterator[None]:
-    """Filter standard error while TensorFlow starts its devices, where that logs a false error."""
+    """Filter standard error while TensorFlow starts its devices on a host without GPUs."""
     if os.path.exists(_GPU_DEVICE):
         yield
     else:
@@ -98,10 +98,10 @@ def device_start() -> Iterator[None]:
 
 @contextlib.contextmanager
 def filtered() -> Iterator[None]:
-    """Leave TensorFlow's noise out of what the block writes to file descriptor 2.
+    """Leave TensorFlow's noise out of the block's output to file descriptor 2.
 
-    Everything else arrives, in order, before the block is left; also when it raises, and also when
-    it never returns because the process ends inside.
+    All other output arrives in order before the block ends, even if the block raises or the process
+    ends inside it.
     """
     level = level_in(os.environ)
     if level not in ("1", "2", "3") or not _filtering.acquire(blocking=False):
@@ -121,14 +121,14 @@ def filtered() -> Iterator[None]:
 class _Helper(NamedTuple):
     """A running filter."""
 
-    pid: int  # its process
+    pid: int
     stderr: int  # the real standard error
-    pipe: int  # where file descriptor 2 leads meanwhile
-    answers: int  # where the helper says that it is ready, and, by closing it, that it is done
+    pipe: int  # the target of file descriptor 2 meanwhile
+    answers: int  # the helper writes here when it is ready, and closes it when it is done
 
 
 def _start(level: str) -> _Helper | None:
-    """Redirect file descriptor 2 through a helper; None, and no change, where none can run."""
+    """Redirect file descriptor 2 through a helper; None, without a change, if none can run."""
     with contextlib.ExitStack() as undo:
 
         def opened(*descriptors: int) -> tuple[int, ...]:
@@ -148,11 +148,11 @@ def _start(level: str) -> _Helper | None:
                     (os.POSIX_SPAWN_DUP2, reading, 0),
                     (os.POSIX_SPAWN_DUP2, answering, 1),
                 ],
-                # What ends this process must not end the helper before the last words are out.
+                # A signal that ends this process must not end the helper before the last output.
                 setsigmask=[signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT],
             )
         except (OSError, TypeError, ValueError):
-            return None  # no standard error, no interpreter to start, no descriptors left
+            return None  # no standard error, no interpreter, or no descriptors left
         undo.pop_all()
     os.close(reading)
     os.close(answering)
@@ -178,7 +178,7 @@ def _end(helper: _Helper) -> None:
 def _leave(helper: _Helper) -> None:
     for descriptor in (helper.pipe, helper.answers, helper.stderr):
         os.close(descriptor)
-    # It ends when nobody holds the pipe any more; a program started in the block may hold it on.
+    # The helper ends when no process holds the pipe; a program started in the block may still.
     deadline = time.monotonic() + _REAP_SECONDS
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(helper.pid, os.WNOHANG)[0] == 0 and time.monotonic() < deadline:
@@ -194,7 +194,7 @@ def _flush() -> None:
 
 
 def _pass_on(level: str) -> None:
-    """Copy standard input to standard error without the noise, until nobody writes any more."""
+    """Copy standard input to standard error without the noise, until the pipe is closed."""
     gpu = os.path.exists(_GPU_DEVICE)
     os.write(1, _READY)
     rest, ended = b"", False
@@ -221,7 +221,7 @@ def _write(text: bytes, level: str, gpu: bool) -> None:
     while left:
         try:
             left = left[os.write(2, left) :]
-        except BlockingIOError:  # a terminal that someone made non-blocking
+        except BlockingIOError:  # the terminal may be non-blocking
             time.sleep(0.01)
 
 

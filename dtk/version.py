@@ -1,4 +1,4 @@
-"""dtk's version, what it was tested with, and the commands that install these."""
+"""dtk's version, the tested versions of TensorFlow and Keras, and the pip commands."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import shlex
 from pathlib import Path
 
 __version__ = "0.1.0"
-# What pip calls dtk. "dtk" itself is another project's name on the package index.
+# dtk's name for pip. "dtk" itself is another project's name on the package index.
 DISTRIBUTION = "keras-dtk"
-# The first version of each that was tested, and the first after them that was not:
-# docs/compatibility.md, which `make test-versions` writes. setup.cfg has the same bounds.
+# The first tested version of each, and the first untested one after it: docs/compatibility.md,
+# which `make test-versions` writes. setup.cfg has the same bounds.
 TESTED = {"tensorflow": ("2.20", "2.24"), "keras": ("3.13", "3.17")}
 
 
 def pip_install(extra: str) -> str:
-    """Return the command that adds an extra of setup.cfg to the dtk that runs here.
+    """Return the pip command that adds an extra of setup.cfg to this dtk.
 
-    It installs from where this dtk came from, which may be no index at all.
+    The command installs from this dtk's own source: a checkout, a file, a URL or the index.
     """
     checkout = Path(__file__).resolve().parents[1]
     if _is_checkout(checkout):
@@ -31,8 +31,8 @@ def _is_checkout(folder: Path) -> bool:
 
 
 def _wanted(extra: str) -> list[str]:
-    """Return what pip is to be given, by the record of what it was given (PEP 610)."""
-    import importlib.metadata  # 20 ms, which only a message pays
+    """Return the arguments for pip, from the record of the first installation (PEP 610)."""
+    import importlib.metadata  # takes 20 ms, so only messages import it
     import json
     import urllib.parse
 
@@ -49,7 +49,7 @@ def _wanted(extra: str) -> list[str]:
     folder = Path(urllib.parse.unquote(urllib.parse.urlsplit(url).path))
     if url.startswith("file:") and _is_checkout(folder):
         return [f"{folder}[{extra}]"]
-    if url.startswith("file:") and not folder.exists():  # then what the extra consists of
+    if url.startswith("file:") and not folder.exists():  # the file is gone: list the extra's parts
         split = (one.partition(";") for one in installed.requires or ())
         return [name.strip() for name, _, when in split if f"extra == '{extra}'" in _plain(when)]
     if "vcs_info" in record:
@@ -62,7 +62,7 @@ def _plain(marker: str) -> str:
 
 
 def is_tested(package: str, version: str) -> bool:
-    """Return whether a version of TensorFlow or Keras is among those tested; a nightly may be.
+    """Return whether a version of TensorFlow or Keras was tested; a nightly counts by its number.
 
     >>> is_tested("keras", "3.16.0.dev2026102704"), is_tested("keras", "3.9.2")
     (True, False)
@@ -72,7 +72,7 @@ def is_tested(package: str, version: str) -> bool:
 
 
 def requirement(package: str) -> str:
-    """Return what pip is to install.
+    """Return the requirement of a package for pip.
 
     >>> requirement("keras")
     'keras>=3.13,<3.17'

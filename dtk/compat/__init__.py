@@ -1,7 +1,7 @@
-"""Everything that touches private names of TensorFlow and Keras, one file per subject.
+"""All uses of private names of TensorFlow and Keras, one file per subject.
 
-Importing anything from here first checks that every name of `names.NEEDED` exists; a missing one is
-named in one line, before anything trains.
+Importing from here first checks that every name in `names.NEEDED` exists; if one is missing, a
+one-line error names it before anything trains.
 """
 
 from dtk.compat import names

@@ -22,7 +22,7 @@ Steps: TypeAlias = Iterator[tuple[int, int, Iterator[Nest]]]
 
 
 def arrays_of(adapter: ArrayDataAdapter) -> tuple[Nest, ...]:
-    """Return what an adapter of arrays was given: inputs, targets and row weights."""
+    """Return the data of an adapter of arrays: inputs, targets and row weights."""
     return adapter._inputs
 
 
@@ -32,9 +32,9 @@ def shuffles(adapter: ArrayDataAdapter) -> bool | str | None:
 
 
 def pipeline_of(adapter: DataAdapter) -> tf.data.Dataset:
-    """Make the pipeline of an adapter, in the order that it has when `fit` begins.
+    """Make the pipeline of an adapter, in the order it has when `fit` begins.
 
-    Keras 3.16 shuffles by the number of the epoch in which the pipeline is made, and makes it once.
+    Keras 3.16 makes the pipeline once and shuffles it by the number of the present epoch.
     """
     if not isinstance(getattr(adapter, "_epoch", None), int):
         return adapter.get_tf_dataset()
@@ -43,16 +43,16 @@ def pipeline_of(adapter: DataAdapter) -> tf.data.Dataset:
 
 
 def shuffled_from(adapter: ArrayDataAdapter, seed: tf.Variable) -> tf.data.Dataset:
-    """Make the pipeline of an adapter of arrays, in an order that a variable says.
+    """Make the pipeline of an adapter of arrays, in an order drawn from the seed in a variable.
 
-    Keras's own draws the order from TensorFlow's global seed as it was when the pipeline was made.
+    Keras draws the order from TensorFlow's global seed at the time the pipeline is made.
     """
 
     draw, asked = tf.random.experimental.stateless_shuffle, []
 
     def shuffle(rows: tf.Tensor, *args: object, **kwargs: object) -> tf.Tensor:
         asked.append(rows)
-        # Keras shuffles row numbers, which begin with another one in each batch.
+        # Keras shuffles the row numbers of each batch; the first number differs by batch.
         return draw(rows, tf.stack([seed, rows[0]]))
 
     with (
@@ -86,7 +86,7 @@ def set_batches_in(iterator: TFEpochIterator, count: int | None) -> None:
 
 
 def is_open(iterator: TFEpochIterator) -> bool:
-    """Return whether the next epoch may go on with an open iterator over the data."""
+    """Return whether the next epoch may continue an open iterator over the data."""
     return iterator._current_iterator is not None
 
 
@@ -101,7 +101,7 @@ def forget_place(iterator: TFEpochIterator) -> None:
 
 
 def set_place(iterator: TFEpochIterator, current: Iterator[Nest], seen: int) -> None:
-    """Make the next epoch go on with a given iterator over the data."""
+    """Make the next epoch continue a given iterator over the data."""
     iterator._current_iterator, iterator._steps_seen = current, seen
 
 
@@ -138,11 +138,11 @@ def steps_through(
 
 
 def at_end_of_data(iterator: TFEpochIterator, call: Callable[[], None]) -> None:
-    """Call a function whenever an epoch of a Keras epoch iterator has had all its steps.
+    """Call a function whenever an epoch of a Keras epoch iterator has run all its steps.
 
-    Not when it is left before that: then the generator ends when it is collected as garbage, at any
-    time and on any thread. `fit` keeps the iterator of its validation data and brings it every
-    epoch: once is enough.
+    An epoch that ends early does not call it: its generator ends at garbage collection, at any time
+    and on any thread. `fit` passes the same iterator of validation data in every epoch, so it is
+    changed only once.
     """
     if getattr(iterator, "_dtk_tells_its_end", False):
         return
@@ -156,9 +156,10 @@ def at_end_of_data(iterator: TFEpochIterator, call: Callable[[], None]) -> None:
 
 
 def after_loop(iterator: TFEpochIterator, call: Callable[[], None]) -> None:
-    """Call a function whenever a loop over an epoch iterator is over, whatever its length.
+    """Call a function after each loop over an epoch iterator, of any length.
 
-    Not when an exception ends it. Once is enough, as for `at_end_of_data`.
+    A loop that an exception ends does not call it. The iterator is changed once, as in
+    `at_end_of_data`.
     """
     if getattr(iterator, "_dtk_tells_its_loops", False):
         return

@@ -1,4 +1,4 @@
-"""What dtk needs to know of Keras models, and to set on them, that has no public name."""
+"""Private attributes of Keras models that dtk reads and sets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import tensorflow as tf
 from dtk.compat.replacing import definer, replaced
 from dtk.nests import Function, Logs, Nest, Specs
 
-# What `compile` takes for a loss or a metric that Keras knows by name.
+# The name or config of a loss or metric, as `compile` accepts it.
 _Identifier: TypeAlias = str | dict[str, object]
 
 _Found = TypeVar("_Found")
@@ -24,27 +24,27 @@ _Logs = TypeVar("_Logs")
 
 
 def metrics_of(model: keras.Model) -> list[keras.Metric]:
-    """Return every metric of a model: those it lists, and others that are attributes of it."""
+    """Return every metric of a model: in its lists, and in its attributes."""
     listed = [*model.metrics, *model._metrics]
     held = [value for value in vars(model).values() if isinstance(value, keras.metrics.Metric)]
     return list({id(metric): metric for metric in [*listed, *held]}.values())
 
 
 def takes_own_step(model: keras.Model) -> bool:
-    """Return whether a model is trained by the train step that Keras gives it."""
+    """Return whether a model trains with Keras's own train step."""
     own = type(model).train_step is keras.Model.train_step
     return own and "train_step" not in vars(model)
 
 
 def is_from_keras(function: object) -> bool:
-    """Return whether a function, class or instance of one is Keras's own, and not a script's."""
+    """Return whether a function, class or instance is Keras's own, not a script's."""
     function = inspect.unwrap(function) if callable(function) else function
     module = getattr(function, "__module__", None) or type(function).__module__
     return str(module).partition(".")[0] == "keras"
 
 
 def _given(identifiers: object, get: Callable[[_Identifier], _Found]) -> Iterator[_Found]:
-    """Return what `compile` was given, with names looked up; wrapped functions as they are."""
+    """Yield the losses or metrics given to `compile`: names looked up, functions unwrapped."""
     for given in keras.tree.flatten(identifiers):
         found = get(given) if isinstance(given, str | dict) else given
         fn = getattr(found, "fn", None) or getattr(found, "_fn", None)
@@ -62,14 +62,14 @@ def foreign_metrics(model: keras.Model) -> list[keras.Metric | Function[tf.Tenso
     """Return the metrics of a model that are not Keras's own."""
     compiled = model._compile_metrics
     asked = [] if compiled is None else [compiled._user_metrics, compiled._user_weighted_metrics]
-    # "accuracy" and the like are several of Keras's; nothing is looked up by such names.
+    # Strings are Keras's own; names such as "accuracy" stand for several metrics.
     given = [m for m in keras.tree.flatten(asked) if m is not None and not isinstance(m, str)]
     held = [metric for metric in metrics_of(model) if metric is not compiled]
     return [m for m in [*_given(given, keras.metrics.get), *held] if not is_from_keras(m)]
 
 
 def foreign_counters(model: keras.Model) -> list[keras.Metric]:
-    """Return the metrics of a model that count by a class or function that is not Keras's own."""
+    """Return the metrics of a model with a class or function that is not Keras's own."""
     compiled = model._compile_metrics
     inside = compiled.metrics if compiled is not None and compiled.built else []
     metrics = {id(metric): metric for metric in [*metrics_of(model), *inside]}.values()
@@ -89,12 +89,12 @@ def compiles_through(
     before: Callable[[keras.Model, bool | str | None], bool | str | None],
     after: Callable[[keras.Model], object],
 ) -> Iterator[None]:
-    """Return a context in which functions are called before and after `model.compile`.
+    """Return a context in which `before` and `after` are called around `model.compile`.
 
-    In another such context, the outer's functions are called.
+    In nested contexts, the functions of the outer one are called.
     """
     original = keras.Model.compile
-    # Inside a scope of the same strategy nothing changes; TensorFlow refuses one of another.
+    # A nested scope is the same strategy's: TensorFlow refuses any other.
     if hasattr(original, "_dtk_scope"):
         yield
         return
@@ -111,7 +111,7 @@ def compiles_through(
         after(self)
 
     compile_between._dtk_scope = True  # type: ignore[attr-defined]
-    # Where Keras compares it with a model's own, to tell whether a script has overridden it.
+    # Replace it in the defining class: Keras looks there to see if a model overrides `compile`.
     with replaced(definer(keras.Model, "compile"), compile=compile_between):
         yield
 
@@ -127,7 +127,7 @@ def set_owner(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
 
 
 def auto_jit(model: keras.Model) -> bool:
-    """Return whether Keras would compile a model by XLA if it belonged to no strategy."""
+    """Return whether Keras would compile a model with XLA if no strategy owned it."""
     owner, model._distribute_strategy = model._distribute_strategy, None
     try:
         return bool(model._resolve_auto_jit_compile())
@@ -136,17 +136,17 @@ def auto_jit(model: keras.Model) -> bool:
 
 
 def note_auto_jit(model: keras.Model, auto: bool) -> None:
-    """Note on a model whether XLA compiles it because that is Keras's choice."""
+    """Note on a model whether XLA compiles it by Keras's choice."""
     model._dtk_auto_jit = auto
 
 
 def is_auto_jit(model: keras.Model) -> bool:
-    """Return whether XLA compiles a model because that is Keras's choice."""
+    """Return whether XLA compiles a model by Keras's choice."""
     return getattr(model, "_dtk_auto_jit", False)
 
 
 def is_first_time(model: keras.Model, what: str) -> bool:
-    """Return whether this is asked of a model for the first time."""
+    """Return whether this is the first call for a model and `what`."""
     happened = vars(model).get("_dtk_happened", frozenset())
     object.__setattr__(model, "_dtk_happened", happened | {what})
     return what not in happened
@@ -158,18 +158,18 @@ def build_through(model: keras.Model, build: Function[None]) -> None:
 
 
 def trainer_of(model: keras.Model, kind: type[_Found]) -> _Found | None:
-    """Return what `set_trainer` has left on a model; None if nothing."""
+    """Return the trainer that `set_trainer` has set on a model, or None."""
     found = getattr(model, "_dtk_trainer", None)
     return found if isinstance(found, kind) else None
 
 
 def set_trainer(model: keras.Model, trainer: object) -> None:
-    """Leave its trainer on a model."""
+    """Set a model's trainer."""
     model._dtk_trainer = trainer
 
 
 def losses_through(model: keras.Model, compute_loss: Function[tf.Tensor | None]) -> None:
-    """Make a model compute losses by a function in place of its `compute_loss`."""
+    """Replace a model's `compute_loss`."""
     model.compute_loss = compute_loss
 
 
@@ -179,21 +179,21 @@ def functions_through(
     test: Function[Callable[[tf.data.Iterator], Nest]],
     predict: Function[Callable[[list[Nest]], Nest]],
 ) -> None:
-    """Make a model get its step functions from elsewhere."""
+    """Replace the methods by which a model makes its step functions."""
     model.make_train_function = train
     model.make_test_function = test
     model.make_predict_function = predict
 
 
 def lacks_state(model: keras.Model) -> bool:
-    """Return whether a step would make weights or metrics of layers."""
+    """Return whether a step would build layers or metrics."""
     metrics = model._compile_metrics
     layers = model._flatten_layers(include_self=False)
     return not all(part.built for part in layers) or not (metrics is None or metrics.built)
 
 
 def is_built(model: keras.Model) -> bool:
-    """Return whether `build_from` would find nothing to build."""
+    """Return whether `build_from` has nothing to build."""
     compiled = (model._compile_metrics, model._compile_loss, model.optimizer)
     return all(part is None or part.built for part in compiled) and all(
         layer.built for layer in model._flatten_layers()
@@ -201,7 +201,7 @@ def is_built(model: keras.Model) -> bool:
 
 
 def counted_elsewhere(model: keras.Model) -> list[str]:
-    """Return the names of metrics that have counted for another model, where none is built yet."""
+    """Return the names of metrics that have counted for another model, before they are built."""
     compiled = model._compile_metrics
     if compiled is None or compiled.built:
         return []
@@ -211,18 +211,18 @@ def counted_elsewhere(model: keras.Model) -> list[str]:
 
 
 def build_from(model: keras.Model, data_batch: Nest | Specs) -> None:
-    """Build a model, its metrics and its optimizer from a batch or the specification of one.
+    """Build a model, its metrics and its optimizer from a batch or its specification.
 
-    A model that has a train step and no `call` is not built so: its step builds what it uses.
+    A model with a train step and without `call` is left out: its step builds what it uses.
     """
     if type(model).call in (keras.Model.call, keras.layers.Layer.call):
         return
     if takes_own_step(model):
         model._symbolic_build(data_batch=data_batch)
         return
-    # Keras calls the model, its loss and its metrics with the parts of a batch. A step of the
-    # script's own may call them with anything else, so no error says that the script is wrong; in
-    # one process Keras does not even try. If it is wrong, its step raises the error next.
+    # Keras calls the model, its loss and its metrics with the parts of a batch. A script's own step
+    # may call them with anything else, so an error here does not show that the script is wrong; in
+    # one process Keras does not even try. If the script is wrong, its step raises the error next.
     with contextlib.suppress(Exception):
         model._symbolic_build(data_batch=data_batch)
 
@@ -230,7 +230,7 @@ def build_from(model: keras.Model, data_batch: Nest | Specs) -> None:
 def make_function(
     model: keras.Model, step: Callable[[_Batch], _Logs]
 ) -> Callable[[tf.data.Iterator], _Logs]:
-    """Make Keras's loop over the batches of an iterator, around one step."""
+    """Make Keras's loop that calls a step for each batch of an iterator."""
     jit_compile, model.jit_compile = model.jit_compile, False
     try:
         return model._make_function(step)
@@ -239,12 +239,12 @@ def make_function(
 
 
 def layers_of(model: keras.Model) -> list[keras.Layer]:
-    """Return every layer of a model, also those inside others."""
+    """Return every layer of a model, nested layers included."""
     return list(model._flatten_layers())
 
 
 def tables_of(model: keras.Model) -> list[tf.Variable]:
-    """Return the variables of embedding layers, of which a step needs a few rows only."""
+    """Return the tables of embedding layers; a step needs only a few of their rows."""
     return [
         layer._embeddings
         for layer in layers_of(model)
@@ -263,7 +263,7 @@ def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
 
 
 def answer_once(model: keras.Model, logs: Logs) -> None:
-    """Make `fit` take these logs for the epoch that ends next."""
+    """Make `fit` use these logs for the next epoch that ends."""
 
     def logs_of_then(latest: Logs | None) -> Logs:
         del latest, model._get_metrics_result_or_logs

@@ -1,4 +1,4 @@
-"""What dtk reads and sets of Keras optimizers; an optimizer that wraps another counts as two."""
+"""Private attributes of Keras optimizers; an optimizer that wraps another counts as two."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
 
 _MULTI = getattr(keras.optimizers, "MultiOptimizer", ())
 
-# An optimizer's own `apply`, and what it clips gradients by.
+# An optimizer's own `apply`, and its function that clips gradients.
 Apply: TypeAlias = Callable[[Gradients, Sequence[keras.Variable] | None], Nest]
 Clip: TypeAlias = Callable[[Gradients], Gradients]
 
@@ -27,7 +27,7 @@ def optimizer_owner(optimizer: keras.Optimizer) -> tf.distribute.Strategy:
 
 
 def own_optimizer(optimizer: keras.Optimizer, strategy: tf.distribute.Strategy) -> None:
-    """Make an optimizer belong to a strategy, and take gradients for reduced ones."""
+    """Make a strategy own an optimizer, which then treats gradients as already reduced."""
     optimizer._distribution_strategy = strategy
     optimizer._all_reduce_sum_gradients = list
 
@@ -35,9 +35,9 @@ def own_optimizer(optimizer: keras.Optimizer, strategy: tf.distribute.Strategy) 
 def clip_through(
     optimizer: keras.Optimizer, around: Callable[[Gradients, Clip], Gradients]
 ) -> None:
-    """Make an optimizer call `around(gradients, clip)` where it would call `clip(gradients)`.
+    """Make an optimizer call `around(gradients, clip)` in place of `clip(gradients)`.
 
-    With gradient accumulation that is once per window, with the window's sum.
+    With gradient accumulation it does so once per window, with the window's sum.
     """
     clip = optimizer._clip_gradients
     optimizer._clip_gradients = lambda gradients: around(gradients, clip)
@@ -47,7 +47,7 @@ def clip_variables_through(
     optimizer: keras.Optimizer,
     around: Callable[[Gradients, Sequence[keras.Variable], Clip], Gradients],
 ) -> None:
-    """Make an optimizer call `around(gradients, variables, clip)` where it would call `clip`."""
+    """Make an optimizer call `around(gradients, variables, clip)` in place of `clip`."""
     clip, update = optimizer._clip_gradients, optimizer._backend_apply_gradients
     running: list[Sequence[keras.Variable]] = []
 
@@ -63,12 +63,12 @@ def clip_variables_through(
 
 
 def square_sum(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
-    """Return the sum of squares that an optimizer computes the norm of a gradient from."""
+    """Return a gradient's sum of squares, computed as optimizers do for its norm."""
     return keras.ops.sum(keras.ops.square(gradient))
 
 
 def chain(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
-    """Return an optimizer and those it wraps, outermost first."""
+    """Return an optimizer and the optimizers it wraps, outermost first."""
     found = [optimizer]
     while hasattr(found[-1], "inner_optimizer"):
         found.append(found[-1].inner_optimizer)
@@ -76,7 +76,7 @@ def chain(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
 
 
 def is_linear(optimizer: keras.Optimizer) -> bool:
-    """Return whether an optimizer makes the same of two gradients and of their sum."""
+    """Return whether an optimizer does the same with two slices as with their sum."""
     if type(optimizer) is not keras.optimizers.SGD:
         return False
     return not (optimizer.clipnorm or optimizer.global_clipnorm or optimizer.clipvalue)
@@ -88,7 +88,7 @@ def is_multi(optimizer: keras.Optimizer) -> bool:
 
 
 def own_variables(optimizer: keras.Optimizer) -> list[keras.Variable]:
-    """Return an optimizer's variables without those of one that it wraps."""
+    """Return an optimizer's variables without the variables of an optimizer it wraps."""
     inner = getattr(optimizer, "inner_optimizer", None)
     others = {id(v) for v in inner.variables} if inner is not None else set()
     return [v for v in optimizer.variables if id(v) not in others]
@@ -97,7 +97,7 @@ def own_variables(optimizer: keras.Optimizer) -> list[keras.Variable]:
 def slots_by_variable(
     optimizer: keras.Optimizer,
 ) -> list[tuple[keras.Variable, keras.Variable, str]]:
-    """Return what an optimizer remembers, each with the trained variable it is about."""
+    """Return (slot variable, trained variable, start of the slot's name) of an optimizer."""
     trained = sorted(optimizer._trainable_variables, key=lambda v: -len(v.path))
     named = [(v.path.replace("/", "_") + "_", v) for v in trained]
     return [
@@ -111,7 +111,7 @@ def apply_through(
     optimizer: keras.Optimizer,
     around: Callable[[Gradients, Sequence[keras.Variable] | None, Apply], Nest],
 ) -> Apply:
-    """Make an optimizer call `around(gradients, variables, apply)` where it is asked to `apply`."""
+    """Make `apply` call `around(gradients, variables, apply)`; return the old `apply`."""
     apply = optimizer.apply
 
     @tf.autograph.experimental.do_not_convert
@@ -127,11 +127,11 @@ def apply_through(
 
 
 def applies_through(check: Callable[[keras.Optimizer, Sequence[keras.Variable]], None]) -> None:
-    """Make every optimizer of this process call `check(optimizer, variables)` before it applies.
+    """From now on, make every optimizer call `check(optimizer, variables)` before it applies.
 
-    From now on; a later call replaces the check.
+    A later call replaces the check.
     """
-    # One that scales losses builds the one it wraps before that one is asked to apply.
+    # LossScaleOptimizer builds the optimizer it wraps before that one's `apply` is called.
     for kind in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
         kind.apply = _checked(getattr(kind.apply, "_dtk_original", kind.apply), check)
 
@@ -179,7 +179,7 @@ def build_through(
     expand: Callable[[Sequence[keras.Variable]], list[keras.Variable]],
     built: Callable[[Sequence[keras.Variable]], None],
 ) -> None:
-    """Make an optimizer hold other variables than those it is built for."""
+    """Make an optimizer hold expanded variables in place of the variables it is built for."""
     build, finalize = optimizer.build, optimizer.finalize_variable_values
 
     def build_expanded(variables: Sequence[keras.Variable]) -> None:
@@ -191,13 +191,13 @@ def build_through(
 
 
 def note_of(optimizer: keras.Optimizer, kind: type[_Note]) -> _Note | None:
-    """Return what `set_note` has left on an optimizer; None if nothing."""
+    """Return the note that `set_note` has set on an optimizer, or None."""
     note = getattr(optimizer, "_dtk_note", None)
     return note if isinstance(note, kind) else None
 
 
 def set_note(optimizer: keras.Optimizer, note: object) -> None:
-    """Leave a note on an optimizer, which lives as long as it does."""
+    """Set a note on an optimizer; the note lives as long as the optimizer."""
     optimizer._dtk_note = note
 
 
@@ -207,12 +207,12 @@ def trained_variables(optimizer: keras.Optimizer) -> list[keras.Variable]:
 
 
 def accumulated(optimizer: keras.Optimizer) -> list[keras.Variable | None]:
-    """Return what an optimizer sums up in an accumulation window."""
+    """Return an optimizer's variables for the sums of an accumulation window."""
     return list(getattr(optimizer, "_accumulated_gradients", []))
 
 
 def given_rate(optimizer: keras.Optimizer) -> Callable[[], tf.Tensor] | None:
-    """Return the schedule or function that an optimizer computes its learning rate with."""
+    """Return the schedule or function of an optimizer's learning rate, if it has one."""
     rate = optimizer._learning_rate
     return rate if callable(rate) and not isinstance(rate, keras.Variable) else None
 
@@ -223,11 +223,11 @@ def takes_adamw(muon: keras.Optimizer, variable: keras.Variable) -> bool:
 
 
 def index_variables(optimizer: keras.Optimizer) -> None:
-    """Rebuild an optimizer's look-up of its variables after their storage moved."""
+    """Rebuild an optimizer's index of its variables after their storage has moved."""
     keys = [optimizer._var_key(v) for v in optimizer._trainable_variables]
     optimizer._trainable_variables_indices = {key: i for i, key in enumerate(keys)}
     decays = getattr(optimizer, "_weight_decay_by_var_key", None)
-    if decays:  # as it was built, variable by variable
+    if decays:  # built in the order of the variables
         optimizer._weight_decay_by_var_key = dict(zip(keys, decays.values(), strict=True))
     if is_multi(optimizer):
         optimizer._var_to_optimizer_idx = {

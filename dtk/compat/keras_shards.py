@@ -1,6 +1,6 @@
 """Marks on Keras variables that hold one rank's part of a tensor.
 
-Nothing private of Keras is used: a mark is an attribute of dtk's own.
+This uses nothing private of Keras: a mark is an attribute that dtk adds.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ def set_shard(variable: keras.Variable, shard: Shard) -> None:
 
 
 def shard_of(variable: keras.Variable) -> Shard | None:
-    """Return how the tensor is divided of which a variable holds one rank's part.
+    """Return the shard of a variable that holds one rank's part of a tensor.
 
     Args:
         variable: A Keras variable.
 
     Returns:
-        What `set_shard` was given; None of a variable that holds a tensor as a whole.
+        The shard given to `set_shard`; None for a variable that holds a whole tensor.
     """
     mark = getattr(variable, _MARK, None)
     return mark if isinstance(mark, Shard) else None
 
 
 def set_owner(variable: keras.Variable, owner: OneRanks) -> None:
-    """Mark a variable as one that this rank of a group holds alone."""
+    """Mark a variable that only this rank of a group holds."""
     setattr(variable, _MARK, owner)
 
 
 def is_of_all(variable: keras.Variable) -> bool:
-    """Return whether all ranks hold a variable, and hold the same."""
+    """Return whether all ranks hold the same variable with equal values."""
     return getattr(variable, _MARK, None) is None
 
 
 def group_of(variable: keras.Variable) -> Communicator | None:
-    """Return the communicator of the ranks that hold the parts a variable is one of."""
+    """Return the communicator of the ranks that hold the parts of a variable's tensor."""
     mark = getattr(variable, _MARK, None)
     return mark.communicator if isinstance(mark, Shard | OneRanks) else None
 
 
 def copy_mark(variable: keras.Variable, slot: keras.Variable) -> None:
-    """Mark what an optimizer remembers of a variable as that variable is marked."""
+    """Mark a slot variable like the variable it belongs to."""
     setattr(slot, _MARK, getattr(variable, _MARK, None))

@@ -1,6 +1,6 @@
-"""Parts of Keras that are replaced while a step is traced.
+"""Patches of Keras while a step is traced.
 
-Each lasts as long as the context that set it; nothing of Keras stays patched.
+Each patch lasts as long as its context; nothing of Keras stays patched.
 """
 
 from __future__ import annotations
@@ -21,15 +21,13 @@ from dtk.nests import Function, Nest
 
 _BACKEND = "keras.src.backend.tensorflow"
 
-# While a step is traced.
-
 
 def losses_through(
     scale: Function[tf.Tensor], unscale: Function[tf.Tensor], weigh: Function[tf.Tensor]
 ) -> AbstractContextManager[None]:
     """Return a context in which Keras's losses call these functions instead of its own.
 
-    Each gets what Keras's own gets, and that one as the keyword `original`.
+    Each gets the arguments of Keras's function, and that function as the keyword `original`.
     """
     return replaced(
         keras_losses,
@@ -53,7 +51,7 @@ def masked_weight(
 
 
 def assigns_through(observe: Callable[[keras.Variable], None]) -> AbstractContextManager[None]:
-    """Return a context in which `observe` is called with every Keras variable that is assigned."""
+    """Return a context in which `observe` gets each Keras variable before it is assigned."""
     assign = keras.Variable.assign
 
     @functools.wraps(assign)
@@ -66,7 +64,7 @@ def assigns_through(observe: Callable[[keras.Variable], None]) -> AbstractContex
 
 @contextlib.contextmanager
 def means_through(update: Function[object]) -> Iterator[None]:
-    """Return a context in which `keras.metrics.Mean` and `Sum` are updated by a function."""
+    """Return a context in which a function updates `keras.metrics.Mean` and `Sum`."""
 
     def updated(original: Function[object]) -> Function[object]:
         @functools.wraps(original)
@@ -112,7 +110,7 @@ def results_through(
 ) -> Iterator[None]:
     """Return a context in which a function computes the results of metrics.
 
-    In another such context, the outer's function does.
+    In nested contexts, the function of the outer one does.
     """
     with _methods_through(metrics, "result", result):
         yield
@@ -121,7 +119,7 @@ def results_through(
 def updates_through(
     metrics: Sequence[keras.Metric], update: Function[object]
 ) -> AbstractContextManager[None]:
-    """Return a context in which a function is called for the `update_state` of metrics."""
+    """Return a context in which a function replaces the `update_state` of metrics."""
     return _methods_through(metrics, "update_state", update)
 
 
@@ -160,7 +158,7 @@ def all_synchronized(model: keras.Model) -> Iterator[None]:
 def takes_through(
     take: Callable[[tf.Tensor, tf.Tensor, int | None, Function[tf.Tensor]], tf.Tensor],
 ) -> AbstractContextManager[None]:
-    """Return a context in which `keras.ops.take` calls a function."""
+    """Return a context in which a function replaces `keras.ops.take`."""
     home = names.home_of(_BACKEND, "take")
     original = home.take
 
@@ -172,7 +170,7 @@ def takes_through(
 
 
 def moments_through(moments: Function[tuple[tf.Tensor, tf.Tensor]]) -> AbstractContextManager[None]:
-    """Return a context in which synchronized layers compute their moments by a function."""
+    """Return a context in which a function computes the moments of synchronized layers."""
     home = names.home_of(_BACKEND, "_compute_moments_sync")
     through = functools.partial(moments, original=home._compute_moments_sync)
     return replaced(home, _compute_moments_sync=through)

@@ -1,4 +1,4 @@
-"""The TensorFlow variable behind a Keras variable, and a Keras variable that is part of another."""
+"""The TensorFlow variable behind a Keras variable, and Keras variables for parts of another."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ import tensorflow as tf
 from dtk.compat import tf_variables
 from dtk.nests import Function
 
-# Variables.
-
 
 def stored(variable: keras.Variable) -> tf.Variable:
-    """Return the TensorFlow variable behind a Keras variable, whatever scope is open."""
+    """Return the TensorFlow variable behind a Keras variable, in any scope."""
     return variable._value
 
 
 def is_alone(variable: keras.Variable) -> bool:
-    """Return whether a variable that replicas sum when they read it was created outside a scope."""
+    """Return whether a variable that is summed when read was created outside a scope."""
     return (
         variable.synchronization == "on_read"
         and variable._value is not None
@@ -26,7 +24,7 @@ def is_alone(variable: keras.Variable) -> bool:
 
 
 def move_variable(variable: keras.Variable) -> None:
-    """Give a Keras variable new storage, made in the current scope, with the value it has."""
+    """Give a Keras variable new storage in the current scope; it keeps its value."""
     if variable._value is not None and not tf_variables.is_distributed(variable._value):
         variable._initialize(variable._value.numpy())
 

@@ -1,11 +1,12 @@
-"""Every private name of TensorFlow and Keras that dtk uses, and what for.
+"""Every private name of TensorFlow and Keras that dtk uses, and its purpose.
 
-They move from version to version. A name that dtk looks up wherever a package or class defines it
-is listed below that package (`keras.src.backend.tensorflow.*`) or public class (`keras.Model`). A
-missing one is named in one line before anything trains, and `dtk doctor` looks for all of them.
+Private names move from version to version. If dtk finds a name by its package or public class, it
+is listed there (`keras.src.backend.tensorflow.*`, `keras.Model`). If a name is missing, a one-line
+error says so before anything trains; `dtk doctor` checks all names.
 
-Not listed is what only later versions have, and is looked for where it is used: of Keras 3.15
-`_var_to_optimizer_idx`, of Keras 3.16 `_weight_decay_by_var_key` and `ArrayDataAdapter._epoch`.
+Names that only later versions have are not listed; dtk checks for them where it uses them: Keras
+3.15's `_var_to_optimizer_idx`, Keras 3.16's `_weight_decay_by_var_key` and
+`ArrayDataAdapter._epoch`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _EXTENDED = (
     "_experimental_distribute_values_from_function"
 )
 
-# What for: {module, class or package: names in it}.
+# {purpose: {module, class or package: names in it}}.
 NEEDED: dict[str, dict[str, str]] = {
     "strategies of one replica per process": {
         "tensorflow.python.distribute.distribute_lib": "ReplicaContext InputContext ValueContext "
@@ -162,13 +163,13 @@ NEEDED: dict[str, dict[str, str]] = {
 
 
 def check() -> None:
-    """Look every name up."""
+    """Raise VersionError if a name is missing."""
     for name, purpose in missing():
         raise gone(name, purpose)
 
 
 def missing() -> list[tuple[str, str]]:
-    """Return the names that are not there, each with what it is needed for."""
+    """Return the missing names, each with its purpose."""
     return [
         (f"{where}.{name}", purpose)
         for purpose, places in NEEDED.items()
@@ -179,7 +180,7 @@ def missing() -> list[tuple[str, str]]:
 
 
 def gone(name: str, purpose: str) -> VersionError:
-    """Return the error that says what lacks a name, and what to install."""
+    """Return the error for a missing name; it says what to install."""
     package = "keras" if name.startswith("keras") else "tensorflow"
     module = sys.modules.get(package)
     found = getattr(module, "__version__", None)
@@ -198,7 +199,7 @@ def gone(name: str, purpose: str) -> VersionError:
 
 @functools.cache
 def home_of(package: str, name: str) -> ModuleType:
-    """Return the module that defines a function, wherever it is in a package that is imported."""
+    """Return the module of an imported package that defines a function."""
     for module in list(sys.modules.values()):
         at = getattr(module, "__name__", "")
         if at.startswith(package) and getattr(vars(module).get(name), "__module__", None) == at:
@@ -231,7 +232,7 @@ def _found(where: str) -> object:
 
 
 def _mentioned(owner: object) -> Iterator[str]:
-    """Yield the names of attributes in the code of a class: those of objects are set there."""
+    """Yield the names in the code of a class: its methods set the attributes of its objects."""
     for base in getattr(owner, "__mro__", ()):
         for member in vars(base).values():
             function = getattr(member, "fget", None) or getattr(member, "__func__", member)

@@ -1,9 +1,9 @@
-"""Operations of TensorFlow's that do in one pass over memory what Keras 3 does in many.
+"""TensorFlow operations that make one pass over memory where Keras 3 makes many.
 
-SGD                    the same bits, so always
-Adam, AdamW            other last digits: where the user or `dtk tune` has chosen it
-any, under XLA         compiled by it, as in Keras
-BatchNormalization     the same
+SGD                    same bits: always used
+Adam, AdamW            last digits differ: used if the user or `dtk tune` has chosen it
+any, under XLA         compiled by XLA, as in Keras
+BatchNormalization     used if chosen, as for Adam
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from dtk.compat.replacing import replaced
 
 _Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
 _Operation: TypeAlias = Callable[[keras.Optimizer, list[tf.Tensor], tf.Tensor, tf.Tensor], None]
-# Elements of a variable: with less, what operations cost besides their passes is little, too, and
-# each variable is compiled by itself.
+# Elements of a variable: with fewer, compiling saves little, and each variable is compiled by
+# itself.
 _WORTH_COMPILING = 1 << 14
-# cuDNN refuses less, and TensorFlow would then normalize with another one than the layer's.
+# cuDNN refuses a smaller epsilon; TensorFlow would then normalize with another than the layer's.
 _LEAST_EPSILON = 1.001e-5
 
 
@@ -35,7 +35,7 @@ _LEAST_EPSILON = 1.001e-5
 
 
 class _Update:
-    """What stands for an optimizer's `update_step`."""
+    """Replacement for an optimizer's `update_step`."""
 
     def __init__(
         self, optimizer: keras.Optimizer, operation: _Operation | None, slots: Sequence[str]
@@ -64,7 +64,7 @@ class _Update:
         learning_rate: tf.Tensor,
     ) -> None:
         place = self._optimizer._get_variable_index(variable) if self._slots else 0
-        # The copies beside the variable that is updated.
+        # Slot copies on the same device as the updated variable.
         slots = [_local(getattr(self._optimizer, name)[place].value) for name in self._slots]
         if not all(map(_is_plain, slots)):
             self._by_parts(gradient, variable, learning_rate)
@@ -83,20 +83,19 @@ class _Update:
 
 
 def update_in_one_pass(optimizer: keras.Optimizer) -> None:
-    """Make an optimizer update a variable by one operation of TensorFlow's, where there is one.
+    """Make an optimizer update each variable by one TensorFlow operation, where one exists.
 
-    Keras's own takes an operation for each product and sum, and goes through the memory of the
-    variable, the gradient and what the optimizer remembers for each: 10.5 M weights take SGD 13 ms
-    in place of 6, with Nesterov's momentum 20 in place of 8. Those operations compute the same
-    bits. Of TensorFlow's operation for Adam the last digits differ, so it is used where it was
-    chosen, by DTK_FUSED_ADAM=1.
+    Keras's own update runs an operation for each product and sum, and each passes over the memory
+    of the variable, the gradient and the slots: for 10.5 M weights SGD takes 13 ms instead of 6,
+    with Nesterov's momentum 20 instead of 8. TensorFlow's operations for SGD compute the same bits.
+    Its operation for Adam differs in the last digits, so it is used only with DTK_FUSED_ADAM=1.
     """
     if isinstance(vars(optimizer).get("update_step"), _Update):
         return
     operation: _Operation | None = None
     slots: list[str] = []
     if "update_step" in vars(optimizer):
-        pass  # the user's
+        pass  # the user has replaced it
     elif type(optimizer) is keras.optimizers.SGD:
         operation, slots = _update_sgd, ["momentums"] if optimizer.momentum != 0 else []
     elif has_fused_adam(optimizer) and os.environ.get(FUSED_ADAM) == "1":
@@ -105,10 +104,10 @@ def update_in_one_pass(optimizer: keras.Optimizer) -> None:
 
 
 def compile_updates(optimizer: keras.Optimizer, wished: bool) -> None:
-    """Let XLA compile how an optimizer updates each large variable, from the next trace on.
+    """Let XLA compile an optimizer's update of each large variable, from the next trace on.
 
-    Each update is a cluster of its own, which begins once the variable's gradient is there. What is
-    done in one operation anyway stays so.
+    Each update is a separate cluster, which begins once the variable's gradient is ready. Updates
+    by one TensorFlow operation stay uncompiled.
     """
     update = vars(optimizer).get("update_step")
     if isinstance(update, _Update):
@@ -116,7 +115,7 @@ def compile_updates(optimizer: keras.Optimizer, wished: bool) -> None:
 
 
 def has_fused_adam(optimizer: keras.Optimizer) -> bool:
-    """Return whether one TensorFlow operation does an optimizer's update, but for last digits."""
+    """Return whether one TensorFlow operation does an optimizer's update, except last digits."""
     return type(optimizer) in (keras.optimizers.Adam, keras.optimizers.AdamW) and not (
         optimizer.amsgrad
     )
@@ -151,7 +150,7 @@ def _update_adam(
 ) -> None:
     step = tf.cast(optimizer.iterations + 1, rate.dtype)
     betas = optimizer.beta_1, optimizer.beta_2
-    # Rounded to 32 bits on their way, as Keras's are.
+    # tf.cast rounds the betas to 32 bits first, as in Keras.
     powers = [tf.pow(tf.cast(beta, rate.dtype), step) for beta in betas]
     first, second = (tf.constant(beta, rate.dtype) for beta in betas)
     tf.raw_ops.ResourceApplyAdam(
@@ -175,8 +174,8 @@ def _update_adam(
 def norms_if_chosen() -> Iterator[None]:
     """Return a context in which batch normalization trains by the fused operation, if chosen.
 
-    What that operation cannot compute stays Keras's: masked, renormalized and synchronized layers,
-    channels that are not last, and types other than 32 bits.
+    Keras still computes what that operation cannot: masked, renormalized and synchronized layers,
+    channels that are not last, and 64-bit types.
     """
     if os.environ.get(FUSED_BATCH_NORM) != "1":
         yield
@@ -209,7 +208,7 @@ def _fits(layer: keras.layers.BatchNormalization, inputs: tf.Tensor) -> bool:
 
 
 def _fused(layer: keras.layers.BatchNormalization, inputs: tf.Tensor) -> tf.Tensor:
-    """Normalize, and update the moving statistics, as `BatchNormalization.call` does."""
+    """Normalize and update the moving statistics as `BatchNormalization.call` does."""
     x = tf.cast(inputs, tf.float32)  # as Keras does, against overflow
     channels = x.shape[-1]
     images = x if len(x.shape) == 4 else tf.reshape(x, [-1, 1, 1, channels])
@@ -222,7 +221,7 @@ def _fused(layer: keras.layers.BatchNormalization, inputs: tf.Tensor) -> tf.Tens
         epsilon=layer.epsilon,
         is_training=True,
     )
-    # The operation estimates the population's variance, of n - 1; Keras 3 keeps the batch's.
+    # The operation divides the variance by n - 1; Keras 3 divides by n.
     count = tf.cast(tf.size(x) // channels, tf.float32)
     variance *= tf.math.divide_no_nan(count - 1.0, count)
     for moving, now in ((layer.moving_mean, mean), (layer.moving_variance, variance)):

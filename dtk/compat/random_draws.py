@@ -1,13 +1,13 @@
-"""Random numbers that a row gets wherever it is computed, and in every trace.
+"""Make random numbers belong to rows: the same on every replica and in every trace.
 
 A step that draws random numbers for its rows (dropout, the noise of a variational autoencoder)
-computes something else on the whole of a few rows than on parts of them, however right it is.
-Inside `by_row` the n-th draw of a step is a constant of the graph, of which each row has its own
-part. Shuffles leave the order as it is, and draws whose distribution belongs to a row (categorical,
-gamma, Poisson, binomial) return a number that stands for it.
+gives different results for a batch and for its parts, even if it is correct. Inside `by_row` the
+n-th draw of a step is a constant of the graph, and each row has its own part of it. Shuffles keep
+the order, and draws with a distribution per row (categorical, gamma, Poisson, binomial) return the
+likeliest or mean value.
 
-The size of a draw says how many numbers a row has, and not which they are where it has several. Of
-a batch of rows a, b and c, computed as `a b` and `c`:
+The size of a draw shows how many numbers a row has, but not which. For rows a, b and c, computed
+as `a b` and `c`, with two numbers each:
 
     BLOCKS      [a b c | a b c]     fakes, then reals       parts [a b | a b] and [c | c]
     REPEATED    [a a | b b | c c]   patches of an image     parts [a a | b b] and [c c]
@@ -44,7 +44,7 @@ BLOCKS, REPEATED = LAYOUTS = ("blocks", "repeated")
 
 
 class _Drawn(threading.local):
-    """Draws since `restart`, of this thread: replicas may be threads."""
+    """This thread's draws since `restart`; replicas may be threads."""
 
     building = False
 
@@ -58,7 +58,7 @@ _SAMPLERS = (
     "uniform_candidate_sampler",
 )
 _DRAWS = gen_stateless_random_ops
-# Which function draws instead of each of these.
+# {function that draws: functions that it replaces}.
 _SHAPED = {
     _DRAWS.stateless_random_normal: (
         (gen_random_ops, "random_standard_normal"),
@@ -93,13 +93,13 @@ _SHAPED = {
 
 
 def replaced_names() -> list[tuple[ModuleType, str]]:
-    """Return every function of TensorFlow that is replaced, as its module and name."""
+    """Return the module and name of every TensorFlow function that is replaced."""
     samplers = [(gen_candidate_sampling_ops, name) for name in _SAMPLERS]
     return [*(place for places in _SHAPED.values() for place in places), *_OTHERS, *samplers]
 
 
 def restart(rows: int = 1, first: int = 0, of: int | None = None) -> None:
-    """Start the draws of this thread anew, when the tracing of a step begins."""
+    """Restart this thread's draws before a step is traced."""
     _drawn.count, _drawn.rows, _drawn.first = 0, rows, first
     _drawn.all_rows = first + rows if of is None else of
     np.random.seed(0)
@@ -108,11 +108,11 @@ def restart(rows: int = 1, first: int = 0, of: int | None = None) -> None:
 
 @contextlib.contextmanager
 def by_row(layouts: Mapping[int, str] = MappingProxyType({})) -> Iterator[list[int]]:
-    """Return a context in which functions are traced whose draws belong to rows.
+    """Return a context in which functions are traced so that their draws belong to rows.
 
-    Functions of TensorFlow that a step calls are traced anew, and forgotten: what they drew before
-    is not of these rows, and what they draw here is not random. Layers that a step builds get the
-    first weights that they would get without all this.
+    Each `tf.function` that a step calls is traced anew and the trace discarded: earlier draws were
+    not of these rows, and draws made here are not random. Layers that a step builds still get their
+    usual first weights.
 
     Example:
         >>> with by_row():
@@ -126,7 +126,7 @@ def by_row(layouts: Mapping[int, str] = MappingProxyType({})) -> Iterator[list[i
     of_rows: list[int] = []
     with contextlib.ExitStack() as stack:
         own = _Generators()
-        stack.callback(own.swap)  # what `restart` has seeded goes on as if nothing were
+        stack.callback(own.swap)  # restores the generators that `restart` has seeded
         for kind, name in ((keras.Layer, "_maybe_build"), (keras.random.SeedGenerator, "__init__")):
             build = _with_own_numbers(getattr(kind, name), own)
             stack.enter_context(replaced(kind, **{name: build}))
@@ -150,7 +150,7 @@ def by_row(layouts: Mapping[int, str] = MappingProxyType({})) -> Iterator[list[i
 
 
 class _Generators:
-    """States of NumPy's and Python's own generators, which take turns with the present ones."""
+    """Saved states of NumPy's and Python's generators, to swap with the present ones."""
 
     def __init__(self) -> None:
         self._states = np.random.get_state(), random.getstate()
@@ -163,11 +163,11 @@ class _Generators:
 
 
 def _with_own_numbers(build: Function[None], own: _Generators) -> Function[None]:
-    """Build as without `by_row` what outlives it: weights of layers, seeds."""
+    """Make weights and seeds as without `by_row`, since they outlive it."""
 
     @functools.wraps(build)
     def built(*args: object, **kwargs: object) -> None:
-        if _drawn.building:  # a part of what is built
+        if _drawn.building:  # a nested layer
             return build(*args, **kwargs)
         own.swap()
         _drawn.building = True
@@ -189,7 +189,7 @@ def _unless_building(original: Function[Nest], replacement: Function[Nest]) -> F
 
 
 def _anew(call: Function[Nest]) -> Function[Nest]:
-    """`Function.__call__` of a function that has no traces; a step's may be what is called."""
+    """Make `tf.function` objects call a copy of themselves without traces."""
 
     @functools.wraps(call)
     def call_anew(self: polymorphic_function.Function, *args: object, **kwargs: object) -> Nest:
@@ -242,7 +242,7 @@ def _batch_axis(shape: tf.Tensor) -> int | None:
 
 
 def _places(size: tf.Tensor, layout: str) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return how many numbers all rows draw along the batch's axis, and which are of these rows."""
+    """Return how many numbers all rows draw along the batch axis, and the places of these rows."""
     rows, first, all_rows = (
         tf.constant(n, size.dtype) for n in (_drawn.rows, _drawn.first, _drawn.all_rows)
     )
@@ -252,13 +252,13 @@ def _places(size: tf.Tensor, layout: str) -> tuple[tf.Tensor, tf.Tensor]:
         mine = place // rows * all_rows + first + place % rows
     else:
         mine = first * each + place
-    # Rows of all replicas: an idle one computes with a row that is not its own.
+    # False where the sizes do not fit, as on an idle replica, which computes a padding row.
     are_rows = tf.logical_and(size % rows == 0, first + rows <= all_rows)
     return tf.where(are_rows, each * all_rows, size), tf.where(are_rows, mine, place)
 
 
 def _sizes(shape: tf.Tensor) -> list[int | None]:
-    """Return what a graph knows of a shape; None where it does not."""
+    """Return the sizes in a shape that a graph knows; None for unknown ones."""
     known = tensor_util.constant_value_as_shape(shape)
     return [None] * shape.shape[0] if known.rank is None else known.as_list()
 
@@ -308,7 +308,7 @@ def _mean_of_binomial(
 _OTHERS: dict[tuple[ModuleType, str], Function[tf.Tensor]] = {
     (gen_random_ops, "random_shuffle"): _in_order,
     (tf.random.experimental, "stateless_shuffle"): _in_order,
-    (keras_random, "shuffle"): _in_order,  # sorts by numbers it draws for each row
+    (keras_random, "shuffle"): _in_order,  # it draws a number for each row and sorts by it
     (gen_random_ops, "multinomial"): _likeliest,
     (gen_stateless_random_ops, "stateless_multinomial"): _likeliest,
     (gen_random_ops, "random_gamma"): _mean_of_gamma,

@@ -1,6 +1,6 @@
 """Replace attributes while a context lasts; every temporary patch of dtk goes through here.
 
-Contexts of several threads may overlap and be left in any order, so what is replaced is a stack:
+Contexts of several threads may overlap and end in any order, so each attribute has a stack:
 
     A in    original, A        A acts
     B in    original, A, B     B acts
@@ -25,12 +25,12 @@ class _Replacement:
         self.value = value
 
 
-# By owner, which its open contexts keep alive, and name: what it held itself, then replacements.
+# {(owner's id, name): [original, replacements ...]}; open contexts keep the owner alive.
 _stacks: dict[tuple[int, str], list[_Replacement]] = {}
 
 
 def definer(cls: type, name: str) -> type:
-    """Return the class among a class and its bases in which an attribute of it is defined."""
+    """Return the class that defines an attribute: `cls` or one of its bases."""
     return next(base for base in cls.__mro__ if name in vars(base))
 
 

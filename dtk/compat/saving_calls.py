@@ -1,6 +1,6 @@
-"""Calls that write a Keras model, or its weights, to a path.
+"""Keras functions that write a model, or its weights, to a path.
 
-The first call of `through` replaces them for good.
+The first call of `through` replaces these functions for good.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _written(name: str, original: Function[object], write: Write) -> Function[ob
 
 
 def write_weights(model: keras.Model, file: io.BytesIO) -> None:
-    """Write what `model.save_weights` would to an object that stands for a file."""
+    """Write the bytes of `model.save_weights` to a file object."""
     store = saving_lib.H5IOStore(file, mode="w")
     saving_lib._save_state(
         model, weights_store=store, assets_store=None, inner_path="", visited_saveables=set()

@@ -1,8 +1,8 @@
-"""How an all-reduce strategy of TensorFlow's makes variables, reduces values and splits data.
+"""Make variables, reduce values and split data under an all-reduce strategy.
 
-A `tf.distribute.Strategy` is a thin public face over an "extended" object that decides how
-variables are made, how values are reduced and how datasets are split. dtk derives its own from
-TensorFlow's one-device one and overrides only what moves bytes between ranks.
+A `tf.distribute.Strategy` is a thin public face over an "extended" object, which decides how
+variables are made, how values are reduced and how datasets are split. dtk derives its extended
+object from TensorFlow's for one device and overrides only what moves bytes between ranks.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
         self.divide_slices: Function[tuple[list[Nest], Function[list[Nest]]]] = undivided
         self._reads_are_local = False
         self._observe: Callable[[tf.Tensor], None] | None = None
-        self._reasons: set[str] = set()  # that `row_maps` has told
+        self._reasons: set[str] = set()  # already printed by `row_maps`
 
-    # World shape.
+    # Replicas.
 
     @property
     def _num_replicas_in_sync(self) -> int:
@@ -59,7 +59,7 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
     def _container(self) -> tf.distribute.Strategy:
         return self._container_strategy()
 
-    # Who writes, for scripts that ask TensorFlow. The evaluator has no rank, and trains nothing.
+    # Scripts may ask TensorFlow which process writes. The evaluator has no rank and trains nothing.
 
     @property
     def should_checkpoint(self) -> bool:
@@ -71,8 +71,8 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
         """Whether this is rank 0."""
         return self.should_checkpoint
 
-    # Variables: plain ones, equal on all ranks by induction. Only those that are summed when read
-    # (Keras's metric state) need a class of their own.
+    # Variables are plain TensorFlow ones, equal on all ranks by induction. Only variables that are
+    # summed when read (Keras's metric state) need a special class.
 
     def _create_variable(
         self, next_creator: Function[tf.Variable], **kwargs: object
@@ -96,7 +96,7 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
     def variable_created_in_scope(self, v: tf.Variable) -> bool:
         """Return whether a variable belongs to this strategy; plain ones belong to every strategy.
 
-        So models may be built outside the scope.
+        So a model may be built outside the scope.
         """
         owner = getattr(v, "_distribute_strategy", None)
         return owner is None or owner is self._container_strategy()
@@ -158,7 +158,7 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
         return self.gather(value, axis)
 
     def gather(self, value: tf.Tensor | tf.Variable, axis: int = 0) -> tf.Tensor:
-        """Concatenate a value of all replicas, in rank order."""
+        """Concatenate the values of all replicas, in rank order."""
         value = tf.convert_to_tensor(local_value(value))
         if axis == 0:
             return self._communicator.allgather(value)
@@ -169,7 +169,7 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
 
     @contextlib.contextmanager
     def local_reads(self) -> Iterator[None]:
-        """Return a context in which reading a variable summed on read communicates nothing.
+        """Return a context in which reading a variable never communicates.
 
         For code that runs on one rank only, such as a checkpoint writer.
         """
@@ -210,11 +210,11 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
         return PerRankDataset(cut, whole=dataset, on_read=self._observe)
 
     def row_maps(self, dataset: tf.data.Dataset) -> RowMaps | None:
-        """Take a pipeline apart that maps rows before it puts them into batches.
+        """Take apart a pipeline that maps rows before it puts them into batches; None if it cannot.
 
-        Rank 0 says, once of each reason, why every rank maps all rows.
+        Rank 0 prints each reason once.
         """
-        if self._communicator.size == 1:  # of a grid, all of whose ranks read all rows
+        if self._communicator.size == 1:  # a grid in which every rank reads all rows
             return None
         found = take_apart(dataset)
         if not isinstance(found, str):
@@ -226,7 +226,7 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
 
     @contextlib.contextmanager
     def observing_batches(self, observe: Callable[[tf.Tensor], None]) -> Iterator[None]:
-        """Return a context in which datasets report the digest of each batch that is read."""
+        """Return a context in which datasets report the digest of each batch they read."""
         self._observe = observe
         try:
             yield

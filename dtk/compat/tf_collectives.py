@@ -1,6 +1,6 @@
-"""How long the runtime of TensorFlow's collectives waits for a silent task.
+"""Set how long TensorFlow's collective runtime waits for a silent task.
 
-`MultiWorkerMirroredStrategy` configures it, unless somebody has before.
+`MultiWorkerMirroredStrategy` configures the runtime unless it is already configured.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.eager import context
 
-# A link that is down for less costs no job: TensorFlow's own 10 s end one after 5 s of it. For
-# longer than this, dtk's own watch names the rank, or TensorFlow ends the job.
+# A job survives a link that is down for less; with TensorFlow's own 10 s, 5 s can end a job. After
+# a longer silence, dtk's watch names the rank, or TensorFlow ends the job.
 SILENCE_SECONDS = 40
 
 
 def let_tasks_be_silent(ranks: int) -> None:
-    """Let the coming collective runtime wait for a task that is silent for 40 s."""
+    """Make the collective runtime, before it starts, wait 40 s for a silent task."""
     context.context().configure_coordination_service(
         service_type="standalone",
         service_leader="/job:worker/replica:0/task:0",

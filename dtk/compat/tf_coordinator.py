@@ -24,7 +24,7 @@ def employ(strategy: tf.distribute.Strategy, work: Callable[[], None], count: in
 def silence_coordinator() -> None:
     """Keep TensorFlow's report of a lost worker, several pages long, out of the log.
 
-    dtk names the lost worker in one line, and raises what ends the job.
+    dtk names the lost worker in one line and raises errors that end the job.
     """
 
     def needed(record: logging.LogRecord) -> bool:
@@ -34,12 +34,12 @@ def silence_coordinator() -> None:
 
 
 def current_worker() -> int:
-    """Return the index of the worker whose thread this is; call in what `employ` runs."""
+    """Return the index of this thread's worker; call it inside `work` of `employ`."""
     return int(coordinator_context.get_current_dispatch_context().worker_index)
 
 
 def worker_is_lost(error: Exception) -> bool:
-    """Return whether TensorFlow takes an error for a lost worker, and waits for its return."""
+    """Return whether an error makes TensorFlow wait for a lost worker to return."""
     if isinstance(error, tf.errors.CancelledError) and "/job:" in str(error):
         return True
     return bool(cluster_coordinator._is_worker_failure(error))

@@ -1,4 +1,4 @@
-"""What a rank reads: a dataset that Keras takes for a distributed one; pipelines taken apart."""
+"""Per-rank datasets that Keras treats as distributed, and pipelines taken apart by operation."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _COUNTED = {
     skip_op._SkipDataset: "skip",
     take_op._TakeDataset: "take",
 }
-# What makes row weights of `class_weight`.
+# Keras's function that turns `class_weight` into row weights.
 _CLASS_WEIGHTS = "make_class_weight_map_fn.<locals>.class_weights_map_fn"
-# What does nothing to elements.
+# Datasets that leave elements unchanged.
 _TRANSPARENT = (prefetch_op._PrefetchDataset, dataset_ops._OptionsDataset)
 
 
@@ -51,7 +51,7 @@ def regroup(parts: tuple[Nest, ...]) -> Nest:
 class PerRankDataset(input_lib.DistributedDataset):
     """Dataset of a rank's own batches, which `fit` must not cut again.
 
-    Keras recognises it by the name of its base class, of which nothing else is used.
+    Keras recognises it by the name of its base class; nothing else of that class is used.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class PerRankDataset(input_lib.DistributedDataset):
 
 
 class PerRankDatasetSpec(tf.TypeSpec):
-    """Type of a `PerRankDataset`, by which it can be an argument of a `tf.function`."""
+    """Type of a `PerRankDataset`, so that it can be an argument of a `tf.function`."""
 
     def __init__(self, local: tf.data.DatasetSpec, regrouped: bool):
         self._local = local
@@ -127,7 +127,7 @@ class PerRankDatasetSpec(tf.TypeSpec):
 
     @property
     def value_type(self) -> type:
-        """Type of what it specifies."""
+        """The class `PerRankDataset`."""
         return PerRankDataset
 
     def _serialize(self) -> tuple[tf.data.DatasetSpec, bool]:
@@ -150,12 +150,12 @@ class PerRankDatasetSpec(tf.TypeSpec):
 def cut_through(
     dataset: tf.data.Dataset, cut: Callable[[tf.data.Dataset, bool], tf.data.Dataset]
 ) -> tf.data.Dataset:
-    """Cut batches by `cut(dataset, ahead)`, reading no further ahead than may be.
+    """Cut batches by `cut(dataset, ahead)`, without reading ahead if that would change the order.
 
-    One iterator over `shuffle(n).repeat()` shuffles several times, and each time takes the next of
-    the dataset's seeds, with which its next iterator goes on. Read further ahead than the script
-    asks for, the next `fit` would have another order. So batches are then cut one by one, before
-    they are prefetched as the script says; TensorFlow prefetches by itself only what does not.
+    An iterator over `shuffle(n).repeat()` shuffles several times and takes one of the dataset's
+    seeds each time; the next iterator takes the seeds after them. If dtk read further ahead than
+    the script asks for, the next `fit` would have another order. So such batches are cut one by
+    one, before the script's own prefetch.
     """
     if not _shuffles_again(dataset):
         return cut(dataset, True)
@@ -181,7 +181,10 @@ def _all_sources(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
 
 
 def take_apart(dataset: tf.data.Dataset) -> RowMaps | str | None:
-    """Find the functions by which a pipeline makes each row of a batch from one row."""
+    """Find the maps that make each row of a batch from one row.
+
+    Returns a str that says why a rank cannot map its own rows only; None if nothing maps rows.
+    """
     behind: list[tf.data.Dataset] = []
     node = dataset
     while type(node) in (*_TRANSPARENT, *_COUNTED) or _is_class_weights(node):
@@ -208,7 +211,7 @@ def take_apart(dataset: tf.data.Dataset) -> RowMaps | str | None:
 
 
 def _is_class_weights(node: tf.data.Dataset) -> bool:
-    """Return whether a dataset is Keras's map of `class_weight`, which takes any rows."""
+    """Return whether a dataset is Keras's map of `class_weight` and takes any number of rows."""
     if type(node) is not map_op._MapDataset:
         return False
     own = getattr(node._map_func._func, "__qualname__", "") == _CLASS_WEIGHTS
@@ -221,7 +224,7 @@ def _kind(node: tf.data.Dataset) -> str:
 
 
 def _sources(node: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
-    """Yield what a dataset is made from, as long as that is one; and nothing that is kept."""
+    """Yield a dataset's source, its source, and so on, up to a cache or several sources."""
     while (node := getattr(node, "_input_dataset", None)) is not None:
         if isinstance(node, cache_op.CacheDataset):
             return
@@ -229,7 +232,7 @@ def _sources(node: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
 
 
 def _maps_rows(node: tf.data.Dataset) -> bool:
-    """Return whether rows are mapped somewhere before they are put into batches."""
+    """Return whether rows are mapped before they are put into batches."""
     kinds = [_kind(one) for one in (node, *_sources(node))]
     batch = next((i for i, kind in enumerate(kinds) if "Batch" in kind), len(kinds))
     return any(kind in ("Map", "ParallelMap") for kind in kinds[batch:])
@@ -238,9 +241,9 @@ def _maps_rows(node: tf.data.Dataset) -> bool:
 def _maps_before(
     node: tf.data.Dataset,
 ) -> tuple[list[tf.data.Dataset], tf.data.Dataset, str | None]:
-    """Return the maps whose rows are put into batches, from the first; what they map; why no more.
+    """Return the maps before a batch, from the first; their input; and why no more maps fit.
 
-    Options and prefetching between them are among them.
+    Options and prefetching between the maps are included.
     """
     found: list[tf.data.Dataset] = []
     passed: list[tf.data.Dataset] = []
@@ -260,7 +263,7 @@ def _maps_before(
 
 
 def _why_not_pure(node: tf.data.Dataset) -> str | None:
-    """Return why rows cannot be mapped alone; None if what a map makes depends on the row alone."""
+    """Return why a rank cannot map its own rows only; None if each result depends on its row."""
     wrapped = node._map_func
     name = getattr(wrapped._func, "__name__", type(wrapped._func).__name__)
     if getattr(node, "_deterministic", None) == "false":
@@ -279,7 +282,7 @@ def _is_stateful(kind: str) -> bool | None:
 def _why_not_rebatched(
     dataset: tf.data.Dataset, batch: tf.data.Dataset, rows: tf.data.Dataset
 ) -> str | None:
-    """Return why a rank's rows cannot be put into batches by themselves, or before the maps."""
+    """Return why a rank's rows cannot form batches by themselves, or before the maps."""
     if (
         getattr(batch, "_deterministic", None) == "false"
         or dataset.options().deterministic is False
@@ -297,7 +300,7 @@ def _why_not_rebatched(
 
 
 def _why_not_left(behind: Sequence[tf.data.Dataset], rows: tf.data.Dataset) -> str | None:
-    """Return why how far a rank reads ahead would matter to what it reads next time."""
+    """Return why reading ahead would change the rows of the next iterator."""
     kinds = {_kind(one) for one in (*behind, rows, *_sources(rows))}
     if any(type(one) is take_op._TakeDataset for one in behind) and {"Shuffle", "Repeat"} <= kinds:
         return "take leaves a stream that is shuffled again and again while it is read ahead"
@@ -333,7 +336,7 @@ def _batched(given: tf.data.Dataset, like: tf.data.Dataset, size: int) -> tf.dat
 
 
 def _rebuilt(given: tf.data.Dataset, maps: Sequence[tf.data.Dataset]) -> tf.data.Dataset:
-    """Map the second part of pairs as rows are mapped, by the functions that were traced."""
+    """Map the second part of pairs as rows are mapped, by the functions already traced."""
     for node in maps:
         if isinstance(node, prefetch_op._PrefetchDataset):
             given = given.prefetch(_number(node._buffer_size), name=node._name)
@@ -365,7 +368,7 @@ def _on_second(node: tf.data.Dataset) -> Function[tuple[tf.Tensor, Nest]]:
 def _as_behind(
     given: tf.data.Dataset, behind: Sequence[tf.data.Dataset], dataset: tf.data.Dataset
 ) -> tf.data.Dataset:
-    """Do to batches what a pipeline does to its own; it has as many batches, and its options."""
+    """Repeat on other batches the operations after a pipeline's batch; keep count and options."""
     for node in behind:
         if type(node) not in _COUNTED:
             given = _rebuilt(given, [node])

@@ -1,4 +1,4 @@
-"""Functions of TensorFlow's that a step calls: made part of its graph."""
+"""Trace the `tf.function`s that a step calls into the step's own graph."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LIBRARIES = ("dtk", "keras", "tensorflow")
 def inlined_if(wanted: Callable[[], bool]) -> AbstractContextManager[None]:
     """Return a context in which a script's `tf.function` is traced into the graph that calls it.
 
-    A loss inside a graph of its own could not be weighed by what the step knows outside it.
+    A loss in a separate graph could not be weighed by tensors of the step's graph.
     """
     original = polymorphic_function.Function.__call__
 
@@ -40,7 +40,7 @@ def inlined_if(wanted: Callable[[], bool]) -> AbstractContextManager[None]:
         python, given = self.python_function, _canonical(self, args, kwargs)
         if self._autograph:
             python = autograph_util.py_func_from_autograph(python, None)
-        with ag_ctx.ControlStatusCtx(ag_ctx.Status.ENABLED):  # where the caller is not converted
+        with ag_ctx.ControlStatusCtx(ag_ctx.Status.ENABLED):  # even if the caller is not converted
             return python(*given.args, **given.kwargs)
 
     return replaced(polymorphic_function.Function, __call__=call)
@@ -49,7 +49,7 @@ def inlined_if(wanted: Callable[[], bool]) -> AbstractContextManager[None]:
 def _canonical(
     function: tf.types.experimental.PolymorphicFunction, args: Args, kwargs: Kwargs
 ) -> inspect.BoundArguments:
-    """Return the arguments that TensorFlow would trace a function with."""
+    """Return the arguments with which TensorFlow would trace a function."""
     given = function_type_utils.canonicalize_function_inputs(
         args, kwargs, function._function_type, function._default_values, function._is_pure
     )

@@ -1,4 +1,4 @@
-"""How a mirrored strategy of TensorFlow's makes variables, reduces values and splits data."""
+"""Make variables, reduce values and split data under a mirrored strategy."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ _Reduced = TypeVar("_Reduced", bound=Nest)
 class MirroredExtended(mirrored_strategy.MirroredExtended):
     """Extended object of several devices of one process, with TensorFlow's mirrored variables.
 
-    TensorFlow's strategy reduces by merging its replica threads, which cannot stand inside
-    `tf.cond` or `tf.while_loop`: gradient accumulation, loss scaling and several steps per
-    execution fail. Here each replica calls collective ops, as a rank does between processes.
+    TensorFlow's strategy reduces by merging its replica threads. That is impossible inside
+    `tf.cond` or `tf.while_loop`, so gradient accumulation, loss scaling and several steps per
+    execution fail. Here each replica calls collective ops, as ranks in different processes do.
     """
 
     def __init__(self, container_strategy: tf.distribute.Strategy, devices: Sequence[str]):
-        # TensorFlow numbers the device groups of a process from here; strategies must not share.
+        # TensorFlow numbers a process's device groups from here; each strategy needs its own start.
         container_strategy._collective_key_base = id(container_strategy) % 2**30
         super().__init__(container_strategy, devices=devices)
-        # Replicas share lookup tables. Looking up changes nothing, but TensorFlow has to know it,
-        # or it makes one replica's step wait for the end of the other's.
+        # Replicas share lookup tables. Tell TensorFlow that a lookup changes nothing, or it makes
+        # one replica's step wait for the end of another's.
         for op in ("LookupTableFindV2", "LookupTableSizeV2"):
             auto_control_deps_utils.register_read_only_resource_op(op)
         self.divide_slices: Function[tuple[list[Nest], Function[list[Nest]]]] = undivided
-        # Groups of other strategies in this process must have other keys.
+        # Each strategy in this process needs its own group key.
         self._replicas = collective.replicas(self._devices, group=id(container_strategy))
 
     def _use_merge_call(self) -> bool:
@@ -75,7 +75,7 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
         )
 
     def _merge(self, reduce_op: tf.distribute.ReduceOp, value: _Reduced) -> _Reduced:
-        # Eager replicas take turns, so a collective op would wait for ever: merge them.
+        # Eager replicas take turns, so a collective op would wait forever: merge the values.
         return distribute_lib.StrategyExtendedV2._replica_ctx_all_reduce(self, reduce_op, value)
 
     def reduce_over_replicas(
@@ -97,12 +97,12 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
     def _create_variable(
         self, next_creator: Function[tf.Variable], **kwargs: object
     ) -> tf.Variable:
-        # Each replica updates its own copy with the same value. TensorFlow's aggregation on
-        # assignment would merge threads, and has nothing left to do.
+        # Each replica updates its own copy with the same value, so TensorFlow's aggregation on
+        # assignment, which would merge threads, is not needed.
         if kwargs.get("synchronization") != tf.VariableSynchronization.ON_READ:
             kwargs["aggregation"] = tf.VariableAggregation.NONE
         made = super()._create_variable(next_creator, **kwargs)
-        # TensorFlow has no parameter for the class. One without copies stays what it is.
+        # TensorFlow has no parameter for the class. A variable without copies keeps its class.
         if isinstance(made, values.MirroredVariable):
             made.__class__ = MirroredVariable
         elif isinstance(made, values.SyncOnReadVariable):
@@ -112,7 +112,7 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
     def _reduce_to(
         self, reduce_op: tf.distribute.ReduceOp, value: Nest, destinations: object, options: object
     ) -> Nest:
-        # Outside replicas everything is at hand: add it up here instead of launching collectives.
+        # Outside replicas this process has all values: add them up here, without collectives.
         del destinations, options
         return tf.nest.map_structure(lambda v: _reduce_components(reduce_op, v, self), value)
 
@@ -154,7 +154,7 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
         self, dataset_fn: MakesDataset, options: object
     ) -> tf.data.Dataset:
         distributed = super()._distribute_datasets_from_function(dataset_fn, options)
-        # For custom loops it is as TensorFlow made it. `fit` would ask it for `map` first of all.
+        # Custom loops use TensorFlow's dataset unchanged. `fit` would call its `map` first.
         distributed.map = _refuse_per_replica_batches
         return distributed
 
@@ -169,7 +169,7 @@ def _reduce_components(
     if isinstance(value, values.DistributedValues):
         parts = [tf.convert_to_tensor(part) for part in value.values]
     else:
-        # A plain value stands for one that every replica holds.
+        # Every replica holds a plain value.
         parts = [tf.convert_to_tensor(value)] * extended._num_replicas_in_sync
     total = tf.add_n(parts) if parts[0].dtype != tf.bool else tf.reduce_any(parts, axis=0)
     if op_name(reduce_op) == "mean":

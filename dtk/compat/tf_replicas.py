@@ -1,4 +1,4 @@
-"""The running replica of a `tf.distribute.Strategy`: its index, and what it adds to sums."""
+"""The running replica of a `tf.distribute.Strategy`: its index and its part in reductions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dtk.communicators.base import Communicator, with_values
 from dtk.compat.replacing import replaced
 from dtk.nests import Function, Nest
 
-# A tensor, or a structure of tensors and `tf.IndexedSlices` with None for what is absent.
+# A tensor, or a structure of tensors, `tf.IndexedSlices` and None.
 _Structure = TypeVar("_Structure", bound=Nest)
 
 
@@ -33,16 +33,16 @@ def global_seed() -> int | None:
 
 
 def replica_index() -> int:
-    """Return the index of the running replica among all of the job, in a replica context."""
+    """Return the index of the running replica in the job; call in a replica context."""
     replica = tf.distribute.get_replica_context()
     return int(replica._replica_id_in_sync_group)
 
 
-# Whether the running replica has rows of its own; one per thread, as replicas may be threads.
+# Whether the running replica has rows; one flag per thread, as replicas may be threads.
 _presence = threading.local()
 
 
-# Below this many elements multiplying is cheaper than branching.
+# With fewer elements, multiplying is cheaper than branching.
 _FEW = 1 << 14
 
 
@@ -50,7 +50,7 @@ _FEW = 1 << 14
 def counted_if(present: tf.Tensor | None) -> Iterator[None]:
     """Return a context in which this replica adds zeros to sums over replicas unless it has rows.
 
-    None: it counts in any case.
+    With None, its values always count.
     """
     outer = getattr(_presence, "flag", None)
     _presence.flag = present
@@ -66,7 +66,7 @@ def if_present(value: _Structure) -> _Structure:
     flat = tf.nest.flatten(value)
     if present is None or not flat:
         return value
-    # Indices stay what they are: a branch would hide from what they are computed.
+    # Indices stay out of the branch, which would hide their origin in the graph.
     given = [
         v.values if isinstance(v, tf.IndexedSlices) else tf.convert_to_tensor(v)
         for v in flat
@@ -102,7 +102,7 @@ _whole = threading.local()
 
 @contextlib.contextmanager
 def as_one_replica(strategy: tf.distribute.Strategy) -> Iterator[None]:
-    """Return a context in which a step is computed by one replica, and nothing is reduced."""
+    """Return a context in which one replica computes a step and nothing is reduced."""
     _whole.flag = True
     try:
         with (
@@ -120,21 +120,21 @@ def is_whole() -> bool:
 
 
 def in_replica(strategy: tf.distribute.Strategy) -> tf.distribute.ReplicaContext:
-    """Return a context in which Keras takes itself to be the one replica of a strategy."""
+    """Return a context in which Keras acts as the only replica of a strategy."""
     return distribute_lib.ReplicaContext(strategy, 0)
 
 
 def scope_kept() -> AbstractContextManager[None]:
-    """Return a context in which `keras.utils.clear_session()` leaves the scope it is called in.
+    """Return a context in which `keras.utils.clear_session()` keeps the open scope.
 
-    It puts a new graph in the place of the one that holds the scopes of strategies, so that what
-    follows would be made outside, and leaving the scope fails.
+    It replaces the graph that holds the scopes of strategies: later variables would be made outside
+    the scope, and leaving it would fail.
     """
     return replaced(tf.compat.v1, reset_default_graph=lambda: None)
 
 
 def undivided(flat: list[Nest]) -> tuple[list[Nest], Callable[[list[Nest]], list[Nest]]]:
-    """Return values as they are, and what puts them together: nothing."""
+    """Return values undivided, and a function that joins them: it changes nothing."""
     return flat, list
 
 

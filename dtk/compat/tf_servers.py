@@ -1,4 +1,4 @@
-"""How a parameter-server strategy of TensorFlow's places variables and connects to servers."""
+"""Place variables on parameter servers and connect to the servers, by TensorFlow's strategy."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
 
 
 class ServerStrategy(parameter_server_strategy_v2.ParameterServerStrategyV2):
-    """TensorFlow's parameter-server strategy, with an extended object of dtk's.
+    """TensorFlow's parameter-server strategy with dtk's extended object.
 
-    TensorFlow's constructor connects to the cluster and makes its own extended object; here the two
-    are separate: `connect` first, then construct.
+    TensorFlow's constructor connects to the cluster and makes its own extended object. Here these
+    are two steps: `connect`, then the constructor.
     """
 
     def __init__(self, extended: tf.distribute.StrategyExtended):
@@ -64,7 +64,7 @@ class ParameterServerExtended(parameter_server_strategy_v2.ParameterServerStrate
         self, next_creator: Function[tf.Variable], **kwargs: object
     ) -> tf.Variable:
         if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
-            # Metric state: the chief adds up what the workers count.
+            # Metric state: the chief sums the workers' counts.
             with tf.device(CHIEF):
                 return next_creator(**kwargs)
         kwargs["aggregation"] = tf.VariableAggregation.NONE
@@ -79,7 +79,7 @@ class ParameterServerExtended(parameter_server_strategy_v2.ParameterServerStrate
         next_creator: Function[tf.Variable],
         **kwargs: object,
     ) -> sharded_variable.ShardedVariable:
-        """Create a slot variable of a partitioned variable, partitioned alike."""
+        """Create a slot variable with the same partition as its variable."""
         initial = kwargs.pop("initial_value")
         whole = tf.convert_to_tensor(initial() if callable(initial) else initial)
         sizes = [shard.shape[0] for shard in beside.variables]
@@ -93,9 +93,9 @@ class ParameterServerExtended(parameter_server_strategy_v2.ParameterServerStrate
     def _create_variable_round_robin(
         self, next_creator: Function[tf.Variable], **kwargs: object
     ) -> tf.Variable:
-        """Create a variable on the server with the fewest bytes, where TensorFlow counts variables.
+        """Create a variable on the server with the fewest bytes (TensorFlow takes turns instead).
 
-        Parts of one variable go to different servers, as long as there are some.
+        Parts of one variable go to different servers while some have none.
         """
         part = str(kwargs.get("name")).rpartition("/part_")[2]
         if not part.isdigit() or int(part) % self._num_ps == 0:

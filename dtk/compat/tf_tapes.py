@@ -1,4 +1,4 @@
-"""Gradient tapes that differentiate by values which stand for variables."""
+"""Gradient tapes that differentiate with respect to values in place of variables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import tensorflow as tf
 from dtk.compat.replacing import replaced
 from dtk.nests import Gradients, Nest
 
-# The values by which a tape differentiates, kept on it: variable's id -> tensor.
+# The values with respect to which a tape differentiates, kept on it: variable's id -> tensor.
 _WATCHED = "_dtk_watched"
 Values: TypeAlias = Mapping[int, tf.Tensor]
 

@@ -1,4 +1,4 @@
-"""Variables of several replicas or servers, and the plain ones behind them."""
+"""Variables of several replicas or servers, and the plain variables behind them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dtk.nests import Array, Function
 
 
 def local_value(variable: tf.Variable | tf.Tensor) -> tf.Variable | tf.Tensor:
-    """Return what this replica holds of a variable, without any communication."""
+    """Return this replica's copy of a variable, without communication."""
     if isinstance(variable, values.DistributedVariable):
         replica = tf.distribute.get_replica_context()
         if replica is not None and replica.strategy is variable.distribute_strategy:
@@ -28,15 +28,15 @@ def local_value(variable: tf.Variable | tf.Tensor) -> tf.Variable | tf.Tensor:
 
 @contextlib.contextmanager
 def created_at_once(seen: Callable[[tf.Variable], None]) -> Iterator[None]:
-    """Return a context in which a variable is there, with its first value, once it is created.
+    """Return a context in which a new variable has its first value at once.
 
-    One that a trace creates is TensorFlow's to initialize when the trace ends, and where it is of
-    several replicas TensorFlow cannot.
+    TensorFlow initializes the variables of a trace when the trace ends, and it cannot initialize
+    variables of several replicas that way.
     """
 
     def create(next_creator: Function[tf.Variable], **kwargs: object) -> tf.Variable:
         if not (callable(kwargs["initial_value"]) or tf.executing_eagerly()):
-            return next_creator(**kwargs)  # its first value is computed by the trace
+            return next_creator(**kwargs)  # the trace computes its first value
         with tf.init_scope():
             variable = next_creator(**kwargs)
             seen(variable)
@@ -47,10 +47,10 @@ def created_at_once(seen: Callable[[tf.Variable], None]) -> Iterator[None]:
 
 
 class _Number:
-    """Conversion of a distributed variable to a number, as of a plain variable.
+    """Conversion of a distributed variable to a number, as for a plain variable.
 
-    TensorFlow's know neither `int()` nor `float()`, and NumPy makes no array of a scalar one. A
-    callback may well ask for `int(optimizer.iterations)` or `float(optimizer.learning_rate)`.
+    TensorFlow's distributed variables have no `int()` or `float()`, and NumPy cannot convert a
+    scalar one. Callbacks may use `int(optimizer.iterations)` or `float(optimizer.learning_rate)`.
     """
 
     def __int__(self) -> int:
@@ -68,11 +68,11 @@ class _Number:
 
 
 class MirroredVariable(_Number, values.MirroredVariable):
-    """A variable of which every replica holds a copy, all of them equal."""
+    """A variable with an equal copy on every replica."""
 
 
 class SyncOnReadVariable(_Number, values.SyncOnReadVariable):
-    """A variable of which every replica holds a part, summed when it is read."""
+    """A variable with a part on every replica; reading it sums the parts."""
 
 
 VARIABLE_CLASSES = distribute_utils.VARIABLE_CLASS_MAPPING | {
@@ -82,7 +82,7 @@ VARIABLE_CLASSES = distribute_utils.VARIABLE_CLASS_MAPPING | {
 
 
 def is_on_server(variable: tf.Variable) -> bool:
-    """Return whether a variable lives where a parameter-server strategy puts its own."""
+    """Return whether a variable is placed as a parameter-server strategy places its own."""
     if isinstance(variable, sharded_variable.ShardedVariable):
         return True
     return "/job:" in variable.device and "/job:localhost" not in variable.device

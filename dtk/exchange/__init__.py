@@ -1,4 +1,4 @@
-"""Exchanges: what is sent between workers, and when."""
+"""Exchanges: what workers send each other, and when."""
 
 from dtk.exchange.auto import Auto
 from dtk.exchange.base import Exchange

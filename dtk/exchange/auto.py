@@ -1,11 +1,11 @@
-"""Choosing an exchange by what steps took and what others would take.
+"""Choose an exchange from the measured time of steps and the predicted time of the others.
 
     step      [ compute ................. | send .......... ]       measured, with whole gradients
     another   [ compute ................. | code | send . ]         predicted
 
-What it codes and how many bytes that makes is measured, without sending any; what these bytes take
-follows from the world's `Costs`. Sending that the backward pass hides cannot be saved, so no more
-is than was seen to be spent on it.
+The time to code and the number of bytes are measured without sending; the time to send these bytes
+follows from the world's `Costs`. The prediction saves at most the measured sending time: sending
+that the backward pass hides cannot be saved.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from dtk.exchange.dense import Dense
 from dtk.exchange.quantized import Quantized
 from dtk.exchange.state import ExchangeState
 
-# From what changes gradients least to what sends least.
+# From the exchange that changes gradients least to the one that sends least.
 CANDIDATES = (Dense(), Dense("float16"), Quantized(8), Quantized(1))
-# Of a step: less is not worth an approximation.
+# Part of a step's time: a smaller gain is not worth an approximation.
 _WORTH = 0.1
 _TURNS = 3
-# Of the bytes of all gradients: with less, some went as factors.
+# Part of the bytes of all gradients: if fewer were sent, some gradients went as factors.
 _WHOLE = 0.9
 
 
 @dataclass(frozen=True)
 class Auto(Exchange):
-    """Whole gradients for an epoch of `fit`; then what is fastest, or nearly, and changes least.
+    """Whole gradients for an epoch of `fit`; then the mildest exchange that is nearly the fastest.
 
-    The first epoch, of five steps or more, is the warm start that few bits need. At its end rank 0
-    compares what steps took with what they would take with half precision, 8 bits and 1 bit, takes
-    the mildest that is within a tenth of the fastest, and says so. Checkpoints keep the choice.
-    Loops without `fit` stay with whole gradients.
+    The first epoch, of five steps or more, is also the warm start that few bits need. At its end
+    rank 0 compares the measured time of a step with the predicted times for half precision, 8 bits
+    and 1 bit, takes the mildest exchange within a tenth of the fastest, and prints the choice.
+    Checkpoints keep it. Loops without `fit` keep sending whole gradients.
 
     Example:
         >>> import dtk
@@ -59,32 +59,32 @@ class Auto(Exchange):
 
 
 class Observed(NamedTuple):
-    """Means of some steps with whole gradients."""
+    """Means over some steps with whole gradients."""
 
-    step: float  # seconds
-    sending: float  # seconds of it in which this rank waited for collectives
-    sent: float  # bytes this rank handed over
-    gradients: Sequence[tf.TensorSpec] = ()  # shapes and dtypes of those that are summed whole
-    factored: Sequence[tf.TensorSpec] = ()  # of those that may go as their factors
-    window: int = 1  # steps for which gradients are exchanged once
+    step: float  # seconds of a step
+    sending: float  # seconds of a step in which this rank waited for collectives
+    sent: float  # bytes this rank sent
+    gradients: Sequence[tf.TensorSpec] = ()  # specs of gradients that are summed whole
+    factored: Sequence[tf.TensorSpec] = ()  # specs of gradients that may go as factors
+    window: int = 1  # steps per exchange
 
 
 class Overhead(NamedTuple):
-    """Cost of an exchange of gradients without sending."""
+    """Cost of one exchange without the time to send."""
 
-    seconds: float  # of one exchange
-    sent: float  # bytes of one exchange
+    seconds: float
+    sent: float  # bytes
 
 
 class ExchangeChoice(NamedTuple):
-    """An exchange, and why."""
+    """The chosen exchange, and the reasons."""
 
-    exchange: Exchange  # what was chosen
-    observed: Observed  # what that is based on
-    predicted: dict[Exchange, float]  # seconds of a step with each
+    exchange: Exchange
+    observed: Observed
+    predicted: dict[Exchange, float]  # seconds of a step with each candidate
 
     def __str__(self) -> str:
-        """One line for the user."""
+        """Return one line for the user."""
         others = ", ".join(
             f"{exchange} {1e3 * seconds:.1f} ms"
             for exchange, seconds in self.predicted.items()
@@ -100,7 +100,7 @@ class ExchangeChoice(NamedTuple):
 def choose(
     observed: Observed, overheads: Mapping[Exchange, Overhead], costs: Costs
 ) -> ExchangeChoice:
-    """Return the mildest exchange that makes a step nearly as fast as any does."""
+    """Choose the mildest exchange whose step is nearly as fast as the fastest."""
     exact, *others = CANDIDATES
     now = _sending(exact, observed, overheads, costs)
     predicted: dict[Exchange, float] = {exact: observed.step}
@@ -119,17 +119,17 @@ def choose(
 def _sending(
     exchange: Exchange, observed: Observed, overheads: Mapping[Exchange, Overhead], costs: Costs
 ) -> float:
-    """Return the seconds a step sends, by the model, if nothing else goes on."""
+    """Return the predicted seconds of sending in a step, without other traffic."""
     factors, exact = _bytes_as_factors(observed), CANDIDATES[0]
     summed = observed.sent - factors
     if exchange == exact:
         return costs.allreduce(summed) + costs.allgather(factors)
-    if factors and isinstance(exchange, Dense):  # factors go as they are
+    if factors and isinstance(exchange, Dense):  # factors keep their dtype
         halved = _bytes(observed.gradients) / 2 / observed.window
         return costs.allreduce(summed - halved) + costs.allgather(factors)
     replaced = _bytes(observed.gradients) if factors else overheads[exact].sent
     summed += (overheads[exchange].sent - replaced) / observed.window
-    # Codes go to owners and from owners: as a ring does, and vectors go beside.
+    # Codes go to owners and back, as in a ring all-reduce; vectors take one message more.
     return costs.allreduce(summed) + (0.0 if isinstance(exchange, Dense) else costs.message)
 
 
@@ -138,7 +138,7 @@ def _bytes(specs: Sequence[tf.TensorSpec]) -> int:
 
 
 def _bytes_as_factors(observed: Observed) -> float:
-    """Return the bytes of a step that went as factors; 0 where gradients went whole after all."""
+    """Return the bytes of a step that went as factors; 0 if all gradients went whole."""
     others = _bytes(observed.gradients) / observed.window
     whole = others + _bytes(observed.factored) / observed.window
     return max(0.0, observed.sent - others) if observed.sent < _WHOLE * whole else 0.0
@@ -147,7 +147,7 @@ def _bytes_as_factors(observed: Observed) -> float:
 def overheads_of(
     observed: Observed, communicator: Communicator, device: str
 ) -> dict[Exchange, Overhead]:
-    """Measure what each candidate computes and hands over; nothing is sent."""
+    """Measure each candidate's time to code and its bytes; nothing is sent."""
     silent = NullCommunicator(communicator.rank, communicator.size)
     with tf.device(device):
         specs = [*observed.gradients, *observed.factored]
@@ -166,7 +166,7 @@ def _overhead(
 
     def exchanged() -> None:
         for total in reduce():
-            total.numpy()  # over only when it can be read
+            total.numpy()  # waits for the end
 
     exchanged()  # traces
     before, seconds = silent.bytes_sent, []

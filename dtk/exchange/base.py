@@ -1,8 +1,7 @@
-"""The contract every exchange keeps: what is sent between workers, and when.
+"""The base of all exchanges, which decide what workers send each other, and when.
 
-An exchange is a value, such as `Quantized(bits=1)`. For each list of variables that is trained it
-makes an `ExchangeOp`, which holds what has to be remembered from step to step and puts the ops into
-a step:
+An exchange is a value, such as `Quantized(bits=1)`. For each list of trained variables it makes an
+`ExchangeOp`, which holds the state between steps and adds the exchange's ops to a step:
 
     this rank's part of the gradients  ->  op  ->  their sum over all ranks  ->  optimizer
 """
@@ -23,24 +22,24 @@ Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | Factored
 
 
 class Trained(NamedTuple):
-    """Variables that an optimizer trains, and its own of them."""
+    """The variables that an optimizer trains, and its momentum variables."""
 
-    variables: Sequence[tf.Variable] = ()  # tensorFlow variables, in the order of their gradients
-    momenta: Sequence[tf.Variable] = ()  # the optimizer's own averages of gradients, if it has any
+    variables: Sequence[tf.Variable] = ()  # in the order of their gradients
+    momenta: Sequence[tf.Variable] = ()  # the optimizer's averages of gradients, if it has any
 
 
 class BatchPart(NamedTuple):
     """This rank's part of a step's global batch."""
 
     rows: tf.Tensor  # rows of the global batch, int64 scalar
-    example_weight: tf.Tensor  # this rank's part of them, float64 scalar; all ranks' add up to 1
+    example_weight: tf.Tensor  # this rank's part of these rows, float64; the sum over ranks is 1
 
 
 class Update(NamedTuple):
-    """What an optimizer is to apply in a step."""
+    """The gradients that an optimizer applies in a step."""
 
-    gradients: list[Gradient]  # in the order, shapes and dtypes of those that were given
-    # whether they are to be applied, bool scalar; None where they always are
+    gradients: list[Gradient]  # same order, shapes and dtypes as the given gradients
+    # whether to apply them, bool scalar; None: always
     applied: tf.Tensor | None = None
 
 
@@ -50,9 +49,9 @@ class Exchange(abc.ABC):
     With one worker every exchange is the identity.
 
     Attributes:
-        local: Whether workers also take steps of their own, so that weights are equal on all ranks
-            at times only.
-        remembers: Whether something of a step's gradients is added to a later step's.
+        local: Whether workers also take local steps, so that weights differ between ranks after
+            some steps.
+        remembers: Whether a part of a step's gradients is added to a later step's gradients.
     """
 
     local = False
@@ -62,32 +61,32 @@ class Exchange(abc.ABC):
     def init(
         self, communicator: Communicator, state: ExchangeState, trained: Trained
     ) -> ExchangeOp:
-        """Make what exchanges one list of gradients.
+        """Make the op that exchanges one list of gradients.
 
         Args:
             communicator: Between the workers.
-            state: Where it remembers.
-            trained: What the gradients are for.
+            state: Holds the op's variables.
+            trained: The variables of the gradients.
 
         Returns:
-            An op, the same kind on all ranks.
+            An op of the same kind on all ranks.
         """
 
     def check(self, communicator: Communicator) -> None:  # noqa: B027
-        """Refuse workers it cannot work with: too many, or joined by what cannot add its sums up.
+        """Refuse a communicator with too many workers, or one that cannot sum the exchange's dtype.
 
         Args:
             communicator: Between the workers.
 
         Raises:
-            ValueError: With the cure.
+            ValueError: The exchange cannot work; the message says what to do.
         """
 
 
 class ExchangeOp(abc.ABC):
     """Exchanges one list of gradients; the same list, in the same order, at every step.
 
-    Every rank calls it at every step. Sums are the same on all of them, bit for bit.
+    Every rank calls it at every step. Sums are the same on all ranks, bit for bit.
     """
 
     factors = False
@@ -101,21 +100,21 @@ class ExchangeOp(abc.ABC):
         """Sum gradients over all ranks."""
 
     def update(self, gradients: list[Gradient], part: BatchPart | None = None) -> Update:
-        """Turn this step's gradients into those that the optimizer is to apply now."""
+        """Exchange this step's gradients; return those for the optimizer to apply now."""
         return Update(self.reduce(gradients, part))
 
     def count(self, part: BatchPart | None) -> None:  # noqa: B027
-        """Note, after every step, of which batch it was."""
+        """Count a step's batch, after every step."""
 
     def count_exact(self, part: BatchPart) -> None:  # noqa: B027
-        """Note a step whose gradients another op has summed, in place of `count`."""
+        """Count a step whose gradients another op has summed, in place of `count`."""
 
     def together(self) -> tf.Tensor | None:
-        """Return whether all ranks hold the same weights now; None where they always do."""
+        """Return whether all ranks hold the same weights now; None if they always do."""
         return None
 
     def averaging_weight(self) -> tf.Tensor | None:
-        """Return what this rank counts in a mean over ranks that have just become equal."""
+        """Return this rank's weight in a mean over ranks, right after weights became equal."""
         return None
 
     def close(self) -> None:  # noqa: B027

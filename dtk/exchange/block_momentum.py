@@ -1,4 +1,4 @@
-"""Block momentum: what a block of local steps changed is a gradient of its own, with momentum."""
+"""Block momentum: the change of weights over a block of local steps is a gradient with momentum."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dtk.exchange.local import LocalExchange, LocalOp
 
 @dataclass(frozen=True)
 class BlockMomentum(LocalExchange):
-    """Train apart for a block of samples, then move all workers by a filtered sum of their changes.
+    """Take local steps for a block of samples, then move all workers by a filtered sum of changes.
 
     With K workers, a block of n rows, weights W at its begin and W_k at its end, and the momentum
     eta of a whole block of B rows:
@@ -24,28 +24,28 @@ class BlockMomentum(LocalExchange):
         V = eta_n V + (1 - eta_n) rate G
         W = W - V                     and, with Nesterov's momentum, W = W - eta_n V once more
 
-    So what a block learned goes into the weights over several blocks. If all are whole, block j
-    after it (0 is its own) moves them by a part (1 - eta) eta^j of rate G, and all together by
+    So a block's change goes into the weights over several blocks. If all blocks are whole, block j
+    after it (j = 0 is itself) moves the weights by a part (1 - eta) eta^j of rate G, in total by
 
-        rate G              without Nesterov's momentum: the workers' changes added up
-        rate (1 + eta) G    with it, for W keeps what looking ahead added: 2 - 1/K times as much
+        rate G              without Nesterov's momentum: the sum of the workers' changes
+        rate (1 + eta) G    with it, for W keeps the look-ahead: 2 - 1/K times as much
 
-    With `rate=1 / (1 + eta)`, K / (2 K - 1) for the default eta, Nesterov's adds up to G as well.
+    With `rate=1 / (1 + eta)`, K / (2 K - 1) for the default eta, Nesterov's total is G as well.
 
-    Communication falls to one exchange of weights per block. An epoch's last block is closed with
-    it, whole or not. What less than a block changed counts for less than that: followed by whole
-    ones, for (1 - eta_n) / (1 - eta) of it. With epochs of few blocks choose `block_size` so that
-    it divides the rows of an epoch.
+    Communication falls to one exchange of weights per block. The end of an epoch closes the last
+    block, whole or not. The change of a shorter block counts less: if whole blocks follow, by the
+    factor (1 - eta_n) / (1 - eta). If an epoch has few blocks, choose a `block_size` that divides
+    the rows of an epoch.
 
     Args:
         block_size: B, rows of all workers together.
         momentum: eta of a whole block; None is 1 - 1/K.
         rate: The block learning rate.
-        nesterov: Whether to look ahead, as in CNTK, which moves 1 + eta times as far.
-        reset_local_momentum: Whether to forget the optimizer's momentum after each block: it was
-            gathered on the way to weights that no worker has any more. Second moments and step
-            counts stay, so Adam, which divides by what its momentum must have gathered, takes
-            smaller steps at first; with it, leave this out.
+        nesterov: Whether to look ahead, as CNTK does; this moves weights 1 + eta times as far.
+        reset_local_momentum: Whether to zero the optimizer's momentum after each block, since it
+            belongs to weights that no worker has any more. Second moments and step counts stay.
+            Adam corrects its momentum by the step count, so after a reset it takes smaller steps
+            at first; with Adam, use False.
 
     Raises:
         ValueError: An argument is out of range, or a block has less than a row for each worker.
@@ -89,11 +89,11 @@ class BlockMomentum(LocalExchange):
         return self.block_size // size * size
 
     def momentum_of(self, rows: float | tf.Tensor, workers: int) -> float | tf.Tensor:
-        """Return eta of a block of so many rows.
+        """Return eta for a block with this many rows.
 
         Args:
             rows: Rows of all workers in the block, a number or a floating point tensor.
-            workers: How many there are, K.
+            workers: Number of workers, K.
 
         Returns:
             eta ^ (rows / block_size): a float, or a tensor for a tensor.
@@ -123,18 +123,18 @@ class BlockMomentum(LocalExchange):
 
 @dataclass(frozen=True)
 class ModelAveraging(LocalExchange):
-    """Train apart for some samples, then go on from the mean of all workers' weights.
+    """Take local steps for some samples, then continue from the mean of all workers' weights.
 
         W = sum_k (n_k / sum n) W_k        n_k: rows worker k has seen
 
-    The mean moves as far as one worker does, so the learning rate is usually multiplied by the
-    number of workers. The optimizer's state stays each worker's own.
+    The mean moves only as far as one worker does, so the learning rate is usually multiplied by the
+    number of workers. Each worker keeps its own optimizer state.
 
     Args:
-        period: Rows each worker trains on in between. CNTK's default is 40,000.
+        period: Rows each worker trains on between two means. CNTK's default is 40,000.
 
     Raises:
-        ValueError: It is not a number of rows.
+        ValueError: `period` is not a number of rows.
 
     Example:
         >>> ModelAveraging(period=40_000).rows_in_block(4)

@@ -1,14 +1,15 @@
-"""n-bit quantisation of gradients, packed: what goes over the wire, and back.
+"""Quantise gradients to n bits per entry, pack them to send, and decode them.
 
-A gradient is quantised column by column, because the entries of a column are of one size: for a
-kernel a column is what one output unit or channel has, along the last axis (of a transposed
-convolution that is an input channel); a vector is one column.
+A gradient is quantised column by column, because the entries of a column have similar sizes. In a
+kernel, a column belongs to one output unit or channel, along the last axis (in a transposed
+convolution, to an input channel); a vector is one column.
 
     kernel (3, 3, 16, 32)  ->  32 columns of 144 entries  ->  1 bit: (32, 18) bytes, (32, 2) floats
 
 With 1 bit, an entry becomes the mean of its column's negative entries or of the others. With more,
-the range of four root mean squares either way is cut into equal steps. What an entry loses a caller
-keeps and adds to the next gradient: with that error feedback nothing is ever lost, only late.
+the range of four root mean squares on both sides of zero is cut into equal steps. The caller keeps
+the rounding error and adds it to the next gradient: with this error feedback nothing is ever lost,
+only late.
 
 Sources: Seide et al. 2014, "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel
 Distributed Training of Speech DNNs"; CNTK's `MatrixQuantizer` for more bits.
@@ -25,7 +26,7 @@ import tensorflow as tf
 from dtk.exchange import packing
 
 BITS = tuple(range(1, packing.MOST + 1))
-# Of a column's root mean square, either way.
+# Range on each side of zero, in root mean squares of a column.
 _RANGE = 4.0
 
 
@@ -37,14 +38,14 @@ class Code(NamedTuple):
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Return the columns, and the entries of each, for a weight of this shape.
+    """Return the number of columns, and of entries in each, for a weight of this shape.
 
     Example:
         >>> matrix_shape((3, 3, 16, 32)), matrix_shape((3, 3, 16, 1)), matrix_shape((10,))
         ((32, 144), (16, 9), (1, 10))
     """
     while len(shape) > 2 and shape[-1] == 1:
-        shape = shape[:-1]  # a depthwise kernel: its channels are one place before
+        shape = shape[:-1]  # a depthwise kernel: its channels are on the axis before
     columns = shape[-1] if len(shape) > 1 else 1
     return columns, math.prod(shape) // max(columns, 1)
 
@@ -56,7 +57,7 @@ def to_columns(gradient: tf.Tensor) -> tf.Tensor:
 
 
 def from_columns(matrix: tf.Tensor, shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
-    """Turn a matrix back into the gradient that `to_columns` made it of."""
+    """Turn a matrix back into a gradient: the inverse of `to_columns`."""
     return tf.cast(tf.reshape(tf.transpose(matrix), shape), dtype)
 
 
@@ -76,7 +77,7 @@ def encode(matrix: tf.Tensor, bits: int) -> Code:
 
 
 def decode(code: Code, entries: int, bits: int) -> tf.Tensor:
-    """Return what every receiver makes of a code, bit for bit the same.
+    """Decode a code, bit for bit the same on every receiver.
 
     Example:
         >>> code = encode(tf.constant([[1.0, 2.0, -3.0, -1.0, 0.0]]), 1)
@@ -101,7 +102,7 @@ def bytes_of(columns: int, entries: int, bits: int) -> int:
 
 
 def to_bytes(codes: Sequence[Code]) -> tf.Tensor:
-    """Join codes into one flat uint8 tensor, of as many bytes as `bytes_of` says of each."""
+    """Join codes into one flat uint8 tensor, with `bytes_of` bytes for each."""
     flat = [tf.reshape(part, [-1]) for code in codes for part in (code.packed, _as_bytes(code))]
     return tf.concat([*flat, tf.zeros([0], tf.uint8)], 0)
 

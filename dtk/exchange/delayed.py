@@ -1,9 +1,9 @@
-"""One step late: the sum of the last gradients is under way while the next are computed.
+"""Apply gradients one step late: the last gradients are summed while the next are computed.
 
     step n     compute g(n)  .................  keep g(n)
                sum of g(n-1) over all ranks ..  apply it
 
-Neither needs the other, so they run at the same time, and a step takes as long as the slower.
+The two are independent, so they run at the same time, and a step takes as long as the slower one.
 Source: ChainerMN's double buffering.
 """
 
@@ -22,17 +22,17 @@ from dtk.exchange.state import ExchangeState
 
 @dataclass(frozen=True)
 class Delayed(Exchange):
-    """Apply each step the gradients of the step before, summed in the meantime (double buffering).
+    """In each step, apply the sum of the step before, computed in the meantime (double buffering).
 
-    The first step applies nothing, so after n steps the optimizer counts n - 1. What is left at the
-    end of `fit` is applied by the next `fit`, and kept in checkpoints.
+    The first step applies nothing, so after n steps the optimizer counts n - 1. The next `fit`
+    applies the gradients left at the end of `fit`; checkpoints keep them.
 
     Args:
         exchange: How gradients are summed: `Dense` or `Quantized`.
 
     Raises:
-        ValueError: Another exchange; at the first step, rows of embedding tables
-            (`tf.IndexedSlices`) or gradient accumulation.
+        ValueError: The exchange is another one; at the first step, gradients are rows of embedding
+            tables (`tf.IndexedSlices`) or are accumulated.
 
     Example:
         >>> Delayed(Dense("float16"))
@@ -64,7 +64,7 @@ class DelayedOp(ExchangeOp):
         self._inner = inner
 
     def reduce(self, gradients: list[Gradient], part: BatchPart | None = None) -> list[Gradient]:
-        """Refuse: without `update` the first step could not apply nothing."""
+        """Refuse gradient accumulation: only `update` can leave the first step unapplied."""
         del gradients, part
         raise ValueError(
             "Delayed does not go with gradient accumulation, whose windows sum several steps "
@@ -72,7 +72,7 @@ class DelayedOp(ExchangeOp):
         )
 
     def update(self, gradients: list[Gradient], part: BatchPart | None = None) -> Update:
-        """Sum the gradients of the last step, and keep these."""
+        """Sum the gradients of the last step, and keep the present ones."""
         if any(isinstance(g, tf.IndexedSlices) for g in gradients):
             raise ValueError(
                 "Delayed keeps whole gradients, and one of this model's is rows of a table "

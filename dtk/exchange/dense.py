@@ -1,4 +1,4 @@
-"""Every gradient, every step, whole."""
+"""Send every gradient whole in every step."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _NAMES = {"fp16": tf.float16, "bf16": tf.bfloat16}
 
 @dataclass(frozen=True)
 class Dense(Exchange):
-    """Send whole gradients, as they are or in half precision.
+    """Send whole gradients, unchanged or in half precision.
 
     Half precision sends half the bytes and rounds each gradient once per rank and once for each sum
-    of two (over MPI, where dtk sums in float32, once for all of them); nothing is remembered.
-    float16 has three bits more than bfloat16 but ends at 65504, and what is below 6e-8 is lost:
-    with small gradients train with a `LossScaleOptimizer` or use bfloat16.
+    of two (over MPI, where dtk sums in float32, once for the whole sum). Rounding errors are not
+    kept. float16 has three bits more than bfloat16 but ends at 65504 and loses values below 6e-8:
+    for small gradients use a `LossScaleOptimizer` or bfloat16.
 
     Args:
-        dtype: "float16", "bfloat16", or None for the gradients' own.
-        factors: Whether kernels of Dense layers may travel as their factors, in their own dtype,
-            where that is faster; see `dtk.exchange.factors`.
+        dtype: "float16", "bfloat16", or None for the gradients' own dtype.
+        factors: Whether gradients of Dense kernels may be sent as their factors, in their own
+            dtype, if that is faster; see `dtk.exchange.factors`.
 
     Raises:
-        ValueError: Another dtype, or the communicator cannot add it up (Horovod: bfloat16).
+        ValueError: The dtype is another one, or the communicator cannot sum it (Horovod: bfloat16).
 
     Example:
         >>> Dense("float16")
@@ -68,7 +68,7 @@ class Dense(Exchange):
 
 
 class DenseOp(ExchangeOp):
-    """An all-reduce, or an all-gather of a gradient's factors where that is faster; see `factors`.
+    """An all-reduce, or an all-gather of a gradient's factors if that is faster; see `factors`.
 
     Rows of tables (`tf.IndexedSlices`) and factors keep their dtype: they are few.
     """
@@ -82,12 +82,12 @@ class DenseOp(ExchangeOp):
     ):
         super().__init__(communicator, state)
         self._dtype = dtype
-        # Every rank multiplies by itself: on unlike processors weights would part in the last bit.
+        # Every rank multiplies factors by itself: different processors may differ in the last bit.
         self.factors = factors and communicator.alike
 
     def reduce(self, gradients: list[Gradient], part: BatchPart | None = None) -> list[Gradient]:
         """See `ExchangeOp.reduce`."""
-        # Those of the last layers are ready first, and leave while the others are computed.
+        # Last layers first: their gradients are ready first and are sent during the backward pass.
         backwards = range(len(gradients))[::-1]
         products = [i for i in backwards if isinstance(gradients[i], Factored)]
         others = [i for i in backwards if i not in products]

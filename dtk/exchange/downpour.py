@@ -10,33 +10,33 @@ from dtk.exchange.quantized import Quantized
 
 @dataclass(frozen=True)
 class Downpour:
-    """Push every n-th step, fetch every m-th, and only what has changed enough.
+    """Push every n-th step, fetch every m-th, and send only entries that have changed enough.
 
-    A worker takes `push_every` batches at once. It fetches the weights, trains on them by plain SGD
-    at the optimizer's rate, fetches anew after every `fetch_every` batches, and then pushes the sum
-    of the gradients, which the optimizer applies once and counts as `push_every` steps. With
-    momentum-free SGD and one step at a time this is plain SGD; but rows of embedding tables, which
-    stay on the servers, change there only. A worker that is lost loses nothing: another repeats the
-    batches it had.
+    A worker takes `push_every` batches at once. It fetches the weights, trains by plain SGD at the
+    optimizer's rate, fetches anew after every `fetch_every` batches, and then pushes the sum of the
+    gradients. The optimizer applies this sum once and counts it as `push_every` steps. With
+    momentum-free SGD and one step at a time this is plain SGD; but rows of embedding tables stay on
+    the servers and change there only. If a worker is lost, no batch is lost: another worker repeats
+    its batches.
 
-    `significant` leaves on the worker what would change a weight by no more than that (the
-    gradient's sum times the rate); it is added to the next push. So what one worker has not pushed
-    yet is at most `significant` per weight; it ends with `fit`, is not in checkpoints, and is lost
-    with the worker. Of large gradients only the significant entries are sent, as positions and
-    values, where that is shorter.
+    With `significant`, a worker keeps back entries that would change a weight by no more than that
+    (the gradient's sum times the rate) and adds them to its next push. So a worker holds back at
+    most `significant` per weight; this remainder ends with `fit`, is not in checkpoints, and is
+    lost with the worker. Large gradients are sent as positions and values of the significant
+    entries if that is shorter.
 
-    `bits` sends a code of so many bits for each entry of a kernel; what rounding takes off is added
-    to the next push, and is likewise the worker's own. `exchange=Quantized(bits)` is short for
+    `bits` sends a code with this many bits for each entry of a kernel; the worker adds the rounding
+    error to its next push and keeps it in the same way. `exchange=Quantized(bits)` is short for
     `Downpour(bits=bits)`.
 
     Args:
         push_every: Steps (batches) in a push.
-        fetch_every: Steps between two fetches, a divisor or a multiple of `push_every`; None is as
-            many. A multiple, with "async" only: a worker goes on with its own weights after a push,
-            and the staleness in the logs counts from the fetch.
+        fetch_every: Steps between two fetches, a divisor or a multiple of `push_every`; None:
+            `push_every`. With a multiple ("async" only), a worker continues with its own weights
+            after a push, and the staleness in the logs counts from the fetch.
         significant: Smallest change of a weight worth sending; 0.0 sends all.
-        bits: 1 to 16 for each entry of a kernel (see `dtk.exchange.Quantized`); None, or 32, sends
-            it as it is.
+        bits: 1 to 16 for each entry of a kernel (see `dtk.exchange.Quantized`); None or 32 sends
+            kernels unchanged.
 
     Raises:
         ValueError: An argument is out of range.
@@ -82,7 +82,7 @@ class Downpour:
 
     @property
     def keeps(self) -> bool:
-        """Whether something of a push stays on the worker."""
+        """Whether a worker keeps back a part of a push."""
         return bool(self.significant or self.bits)
 
     @property

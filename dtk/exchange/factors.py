@@ -1,14 +1,14 @@
-"""Gradients of matrices that are sent as the two factors they are the product of.
+"""Send the gradients of matrices as two factors, and multiply the factors on every rank.
 
-The gradient of a Dense layer's kernel is a product, of its inputs x and the gradients d of its
-outputs, one row for each row of the batch:
+The gradient of a Dense layer's kernel is the product of the layer's inputs x and the gradients d of
+its outputs, with one row for each row of the batch:
 
     g = x' d,   x: [rows, m],   d: [rows, n],   g: [m, n]
 
-Summed over ranks it is the product of all ranks' rows, below each other. So ranks may send their
-rows, (m + n) numbers each, in place of m n numbers, and multiply what they got by themselves: the
-same sum, in another order. With few rows that is far less to send, and a little more to compute.
-Where ranks compute alike (`Communicator.alike`) the product is one bit pattern on all of them.
+The sum over ranks is the product of all ranks' rows, stacked. So ranks may send their rows, (m + n)
+numbers each, in place of m n numbers, and multiply the rows they receive: the same sum, in another
+order. With few rows there is far less to send, and a little more to compute. If processors are
+alike (`Communicator.alike`), the product has the same bits on all ranks.
 
 Source: Xie et al., "Lighter-Communication Distributed Machine Learning via Sufficient Factor
 Broadcasting", UAI 2016; layer by layer, where it pays: Zhang et al., "Poseidon", USENIX ATC 2017.
@@ -40,22 +40,22 @@ class Factored(NamedTuple):
 
     @property
     def entries(self) -> int:
-        """Of the product: m n."""
+        """Number of entries of the product: m n."""
         return self.left.shape[1] * self.right.shape[1]
 
     @property
     def width(self) -> int:
-        """Numbers in a row of both: m + n."""
+        """Numbers in one row of both factors: m + n."""
         return self.left.shape[1] + self.right.shape[1]
 
     @property
     def shape(self) -> tf.TensorShape:
-        """Of the product: (m, n)."""
+        """Shape of the product: (m, n)."""
         return tf.TensorShape([self.left.shape[1], self.right.shape[1]])
 
     @property
     def dtype(self) -> tf.DType:
-        """Of the product."""
+        """Dtype of the product."""
         return self.left.dtype
 
     def product(self) -> tf.Tensor:
@@ -66,9 +66,9 @@ class Factored(NamedTuple):
 def factored(
     gradient: tf.Tensor | tf.IndexedSlices | None,
 ) -> tf.Tensor | tf.IndexedSlices | Factored | None:
-    """Return a gradient as its factors, where it is their product in a graph; else as it is.
+    """Return a gradient's factors, if a graph computes it as a product; else the gradient.
 
-    What only computed the product is not run then.
+    Ops that only compute the product then do not run.
 
     Example:
         >>> @tf.function
@@ -96,10 +96,7 @@ def factored(
 
 
 def _is_row_per_example(factor: tf.Tensor) -> bool:
-    """Return whether there are as many rows as the batch has.
-
-    And not one for each place of a sequence.
-    """
+    """Return whether a factor has one row per row of the batch, not one per place of a sequence."""
     if factor.op.type != "Reshape":
         return True
     before = factor.op.inputs[0].shape
@@ -111,7 +108,7 @@ def reduce_products(
 ) -> list[tf.Tensor]:
     """Sum gradients over all ranks, as factors if that is faster with this many rows."""
     results: dict[int, tf.Tensor] = {}
-    for dtype in dict.fromkeys(g.left.dtype for g in gradients):  # a message is of one
+    for dtype in dict.fromkeys(g.left.dtype for g in gradients):  # a message has one dtype
         places = [i for i, g in enumerate(gradients) if g.left.dtype == dtype]
         reduced = _reduce_alike([gradients[i] for i in places], communicator, whole)
         results.update(zip(places, reduced, strict=True))
@@ -131,17 +128,17 @@ def _reduce_alike(
 
 
 def _row_counts(gradients: list[Factored], communicator: Communicator) -> tf.Tensor:
-    """Return the rows each rank holds of each gradient: shape (size, gradients), int64."""
+    """Return each rank's number of rows for each gradient: shape (size, gradients), int64."""
     mine = tf.stack([tf.shape(g.left, tf.int64)[0] for g in gradients])
-    with communicator.concurrent("rows"):  # known long before the gradients are
+    with communicator.concurrent("rows"):  # known long before the gradients
         return communicator.allgather(mine[None], [1] * communicator.size)
 
 
 def _pays(gradients: list[Factored], counts: tf.Tensor, flops_per_byte: float) -> tf.Tensor:
     """Return whether sending factors is faster than an all-reduce; the same on all ranks."""
-    # All wait for the rank with most rows: an all-gather takes as long as if all had as many.
+    # An all-gather waits for the rank with the most rows, as if all ranks had as many.
     rows = tf.unstack(counts.shape[0] * tf.cast(tf.reduce_max(counts, 0), tf.float32))
-    # A rank's own rows are multiplied either way.
+    # A rank multiplies its own rows either way.
     others = 1.0 - 1.0 / counts.shape[0]
     factors = [
         n * (g.width * g.left.dtype.size + 2.0 * g.entries * others / flops_per_byte)
@@ -155,10 +152,7 @@ def _pays(gradients: list[Factored], counts: tf.Tensor, flops_per_byte: float) -
 def _gathered(
     gradients: list[Factored], counts: tf.Tensor, communicator: Communicator
 ) -> list[Factored]:
-    """Gather all ranks' rows in one message.
-
-    Those of a gradient stand below each other in rank order.
-    """
+    """Gather all ranks' rows in one message; stack each gradient's rows in rank order."""
     joined = tf.concat([tf.reshape(f, [-1]) for g in gradients for f in g], 0)
     widths = tf.constant([g.width for g in gradients], tf.int64)
     everything = communicator.allgather(joined, tf.linalg.matvec(counts, widths))

@@ -1,11 +1,11 @@
-"""Steps of their own: workers train apart for a block of samples, then combine their weights.
+"""Local steps: workers train apart for a block of samples, then combine their weights.
 
     open      keep the weights all workers start from
-    step      apply this worker's own gradients         (as many as the block has samples for)
-    close     combine: every worker goes on from the same weights
+    step      apply this worker's own gradients         (until the block has its samples)
+    close     combine: every worker continues from the same weights
 
-A block is also closed, early, wherever weights must be whole: at the end of an epoch, before an
-evaluation and before a checkpoint. So what is looked at there is the same on every worker.
+A block is closed early wherever weights must be the same on every worker: at the end of an epoch,
+before an evaluation and before a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from dtk.exchange.state import ExchangeState
 class LocalExchange(Exchange):
     """Base of the exchanges that send weights after a block of samples, and never gradients.
 
-    Each worker applies its own gradients at the learning rate given: the mean over its rows, as if
-    they were the whole batch. Steps must come from `fit` or `train_on_batch`, which count rows.
+    Each worker applies its own gradients at the given learning rate: the mean over its rows, as if
+    these were the whole batch. Steps must come from `fit` or `train_on_batch`, which count rows.
     """
 
     local = True
 
     @abc.abstractmethod
     def rows_in_block(self, size: int) -> int:
-        """Return the rows of all workers after which a block is closed.
+        """Return the number of rows, over all workers, that closes a block.
 
         Args:
             size: Number of workers.
@@ -42,8 +42,8 @@ class LocalExchange(Exchange):
         """Give all workers new weights, the same on all of them.
 
         Args:
-            block: The block that is closed, with this worker's weights and counts.
-            start: The weights it began with.
+            block: The block to close, with this worker's weights and counts.
+            start: The weights at the start of the block.
         """
 
     def init(self, communicator: Communicator, state: ExchangeState, trained: Trained) -> LocalOp:
@@ -79,7 +79,7 @@ class LocalOp(ExchangeOp):
         return self.state.variable("own_rows", "sum", (), tf.float32)
 
     def reduce(self, gradients: list[Gradient], part: BatchPart | None = None) -> list[Gradient]:
-        """Return this worker's own estimate of the whole batch's gradients."""
+        """Return this worker's own gradients, as means over its rows."""
         if part is None:
             raise ValueError(
                 "this exchange counts the rows of global batches, which only fit and "
@@ -88,13 +88,13 @@ class LocalOp(ExchangeOp):
         return [_divided(g, part.example_weight) for g in gradients]
 
     def update(self, gradients: list[Gradient], part: BatchPart | None = None) -> Update:
-        """See `ExchangeOp.update`. A step that begins a block keeps the weights it begins with."""
+        """See `ExchangeOp.update`. The first step of a block keeps the weights before it."""
         own = self.reduce(gradients, part)
         self._open(self._start())
         return Update(own)
 
     def _start(self) -> list[tf.Variable]:
-        # Not in checkpoints: a block is closed before one is written.
+        # Not in checkpoints: a block is closed before a checkpoint is written.
         return [
             self.state.scratch(f"start_{i}", v.shape, v.dtype)
             for i, v in enumerate(self.trained.variables)
@@ -130,7 +130,7 @@ class LocalOp(ExchangeOp):
         return tf.equal(self.rows, 0)
 
     def averaging_weight(self) -> tf.Tensor | None:
-        """Return this worker's part of the rows of the block that was closed last."""
+        """Return this worker's part of the rows of the last closed block."""
         return self._weight().read_value()
 
     def _weight(self) -> tf.Variable:
@@ -151,13 +151,13 @@ class LocalOp(ExchangeOp):
         self.own_rows.assign(0.0)
 
     def forget_momenta(self) -> None:
-        """Zero the averages of gradients that belong to weights no worker has any more."""
+        """Zero the optimizer's momentum: it belongs to weights that no worker has any more."""
         for variable in self.trained.momenta:
             variable.assign(tf.zeros_like(variable))
 
 
 def _divided(gradient: Gradient, weight: tf.Tensor) -> Gradient:
-    """Turn a mean over the whole batch into one over this worker's rows; zeros for none."""
+    """Turn a mean over the whole batch into a mean over this worker's rows; zeros without rows."""
     if isinstance(gradient, tf.IndexedSlices):
         return with_values(gradient, _divided(gradient.values, weight))
     return tf.math.divide_no_nan(gradient, tf.cast(weight, gradient.dtype))

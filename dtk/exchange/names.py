@@ -22,11 +22,11 @@ def parse(exchange: object) -> Exchange:
     """Return the exchange that a user gave: a value, a short name, or None for whole gradients.
 
     Args:
-        exchange: What the user gave.
+        exchange: The user's value.
 
     Raises:
-        ValueError: Nothing of this name.
-        TypeError: Something else; a `Downpour`, which is for parameter servers.
+        ValueError: The name is unknown.
+        TypeError: The value is not an exchange, or is a `Downpour`, which is for parameter servers.
 
     Example:
         >>> parse("1bit"), parse(None)

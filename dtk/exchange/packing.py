@@ -1,18 +1,18 @@
-"""Whole numbers of 1 to 16 bits, side by side in bytes, without a bit between them.
+"""Pack integers of 1 to 16 bits into bytes without gaps, and unpack them.
 
-The numbers of a row are one stream of bits, padded to whole bytes. Eight numbers a, b, ... of 3
-bits are three bytes (each byte's lowest bit is on the left):
+The numbers of a row form one stream of bits, padded to whole bytes. Eight numbers a, b, ... of 3
+bits fill three bytes (each byte's lowest bit is on the left):
 
     aaabbbcc cdddeeef ffggghhh
 
-Eight numbers of up to 8 bits, a byte each, are one word of 64 bits, in which neighbours move
-together in three rounds; the first four of them:
+Eight numbers of up to 8 bits, one byte each, form a 64-bit word, in which neighbours move together
+in three rounds; the first four of the numbers:
 
     aaa..... bbb..... ccc..... ddd.....
     aaabbb.. ........ cccddd.. ........
     aaabbbcc cddd.... ........ ........
 
-Of longer numbers the low bytes come first, and then, as a stream of their own, the bits above.
+For longer numbers, the low bytes come first, then a separate stream of the bits above.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 MOST = 16
-# Moves the lowest bits of 8 bytes of a word into its highest byte, the first byte's lowest.
+# Moves the lowest bits of a word's 8 bytes into its highest byte, the first byte's bit lowest.
 _GATHER_BITS = 0x0102040810204080
 
 
@@ -38,7 +38,7 @@ def width(entries: int, bits: int) -> int:
 
 
 def dtype_of(bits: int) -> tf.DType:
-    """Return the dtype that holds a number of so many bits."""
+    """Return the dtype for numbers with this many bits."""
     return tf.uint16 if bits > 8 else tf.uint8
 
 
@@ -61,7 +61,7 @@ def pack(numbers: tf.Tensor, bits: int) -> tf.Tensor:
     groups = -(-entries // 8)
     padded = tf.pad(numbers, [[0, 0], [0, -entries % 8]])
     words = tf.bitcast(tf.reshape(padded, (rows, groups, 8)), tf.uint64)
-    if bits == 1:  # In one multiplication, five times as fast.
+    if bits == 1:  # One multiplication is five times as fast.
         gathered = tf.bitwise.right_shift(words * _word(_GATHER_BITS), _word(56))
         return tf.cast(gathered, tf.uint8)
     for distance, lower, upper in _rounds(bits):
@@ -72,7 +72,7 @@ def pack(numbers: tf.Tensor, bits: int) -> tf.Tensor:
 
 
 def unpack(packed: tf.Tensor, entries: int, bits: int) -> tf.Tensor:
-    """Unpack what `pack` made, of any number of rows.
+    """Unpack any number of rows: the inverse of `pack`.
 
     Example:
         >>> unpack(tf.constant([[209, 1]], tf.uint8), 3, 3).numpy().tolist()
@@ -103,7 +103,7 @@ def unpack(packed: tf.Tensor, entries: int, bits: int) -> tf.Tensor:
 
 
 def _rounds(bits: int) -> Iterator[tuple[int, int, int]]:
-    """Return how far the upper of two neighbours moves down, and masks of where both are then."""
+    """Yield how far the upper of two neighbours moves down, and the masks of both afterwards."""
     for doubled in range(3):
         place, field = 8 << doubled, bits << doubled
         lower = sum((1 << field) - 1 << start for start in range(0, 64, 2 * place))

@@ -1,7 +1,7 @@
-"""A few bits for each entry of a gradient, and no gradient ever lost.
+"""Send a few bits for each entry of a gradient, and lose no gradient.
 
-With K workers a gradient of some columns (see `codec`) is summed in two stages. Columns are striped
-over the workers, each of which owns some:
+With K workers, a gradient of several columns (see `codec`) is summed in two stages. Each worker
+owns some of the columns:
 
     worker k    v = gradient + residual;  code = encode(v);  residual = v - decode(code)
                     | each owner gets its columns of all ranks' codes        (all-to-all)
@@ -9,8 +9,9 @@ over the workers, each of which owns some:
                     | every rank gets every owner's columns                  (all-gather)
     worker k    sum = decode(code), bit for bit the same everywhere
 
-Each worker sends 2 (K-1)/K of a code, as a ring all-reduce does of a gradient, so one bit per entry
-sends about a thirtieth. What rounding takes off now, the residuals add later (error feedback).
+Each worker sends 2 (K-1)/K times a code, as a ring all-reduce sends 2 (K-1)/K times a gradient, so
+one bit per entry sends about a thirtieth. The residuals keep the rounding errors and add them later
+(error feedback).
 
 Sources: Seide et al. 2014 (1-bit SGD); CNTK's `V2AllReduceDistributedCommunicator`.
 """
@@ -30,7 +31,7 @@ from dtk.exchange.base import BatchPart, Exchange, ExchangeOp, Gradient, Trained
 from dtk.exchange.dense import Dense
 from dtk.exchange.state import ExchangeState
 
-# Bits of an entry that is sent as it is.
+# Bits of an entry that is sent unchanged.
 WHOLE = 32
 _EXPECTED = (
     f"expected {codec.BITS[0]} to {codec.BITS[-1]}, or {WHOLE} for whole gradients, as Dense()"
@@ -39,21 +40,22 @@ _EXPECTED = (
 
 @dataclass(frozen=True)
 class Quantized(Exchange):
-    """Send a few bits per entry of a gradient; what that loses is added to the next gradient.
+    """Send a few bits per entry of a gradient; add the rounding error to the next gradient.
 
-    Coded are kernels: gradients of two or more dimensions whose code is at most two thirds as long.
-    Biases and the like travel whole, being few; so do rows of tables (`tf.IndexedSlices`).
+    Only kernels are coded: gradients of two or more dimensions with a code at most two thirds as
+    long. Biases and the like are few and are sent whole; so are rows of tables
+    (`tf.IndexedSlices`).
 
-    Two float32 residuals per entry are kept (one of them only for 1/K of the entries), in
-    checkpoints too. A step in which some rank's gradients are not finite leaves them as they
-    were on all ranks.
+    Each rank keeps two float32 residuals per entry (one of them for only 1/K of the entries), also
+    in checkpoints. If any rank's gradients are not finite in a step, the residuals stay unchanged
+    on all ranks.
 
     Args:
-        bits: 1 to 16 per entry, or 32, which sends whole gradients as `Dense` does. With 1 most
+        bits: 1 to 16 per entry, or 32, which sends whole gradients as `Dense` does. With 1, most
             models need a warm start, see `dtk.exchange.WarmStart`.
 
     Raises:
-        ValueError: Another number of bits.
+        ValueError: `bits` is another number.
 
     Example:
         >>> Quantized(bits=1)
@@ -75,7 +77,7 @@ class Quantized(Exchange):
 
     @property
     def codes(self) -> bool:
-        """Whether anything is quantised at all."""
+        """Whether anything is quantised."""
         return self.bits < WHOLE
 
     @property
@@ -93,7 +95,7 @@ class Quantized(Exchange):
 
 
 def stripes(columns: int, size: int) -> list[tuple[int, int]]:
-    """Return first and last (excluded) of the columns each rank owns.
+    """Return the columns of each rank: the first, and the one after the last.
 
     Example:
         >>> stripes(10, 3)
@@ -104,10 +106,10 @@ def stripes(columns: int, size: int) -> list[tuple[int, int]]:
 
 
 def is_coded(shape: Sequence[int], dtype: tf.DType, bits: int) -> bool:
-    """Return whether such a gradient is quantised.
+    """Return whether a gradient of this shape and dtype is quantised.
 
-    That is a matrix, or more, whose code is at most two thirds as long: with 16 bits for float32,
-    the scales of a column come on top of half.
+    It must have two or more dimensions and a code at most two thirds as long. For float32, a code
+    of 16 bits is half as long, plus the scales of each column.
 
     Example:
         >>> [is_coded(shape, tf.float32, 1) for shape in [(100, 10), (3, 10), (100,)]]
@@ -121,7 +123,7 @@ def is_coded(shape: Sequence[int], dtype: tf.DType, bits: int) -> bool:
 
 
 class QuantizedOp(ExchangeOp):
-    """The two stages, for all coded gradients at once: one message each."""
+    """The two stages for all coded gradients at once, with one message each."""
 
     def __init__(self, communicator: Communicator, state: ExchangeState, bits: int):
         super().__init__(communicator, state)
@@ -174,7 +176,7 @@ class QuantizedOp(ExchangeOp):
     def _quantise(
         self, matrices: list[tf.Tensor], residuals: list[tf.Variable]
     ) -> tuple[list[codec.Code], list[tf.Tensor], list[tf.Tensor]]:
-        """Encode what is given and was left: codes, what they decode to, and what is left then."""
+        """Encode matrices plus residuals; return codes, decoded values and new residuals."""
         wanted = [m + residual for m, residual in zip(matrices, residuals, strict=True)]
         codes = [codec.encode(w, self.bits) for w in wanted]
         decoded = [
@@ -189,9 +191,10 @@ class QuantizedOp(ExchangeOp):
         codes: list[codec.Code],
         whole: list[tf.Tensor | tf.IndexedSlices],
     ) -> None:
-        """Remember what is left, unless some rank's gradients were not finite.
+        """Keep the new residuals, unless some rank's gradients were not finite.
 
-        Such a step may be skipped: then what it sent is lost. What all ranks got tells all of them.
+        The optimizer may skip such a step, and its gradients are then lost. Every rank sees this in
+        the values that all ranks received.
         """
         got = [getattr(w, "values", w) for w in whole] + [code.scales for code in codes]
         finite = [tf.reduce_all(tf.math.is_finite(g)) for g in got if g.dtype.is_floating]
@@ -210,7 +213,7 @@ class QuantizedOp(ExchangeOp):
         shapes: list[tuple[int, int]],
         owned: list[list[tuple[int, int]]],
     ) -> list[tf.Tensor]:
-        """Stage 1: what all ranks sent of the columns this rank owns, summed."""
+        """Stage 1: send codes to the owners; return the sums of this rank's columns."""
         rank, size = self.communicator.rank, self.communicator.size
         blocks = [
             codec.to_bytes([_rows(code, rows[j]) for code, rows in zip(codes, owned, strict=True)])
@@ -233,7 +236,7 @@ class QuantizedOp(ExchangeOp):
         ]
 
     def _sum(self, parts: codec.Code, columns: int, entries: int) -> tf.Tensor:
-        """Sum what the codes of several senders, one below the other, decode to."""
+        """Decode the stacked codes of several senders, and sum them."""
         decoded = codec.decode(parts, entries, self.bits)
         return tf.reduce_sum(tf.reshape(decoded, (-1, columns, entries)), 0)
 
@@ -243,7 +246,7 @@ class QuantizedOp(ExchangeOp):
         shapes: list[tuple[int, int]],
         owned: list[list[tuple[int, int]]],
     ) -> list[codec.Code]:
-        """Stage 2: every owner's columns, for every rank."""
+        """Stage 2: send every owner's columns to every rank."""
         lengths = self._lengths(shapes, owned)
         gathered = self.communicator.allgather(codec.to_bytes(codes), lengths)
         by_rank = [
@@ -257,7 +260,7 @@ class QuantizedOp(ExchangeOp):
     def _lengths(
         self, shapes: list[tuple[int, int]], owned: list[list[tuple[int, int]]]
     ) -> list[int]:
-        """Return the bytes of all codes of each rank's columns."""
+        """Return, for each rank, the bytes of the codes of its columns."""
         return [
             sum(
                 codec.bytes_of(_count(rows[j]), entries, self.bits)

@@ -1,11 +1,10 @@
-"""State that an exchange keeps from step to step: variables that checkpoints keep.
+"""An exchange's state between steps: variables that checkpoints keep.
 
-Each is of one of these kinds, which say what a checkpoint holds, and what another number of ranks
-makes of it:
+The kind of a variable decides what a checkpoint holds, and how another number of ranks restores it:
 
     same      equal on all ranks
-    sum       each rank has its own; what counts is their sum (residuals, gradients not sent yet)
-    mean      each rank has its own; another world goes on from their mean (local momentum)
+    sum       differs by rank; their sum counts (residuals, gradients not sent yet)
+    mean      differs by rank; another number of ranks starts from their mean (local momentum)
     stripe    each rank has some rows of one whole, in rank order
 """
 
@@ -27,23 +26,23 @@ KINDS = ("same", "sum", "mean", "stripe")
 
 
 class StateVariable(NamedTuple):
-    """A variable, and what a checkpoint makes of it."""
+    """A variable, and how checkpoints keep it."""
 
     variable: tf.Variable
     kind: str
-    # first and last (excluded) of the rows of a stripe; None of other kinds
+    # the first row of a stripe, and the one after its last; None for other kinds
     rows: tuple[int, int] | None
 
 
 class SavedItem(TypedDict):
-    """What a checkpoint holds of a variable."""
+    """A checkpoint's entry for a variable."""
 
     kind: str
-    value: Array  # of all ranks, one after the other along a first axis unless the kind is "same"
+    value: Array  # the values of all ranks along the first axis, unless the kind is "same"
 
 
 class ExchangeState:
-    """Named variables, made when a step that is being traced first asks for them.
+    """Named variables, made when a traced step first asks for them.
 
     Example:
         >>> from dtk.communicators.local import LocalCommunicator
@@ -68,7 +67,7 @@ class ExchangeState:
         return [*(kept.variable for kept in self._kept.values()), *self._scratch.values()]
 
     def part(self, prefix: str) -> ExchangeState:
-        """Return this state, with something put before every name."""
+        """Return this state with a prefix before every name."""
         part = copy.copy(self)
         part.prefix = self.prefix + prefix
         return part
@@ -81,13 +80,13 @@ class ExchangeState:
         dtype: tf.DType = tf.float32,
         rows: tuple[int, int] | None = None,
     ) -> tf.Variable:
-        """Return the variable of this name; a new one holds zeros, or what a checkpoint held."""
+        """Return the variable of this name; a new one holds zeros, or a checkpoint's values."""
         if self.prefix + name not in self._kept:
             self._keep(StateVariable(self._make(name, shape, dtype), kind, rows), name)
         return self._kept[self.prefix + name].variable
 
     def keep(self, name: str, kind: str, variable: tf.Variable) -> None:
-        """Save and restore a variable that was made elsewhere as well."""
+        """Also save and restore a variable that was made elsewhere."""
         self._keep(StateVariable(variable, kind, None), name)
 
     def scratch(self, name: str, shape: Sequence[int], dtype: tf.DType) -> tf.Variable:
@@ -110,24 +109,24 @@ class ExchangeState:
         return _outside(make)
 
     def collect(self, root: int | None = None) -> dict[str, SavedItem]:
-        """Return everything remembered, of all ranks; all ranks call it together."""
-        saved = dict(self._restored)  # what no step has asked for yet
+        """Return the saved variables of all ranks; all ranks call it together."""
+        saved = dict(self._restored)  # restored values that no step has asked for yet
         for name, kept in self._kept.items():
             value = tf.convert_to_tensor(kept.variable)
             if kept.kind in ("sum", "mean"):
                 value = self._communicator.allgather(value[None])
             elif kept.kind == "stripe":
                 value = self._communicator.allgather(value)
-            # Files know no bfloat16.
+            # Checkpoint files have no bfloat16.
             value = tf.cast(value, tf.float32) if value.dtype == tf.bfloat16 else value
             if root in (None, self._communicator.rank):
                 saved[name] = {"kind": kept.kind, "value": value.numpy()}
         return saved
 
     def restore(self, saved: dict[str, SavedItem]) -> None:
-        """Go on from what `collect` returned, in a world of any size.
+        """Restore the result of `collect`, with any number of ranks.
 
-        Variables that no step has asked for yet take their values when one does.
+        Variables that no step has asked for yet get their values when a step does.
         """
         self._restored.clear()
         for name, item in saved.items():
@@ -145,21 +144,21 @@ class ExchangeState:
             value = value[rank] if len(value) == size else _shared_out(value, kept.kind, size)
         if value.shape != tuple(kept.variable.shape):
             raise ValueError(
-                f"the checkpoint remembers {name} of shape {value.shape} of the exchange, here it "
-                f"has shape {tuple(kept.variable.shape)}; resume with the exchange that was saved, "
-                "or give resume=False and model.load_weights"
+                f"the checkpoint remembers {name} of shape {value.shape} for the exchange, but "
+                f"here it has shape {tuple(kept.variable.shape)}; resume with the exchange that "
+                "was saved, or use resume=False and model.load_weights"
             )
         kept.variable.assign(tf.cast(value, kept.variable.dtype))
 
 
 def _shared_out(values: Array, kind: str, size: int) -> Array:
-    """Return what each rank of another world gets of what every rank had."""
+    """Return each rank's value in a world of another size, from the values of all ranks."""
     mean = values.mean(0, dtype=np.float64)
     mean = mean if kind == "mean" else mean * (len(values) / size)
     return mean.astype(values.dtype)
 
 
 def _outside(work: Callable[[], _T]) -> _T:
-    """Run in a new thread: outside the graph being traced, its device and its replica."""
+    """Run in a new thread, which is outside the traced graph, its device and its replica."""
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         return thread.submit(work).result()

@@ -1,4 +1,4 @@
-"""Whole gradients first: exact steps until the loss has left its steepest part."""
+"""Send whole gradients at first: exact steps while the loss falls most steeply."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from dtk.exchange.state import ExchangeState
 
 @dataclass(frozen=True)
 class WarmStart(Exchange):
-    """Exchange whole gradients until `samples` rows have been trained on, then as `exchange` does.
+    """Exchange whole gradients for the first `samples` rows, then use `exchange`.
 
-    CNTK's `distributed_after`. There every worker trained on the same whole minibatch until then;
-    here the minibatch is split and whole gradients are summed, which gives the same weights with
-    1/K of the computation.
+    This is CNTK's `distributed_after`. In CNTK, every worker first trains on the same whole
+    minibatch; here the minibatch is split and whole gradients are summed, which gives the same
+    weights with 1/K of the computation.
 
     Args:
-        exchange: What follows.
-        samples: Rows of global batches, counted from one `fit` to the next and kept in checkpoints.
-            The step that reaches them is the last one to exchange whole gradients.
+        exchange: The exchange after the warm start.
+        samples: Rows of global batches, counted over all calls of `fit` and kept in checkpoints.
+            The step that reaches this number is the last to exchange whole gradients.
 
     Raises:
-        ValueError: An argument is out of range; at the first step of a loop of the script's own,
-            where rows are not counted.
+        ValueError: An argument is out of range; or, at the first step, a script's own loop trains,
+            which does not count rows.
 
     Example:
         >>> from dtk.exchange import Quantized
@@ -74,7 +74,7 @@ class WarmStart(Exchange):
 
 
 class WarmStartOp(ExchangeOp):
-    """One op at first, then another."""
+    """Uses one op at first, then another."""
 
     def __init__(self, first: ExchangeOp, later: ExchangeOp, samples: int):
         super().__init__(first.communicator, first.state)

@@ -1,1 +1,1 @@
-"""Input: batches cut by rank, pipelines that end in time, digests of what is read."""
+"""Input: batches cut by rank, pipelines that end in time, digests of the batches read."""

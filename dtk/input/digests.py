@@ -1,9 +1,9 @@
-"""What ranks really read: the same global batches, or they train on the wrong rows.
+"""Digests of batches, by which ranks find out whether they read the same global batches.
 
-Every rank is to read the same batches, of which it takes its own rows. Each batch carries a digest:
-of all its bytes for the first batches a pipeline makes, of entries spread over it for later ones.
-Ranks compare that of the first batch before the first step, and after 2, 4, 8, ... steps and each
-epoch what the digests of all batches so far add up to.
+Every rank must read the same batches and takes its own rows, or it trains on the wrong rows. Each
+batch carries a digest: of all its bytes for a pipeline's first batches, of entries spread over it
+for later ones. Ranks compare the first batch's digest before the first step, and the combined
+digest of all batches so far after 2, 4, 8, ... steps and each epoch.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import tensorflow as tf
 from dtk.input import slicing
 from dtk.nests import Array, Nest
 
-# Of how many batches at its start a pipeline digests all bytes, and how many entries of later ones.
+# Number of first batches digested with all bytes, and of entries digested in later ones.
 _WHOLE_BATCHES = 4
 _ENTRIES = 1024
 
-# How TensorFlow calls the pipeline of batches that were looked at before they were trained on.
+# TensorFlow's name for the pipeline that gives back the batches read before training.
 FIRST_BATCHES = "dtk_first_batches"
 
-# Odd, so that multiplying with it loses nothing.
+# Odd, so that multiplication by it loses no bits.
 _FACTOR = 0x5851F42D4C957F2D
 
 
@@ -42,12 +42,12 @@ def with_digest(
 
 
 def digest_of(number: tf.Tensor, batch: Nest) -> tf.Tensor:
-    """Compute the digest of the batch that a pipeline makes as its `number`-th."""
+    """Compute the digest of a pipeline's batch with this number."""
     return digest(batch, number < _WHOLE_BATCHES)
 
 
 def digest(batch: Nest, whole: bool | tf.Tensor = True) -> tf.Tensor:
-    """Compute a number that tells a batch from others.
+    """Compute a number that differs between different batches.
 
     Example:
         >>> one, other = tf.constant([1.0, 2.0]), tf.constant([2.0, 1.0])
@@ -63,7 +63,7 @@ def digest(batch: Nest, whole: bool | tf.Tensor = True) -> tf.Tensor:
 
 
 def add(before: tf.Tensor, digest: tf.Tensor) -> tf.Tensor:
-    """Combine the digest of a sequence with that of its next element."""
+    """Combine the digest of a sequence with the digest of its next element."""
     return before * tf.constant(_FACTOR, tf.int64) + digest
 
 
@@ -85,7 +85,7 @@ def _digest_of(flat: tf.Tensor) -> tf.Tensor:
 def first_of(
     iterator: tf.data.Iterator, steps: int
 ) -> tuple[slicing.Slices, Iterator[slicing.Slices]]:
-    """Read the first element of an iterator over a dataset, without losing it."""
+    """Read the first element; return it and an iterator over the first `steps` elements."""
     elements = [next(iterator)]
     elements += [element for _, element in zip(range(steps - 1), iterator, strict=False)]
     spec = iterator.element_spec
@@ -95,7 +95,7 @@ def first_of(
 
     @tf.autograph.experimental.do_not_convert
     def as_before(slices: slicing.Slices) -> slicing.Slices:
-        # As many rows as any, as TensorFlow has it for the pipeline; else steps are traced anew.
+        # Give the shapes of the pipeline's spec (any number of rows), or steps are traced anew.
         return tf.nest.map_structure(_of_shape, slices, spec)
 
     options = tf.data.Options()
@@ -116,9 +116,9 @@ _hashes: dict[int, tuple[weakref.ref[Array], int, int]] = {}
 
 
 def hash_of(array: Array) -> int:
-    """Compute a hash of all bytes of an array, once for each array and its place in memory.
+    """Compute a hash of all bytes of an array, once for each array object.
 
-    Arrays that a script changes between two calls are looked at again where a sample has changed.
+    If a script changes the array between two calls, it is hashed again if a sample has changed.
     """
     key, sample = id(array), _hash(array.reshape(-1)[:: max(1, array.size // _ENTRIES)])
     known = _hashes.get(key)

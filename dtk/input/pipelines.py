@@ -1,20 +1,19 @@
 """Pipelines that end when their data does.
 
-While a pipeline is read, TensorFlow models it in a thread of its own, which sizes whatever says
-`tf.data.AUTOTUNE`: after 10 ms, then 20, 40, and so on up to a minute. Who closes the pipeline
-wakes that thread and waits for its end. But it is woken before it can read that it shall end. Where
-it gets a core at once it goes back to sleep, and closing takes as long as it meant to: about as
-long again as the pipeline was read. (`CancellationManager::StartCancel` calls back before it sets
-what `model::Model::OptimizeLoop` reads; TensorFlow 2.21.) A process bound to one core loses nearly
-every time, at the end of every epoch; one with two idle cores one time in ten. When one of many
-ranks does, all wait for it.
+While a pipeline is read, TensorFlow models it in a separate thread, which tunes every
+`tf.data.AUTOTUNE`: after 10 ms, then 20, 40, and so on up to a minute. Closing the pipeline wakes
+that thread and waits for its end. But the thread wakes before the flag that ends it is set. If it
+gets a core at once, it goes back to sleep, and closing waits for this sleep: about as long again as
+the pipeline was read. (`CancellationManager::StartCancel` calls back before it sets the flag that
+`model::Model::OptimizeLoop` reads; TensorFlow 2.21.) On one core this happens nearly every time, at
+the end of every epoch; with two idle cores, one time in ten. If it happens on one of many ranks,
+all wait for that rank.
 
-Without the model TensorFlow reads nothing ahead that does not say so, makes the calls of a `map`
-that says nothing one after the other, and takes AUTOTUNE for as many calls at a time as the process
-has threads, up to 16. So dtk leaves the model out only where it could not gain anything: on one
-core, and where `fit` or `evaluate` is given arrays. A script that sets `autotune.enabled` decides
-for itself. So does Keras, which forbids reading ahead where a `PyDataset` has workers of its own:
-they stop at the end of an epoch.
+Without the model TensorFlow reads ahead only where a pipeline says so, runs the calls of a plain
+`map` one after the other, and takes AUTOTUNE for as many parallel calls as the process has threads,
+up to 16. So dtk disables the model only where it gains nothing: on one core, and where `fit` or
+`evaluate` gets arrays. A script that sets `autotune.enabled` decides for itself. So does Keras,
+which forbids reading ahead if a `PyDataset` has workers: they stop at the end of an epoch.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ def read_ahead(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def in_time(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Prefetch elements of a script's own pipeline where TensorFlow cannot tune it: on one core."""
+    """Prefetch elements of a script's own pipeline on one core, where tuning gains nothing."""
     if not isinstance(dataset, tf.data.Dataset) or dataset.options().autotune.enabled is not None:
         return dataset
     return read_ahead(dataset) if _on_one_core() else dataset
 
 
 def may_not_read_ahead(dataset: tf.data.Dataset) -> bool:
-    """Return whether a dataset's options forbid making elements before they are asked for."""
+    """Return whether a dataset's options forbid reading ahead."""
     return dataset.options().autotune.enabled is False
 
 
@@ -54,7 +53,7 @@ def _on_one_core() -> bool:
 
 
 def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Disable the model by which TensorFlow tunes a pipeline while it is read.
+    """Disable the model that tunes a pipeline while it is read.
 
     Example:
         >>> untuned(tf.data.Dataset.range(3)).options().autotune.enabled

@@ -1,17 +1,17 @@
-"""Cutting before a script maps its rows, so that a rank maps only rows that it keeps.
+"""Cut batches before a script maps its rows, so that a rank maps only the rows that it keeps.
 
-Where a pipeline ends in `.map(decode).batch(n)` and what it maps depends on the row alone, these
-two give a rank the same rows, and the second decodes none in vain:
+If a pipeline ends in `.map(decode).batch(n)` and the map's result depends on the row only, these
+two give a rank the same rows, and the second decodes no row in vain:
 
     rows  ->  decode all  ->  batches of n  ->  own slice of each
     rows  ->  batches of n  ->  own slice of each  ->  rows  ->  decode own  ->  own batches
 
-Rows of one rank are as many in every batch but the last, which ends the data: a batch of them is
-as long as the rank's slice of n rows, and what is left at the end is its slice of the last batch. A
+A rank has the same number of rows in every batch except the last, which ends the data: its batches
+are as long as its slice of n rows, and the rows left at the end are its slice of the last batch. A
 slice without rows is a padding row in both.
 
-What ranks compare of a batch is a digest of its rows before they are mapped; and of what the
-functions hold, which `salt` is of.
+Ranks compare a digest of each batch's rows before they are mapped, plus `salt`, a hash of the
+numbers that the functions hold.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class RowMaps(NamedTuple):
     # dataset of rows, before they are mapped; dense, and each of the same shape
     rows: tf.data.Dataset
     size: int  # rows of a batch
-    # makes batches of so many rows of a dataset, as the pipeline does
+    # makes batches of the given size, as the pipeline does
     batch: Callable[[tf.data.Dataset, int], tf.data.Dataset]
     # maps the second part of a dataset's pairs, as the pipeline maps rows
     apply: Callable[[tf.data.Dataset], tf.data.Dataset]
-    # does to a dataset of batches what the pipeline does to its own
+    # repeats on a dataset of batches the pipeline's operations after `batch`
     behind: Callable[[tf.data.Dataset], tf.data.Dataset]
-    salt: int  # made of what the functions hold, int64; equal where they are
+    salt: int  # hash of the numbers that the functions hold, int64
 
 
 # Takes the number of a batch and the batch; returns its digest.
@@ -66,7 +66,7 @@ def cut_dataset_exactly(
     @tf.autograph.experimental.do_not_convert
     def without_padding(about: tf.Tensor, part: Nest) -> Nest:
         _, count, found = tf.unstack(about[0])
-        if about.shape[0] is not None:  # every batch is as long
+        if about.shape[0] is not None:  # all batches have the same size
             count = _own_rows(maps, rank, size)
         own = tf.nest.map_structure(lambda leaf: None if leaf is None else leaf[:count], part)
         return own if digest is None else (own, found)
@@ -75,7 +75,7 @@ def cut_dataset_exactly(
 
 
 def _own_batches(maps: RowMaps, rank: int, size: int, digest: _Digest | None) -> tf.data.Dataset:
-    """Return batches of one rank's rows, each beside what is known of the whole, once per row."""
+    """Return batches of one rank's rows, with (rows, own rows, digest) repeated for each row."""
 
     @tf.autograph.experimental.do_not_convert
     def cut(number: tf.Tensor, batch: Nest) -> tuple[tf.Tensor, Nest]:
@@ -87,7 +87,7 @@ def _own_batches(maps: RowMaps, rank: int, size: int, digest: _Digest | None) ->
         return tf.repeat(about[None], slicing.count_rows(parts[0]), axis=0), parts[0]
 
     whole = maps.batch(maps.rows, maps.size)
-    # One after the other: of a stream that shuffles no more is to be read ahead than anyway.
+    # Not in parallel: a stream that shuffles must not be read further ahead than the script does.
     own = maps.apply(whole.enumerate().map(cut).unbatch())
     return maps.behind(maps.batch(own, max(_own_rows(maps, rank, size), 1)))
 

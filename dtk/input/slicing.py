@@ -1,15 +1,15 @@
-"""Which rows of a global batch belong to which rank.
+"""Cut global batches: which rows belong to which rank.
 
-Every rank reads the same global batches and keeps its own slice, so all ranks always take the same
-number of steps and nothing can deadlock on data. Slices are contiguous and differ by at most one
-row; with fewer rows than ranks the last ranks' share is none:
+Every rank reads the same global batches and keeps its own slice, so all ranks take the same number
+of steps and nothing can deadlock on data. Slices are contiguous and differ by at most one row; with
+fewer rows than ranks, the last ranks have none:
 
     rows 0..9 over 3 ranks   ->   [0 1 2 3] [4 5 6] [7 8 9]
     rows 0..1 over 3 ranks   ->   [0] [1] []
 
-A slice without rows cannot be computed with: means become 0/0, and TensorFlow's convolution of no
-rows has the wrong shape. So a rank without rows computes with a padding row, the batch's last row,
-and whatever it contributes is counted as nothing.
+A step cannot compute a slice without rows: means become 0/0, and TensorFlow's convolution of no
+rows has the wrong shape. So a rank without rows computes a padding row, the batch's last row, and
+its results count as zero.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Slices(NamedTuple):
     # one structure per replica of this process, in rank order; None marks an absent part of a
     # structure, as in Keras. A slice without rows holds a padding row
     parts: tuple[Nest, ...]
-    # rows that are each part's own, int64 scalars; 0 for a padding row
+    # number of each part's own rows, int64 scalars; 0 for a padding row
     counts: tuple[tf.Tensor, ...]
-    # rows of the whole global batch, int64 scalar; () when only the sum over ranks tells. Being
-    # structure and not a number, it makes TensorFlow trace the step anew
+    # rows of the whole global batch, int64 scalar; () if it is known only as a sum over ranks. ()
+    # is a structure, not a number, so TensorFlow traces the step anew
     rows: tf.Tensor
-    # of the whole global batch, by which ranks find out that they read different ones, int64
-    # scalar; () where ranks are to read different ones, or there is one process
+    # digest of the whole global batch, which ranks compare, int64 scalar; () if each rank reads
+    # different batches, or with one process
     digest: tf.Tensor = ()
 
 
@@ -68,7 +68,7 @@ def check_rows(batch: Nest | Specs) -> list[Leaf | tf.TypeSpec]:
 def count_rows(batch: Nest) -> tf.Tensor:
     """Count the rows of a batch: the leading dimension that its leaves share.
 
-    Zipped datasets may have others: 24 rows beside 8 are 8 rows, each with three of the 24.
+    Zipped datasets may differ: 24 rows beside 8 are 8 rows, each with three of the 24.
     """
     leaves = check_rows(batch)
     if _rows_are_equal(leaves):
@@ -85,13 +85,13 @@ def _rows(leaf: Leaf) -> tf.Tensor:
 
 
 def _rows_are_equal(leaves: Sequence[Leaf]) -> bool:
-    """Whether leaves are known to have equally many rows."""
+    """Return whether static shapes show that all leaves have the same number of rows."""
     known = {leaf.shape[0] for leaf in leaves}
     return len(leaves) == 1 or (len(known) == 1 and None not in known)
 
 
 def _multiples(batch: Nest, rows: tf.Tensor) -> Nest:
-    """Return how many rows of each leaf belong to one of the batch's; None: one."""
+    """Return how many rows of each leaf belong to one row of the batch; None means one."""
     leaves = check_rows(batch)
     if _rows_are_equal(leaves):
         return tf.nest.map_structure(lambda leaf: None, batch)
@@ -100,9 +100,9 @@ def _multiples(batch: Nest, rows: tf.Tensor) -> Nest:
     check = tf.debugging.Assert(
         tf.reduce_all(odd == 0),
         [
-            "the parts of one batch have other numbers of rows, which are no multiples of the "
-            "least, so they cannot be dealt to workers together; choose the batch sizes of zipped "
-            "datasets so, with drop_remainder=True. Rows:",
+            "the parts of one batch have different numbers of rows, which are no multiples of the "
+            "smallest, so workers cannot share them; choose batch sizes of the zipped datasets "
+            "that are multiples, with drop_remainder=True. Rows:",
             *sizes,
         ],
         summarize=len(sizes),
@@ -122,7 +122,7 @@ def _take(leaf: Leaf, begin: tf.Tensor, end: tf.Tensor, multiple: tf.Tensor | No
         start = tf.concat([[begin], tf.zeros_like(leaf.dense_shape[1:])], 0)
         size = tf.concat([[end - begin], leaf.dense_shape[1:]], 0)
         taken = tf.sparse.slice(leaf, start, size)
-        # Slicing forgets the sizes that are known, by which layers are built.
+        # Slicing forgets static sizes, which layers need to be built.
         known = [taken.dense_shape[0], *(_size(leaf, axis) for axis in range(1, leaf.shape.rank))]
         return tf.SparseTensor(taken.indices, taken.values, tf.stack(known))
     return leaf[begin:end]
@@ -149,7 +149,7 @@ def cut(batch: Nest, ranks: Sequence[int], size: int) -> Slices:
     for rank in ranks:
         begin, end = even_bounds(rows, rank, size)
         counts.append(end - begin)
-        # The ranks without rows come last: they take the last row, which counts as none.
+        # Ranks without rows come last: they take the last row as a padding row.
         begin = tf.minimum(begin, rows - 1)
         parts.append(_taken(batch, begin, end, multiples))
     return Slices(tuple(parts), tuple(counts), rows)
@@ -162,7 +162,7 @@ def rows_of(batch: Nest, begin: int, end: int) -> Nest:
 
 
 def cut_exactly(batch: Nest, ranks: Sequence[int], size: int) -> tuple[Nest, ...]:
-    """Cut one global batch without padding rows, as a custom loop iterates over it."""
+    """Cut one global batch without padding rows, for custom loops."""
     rows = count_rows(batch)
     multiples = _multiples(batch, rows)
     return tuple(
@@ -187,8 +187,8 @@ def _pad_rows(leaf: Leaf | None, missing: tf.Tensor) -> Leaf | None:
 def forget_rows(batch: Nest) -> Nest:
     """Hide the number of rows from tracing, so that every rank traces the same ops.
 
-    Slices differ by a row, and a static row count changes the graph (a constant has no gradient, so
-    synchronized batch norm would call one collective fewer on some ranks and wait for ever).
+    Slices differ by a row, and a static row count changes the graph: a constant has no gradient, so
+    synchronized batch norm would call one collective fewer on some ranks and wait forever.
     """
     if tf.executing_eagerly():
         return batch
@@ -198,7 +198,7 @@ def forget_rows(batch: Nest) -> Nest:
 def _forget(leaf: Leaf | None) -> Leaf | None:
     if isinstance(leaf, tf.SparseTensor):
         rows = tf.raw_ops.PlaceholderWithDefault(input=leaf.dense_shape[0], shape=[])
-        # Stacked, and not concatenated, they stay known: layers are built from them.
+        # tf.stack keeps static sizes, which layers need to be built; tf.concat does not.
         sizes = [rows, *(_size(leaf, axis) for axis in range(1, leaf.shape.rank))]
         return tf.SparseTensor(_forget(leaf.indices), _forget(leaf.values), tf.stack(sizes))
     if isinstance(leaf, tf.RaggedTensor):
@@ -210,7 +210,7 @@ def _forget(leaf: Leaf | None) -> Leaf | None:
 
 
 def spec_of(data: Nest | Specs) -> Specs:
-    """Return the specification of batches like this one, with any number of rows."""
+    """Return the specification of a batch with any number of rows."""
     return tf.nest.map_structure(_without_rows, data)
 
 
@@ -222,7 +222,7 @@ def _without_rows(leaf: tf.TypeSpec) -> tf.TypeSpec:
     if isinstance(leaf, tf.SparseTensor | tf.SparseTensorSpec):
         return tf.SparseTensorSpec([None, *leaf.shape[1:]], leaf.dtype)
     if isinstance(leaf, tf.Tensor | tf.TensorSpec):
-        # What tf.py_function makes may be of any rank.
+        # Tensors from tf.py_function may have an unknown rank.
         shape = None if leaf.shape.rank is None else [None, *leaf.shape[1:]]
         return tf.TensorSpec(shape, leaf.dtype)
     return leaf
@@ -260,7 +260,7 @@ def _map(
     size: int,
     ahead: bool,
 ) -> tf.data.Dataset:
-    # Converting this file with AutoGraph would find nothing to convert, in half a second.
+    # No AutoGraph: it would take half a second and find nothing to convert in this file.
     cutting = tf.autograph.experimental.do_not_convert(lambda batch: how(batch, ranks, size))
     return mapped(dataset, on_elements(dataset, cutting), ahead)
 
@@ -268,7 +268,7 @@ def _map(
 def mapped(
     dataset: tf.data.Dataset, function: Callable[_Given, Nest], ahead: bool = True
 ) -> tf.data.Dataset:
-    """Apply a function to every element, in order; in parallel and ahead where allowed."""
+    """Apply a function to every element, in order; in parallel and ahead if allowed."""
     if not ahead or pipelines.may_not_read_ahead(dataset):
         return dataset.map(function, synchronous=True)  # else TensorFlow makes it parallel
     parallel = dataset.map(function, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
@@ -276,10 +276,10 @@ def mapped(
 
 
 def on_elements(dataset: tf.data.Dataset, function: Callable[[Nest], _Made]) -> Function[_Made]:
-    """Return what `dataset.map` is given so that a function gets each element as it is.
+    """Return a function for `dataset.map` that passes each element unchanged to another function.
 
-    TensorFlow passes the parts of a tuple as arguments, which loses whether an element was the pair
-    `(a, b)` or the one input `[a, b]` in a tuple of its own.
+    TensorFlow passes the parts of a tuple as arguments, so the pair `(a, b)` and a tuple around the
+    one input `[a, b]` would look alike.
     """
     if not isinstance(dataset.element_spec, tuple):
         return function

@@ -1,4 +1,4 @@
-"""Strategies: what Keras sees."""
+"""Strategies: who computes what; Keras trains under them."""
 
 from __future__ import annotations
 

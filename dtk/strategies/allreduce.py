@@ -35,31 +35,31 @@ class AllReduceStrategy(DtkStrategy):
 
     Args:
         communicator: "auto" (from the environment), "horovod", "mpi" (mpi4py), "collective"
-            (TensorFlow's own), "local" (one process), or a `dtk.communicators.Communicator`. What
-            a message and a byte take is measured once in each world, and buckets and the like are
-            chosen by it:
-            `print(strategy.communicator.costs)` says what was found and chosen; see
+            (TensorFlow's own), "local" (one process), or a `dtk.communicators.Communicator`. dtk
+            measures the cost of a message and of a byte once in each world and chooses the sizes of
+            buckets and the like by it: `print(strategy.communicator.costs)` shows both; see
             `dtk.communicators.cost_cache`.
-        exchange: What is sent of gradients, and when: a value of `dtk.exchange`, or its short name
-            ("auto", "fp16", "bf16", "1bit" to "16bit"); None sends them as they are.
+        exchange: Which part of the gradients is sent, and when: a value of `dtk.exchange`, or its
+            short name ("auto", "fp16", "bf16", "1bit" to "16bit"); None sends them unchanged.
         model_parallel: How many processes hold the parts of one model, see `dtk.layers`. The
-            processes are then a grid: neighbours, `model_parallel` of them, train on the same rows,
-            and gradients are summed over the `size / model_parallel` processes that hold the same
-            part. 1 is data parallelism alone.
-        memory_growth: Whether TensorFlow takes the memory of this rank's GPU as it needs it; None
-            leaves TensorFlow's default, which is most of it at once. On a host with GPUs every rank
-            sees the one of its local rank alone; see `dtk.strategies.devices`.
+            processes then form a grid: `model_parallel` neighbours train on the same rows, and
+            gradients are summed over the `size / model_parallel` processes that hold the same part.
+            1 is data parallelism only.
+        memory_growth: Whether TensorFlow allocates the memory of this rank's GPU as it needs it;
+            None keeps TensorFlow's default, which takes most of it at once. On a host with GPUs
+            every rank sees only the GPU of its local rank; see `dtk.strategies.devices`.
         self_test: Whether a step is computed on a few rows first, as a whole and in the parts of
-            all ranks, which must agree: "auto" where something in it is not Keras's own, True
-            always, False never (losses of unknown kind are then taken for means over rows).
-        stall_timeout: Seconds after which a job that has stopped moving is ended, with exit code
-            124, and says which rank is missing; 0 for never, None for what DTK_STALL_TIMEOUT says,
-            else 300. Under `dtk run` its option `--stall-timeout` counts instead.
+            all ranks, which must agree: "auto" if a part of the step is not Keras's own, True
+            always, False never (losses of unknown kind then count as means over rows).
+        stall_timeout: Seconds after which a job that makes no progress is ended, with exit code
+            124 and the name of the missing rank; 0: never; None: DTK_STALL_TIMEOUT, or 300. Under
+            `dtk run` its option `--stall-timeout` counts instead.
 
     Raises:
-        ValueError: No such exchange, or it cannot work with this many workers or with parts of
-            models; or this host has GPUs, but fewer than ranks; or processes do not make a grid.
-        TypeError: No exchange, or one of parameter servers.
+        ValueError: The exchange does not exist, or cannot work with this many workers or with parts
+            of models; or this host has GPUs, but fewer than ranks; or the processes do not form a
+            grid.
+        TypeError: The value is not an exchange, or is one for parameter servers.
         CommunicatorError: The communicator cannot start; the message says what to do.
         DisagreementError: Ranks run different scripts or versions of dtk.
 
@@ -118,7 +118,7 @@ class AllReduceStrategy(DtkStrategy):
         return parts[0]
 
     def take_variables(self, variables: Sequence[keras.Variable]) -> None:
-        """Leave plain variables as they are; they belong to every strategy."""
+        """Do nothing: plain variables belong to every strategy."""
 
     def set_per_replica(self, variable: keras.Variable, values: Sequence[tf.Tensor]) -> None:
         """Assign the value of this process's replica."""
@@ -134,24 +134,24 @@ class AllReduceStrategy(DtkStrategy):
         return self.communicator.allgather(rows)
 
     def join_outputs(self, outputs: _Made) -> _Made:
-        """Return outputs as they are; `gather_outputs` has put them together."""
+        """Return outputs unchanged; `gather_outputs` has joined them."""
         return outputs
 
 
 def _joined(
     communicator: str | Communicator, memory_growth: bool | None, stall_timeout: float
 ) -> tuple[Communicator, str]:
-    """Join the ranks and take this rank's device, before TensorFlow starts if possible."""
+    """Connect the ranks and take this rank's device, before TensorFlow starts if possible."""
     if isinstance(communicator, Communicator):
         return communicator, devices.pin(communicator, memory_growth)
     place = cluster.detect() if communicator != "local" else None
-    # Where the launcher does not tell which ranks share a host, the communicator finds out; but
-    # that starts TensorFlow.
+    # If the launcher does not say which ranks share a host, the communicator finds out; but that
+    # starts TensorFlow.
     ahead = place is not None and place.tells_local_rank
     device = devices.pin(place, memory_growth) if place is not None and ahead else ""
     if place is not None and not progress.is_launched():
         roll_call.await_neighbours(place, stall_timeout)
-    # Elsewhere a task that has died is found by its silence; here the launcher sees it at once.
+    # `dtk run` sees at once that a task has died; without it, only the task's silence shows it.
     patient = tf_collectives.let_tasks_be_silent if progress.is_launched() else None
     world = communicators.create(communicator, place, patient)
     return world, device or devices.pin(world, memory_growth)

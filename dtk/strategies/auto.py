@@ -1,4 +1,4 @@
-"""The strategy the environment asks for."""
+"""Choose the strategy that the environment asks for."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from dtk.strategies.parameter_server import ParameterServerStrategy
 def auto_strategy(
     *, memory_growth: bool | None = None, self_test: bool | str = "auto"
 ) -> DtkStrategy:
-    """Choose a strategy by the environment.
+    """Choose a strategy from the environment.
 
     A TF_CONFIG with parameter servers gets an asynchronous `ParameterServerStrategy`; one process
-    with several GPUs a `MirroredStrategy`; everything else an `AllReduceStrategy`, which is plain
-    Keras when the world has one process.
+    with several GPUs gets a `MirroredStrategy`; everything else gets an `AllReduceStrategy`, which
+    is plain Keras for one process.
 
     Args:
-        memory_growth: As of `AllReduceStrategy` and `MirroredStrategy`; parameter servers leave
-            GPUs to TensorFlow.
-        self_test: As of `AllReduceStrategy`.
+        memory_growth: As for `AllReduceStrategy` and `MirroredStrategy`; `ParameterServerStrategy`
+            leaves GPUs to TensorFlow.
+        self_test: As for `AllReduceStrategy`.
 
     Returns:
         The strategy, ready for use.

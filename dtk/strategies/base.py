@@ -1,4 +1,4 @@
-"""What every dtk strategy has besides being a `tf.distribute.Strategy`."""
+"""The base of all dtk strategies: scope, checks of weights, trainers."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class DtkStrategy(Strategy):
 
     def __init_subclass__(cls, **kwargs: object):
         super().__init_subclass__(**kwargs)
-        # Without a docstring of its own, help() shows that of TensorFlow's constructor, which
-        # takes other arguments. The class's docstring describes these.
+        # Without this docstring help() shows TensorFlow's for its constructor, which takes other
+        # arguments. The class's docstring describes the arguments.
         if "__init__" in vars(cls) and not cls.__init__.__doc__:
             cls.__init__.__doc__ = f"Take the arguments that {cls.__name__} describes."
 
@@ -58,7 +58,7 @@ class DtkStrategy(Strategy):
 
     @property
     def cluster_resolver(self) -> JobResolver:
-        """The job and this process's task in it, as TensorFlow names them; see `JobResolver`.
+        """The job and this process's task, in TensorFlow's terms; see `JobResolver`.
 
         Example:
             >>> import dtk
@@ -95,16 +95,16 @@ class DtkStrategy(Strategy):
     def check_weights(self, model: keras.Model) -> int:
         """Compare a model's weights and optimizer state over all replicas, bit for bit.
 
-        `fit` does so after its first step and after every epoch; this is for scripts that want to
-        know at another time, such as after changing weights by themselves. Every rank calls it.
-        Under an exchange with local steps (`BlockMomentum`, `ModelAveraging`) weights
-        are equal between calls of `fit`, and optimizer state, each worker's own, is left out.
+        `fit` compares them after its first step and after every epoch. Call this on every rank to
+        compare at another time, for example after a script has changed weights. Under an exchange
+        with local steps (`BlockMomentum`, `ModelAveraging`) weights are equal between calls of
+        `fit`; optimizer state differs by worker and is left out.
 
         Args:
             model: Compiled in this strategy's scope.
 
         Returns:
-            How many variables were compared, all of them equal.
+            The number of variables compared; all are equal.
 
         Raises:
             DisagreementError: On every rank, naming the first variable that differs.

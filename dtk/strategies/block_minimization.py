@@ -1,4 +1,4 @@
-"""Delayed proximal gradient as one call: arguments, the call, its result."""
+"""Delayed proximal gradient: `minimize_blocks`, its checks and its result."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from dtk.parameter_server.proximal.methods import check_blocks, check_tau, is_wh
 from dtk.parameter_server.scheduler import Staleness
 from dtk.strategies.parameter_server import ParameterServerStrategy
 
-# A rate above its bound by rounding is not above it.
+# Allows a rate to exceed its bound by rounding.
 _ROUNDING = 1 + 1e-9
 
 
 @dataclass(frozen=True)
 class BlockResult:
-    """Result of `minimize_blocks`, and what it took."""
+    """Result of `minimize_blocks`, with staleness and traffic."""
 
-    weights: Array  # the weights, like those given
+    weights: Array  # same shape and dtype as the first values
     objective: dict[int, float]  # steps applied -> F(w) after them; 0 is the start
-    # how many earlier steps were missing from the weights that gradients were computed at; see
+    # how many earlier steps were missing in the weights at which gradients were computed; see
     # `dtk.parameter_server.scheduler.Staleness`
     staleness: Staleness
     # per worker: gradients computed ("steps"), bytes "pulled" from and "pushed" to the servers, and
@@ -53,45 +53,45 @@ def minimize_blocks(
 ) -> BlockResult:
     """Minimise a loss summed over rows plus `l1 * |weights|_1`, one block of weights a step.
 
-    Call it on the chief, outside the strategy's scope. The rows are cut into a part per worker, and
-    a part is sent to a worker when it first computes it. In a step every part's gradient is pushed,
-    of one block only, and workers pull only what was updated since: about 1/blocks of the weights
-    each way. They still differentiate the whole loss. With tau=0 the result is that of one process;
-    with more, workers do not wait for each other in every step. A worker that is killed changes
-    nothing: its part goes to another.
+    Call it on the chief, outside the strategy's scope. The rows are cut into one part per worker;
+    a part is sent to a worker when the worker first computes it. In each step every part's gradient
+    is pushed for one block only, and workers pull only weights updated since: about 1/blocks of the
+    weights each way. They still differentiate the whole loss. With tau=0 the result is the same as
+    in one process; with more, workers do not wait for each other in every step. If a worker is
+    killed, its part goes to another and the result does not change.
 
-    The strategy's consistency, which is about `fit`, does not matter here.
+    The strategy's consistency only concerns `fit` and does not matter here.
 
     Args:
-        strategy: Where to compute.
+        strategy: The strategy whose workers and servers compute.
         loss: Called as `loss(weights, *rows)` with the weights and some rows of `data`, all
-            tensors, inside a graph; returns one number per row, of shape (rows,). Convex, for the
-            rate's bound to hold.
+            tensors, inside a graph; returns one number per row, of shape (rows,). It must be convex
+            for the rate's bound to hold.
         weights: First values, of shape (entries, ...), float32 or float64. Blocks are cut along the
             first axis.
-        data: An array, or a tuple of arrays, with the same number of rows; floating ones are cast
-            to the type of the weights.
-        blocks: How many blocks the weights are cut into, as even as can be.
-        steps: How many steps to take.
+        data: An array, or a tuple of arrays, with the same number of rows; floating-point arrays
+            are cast to the dtype of the weights.
+        blocks: Number of blocks the weights are cut into, as evenly as possible.
+        steps: Number of steps.
         l1: Weight of the L1 norm, at least 0.
         rate: Step size, one number or one per block; None for `rate_bound(smoothness, tau)`.
-        smoothness: L of the loss, one number or one per block, such as `least_squares_smoothness`
-            gives; with it, a rate above the bound is refused.
+        smoothness: L of the loss, one number or one per block, for example from
+            `least_squares_smoothness`; if given, a rate above the bound is refused.
         tau: Step t starts once every step before t - tau is applied.
-        order: "cyclic"; "random", each block as likely; a sequence of blocks, repeated when it is
-            over; or a function of the step.
-        seed: Of the random order.
-        record_every: Compute the objective every so many steps, and after the last; None for once
-            in `blocks` steps. It costs about a third of a step.
+        order: "cyclic"; "random", all blocks with equal probability; a sequence of blocks,
+            repeated at its end; or a function of the step.
+        seed: Seed of the random order.
+        record_every: Number of steps between two computations of the objective, which is also
+            computed after the last step; None: `blocks`. It costs about a third of a step.
         on_record: Called as `on_record(steps, objective)` each time.
 
     Returns:
         Weights, objective, staleness and traffic.
 
     Raises:
-        ValueError: An argument that cannot be; the message says which and what was expected.
+        ValueError: An argument is invalid; the message says which and what was expected.
         FloatingPointError: The objective is not a finite number.
-        ClusterError: A parameter server is lost, or every worker.
+        ClusterError: A parameter server or every worker is lost.
 
     Example:
         >>> def squares(weights, x, y):
@@ -148,8 +148,8 @@ def _check_strategy(strategy: tf.distribute.Strategy) -> None:
         raise ValueError("the evaluator takes no steps; call minimize_blocks on the chief only")
     if tf.distribute.has_strategy():
         raise ValueError(
-            "minimize_blocks was called inside strategy.scope(); call it outside, for it deals "
-            "blocks to the servers itself"
+            "minimize_blocks was called inside strategy.scope(); call it outside: it places blocks "
+            "on the servers itself"
         )
 
 
@@ -185,9 +185,9 @@ def _checked_rate(rate: Numbers | None, smoothness: Numbers | None, blocks: int,
     if bound is not None and np.any(rates > bound * _ROUNDING):
         block = int(np.argmax(rates / bound))
         raise ValueError(
-            f"rate={rates[block]:g} of block {block} is above {bound[block]:.4g}, up to which "
-            f"gradients late by tau={tau} steps are known to converge; leave the rate out, or, to "
-            "try it nevertheless, the smoothness"
+            f"rate={rates[block]:g} of block {block} is above {bound[block]:.4g}, the largest rate "
+            f"known to converge with gradients late by tau={tau} steps; leave out the rate, or, to "
+            "use it anyway, the smoothness"
         )
     return rates
 

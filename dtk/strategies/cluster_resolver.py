@@ -1,4 +1,4 @@
-"""Which task of which job this process is, in the words of TensorFlow's cluster resolvers.
+"""This process's job and task, in the terms of TensorFlow's cluster resolvers.
 
 | started with | task_type, task_id | cluster_spec() |
 |---|---|---|
@@ -8,10 +8,10 @@
 | `mpirun`, `srun` over Horovod, `dtk run --communicator horovod` | "worker", rank | host names |
 | parameter servers | "chief", 0 (or "evaluator", 0) | chief, workers, servers |
 
-Plain `python` is what TensorFlow's own `TFConfigClusterResolver` says without TF_CONFIG. MPI and
-Horovod open ports as they need them, so their addresses are not known in advance: there a task
-is the name of its host, without a port, and `master` refuses to make an address of it. The
-evaluator is left out of `cluster_spec()`: it works beside the cluster, and has no rank in it.
+For plain `python` the result is that of TensorFlow's own `TFConfigClusterResolver` without
+TF_CONFIG. MPI and Horovod open ports as they need them, so addresses are not known in advance: a
+task is then the name of its host without a port, and `master` refuses to make an address of it.
+The evaluator is left out of `cluster_spec()`: it works beside the cluster and has no rank in it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import tensorflow as tf
 
 from dtk.communicators.base import Communicator
 
-# "host:port"; an IPv6 host stands in brackets.
+# "host:port"; an IPv6 host has brackets.
 _ADDRESS = re.compile(r"(\[[^\[\]]+\]|[^:\[\]]+):[0-9]+")
 
 
 class JobResolver(tf.distribute.cluster_resolver.SimpleClusterResolver):
-    """A `tf.distribute.cluster_resolver.ClusterResolver` of the job that the launcher describes.
+    """A `tf.distribute.cluster_resolver.ClusterResolver` for the launcher's job.
 
-    Made by strategies: `strategy.cluster_resolver`.
+    Strategies make it: `strategy.cluster_resolver`.
 
     Example:
         >>> import tensorflow as tf
@@ -42,7 +42,7 @@ class JobResolver(tf.distribute.cluster_resolver.SimpleClusterResolver):
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """Return the address of a task, which TensorFlow 1's sessions ask for."""
+        """Return the address of a task, for sessions of TensorFlow 1."""
         if task_type is not None and task_id is not None:
             address = self.cluster_spec().task_address(task_type, task_id)
             if not _has_port(address):
@@ -59,14 +59,14 @@ class JobResolver(tf.distribute.cluster_resolver.SimpleClusterResolver):
         task_id: int | None = None,
         config_proto: tf.compat.v1.ConfigProto | None = None,
     ) -> dict[str, int]:
-        """Count the GPUs that this process computes on, without starting TensorFlow on them."""
+        """Count the GPUs that this process uses, without starting TensorFlow on them."""
         del task_type, task_id, config_proto
         gpus = tf.config.get_visible_devices("GPU")
         return {"GPU": len(gpus)} if gpus else {}
 
 
 def resolve(communicator: Communicator) -> JobResolver:
-    """Describe the job that a communicator's ranks form."""
+    """Describe the job of a communicator's ranks."""
     environment, rank, size = communicator.environment, communicator.rank, communicator.size
     if size == 1 and (environment is None or environment.kind == "single"):
         return JobResolver(tf.train.ClusterSpec({}))
@@ -85,9 +85,9 @@ def resolve(communicator: Communicator) -> JobResolver:
 
 
 def _addresses(communicator: Communicator) -> tuple[str, ...]:
-    """Return an address for each rank, or else its host's name; "" where neither is known."""
+    """Return an address for each rank, or its host's name; "" if both are unknown."""
     environment = communicator.environment
-    # Those under Slurm are where collectives listen; with another transport no rank does.
+    # Under Slurm only TensorFlow's collectives listen at these addresses.
     if environment is not None and (environment.roles or communicator.name == "collective"):
         return environment.addresses
     return communicator.hosts or ("",) * communicator.size

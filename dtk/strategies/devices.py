@@ -1,9 +1,8 @@
-"""Which GPU a rank computes on: chosen, and set in TensorFlow, before TensorFlow starts.
+"""Choose a rank's GPU and set it in TensorFlow before TensorFlow starts.
 
-TensorFlow starts on every GPU that is visible, and takes most of the memory of each. So of several
-ranks on a host each hides all GPUs but its own, from this process, while that can still be done:
-before an operation runs, and before anything lists *logical* devices. Listing physical or visible
-ones starts nothing.
+TensorFlow starts on every visible GPU and takes most of its memory. So if a host has several ranks,
+each hides all GPUs except its own from its process. That works only before an operation runs and
+before anything lists *logical* devices. Listing physical or visible devices starts nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def pin(place: Environment | Communicator, memory_growth: bool | None = None) ->
         raise ValueError(at_rank(place.rank, str(error))) from None
     if index is None:
         return _CPU
-    # In a world of one the other GPUs are the script's, as without dtk.
+    # A single process keeps all GPUs visible, as without dtk.
     if place.size > 1:
         try:
             tf.config.set_visible_devices([gpus[index]], "GPU")
@@ -57,7 +56,7 @@ def pin(place: Environment | Communicator, memory_growth: bool | None = None) ->
 def choose_gpu(
     local_rank: int, local_size: int, names: Sequence[str], restricted: str | None = None
 ) -> int | None:
-    """Choose the GPU of a process among those it sees.
+    """Choose a process's GPU from the visible ones; None if there are none.
 
     Example:
         >>> choose_gpu(1, 2, ["GPU:0", "GPU:1"])
@@ -68,7 +67,7 @@ def choose_gpu(
     if not names:
         return None
     if restricted and len(names) == 1:
-        return 0  # the launcher has given every rank one
+        return 0  # the launcher has given each rank one GPU
     if local_rank < len(names):
         return local_rank
     raise ValueError(
@@ -79,7 +78,7 @@ def choose_gpu(
 
 
 def restricted_by(visible: Sequence[str]) -> str | None:
-    """Return what hides GPUs of this host from this process, as far as that is known."""
+    """Return the setting that hides GPUs of this host from this process, if known."""
     chosen = os.environ.get(_VARIABLE)
     if chosen is not None:
         return f"{_VARIABLE}={chosen}"
@@ -91,7 +90,7 @@ def restricted_by(visible: Sequence[str]) -> str | None:
 def set_memory_growth(
     gpus: Sequence[tf.config.PhysicalDevice], memory_growth: bool | None, rank: int = 0
 ) -> None:
-    """Set whether TensorFlow allocates the memory of GPUs as it needs it."""
+    """Set whether TensorFlow allocates GPU memory as it needs it."""
     if memory_growth is None:
         return
     try:
@@ -106,13 +105,13 @@ def set_memory_growth(
 
 
 def given(device: str) -> str | None:
-    """Return the one GPU that the launcher has given this process."""
+    """Return the name of the GPU that the launcher has given this process, if it gave one."""
     one = device != _CPU and len(tf.config.list_physical_devices("GPU")) == 1
     return os.environ.get(_VARIABLE) if one else None
 
 
 def warn_of_shared(names: Sequence[str | None], communicator: Communicator) -> None:
-    """Warn on rank 0 when ranks of one host were given a GPU of the same name."""
+    """Warn on rank 0 if the launcher gave ranks of one host a GPU of the same name."""
     environment = communicator.environment
     if communicator.rank or (environment is not None and environment.kind == "slurm"):
         return  # Slurm may show every task its own GPU under the number 0

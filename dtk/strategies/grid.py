@@ -1,4 +1,4 @@
-"""Processes in two dimensions: those that hold parts of one model, and those that hold the same."""
+"""A grid of processes: one dimension holds the parts of a model, the other its replicas."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from dtk.exchange.base import Exchange
 
 @dataclass(frozen=True)
 class Grid:
-    """The two groups that a process is in.
+    """The two groups of a process.
 
-    Rank r has place `r % parts` in its model and place `r // parts` among replicas, so that the
-    parts of a model are on neighbouring ranks, which launchers put on one host where they can.
+    Rank r has place `r % parts` in its model and place `r // parts` among replicas. So the parts of
+    a model are on neighbouring ranks, which launchers put on one host if possible.
     """
 
     data: Communicator  # the processes that hold the same part, one of each replica
     model: Communicator  # the processes that hold the parts of one replica
 
     def learn_from(self, world: Communicator) -> None:
-        """Give both groups what all ranks have learnt about each other."""
+        """Give both groups what all ranks know: whether processors are alike, and the costs."""
         for group in (self.data, self.model):
             if group is not world:
                 group.learn(world.alike, world.costs)
 
     def check_exchange(self, exchange: Exchange) -> None:
-        """Check that an exchange of gradients works where models are in parts."""
+        """Check that an exchange works with models in parts."""
         if self.model.size > 1 and isinstance(exchange, Auto):
             raise ValueError(
                 at_rank(
@@ -42,7 +42,7 @@ class Grid:
 
 
 def make_grid(world: Communicator, parts: int) -> Grid:
-    """Divide ranks into models of so many parts. Every rank calls it.
+    """Divide ranks into models of `parts` parts. Every rank calls it.
 
     Example:
         >>> from dtk.communicators.local import LocalCommunicator

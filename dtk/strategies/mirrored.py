@@ -1,4 +1,4 @@
-"""One process, several devices."""
+"""Training over the devices of one process."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class MirroredStrategy(DtkStrategy):
     """Synchronous data-parallel training over the devices of one process.
 
     Args:
-        devices: A list of device names, or how many: GPUs where there are enough, else logical CPU
-            devices. None takes every GPU, or the one CPU.
-        memory_growth: Whether TensorFlow takes the memory of GPUs as it needs it; None leaves
-            TensorFlow's default, which is most of it at once.
-        self_test: As of `AllReduceStrategy`.
+        devices: A list of device names, or their number: GPUs if there are enough, else logical CPU
+            devices. None takes every GPU, or the CPU if there is none.
+        memory_growth: Whether TensorFlow allocates GPU memory as it needs it; None keeps
+            TensorFlow's default, which takes most of it at once.
+        self_test: As for `AllReduceStrategy`.
 
     Raises:
-        ValueError: There are fewer devices than asked and TensorFlow has already started, so that
-            logical ones can no longer be made.
+        ValueError: There are fewer devices than asked for, and TensorFlow has already started, so
+            no logical devices can be added.
 
     Example:
         >>> import dtk
@@ -54,7 +54,7 @@ class MirroredStrategy(DtkStrategy):
         self.self_test = is_wanted(self_test)
         _warn_of_others()
         with quiet.device_start():
-            # It must be the same for all GPUs that are visible, also those that are not used.
+            # The setting must be the same for all visible GPUs, even unused ones.
             set_memory_growth(tf.config.get_visible_devices("GPU"), memory_growth)
             names = find_devices(devices)
         super().__init__(tf_mirrored.MirroredExtended(self, devices=names), LocalCommunicator())
@@ -74,11 +74,11 @@ class MirroredStrategy(DtkStrategy):
         kwargs: dict[str, Nest] | None = None,
         options: tf.distribute.RunOptions | None = None,
     ) -> _Made:
-        """Run a function on every replica; in `tf.function` each replica is a function of its own.
+        """Run a function on every replica; in `tf.function` each replica is a separate function.
 
-        In one graph TensorFlow runs stateful ops (an Assert, say) in the order they were traced:
-        the second replica's first would wait for the first replica's last, which waits for a
-        reduction that the second has yet to reach.
+        In one graph TensorFlow runs stateful ops (such as Assert) in the order of tracing. The
+        second replica's first stateful op would wait for the first replica's last, which waits for
+        a reduction that the second replica has not reached.
         """
         model_scope.check_distributed(fn, self)
         return super().run(_isolated(fn), args=args, kwargs=kwargs, options=options)
@@ -111,7 +111,7 @@ class MirroredStrategy(DtkStrategy):
         return tf_variables.components(variable.value)
 
     def gather_outputs(self, outputs: _Made) -> _Made:
-        """Return outputs as they are; `join_outputs` puts those of all replicas together."""
+        """Return outputs unchanged; `join_outputs` joins the rows of all replicas."""
         return outputs
 
     def join_outputs(self, outputs: _Made) -> _Made:
@@ -141,7 +141,7 @@ def _isolated(fn: Function[_Made]) -> Function[_Made]:
         return fn
     function = tf.function(fn)
 
-    # Given a tf.function, TensorFlow would trace all replicas into that one; so it gets this.
+    # TensorFlow would trace all replicas into one tf.function, so it gets this plain one.
     @tf.autograph.experimental.do_not_convert
     def call(*args: Nest, **kwargs: Nest) -> _Made:
         return function(*args, **kwargs)
@@ -150,7 +150,7 @@ def _isolated(fn: Function[_Made]) -> Function[_Made]:
 
 
 def find_devices(devices: int | Sequence[str] | None) -> list[str]:
-    """Find the devices to use, and make logical CPU devices where there are too few."""
+    """Find the devices to use; make logical CPU devices if there are too few."""
     if devices is None:
         kind = "GPU" if tf.config.get_visible_devices("GPU") else "CPU"
         return [device.name for device in tf.config.list_logical_devices(kind)]
@@ -161,7 +161,7 @@ def find_devices(devices: int | Sequence[str] | None) -> list[str]:
     if len(tf.config.get_visible_devices("GPU")) >= devices:
         return [device.name for device in tf.config.list_logical_devices("GPU")[:devices]]
     cpus = tf.config.list_physical_devices("CPU")
-    # The script may have asked for more, and once TensorFlow has started it is too late to ask.
+    # Keep a script's request for more devices; after TensorFlow has started it is too late.
     asked = tf.config.get_logical_device_configuration(cpus[0]) or []
     if len(asked) < devices:
         with contextlib.suppress(RuntimeError):

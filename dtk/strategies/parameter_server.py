@@ -42,29 +42,29 @@ class ParameterServerStrategy(JobStrategy, DtkStrategy, tf_servers.ServerStrateg
     """Training with weights on parameter servers, synchronous or not.
 
     Every task runs the same script. Workers and parameter servers stay in this constructor, serve,
-    and end with the job; the chief comes back from it and runs `fit`. So does the evaluator, if the
-    job has one, but its `fit` evaluates the checkpoints that the chief saves (see
-    `dtk.parameter_server.evaluator`). A worker that is lost loses nothing: its step goes to
-    another, and when it is started again it takes part again.
+    and end with the job; the chief leaves it and runs `fit`. So does the evaluator, if the job has
+    one, but its `fit` evaluates the checkpoints that the chief saves (see
+    `dtk.parameter_server.evaluator`). If a worker is lost, no step is lost: another worker takes
+    over its step, and a restarted worker takes part again.
 
-    What a step is depends on the consistency. "sync": one global batch, cut over the workers, and
-    the sum of exactly N gradients applied, so the weights are those of one process. "async" and
-    `BoundedDelay`: one batch of `batch_size` rows on one worker, applied on its own. Either way
+    The consistency decides what a step is. "sync": one global batch, cut over the workers; the sum
+    of exactly N gradients is applied, so the weights equal those of one process. "async" and
+    `BoundedDelay`: one batch of `batch_size` rows on one worker, applied by itself. Either way
     `fit` of R rows takes ceil(R / batch_size) steps an epoch, and each is applied exactly once.
 
     Args:
         consistency: "sync", "async", `Sync(backup_workers=b)` or `BoundedDelay(tau)`.
         variable_partitioner: Cuts large variables into parts on several servers, such as
             `tf.distribute.experimental.partitioners.MinSizePartitioner()`; None cuts none. An
-            optimizer takes each part for itself. Those that need the whole of a variable (Lamb,
-            LARS, Adafactor, Muon's matrices) are refused; one of your own must not be such.
+            optimizer updates each part separately. Optimizers that need the whole variable (Lamb,
+            LARS, Adafactor, Muon's matrices) are refused; your own optimizers must not need it.
         exchange: A `dtk.exchange.Downpour`, to push and fetch less, or a `Quantized`, to push a few
             bits of each entry ("1bit" and the like for short); None sends every gradient.
-        self_test: As of `AllReduceStrategy`; only steps that are cut over workers need it.
+        self_test: As for `AllReduceStrategy`; only steps that are cut over workers need it.
 
     Raises:
-        ClusterError: TF_CONFIG describes no such job, or a task does not come up.
-        ValueError: The consistency is none, or leaves no worker.
+        ClusterError: TF_CONFIG describes no such job, or a task does not start.
+        ValueError: The consistency does not exist, or leaves no worker.
 
     Example:
         >>> import dtk
@@ -101,9 +101,9 @@ class ParameterServerStrategy(JobStrategy, DtkStrategy, tf_servers.ServerStrateg
             self._become_chief(config, variable_partitioner)
 
     def _become_evaluator(self, config: cluster.TFConfig) -> None:
-        """Evaluate, in plain Keras, beside the job."""
+        """Evaluate in plain Keras beside the job."""
         self.chief = run_server.Chief(config)
-        # One that is started again may come when training is over, and has evaluations to make.
+        # A restarted evaluator may come after training, when the chief is gone; it still evaluates.
         if int(os.environ.get(RESTARTS) or 0) == 0:
             self.chief.await_()
         progress.start()
@@ -149,11 +149,11 @@ class ParameterServerStrategy(JobStrategy, DtkStrategy, tf_servers.ServerStrateg
 
     @property
     def processes(self) -> int:
-        """Number of processes that compute: the chief, and the workers behind it."""
+        """Number of processes that compute: the chief and the workers."""
         return 1 if self.is_evaluator else 1 + self.workers
 
     def make_trainer(self, model: keras.Model) -> DistributedTrainer:
-        """Make a trainer whose steps run on workers, or the evaluator's, which takes none."""
+        """Make a trainer whose steps run on workers, or the evaluator's, which takes no steps."""
         made = (
             evaluator.EvaluatorTrainer
             if self.is_evaluator
@@ -175,7 +175,7 @@ class ParameterServerStrategy(JobStrategy, DtkStrategy, tf_servers.ServerStrateg
                     keras_variables.move_variable(variable)
 
     def take_metric_state(self, variables: Sequence[keras.Variable]) -> None:
-        """Move the state of metrics that was created outside the scope to the chief."""
+        """Move metric state that was created outside the scope to the chief."""
         self.take_variables(variables)
 
     def set_per_replica(self, variable: keras.Variable, values: Sequence[tf.Tensor]) -> None:
@@ -200,7 +200,7 @@ class ParameterServerStrategy(JobStrategy, DtkStrategy, tf_servers.ServerStrateg
             model: A model trained under this strategy.
 
         Returns:
-            The schedule, with what it has observed.
+            The schedule, with its statistics.
 
         Raises:
             ValueError: The model has not been trained under this strategy.
@@ -244,8 +244,8 @@ def _checked(
         )
     if isinstance(consistency, consistency_models.Sync):
         raise ValueError(
-            f"exchange={given!r} with consistency={consistency!r}: workers that train on by "
-            'themselves are not synchronous; use "async" or BoundedDelay(tau)'
+            f"exchange={given!r} with consistency={consistency!r}: workers with local steps "
+            'are not synchronous; use "async" or BoundedDelay(tau)'
         )
     if isinstance(consistency, consistency_models.BoundedDelay) and given.fetch > given.push_every:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What a strategy does when it starts: ranks agree on a seed and a script, and end together."""
+"""The start of a strategy: ranks agree on a script and a seed, and will end together."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from dtk.strategies import devices, watching
 from dtk.trainer.ranks import rank_checks
 from dtk.version import __version__, is_tested, requirement
 
-# Which kernels compute, so that what one rank adds up is what another does.
+# Variables that choose kernels; ranks must agree on them to compute the same sums.
 _KERNELS = ("TF_ENABLE_ONEDNN_OPTS", JIT_COMPILE, FUSED_BATCH_NORM, FUSED_ADAM)
 
 
 def agree(
     communicator: Communicator, device: str, stall_timeout: float, **chosen: str
 ) -> int | None:
-    """Check that all ranks run the same program, and share one seed; end together on an exception.
+    """Check that all ranks run the same program; share a seed; end together on an exception.
 
-    The communicator then knows how ranks compute, and what its messages cost.
+    Afterwards the communicator knows whether processors are alike, and what messages cost.
     """
     if communicator.size == 1:
         return None
@@ -46,7 +46,7 @@ def agree(
     processors = [kind for kind, _ in gathered]
     devices.warn_of_shared([name for _, name in gathered], communicator)
     costs = communicator.costs
-    # What sends nothing has nothing to measure.
+    # The null communicator sends nothing, so there is nothing to measure.
     measures = communicator.name != "null" and not determinism.is_asked_for()
     if measures and costs is None:
         costs = calibrate(communicator, device, processors)
@@ -56,7 +56,7 @@ def agree(
 
 @functools.cache  # once in a process
 def tell_untested_versions() -> None:
-    """Say that dtk was not tested with this TensorFlow or Keras, though no name is missing."""
+    """Print a warning if dtk was not tested with this TensorFlow or Keras."""
     for package, found in (("tensorflow", tf.__version__), ("keras", keras.__version__)):
         if not is_tested(package, found):
             print(
@@ -81,9 +81,9 @@ def check_same_program(communicator: Communicator, **chosen: str) -> None:
 
 
 def processor() -> str:
-    """Describe what this process computes with.
+    """Describe this process's processor, threads and GPU.
 
-    Where two processes are described alike, equal operations give equal bits.
+    If two processes have equal descriptions, equal operations give equal bits.
     """
     threads = os.environ.get("TF_NUM_INTRAOP_THREADS") or len(os.sched_getaffinity(0))
     gpus = tf.config.get_visible_devices("GPU")
@@ -103,7 +103,7 @@ def share_seed(communicator: Communicator) -> int | None:
     """Give all ranks one seed, unless the script has set one, so that all shuffle alike.
 
     Every rank reads the same global batches and keeps a slice of each, so the order of rows must be
-    the same everywhere. What must differ by rank, such as dropout masks, is spread in `fit`.
+    the same on all ranks. `fit` derives the seeds that must differ by rank, such as for dropout.
     """
     proposal = random.SystemRandom().randrange(2**31)
     gathered = communicator.allgather_object((tf_replicas.global_seed(), proposal))
@@ -120,17 +120,17 @@ def share_seed(communicator: Communicator) -> int | None:
 
 
 def end_together(communicator: Communicator) -> None:
-    """Name the failing rank on an uncaught exception, and end the process at once."""
+    """On an uncaught exception, name this rank and end the process at once."""
     host = communicator.hosts[communicator.rank] if communicator.hosts else "this host"
     end_at_once(f"rank {communicator.rank} on {host}", communicator.rank)
 
 
 def end_at_once(name: str, rank: int = 0) -> None:
-    """End the process abruptly on an uncaught exception, and say which task failed.
+    """On an uncaught exception, name the failed task and end the process abruptly.
 
-    An orderly shutdown would wait for the other tasks, who wait for this one. Ending abruptly lets
-    the launcher (dtk run, mpirun, srun) see the failure and stop the rest. A hook the script has
-    set before still runs, and prints in Python's own way if there is none.
+    An orderly shutdown would wait for the other tasks, which wait for this one. An abrupt end lets
+    the launcher (dtk run, mpirun, srun) see the failure and stop the rest. The previous hook,
+    Python's or the script's, runs first.
     """
     before = sys.excepthook
 
@@ -138,7 +138,7 @@ def end_at_once(name: str, rank: int = 0) -> None:
         sys.stdout.flush()
         before(kind, error, trace)
         advice = rank_files.advice(traceback.format_exception_only(error), rank)
-        if advice and not progress.is_launched():  # whose launcher says it last
+        if advice and not progress.is_launched():  # `dtk run` prints the advice itself, at the end
             print(advice, file=sys.stderr)
         print(f"dtk: {name} failed; ending the job", file=sys.stderr)
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Watching for stalls in jobs that dtk has not launched; see `dtk.cluster.heartbeats`."""
+"""Watch for stalls in jobs that `dtk run` has not started; see `dtk.cluster.heartbeats`."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from dtk.communicators.base import Communicator
 from dtk.errors import ClusterError
 
 DEFAULT_TIMEOUT = 300.0
-# Seconds for all ranks to reach rank 0: it has a few addresses, some of which may lead nowhere.
+# Seconds for all ranks to reach rank 0; some of its addresses may be unreachable.
 _REACH = 30.0
 
 
 class _Meeting(NamedTuple):
-    """What rank 0 tells the others, by the communicator."""
+    """Rank 0's message to the other ranks: how to reach its listener."""
 
-    timeout: float  # seconds in which the job must move; 0: nobody watches
-    addresses: tuple[str, ...] = ()  # where it may be reached
-    port: int = 0  # where it listens
-    secret: bytes = b""  # what shows that it is spoken to by a rank of this job
+    timeout: float  # seconds in which the job must make progress; 0: no watch
+    addresses: tuple[str, ...] = ()  # rank 0's possible addresses
+    port: int = 0  # rank 0's port
+    secret: bytes = b""  # proves that a client is a rank of this job
 
 
 def checked(stall_timeout: float | None) -> float:
-    """Return the seconds in which a job must move: as given, or DTK_STALL_TIMEOUT, or 300."""
+    """Return the stall timeout in seconds: the argument, DTK_STALL_TIMEOUT, or 300."""
     if stall_timeout is not None:
         if not _is_timeout(stall_timeout):
             raise ValueError(f"stall_timeout={stall_timeout!r}: expected 1 second or more, or 0")
@@ -47,7 +47,7 @@ def _is_timeout(seconds: float) -> bool:
 
 
 def watch(communicator: Communicator, timeout: float) -> None:
-    """Let all ranks of a job watch each other, once; every rank calls this."""
+    """Make all ranks of a job watch each other; only the first call counts. All ranks call it."""
     progress.start()
     among_processes = communicator.environment is not None and communicator.name != "null"
     if not among_processes or progress.is_launched() or progress.is_reporting():
@@ -76,7 +76,7 @@ def watch(communicator: Communicator, timeout: float) -> None:
         if rank == 0:
             missing = [str(one) for one in range(1, communicator.size) if one not in there]
             print(
-                f"dtk: nobody watches for stalls: rank {', '.join(missing)} cannot reach port "
+                f"dtk: stalls will not be detected: rank {', '.join(missing)} cannot reach port "
                 f"{meeting.port} of rank 0 ({', '.join(meeting.addresses)})"
             )
     elif listener is not None:
@@ -86,7 +86,7 @@ def watch(communicator: Communicator, timeout: float) -> None:
 
 
 def _addresses(communicator: Communicator) -> tuple[str, ...]:
-    """Return where others may reach this rank, the likeliest first."""
+    """Return the addresses at which others may reach this rank, the likeliest first."""
     if len(set(communicator.hosts)) == 1:
         return ("127.0.0.1",)
     environment = communicator.environment

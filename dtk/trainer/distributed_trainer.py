@@ -1,10 +1,10 @@
 """Train a plain Keras model over the replicas of a strategy.
 
-what fit reads    epoch_data, feed   global batches, cut by rank
-a step            traced_step        losses that count with their share of the rows
-                  shared_optimizer   gradients reduced once, where every later step sees them
-                  replica_step       metrics and moving statistics of the whole world
-around fit        fit_calls          callbacks; rank_checks: what ranks must agree on
+data of fit       epoch_data, feed   global batches, cut by rank
+a step            traced_step        losses weighed by the replica's share of the rows
+                  shared_optimizer   gradients reduced once, before clipping and accumulation
+                  replica_step       metrics and moving statistics of all replicas
+around fit        fit_calls          callbacks; rank_checks: comparisons between ranks
 state             model_state        which variables ranks share
 """
 
@@ -44,7 +44,7 @@ class DistributedTrainer(ModelState):
         self._digests: dict[str, tf.Variable] = {}
 
     def compiled(self) -> None:
-        """Forget what is known of the model's steps, when it has been compiled, maybe anew."""
+        """Forget what was learned about the model's steps; `compile` has just run."""
         self.kinds.clear()
         self.gathered.clear()
         self.tried.clear()
@@ -52,7 +52,7 @@ class DistributedTrainer(ModelState):
 
     @property
     def takes_over(self) -> bool:
-        """Whether the model's step functions are replaced; in a world of one it is plain Keras."""
+        """Whether dtk replaces the model's step functions; a single replica runs plain Keras."""
         return self.strategy.num_replicas_in_sync > 1 or self.strategy.world.size > 1
 
     def bind_optimizers(self) -> None:
@@ -67,7 +67,7 @@ class DistributedTrainer(ModelState):
         return epoch_data.cut(dataset, self.strategy)
 
     def distribute(self, dataset: epoch_data.Dataset) -> epoch_data.Dataset:
-        """Return the dataset that Keras is to read instead of one of global batches."""
+        """Return the dataset that Keras reads in place of the dataset of global batches."""
         cut = self.cut if self.takes_over else self.strategy.experimental_distribute_dataset
         return cut(dataset)
 
@@ -88,9 +88,9 @@ class DistributedTrainer(ModelState):
             self.bind_optimizers()
 
     def _give_cut(self, iterator: keras_data.TFEpochIterator) -> epoch_data.Dataset:
-        """Let Keras's epoch iterator read cut batches; return what they are cut from.
+        """Let Keras's epoch iterator read cut batches; return the dataset of global batches.
 
-        `fit` keeps the iterator of its validation data and brings it every epoch: it is cut once.
+        `fit` passes the same iterator of validation data in every epoch: it is cut only once.
         """
         dataset, adapter = keras_data.dataset_of(iterator), iterator.data_adapter
         if isinstance(dataset, epoch_data.EpochDataset):
@@ -107,13 +107,13 @@ class DistributedTrainer(ModelState):
         return dataset
 
     def _build_from(self, data_batch: Nest | Specs) -> None:
-        """Build what the model still lacks, as far as its shapes say what."""
+        """Build the model from the shapes of a batch, where they are known."""
         model, strategy = self.model, self.strategy
         if not keras_models.is_built(model) and _has_shapes(data_batch):
             counted = keras_models.counted_elsewhere(model)
             if counted and self.takes_over and strategy.is_chief:
-                told = f"metrics {counted} have counted for another model, and begin at zero for"
-                cure = "in one process Keras would go on from there. Make metrics for each model"
+                told = f"metrics {counted} have counted for another model, and start at zero for"
+                cure = "in one process Keras would keep their counts. Make metrics for each model"
                 print(f"dtk: {told} model {model.name!r}; {cure}", file=sys.stderr, flush=True)
             with strategy.scope():
                 keras_models.build_from(model, data_batch)
@@ -122,14 +122,14 @@ class DistributedTrainer(ModelState):
     def _take_metrics(self) -> None:
         """Sum the state of metrics over replicas when it is read."""
         if self.takes_over:
-            # Those of metrics that were created outside the scope are of one replica.
+            # Metrics that were created outside the scope hold the state of one replica only.
             metrics = replica_step.metric_variables(self.model)
             read = [v for v in metrics if keras_variables.is_alone(v)]
             if read:
                 self.strategy.take_metric_state(read)
 
     def before_fit(self, method: Function[object], args: Args, kwargs: Kwargs) -> None:
-        """Do what a process does before `fit`: nothing, or in its place, ending the process."""
+        """Do nothing; an override may run here in place of `fit` and end the process."""
 
     def leaves_validation(self, asked: dict[str, object]) -> bool:
         """Return whether another process validates in place of this one."""
@@ -178,13 +178,12 @@ class DistributedTrainer(ModelState):
     def kinds_of(self, name: str) -> Mapping[str, str]:
         """Return the kinds of a step's terms.
 
-        Those of the train step hold for one that has not been tried, as it computes the same
-        losses.
+        A step that was not tried has the kinds of the train step: both compute the same losses.
         """
         return self.kinds.get(name) or self.kinds.get("train") or {}
 
     def try_step(self, name: str, step_function: StepFunction, first: slicing.Slices) -> None:
-        """Check before the first step of its kind that the replicas' parts add up to it."""
+        """Check before the first step of a kind that the replicas' parts add up to the step."""
         strategy = self.strategy
         known = None if isinstance(first.rows, tuple) else int(first.rows)
         fixed_rows.check_stateful(self.model, known, strategy)
@@ -193,14 +192,14 @@ class DistributedTrainer(ModelState):
         if name in self.kinds or not asked or strategy.world.name == "null":
             return
         if name not in ("train", "test"):
-            return  # a callback's, which adds nothing up
+            return  # a callback's step, which sums nothing over replicas
         why = self_test.reasons(self.model, f"{name}_step")
         if (
             name == "test"
             and "train" in self.kinds
             and keras_models.is_from_keras(type(self.model).test_step)
         ):
-            why = []  # it computes nothing that the train step did not
+            why = []  # the train step has computed all of it
         self.kinds[name] = {}
         if why or asked in (True, "only"):
             why = why or ["asked for"]
@@ -212,10 +211,10 @@ class DistributedTrainer(ModelState):
             self_test.end_check()
 
     def build_by(self, step_function: StepFunction, first: slicing.Slices) -> None:
-        """Let one replica build what a step of the script's own builds, and only it can.
+        """Let one replica build the variables that only a step of the script can build.
 
-        Replicas that are threads would wait for each other in the middle of a layer, and what
-        servers are to hold must be known before a step of theirs is traced.
+        Replicas that are threads would wait for each other in the middle of a layer, and parameter
+        servers must know their variables before a step is traced.
         """
         if keras_models.lacks_state(self.model):
             trial.Trial(self, step_function, first).whole()
@@ -226,14 +225,14 @@ class DistributedTrainer(ModelState):
         return trial.Trial(self, step_function, batch)
 
     def check_same_reading(self, name: str, when: str) -> None:
-        """Raise on every rank when ranks have read other batches than each other."""
+        """Raise on every rank when ranks have read different batches."""
         read = self._digests.get(name)
         if read is not None and self.strategy.world.size > 1:
             rank_checks.check_same_digest(self.strategy, int(read.numpy()), when)
 
     @contextlib.contextmanager
     def reading_of(self, name: str) -> Iterator[None]:
-        """Return a context in which ranks must read the same batches in `evaluate`, `predict`."""
+        """Return a context in which `evaluate` or `predict` must read the same on all ranks."""
         if not self.takes_over or self.strategy.world.size == 1:
             yield
             return
@@ -276,7 +275,7 @@ class DistributedTrainer(ModelState):
         """Prepare for an epoch of `fit`."""
 
     def flush(self) -> None:
-        """Wait for steps in flight; here each is over when Keras has called it."""
+        """Wait for steps in flight (here, none: a step is over when its call returns)."""
         self.synchronize_weights()
 
     def synchronize_weights(self) -> None:
@@ -295,10 +294,10 @@ class DistributedTrainer(ModelState):
         """Continue training when `evaluate`, `predict` or a single step inside `fit` is over."""
 
     def release(self) -> None:
-        """Release what `fit`, `evaluate`, `predict` or a single step has held."""
+        """Release the resources of `fit`, `evaluate`, `predict` or a single step."""
 
 
 def _has_shapes(data_batch: Nest | Specs) -> bool:
-    """Return whether a model can be built from a batch's shapes; else its first step builds it."""
+    """Return whether a batch has the shapes to build a model; else the first step builds it."""
     leaves = tf.nest.flatten(data_batch)
     return all(leaf is None or leaf.shape.rank is not None for leaf in leaves)

@@ -1,7 +1,6 @@
-"""What `fit` reads: batches cut by rank, in the order and from the place they should come.
+"""The batches that `fit` reads, cut by rank.
 
-Keras's epoch iterator reads whatever dataset it is given. Here it is given the cut one, and between
-epochs another: shuffled anew, in batches of another size, or from where a checkpoint was saved.
+dtk gives Keras's epoch iterator the cut dataset. `feed` replaces the dataset between epochs.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dtk.input.pipelines import read_ahead, untuned
 from dtk.nests import Nest, Specs
 from dtk.trainer.strategy import Strategy
 
-# What `fit` is given, and what Keras reads.
+# A dataset that a script gives to `fit`, or that Keras reads in its place.
 Dataset: TypeAlias = "tf.data.Dataset | tf_datasets.PerRankDataset"
 
 
@@ -48,7 +47,7 @@ def _own_rows(batch: Nest) -> slicing.Slices:
 
 
 def cut_batches(batches: Iterable[Nest], strategy: Strategy) -> Iterator[slicing.Slices]:
-    """Cut single global batches, which need not be tensors yet."""
+    """Cut single global batches, of tensors or arrays."""
     for batch in batches:
         yield slicing.cut(as_tensors(batch), strategy.local_ranks(), strategy.num_replicas_in_sync)
 
@@ -61,7 +60,7 @@ def as_tensors(batch: Nest) -> Nest:
 
 
 class EpochDataset:
-    """Dataset that Keras's epoch iterator opens, cut when it is opened first, and once."""
+    """Dataset for Keras's epoch iterator; it is cut once, when it is first opened."""
 
     def __init__(self, given: Dataset, cut: Callable[[Dataset], Dataset]):
         if not is_per_rank(given):
@@ -78,17 +77,17 @@ class EpochDataset:
 
 
 def spec_of(given: Dataset) -> Specs:
-    """Return the specification of a batch of any number of rows, as Keras builds models from it."""
+    """Return the spec of a batch with any number of rows, from which Keras builds models."""
     whole = getattr(given, "whole", None)
     spec = slicing.spec_of((given if whole is None else whole).element_spec)
     return keras.tree.map_structure(lambda leaf: leaf if hasattr(leaf, "shape") else None, spec)
 
 
 def tuned_for(adapter: keras_data.DataAdapter, dataset: Dataset) -> Dataset:
-    """Disable tuning of a pipeline that takes rows from arrays, which leaves nothing to tune."""
+    """Disable tuning of a pipeline that takes rows from arrays: it has nothing to tune."""
     return untuned(dataset) if isinstance(adapter, keras_data.ArrayDataAdapter) else dataset
 
 
 def is_per_rank(dataset: Dataset) -> bool:
-    """Return whether every rank reads a pipeline of its own."""
+    """Return whether every rank reads its own pipeline."""
     return isinstance(dataset, tf_datasets.PerRankDataset) and dataset.whole is None

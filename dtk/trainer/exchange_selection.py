@@ -19,10 +19,10 @@ from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.gradients.gradient_exchange import GradientExchange
 
-# Calls of the train function that are left out, being traced or following on what `fit` does once;
-# and how many tell.
+# Calls of the train function to leave out, since they trace or follow on what `fit` does once; and
+# the number of calls needed after them.
 _FIRST, _LEAST = 2, 3
-# What stands for each candidate in checkpoints: bits of an entry. 0 is none yet.
+# How checkpoints name each candidate: by its bits per entry. 0: none chosen yet.
 _BITS = dict(zip(CANDIDATES, (32, 16, 8, 1), strict=True))
 
 
@@ -35,7 +35,7 @@ class _Reading(NamedTuple):
 
 
 class ExchangeSelection:
-    """Selection of an exchange by the measured steps of one `fit`, where `exchange="auto"`."""
+    """Selection of an exchange for `exchange="auto"`, from the measured steps of one `fit`."""
 
     def __init__(self, trainer: DistributedTrainer):
         self._trainer = trainer
@@ -45,12 +45,12 @@ class ExchangeSelection:
         self._steps = self._count = 0
 
     def begin(self) -> None:
-        """Use the exchange that a checkpoint has recorded; else watch the steps."""
+        """Use the exchange that a checkpoint has recorded; without one, measure the steps."""
         bound = shared_optimizer.gradient_exchanges_of(self._trainer.model)
         selected = [one for one in bound if one.chooses]
         kept = {int(_kept(one)) for one in selected}
         if kept <= {0}:
-            # What is fastest is measured, and may be something else in the next run.
+            # The choice depends on measured times, which may differ in the next run.
             self._undecided = [] if determinism.is_asked_for() else selected
             return
         (chosen,) = (candidate for candidate, bits in _BITS.items() if bits == max(kept))
@@ -58,12 +58,12 @@ class ExchangeSelection:
             self._use(chosen, selected)
 
     def begin_step(self, first: int) -> None:
-        """Read the clocks, when the train function is about to be called."""
+        """Read the clocks before the train function is called."""
         if self._undecided:
             self._first, self._began = first, self._read()
 
     def end_step(self, last: int, logs: Logs | None) -> None:
-        """Read the clocks again, once the steps are over: then their logs can be read."""
+        """Read the clocks again; reading the logs first waits for the end of the steps."""
         if not self._undecided:
             return
         for value in (logs or {}).values():
@@ -75,7 +75,7 @@ class ExchangeSelection:
             self._steps += last - self._first + 1
 
     def end_epoch(self) -> None:
-        """Choose, on all ranks alike, once enough steps have been measured."""
+        """Choose the same exchange on all ranks, once enough steps have been measured."""
         window = max((one.window for one in self._undecided), default=1)
         if not self._undecided or len(self._calls) < _LEAST or self._steps < window:
             return

@@ -1,7 +1,7 @@
-"""The data of a running `fit`: its order, its batch size, and the place in it to resume from.
+"""The data of a running `fit`: its order, its batch size, and the position to resume from.
 
-Between epochs Keras's epoch iterator is given another dataset: shuffled anew, in batches of another
-size, or from where a checkpoint was saved.
+Between epochs dtk gives Keras's epoch iterator another dataset: shuffled anew, in batches of
+another size, or starting where a checkpoint was saved.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class FeedPosition(TypedDict):
     """Position of a `fit` in its data, as plain numbers."""
 
     iterators: int  # how often the data was opened
-    seen: int  # steps read of what was opened last
-    open: bool  # whether an epoch goes on with it
-    batch_size: int | None  # rows of a global batch; None where the data does not say
+    seen: int  # steps read since the data was last opened
+    open: bool  # whether an epoch goes on with the open data
+    batch_size: int | None  # rows of a global batch; None where unknown
     batches: int | None  # batches of an epoch; None where unknown
 
 
@@ -47,7 +47,7 @@ class Feed:
         self._given_adapter: keras_data.DataAdapter = None
         self._batch_size: int | None = None
         self._openings = 0
-        # What an epoch's rows are shuffled from; None where Keras draws their order.
+        # The seed of an epoch's order of rows; None where Keras draws the order.
         self._order: tf.Variable | None = None
 
     def begin(
@@ -79,16 +79,16 @@ class Feed:
         self._callbacks.set_params({**self._callbacks.params, "steps": steps})
 
     def show_learned_steps(self) -> None:
-        """Give the progress bar the number of steps, once an epoch has shown it."""
+        """Give the progress bar the number of steps, once an epoch has counted them."""
         iterator = self.iterator
         if iterator is None or self._callbacks.params.get("steps") is not None:
             return
         if iterator.num_batches is not None:
-            # Keras counts the attempt that found the data at its end.
+            # Keras counts the attempt that found no more data, too.
             self._tell_steps(iterator.num_batches - iterator.steps_per_execution)
 
     def _distributed(self, adapter: keras_data.DataAdapter, steps: int = -1) -> EpochDataset:
-        """Return the dataset that Keras is to read of a data adapter, or of some of its batches."""
+        """Return the dataset that Keras reads for a data adapter; `steps` limits its batches."""
         if self._order is not None and _is_shuffled(adapter):
             dataset = keras_data.shuffled_from(adapter, self._order)
         else:
@@ -101,8 +101,8 @@ class Feed:
     def shuffle(self, epoch: int) -> None:
         """Shuffle the rows of arrays for this epoch, in the same order on every rank.
 
-        With a fixed seed Keras repeats one order in every epoch. That is what a script that sets a
-        seed gets, as without dtk; one that sets none gets a new order each epoch, as without dtk.
+        As without dtk: with a fixed seed Keras repeats one order in every epoch, and a script that
+        sets no seed gets a new order in each.
         """
         iterator, seed = self.iterator, self.strategy.shuffle_seed.of_epoch(epoch)
         if iterator is None or not _is_shuffled(iterator.data_adapter):
@@ -127,7 +127,7 @@ class Feed:
         self._tell_steps(iterator.num_batches)
 
     def batch_size(self) -> int | None:
-        """Return the global batch size of the running `fit`; None where the data does not tell."""
+        """Return the global batch size of the running `fit`; None where it is unknown."""
         if self._batch_size is not None:
             return self._batch_size
         adapter = self.iterator.data_adapter
@@ -167,8 +167,9 @@ class Feed:
     def rebatch(self, size: int) -> None:
         """Read the following epochs in global batches of another size.
 
-        Arrays keep their order of rows (the same shuffle, cut differently). A dataset is cut anew
-        behind the script's own pipeline; Keras then learns the number of steps in the first epoch.
+        Arrays keep their order of rows (the same shuffle, cut differently). A dataset is rebatched
+        at the end of the script's pipeline; Keras then learns the number of steps in the next
+        epoch.
         """
         if size == self.batch_size():
             return
@@ -176,11 +177,11 @@ class Feed:
         self.set_batches(adapter)
         self._batch_size = size
         if adapter.num_batches is None:
-            # Where the data ends is where an epoch of unknown length ends: nothing to warn about.
+            # An epoch of unknown length ends where the data ends: nothing to warn about.
             keras_data.end_quietly(self.iterator)
 
     def _adapter(self, size: int) -> keras_data.DataAdapter:
-        """Make an adapter of what `fit` was given, in global batches of `size` rows."""
+        """Make an adapter of the data given to `fit`, in global batches of `size` rows."""
         self.check_rebatch()
         given = self._given_adapter
         if isinstance(given, keras_data.ArrayDataAdapter):
@@ -193,14 +194,14 @@ class Feed:
         return keras_data.TFDatasetAdapter(whole.rebatch(size))
 
     def peek(self, size: int, rows: int) -> tuple[Iterator[Nest], int]:
-        """Read the first rows of the data in other batches, beside what `fit` reads."""
+        """Return a separate iterator over the first rows in batches of `size`, and its steps."""
         adapter = self._adapter(size)
         steps = -(-rows // size)
         steps = min(steps, adapter.num_batches or steps)
-        self._count_opening()  # A pipeline that shuffles does so anew with each.
+        self._count_opening()  # A pipeline that shuffles draws a new order at each opening.
         return iter(self._distributed(adapter, steps)), steps
 
-    # Position in the data, to go on from it later.
+    # Position in the data, to resume from.
 
     def position(self, in_epoch: bool) -> FeedPosition:
         """Return the position of the running `fit` in its data, as plain numbers."""
@@ -215,10 +216,10 @@ class Feed:
         }
 
     def resume_at(self, step: int, position: FeedPosition) -> None:
-        """Make the next epoch begin at a step, with the rows that would have come there.
+        """Make the next epoch begin at a step, with the rows that belong there.
 
-        Iterators over a dataset shuffle anew each time one is made, so as many are made as before;
-        then the batches already seen are passed over.
+        A dataset shuffles anew at each opening, so the data is opened as often as before; then the
+        batches already seen are passed over.
         """
         iterator = self.iterator
 
@@ -226,8 +227,8 @@ class Feed:
             if step and position["batch_size"] != self.batch_size():
                 raise ValueError(
                     f"step {step} of an epoch was reached with batch_size="
-                    f"{position['batch_size']}, which {self.batch_size()} cannot continue; use the "
-                    "same, or a checkpoint from the end of an epoch"
+                    f"{position['batch_size']}, so batch_size={self.batch_size()} cannot continue "
+                    "the epoch; use the same batch size, or a checkpoint from the end of an epoch"
                 )
             self._find_position(step, position)
             for begin, end, batches in steps:
@@ -239,12 +240,12 @@ class Feed:
         keras_data.steps_through(iterator, resumed, once=True)
 
     def resume_after_steps(self, logs: Logs, position: FeedPosition) -> None:
-        """Make the next epoch have no steps: they are done, and only its validation is left."""
+        """Make the next epoch run no steps: all are done, and only its validation is left."""
 
         def none_left(steps: keras_data.Steps) -> keras_data.Steps:
             del steps
             self._find_position(0, position)
-            # Keras asks for an epoch's numbers when its steps are over.
+            # Keras asks for the epoch's logs after the last step.
             keras_models.answer_once(self.model, logs)
             yield from ()
 

@@ -1,7 +1,7 @@
-"""What happens around `fit`, `evaluate` and `predict` on every rank. Public Keras names only.
+"""The checks around `fit`, `evaluate` and `predict` on every rank. Public Keras names only.
 
-What every rank is given is compared, the progress bar and callbacks that write files run on rank 0
-only, and `rank_callbacks.RankChecks` joins the callbacks.
+Ranks compare the data and callbacks they were given, the progress bar and callbacks that write
+files run on rank 0 only, and `rank_callbacks.RankChecks` joins the callbacks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WRITERS = (
 )
 
 
-# What is expected of an argument, and its least value.
+# For each argument: the expected value in words, and the least value.
 _COUNTS = {
     **dict.fromkeys(("batch_size", "validation_batch_size"), ("rows of all ranks, 1 or more", 1)),
     **dict.fromkeys(
@@ -62,7 +62,7 @@ def call(
 
 
 def _tell_of_idle(rows: object, strategy: Strategy) -> None:
-    """Say once that batches have fewer rows than there are replicas."""
+    """Print once that a batch has fewer rows than there are replicas."""
     whole, replicas = _whole(rows), strategy.num_replicas_in_sync
     idle = 0 if whole is None else replicas - whole
     if idle > 0 and strategy.is_chief and not strategy.told_of_idle:
@@ -72,7 +72,7 @@ def _tell_of_idle(rows: object, strategy: Strategy) -> None:
 
 
 def _check_numbers(name: str, asked: Mapping[str, object], strategy: Strategy) -> None:
-    """Refuse numbers with which Keras would fail later, or train nothing."""
+    """Refuse numbers that would make Keras fail later, or train nothing."""
     for argument, (expected, least) in _COUNTS.items():
         value = asked.get(argument)
         if value is None and argument != "epochs":
@@ -88,7 +88,7 @@ def _check_numbers(name: str, asked: Mapping[str, object], strategy: Strategy) -
 
 
 def _check_callbacks(name: str, given: object, strategy: Strategy) -> None:
-    """Refuse what has no method of a callback, such as a class in place of an instance."""
+    """Refuse objects that are not callbacks, such as a class in place of an instance."""
     for one in keras.tree.flatten(given or []):
         if not hasattr(type(one), "set_model"):
             cure = f"; write {one.__name__}(...)" if isinstance(one, type) else ""
@@ -99,10 +99,10 @@ def _check_callbacks(name: str, given: object, strategy: Strategy) -> None:
 
 
 def _whole(value: object) -> int | None:
-    """Return a whole number as Python's own, whether NumPy's or a tensor; None for all else."""
+    """Return a whole number (Python's, NumPy's or a tensor) as an int; None for all else."""
     try:
         return None if isinstance(value, bool) else operator.index(cast(SupportsIndex, value))
-    except (TypeError, AttributeError):  # the latter of tensors of other types
+    except (TypeError, AttributeError):  # AttributeError: tensors of other types
         return None
 
 
@@ -159,7 +159,7 @@ def _bar(
     trainer: DistributedTrainer,
     shown: bool,
 ) -> list[keras.callbacks.Callback]:
-    """Return the progress bar, where Keras would add one and several replicas train."""
+    """Return dtk's progress bar where Keras would add one and several replicas train."""
     given = keras.tree.flatten(callbacks) if callbacks else []
     if any(isinstance(one, keras.callbacks.ProgbarLogger) for one in given):
         return []
@@ -168,7 +168,7 @@ def _bar(
 
 
 def data_of(asked: Mapping[str, object]) -> object:
-    """Return what a call was given to read."""
+    """Return the data that a call was given."""
     x = asked.get("x")
     others = [asked.get("y"), asked.get("sample_weight")]
     return x if all(other is None for other in others) else [x, *others]
@@ -185,7 +185,7 @@ def _evaluate_or_predict(
     if not isinstance(asked.get("callbacks"), keras.callbacks.CallbackList):
         asked["callbacks"] = on_this_rank(asked.get("callbacks"), strategy)
     trainer.synchronize_weights()
-    # Inside `fit` the validation data has been compared, and the weights are every epoch.
+    # `fit` has compared the validation data, and compares the weights in every epoch.
     if trainer.callbacks is None:
         rank_checks.check_same_call(strategy, {"data": data_of(asked)})
         if trainer.model.built:
@@ -206,7 +206,7 @@ def _evaluate_or_predict(
 def _on_batch(
     method: Function[object], name: str, trainer: DistributedTrainer, args: Args, kwargs: Kwargs
 ) -> object:
-    """Take a single step: compare ranks before the first, and after 1, 2, 4, 8, ... of them."""
+    """Take a single step: compare ranks before the first, and after steps 1, 2, 4, 8, ..."""
     trains = name == "train_on_batch"
     calls = trainer.calls[name] + 1
     looks = calls & (calls - 1) == 0
@@ -234,7 +234,7 @@ def on_this_rank(
     callbacks: keras.callbacks.Callback | Sequence[keras.callbacks.Callback] | None,
     strategy: Strategy,
 ) -> list[keras.callbacks.Callback]:
-    """Select the callbacks of this rank: all on rank 0; elsewhere none that write files."""
+    """Select the callbacks of this rank: all on rank 0; elsewhere none that write or print."""
     flat = keras.tree.flatten(callbacks) if callbacks else []
     if strategy.is_chief:
         return flat
@@ -259,7 +259,7 @@ def join(
 
 
 def with_history(callbacks: list[keras.callbacks.Callback]) -> list[keras.callbacks.Callback]:
-    """Add Keras's `History` to callbacks without one, so that it comes before `RankChecks`."""
+    """Add Keras's `History` where it is missing, so that it runs before `RankChecks`."""
     if any(isinstance(callback, keras.callbacks.History) for callback in callbacks):
         return callbacks
     return [*callbacks, keras.callbacks.History()]

@@ -1,14 +1,13 @@
-"""Calls of `fit` and its like, of every model: made distributed, left alone, or refused.
+"""Decide for each call of `fit` and its like: make it distributed, leave it alone, or refuse it.
 
-In a process that a strategy has joined to others, a model that was compiled outside its scope would
-train alone in each process, silently. So the calls of all models go through here, from the
-first strategy on:
+In a job of several processes, a model that was compiled outside `strategy.scope()` would silently
+train alone in each process. So the calls of all models go through here, from the first strategy on:
 
-    compiled in a scope                  what dtk does around it, see `fit_calls`
-    built, or called, in a scope         given a trainer now, then the same
+    compiled in a scope                  with the checks of `fit_calls`
+    built, or called, in a scope         gets a trainer now, then the same
     others, in a job of one process      plain Keras
-    others, training                     NotDistributedError, but inside `undistributed()`
-    others, evaluating and predicting    plain Keras: every rank computes all of it
+    others, training                     NotDistributedError, except inside `undistributed()`
+    others, evaluating and predicting    plain Keras: every rank computes all rows
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ from dtk.trainer import (
 from dtk.trainer.replica import self_test, step_times
 from dtk.trainer.strategy import Strategy
 
-# In a thread: models trained in others are not concerned.
+# One flag per thread: models that other threads train are not affected.
 _alone = threading.local()
 
 
 @contextlib.contextmanager
 def undistributed() -> Iterator[None]:
-    """Return a context in which models of no strategy train in this process alone.
+    """Return a context in which models without a strategy train in this process alone.
 
-    In a job of several processes, `fit` of a model that was not compiled inside `strategy.scope()`
-    is refused: every process would train a model of its own. Where that is what is wanted, such as
-    a reference on rank 0 to compare with, say so:
+    In a job of several processes, dtk refuses `fit` of a model that was not compiled inside
+    `strategy.scope()`: every process would train its own model. Use this context where you want
+    that, for example to train a reference on rank 0:
 
     Example:
         >>> import keras, numpy as np
@@ -53,7 +52,7 @@ def undistributed() -> Iterator[None]:
         >>> with undistributed():
         ...     history = model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
     """
-    undistributed_jobs.made_strategy()  # the script knows what it does
+    undistributed_jobs.made_strategy()  # the script trains alone on purpose
     before = is_alone()
     _alone.flag = True
     try:
@@ -86,7 +85,7 @@ class _Calls:
     def _distributed_now(
         self, model: keras.Model, name: str
     ) -> distributed_trainer.DistributedTrainer | None:
-        """Make the trainer of a model that was built in a scope, or is called in one."""
+        """Make the trainer of a model that was built, or is called, in a scope."""
         owner = keras_models.owner_of(model)
         current = tf.distribute.get_strategy()
         strategy = owner if owner is not None else current
@@ -118,19 +117,19 @@ class _Calls:
 
 
 def joining_strategy() -> Strategy | None:
-    """Return the strategy that joins this process to most others; None before one is made."""
+    """Return the strategy with the most processes; None before the first is made."""
     handler = trainer_calls.handler()
     return handler.strategy if isinstance(handler, _Calls) else None
 
 
 def install(strategy: Strategy) -> None:
-    """Make all calls of `fit` and its like go through here. A strategy calls it when it is made."""
+    """Make all calls of `fit` and its like go through here. Every new strategy calls this."""
     if strategy.processes > 1:
         saving.install()
     self_test.fail_if_nothing_is_tried()
     step_times.fail_if_nothing_is_timed()
     before = trainer_calls.handler()
-    # One that joins more processes or replicas goes on deciding what is refused.
+    # The strategy with the most processes and replicas decides what is refused.
     if not isinstance(before, _Calls) or _joins(strategy) >= _joins(before.strategy):
         trainer_calls.through(_Calls(strategy))
 

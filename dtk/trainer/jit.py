@@ -1,11 +1,11 @@
-"""Whether XLA compiles a model's steps: `jit_compile`, as given to `compile`.
+"""Decide whether XLA compiles a model's steps, from the `jit_compile` given to `compile`.
 
-    True     always; what XLA cannot compile is refused, here or by XLA at the first step
-    "auto"   where Keras would choose it without a strategy, or DTK_JIT_COMPILE=1 does (as `dtk
-             tune` may have found), unless the model communicates in its forward pass, which no
-             compiled function can
+    True     always; a model that XLA cannot compile is refused, here or by XLA at the first step
+    "auto"   if Keras would choose it without a strategy, or DTK_JIT_COMPILE=1 does (as `dtk tune`
+             may have found), unless the model communicates in its forward pass, which no compiled
+             function can
 
-What is compiled, and what is left outside, is in `replica/compiled_step.py`.
+`replica/compiled_step.py` says which part of a step is compiled.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _is_wished_for(model: keras.Model) -> bool:
 
 
 def settle_built(model: keras.Model, strategy: Strategy) -> None:
-    """Decide again once a model is built, since it may have got layers or another `jit_compile`."""
+    """Decide again once a model is built: it may have new layers or another `jit_compile`."""
     if not model.jit_compile:
         return
     if not keras_models.is_auto_jit(model):
@@ -55,14 +55,14 @@ def settle_built(model: keras.Model, strategy: Strategy) -> None:
 
 
 def check(model: keras.Model, strategy: Strategy) -> None:
-    """Refuse to compile what XLA cannot."""
+    """Refuse `jit_compile=True` for a model that XLA cannot compile."""
     why = _why_not(model, strategy)
     if why:
         raise ValueError(at_rank(strategy.rank, f"jit_compile=True: {why}"))
 
 
 def leave(model: keras.Model, strategy: Strategy, why: str) -> None:
-    """Leave a model uncompiled after all, since XLA cannot compile one of its steps."""
+    """Run a model uncompiled, since XLA cannot compile one of its steps; refuse if it must."""
     if not keras_models.is_auto_jit(model):
         raise ValueError(
             at_rank(
@@ -76,7 +76,7 @@ def leave(model: keras.Model, strategy: Strategy, why: str) -> None:
 
 
 def compile_updates(model: keras.Model, wished: bool) -> None:
-    """Let XLA compile how a model's optimizers update its variables, from the next trace on."""
+    """Let XLA compile the variable updates of a model's optimizers, from the next trace on."""
     for optimizer in shared_optimizer.optimizers_of(model):
         for member in partitioned_variables.members(optimizer):
             one_pass.compile_updates(member, wished)

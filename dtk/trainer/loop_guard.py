@@ -1,9 +1,9 @@
-"""Optimizers that a loop of the script's own applies outside `strategy.run`: refused in a job.
+"""Refuse, in a job of several processes, optimizers applied outside `strategy.run`.
 
     rank 0   all rows -> gradients -> apply        the same N times, or N models that drift apart:
-    rank 1   all rows -> gradients -> apply        nothing has summed them
+    rank 1   all rows -> gradients -> apply        nothing has summed the gradients
 
-In a job of one process such a loop runs as without dtk.
+In a job of one process a script's own loop runs as without dtk.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from dtk.errors import NotDistributedError, at_rank
 from dtk.trainer import fit_guard
 from dtk.trainer.strategy import Strategy
 
-_CONVERTED = "tf__"  # what TensorFlow puts before the names of functions it has rewritten
+_CONVERTED = "tf__"  # TensorFlow's prefix for the names of functions it has rewritten
 _DTK = str(Path(__file__).parents[1])
 _LIBRARIES = (_DTK, str(Path(keras.__file__).parent), str(Path(tf.__file__).parent))
 
 
 def install() -> None:
-    """Make every optimizer of this process go through here. A strategy calls it when it is made."""
+    """Check every optimizer of this process from now on. Every new strategy calls this."""
     keras_optimizers.applies_through(_check)
 
 
@@ -53,7 +53,7 @@ def _check(optimizer: keras.Optimizer, variables: Sequence[keras.Variable]) -> N
     replicas = owner.num_replicas_in_sync
     if replicas > 1 and not alone:
         _refuse(optimizer, f"with {replicas} replicas: one would compute all rows", strategy)
-    with owner.scope():  # which its variables ask for, and `apply` would build it outside
+    with owner.scope():  # its variables must be made here; `apply` would build it outside
         optimizer.build(list(variables))
 
 
@@ -72,7 +72,7 @@ def _refuse(optimizer: keras.Optimizer, why: str, strategy: Strategy) -> None:
 
 
 def _lines() -> str:
-    """What to write around the script's own step."""
+    """Return the lines to write around the script's step."""
     found = _step(inspect.currentframe())
     step, arguments = found or ("train_step", ["batch"])
     name, given = step.rpartition(".")[2], ", ".join(arguments)

@@ -1,7 +1,7 @@
 """Give every model that is compiled in `strategy.scope()` a distributed trainer.
 
-That one model object gets step functions of its own, and `fit`, `evaluate` and `predict` what dtk
-does around them; once the scope is left, nothing of Keras stays patched.
+Only that model object gets dtk's step functions, and dtk's checks around `fit`, `evaluate` and
+`predict`; once the scope is left, `compile` and the losses are Keras's again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dtk.trainer.tracing import traced_step
 
 
 def trainer_of(model: keras.Model) -> DistributedTrainer | None:
-    """Return the trainer of a model. The trainer; None when no dtk strategy compiled the model."""
+    """Return the trainer of a model; None if the model was not compiled under a dtk strategy."""
     return keras_models.trainer_of(model, DistributedTrainer)
 
 
@@ -58,7 +58,7 @@ def distribute(model: keras.Model, strategy: Strategy) -> DistributedTrainer:
 
 @contextlib.contextmanager
 def distributing(strategy: Strategy) -> Iterator[None]:
-    """Return a context in which `compile` makes trainers, and losses outside replicas are whole."""
+    """Return a context in which `compile` makes trainers; see `whole_outside` for its losses."""
     with (
         keras_models.compiles_through(
             lambda model, jit_compile: check_and_own(model, jit_compile, strategy),
@@ -72,7 +72,7 @@ def distributing(strategy: Strategy) -> Iterator[None]:
 def check_and_own(
     model: keras.Model, jit_compile: bool | str | None, strategy: Strategy
 ) -> bool | str | None:
-    """Make a model belong to a strategy, before it is compiled there."""
+    """Make a strategy own a model before `compile`; return the `jit_compile` to use."""
     jit_compile = jit.settle(jit_compile, model, strategy)
     owner = keras_models.owner_of(model)
     if owner is not None and owner is not strategy:

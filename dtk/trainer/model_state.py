@@ -1,4 +1,4 @@
-"""The state of a model trained over replicas: what ranks share, and what is a rank's own."""
+"""The state of a model trained over replicas: the variables ranks share, and each rank's own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dtk.trainer.strategy import Strategy
 
 
 class ModelState:
-    """The variables of a model and its optimizers, by who holds which values."""
+    """The variables of a model and its optimizers: shared, equal, or of one rank."""
 
     def __init__(self, model: keras.Model, strategy: Strategy):
         self.model = model
@@ -21,20 +21,20 @@ class ModelState:
 
     @property
     def has_local_steps(self) -> bool:
-        """Whether replicas take steps of their own, and weights are equal at times only."""
+        """Whether replicas take local steps, so that weights are not equal after every step."""
         return any(one.local for one in shared_optimizer.gradient_exchanges_of(self.model))
 
     # Where training starts.
 
     def initial_epoch(self) -> int | None:
-        """Return the epoch that a callback wants `fit` to start from; None for the argument's."""
+        """Return the epoch a callback wants `fit` to start from; None for `fit`'s argument."""
         return keras_models.initial_epoch(self.model)
 
     def set_initial_epoch(self, epoch: int | None) -> None:
         """Make `fit` start from an epoch."""
         keras_models.set_initial_epoch(self.model, epoch)
 
-    # State that is this rank's own.
+    # State by rank.
 
     def seed_states(self) -> list[keras.Variable]:
         """Return the state of the model's random number generators (dropout and the like)."""
@@ -53,17 +53,17 @@ class ModelState:
         return [*self.model.weights, *rates]
 
     def agreed_variables(self) -> list[keras.Variable]:
-        """Return the variables that ranks agree on before steps.
+        """Return the variables that ranks must agree on before steps.
 
-        These are all, but for slot variables that have become a rank's own.
+        All of them, except slot variables that have come to differ by rank.
         """
         traced = any(one.is_traced for one in shared_optimizer.gradient_exchanges_of(self.model))
         return self.equal_variables() if traced else self.shared_variables()
 
     def exchange_state(self) -> dict[str, SavedItem]:
-        """Collect the state of the exchange of gradients, of all ranks. All ranks call it together.
+        """Collect the gradient exchange's state of all ranks. All ranks call it together.
 
-        A world of one exchanges nothing, and keeps the state that a larger one has left.
+        A single process exchanges nothing and keeps the state that a larger job has saved.
         """
         return self._carried | {
             f"{i}/{name}": item
@@ -72,7 +72,7 @@ class ModelState:
         }
 
     def restore_exchange(self, state: dict[str, SavedItem]) -> None:
-        """Restore the state of the exchange of gradients."""
+        """Restore the state of the gradient exchange."""
         gradient_exchanges = shared_optimizer.gradient_exchanges_of(self.model)
         self._carried = {} if gradient_exchanges else dict(state)
         for i, gradient_exchange in enumerate(gradient_exchanges):

@@ -1,8 +1,8 @@
-"""Callbacks of dtk's own around the user's: they check and synchronize ranks while `fit` runs.
+"""dtk's callbacks around the user's: they check and synchronize ranks while `fit` runs.
 
-Before the first step ranks start from rank 0's weights; after it and after every epoch they compare
-every weight, bit for bit, so that ranks that diverge are stopped, and the first variable that
-differs is named.
+Before the first step all ranks take rank 0's weights. After it and after every epoch they compare
+every weight bit for bit. If ranks have diverged, `fit` stops and names the first variable that
+differs.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ def notify(callbacks: Sequence[keras.callbacks.Callback], event: str, *args: obj
 
 
 class SynchronizeWeights(keras.callbacks.Callback):
-    """Callback before the user's ones, which see the weights and logs of all ranks."""
+    """Callback before the user's, so that theirs see the weights and logs of all ranks."""
 
     def __init__(self, trainer: DistributedTrainer):
         super().__init__()
         self.trainer = trainer
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Average the weights of replicas with local steps, and numbers that no metric counts."""
+        """Average the weights of replicas with local steps, and logged numbers that differ."""
         if not self.trainer.has_local_steps:
             return
         self.trainer.synchronize_weights()
         logs = {} if logs is None else logs
-        # What else callbacks put there need not be one that can be sent.
+        # Callbacks may have added other objects, which perhaps cannot be sent.
         numbers = {name: value for name, value in logs.items() if isinstance(value, float | int)}
         gathered = self.trainer.strategy.world.allgather_object(numbers)
         for name in numbers:
@@ -56,9 +56,9 @@ class SynchronizeWeights(keras.callbacks.Callback):
 
 
 class RankChecks(keras.callbacks.Callback):
-    """Callback after the user's ones: what one of them decided on one rank holds on all.
+    """Callback after the user's: if one of them stops training on one rank, all ranks stop.
 
-    Callbacks that must act on what all others have done, such as one that saves their state, define
+    A callback that must run after all others, such as one that saves their state, defines
 
         on_train_agreed(logs)           every on_train_begin has run and the ranks start equal
         on_epoch_agreed(epoch, logs)    every on_epoch_end has run and the ranks agree on stopping
@@ -93,18 +93,18 @@ class RankChecks(keras.callbacks.Callback):
         self._steps = 0
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Shuffle the data anew, alike on every rank."""
+        """Shuffle the data anew, in the same order on every rank."""
         self.trainer.strategy.meet(f"epoch {epoch + 1} begins")
         self.trainer.feed.show_learned_steps()
         self.trainer.new_epoch(epoch)
         self.trainer.feed.shuffle(epoch)
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """Read the clocks, after all other callbacks, so that they are not measured."""
+        """Read the clocks after all other callbacks, to leave their time out."""
         self._selection.begin_step(batch)
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Check after the first step that it was the same step on all ranks."""
+        """Check after the first step that all ranks have the same weights; agree on stopping."""
         self._selection.end_step(batch, logs)
         if not self._stepped:
             self._stepped = True
@@ -119,7 +119,7 @@ class RankChecks(keras.callbacks.Callback):
             self.trainer.flush()
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Stop all ranks when one of them wants to stop; go on from equal weights."""
+        """Compare weights and batches; stop all ranks if one wants to stop."""
         self.trainer.strategy.meet(f"epoch {epoch + 1} ends")
         self.trainer.flush()
         self.trainer.check_same_reading("train", f"after epoch {epoch + 1}")
@@ -130,7 +130,7 @@ class RankChecks(keras.callbacks.Callback):
         notify(self.trainer.callbacks.callbacks, "on_epoch_agreed", epoch, logs)
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        """Tell callbacks that training is over, and weights no longer change."""
+        """Tell callbacks that training is over and weights no longer change."""
         notify(self.trainer.callbacks.callbacks, "on_end_agreed", logs)
 
     def _check(self, when: str) -> None:
@@ -138,13 +138,13 @@ class RankChecks(keras.callbacks.Callback):
             check_same_weights(self.trainer, when)
 
     def _agree_on_stopping(self) -> None:
-        # After every batch, where a callback looks at batches: one small number, not an object.
+        # This may run after every batch, so it sends one small number, not an object.
         wish = tf.constant(int(self.model.stop_training))
         self.model.stop_training = bool(self.trainer.strategy.world.allreduce(wish, "max"))
 
 
 class ProgressBar(keras.callbacks.ProgbarLogger):
-    """Keras's bar, which says samples per second of all replicas behind the time of a step."""
+    """Keras's progress bar with the samples per second of all replicas after the step time."""
 
     def __init__(self, trainer: DistributedTrainer):
         super().__init__()
@@ -157,7 +157,7 @@ class ProgressBar(keras.callbacks.ProgbarLogger):
         super().on_epoch_begin(epoch, logs)
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Count the step; the first one of an epoch is traced, or waits for data."""
+        """Count the step, except an epoch's first, which is traced or waits for data."""
         now, steps = time.perf_counter(), batch + 1
         if self._first is None:
             self._first = steps, now

@@ -1,12 +1,11 @@
-"""Saving a model where several processes may save it to one path, or one of them alone.
+"""Save a model safely even if several processes save it to the same path.
 
-`model.save`, `save_weights` and `export` write somewhere beside the path first and then move what
-they wrote into its place: who loads sees a whole file, whoever wrote it. Nothing is sent to other
-processes, so that one may save alone.
+`model.save`, `save_weights` and `export` write next to the path first and then move the result into
+place, so a reader always sees a whole file. No rank waits for another, so one may save alone.
 
-Files of one export fit each other only: TensorFlow names its variables anew each time. So a folder
-is moved as a whole, and one that holds the same model already is left to those who may be reading
-it.
+The files of one export only fit each other: TensorFlow names its variables anew each time. So a
+folder is moved as a whole; a folder that already holds the same model stays, since another process
+may be reading it.
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ import keras
 
 from dtk.compat import keras_models, keras_shards, saving_calls
 
-# Where a SavedModel has room for what belongs to others.
+# A SavedModel has this folder for the files of other tools.
 _STAMP = Path("assets.extra", "dtk-model-hash")
 
 
 def install() -> None:
-    """Make everything that writes a model go through `write`, when processes are joined."""
+    """Make everything that writes a model go through `write`."""
     saving_calls.through(write)
 
 
 def write(model: keras.Model, path: object, save: Callable[[object], object], how: str) -> object:
-    """Write a model to a path, such that no process ever reads half of it."""
+    """Write a model to a path so that no process ever reads half of it."""
     _check_whole(model)
     with _local_reads(model):
         if not isinstance(path, str | os.PathLike) or "://" in os.fspath(path):
             return save(path)
         target = Path(path)
         if not target.parent.is_dir():
-            return save(path)  # Keras says what is wrong, or makes it
+            return save(path)  # Keras makes the folder, or raises its own error
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
             beside = Path(folder, target.name)
             saved = save(str(beside) if isinstance(path, str) else beside)
@@ -55,21 +54,21 @@ def _check_whole(model: keras.Model) -> None:
     part = next((v for v in model.weights if not keras_shards.is_of_all(v)), None)
     if part is not None:
         raise ValueError(
-            f"model {model.name!r}: this process holds only a part of it, such as of "
-            f"{part.path!r}, and would save no more. Save what dtk.layers.whole(model) returns, "
-            "which every rank calls, or use dtk.callbacks.Checkpoint"
+            f"model {model.name!r}: this process holds only a part of it (for example, a part of "
+            f"{part.path!r}), and would save only that. Call dtk.layers.whole(model) on every rank "
+            "and save the model that it returns, or use dtk.callbacks.Checkpoint"
         )
 
 
 def _local_reads(model: keras.Model) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which metric state is read as it is in this process."""
+    """Return a context in which metric state is read as this process's own, not summed."""
     extended = getattr(keras_models.owner_of(model), "extended", None)
     local_reads = getattr(extended, "local_reads", None)
     return contextlib.nullcontext() if local_reads is None else local_reads()
 
 
 def _move(source: Path, target: Path) -> None:
-    """Move the files below one folder to the same places below another, over those there."""
+    """Move the files below one folder to the same places below another; replace files there."""
     for entry in sorted(source.iterdir()):
         place = target / entry.name
         if entry.is_dir():
@@ -80,7 +79,7 @@ def _move(source: Path, target: Path) -> None:
 
 
 def _stamp_of(model: keras.Model, how: str) -> str:
-    """Compute a hash by which processes find out that they export the same model."""
+    """Compute a hash that is equal if processes export the same model."""
     digest = hashlib.blake2b(f"{type(model).__name__} {how}".encode(), digest_size=16)
     for variable in model.weights:
         digest.update(f"{tuple(variable.shape)} {variable.dtype}".encode())
@@ -89,7 +88,7 @@ def _stamp_of(model: keras.Model, how: str) -> str:
 
 
 def _exchange(source: Path, target: Path, stamp: str) -> None:
-    """Move one folder to the place of another, unless that holds the same model."""
+    """Move one folder to the place of another, unless the other holds the same model."""
     (source / _STAMP.parent).mkdir(exist_ok=True)
     (source / _STAMP).write_text(stamp)
     with _locked(target.parent):
@@ -103,7 +102,7 @@ def _exchange(source: Path, target: Path, stamp: str) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep other processes from exchanging folders, where the file system has locks."""
+    """Return a context that keeps other processes from moving folders, if the file system can."""
     opened = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""The seed that all ranks shuffle from while the script has set none."""
+"""The seed of every rank's shuffling while the script has set none."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ class ShuffleSeed:
         return None if self.value is None else (self.value + epoch) % 2**31
 
     def restore(self, value: int, in_force: int | None) -> None:
-        """Go on from a seed that a checkpoint holds."""
+        """Continue from a checkpoint's seed."""
         self.value, self._in_force = value, in_force

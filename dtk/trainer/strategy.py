@@ -1,4 +1,4 @@
-"""A strategy as training sees it: who computes, how bytes move, what each replica holds."""
+"""The base strategy that training needs: replicas, communicators, and each replica's values."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from dtk.trainer.shuffle_seed import ShuffleSeed
 
 _Made = TypeVar("_Made")
 
-# A model's `train_step` or `test_step`: takes a batch, returns what is logged.
+# A model's `train_step` or `test_step`: takes a batch, returns logs.
 StepFunction: TypeAlias = Callable[[Nest], Nest]
 
-# A model's train or test function: takes an iterator over batches, returns what is logged.
+# A model's train or test function: takes an iterator over batches, returns logs.
 Loop: TypeAlias = Callable[[tf.data.Iterator], Nest]
 
 
@@ -29,17 +29,18 @@ class Strategy(tf.distribute.Strategy):
     """A `tf.distribute.Strategy` over a communicator; `DtkStrategy` adds scope and trainers.
 
     Attributes:
-        communicator: How bytes move between replicas: the processes whose gradients add up.
-        model_communicator: How bytes move between the processes that hold the parts of one model;
-            of this process alone where each holds all of it.
-        world: Over all processes of both.
-        shuffle_seed: What epochs are shuffled from while the script has set no seed.
+        communicator: Between replicas: the processes that sum their gradients.
+        model_communicator: Between the processes that hold the parts of one model; this process
+            alone where each process holds the whole model.
+        world: Between all processes of both.
+        shuffle_seed: The seed of each epoch's shuffling while the script has set none.
         is_evaluator: Whether this process evaluates beside the training and trains nothing.
         has_evaluator: Whether the job has such a process.
-        exchange: What is sent of gradients, and when; None is all, as it is, every step.
-        self_test: Whether steps are tried on a few rows first, see `self_test`; "auto" is where
-            something in them is not Keras's own.
-        supports_jit: Whether XLA can compile steps under it.
+        exchange: Which part of the gradients is sent, and when; None: all of them, unchanged, every
+            step.
+        self_test: Whether steps are tried on a few rows first, see `self_test`; "auto": only steps
+            with parts that are not Keras's own.
+        supports_jit: Whether XLA can compile steps under this strategy.
     """
 
     communicator: Communicator
@@ -68,7 +69,7 @@ class Strategy(tf.distribute.Strategy):
 
     @property
     def rank(self) -> int:
-        """Rank of this process, among all."""
+        """Rank of this process among all processes."""
         return self.world.rank
 
     @property
@@ -83,24 +84,24 @@ class Strategy(tf.distribute.Strategy):
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is rank 0, the one that writes files and prints."""
+        """Whether this is rank 0, which writes files and prints."""
         return self.rank == 0
 
     @property
     def processes(self) -> int:
-        """Processes of the job that take part in training."""
+        """Number of processes that train."""
         return self.world.size
 
     @contextlib.contextmanager
     def meeting(self, meet: Callable[[str], None]) -> Iterator[None]:
-        """Return a context in which all ranks call a function at the borders of `fit` and its like.
+        """Return a context in which all ranks call a function when `fit` and its like begin.
 
-        That is where `fit`, `evaluate` and `predict` begin, and before and after the epochs of
-        `fit`: where an exception of one rank can be told to the others, since none of them waits
-        in another collective.
+        All ranks also call it before and after each epoch of `fit`. No rank waits in another
+        collective at these points, so one rank can tell the others about an exception.
 
         Args:
-            meet: Called with where the rank is, such as "epoch 3 ends"; may communicate, and raise.
+            meet: Called with the rank's position, such as "epoch 3 ends"; may communicate and
+                raise.
         """
         outer, self._meet = self._meet, meet
         try:
@@ -112,7 +113,7 @@ class Strategy(tf.distribute.Strategy):
         """Call the function of `meeting`, if there is one.
 
         Args:
-            where: Where this rank is.
+            where: This rank's position, such as "epoch 3 ends".
         """
         if self._meet is not None:
             self._meet(where)
@@ -121,7 +122,7 @@ class Strategy(tf.distribute.Strategy):
         """Return a new name for the collectives of one step function, equal on every rank.
 
         Args:
-            name: What the name begins with, such as "train".
+            name: The beginning of the name, such as "train".
         """
         return f"{name}.{self.communicator.next_number()}"
 
@@ -137,7 +138,7 @@ class Strategy(tf.distribute.Strategy):
         """Return a context whose collectives run beside all others; see `Communicator.concurrent`.
 
         Args:
-            name: Those of one name are ordered among themselves.
+            name: Collectives of the same name run in order.
         """
         return self.communicator.concurrent(name)
 
@@ -146,11 +147,11 @@ class Strategy(tf.distribute.Strategy):
         raise NotImplementedError
 
     def local_index(self) -> int:
-        """Return which of `local_ranks` is running; call in a replica context."""
+        """Return the index in `local_ranks` of the running replica; call in a replica context."""
         raise NotImplementedError
 
     def per_replica(self, parts: tuple[Nest, ...]) -> Nest:
-        """Return what `run` is given so that replica i gets `parts[i]`.
+        """Return an argument for `run` that gives `parts[i]` to replica i.
 
         Args:
             parts: One structure of tensors for each of `local_ranks`.
@@ -166,7 +167,7 @@ class Strategy(tf.distribute.Strategy):
         raise NotImplementedError
 
     def take_metric_state(self, variables: Sequence[keras.Variable]) -> None:
-        """Make the state of metrics created outside the scope one that is summed when read.
+        """Make the state of metrics created outside the scope be summed when it is read.
 
         Args:
             variables: Keras variables; they keep their values.
@@ -176,7 +177,7 @@ class Strategy(tf.distribute.Strategy):
                 keras_variables.move_variable(variable)
 
     def set_per_replica(self, variable: keras.Variable, values: Sequence[tf.Tensor]) -> None:
-        """Assign a value of its own to every local replica's copy of a Keras variable.
+        """Assign a different value to each local replica's copy of a Keras variable.
 
         Args:
             variable: The variable.
@@ -185,7 +186,7 @@ class Strategy(tf.distribute.Strategy):
         raise NotImplementedError
 
     def copies(self, variable: keras.Variable) -> Sequence[tf.Tensor | tf.Variable]:
-        """Return what this process's replicas hold of a Keras variable.
+        """Return the copies of a Keras variable that this process's replicas hold.
 
         Args:
             variable: The variable.
@@ -202,7 +203,7 @@ class Strategy(tf.distribute.Strategy):
             outputs: Structure of this replica's rows.
 
         Returns:
-            The same structure; of all ranks' rows where other processes hold some.
+            The same structure; with the rows of all ranks if other processes hold some.
         """
         raise NotImplementedError
 
@@ -213,7 +214,7 @@ class Strategy(tf.distribute.Strategy):
             outputs: Structure of per-replica rows, as `run` returns it.
 
         Returns:
-            The same structure of all rows, in rank order.
+            The same structure with all rows, in rank order.
         """
         raise NotImplementedError
 

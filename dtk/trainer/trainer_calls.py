@@ -1,7 +1,7 @@
 """Calls of `fit` and its like, of every Keras model in this process.
 
-The methods of `keras.Model` are replaced for good by the first call of `through`. Public names
-only: under `dtk run` this is imported with any Keras, even one that dtk cannot train with.
+The first call of `through` replaces the methods of `keras.Model` for good. Public names only:
+`dtk run` imports this with any Keras, even a version that dtk cannot train with.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Handler: TypeAlias = Callable[[keras.Model, str, Function[object], Args, Kwargs]
 
 
 def handler() -> Handler | None:
-    """Return what handles the calls now; None where Keras's own do."""
+    """Return the present handler; None while the methods are Keras's own."""
     return getattr(keras.Model.fit, "_dtk_handler", None)
 
 
 def through(handle: Handler) -> None:
     """Make every such call as `handle(model, name, method, args, kwargs)` from now on.
 
-    A model's own override of a method is called as ever; what it calls of Keras's goes through
-    here. A later call replaces the handler.
+    A model's own override runs as before; Keras's methods that it calls go through here. A later
+    call replaces the handler.
     """
     for name in NAMES:
         current = getattr(keras.Model, name)

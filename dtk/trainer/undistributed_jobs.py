@@ -1,8 +1,8 @@
 """Notice a job whose processes each train by themselves.
 
-Started under `mpirun -np 4`, a script that makes no strategy trains four times and reports success
-four times. Under `dtk run`, training before a strategy is made is refused; elsewhere, and where a
-script does not train, every process says so when it ends.
+Under `mpirun -np 4`, a script without a strategy trains four times and reports success four times.
+Under `dtk run`, training without a strategy is refused; elsewhere, and if the script does not
+train, every process prints a warning when it ends.
 """
 
 from __future__ import annotations
@@ -21,30 +21,29 @@ from dtk.nests import Args, Function, Kwargs
 if TYPE_CHECKING:
     import keras
 
-# Whether the script has said how its processes belong together.
+# Set once the script has made a strategy, or has said that its processes work alone.
 _decided = threading.Event()
 
 
 def watch() -> None:
-    """Warn at the end of a job of several processes unless `made_strategy` is called before."""
+    """In a job of several processes, warn at its end unless `made_strategy` was called."""
     atexit.register(_warn)
 
 
 def made_strategy() -> None:
-    """Note that a strategy joins the processes, or that they are to work alone."""
+    """Note that a strategy joins the processes, or that they work alone on purpose."""
     _decided.set()
     atexit.unregister(_warn)
 
 
 @contextlib.contextmanager
 def training_refused() -> Iterator[None]:
-    """Return a context to import Keras in, whose `fit` is refused until a strategy is made.
+    """Return a context for importing Keras; then `fit` is refused until a strategy is made.
 
-    Only in a job of several processes. Processes that dtk's strategies have joined replace what
-    refuses here.
+    This concerns jobs of several processes only. dtk's strategies replace this handler.
     """
     yield
-    # Else it is a file of the script's that has this name; strategies say so.
+    # Without Model, a file of the script has this name; strategies report that.
     if hasattr(sys.modules["keras"], "Model") and _trains_with_others():
         from dtk.trainer import trainer_calls
 
@@ -74,7 +73,7 @@ def _refuse(
 
 
 def _warn() -> None:
-    # An exception that ended the script says more.
+    # No warning after an exception: the traceback says more.
     if "keras" not in sys.modules or hasattr(sys, "last_value"):
         return
     environment = detect()

@@ -1,4 +1,4 @@
-"""Comparing weights over all ranks when a script asks for it."""
+"""Compare weights over all ranks when a script asks for it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def check_weights(model: keras.Model, strategy: Strategy) -> int:
             )
         )
     variables = trainer.equal_variables()
-    # What differs in number or shape cannot be compared by value. Paths hold how many layers of a
-    # kind a process has made, which may differ.
+    # Compare number and shapes first: unequal ones cannot be compared by value. Paths are left out,
+    # since they count the layers of a kind that a process has made, which may differ.
     shapes = [
         (f"variable {index} of model {model.name!r}", f"{rank_checks.whole_shape(v)} {v.dtype}")
         for index, v in enumerate(variables)

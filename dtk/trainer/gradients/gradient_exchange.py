@@ -1,4 +1,4 @@
-"""How an optimizer's gradients go through the strategy's exchange."""
+"""Send an optimizer's gradients through the strategy's exchange."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ class GradientExchange:
 
     @property
     def window(self) -> int:
-        """Number of steps for which gradients are exchanged once."""
+        """Number of steps per exchange of gradients."""
         return self._inner.gradient_accumulation_steps or 1
 
     def use(self, exchange: Exchange) -> None:
-        """Use another exchange from the next step on, which must be traced anew."""
+        """Use another exchange from the next step on; the caller must trace that step anew."""
         self._exchange = exchange
         self._ops.clear()
 
     @property
     def local(self) -> bool:
-        """Whether replicas also take steps of their own."""
+        """Whether replicas also take local steps."""
         return self._exchange.local
 
     @property
@@ -65,7 +65,7 @@ class GradientExchange:
         return bool(self._ops)
 
     def of(self, variables: Sequence[keras.Variable]) -> ExchangeOp:
-        """Return what exchanges the gradients of some variables."""
+        """Return the `ExchangeOp` for the gradients of some variables."""
         key = tuple(id(v) for v in variables)
         if key not in self._ops:
             self._ops[key] = self._make(variables)
@@ -78,7 +78,7 @@ class GradientExchange:
         if self.local and not self._ops:
             for i, slot in enumerate(slots_of(self._outer)):
                 self.state.keep(f"slot_{i}", "mean", keras_variables.stored(slot))
-        # Other variables, such as those that are not frozen any more, have gradients of their own.
+        # Each list of variables has its own state; unfreezing layers gives another list.
         places = {id(v): i for i, v in enumerate(keras_optimizers.trained_variables(self._inner))}
         key = str([places.get(id(v)) for v in trained])
         state = self.state.part(f"{hashlib.blake2b(key.encode(), digest_size=4).hexdigest()}/")
@@ -92,7 +92,7 @@ class GradientExchange:
         )
 
     def update(self, gradients: Gradients, variables: Sequence[keras.Variable]) -> Update:
-        """Turn this replica's gradients into those that the optimizer is to apply."""
+        """Exchange this replica's gradients; return those for the optimizer to apply."""
         groups = _wholes_and_parts(variables)
         if len(groups) == 1:
             return self._update(gradients, variables)
@@ -106,7 +106,7 @@ class GradientExchange:
         return Update(updated, self._all_applied(flags))
 
     def _all_applied(self, flags: list[tf.Tensor]) -> tf.Tensor | None:
-        """Return whether a step is applied: it is not if any group of variables leaves it out."""
+        """Return whether a step is applied: only if every group of variables applies it."""
         if not flags:
             return None
         return self._strategy.model_communicator.allreduce(tf.reduce_all(tf.stack(flags)), "min")
@@ -117,7 +117,7 @@ class GradientExchange:
         if op.factors:
             found = [factored(gradient) for gradient in found]
         self._see(found)
-        # A replica that computed a padding row counts as nothing.
+        # A replica that computed only a padding row counts as zero.
         found = tf_replicas.if_present(found)
         self._note(found, [variables[i].path for i in present])
         if scale is not None:  # divided, since 1 / scale may be too small a number
@@ -161,7 +161,7 @@ class GradientExchange:
         self._notes = NonFiniteNotes(self._strategy.world.rank, scaled) if wanted else None
 
     def non_finite(self, loss_is_finite: bool) -> list[NonFinite]:
-        """Return which gradients of this rank were not finite, since `watch` was called."""
+        """Return the gradients of this rank that were not finite since `watch` was called."""
         if self._notes is None:
             return []
         return self._notes.found(int(self._inner.iterations.numpy()), loss_is_finite)
@@ -179,14 +179,14 @@ class GradientExchange:
                 alike.append(tf.TensorSpec(g.shape, g.dtype))
 
     def count(self, variables: Sequence[keras.Variable]) -> None:
-        """Count a step of the batch, once its gradients are applied or accumulated."""
+        """Count a step once its gradients are applied or accumulated."""
         for group in _wholes_and_parts(variables):
             self.of([variables[i] for i in group]).count(batch_part())
 
     def _scale(self) -> tf.Tensor | None:
-        """Return the loss scale, by which gradients are divided before they are exchanged.
+        """Return the loss scale, which divides gradients before they are exchanged.
 
-        What the exchange remembers of gradients must not depend on the scale, which changes.
+        The scale changes, so gradients that the exchange remembers must not depend on it.
         """
         scale = getattr(self._outer, "dynamic_scale", None)
         if scale is None or not self._exchange.remembers:
@@ -199,12 +199,12 @@ class GradientExchange:
             op.close()
 
     def together(self) -> list[tf.Tensor]:
-        """Return, for each list with local steps, whether all ranks hold the same values."""
+        """Return for each `ExchangeOp` with local steps whether all ranks hold the same weights."""
         flags = [op.together() for op in self._ops.values()]
         return [flag for flag in flags if flag is not None]
 
     def averaging_weight(self) -> tf.Tensor | None:
-        """Return the weight of this rank in a mean over all, see `ExchangeOp.averaging_weight`."""
+        """Return this rank's weight in a mean over all; see `ExchangeOp.averaging_weight`."""
         weights = [op.averaging_weight() for op in self._ops.values()]
         return next((weight for weight in weights if weight is not None), None)
 
@@ -212,10 +212,10 @@ class GradientExchange:
 def _with_static_shapes(
     gradients: Gradients, variables: Sequence[keras.Variable]
 ) -> tuple[list[int], list[Gradient]]:
-    """Return the places of gradients that are not None, and these in their variables' shapes.
+    """Return the indices of the gradients that are not None, and these with static shapes.
 
-    Without a static shape a gradient is sent by itself, outside of any bucket. A Dense layer on
-    sequences has none where a batch may be of any size.
+    A gradient without a static shape is sent by itself, outside any bucket. A Dense layer on
+    sequences gives such gradients where the batch size is not fixed.
     """
     present = [i for i, gradient in enumerate(gradients) if gradient is not None]
     shaped = [
@@ -243,8 +243,8 @@ def _scaled(
 def _wholes_and_parts(variables: Sequence[keras.Variable]) -> list[list[int]]:
     """Divide variables into whole ones and parts, each with its own buckets.
 
-    Ranks that hold different parts must add up whole variables in the same order, or their copies
-    would drift apart, and parts may be of different sizes.
+    Ranks that hold different parts must sum whole variables in the same order, or their copies
+    would drift apart; parts may differ in size.
     """
     parts = [not is_of_all(v) for v in variables]
     groups = [[i for i, part in enumerate(parts) if part == wanted] for wanted in (False, True)]
@@ -252,7 +252,7 @@ def _wholes_and_parts(variables: Sequence[keras.Variable]) -> list[list[int]]:
 
 
 class ReplicaSum(ExchangeOp):
-    """Sum over the replicas of one process, which its strategy adds up."""
+    """Sum over the replicas of one process."""
 
     def __init__(self, strategy: Strategy, state: ExchangeState):
         super().__init__(strategy.communicator, state)
@@ -260,7 +260,7 @@ class ReplicaSum(ExchangeOp):
 
     def reduce(self, gradients: list[Gradient], part: BatchPart | None = None) -> list[Gradient]:
         """See `ExchangeOp.reduce`."""
-        # Those of the last layers are ready first, and leave while the others are computed.
+        # Last layers first: their gradients are ready first and are sent during the backward pass.
         return self._strategy.extended.reduce_over_replicas(gradients[::-1])[::-1]
 
 
@@ -288,7 +288,7 @@ def check_exchange(optimizer: keras.Optimizer, strategy: Strategy) -> None:
 
 
 def slots_of(optimizer: keras.Optimizer) -> list[keras.Variable]:
-    """Return an optimizer's floating-point state beside its learning rate."""
+    """Return an optimizer's floating-point state without its learning rate."""
     return [
         v
         for v in optimizer.variables
@@ -297,7 +297,7 @@ def slots_of(optimizer: keras.Optimizer) -> list[keras.Variable]:
 
 
 def momenta_of(optimizer: keras.Optimizer) -> list[keras.Variable]:
-    """Return those of an optimizer's variables that average gradients."""
+    """Return an optimizer's momentum variables."""
     return [v for v in optimizer.variables if v.path.endswith("_momentum")]
 
 

@@ -1,4 +1,4 @@
-"""Replicas that take steps of their own, and synchronize their weights at times only."""
+"""Replicas that take local steps and synchronize their weights now and then."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from dtk.trainer.tracing import traced_step
 
 
 def weights_are_equal(model: keras.Model) -> tf.Tensor | None:
-    """Return whether all replicas hold the same weights now."""
+    """Return whether all replicas hold the same weights; None without local steps."""
     flags = [flag for e in shared_optimizer.gradient_exchanges_of(model) for flag in e.together()]
     return tf.reduce_all(flags) if flags else None
 
 
 def averaging_weight(model: keras.Model) -> tf.Tensor:
-    """Return the weight of this replica in a mean over replicas that synchronize their weights."""
+    """Return this replica's weight in the mean that synchronizes replicas."""
     weights = [e.averaging_weight() for e in shared_optimizer.gradient_exchanges_of(model)]
     return next(weight for weight in weights if weight is not None)
 
 
 def average_statistics(step: traced_step.Step, model: keras.Model) -> bool:
-    """Average moving statistics over replicas in a step that synchronizes their weights.
+    """Average moving statistics in a step that synchronizes weights; False without local steps.
 
-    Other steps send nothing: their logs are this replica's own, and what metrics have counted is
-    summed when an epoch's logs are made.
+    Other steps send nothing: their logs are this replica's, and metric state is summed when the
+    epoch's logs are made.
     """
     equal = weights_are_equal(model)
     if equal is None:
@@ -49,7 +49,7 @@ def average_statistics(step: traced_step.Step, model: keras.Model) -> bool:
 
 
 def moving_statistics(step: traced_step.Step) -> list[keras.Variable]:
-    """Return the non-trainable floats a step assigned, but for those that layers synchronize."""
+    """Return the non-trainable floats a step assigned, without synchronized layers' statistics."""
     model = step.model
     exact = {
         id(v)

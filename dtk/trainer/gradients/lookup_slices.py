@@ -1,4 +1,4 @@
-"""Sparse gradients, divided by what their slices are of; see `slice_origins`."""
+"""Divide sparse gradients by the origin of their slices; see `slice_origins`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dtk.exchange.base import Gradient
 from dtk.trainer.tracing import traced_step
 from dtk.trainer.tracing.slice_origins import LookupSlices, parts_of, pieces_of, whole_of
 
-# Puts exchanged gradients together again.
+# Joins exchanged pieces to whole gradients.
 Join: TypeAlias = Callable[[list[Gradient]], list[Gradient]]
 
 
@@ -27,7 +27,7 @@ class Division:
     linear: bool = True
 
     def of(self, gradients: list[Gradient]) -> tuple[list[Gradient], Join]:
-        """Divide gradients into what is to be exchanged."""
+        """Return the pieces of gradients to exchange, and the function that joins them again."""
         divided: list[Gradient] = list(gradients)
         more: list[Gradient] = []
         places: dict[int, list[tuple[LookupSlices, int]]] = {}
@@ -52,7 +52,7 @@ class Division:
 
 
 def divide_in_loop(values: list[Gradient]) -> tuple[list[Gradient], Join]:
-    """Divide what a loop of the script's own reduces, by what the graph says of it."""
+    """Divide the gradients that a script's own loop reduces, by their graph."""
     return Division([""] * len(values), rank=0).of(values)
 
 
@@ -63,7 +63,7 @@ def known_pieces(
     linear: bool,
     step: traced_step.Step | None,
 ) -> list[LookupSlices]:
-    """Return what the slices of a gradient are of, as the graph or the self-test says."""
+    """Return the origins of a gradient's slices, as the graph or the self-test shows them."""
     if step is None:
         pieces = pieces_of(gradient.indices)
     else:

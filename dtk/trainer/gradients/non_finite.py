@@ -1,6 +1,6 @@
-"""Noting in which step, on which rank and for which variables a gradient is not finite.
+"""Note the step, the rank and the variables of gradients that are not finite.
 
-Gradients are looked at before ranks add them up: afterwards all ranks hold the same NaN.
+Gradients are checked before ranks sum them: afterwards all ranks hold the same NaN.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from dtk.nests import Array
 class NonFinite(NamedTuple):
     """Gradients of one rank's replica that were not finite."""
 
-    step: int  # steps that the optimizer had taken before, accumulated ones included
+    step: int  # number of the optimizer's steps before it, accumulated steps included
     rank: int
     replica: int  # number of the replica on its rank, from 0
-    variables: tuple[str, ...]  # paths of the variables they are of
+    variables: tuple[str, ...]  # paths of the variables
 
 
 class NonFiniteNotes:
-    """What is noted of one optimizer's gradients on this rank."""
+    """Notes about one optimizer's gradients on this rank."""
 
     def __init__(self, rank: int, scaled: bool) -> None:
         self._rank = rank
@@ -37,7 +37,7 @@ class NonFiniteNotes:
     def note(
         self, steps: tf.Tensor, replica: int, paths: Sequence[str], gradients: list[Gradient]
     ) -> None:
-        """Note which gradients of a replica's step are not finite, when the step runs."""
+        """Add ops to the step that note which of its gradients are not finite."""
         finite = tf.stack([_is_finite(g) for g in gradients])
 
         def take(step: Array, finite: Array) -> bool:
@@ -50,7 +50,7 @@ class NonFiniteNotes:
         tf.cond(tf.reduce_all(finite), lambda: tf.constant(True), note)
 
     def take(self, step: int, replica: int, paths: Sequence[str], finite: Sequence[bool]) -> None:
-        """Note the gradients of a replica's step, unless there are older ones that count."""
+        """Note a step's gradients: the first such step is kept; under a loss scale, the last."""
         bad = tuple(path for path, good in zip(paths, finite, strict=True) if not good)
         with self._lock:
             if self._taken and self._taken[0].step != step:
@@ -60,10 +60,10 @@ class NonFiniteNotes:
             self._taken.append(NonFinite(step, self._rank, replica, bad))
 
     def found(self, steps: int, loss_is_finite: bool) -> list[NonFinite]:
-        """Return the notes that explain something."""
+        """Return the notes; under a loss scale, only if the loss is not finite either."""
         with self._lock:
             if self._scaled:
-                # A step that is left out because its gradients have overflowed is not counted.
+                # `steps` does not count a step that was skipped because gradients overflowed.
                 return [n for n in self._taken if n.step == steps and not loss_is_finite]
             return list(self._taken)
 

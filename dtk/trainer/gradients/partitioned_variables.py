@@ -1,9 +1,9 @@
-"""Variables in parts, as optimizers see them.
+"""Let optimizers update the parts of a variable as they would update the whole.
 
-A large variable is cut by rows over several servers, and each part is a variable of its own to an
-optimizer. That is the same as long as a row's step depends on nothing but that row. What does not:
+A large variable is cut by rows over several servers, and an optimizer sees each part as a separate
+variable. The result is the same if a row's step depends on that row only. The exceptions:
 
-    clipping to a norm          the norms of the parts are added up here
+    clipping to a norm          the squared norms of the parts are summed here
     one ratio, mean or matrix   Lamb, LARS, Adafactor, Muon: refused
     constraints over rows       UnitNorm(axis=0) and the like: refused
 """
@@ -22,7 +22,7 @@ from dtk.optimizers.layerwise import LayerwiseOptimizer
 
 
 def members(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
-    """Return an optimizer and those it hands gradients to, outermost first."""
+    """Return an optimizer and the optimizers inside it, outermost first."""
     found, left = [], [optimizer]
     while left:
         found.append(left.pop(0))
@@ -33,13 +33,13 @@ def members(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
     return found
 
 
-# What parts would make something else of.
+# Optimizers and constraints that parts would change.
 
 
 def check_parts(
     optimizer: keras.Optimizer, variable: keras.Variable, parts: Sequence[keras.Variable]
 ) -> None:
-    """Refuse an optimizer or a constraint that needs the whole of a variable in parts."""
+    """Refuse an optimizer or a constraint that needs a whole variable, if it is in parts."""
     if len(parts) == 1:
         return
     for member in members(optimizer):
@@ -70,7 +70,7 @@ def _updates(member: keras.Optimizer, parts: Sequence[keras.Variable]) -> bool:
 
 
 def needs_whole(member: keras.Optimizer, variable: keras.Variable) -> str | None:
-    """Return what an optimizer does to a whole variable at once; None if nothing."""
+    """Return, in words, why an optimizer needs the whole variable; None if it does not."""
     if isinstance(member, keras.optimizers.Adafactor):
         return "scales steps by means over a whole variable"
     lamb = isinstance(member, keras.optimizers.Lamb)
@@ -84,7 +84,7 @@ def needs_whole(member: keras.Optimizer, variable: keras.Variable) -> str | None
 
 
 def _is_by_rows(constraint: Callable[[tf.Tensor], tf.Tensor], variable: keras.Variable) -> bool:
-    """Return whether a constraint makes the same of two rows together and of each alone."""
+    """Return whether a constraint gives two rows together the same values as each row alone."""
     shape = (2, *variable.shape[1:])
     values = np.random.default_rng(0).normal(size=shape)
     values[1] *= 100.0
@@ -98,7 +98,7 @@ def _is_by_rows(constraint: Callable[[tf.Tensor], tf.Tensor], variable: keras.Va
 
 
 def clip_wholes(optimizer: keras.Optimizer) -> None:
-    """Make an optimizer that clips gradients to a norm use the norm of a whole for its parts."""
+    """Make an optimizer's `clipnorm` clip parts by the norm of the whole variable's gradient."""
     applied = optimizer.apply
     updated: list[keras.Variable] = []
 
@@ -130,7 +130,7 @@ def clip_wholes(optimizer: keras.Optimizer) -> None:
 def _clipped_together(
     gradients: Sequence[tf.Tensor | tf.IndexedSlices], most: float
 ) -> list[tf.Tensor | tf.IndexedSlices]:
-    """Clip gradients of a variable's parts as `tf.clip_by_norm` clips that of the whole."""
+    """Clip the gradients of a variable's parts as `tf.clip_by_norm` clips the whole gradient."""
     squares = [tf.reduce_sum(tf.square(_rows(g))) for g in gradients]
     norm = tf.sqrt(tf.add_n(squares))
     return [

@@ -1,7 +1,7 @@
 """Variables that an optimizer replaces by their gradient (`overwrite_with_gradient`).
 
-Keras's layers in float8 do so with their scales, and with the largest values they have seen. What
-counts of the replicas' is not the sum, but the largest.
+Keras's float8 layers do this for their scales and for the largest values they have seen. Replicas
+take the largest of these "gradients", not the sum.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from dtk.trainer.strategy import Strategy
 
 
 def is_replaced(variable: keras.Variable) -> bool:
-    """Return whether what an optimizer is given as a variable's gradient is its next value."""
+    """Return whether an optimizer replaces a variable by its gradient."""
     return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
 def replacements(
     grads: Gradients, variables: Sequence[keras.Variable], strategy: Strategy
 ) -> dict[int, tf.Tensor]:
-    """Compute what is to replace variables: the largest over the replicas.
+    """Compute the values that replace variables: the largest over the replicas.
 
-    Each replica knows of its own rows. Keras takes the largest, too, over the steps of an
+    Each replica has seen its own rows only. Keras, too, takes the largest over the steps of an
     accumulation window.
     """
     mine = {
@@ -35,7 +35,7 @@ def replacements(
         for i, v in enumerate(variables)
         if getattr(v, "overwrite_with_gradient", False) and grads[i] is not None
     }
-    # Replicas that take local steps send nothing, and average their weights later.
+    # Replicas with local steps send nothing here and average their weights later.
     local_steps = strategy.exchange is not None and strategy.exchange.local
     if mine and not local_steps and in_replica(strategy):
         given = tf_replicas.if_present(list(mine.values()))
@@ -55,7 +55,7 @@ def merged(replacing: Mapping[int, tf.Tensor], grads: Gradients) -> Gradients:
 
 
 def refuse(variables: Sequence[keras.Variable], strategy: Strategy) -> None:
-    """Refuse variables that are replaced, where workers send gradients to servers."""
+    """Refuse replaced variables where workers send gradients to servers."""
     replaced = [v.path for v in variables if is_replaced(v)]
     if replaced:
         raise ValueError(

@@ -1,9 +1,9 @@
-"""Variables of which each rank of a model-parallel group holds a part, as optimizers see them.
+"""Let optimizers update model-parallel parts of variables as they would update the whole.
 
-An optimizer updates each part as a variable of its own. That is the same as updating the whole as
-long as an element's step depends on nothing but that element. What does not:
+Each rank of a model-parallel group holds a part, which an optimizer updates as a separate variable.
+The result is the same if an element's step depends on that element only. The exceptions:
 
-    clipping to a norm          the squares of the parts are added up over the group here; in
+    clipping to a norm          the squares of the parts are summed over the group here; in
                                 float64, as ranks may hold parts of different dtypes
     finite gradients            a loss scale falls when any part is not finite
     one ratio, mean or matrix   Lamb, LARS, Adafactor, Muon: refused
@@ -27,7 +27,7 @@ from dtk.trainer.strategy import Strategy
 
 
 def take_shards(optimizer: keras.Optimizer, strategy: Strategy) -> None:
-    """Make an optimizer treat parts of variables as it would treat the wholes."""
+    """Make an optimizer treat parts of variables as it would treat whole ones."""
     if strategy.model_communicator.size == 1:
         return
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
@@ -39,7 +39,7 @@ def take_shards(optimizer: keras.Optimizer, strategy: Strategy) -> None:
 
 
 class _Shards:
-    """What one optimizer does to parts of variables."""
+    """Clipping by one optimizer of the parts that ranks hold."""
 
     def __init__(self, optimizer: keras.Optimizer, strategy: Strategy):
         self._optimizer, self._strategy = optimizer, strategy
@@ -50,10 +50,10 @@ class _Shards:
         variables: Sequence[keras.Variable],
         clip: keras_optimizers.Clip,
     ) -> Gradients:
-        """Clip gradients as the optimizer would clip those of whole variables."""
+        """Clip gradients as the optimizer would clip the gradients of whole variables."""
         self._check(variables)
         optimizer, group = self._optimizer, self._strategy.model_communicator
-        found = [g for g in gradients if g is not None]  # all are: Keras has left the others out
+        found = [g for g in gradients if g is not None]  # Keras has removed every None already
         if optimizer.clipnorm:
             return self._clip_each(found, variables, clip)
         if not optimizer.global_clipnorm:
@@ -63,7 +63,7 @@ class _Shards:
             squares[is_of_all(variable)] += tf.cast(square_sum(gradient), tf.float64)
         norm = tf.sqrt(group.allreduce(squares[False]) + squares[True])
         most = tf.constant(optimizer.global_clipnorm, norm.dtype)
-        # Not a number where the norm is not finite, as Keras has it.
+        # NaN where the norm is not finite, as in Keras.
         factor = most * tf.minimum(1.0 / norm, 1.0 / most) + (norm - norm)
         return [keras.ops.multiply(g, tf.cast(factor, g.dtype)) for g in found]
 
@@ -104,7 +104,7 @@ class _Shards:
 
 
 def mark_slots(optimizer: keras.Optimizer) -> None:
-    """Mark what an optimizer remembers of parts of variables as parts of the same kind."""
+    """Mark the slot variables of parts of variables as parts of the same kind."""
     for member in members(optimizer):
         if not member.built:
             continue

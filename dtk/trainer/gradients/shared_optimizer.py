@@ -1,8 +1,8 @@
 """Optimizers that many replicas share.
 
-Gradients are reduced once, before loss-scale checks, accumulation and clipping see them; with
-accumulation once per window. Where steps run behind parameter servers, an optimizer only notes what
-a step hands it, and applies it later.
+Gradients are reduced once, before loss-scale checks, accumulation and clipping; with accumulation,
+once per window. Under parameter servers, an optimizer only notes a step's gradients and applies
+them later.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _Variables: TypeAlias = Sequence[keras.Variable]
 def optimizers_of(model: keras.Model) -> list[keras.Optimizer]:
     """Return the model's optimizer and any other it holds as an attribute (a GAN has two).
 
-    Those that one of them applies are left out: an attribute may be a second name of one.
+    An optimizer inside another one is left out: an attribute may be a second name of it.
     """
     found = [
         value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)
@@ -53,7 +53,7 @@ def accumulators_of(optimizer: keras.Optimizer) -> list[keras.Variable]:
 
 
 def schedule_of(optimizer: keras.Optimizer) -> Callable[[], tf.Tensor] | None:
-    """Return what an optimizer computes its learning rate with."""
+    """Return the schedule of an optimizer's learning rate, if it has one."""
     return keras_optimizers.given_rate(keras_optimizers.chain(optimizer)[-1])
 
 
@@ -67,17 +67,17 @@ def accumulates(optimizer: keras.Optimizer) -> bool:
 
 @dataclasses.dataclass
 class _Bond:
-    """What ties an optimizer to a strategy."""
+    """The record of an optimizer that a strategy has taken over."""
 
     strategy: Strategy
-    # what exchanges its gradients; of the outermost optimizer only
+    # set for the outermost optimizer only
     exchange: GradientExchange | None = None
-    # its own `apply`, where steps only note what they hand to it; of the outermost only
+    # the optimizer's own `apply`, where steps only note gradients; for the outermost only
     apply: Apply | None = None
 
 
 def bind(optimizer: keras.Optimizer, strategy: Strategy) -> None:
-    """Make an optimizer reduce its gradients once, where every later step sees the reduced ones."""
+    """Make an optimizer reduce its gradients once, before it checks, accumulates or clips them."""
     bond = _own(optimizer, strategy)
     for member in partitioned_variables.members(optimizer):
         keras_optimizers.index_variables(member)
@@ -93,13 +93,13 @@ def bind(optimizer: keras.Optimizer, strategy: Strategy) -> None:
 
 
 def _weighed(loss: tf.Tensor) -> tf.Tensor:
-    """Weigh the loss of Keras's own step by the replica's share, where Keras scales it."""
+    """Weigh the loss by the replica's share, in Keras's own step, when Keras scales the loss."""
     step = traced_step.current()
     return step.weighed(loss) if step is not None and step.own else loss
 
 
 def _own(optimizer: keras.Optimizer, strategy: Strategy) -> _Bond:
-    """Take over an optimizer and all that it applies; none is to reduce gradients by itself."""
+    """Take over an optimizer and those inside it, so that none reduces gradients by itself."""
     for member in partitioned_variables.members(optimizer):
         if not _is_bound(member, strategy):
             _check_owner(member, strategy)
@@ -121,7 +121,7 @@ def _is_bound(member: keras.Optimizer, strategy: Strategy) -> bool:
 
 
 def gradient_exchanges_of(model: keras.Model) -> list[GradientExchange]:
-    """Return what exchanges the gradients of a model's optimizers."""
+    """Return the gradient exchanges of a model's optimizers."""
     bonds = [keras_optimizers.note_of(o, _Bond) for o in optimizers_of(model)]
     return [b.exchange for b in bonds if b is not None and b.exchange is not None]
 
@@ -132,15 +132,15 @@ def _reduce_windows(
     strategy: Strategy,
     gradient_exchange: GradientExchange,
 ) -> None:
-    """Reduce the sum of an accumulation window where it closes, which is all that is needed."""
-    # The variables that the running step changes; replicas are traced in threads.
+    """Reduce the sum of an accumulation window once, at its end."""
+    # Holds the variables that the running step changes; replicas are traced in threads.
     running = threading.local()
 
     def clip_reduced(grads: Gradients, clip: Clip) -> Gradients:
         _note_reduction()
         if not replaced_variables.in_replica(strategy):
             return clip(grads)
-        # What earlier steps of the window left counts, whether or not this one has rows.
+        # The sums of earlier steps of the window count even if this step has no rows.
         with tf_replicas.counted_if(None):
             return clip(gradient_exchange.reduce_window(list(grads), running.changed))
 
@@ -206,7 +206,7 @@ def _apply_if(condition: tf.Tensor | None, apply: Callable[[], Nest]) -> Nest:
 def _taken(
     optimizer: keras.Optimizer, gradients: Gradients, variables: _Variables | None
 ) -> tuple[Gradients, bool]:
-    """Weigh the gradients that a step hands to its optimizer by its share of the rows."""
+    """Weigh a step's gradients by its share of the rows; return them and whether only noted."""
     step = traced_step.current()
     if step is None:
         return gradients, False
@@ -221,7 +221,7 @@ def _taken(
 
 
 def _check_owner(member: keras.Optimizer, strategy: Strategy) -> None:
-    """Take over an optimizer that no other strategy has."""
+    """Take over an optimizer's variables, unless another strategy owns it."""
     owner = keras_optimizers.optimizer_owner(member)
     if owner is strategy:
         return
@@ -241,9 +241,9 @@ def _build_in_time(
 ) -> None:
     """Make an optimizer's variables outside the step being traced.
 
-    Keras builds the optimizer given to `compile` before the first step; others are built by their
-    first `apply`, in the middle of a step. Variables made there tie one replica's step to
-    another's. A new thread is outside every graph, device and replica.
+    Keras builds the optimizer given to `compile` before the first step. Any other is built by its
+    first `apply`, inside a step, where new variables would tie one replica's step to another's. A
+    new thread is outside every graph, device and replica.
     """
     if optimizer.built or variables is None:
         return
@@ -299,7 +299,7 @@ def note_applies(
 
     def built(variables: _Variables) -> None:
         built_for[:] = variables
-        _take_members(outer, strategy)  # a MultiOptimizer may make them while it is built
+        _take_members(outer, strategy)  # a MultiOptimizer may make members while it is built
 
     bond.apply = keras_optimizers.apply_through(outer, note)
     keras_optimizers.build_through(outer, expanded, built)
@@ -318,7 +318,7 @@ def _take_members(outer: keras.Optimizer, strategy: Strategy) -> _Bond:
 def apply_now(
     optimizer: keras.Optimizer, gradients: Gradients, variables: list[keras.Variable]
 ) -> None:
-    """Apply gradients by the optimizer's own `apply`, which is not noted."""
+    """Apply gradients by the optimizer's own `apply`, without noting them."""
     bond = _bond_of(optimizer)
     assert bond.apply is not None
     bond.apply(gradients, variables)

@@ -1,1 +1,1 @@
-"""What ranks must agree on: what they read, their weights and their seeds."""
+"""Agreement between ranks: on the batches they read, their weights and their seeds."""

@@ -1,8 +1,7 @@
-"""What ranks must agree on before they train, and how they find out that they do not.
+"""Comparisons between ranks: of arguments, data, callbacks, seeds and variables.
 
-Before `fit` the ranks compare what they were given, before the first step the first batch, and
-later what they have read so far, so that ranks that diverge are stopped, and the difference is
-named.
+Before `fit` ranks compare what they were given, before the first step the first batch, and later
+all batches read so far. If they differ, every rank raises an error that names the difference.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ _SAME_DATA = (
     "each rank's read-ahead came to: make it anew for each fit, on all ranks"
 )
 
-# What a rank has to say for comparison with others: what it is, and its value.
+# What a rank compares with other ranks: pairs of a description and a value.
 Facts: TypeAlias = Sequence[tuple[str, object]]
 
 
 def raise_first_difference(
     mine: Facts, theirs: Facts, rank: int, other: int, cure: str = SAME_SCRIPT
 ) -> None:
-    """Compare two ranks' lists of (what, value)."""
+    """Raise an error that names the first (what, value) in which two ranks differ."""
     for (what, value), (_, other_value) in zip(mine, theirs, strict=False):
         if value != other_value:
             raise DisagreementError(
@@ -56,7 +55,7 @@ def raise_first_difference(
 
 
 def compare(mine: Facts, communicator: Communicator, cure: str = SAME_SCRIPT) -> None:
-    """Compare lists of (what, value) over all ranks."""
+    """Compare lists of (what, value) over all ranks; raise where they differ."""
     if same_number(numbers_of_all([number_of(mine)], communicator)):
         return
     for rank, theirs in enumerate(communicator.allgather_object(mine)):
@@ -64,7 +63,7 @@ def compare(mine: Facts, communicator: Communicator, cure: str = SAME_SCRIPT) ->
 
 
 def numbers_of_all(numbers: Sequence[int], communicator: Communicator) -> Array:
-    """Gather numbers of all ranks by one small message, where objects take two larger ones."""
+    """Gather numbers of all ranks by one small message (objects take two larger ones)."""
     row = tf.constant([numbers], tf.int64)
     return communicator.allgather(row, [1] * communicator.size).numpy()
 
@@ -75,7 +74,7 @@ def same_number(gathered: Array) -> bool:
 
 
 def number_of(value: object) -> int:
-    """Compute a hash of a value, of 63 bits and greater than any rank."""
+    """Compute a 63-bit hash of a value; it is greater than any rank."""
     digest = hashlib.blake2b(pickle.dumps(value), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1 | 1 << 62
 
@@ -104,7 +103,7 @@ def check_same_call(
             [("", their_callbacks)],
             communicator.rank,
             rank,
-            "give every rank the same ones; those that write or print do so on rank 0 alone",
+            "give every rank the same callbacks; they write and print on rank 0 only",
         )
         raise_first_difference(mine, theirs, communicator.rank, rank, _SAME_DATA)
     return bool(gathered[:, 1].any())
@@ -124,7 +123,7 @@ def _looks_at_batches(callback: keras.callbacks.Callback) -> bool:
 def describe(data: object) -> str | None:
     """Describe data in a few words that must be the same on every rank.
 
-    Arrays are told from each other by their shapes and a hash of all their bytes.
+    The words for arrays hold a hash of all their shapes and bytes.
 
     Example:
         >>> describe(None), describe(np.zeros((3, 2)))[:14]
@@ -182,7 +181,7 @@ class ReadingCheck:
             check_same_digest(self._strategy, int(digest), "at the first batch")
 
     def end(self) -> None:
-        """Compare what was read, when all batches were."""
+        """Compare all batches, after the last one was read."""
         progress.end_of_data()
         if self._batches:
             check_same_digest(self._strategy, int(self._digest), "at the end of the data")
@@ -204,8 +203,8 @@ def check_same_run(trainer: ModelState, params: Mapping[str, object]) -> None:
 
 
 def _shapes(trainer: ModelState) -> list[tuple[str, object]]:
-    # The last word of a variable's path, such as "kernel" or "momentum": what stands before depends
-    # on how many layers of its kind a process has made, which may differ.
+    # Only the last word of a path, such as "kernel" or "momentum": the rest depends on how many
+    # layers of a kind a process has made, which may differ.
     variables = trainer.shared_variables()
     return [
         ("number of variables", len(variables)),
@@ -217,11 +216,11 @@ def _shapes(trainer: ModelState) -> list[tuple[str, object]]:
 
 
 def whole_shape(variable: keras.Variable) -> tuple[int, ...]:
-    """Return the shape of a variable, of all parts where ranks hold one each."""
+    """Return the shape of a variable; of the whole where each rank holds a part."""
     shard = keras_shards.shard_of(variable)
     return tuple(variable.shape if shard is None else shard.whole_shape(variable.shape))
 
 
 def last_word(path: str) -> str:
-    """Return what follows the last / and _ of a variable's path."""
+    """Return the part of a variable's path after the last / and _."""
     return path.rpartition("/")[2].rpartition("_")[2]

@@ -1,4 +1,4 @@
-"""Seeds that differ by rank where layers draw for the rows of one rank only."""
+"""Seeds of random layers, such as dropout: different by rank in training, equal after it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ _SEED_STEP = 0x9E3779B1
 
 
 def spread_seeds(trainer: ModelState) -> None:
-    """Give every replica random masks of its own, reproducibly: seeds derive from rank 0's."""
+    """Give every replica different random masks, reproducibly: seeds derive from rank 0's."""
     _derive_seeds(trainer, fold_seed)
 
 
 def share_seeds(trainer: ModelState) -> None:
-    """Give every replica rank 0's seeds: the script may draw by these layers elsewhere.
+    """Give every replica rank 0's seeds.
 
-    Such as in a pipeline, whose rows must be the same on all ranks.
+    The script may use these layers elsewhere, too, such as in a pipeline, which must give the same
+    rows on all ranks.
     """
     _derive_seeds(trainer, lambda state, rank: state)
 

@@ -1,4 +1,4 @@
-"""Weights that all ranks hold: compared bit for bit, sent from one rank, or averaged."""
+"""Compare the weights of all ranks bit for bit, send them from one rank, or average them."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def fingerprint(value: tf.Tensor | tf.Variable) -> str:
 
 
 class Differences(NamedTuple):
-    """Variables that are not bit-identical wherever they should be."""
+    """Variables that should be bit-identical between ranks and are not."""
 
-    # indices of those of this rank; equal on all ranks that hold the same variables
+    # their indices on this rank; the same on all ranks that hold the same variables
     mine: list[int]
-    anywhere: bool  # whether some rank has any; equal on all ranks
+    anywhere: bool  # whether any rank has such variables; the same on all ranks
 
 
 def differing(variables: Sequence[keras.Variable], strategy: Strategy) -> Differences:
-    """Find the variables that are not bit-identical wherever they should be.
+    """Find the variables that should be bit-identical between ranks and are not.
 
-    That is on all ranks; for a part of a model on the ranks that hold the same part.
+    They should be on all ranks; parts of a model, on the ranks that hold the same part.
     """
     world, places = strategy.world, strategy.model_communicator.size
     mine = [{fingerprint(copy) for copy in strategy.copies(v)} for v in variables]
@@ -123,7 +123,7 @@ def average(
 
 
 def start_from_epoch_of_rank_0(trainer: ModelState) -> None:
-    """Set the epoch to start at to that of rank 0."""
+    """Make every rank start at rank 0's epoch."""
     epoch = trainer.initial_epoch()
     number = tf.constant(-1 if epoch is None else epoch, tf.int64)
     gathered = int(trainer.strategy.world.broadcast(number))
@@ -131,7 +131,7 @@ def start_from_epoch_of_rank_0(trainer: ModelState) -> None:
 
 
 def agree_on_weights(trainer: ModelState) -> None:
-    """Start from rank 0's weights, as `fit` does when it begins, for steps taken without it."""
+    """Start from rank 0's weights before steps outside `fit`, as `fit` does itself."""
     strategy = trainer.strategy
     if strategy.world.size > 1:
         compare(_shapes(trainer), strategy.communicator)

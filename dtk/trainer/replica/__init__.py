@@ -1,1 +1,1 @@
-"""One replica's step, and the trial of a few rows of it."""
+"""One replica's step, and its trial on a few rows."""

@@ -1,15 +1,13 @@
-"""One replica's step, its forward and backward pass compiled by XLA.
+"""Compile the forward and backward pass of one replica's step with XLA.
 
-XLA compiles a function as one cluster, which can hold no communication with other replicas. So the
-step is traced inside one, with optimizers that only note what they are handed, and the rest follows
-outside, as in a step that is not compiled:
+XLA compiles a function as one cluster, which cannot communicate with other replicas. So the step is
+traced inside a cluster, where optimizers only note their gradients; the rest follows outside:
 
-    counts     what masked means count, summed over replicas   (only where a loss needs it)
+    counts     denominators of masked means, summed over replicas   (only if a loss needs them)
     cluster    forward, backward, updates of metrics, moving statistics and random seeds
     outside    gradients exchanged and applied; metrics summed, and their results computed
 
-The cluster has one end: gradients of the last layers wait for those of the first, so that
-communication does not overlap with the backward pass.
+The cluster returns all gradients at once, so communication does not overlap with the backward pass.
 """
 
 from __future__ import annotations
@@ -28,16 +26,16 @@ from dtk.trainer.strategy import StepFunction
 from dtk.trainer.tracing import noting, slice_origins, traced_step
 
 # What a cluster returns: gradients by optimizer, some as two factors or in pieces, and the tensors
-# among what the step logs.
+# in the step's logs.
 _Found: TypeAlias = tuple[list[list[Nest]], list[tf.Tensor]]
 
 
 class UncompilableError(ValueError):
-    """A step that computes the same only if it is not compiled."""
+    """Raised for a step that would compute something else if it were compiled."""
 
 
 class _Noted(noting.Gathered):
-    """Receiver of a compiled step's gradients, which must not come from a branch or loop."""
+    """Receiver of a compiled step's gradients; refuses gradients from a branch or loop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +53,7 @@ class _Noted(noting.Gathered):
 
 
 class _Counts:
-    """What a step sums over the replicas within its losses: numbers of rows that count."""
+    """The sums over replicas inside a step's losses: numbers of rows that count."""
 
     def __init__(self, totals: Sequence[tf.Tensor]):
         self.own: list[tf.Tensor] = []
@@ -67,7 +65,7 @@ class _Counts:
 
 
 class CompiledStep:
-    """A step of one replica, to be traced into a cluster."""
+    """A step of one replica, traced into a cluster."""
 
     def __init__(
         self,
@@ -87,13 +85,13 @@ class CompiledStep:
         self._logs: Nest = None
 
     def trace(self, data: Nest) -> Callable[[], Nest]:
-        """Trace the cluster, and see whether all that the step computes may be in it."""
+        """Trace the cluster, check that it may hold the step, and return the whole step."""
         step = self._step
         totals: list[tf.Tensor] = []
         concrete = self._compiled(data, totals)
         self._check(concrete.graph)
         if self._counts.own:
-            # Summed before the cluster: a trace of which nothing but the counts is computed.
+            # Sum the counts before the cluster; this second trace computes nothing else.
             counting = tf.function(self._count, autograph=False)
             counts = counting.get_concrete_function(data, step.share)
             if _assigns(counts.graph):
@@ -119,7 +117,7 @@ class CompiledStep:
         return function.get_concrete_function(data, self._step.share, totals)
 
     def _compute(self, data: Nest, share: tf.Tensor, totals: list[tf.Tensor]) -> _Found:
-        """Compute the step up to what replicas make of it together; traced into the cluster."""
+        """Compute the step up to its first communication; traced into the cluster."""
         self._noted, self._counts, self._pieces = _Noted(), _Counts(totals), []
         self._inside = inside = traced_step.Step(
             share,
@@ -139,7 +137,7 @@ class CompiledStep:
         return found, [value for value in keras.tree.flatten(self._logs) if tf.is_tensor(value)]
 
     def _divided(self, gradient: Nest) -> Nest:
-        """Divide slices by what they are of, which nothing outside the cluster can tell."""
+        """Divide slices by their origin, which only the graph inside the cluster shows."""
         if not isinstance(gradient, tf.IndexedSlices):
             return gradient
         pieces = slice_origins.pieces_of(gradient.indices, self._inside.graph)
@@ -147,7 +145,7 @@ class CompiledStep:
         return slice_origins.parts_of(gradient, pieces)
 
     def _whole(self, gradients: list[Nest]) -> Gradients:
-        """Multiply factors, and join slices; the exchange finds the factors behind the product."""
+        """Multiply factors and join slices; the exchange finds the factors in the graph again."""
         products = [g.product() if isinstance(g, Factored) else g for g in gradients]
         return [self._joined(g) if isinstance(g, list) else g for g in products]
 
@@ -163,7 +161,7 @@ class CompiledStep:
         return self._counts.own
 
     def _logged(self, tensors: Sequence[tf.Tensor]) -> Nest:
-        """Put together what the step logs, of the results of all replicas."""
+        """Return the step's logs, with metric results over all replicas."""
         results: dict[int, dict[traced_step.Path, tf.Tensor]] = {}
         remaining = iter(tensors)
         logged = []
@@ -182,7 +180,7 @@ class CompiledStep:
             logged.append(results[id(metric)][path])
         return keras.tree.pack_sequence_as(self._logs, logged)
 
-    # What the cluster must not hold.
+    # Checks of what the cluster must not hold.
 
     def _check(self, graph: tf.Graph) -> None:
         names = [node.name for node in _nodes(graph) if node.op.startswith(_COMMUNICATING)]
@@ -195,7 +193,7 @@ class CompiledStep:
         self._check_results()
 
     def _check_order(self, graph: tf.Graph) -> None:
-        """Refuse a step that goes on with weights it has changed: the cluster changes none."""
+        """Refuse a step that uses weights after their update: the cluster updates none."""
         inside = {id(outer): inner.ref() for outer, inner in graph.captures}
         for mark, applied in zip(self._noted.marks, self._noted.applied, strict=True):
             changed = [
@@ -218,7 +216,7 @@ class CompiledStep:
                         )
 
     def _check_results(self) -> None:
-        """Refuse a step that computes with the results of metrics, which are known outside only."""
+        """Refuse a step that computes with metric results: they are known outside only."""
         results = self._inside.results
         logged = [v for v in keras.tree.flatten(self._logs) if tf.is_tensor(v)]
         starts = [v for v in logged if v.ref() not in results]
@@ -236,7 +234,7 @@ _COMMUNICATING = ("Collective", "Horovod")
 
 
 def _nodes(graph: tf.Graph) -> Iterable[tf.compat.v1.NodeDef]:
-    """Return the nodes of a graph, and of the functions it calls."""
+    """Return the nodes of a graph and of the functions it calls."""
     definition = graph.as_graph_def()
     yield from definition.node
     for function in definition.library.function:
@@ -248,7 +246,7 @@ def _assigns(graph: tf.Graph) -> bool:
 
 
 def _computed_from(tensors: Iterable[tf.Tensor]) -> Iterable[tf.Tensor]:
-    """Return everything in a graph that tensors are computed from, and themselves."""
+    """Return tensors and everything in their graph that they are computed from."""
     seen: set[Hashable] = set()
     left = list(tensors)
     while left:

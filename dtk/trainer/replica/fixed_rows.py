@@ -1,4 +1,4 @@
-"""Models that are made for one number of rows, of which a worker has only its share."""
+"""Refuse models made for a fixed number of rows: a worker has only its share of the rows."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from dtk.compat import keras_models
 from dtk.errors import NotDistributedError, at_rank
 from dtk.trainer.strategy import Strategy
 
-# In what TensorFlow says of tensors that do not fit together.
+# Words in TensorFlow's errors about shapes that do not match.
 _OF_SHAPES = re.compile(r"shape|size|dimension|broadcast", re.IGNORECASE)
 
 
 def check_stateful(model: keras.Model, rows: int | None, strategy: Strategy) -> None:
-    """Refuse layers that keep a state for every row of a batch from one batch to the next."""
+    """Refuse layers that keep a state for every row from one batch to the next."""
     size = strategy.num_replicas_in_sync
     stateful = [x for x in keras_models.layers_of(model) if getattr(x, "stateful", False)]
     if size == 1 or not stateful:
@@ -40,10 +40,10 @@ def check_stateful(model: keras.Model, rows: int | None, strategy: Strategy) -> 
 def explaining_failures(
     name: str, model: keras.Model, rows: int, strategy: Strategy
 ) -> Iterator[None]:
-    """Return a context in which a step is tried on a few rows, and says what to do if it fails.
+    """Return a context for a step tried on a few rows, which says what to do if the step fails.
 
-    An error of shapes may be that of a model made for one size of batch. Any other is raised as
-    it is: the labels, for example, are out of range in one process, too.
+    After an error about shapes, the model may be made for one batch size. Any other error is raised
+    unchanged, since one process would raise it, too: labels that are out of range, for example.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Metrics that one replica counts on the rows of all, since what replicas count does not add up."""
+"""Metrics that cannot be summed over replicas: one replica counts the rows of all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dtk.trainer.tracing import traced_step
 
 
 def on_all_rows(metrics: Sequence[keras.Metric]) -> AbstractContextManager[None]:
-    """Return a context in which replicas trace steps that gather the rows of these metrics."""
+    """Return a context in which traced steps gather the rows of these metrics."""
     return keras_steps.updates_through(metrics, _update)
 
 
@@ -24,12 +24,12 @@ def _update(
     metric: keras.Metric, original: Function[object], *args: object, **kwargs: object
 ) -> object:
     step = traced_step.current()
-    # Replicas may not meet in a branch or loop, into which not all need go.
+    # No communication in a branch or loop: perhaps not all replicas enter it.
     if step is None or tf.compat.v1.get_default_graph() is not step.graph:
         return original(*args, **kwargs)
     if step.present is None:
         raise compiled_step.UncompilableError(f"metric {metric.name!r} counts rows of all workers")
-    # The first replica's counts are those of one process; the others' stay zero.
+    # The first replica counts as one process would; the others' counts stay zero.
     leaves = tf.nest.flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if tf.is_tensor(leaf)]
     whole = iter(_of_all(tensors, step.present))
@@ -42,7 +42,7 @@ def _update(
 
 
 def _of_all(tensors: Sequence[tf.Tensor], present: tf.Tensor) -> list[tf.Tensor]:
-    """Gather rows, in the order of replicas, as a sum of what each has at its places."""
+    """Gather rows in the order of replicas: each pads its rows with zeros, and a sum joins them."""
     index, context = tf_replicas.replica_index(), tf.distribute.get_replica_context()
     total = functools.partial(context.all_reduce, tf.distribute.ReduceOp.SUM)
     mine = tf.where(present, tf.shape(tensors[0])[0], 0)

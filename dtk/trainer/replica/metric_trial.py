@@ -1,10 +1,10 @@
-"""Whether the counts of a script's own metrics add up, on more rows than a step's trial has.
+"""Test whether a script's own metrics add up over replicas, on more rows than a step's trial has.
 
-What replicas count is summed, so a metric must add to its variables what is a sum over rows. A few
-rows of a model that has learnt nothing may not tell whether it does: true positives are 0 however
-they are counted. So the rows of a trial, each repeated four times, are counted as a whole and in
-two parts: with the model's predictions, with these in another order, with the targets in their
-place, and with some of both.
+The counts of replicas are summed, so a metric must add sums over rows to its variables. A few rows
+of an untrained model may not show whether it does: true positives are 0 however they are counted.
+So the rows of a trial, each repeated four times, are counted as a whole and in two parts: with the
+model's predictions, with these in another order, with the targets as predictions, and with a
+mixture of both.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Call(NamedTuple):
 
 
 class Doubt(NamedTuple):
-    """A metric of which a trial does not show that what workers count adds up."""
+    """A metric that a trial could not show to add up over workers."""
 
     metric: keras.Metric
     why: str  # what the trial showed
@@ -46,25 +46,25 @@ class Doubt(NamedTuple):
 
     @property
     def is_curable(self) -> bool:
-        """Whether its result is right where one replica counts all rows and others none."""
+        """Whether the result is right if one replica counts all rows and the others none."""
         return all(v.aggregation == "sum" for v in self.metric.variables)
 
     def told(self, cured: bool) -> str:
-        """What a user is to know of it."""
+        """Return the message for the user."""
         if cured:
             return (
-                f"{self.why}: the rows of all workers are gathered in each step, and one counts "
-                f"them, as one process does. To save that, {self.advice}"
+                f"{self.why}: the rows of all workers are gathered in each step, and one worker "
+                f"counts them, as one process does. To avoid this cost, {self.advice}"
             )
         return (
-            f"{self.why}, so what is logged may differ from one process's; weights are not "
-            f"concerned. To mend it, {self.advice}; or compute it from model.predict(x), which "
-            "returns the rows of all workers"
+            f"{self.why}, so the logged value may differ from one process's; weights are not "
+            f"affected. To fix this, {self.advice}; or compute the metric from model.predict(x), "
+            "which returns the rows of all workers"
         )
 
 
 class Calls:
-    """The calls of a step to some metrics' `update_state`, the first of each."""
+    """The first call of a step to `update_state` of each metric."""
 
     def __init__(self, metrics: list[keras.Metric]):
         self._metrics = metrics
@@ -73,7 +73,7 @@ class Calls:
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """Return a context in which a step is traced, whose calls are noted."""
+        """Return a context in which a step is traced and its calls are noted."""
         self._seen.clear()
         self._graph = tf.compat.v1.get_default_graph()
         with keras_steps.updates_through(self._metrics, self._note):
@@ -82,7 +82,7 @@ class Calls:
     def _note(
         self, metric: keras.Metric, original: Function[object], *args: object, **kwargs: object
     ) -> object:
-        # What a branch or loop computes cannot leave it.
+        # Tensors of a branch or loop cannot leave it.
         if tf.compat.v1.get_default_graph() is self._graph:
             self._seen.setdefault(id(metric), Call(metric, args, kwargs))
         return original(*args, **kwargs)
@@ -113,7 +113,7 @@ def _with(call: Call, arrays: Iterator[Array]) -> Call:
 def doubts_of(
     calls: list[Call], rows: int, model: keras.Model, kinds: Mapping[str, str], tolerance: float
 ) -> list[Doubt]:
-    """Return the metrics whose counts do not add up, or may not."""
+    """Return the metrics whose counts do not add up, or perhaps do not."""
     found = []
     with traced_step.in_shares():
         for call in calls:
@@ -139,7 +139,7 @@ def _doubt_of(
         try:
             whole = _result(call.metric, [(more, 1.0)], model, kinds)
             parts = _result(call.metric, pieces, model, kinds)
-        except Exception as why:  # of the script's, which may refuse what no model predicts
+        except Exception as why:  # the script's metric may refuse such predictions
             said = f"{type(why).__name__}: {str(why)[:200]}"
             return Doubt(call.metric, f"{name} could not be tried on other rows ({said})")
         for one, other in zip(whole, parts, strict=True):
@@ -169,7 +169,7 @@ def _differing(call: Call, whole: Array, parts: Array, rows: int) -> Doubt:
 
 
 def _variants(call: Call) -> Iterator[Call]:
-    """The call with its rows several times over, and with other predictions."""
+    """Yield the call with its rows repeated, then also with other predictions."""
 
     def repeated(leaf: object) -> object:
         return np.concatenate([leaf] * _TIMES) if isinstance(leaf, np.ndarray) else leaf
@@ -188,7 +188,7 @@ def _variants(call: Call) -> Iterator[Call]:
 
 
 def _perfect(target: Array, predicted: Array) -> Array | None:
-    """Predictions that are the targets, of the shape of these."""
+    """Return the targets in the shape of predictions; None if they do not fit."""
     if target.shape == predicted.shape:
         return target.astype(predicted.dtype)
     classes = predicted.shape[-1]
@@ -213,7 +213,7 @@ def _result(
     model: keras.Model,
     kinds: Mapping[str, str],
 ) -> list[Array]:
-    """A metric's result, from what replicas count of these pieces of a batch, each from zero."""
+    """Return a metric's result if each replica counts one piece of a batch, starting at zero."""
     start = [(v, tf.zeros(v.shape, v.dtype)) for v in metric.variables]
     states = []
     for piece, share in pieces:

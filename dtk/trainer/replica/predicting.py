@@ -1,4 +1,4 @@
-"""Predictions of all replicas, put together: every rank gets every row, in order."""
+"""Predict with all replicas and gather the rows: every rank gets every row, in order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dtk.trainer.tracing import lookups
 
 
 def make_predict_function(model: keras.Model, strategy: Strategy) -> Callable[[list[Nest]], Nest]:
-    """Make a function that predicts batches, each replica its part."""
+    """Make a function that predicts batches; each replica predicts its part."""
     sequence = strategy.new_sequence("predict")
 
     @tf.autograph.experimental.do_not_convert
@@ -57,7 +57,7 @@ def predict_on_batch(predict: Callable[[list[Nest]], Nest], x: Nest, strategy: S
 
 
 def predict_rows(data: Nest, model: keras.Model) -> Nest:
-    """Run Keras's predict step on this replica's rows, of which there may be none."""
+    """Run Keras's predict step on this replica's rows; there may be none."""
     data = slicing.forget_rows(replica_step.without_optionals(data))
     predict = model.predict_step
     if model.jit_compile and not tf.executing_eagerly():

@@ -1,9 +1,9 @@
-"""One replica's step, made exact.
+"""Run one replica's step so that all replicas together equal one process.
 
-Keras's own train or test step runs on this replica's slice; what it leaves is then made global:
+Keras's own train or test step runs on this replica's slice; its results are then made global:
 
-* Metric state is summed over ranks before a result is computed from it, so that what a step logs is
-  the global batch's, whoever asks for it.
+* Metric state is summed over ranks before any result is computed, so a step logs the results of the
+  global batch.
 * Non-trainable state that a step assigns (moving statistics) is averaged, weighted by share.
 * A replica without rows computes with a padding row, which its metrics forget.
 """
@@ -30,7 +30,7 @@ from dtk.trainer.tracing import lookups, sync_batch_norm, traced_step
 
 @contextlib.contextmanager
 def running(model: keras.Model, name: str, gathered: Sequence[keras.Metric] = ()) -> Iterator[None]:
-    """Return the context in which a loop around `run_step` is traced, and runs."""
+    """Return the context in which a loop around `run_step` is traced and runs."""
     with (
         progress.inside(f"{name} step"),
         traced_step.in_shares(),
@@ -52,7 +52,8 @@ def run_step(
 ) -> Nest:
     """Run Keras's own train or test step on this replica's slice, then make its logs global.
 
-    Its Python runs while it is traced, or eagerly: what waits for others there says so itself.
+    This Python runs while the step is traced, or eagerly, and waits for no rank by itself: code
+    that does wait reports so.
     """
     data, step, present = begin_step(step_function, batch, model, strategy, kinds)
     step.tried = tried
@@ -132,7 +133,7 @@ def metric_variables(model: keras.Model) -> list[keras.Variable]:
 def _forget_padding(
     present: tf.Tensor, before: Mapping[int, tf.Tensor], model: keras.Model
 ) -> None:
-    """Without rows of its own, a replica's metrics stay as they were."""
+    """Restore the metrics of a replica that has no rows."""
 
     def restore() -> tf.Tensor:
         for variable in metric_variables(model):
@@ -143,7 +144,7 @@ def _forget_padding(
 
 
 def check_reduced(step: traced_step.Step, model: keras.Model, strategy: Strategy) -> None:
-    """Check that a train step handed gradients to an optimizer that reduces them."""
+    """Check that a train step gave its gradients to an optimizer that reduces them."""
     if step.reductions or not model.trainable_variables:
         return
     if tf.executing_eagerly() and any(
@@ -163,9 +164,9 @@ def check_reduced(step: traced_step.Step, model: keras.Model, strategy: Strategy
 
 
 class WorldState:
-    """The state that a step leaves, of all replicas: metrics summed, moving statistics averaged.
+    """A step's state over all replicas: metrics summed, moving statistics averaged.
 
-    One reduction serves all results that a step asks for, unless it goes on counting between them.
+    One reduction serves all results that a step asks for, unless it assigns variables between them.
     """
 
     def __init__(self, step: traced_step.Step, before: Mapping[int, tf.Tensor], present: tf.Tensor):
@@ -178,7 +179,7 @@ class WorldState:
         self._inside = False
 
     def result_of(self, original: Callable[[], Nest]) -> Nest:
-        """Compute what a metric's `result` returns for the state of all replicas."""
+        """Compute a metric's `result` from the state of all replicas."""
         if self._inside:
             return original()
         if self._reduced_at != self._step.assignments:
@@ -191,7 +192,7 @@ class WorldState:
             self._inside = False
 
     def average(self) -> None:
-        """Average moving statistics that the step has assigned since it last asked for a result."""
+        """Average the moving statistics that were assigned since the last reduction."""
         if self._unaveraged():
             self._reduce([])
 
@@ -206,7 +207,7 @@ class WorldState:
         step, replica = self._step, tf.distribute.get_replica_context()
         averaged = self._unaveraged()
         values = [self._counted(v) for v in summed] + [step.weighed(v) for v in averaged]
-        # They are ready before the gradients are.
+        # Run beside the gradients' collectives: this state is ready earlier.
         with tf_replicas.counted_if(None), replica.strategy.concurrent("state"):
             reduced = replica.all_reduce(tf.distribute.ReduceOp.SUM, values) if values else []
         self._totals = list(zip(summed, reduced, strict=False))
@@ -231,7 +232,7 @@ def result_of(metric: keras.Metric, original: Callable[[], Nest]) -> Nest:
     if step is None:
         return original()
     result = original() if step.result_of is None else step.result_of(original)
-    # Some return a variable of theirs, which outside of `result_of` is the replica's.
+    # Some metrics return a variable, which outside `result_of` holds this replica's value.
     result = keras.tree.map_structure(_value_of, result)
     for path, value in keras.tree.flatten_with_path(result):
         if isinstance(value, tf.Tensor):
@@ -240,7 +241,7 @@ def result_of(metric: keras.Metric, original: Callable[[], Nest]) -> Nest:
 
 
 def _sum_numbers(step: traced_step.Step, logs: Nest) -> Nest:
-    """Sum over replicas what a step logs besides the results of metrics."""
+    """Sum over replicas the numbers that a step logs besides metric results."""
     numbers = step_logs.numbers_of(step, logs)
     if not numbers:
         return logs
@@ -254,7 +255,7 @@ def _sum_numbers(step: traced_step.Step, logs: Nest) -> Nest:
 
 
 def without_optionals(data: Nest) -> Nest:
-    """Replace what Keras marks as absent by None."""
+    """Replace values that Keras marks as absent (`Optional`) by None."""
     return keras.tree.map_structure(
         lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data
     )

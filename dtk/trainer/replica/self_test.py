@@ -1,18 +1,17 @@
-"""Whether a step's parts add up to the step: a few rows, computed by one replica and by all.
+"""Test that a step's parts add up to the step: compute a few rows by one replica, and by all.
 
-What one replica computes of a batch must be a mean or a sum over its rows, or the parts of several
-replicas do not add up to what one process computes. Keras's own losses, metrics and layers are
-known to be so. A script's own are tried before the first update: a few rows of the first batch go
-through the step as a whole and as the parts of all replicas; nothing is applied, and everything is
-put back.
+Losses and metrics must be means or sums over rows, or the parts of several replicas do not add up
+to the result of one process. Keras's own losses, metrics and layers add up. A script's own are
+tried before the first update: a few rows of the first batch go through the step as a whole and as
+the parts of all replicas. Nothing is applied, and every variable gets its old value back.
 
-    terms        find out which losses are sums or ratios; they count as such (see `loss_terms`)
-    gradients    must agree, and where they are slices, which optimizers such as Adam square one by
-                 one, the sums of their squares; or NotDistributedError
+    terms        shows which losses are sums or ratios, to be counted as such (see `loss_terms`)
+    gradients    must agree, or NotDistributedError; for slices, which optimizers such as Adam
+                 square one by one, the sums of their squares must agree, too
     state        that a step assigns must agree, or NotDistributedError
-    logs         results of metrics and other numbers that do not agree are warned of
+    logs         metric results and other numbers that do not agree give a warning
 
-Random numbers belong to rows meanwhile (`compat.random_draws`), and batch normalization is that of
+During the test random numbers belong to rows (`compat.random_draws`), and batch normalization uses
 all rows, synchronized or not: neither is a mistake of the script. Nor is a kink, see `_judge`.
 """
 
@@ -38,25 +37,25 @@ from dtk.trainer.replica import fixed_rows, metric_trial
 from dtk.trainer.replica.trial import Outcome, Trial
 from dtk.trainer.tracing.loss_terms import RATIO, SUM
 
-# At how many other weights it is tried before it is refused.
+# Number of other weights at which a step is tried before it is refused.
 _OTHER_WEIGHTS = 3
-# Of how many draws every combination of layouts is tried.
+# Up to this number of draws, every combination of layouts is tried.
 _DRAWS = 4
 
 
 class Verdict(NamedTuple):
     """Result of comparing a step on a few rows as a whole and in parts."""
 
-    kinds: dict[str, str]  # of the terms that are no means
-    wrong: str | None  # why ranks would train something else; None if they would not
-    notes: list[str]  # what they would only log otherwise
+    kinds: dict[str, str]  # kinds of the terms that are not means
+    wrong: str | None  # how training would differ from one process; None if it would not
+    notes: list[str]  # which logged numbers would differ
     difference: float  # the largest relative difference of a gradient
-    # metrics that are to be counted on the rows of all replicas
+    # metrics to count on the gathered rows of all replicas
     gathered: Sequence[keras.Metric] = ()
 
 
 def is_wanted(asked: bool | str) -> bool | str:
-    """Check a strategy's `self_test`, which the environment overrides."""
+    """Return a strategy's `self_test`, or the environment's value, after checking it."""
     said = os.environ.get(SELF_TEST, "")
     if said:
         asked = {"0": False, "1": True}.get(said, said)
@@ -66,13 +65,13 @@ def is_wanted(asked: bool | str) -> bool | str:
 
 
 def fail_if_nothing_is_tried() -> None:
-    """Make a script that trains no model end in an error, under `dtk check`."""
+    """Under `dtk check`, make a script that trains no model end in an error."""
     if os.environ.get(SELF_TEST) == "only":
         atexit.register(_nothing_was_tried)
 
 
 def end_check() -> NoReturn:
-    """End a script that was only to be checked, and has been."""
+    """End a script under `dtk check`, after the check."""
     atexit.unregister(_nothing_was_tried)
     raise SystemExit(0)
 
@@ -83,10 +82,7 @@ def _nothing_was_tried() -> None:
 
 
 def run(trial: Trial, reasons: Sequence[str]) -> Verdict:
-    """Compute a few rows of a batch as a whole and in parts, and compare.
-
-    All ranks call it together.
-    """
+    """Compute a few rows as a whole and in parts, and compare. All ranks call it together."""
     began = time.perf_counter()
     strategy, model = trial.strategy, trial.model
     name = trial.step_function.__name__
@@ -118,12 +114,12 @@ def run(trial: Trial, reasons: Sequence[str]) -> Verdict:
 
 
 def _judge(trial: Trial) -> Verdict:
-    """Compute both ways until they agree: by each layout of random numbers, and at other weights.
+    """Compute both ways until they agree: with each layout of random numbers, at other weights.
 
-    At a kink, such as a ReLU's, rounding decides which gradient is computed. It does so at some
-    weights and not at others, and a step that is wrong is so at all of them.
+    At a kink, such as a ReLU's, rounding decides which gradient is computed. That happens at some
+    weights only; a wrong step is wrong at all weights.
     """
-    # Ranks try the same, whatever rounding is on each.
+    # All ranks follow rank 0's verdict, since rounding may differ by rank.
     agreed = trial.strategy.world.broadcast_object
     best, layouts = agreed(_compute(trial)), {}
     for others in _layouts(trial.draws) if best.wrong else ():
@@ -143,7 +139,7 @@ def _judge(trial: Trial) -> Verdict:
 
 
 def _layouts(draws: Sequence[int]) -> Iterator[dict[int, str]]:
-    """Return the other layouts of random numbers: each for each draw, or of many one for all."""
+    """Yield the other layouts: every combination; with many draws, one layout for all of them."""
     if len(draws) > _DRAWS:
         yield from (dict.fromkeys(draws, one) for one in random_draws.LAYOUTS[1:])
         return
@@ -153,7 +149,7 @@ def _layouts(draws: Sequence[int]) -> Iterator[dict[int, str]]:
 
 
 def _undecided(trial: Trial, verdict: Verdict) -> Verdict:
-    """Warn, instead, where a step makes as much of a change that is no more than rounding."""
+    """Warn instead, if changes of the size of rounding make the step differ as much."""
     tolerance = _tolerance(trial.model)
     whole, spread = trial.whole(), 0.0
     for seed in (1, 2):
@@ -164,15 +160,15 @@ def _undecided(trial: Trial, verdict: Verdict) -> Verdict:
         return verdict
     note = (
         f"the self-test cannot tell rounding from a mistake: {verdict.wrong} between all rows "
-        f"and the parts, and by {100 * spread:.3g} % where weights change by {tolerance / 100:.0e} "
-        "of themselves. If its losses are means or sums over rows, it is rounding: self_test=False "
-        "(or DTK_SELF_TEST=0) says that you know"
+        f"and the parts, and by {100 * spread:.3g} % if weights change by {tolerance / 100:.0e} "
+        "of their size. If the losses are means or sums over rows, the difference is rounding; "
+        "self_test=False (or DTK_SELF_TEST=0) then skips this test"
     )
     return verdict._replace(wrong=None, notes=[note])
 
 
 def _compute(trial: Trial) -> Verdict:
-    """Compute both ways, and once more with the kinds that were found."""
+    """Compute both ways, then the parts again with the kinds that were found."""
     whole, parts = trial.whole(), trial.replicas({})
     shares = np.array(trial.parts) / trial.rows
     tolerance = _tolerance(trial.model)
@@ -196,7 +192,7 @@ def _compute(trial: Trial) -> Verdict:
 
 
 def _tolerance(model: keras.Model) -> float:
-    """Relative difference that rounding may make, of gradients and scalars."""
+    """Return the relative difference of gradients and scalars that may be rounding."""
     kinds = {layer.compute_dtype for layer in keras_models.layers_of(model)}
     return 5e-2 if kinds & {"float16", "bfloat16"} else 1e-4
 
@@ -208,7 +204,7 @@ def _close(one: float, other: float, scale: float, tolerance: float) -> bool:
 def _kinds_of(
     whole: Outcome, parts: Outcome, shares: Array, tolerance: float
 ) -> tuple[dict[str, str], list[str], list[str]]:
-    """Find the kinds of terms that are no means, the names of unclear terms, and oddities."""
+    """Find the kinds of terms that are not means, the names of unclear terms, and oddities."""
     kinds: dict[str, str] = {}
     unclear: list[str] = []
     odd: list[str] = []
@@ -223,7 +219,7 @@ def _kinds_of(
         if not np.isfinite([value, *each]).all():
             unclear.append(name)
         elif _is_ratio(whole.terms[name][0], above, below, tolerance):
-            # Also where a mean fits: a mask may leave all of a few rows.
+            # Even if a mean fits: a mask may keep all of so few rows.
             kinds[name] = RATIO
         elif _close(mean, value, scale, tolerance):
             if _close(total, value, scale, tolerance):
@@ -240,7 +236,7 @@ def _kinds_of(
 
 
 def _is_ratio(whole: Array, above: Array, below: Array, tolerance: float) -> bool:
-    """Return whether a term is a quotient whose parts are sums over rows."""
+    """Return whether a term is a quotient of two sums over rows."""
     _, numerator, denominator = whole
     if not np.isfinite(whole).all() or not denominator:
         return False
@@ -251,11 +247,11 @@ def _is_ratio(whole: Array, above: Array, below: Array, tolerance: float) -> boo
 
 
 def _compare(whole: Outcome, parts: Outcome, tolerance: float) -> tuple[str | None, float]:
-    """Return what differs in gradients and state, and the largest relative difference."""
+    """Return the first difference in gradients or state, and the largest relative difference."""
     if list(whole.gradients) != list(parts.gradients):
         return "optimizers were given gradients of other variables", np.inf
     sizes = {name: np.linalg.norm(g) for name, g in whole.gradients.items()}
-    # What cancels out, such as the gradient of a bias before a batch normalization, is rounding.
+    # A gradient that cancels out, as of a bias before a batch normalization, is only rounding.
     least = 1e-2 * max(sizes.values(), default=0.0)
     differences = {
         name: float(np.linalg.norm(parts.gradients[name] - g) / max(sizes[name], least, 1e-30))
@@ -272,16 +268,16 @@ def _compare(whole: Outcome, parts: Outcome, tolerance: float) -> tuple[str | No
     if worst is not None and not difference <= tolerance:
         return f"the gradient of {worst!r} differs by {100 * difference:.3g} %", difference
     for name, squares in whole.squares.items():
-        # Squares of what is rounding are so small that nothing is said of them here, either.
+        # Squares of gradients that are only rounding are too small to compare.
         size = max(np.linalg.norm(squares), least**2, 1e-30)
         apart = float(np.linalg.norm(parts.squares[name] - squares) / size)
         if not apart <= 4 * tolerance:
             return (
-                f"the slices of the gradient of {name!r}, which this optimizer squares or clips "
-                f"one by one, are others: their squares differ by {100 * apart:.3g} %, though they "
-                "add up to the same. One process sums what belongs to no row of the batch before "
-                "it is squared (keras.optimizers.SGD without clipping makes no difference; "
-                "run_eagerly=True hides what indices are computed from)"
+                f"the slices of the gradient of {name!r} differ: their sums are equal, but this "
+                "optimizer squares or clips slices one by one, and their squares differ by "
+                f"{100 * apart:.3g} %. One process sums slices that belong to no row of the batch "
+                "before it squares them (keras.optimizers.SGD without clipping makes no "
+                "difference; run_eagerly=True hides how indices are computed)"
             ), apart
     for name, value in whole.state.items():
         theirs = parts.state.get(name)
@@ -297,17 +293,17 @@ def _notes(whole: Outcome, parts: Outcome, tolerance: float) -> list[str]:
         if not np.allclose(theirs, value, tolerance, 1e-6, equal_nan=True):
             notes.append(
                 f"{name!r} is neither a mean nor a sum over rows ({np.ravel(value)[0]:.5g} on all "
-                f"rows of a trial, {np.ravel(theirs)[0]:.5g} from its parts), so what is logged "
-                "differs from one process's; weights are not concerned"
+                f"rows of a trial, {np.ravel(theirs)[0]:.5g} from its parts), so the logged value "
+                "differs from one process's; weights are not affected"
             )
     return notes
 
 
 def _with_counts(trial: Trial, verdict: Verdict) -> Verdict:
-    """Say, too, what these rows do not show of metrics, and which are counted on all rows."""
+    """Add notes on metrics that do not add up, and the metrics to count on gathered rows."""
     strategy, model = trial.strategy, trial.model
     doubts: list[metric_trial.Doubt] = []
-    if strategy.is_chief:  # ranks gather the same, whatever rounding is on each
+    if strategy.is_chief:  # one rank decides, since rounding may differ by rank
         tolerance = _tolerance(model)
         doubts = metric_trial.doubts_of(trial.counted, trial.rows, model, verdict.kinds, tolerance)
     cured = [doubt for doubt in doubts if trial.gathers and doubt.is_curable]
@@ -319,11 +315,11 @@ def _with_counts(trial: Trial, verdict: Verdict) -> Verdict:
     return verdict._replace(notes=notes, gathered=gathered)
 
 
-# Who needs it.
+# Which models need the self-test.
 
 
 def reasons(model: keras.Model, step_name: str) -> list[str]:
-    """Return what of a model's step is not Keras's own, so that nothing is known of it."""
+    """Return the parts of a model's step that are not Keras's own and so must be tried."""
     found = []
     if not keras_models.is_from_keras(getattr(type(model), step_name)):
         found.append(f"{step_name} of {type(model).__name__}")
@@ -337,7 +333,7 @@ def reasons(model: keras.Model, step_name: str) -> list[str]:
 
 
 def _looks_up_eagerly(model: keras.Model) -> bool:
-    """Return whether slices are squared of which no graph tells what they are of."""
+    """Return whether an optimizer squares slices and no graph shows their origin."""
     if not model.run_eagerly:
         return False
     linear = all(map(keras_optimizers.is_linear, shared_optimizer.optimizers_of(model)))

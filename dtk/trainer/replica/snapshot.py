@@ -1,4 +1,4 @@
-"""Values of variables, to be put back bit for bit."""
+"""Keep values of variables, and put them back bit for bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dtk.trainer.replica import replica_step
 class Snapshot:
     """Values of some variables, Keras's or TensorFlow's, on this process's replicas.
 
-    Each replica gets its own value back, also where values differ by replica (metric state, dropout
+    Each replica gets its own value back, even where values differ by replica (metric state, dropout
     seeds, unfinished gradient accumulation). Nothing is communicated.
 
     Example:
@@ -36,7 +36,7 @@ class Snapshot:
             self.keep(variable)
 
     def keep(self, variable: keras.Variable | tf.Variable) -> None:
-        """Keep the value of one more variable; of one that is kept, nothing changes."""
+        """Keep the value of one more variable; a value kept before stays."""
         for copy in tf_variables.components(_stored(variable)):
             self._kept.setdefault(id(copy), (copy, copy.numpy()))
 
@@ -53,7 +53,7 @@ def _stored(variable: keras.Variable | tf.Variable) -> tf.Variable:
 def changed_by_training(model: keras.Model) -> list[keras.Variable | tf.Variable]:
     """Return every variable that a training step may change.
 
-    Weights, seeds, metrics, optimizers' state, and what the exchange of gradients remembers.
+    Weights, seeds, metrics, and the state of optimizers and of the gradient exchange.
     """
     optimizers = shared_optimizer.optimizers_of(model)
     of_optimizers = [v for optimizer in optimizers for v in optimizer.variables]

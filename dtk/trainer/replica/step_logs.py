@@ -1,4 +1,4 @@
-"""What a step logs: results of metrics, and other numbers."""
+"""The logs of a step: metric results and other numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dtk.trainer.tracing import traced_step
 
 
 def numbers_of(step: traced_step.Step, logs: Nest) -> list[tuple[str, tf.Tensor]]:
-    """Find the numbers in what a step returned that are not the results of metrics."""
+    """Find the numbers in a step's logs that are not metric results."""
     flat = keras.tree.flatten_with_path(logs) if isinstance(logs, dict) else []
     return [
         (name_of(path), step.terms.made_mean(f"log {name_of(path)!r}", value))
@@ -27,7 +27,7 @@ def numbers_of(step: traced_step.Step, logs: Nest) -> list[tuple[str, tf.Tensor]
 def results_in(
     step: traced_step.Step, logs: Nest
 ) -> list[tuple[traced_step.Path, keras.Metric, traced_step.Path]]:
-    """Find the results of metrics in what a step returned."""
+    """Find the metric results in a step's logs."""
     flat = keras.tree.flatten_with_path(logs) if isinstance(logs, dict) else []
     return [
         (path, *step.results[value.ref()])
@@ -37,12 +37,12 @@ def results_in(
 
 
 def name_of(path: traced_step.Path) -> str:
-    """Return the name of an entry of what a step returned."""
+    """Return the name of an entry of a step's logs."""
     return "/".join(map(str, path))
 
 
 def replaced(logs: Nest, found: Mapping[str, tf.Tensor]) -> Nest:
-    """Put other numbers into what a step returned."""
+    """Replace numbers in a step's logs, by name."""
     paths = [name_of(path) for path, _ in keras.tree.flatten_with_path(logs)]
     values = [found.get(p, v) for p, v in zip(paths, keras.tree.flatten(logs), strict=True)]
     return keras.tree.pack_sequence_as(logs, values)

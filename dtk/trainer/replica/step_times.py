@@ -1,8 +1,8 @@
-"""Timing a script's own training step, on its own first batch: what `dtk tune` asks ranks for.
+"""Time a script's training step on its first batch, for `dtk tune`.
 
-The step is Keras's compiled one over all ranks, reductions included. It runs on the first batch
-again and again, so that reading data is no part of it; the script ends after it, before anything
-was trained that could be kept.
+The timed step is the traced one over all ranks, reductions included. It runs on the first batch
+again and again, to leave out reading data; then the script ends, before it can save any trained
+weights.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from dtk.errors import at_rank
 from dtk.input import slicing
 from dtk.trainer.strategy import Loop, Strategy
 
-_WARM_UP = 3  # the first traces, the second may yet allocate
+_WARM_UP = 3  # the first run traces, the second may still allocate memory
 _SECONDS = 3.0
 _LEAST, _MOST = 5, 50
 
 
 def fail_if_nothing_is_timed() -> None:
-    """Make a script that trains no model end in an error, under `dtk tune`."""
+    """Under `dtk tune`, make a script that trains no model end in an error."""
     if TIME_STEPS in os.environ:
         atexit.register(_nothing_was_timed)
 
@@ -42,7 +42,7 @@ def _nothing_was_timed() -> None:
 
 
 def described(model: keras.Model, first: slicing.Slices) -> str:
-    """Describe what a step computes with, as far as its time depends on it."""
+    """Describe the sizes that a step's time depends on: parameters, rows and shapes."""
     rows = sum(int(count) for count in first.counts)
     shapes = [tuple(leaf.shape[1:]) for leaf in tf.nest.flatten(first.parts[0])]
     return f"{model.count_params()} parameters, {rows} rows of {shapes}"
@@ -51,7 +51,7 @@ def described(model: keras.Model, first: slicing.Slices) -> str:
 def before_training(
     function: Loop, first: slicing.Slices, model: keras.Model, strategy: Strategy
 ) -> None:
-    """Time the step and end the script where `dtk tune` asks for it; else check its settings."""
+    """Under `dtk tune`, time the step and end the script; else check the step's settings."""
     if TIME_STEPS in os.environ:
         _end_after_timing(function, first, model, strategy)
     _check_settings(model, first, strategy)
@@ -87,7 +87,7 @@ def _end_after_timing(
 
 
 def _idle(model: keras.Model) -> list[str]:
-    """Return the settings that change nothing for a model: it has not what they are about."""
+    """Return the settings that change nothing for a model, since it lacks their layer or Adam."""
     layers = keras_models.layers_of(model)
     optimizers = keras_optimizers.chain(model.optimizer)
     has = {
@@ -105,9 +105,9 @@ def _check_settings(model: keras.Model, first: slicing.Slices, strategy: Strateg
         raise ValueError(
             at_rank(
                 strategy.rank,
-                "op determinism is on, but `dtk run` has set what `dtk tune` has measured, and may "
-                f"measure otherwise tomorrow; run `dtk tune --forget {sys.argv[0]}`, or set "
-                f"{STEP_SETTINGS}=0",
+                "op determinism is on, but `dtk run` has set options that `dtk tune` has measured, "
+                "and another measurement may choose others; run `dtk tune --forget "
+                f"{sys.argv[0]}`, or set {STEP_SETTINGS}=0",
             )
         )
     mine = described(model, first)

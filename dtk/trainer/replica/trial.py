@@ -1,6 +1,6 @@
-"""A few rows of a batch through a step, as a whole and in the parts of all replicas.
+"""Run a step on a few rows of a batch, as a whole and in the parts of all replicas.
 
-Nothing that the steps compute is applied, and every variable they assign is put back.
+The steps apply no gradients, and every variable they assign gets its old value back.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dtk.trainer.strategy import StepFunction
 from dtk.trainer.tracing import noting, slice_origins, sync_batch_norm, traced_step
 from dtk.trainer.tracing.loss_terms import Term
 
-# Rows of a replica; the first one takes one more, so that shares differ.
+# Rows of each replica; the first takes one more, so that shares differ.
 _ROWS = 2
 
 # How far `Trial.moved` moves weights, relative to their size.
@@ -42,25 +42,25 @@ _FAR = 1e-2
 # lists of tensors, "gradients", "state" and "logs".
 Found: TypeAlias = dict[str, Nest]
 
-# A tensor as arrays that can be sent: one, or those that a ragged or sparse one is made of.
+# A tensor as arrays that can be sent: one array, or the parts of a ragged or sparse tensor.
 Arrays: TypeAlias = "Array | list[Array | list[Array]] | None"
 
 
 class Outcome(NamedTuple):
     """Results of a step on a few rows."""
 
-    # value, numerator and denominator of each term, of each replica: name -> `[n, 3]`
+    # value, numerator and denominator of each term on each replica: name -> `[n, 3]`
     terms: dict[str, Array]
-    # what optimizers were given, summed over replicas, by variable and call
+    # gradients given to optimizers, summed over replicas, by variable and call
     gradients: dict[str, Array]
     state: dict[str, Array]  # values of the variables that the step assigned, by path
-    logs: dict[str, Array]  # results of metrics, and other numbers logged, by name
-    # sums of the squares of the slices that optimizers were given, dense, by variable
+    logs: dict[str, Array]  # metric results and other logged numbers, by name
+    # sums of the squares of slices given to optimizers, dense, by variable
     squares: dict[str, Array] = {}
 
 
 class Trial:
-    """A step on a few rows, which changes nothing."""
+    """A step on a few rows that leaves every variable unchanged."""
 
     def __init__(self, trainer: ModelState, step_function: StepFunction, batch: slicing.Slices):
         self.trainer = trainer
@@ -86,7 +86,7 @@ class Trial:
 
     @contextlib.contextmanager
     def moved(self, seed: int, distance: float = _FAR) -> Iterator[None]:
-        """Return a context in which steps are computed from other weights, near the model's."""
+        """Return a context in which steps start from other weights, near the model's."""
         self._seed, self._distance = seed, distance
         try:
             yield
@@ -95,15 +95,15 @@ class Trial:
 
     def whole(self) -> Outcome:
         """Compute the step by one replica."""
-        with self.strategy.scope():  # what it builds is of all replicas
+        with self.strategy.scope():  # variables built here belong to all replicas
             return self._compute("whole", self._trace_whole)
 
     def replicas(self, kinds: Mapping[str, str]) -> Outcome:
-        """Compute the step by all replicas, each its part."""
+        """Compute the step by all replicas; each computes its part."""
         return self._compute(f"parts {sorted(kinds.items())}", self._trace_replicas(kinds))
 
     def _compute(self, way: str, trace: Callable[[list[Names]], Found]) -> Outcome:
-        """Compute a step one way, and put everything back that it changed."""
+        """Compute a step one way, then restore every variable that it changed."""
         names: list[Names] = []
         made = Snapshot([])
         with (
@@ -130,7 +130,7 @@ class Trial:
                 found = concrete()
         before.restore()
         made.restore()
-        self.draws = [*dict.fromkeys(drawn)] or self.draws  # none where it was traced before
+        self.draws = [*dict.fromkeys(drawn)] or self.draws  # no draws if it was traced before
         arrays = keras.tree.map_structure(np.asarray, found)
         if "calls" in arrays:
             self.counted = self._calls.arrays(arrays["calls"])
@@ -141,20 +141,20 @@ class Trial:
         for i, variable in enumerate(weights if self._seed else []):
             for copy in tf_variables.components(variable):
                 value = copy.numpy().astype("float32")
-                # Also what is 0, such as a bias before a ReLU.
+                # Move zeros, too, such as a bias before a ReLU.
                 most = self._distance * (0.1 + np.sqrt(np.mean(np.square(value))))
                 way = np.random.default_rng((self._seed, i)).uniform(-most, most, value.shape)
                 copy.assign(tf.cast(value + way, copy.dtype))
 
     @contextlib.contextmanager
     def _global_numbers(self) -> Iterator[None]:
-        """Return a context in which losses and metrics of a step are those of all replicas."""
+        """Return a context in which a step's losses and metrics are over all replicas."""
         metrics = keras_models.metrics_of(self.model)
         with traced_step.in_shares(), keras_steps.results_through(metrics, replica_step.result_of):
             yield
 
     def _ranks(self, batch: slicing.Slices) -> Sequence[int]:
-        """Whose parts this process has."""
+        """Return the ranks whose parts this process has."""
         return self.strategy.local_ranks()
 
     def _moments(
@@ -165,13 +165,13 @@ class Trial:
         *,
         original: Function[tuple[tf.Tensor, tf.Tensor]],
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Compute what batch normalization normalizes with."""
+        """Compute mean and variance for batch normalization."""
         return sync_batch_norm.of_all_replicas(x, axes, keepdims, original)
 
     def _changed_by(
         self, assigned: Sequence[keras.Variable], concrete: tf.types.experimental.ConcreteFunction
     ) -> list[keras.Variable | tf.Variable]:
-        """Return the variables a traced step assigns, and others than Keras's, which it may."""
+        """Return the variables a traced step assigns, and its graph's that are not Keras's."""
         of_keras = {
             id(copy)
             for v in changed_by_training(self.model)
@@ -247,7 +247,7 @@ class Trial:
         names: list[Names],
         add_up: Callable[[list[tf.Tensor]], list[tf.Tensor]],
     ) -> Found:
-        """Collect what a traced step computed, in lists; the names of their items go to `names`."""
+        """Collect a traced step's results in lists, and the names of their items in `names`."""
         strategy = self.strategy
         numbers = step_logs.numbers_of(step, logs)
         results = results_of(self.model)
@@ -315,12 +315,12 @@ def results_of(model: keras.Model) -> list[tuple[str, tf.Tensor]]:
 
 
 def gradients_of(applied: Sequence[noting.Applied]) -> list[tuple[str, tf.Tensor]]:
-    """Return name and dense gradient of all that a step handed to optimizers, in order."""
+    """Return name and dense value of each gradient given to optimizers, in order."""
     return [(name, tf.convert_to_tensor(g)) for name, _, g in _handed(applied)]
 
 
 def slices_of(applied: Sequence[noting.Applied]) -> list[tuple[str, tf.IndexedSlices]]:
-    """Return name and gradient of the slices that optimizers take one by one, in order."""
+    """Return name and value of each sparse gradient whose slices count one by one, in order."""
     return [
         (name, g)
         for name, optimizer, g in _handed(applied)
@@ -331,7 +331,7 @@ def slices_of(applied: Sequence[noting.Applied]) -> list[tuple[str, tf.IndexedSl
 def _handed(
     applied: Sequence[noting.Applied],
 ) -> Iterator[tuple[str, keras.Optimizer, tf.Tensor | tf.IndexedSlices]]:
-    """Yield each gradient that a step handed to an optimizer, named by variable and update."""
+    """Yield each gradient given to an optimizer, named by variable and update."""
     for i, (optimizer, given, variables) in enumerate(applied):
         for gradient, variable in zip(given, variables, strict=True):
             if gradient is not None:
@@ -351,7 +351,7 @@ def _three(term: Term) -> tf.Tensor:
 
 
 def outcome_of(names: Names, found: Mapping[str, Array | list[Array]]) -> Outcome:
-    """Assign arrays to the names of what they are."""
+    """Pair arrays with their names."""
     return Outcome(
         {name: np.asarray(found["terms"])[:, i] for i, name in enumerate(names.terms)},
         dict(zip(names.gradients, found["gradients"], strict=True)),
@@ -375,7 +375,7 @@ def _first_rows(batch: slicing.Slices, ranks: Sequence[int]) -> slicing.Slices:
 
 
 def _packed(batch: slicing.Slices) -> list[list[Arrays]]:
-    """Convert the parts of a batch to arrays, which can be sent."""
+    """Convert the parts of a batch to arrays that can be sent."""
     return [[_arrays(leaf) for leaf in tf.nest.flatten(part)] for part in batch.parts]
 
 

@@ -1,1 +1,1 @@
-"""The step being traced: what its losses, metrics and moving statistics count."""
+"""The step being traced: the weight of its losses, metrics and moving statistics."""

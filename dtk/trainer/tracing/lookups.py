@@ -1,9 +1,9 @@
-"""Rows of a table, read where they are.
+"""Look up rows of a table without copying the table.
 
-`keras.ops.take`, and with it `keras.layers.Embedding`, reads the whole variable and gathers rows of
-it. TensorFlow makes that read a copy once the variable has got a sparse update, so that every step
-copies the table. TensorFlow can gather from the variable itself, and returns the same rows and the
-same sparse gradient:
+`keras.ops.take`, and with it `keras.layers.Embedding`, reads the whole variable and gathers rows
+from the value. Once the variable has had a sparse update, TensorFlow copies it at each read, so
+every step copies the table. Gathering from the variable itself gives the same rows and the same
+sparse gradient:
 
     Keras   variable -- read: copies 51 MB --> table -- gather --> 8 rows
     here    variable -- gather --> 8 rows
@@ -21,7 +21,7 @@ from dtk.nests import Function
 
 
 def in_place() -> AbstractContextManager[None]:
-    """Return a context in which `keras.ops.take` of a variable's rows does not read all of it."""
+    """Return a context in which `keras.ops.take` gathers rows from the variable itself."""
     return keras_steps.takes_through(_take)
 
 
@@ -35,7 +35,7 @@ def _take(
     if axis != 0 or not plain or not isinstance(x, keras.Variable):
         return original(x, indices, axis)
     variable = keras_variables.stored(x)
-    # Another value stands for it in a stateless scope, and under autocasting.
+    # A stateless scope or autocasting gives the variable another value.
     if variable is None or x.value is not variable:
         return original(x, indices, axis)
     rows = tf.constant(variable.shape[0], indices.dtype)

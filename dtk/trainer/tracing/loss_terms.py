@@ -1,18 +1,17 @@
-"""What each scalar of a step is over the rows of a batch: a mean, a sum, or a ratio of two sums.
+"""The kind of each scalar of a step: a mean over rows, a sum, or a ratio of two sums.
 
-dtk takes every scalar that a step computes (a loss, a number that it logs) for a mean over the rows
-that the replica has, and weighs it with the replica's share of the rows: the weighted sum over the
-replicas is the global batch's mean. Keras's own losses are known to fit. Of others nothing is known
-until `self_test` has computed a few rows both ways; it records them here as *terms*, by name, and
-finds the kind of each:
+dtk assumes that every scalar of a step (a loss or a logged number) is a mean over the replica's
+rows, and weighs it by the replica's share of the rows: the weighted sum over the replicas is the
+global batch's mean. Keras's own losses are such means. For others, `self_test` computes a few rows
+both ways; the scalars are recorded here as *terms*, by name, and it finds the kind of each:
 
-    mean     sum_w share_w v_w  =  v        kept as it is
+    mean     sum_w share_w v_w  =  v        unchanged
     sum      sum_w v_w          =  v        divided by the share
-    ratio    v_w = a_w / b_w, both of them sums, such as a mean over what a mask leaves:
+    ratio    v_w = a_w / b_w, both of them sums, such as a mean over unmasked entries:
              multiplied by b_w / (share_w sum_w b_w)
 
-A loss that is a sum of terms of different kinds is divided into them by its graph, down to the
-scalars that enter it linearly; without a graph (`run_eagerly`) it is one term.
+If a loss is a sum of terms of different kinds, its graph is followed back to the scalars that enter
+it linearly; without a graph (`run_eagerly`) the loss is one term.
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ import tensorflow as tf
 
 MEAN, SUM, RATIO = "mean", "sum", "ratio"
 
-# What a term counts in the scalar that it is a part of.
+# The factor of a term in the scalar that it is a part of.
 Coefficient: TypeAlias = "float | tf.Tensor"
 
-# How far a loss is followed back through its graph; longer sums end in one term.
+# Number of ops to follow a loss back through its graph; a longer sum is one term.
 _MOST_OPS = 2000
 
 
 class Term(NamedTuple):
     """One scalar, as this replica computed it."""
 
-    value: tf.Tensor  # the scalar
-    numerator: tf.Tensor | None = None  # what it is a quotient of; None where it is none
-    denominator: tf.Tensor | None = None  # the same
+    value: tf.Tensor
+    numerator: tf.Tensor | None = None  # None if the scalar is not a quotient
+    denominator: tf.Tensor | None = None
 
 
 class Terms:
-    """The terms of one replica's step, in the order in which it computes them."""
+    """The terms of one replica's step, in the order of their computation."""
 
     def __init__(
         self,
@@ -61,17 +60,17 @@ class Terms:
         return value
 
     def made_mean(self, where: str, value: tf.Tensor) -> tf.Tensor:
-        """Convert a scalar to one that is a mean over rows, by the kinds of its terms."""
+        """Convert a scalar to a mean over rows, by the kinds of its terms."""
         corrections = self.corrections(where, value)
         for coefficient, term, factor in corrections:
             value = value + coefficient * (_times(term, factor) - term)
-        # One that was left as it is may be looked at again, where it is part of another.
+        # An unchanged scalar may be examined again as a part of another.
         return self.known(value) if corrections else value
 
     def corrections(
         self, where: str, value: tf.Tensor
     ) -> list[tuple[Coefficient, tf.Tensor, tf.Tensor]]:
-        """Find the terms of a scalar that are no means, and what makes them ones."""
+        """Find the terms of a scalar that are not means, and the factors that make them means."""
         call = self._calls[where] = self._calls.get(where, -1) + 1
         found = []
         for i, (coefficient, scalar) in enumerate(linear_terms(value, self._known)):
@@ -156,20 +155,20 @@ def _is_scalar(tensor: tf.Tensor) -> bool:
 
 
 def _quotient(scalar: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor] | tuple[()]:
-    """Numerator and denominator of a scalar that is a quotient of two."""
+    """Return numerator and denominator of a scalar that is a quotient; else ()."""
     if not tf.is_symbolic_tensor(scalar) or scalar.op.type not in ("RealDiv", "DivNoNan"):
         return ()
     numerator, denominator = scalar.op.inputs
     if not _is_scalar(numerator) or not _is_scalar(denominator):
         return ()
-    # What counts rows, and does not look at them, makes a mean of a sum.
+    # A denominator that counts rows without reading them makes a sum a mean, not a ratio.
     return (numerator, denominator) if depends_on_data(denominator, by_shape=False) else ()
 
 
 def depends_on_data(tensor: tf.Tensor, by_shape: bool = True) -> bool:
-    """Return whether a tensor of a graph is computed from what the graph is given.
+    """Return whether a tensor of a graph is computed from the graph's inputs.
 
-    Variables and constants are not data.
+    Variables and constants are not inputs.
     """
     seen: set[Hashable] = set()
     left = [tensor]

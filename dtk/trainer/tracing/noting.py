@@ -1,4 +1,4 @@
-"""Receivers of what a step hands to its optimizers, where these only note it."""
+"""Receivers of a step's gradients, for optimizers that only note them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Applied(NamedTuple):
 class Noting(Protocol):
     """Receiver of the gradients of a step whose optimizers only note them."""
 
-    applied: list[Applied]  # what it was given, in order
+    applied: list[Applied]  # in order
 
     def note(
         self, optimizer: keras.Optimizer, gradients: Gradients, variables: list[keras.Variable]
@@ -29,7 +29,7 @@ class Noting(Protocol):
 
 
 class Gathered:
-    """`Noting` of a step that is only looked at."""
+    """A list of a step's gradients."""
 
     def __init__(self) -> None:
         self.applied: list[Applied] = []

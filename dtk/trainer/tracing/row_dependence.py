@@ -1,8 +1,8 @@
-"""What of a step's graph is the same on all replicas, and what has an entry for each row.
+"""Find the tensors of a step's graph that are equal on all replicas, or have entries for each row.
 
-What is computed from constants, weights and sizes other than the number of rows is the same on all
-replicas. Sizes are followed through the operations listed at the end; of others nothing is known
-but what the graph says itself.
+Tensors computed from constants, weights and sizes other than the number of rows are equal on all
+replicas. Sizes are followed through the operations listed at the end; for other operations only
+static shapes are known.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import tensorflow as tf
 
 # The size of an axis: the same on all replicas, a multiple of the batch's rows, or unknown.
 EQUAL, OF_ROWS, UNKNOWN = "equal", "of rows", "unknown"
-# Of each axis; None where their number is not known.
+# One for each axis; None where the number of axes is unknown.
 Sizes: TypeAlias = "list[str] | None"
 
-# Operations to follow a size through; each takes a few levels of Python's stack.
+# How many operations to follow a size through; each takes a few levels of Python's stack.
 _DEEPEST = 100
 
 
 class RowDependence:
-    """What the graph of a step says of its tensors."""
+    """Values and sizes of tensors in a step's graph."""
 
     def __init__(self, inside: tf.Graph | None):
         self.inside = inside
@@ -31,9 +31,9 @@ class RowDependence:
         self._depth = 0
 
     def known_rows(self, graph: tf.Graph) -> set[int]:
-        """Return the numbers of rows that the graph knows; constants may have as many entries.
+        """Return the numbers of rows that the graph's inputs have as static shapes.
 
-        dtk's own steps hide them.
+        Constants may have as many entries. dtk's own steps hide these numbers.
         """
         if self.inside is not None:
             return set()
@@ -43,9 +43,9 @@ class RowDependence:
     # Values.
 
     def is_equal(self, tensor: tf.Tensor) -> bool:
-        """Return whether a tensor has the same value on all replicas, by how it is computed."""
+        """Return whether the graph shows that a tensor has the same value on all replicas."""
         left = [tensor]
-        while left:  # deep graphs are more than Python's stack takes
+        while left:  # no recursion: a graph may be deeper than Python's stack
             one = left[-1]
             if one.ref() in self._equal:
                 left.pop()
@@ -60,7 +60,7 @@ class RowDependence:
         return self._equal[tensor.ref()]
 
     def _needed(self, tensor: tf.Tensor) -> Sequence[tf.Tensor] | None:
-        """Return which tensors must be equal for this one to be; None where nothing makes it so."""
+        """Return the tensors that must be equal for this one to be; None if none would suffice."""
         op = tensor.op
         if op.type == "Placeholder":
             outer = captured(tensor)
@@ -82,9 +82,9 @@ class RowDependence:
     # Sizes.
 
     def sizes(self, tensor: tf.Tensor) -> Sizes:
-        """Return what is known of each axis of a tensor; None where their number is not."""
+        """Return the kind of size of each axis; None where the number of axes is unknown."""
         if tensor.ref() not in self._sizes:
-            self._sizes[tensor.ref()] = None  # where a graph goes round, nothing is known
+            self._sizes[tensor.ref()] = None  # unknown while a cycle in the graph leads back here
             self._depth += 1
             if self._depth < _DEEPEST:
                 self._sizes[tensor.ref()] = self._find_sizes(tensor)
@@ -104,7 +104,7 @@ class RowDependence:
         ]
 
     def entry_sizes(self, vector: tf.Tensor) -> Sizes:
-        """Return what is known of the entries of a vector of sizes, as of sizes."""
+        """Return the kinds of the entries of a vector of sizes."""
         op = vector.op
         if vector.shape.rank != 1 or vector.shape[0] is None:
             return None
@@ -122,7 +122,7 @@ class RowDependence:
         return [EQUAL if self.is_equal(vector) else UNKNOWN] * vector.shape[0]
 
     def _scalar(self, size: tf.Tensor) -> str:
-        """Return what is known of one size."""
+        """Return the kind of one size."""
         while size.op.type in ("Identity", "Cast"):
             size = size.op.inputs[0]
         if size.op.type == "StridedSlice" and size.op.inputs[0].shape.rank == 1:
@@ -134,7 +134,7 @@ class RowDependence:
         return EQUAL if self.is_equal(size) else UNKNOWN
 
     def _taken(self, op: tf.Operation) -> Sizes:
-        """Return which entries of a vector of sizes a slice takes."""
+        """Return the entries of a vector of sizes that a slice takes."""
         entries = self.entry_sizes(op.inputs[0])
         bounds = [tf.get_static_value(one) for one in op.inputs[1:]]
         if entries is None or any(b is None or len(b) != 1 for b in bounds):
@@ -154,13 +154,13 @@ def _product(sizes: Sequence[str]) -> str:
 
 
 def captured(placeholder: tf.Tensor) -> tf.Tensor | None:
-    """Return the tensor outside of a function that stands for a placeholder in it, if any does."""
+    """Return the tensor outside a function that a placeholder in it captures, if any."""
     captures = getattr(placeholder.graph, "captures", ())
     return next((outer for outer, inner in captures if inner is placeholder), None)
 
 
 def _is_assigned(handle: tf.Tensor) -> bool:
-    """Return whether this graph assigns to a variable, as it does to states of random numbers."""
+    """Return whether this graph assigns to a variable, such as the state of a random generator."""
     return any(op.type.startswith("Assign") for op in handle.consumers())
 
 
@@ -169,7 +169,7 @@ def _number(tensor: tf.Tensor) -> int | None:
     return None if value is None or value.ndim else int(value)
 
 
-# Sizes of what operations return, by those of what they are given.
+# Rules: the sizes of an operation's output from the sizes of its inputs.
 
 
 def _nothing(known: RowDependence, tensor: tf.Tensor) -> Sizes:
@@ -190,7 +190,7 @@ def _of_data(known: RowDependence, tensor: tf.Tensor) -> Sizes:
 
 
 def _as_given(known: RowDependence, tensor: tf.Tensor) -> Sizes:
-    """Return the sizes of the input of the same rank, aligned and broadcast where there are two."""
+    """Return the sizes of the inputs, aligned and broadcast."""
     given = [known.sizes(one) for one in tensor.op.inputs]
     rank = tensor.shape.rank
     aligned: list[list[str]] = []
@@ -199,7 +199,7 @@ def _as_given(known: RowDependence, tensor: tf.Tensor) -> Sizes:
             continue
         if sizes is None:
             return None
-        # An axis of one entry is broadcast, so that the other decides.
+        # An axis of one entry is broadcast: the other input decides.
         own = ["" if n == 1 else s for n, s in zip(one.shape, sizes, strict=True)]
         aligned.append([""] * (rank - len(own)) + own)
     return [_agreed(column) for column in zip(*aligned, strict=True)]
@@ -213,7 +213,7 @@ def _agreed(column: Sequence[str]) -> str:
 
 
 def _of_values(known: RowDependence, tensor: tf.Tensor) -> Sizes:
-    """Of as many entries as the second input has, such as what a table says of keys."""
+    """Return the sizes of the second input, such as the keys of a table lookup."""
     return known.sizes(tensor.op.inputs[1])
 
 
@@ -257,7 +257,7 @@ def _joined(known: RowDependence, tensor: tf.Tensor) -> Sizes:
         return None
     sizes = [_agreed(column) for column in zip(*(g or [] for g in given), strict=True)]
     along = {(g or [])[axis] for g in given}
-    # Joined along the rows, they are no rows of a batch any more unless all of them are.
+    # The joined axis is of rows only if it is of rows in all inputs.
     sizes[axis] = along.pop() if len(along) == 1 else UNKNOWN
     return sizes
 
@@ -272,7 +272,7 @@ def _packed(known: RowDependence, tensor: tf.Tensor) -> Sizes:
 
 
 def _sliced(known: RowDependence, tensor: tf.Tensor) -> Sizes:
-    """Of a slice: rows are of rows while all of them are taken; other axes by constants."""
+    """Keep the size of an axis that is `EQUAL` or taken whole; any other is unknown."""
     op = tensor.op
     sizes = known.sizes(op.inputs[0])
     bounds = [tf.get_static_value(one) for one in op.inputs[1:]]
@@ -295,7 +295,7 @@ _MASKS = ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
 
 
 def _given(known: RowDependence, tensor: tf.Tensor) -> Sizes:
-    """Of what has the sizes in its first input (Fill) or its second (Reshape, BroadcastTo)."""
+    """Read the sizes from the first input (Fill) or the second (Reshape, BroadcastTo)."""
     wanted = tensor.op.inputs[0 if tensor.op.type == "Fill" else 1]
     sizes = known.entry_sizes(wanted)
     if tensor.op.type != "Reshape" or sizes is None:
@@ -308,7 +308,7 @@ def _given(known: RowDependence, tensor: tf.Tensor) -> Sizes:
     if len(rest) == 1:
         others = _product([s for i, s in enumerate(sizes) if i not in rest])
         whole = UNKNOWN if before is None else _product(before)
-        # What is left for it has the rows, unless another axis has them.
+        # The axis given as -1 has the rows, unless another axis may have them.
         sizes[rest[0]] = UNKNOWN if others != EQUAL else whole
     return sizes
 
@@ -333,14 +333,14 @@ def _ranged(known: RowDependence, tensor: tf.Tensor) -> Sizes:
 
 
 def _chosen(known: RowDependence, tensor: tf.Tensor) -> Sizes:
-    """Of entries that are chosen, some for each row."""
+    """Return sizes of chosen entries, some for each row."""
     sizes = known.sizes(tensor.op.inputs[0])
     of_rows = sizes is not None and OF_ROWS in sizes
     return [OF_ROWS if of_rows else UNKNOWN] + [EQUAL] * (tensor.shape.rank - 1)
 
 
 def _padded(known: RowDependence, tensor: tf.Tensor) -> Sizes:
-    """Of rows of unequal lengths: the longest decides."""
+    """Return sizes of padded rows; the longest row decides the other axes."""
     values = known.sizes(tensor.op.inputs[1])
     of_rows = values is not None and values[0] == OF_ROWS
     return [OF_ROWS if of_rows else UNKNOWN] + [UNKNOWN] * (tensor.shape.rank - 1)
@@ -358,7 +358,7 @@ def _reduced(known: RowDependence, tensor: tf.Tensor) -> Sizes:
 
 
 def _multiplied(known: RowDependence, tensor: tf.Tensor) -> Sizes:
-    """Of a product of matrices that are not transposed."""
+    """Return sizes of a matrix product without transposition."""
     left, right = (known.sizes(one) for one in tensor.op.inputs[:2])
     flags = [name for name in tensor.op.node_def.attr if name.startswith(("transpose_", "adj_"))]
     if left is None or not right or any(tensor.op.get_attr(name) for name in flags):

@@ -1,15 +1,15 @@
-"""What the slices of a sparse gradient are of: places of a table, or rows of a batch.
+"""The origin of a sparse gradient's slices: places of a table, or rows of a batch.
 
 Keras squares and clips the slices of a gradient one by one, so replicas together must have the
 slices that one process has:
 
-    table[range(5)] + x[rows, 5]      one for each place: those of the replicas are added up
-    table[tokens[rows, 5]]            one for each token: those of the replicas follow each other
-    table[unique(tokens)]             one for each line that is read: added up where lines are equal
+    table[range(5)] + x[rows, 5]      one for each place: the replicas' slices are summed
+    table[tokens[rows, 5]]            one for each token: the replicas' slices are concatenated
+    table[unique(tokens)]             one for each line that is read: equal lines are summed
 
-The graph says which, backwards from the indices: what is the same on all replicas is of places;
-what has an axis of some entries for each row of the batch is of rows; see `row_dependence`. Of
-anything else nothing is known.
+The graph shows the origin, backwards from the indices: indices that are equal on all replicas are
+of places; indices with an axis that has entries for each row of the batch are of rows; see
+`row_dependence`. For all others the origin is unknown.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ PLACES, ROWS, LINES = "places", "rows", "lines"
 
 
 class LookupSlices(NamedTuple):
-    """Slices of a gradient that one lookup has made."""
+    """The slices that one lookup has added to a gradient."""
 
     kind: str  # `PLACES`, `ROWS` or `LINES`
-    sure: bool  # whether the graph says so; else it is a guess
-    slices: int | tf.Tensor  # how many; a number where it is known while the graph is made
+    sure: bool  # whether the graph shows the kind; else it is a guess
+    slices: int | tf.Tensor  # how many; an int where the shape is static
 
 
 _RESHAPING = ("Reshape", "Cast", "Identity", "EnsureShape", "StopGradient")
@@ -43,7 +43,7 @@ def pieces_of(
     said: Mapping[Hashable, tuple[str, bool]] = MappingProxyType({}),
 ) -> list[LookupSlices]:
     """Return the lookups that the slices of a gradient come from, in their order."""
-    if not hasattr(indices, "graph"):  # computed eagerly: nothing tells from what
+    if not hasattr(indices, "graph"):  # eager tensors have no graph to follow
         return [LookupSlices(ROWS, False, indices.shape[0])]
     known = RowDependence(inside)
     return [
@@ -58,7 +58,7 @@ def _count(flat: tf.Tensor) -> int | tf.Tensor:
 
 
 def _concatenated(indices: tf.Tensor) -> list[tf.Tensor]:
-    """Return the tensors that indices are a concatenation of; themselves where they are none."""
+    """Return the tensors that were concatenated to indices; else the indices themselves."""
     op = _reshaped(indices).op
     if op.type == "ConcatV2" and tf.get_static_value(op.inputs[-1]) == 0:
         return [part for one in op.inputs[:-1] for part in _concatenated(one)]
@@ -66,7 +66,7 @@ def _concatenated(indices: tf.Tensor) -> list[tf.Tensor]:
 
 
 def _reshaped(tensor: tf.Tensor) -> tf.Tensor:
-    """Return what a tensor is a reshaped copy of, shifted where a table lies in several parts."""
+    """Return the tensor before reshaping and, for a table in several parts, before a shift."""
     while tensor.op.type in _RESHAPING or (
         tensor.op.type == "AddV2"
         and tensor.op.inputs[1].op.type == "Const"
@@ -114,12 +114,12 @@ def concatenated(parts: Sequence[tf.IndexedSlices]) -> tf.IndexedSlices:
 
 
 def squares_of(slices: tf.IndexedSlices) -> tf.Tensor:
-    """Return what optimizers make of slices one by one: the sum of their squares, dense."""
+    """Return the dense sum of the squares of slices, each squared by itself as optimizers do."""
     squares = tf.square(slices.values)
     return tf.convert_to_tensor(tf.IndexedSlices(squares, slices.indices, slices.dense_shape))
 
 
-# Where only indices go with slices, these tell the kind: index + lines of the table * number.
+# The kinds as numbers in indices, where only indices accompany slices: index + lines * number.
 _NUMBERS = {ROWS: 0, PLACES: 1, LINES: 2}
 
 

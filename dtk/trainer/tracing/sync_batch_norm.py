@@ -1,15 +1,15 @@
 """Mean and variance over the rows of all replicas, by one message in each direction.
 
-Keras sums three tensors over the replicas for a synchronized normalization: the inputs, their
-squares and how many there are; and TensorFlow three gradients, back again. Each is a message that
-the next computation waits for. Here the three are one vector:
+For a synchronized normalization Keras sums three tensors over the replicas: the inputs, their
+squares and their number; in the backward pass TensorFlow sums three gradients. Each sum is a
+message that the next computation waits for. Here the three are one vector:
 
     forward     [sum x | sum x^2 | count]   all-reduce   mean, variance
     backward    [  dx  |   dx^2  |  -   ]   all-reduce
 
-In a train_step of the script's own, each replica differentiates a mean over its own rows, and its
-gradients are weighed by its share of the rows where they are handed over, after the tape. What
-other replicas send back through the moments must have their share in it, and not this one's.
+In a script's own train_step, each replica differentiates a mean over its own rows; its gradients
+are weighed by its share of the rows after the tape, when the optimizer gets them. The gradients
+that other replicas send back through the moments must be weighed by their shares, not by this one.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def of_all_replicas(
 
 
 def tell_of_others(step: traced_step.Step, strategy: Strategy) -> None:
-    """Say once which layers have normalized in a training step with a replica's rows alone."""
+    """Print once which layers normalize over the rows of each replica alone."""
     layers = [
         layer.name
         for layer in keras_models.layers_of(step.model)
         if isinstance(layer, keras.layers.BatchNormalization)
         and not layer.synchronized
-        and id(layer.moving_mean) in step.assigned  # not one that is frozen, or infers
+        and id(layer.moving_mean) in step.assigned  # not if frozen or in inference mode
     ]
     replicas = strategy.num_replicas_in_sync
     tells = strategy.is_chief and strategy.local_index() == 0
@@ -82,7 +82,7 @@ def tell_of_others(step: traced_step.Step, strategy: Strategy) -> None:
 def _sum_over_replicas(
     value: tf.Tensor,
 ) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-    """Sum a tensor over the replicas, and its gradient as the tape's target is to be summed."""
+    """Sum a tensor over the replicas; weigh its gradient as the tape's target will be weighed."""
 
     def gradient(upstream: tf.Tensor) -> tf.Tensor:
         step = traced_step.current()

@@ -1,16 +1,17 @@
-"""The step being traced, and what losses and metrics count in it.
+"""The step being traced, and the weight of its losses and metrics.
 
-Keras traces one replica's step without knowing of the others. While it does, this thread has a
-`Step`, and Keras's losses and metrics go through the functions here. One rule holds for every
-scalar of a step, a loss or a number that is logged:
+Keras traces one replica's step as if there were no other. Meanwhile this thread has a `Step`, and
+Keras's losses and metrics go through the functions here. They keep one rule for every scalar of a
+step, a loss or a logged number:
 
     the sum over the replicas, weighed by their shares of the rows, is the global batch's
 
-A mean over the replica's rows keeps it by itself, with n_w of N rows and the share n_w / N. So
-Keras's division of mean losses by the number of replicas is left out; losses that are sums are
-divided by the share; masked or sample-weight-normalised means get the world's denominator. Scalars
-that are not Keras's are `loss_terms`. Gradients are weighed by the share: in Keras's own step where
-its loss is scaled, which costs nothing, and in any other where they are handed to an optimizer.
+A mean over the replica's rows keeps the rule by itself, with n_w of N rows and the share n_w / N.
+So mean losses are not divided by the number of replicas, as Keras would; losses that are sums are
+divided by the share; masked or sample-weight-normalised means get the denominator of all replicas.
+`loss_terms` handles scalars that are not Keras's. Gradients are weighed by the share: in Keras's
+own step through the scale of its loss, which costs nothing; in any other step when an optimizer
+gets them.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from dtk.nests import Function, Gradients, Nest
 from dtk.trainer.tracing import noting
 from dtk.trainer.tracing.loss_terms import Terms, depends_on_data
 
-# What a step needs to know while Keras traces it; one per thread, because a mirrored strategy
-# traces its replicas in threads.
+# The step that Keras is tracing; one per thread, because a mirrored strategy traces its replicas in
+# threads.
 _running = threading.local()
 
-# Where a value is in a structure, as `keras.tree.flatten_with_path` says it.
+# A value's path in a structure, as `keras.tree.flatten_with_path` returns it.
 Path: TypeAlias = tuple[str | int, ...]
 
 
@@ -74,7 +75,7 @@ class Step:
         self.present: tf.Tensor | None = None
 
     def take(self, inside: Step) -> None:
-        """Take over what a part of this step has done, whose gradients are weighed."""
+        """Take over the assignments and reductions of a part that has weighed its gradients."""
         self.assigned |= inside.assigned
         self.assigned_at |= {k: self.assignments + n for k, n in inside.assigned_at.items()}
         self.assignments += inside.assignments
@@ -82,7 +83,7 @@ class Step:
         self.own = True
 
     def note_read(self, rows: tf.Tensor) -> None:
-        """Count bytes of rows read; not in a loop or branch, whose tensors cannot leave it."""
+        """Count bytes of rows read, except in a loop or branch: its tensors cannot leave it."""
         if tf.compat.v1.get_default_graph() is self.graph:
             self.rows_read.append(tf.size(rows, tf.int64) * rows.dtype.size)
 
@@ -95,11 +96,11 @@ class Step:
         if isinstance(value, tf.IndexedSlices):
             return tf.IndexedSlices(self.weighed(value.values), value.indices, value.dense_shape)
         value = tf.convert_to_tensor(value)
-        # multiply_no_nan: a mean over no rows may be 0/0, and must count as nothing.
+        # multiply_no_nan: a mean over no rows may be 0/0, and must count as zero.
         return tf.math.multiply_no_nan(value, tf.cast(self.share, value.dtype))
 
     def handed_over(self, gradients: Gradients) -> Gradients:
-        """Weigh gradients that an optimizer is given, unless the loss was weighed."""
+        """Weigh gradients for an optimizer, unless the loss was weighed."""
         return gradients if self.own else [self.weighed(g) for g in gradients]
 
 
@@ -120,7 +121,7 @@ def tracing(step: Step | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_shares() -> Iterator[None]:
-    """Return a context in which what steps compute keeps the rule above, by the kernels chosen.
+    """Return a context in which steps keep the rule above and use the chosen kernels.
 
     Outside it nothing is patched.
     """
@@ -136,10 +137,10 @@ def in_shares() -> Iterator[None]:
 
 
 def whole_outside() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which no loss outside the replicas is divided by their number.
+    """Return a context in which losses outside replicas are not divided by their number.
 
-    Keras would divide it, so that `loss_fn(y, model(x))` in the scope of two workers would return
-    half the loss.
+    Keras would divide them: `loss_fn(y, model(x))` in the scope of two workers would return half
+    the loss.
     """
     return keras_steps.losses_through(_scale, _unscale, _unweighed)
 
@@ -155,7 +156,7 @@ def _scale(value: tf.Tensor, original: Callable[[tf.Tensor], tf.Tensor]) -> tf.T
     step = current()
     if step is None:
         return _outside(value, original)
-    # Keras scales the mean of a loss object, and what `add_loss` was given.
+    # Keras scales the mean of a loss object, and losses given to `add_loss`.
     return value if step.inside_loss else step.terms.made_mean("additional loss", value)
 
 
@@ -164,7 +165,7 @@ def _unscale(value: tf.Tensor, original: Callable[[tf.Tensor], tf.Tensor]) -> tf
 
 
 def _outside(value: tf.Tensor, original: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
-    """Scale a loss in a replica, in a step that is not dtk's; leave one outside the replicas."""
+    """Scale a loss in a replica whose step is not dtk's; keep a loss outside the replicas."""
     return value if tf.distribute.in_cross_replica_context() else original(value)
 
 
@@ -188,7 +189,7 @@ def _weigh(
     if reduction in (None, "none"):
         return result
     if tf.convert_to_tensor(values).shape.rank == 0:
-        # A function that has reduced its rows itself, in an unknown way.
+        # The loss function has reduced its rows itself, in an unknown way.
         return step.terms.made_mean("loss", result)
     if reduction == "sum":
         share = tf.cast(step.share, result.dtype)
@@ -207,7 +208,7 @@ def _weigh(
 
 
 def checking_loss(model: keras.Model) -> Function[tf.Tensor | None]:
-    """Make a `compute_loss` whose result keeps the rule also where the model overrides it."""
+    """Make a `compute_loss` that keeps the rule even if the model overrides it."""
     compute_loss, overridden = model.compute_loss, not keras_models.computes_own_loss(model)
 
     @functools.wraps(compute_loss)
@@ -230,7 +231,7 @@ def _differentiate(
     original: Function[Nest],
     **more: object,
 ) -> Nest:
-    """`tf.GradientTape.gradient`; terms that are no means count with what makes them ones."""
+    """Compute `tf.GradientTape.gradient`, with factors for terms that are not means."""
     step = current()
     if step is None or step.own or output_gradients is not None or not _are_weights(sources, step):
         return original(tape, target, sources, output_gradients=output_gradients, **more)
@@ -272,7 +273,7 @@ def _update_mean(
     *,
     original: Function[object],
 ) -> object:
-    """Count a scalar once for the batch in a mean or sum, and not once for every replica."""
+    """Count a scalar in a mean or sum once for the batch, not once for every replica."""
     step = current()
     if step is None:
         return original(self, values, sample_weight)
@@ -282,11 +283,11 @@ def _update_mean(
             values = tf.cast(values, self.dtype)
         values = step.terms.made_mean(f"metric {self.name!r}", values)
     elif tf.executing_eagerly() or values.shape.rank is None or values.shape[0] is None:
-        return original(self, values, sample_weight)  # a number for each row
+        return original(self, values, sample_weight)  # one number for each row
     if sample_weight is None:
         return original(self, values, step.share)
     weight = tf.convert_to_tensor(sample_weight)
-    # A weight that is computed from the data, such as its number of rows, adds up by itself.
+    # A weight computed from the data, such as its number of rows, adds up by itself.
     if tf.executing_eagerly() or depends_on_data(weight):
         return original(self, values, sample_weight)
     return original(self, values, tf.cast(weight, step.share.dtype) * step.share)
