@@ -193,6 +193,8 @@ def install(spec: dict[str, Any]) -> None:
     module.Split = types.SimpleNamespace(TRAIN="train", TEST="test", VALIDATION="validation")
     keras.utils.get_file = get_file
     keras.utils.plot_model = lambda *args, **kwargs: None
+    # where `from tensorflow.keras import ...` takes it from, which makes modules of its own
+    keras.src.utils.file_utils.get_file = get_file
     import tensorflow as tf
 
     tf.keras.utils.get_file = get_file
