@@ -117,8 +117,8 @@ def compiles_through(
 
 
 def owner_of(model: keras.Model) -> tf.distribute.Strategy | None:
-    """Return the strategy a model was built under."""
-    return model._distribute_strategy
+    """Return the strategy a model was built under; Keras also saves what is no model."""
+    return getattr(model, "_distribute_strategy", None)
 
 
 def set_owner(model: keras.Model, strategy: tf.distribute.Strategy) -> None:

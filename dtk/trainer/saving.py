@@ -51,7 +51,8 @@ def write(model: keras.Model, path: object, save: Callable[[object], object], ho
 
 
 def _check_whole(model: keras.Model) -> None:
-    part = next((v for v in model.weights if not keras_shards.is_of_all(v)), None)
+    weights = getattr(model, "weights", ())  # a FeatureSpace has none
+    part = next((v for v in weights if not keras_shards.is_of_all(v)), None)
     if part is not None:
         raise ValueError(
             f"model {model.name!r}: this process holds only a part of it (for example, a part of "

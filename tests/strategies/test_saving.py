@@ -134,3 +134,25 @@ def test_models_that_are_not_compiled_predict_every_row(world, backend, size, tm
         *distributed, wanted = predictions
         for predicted in distributed:
             np.testing.assert_allclose(predicted, wanted, 1e-5, 1e-6)
+
+
+def feature_space(folder):
+    """What a FeatureSpace, which is no model, makes of a row, once saved and loaded."""
+    strategy = bodies.strategy()
+    space = keras.utils.FeatureSpace(
+        {"a": keras.utils.FeatureSpace.float_normalized()}, output_mode="concat"
+    )
+    space.adapt(tf.data.Dataset.from_tensor_slices({"a": [[1.0], [2.0], [3.0]]}))
+    path = f"{folder}/{strategy.rank}.keras"
+    space.save(path)
+    with strategy.scope():
+        loaded = keras.saving.load_model(path)
+    row = {"a": tf.constant([[1.0]])}
+    return float(space(row)), float(loaded(row))
+
+
+@TWO
+def test_a_feature_space_is_saved_as_by_keras(world, backend, size, tmp_path):
+    """It has no strategy: "'FeatureSpace' object has no attribute '_distribute_strategy'"."""
+    for saved, loaded in world(backend, size).run(feature_space, str(tmp_path)):
+        assert saved == loaded < 0
