@@ -12,14 +12,18 @@ import keras
 from dtk.callbacks.base import StrategyCallback
 from dtk.callbacks.checkpointing.background import Background
 from dtk.callbacks.checkpointing.best import BestValue
-from dtk.callbacks.checkpointing.chief import on_chief
 from dtk.callbacks.checkpointing.files import CheckpointFiles
 from dtk.callbacks.checkpointing.frequency import Frequency, is_count
 from dtk.callbacks.checkpointing.lock import DirectoryLock
 from dtk.callbacks.checkpointing.model_state import parts_of, value_of
 from dtk.callbacks.checkpointing.reading import CheckpointReader, restore, resume_message
 from dtk.callbacks.checkpointing.termination import EXIT_CODE, Termination
-from dtk.callbacks.checkpointing.writing import CheckpointWriter, NotFiniteError, TrainingProgress
+from dtk.callbacks.checkpointing.writing import (
+    CheckpointWriter,
+    NotFiniteError,
+    TrainingProgress,
+    on_chief,
+)
 from dtk.errors import CheckpointSaveError
 from dtk.nests import Array, Logs
 from dtk.parameter_server.evaluator import SavedProgress

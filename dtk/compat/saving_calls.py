@@ -6,7 +6,6 @@ The first call of `through` replaces these functions for good.
 from __future__ import annotations
 
 import functools
-import io
 import re
 from collections.abc import Callable
 from typing import TypeAlias
@@ -45,12 +44,3 @@ def _written(name: str, original: Function[object], write: Write) -> Function[ob
 
     save._dtk_original = original  # type: ignore[attr-defined]
     return save
-
-
-def write_weights(model: keras.Model, file: io.BytesIO) -> None:
-    """Write the bytes of `model.save_weights` to a file object."""
-    store = saving_lib.H5IOStore(file, mode="w")
-    saving_lib._save_state(
-        model, weights_store=store, assets_store=None, inner_path="", visited_saveables=set()
-    )
-    store.close()

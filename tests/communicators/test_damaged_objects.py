@@ -2,12 +2,12 @@
 
 import dataclasses
 import datetime
-import json
 import pathlib
 import re
 import struct
 import tracemalloc
 
+import msgpack
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -23,10 +23,9 @@ from dtk.search.failures import Failure
 from dtk.search.rounds import RoundMessage, Rounds
 
 
-def written(tree, *blobs):
+def written(tree, more=b""):
     """A payload as a stranger may make one."""
-    header = json.dumps(tree).encode()
-    return b"od" + struct.pack("<Q", len(header)) + header + b"".join(blobs)
+    return b"od" + (tree if isinstance(tree, bytes) else msgpack.packb(tree)) + more
 
 
 def place(kind):
@@ -37,8 +36,12 @@ def record(module, name, **fields):
     return {"record": [module, name, {"dict": [list(pair) for pair in fields.items()]}]}
 
 
+def tensor(dtype, size, content):
+    return {"tf.Tensor": [{"array": [dtype, [size], [content]]}]}
+
+
+NO_ROWS, TWO_ROWS = struct.pack("<qq", 0, 5), struct.pack("<qqq", 0, 1, 3)
 FAILURE = dataclasses.asdict(Failure(0, "", "", None))
-BYTES = {"bytes": 1}
 DAMAGED = {
     "a class of Python's": [record("subprocess", "Popen", args="touch ran")],
     "a module that dtk imports": [record("dtk.communicators.objects.records", "sys.exit")],
@@ -66,51 +69,55 @@ DAMAGED = {
     "a method of an error": [
         {"error": ["builtins", "ValueError", {"tuple": []}, {"dict": [["add_note", 1]]}]}
     ],
-    "more elements than bytes": [{"array": ["<f4", [10**15], BYTES]}, b"a"],
-    "fewer elements than bytes": [{"array": ["|u1", [1], {"bytes": 2}]}, b"ab"],
-    "elements without bytes": [{"array": ["|S0", [10**15], {"bytes": 0}]}],
-    "sizes below 0": [{"array": ["|u1", [-1, -1], BYTES]}, b"a"],
-    "sizes that are no numbers": [{"array": ["|u1", [1.0], BYTES]}, b"a"],
-    "more axes than can be multiplied": [{"array": ["|u1", [10**4000] * 3000, BYTES]}, b"a"],
+    "more elements than bytes": [{"array": ["<f4", [10**15], [b"a"]]}],
+    "fewer elements than bytes": [{"array": ["|u1", [1], [b"ab"]]}],
+    "elements without bytes": [{"array": ["|S0", [10**15], []]}],
+    "sizes below 0": [{"array": ["|u1", [-1, -1], [b"a"]]}],
+    "sizes that are no numbers": [{"array": ["|u1", [1.0], [b"a"]]}],
+    "more axes than can be multiplied": [
+        {"array": ["|u1", [{"int": [hex(10**4000)]}] * 3000, [b"a"]]}
+    ],
     "more objects than there are": [{"array": ["objects", [10**15], [1]]}],
-    "an array of objects by its bytes": [{"array": ["|O", [1], {"bytes": 8}]}, b"\1" * 8],
-    "fields of an array": [{"array": ["i4,i4", [1], {"bytes": 8}]}, b"\1" * 8],
-    "a dtype of any name": [{"array": ["print", [1], BYTES]}, b"a"],
-    "characters that are none": [{"array": ["<U1", [1], {"bytes": 4}]}, b"\xff\xff\xff\x7f"],
-    "bools that are none": [{"array": ["|b1", [1], BYTES]}, b"\2"],
+    "an array of objects by its bytes": [{"array": ["|O", [1], [b"\1" * 8]]}],
+    "an array of objects by another name": [{"array": ["string", [1], [b"\1" * 8]]}],
+    "fields of an array": [{"array": ["i4,i4", [1], [b"\1" * 8]]}],
+    "fields of an array of TensorFlow's": [{"array": ["qint8", [1], [b"\1"]]}],
+    "a dtype of any name": [{"array": ["print", [1], [b"a"]]}],
+    "characters that are none": [{"array": ["<U1", [1], [b"\xff\xff\xff\x7f"]]}],
+    "bools that are none": [{"array": ["|b1", [1], [b"\2"]]}],
     "an array that is text": [{"array": ["<U1", [1], "a\0\0\0"]}],
+    "pieces of an array that are text": [{"array": ["<U1", [1], ["a\0\0\0"]]}],
     "rows that are not there": [
-        {"tf.RaggedTensor": [
-            {"tf.Tensor": [{"array": ["<i4", [1], {"bytes": 4}]}]},
-            {"tf.Tensor": [{"array": ["<i8", [2], {"bytes": 16}]}]},
-            None]},
-        b"\0" * 4, struct.pack("<qq", 0, 5),
+        {"tf.RaggedTensor": [tensor("<i4", 1, b"\0" * 4), tensor("<i8", 2, NO_ROWS), None]},
     ],
     "rows of another length": [
-        {"tf.RaggedTensor": [
-            {"tf.Tensor": [{"array": ["<i4", [3], {"bytes": 12}]}]},
-            {"tf.Tensor": [{"array": ["<i8", [3], {"bytes": 24}]}]},
-            1]},
-        b"\0" * 12, struct.pack("<qqq", 0, 1, 3),
+        {"tf.RaggedTensor": [tensor("<i4", 3, b"\0" * 12), tensor("<i8", 3, TWO_ROWS), 1]},
     ],
     "a tensor of what is no array": [{"tf.Tensor": ["a"]}],
-    "more strings than there are": [{"tf.Tensor": [[10**15], [BYTES]]}, b"a"],
+    "more strings than there are": [
+        {"tf.Tensor": [{"array": ["objects", [10**15], [b"a"]]}]}
+    ],
+    "strings that are none": [{"tf.Tensor": [{"array": ["objects", [1], [{"tuple": []}]]}]}],
     "a dtype that is none": [{"tf.DType": ["nothing"]}],
     "a path of numbers": [{"path": [1]}],
-    "a date of bytes": [{"date": [{"bytes": 4}]}, b"\x07\xe4\x01\x01"],
-    "text by a codec": [{"np.str": [BYTES, "ascii"]}, b"a"],
+    "a date of bytes": [{"date": [b"\x07\xe4\x01\x01"]}],
+    "text by a codec": [{"np.str": [b"a", "ascii"]}],
     "an unknown kind": [{"lambda": []}],
     "two kinds": [{"tuple": [], "set": []}],
     "a kind without content": [{"tuple": 1}],
+    "a kind that is a number": [{1: []}],
     "no kind": [{}],
     "a key that is a list": [{"dict": [[[1], 2]]}],
     "a dict of numbers": [{"dict": [1]}],
-    "bytes that are not there": [{"bytes": 10**15}],
-    "bytes before the first": [{"bytes": -1}],
-    "a number of bytes that is none": [{"bytes": "1"}, b"a"],
-    "bytes that nobody takes": [1, b"a"],
-    "bytes that are taken twice": [[BYTES, BYTES], b"a"],
-    "an int that is none": [{"int": "x"}],
+    "bytes that are not there": [b"\xc6\x7f\xff\xff\xff"],
+    "text that is not there": [b"\xdb\x7f\xff\xff\xff"],
+    "items that are not there": [b"\xdd\xff\xff\xff\xff"],
+    "entries that are not there": [b"\xdf\xff\xff\xff\xff"],
+    "lists within each other that are not there": [b"\xdc\x0b\xb8" * 1000],
+    "bytes after the end": [1, b"a"],
+    "a type of MessagePack's": [msgpack.ExtType(5, b"a")],
+    "a time of MessagePack's": [msgpack.Timestamp(1)],
+    "an int that is none": [{"int": ["x"]}],
 }  # fmt: skip
 
 
@@ -125,7 +132,8 @@ def test_what_is_not_as_dtk_writes_it_is_not_read(parts, capfd):
     "what",
     [
         *("more elements than bytes", "elements without bytes", "more objects than there are"),
-        *("bytes that are not there", "bytes that are taken twice"),
+        *("bytes that are not there", "text that is not there", "items that are not there"),
+        *("entries that are not there", "lists within each other that are not there"),
     ],
 )
 def test_a_claim_takes_no_memory(what):
@@ -156,13 +164,16 @@ def test_a_record_as_dtk_writes_it_is_read():
 
 
 @pytest.mark.parametrize(
-    "header",
-    [b"[" * 100_000 + b"]" * 100_000, b'{"tuple":[' * 50_000, b"1" * 5000, b"", b"[1", b"\xff"],
-    ids=["deep", "deep kinds", "a long number", "empty", "half", "no text"],
+    "body",
+    [
+        *(b"\x91" * 100_000 + b"\x90", b"\x81\xa5tuple\x91" * 50_000 + b"\x90", b"", b"\x92\1"),
+        *(b"\xc1", b"\xa1\xff"),
+    ],
+    ids=["deep", "deep kinds", "empty", "half", "no type", "no text"],
 )
-def test_damaged_text_is_not_read(header):
+def test_damaged_data_are_not_read(body):
     with pytest.raises(CommunicatorError, match="cannot be read"):
-        loads(b"od" + struct.pack("<Q", len(header)) + header, {})
+        loads(b"od" + body, {})
 
 
 def read_or_refused(payload):

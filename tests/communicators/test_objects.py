@@ -23,7 +23,7 @@ from hypothesis.extra import numpy as arrays
 import dtk
 from dtk.cluster.variables import JOB_SECRET
 from dtk.communicators import objects
-from dtk.communicators.objects import dumps, loads, plain, sealing
+from dtk.communicators.objects import dumps, loads, plain
 from dtk.data.rows import Elements
 from dtk.errors import CheckpointSaveError, CommunicatorError, NotDistributedError
 from dtk.launch.ssh import HostFacts
@@ -343,6 +343,13 @@ def test_data_is_not_pickled_where_there_is_a_secret(monkeypatch):
     assert sent([1, {"a": np.zeros(3)}], SECRET)[0] == 1
 
 
+def test_bytes_that_are_too_many_for_one_piece_arrive(monkeypatch):
+    monkeypatch.setattr(plain, "_CHUNK", 10)
+    for value in (b"x" * 9 + b"y" * 19, np.arange(7.0), np.float64(2), tf.range(9)):
+        found = sent(value, {})
+        assert type(found) is type(value) and np.array_equal(found, value)
+
+
 def test_nothing_ends_in_a_loop():
     circle = []
     circle.append(circle)
@@ -376,7 +383,7 @@ def test_a_sealed_pickle_that_makes_nothing_here_is_told():
 
 
 def test_a_seal_covers_every_part_of_a_large_value(monkeypatch):
-    monkeypatch.setattr(sealing, "_PART", 10)
+    monkeypatch.setattr(objects, "_PART", 10)
     payload = dumps(b"x" * 100, SECRET)
     assert loads(payload, SECRET) == b"x" * 100
     with pytest.raises(CommunicatorError, match="was not written"):

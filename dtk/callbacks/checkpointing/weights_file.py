@@ -1,4 +1,4 @@
-"""A file of weights that HDF5 writes, without HDF5 meeting an error of the disk.
+"""Files that `model.save_weights` writes, without HDF5 meeting an error of the disk.
 
 HDF5 that cannot write to a file can neither close nor forget it, and may take the process along. So
 what it writes goes through here: after the first error all else is dropped, and the error is raised
@@ -13,24 +13,29 @@ from typing import TYPE_CHECKING
 
 import keras
 
-from dtk.compat import saving_calls
-
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
+class MemoryFile(io.BytesIO):
+    """Weights in memory."""
+
+    def __str__(self) -> str:
+        return "memory.weights.h5"  # Keras looks at the end of the name
+
+
 def save_weights(model: keras.Model, path: str) -> None:
     """Write what `model.save_weights` would."""
-    with _File(path) as file:
+    with _DiskFile(path) as file:
         try:
-            saving_calls.write_weights(model, file)
+            keras.Model.save_weights(model, file)
         finally:
             # Whatever HDF5 has made of it.
             if file.failure is not None:
                 raise file.failure
 
 
-class _File(io.BytesIO):
+class _DiskFile(MemoryFile):
     """A file that behaves as if every write went well; Keras takes no other kind of object."""
 
     def __init__(self, path: str):
@@ -40,7 +45,6 @@ class _File(io.BytesIO):
         self._at = self._size = 0
 
     def write(self, data: Buffer, /) -> int:
-        """See `io.BytesIO`."""
         left = memoryview(data).cast("B")
         end = self._at + len(left)
         try:
@@ -52,25 +56,20 @@ class _File(io.BytesIO):
         return written
 
     def readinto(self, buffer: Buffer, /) -> int:
-        """See `io.BytesIO`; what could not be written is zeros."""
         view = memoryview(buffer).cast("B")
         found = os.pread(self._descriptor, len(view), self._at)
-        view[:] = found + bytes(len(view) - len(found))
+        view[:] = found + bytes(len(view) - len(found))  # zeros for what could not be written
         self._at += len(view)
         return len(view)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """See `io.BytesIO`."""
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
-        self._at = base + offset
+        self._at = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence] + offset
         return self._at
 
     def tell(self) -> int:
-        """See `io.BytesIO`."""
         return self._at
 
     def truncate(self, size: int | None = None, /) -> int:
-        """See `io.BytesIO`."""
         self._size = self._at if size is None else size
         try:
             os.ftruncate(self._descriptor, self._size)
@@ -79,7 +78,6 @@ class _File(io.BytesIO):
         return self._size
 
     def close(self) -> None:
-        """See `io.BytesIO`."""
         if not self.closed:
             os.close(self._descriptor)
         super().close()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import io
+import contextlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import keras
 import numpy as np
@@ -12,7 +12,6 @@ import numpy as np
 from dtk.callbacks.checkpointing import state as states
 from dtk.callbacks.checkpointing.background import Background
 from dtk.callbacks.checkpointing.best import BestValue
-from dtk.callbacks.checkpointing.chief import on_chief
 from dtk.callbacks.checkpointing.files import CheckpointFiles
 from dtk.callbacks.checkpointing.model_state import (
     copies_of,
@@ -23,14 +22,29 @@ from dtk.callbacks.checkpointing.model_state import (
     parts_of,
     value_of,
 )
-from dtk.callbacks.checkpointing.weights_file import save_weights
-from dtk.compat import saving_calls, tf_replicas
+from dtk.callbacks.checkpointing.weights_file import MemoryFile, save_weights
+from dtk.communicators.root import on_root
+from dtk.compat import tf_replicas
 from dtk.errors import CheckpointSaveError
 from dtk.exchange.state import SavedItem
 from dtk.nests import Array, Logs
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.model_state import ModelState
 from dtk.trainer.replica.replica_step import metric_variables
+from dtk.trainer.strategy import Strategy
+
+T = TypeVar("T")
+
+
+def on_chief(strategy: Strategy, work: Callable[[], T]) -> T:
+    """Do work on rank 0, and return its result on every rank. All ranks call it together."""
+
+    def alone() -> T:
+        # Summed state is read as it is there, without waiting for the others.
+        with getattr(strategy.extended, "local_reads", contextlib.nullcontext)():
+            return work()
+
+    return on_root(strategy.world, alone)
 
 
 class TrainingProgress(NamedTuple):
@@ -92,8 +106,8 @@ class CheckpointWriter:
             if self._background is None:
                 model = whole.model
                 return self._write(lambda path: save_weights(model, path), packed, arrays, note)
-            weights = io.BytesIO()
-            saving_calls.write_weights(whole.model, weights)
+            weights = MemoryFile()
+            keras.Model.save_weights(whole.model, weights)
             # An array of a callback's own may change while it is written.
             copies = {name: np.array(array) for name, array in arrays.items()}
             name = self._files.next_name()

@@ -1,13 +1,7 @@
-"""Values written as data, which nothing is run to read: JSON, and the bytes that it cannot hold.
+"""Values written as data by MessagePack, which nothing is run to read.
 
-    length of the JSON (8 bytes, little endian)   JSON   bytes, one after the other
-
-    in Python                                  in JSON
-    None, a bool, str, float or small int      itself, NaN and infinities too
-    a list                                     a list
-    bytes                                      {"bytes": length}: the next ones
-    a large int                                {"int": in hexadecimal digits}
-    what the table of kinds knows              {"kind": [simpler values]}
+None, bools, texts, floats, bytes, small ints and lists are MessagePack's own. Every other value is
+a map of one entry: the name of its kind, and the simpler values that it is made of.
 
 A kind is chosen by the class alone, never by a subclass's, so a value comes back as what it was or
 is not written (`NotPlain`). What is read may have been written by anybody: a value takes memory in
@@ -19,92 +13,257 @@ proportion to what came, and no class is called but those of the tables.
 
 from __future__ import annotations
 
-import json
+import datetime
+import math
+import pathlib
+import re
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
-from dtk.communicators.objects import arrays, records, standard, tensors
-from dtk.communicators.objects.kinds import Kind, NotPlain, name_of
+import msgpack
+import numpy as np
+import tensorflow as tf
 
-_LENGTH_BYTES = 8
-_SMALL = 1 << 63
+from dtk.communicators.objects import records
+from dtk.nests import Array, Function
+
 _ITSELF = (type(None), bool, str, float)
-_BY_CLASS = {**standard.KINDS, **tensors.KINDS}
-_BY_NAME = {kind.name: kind for kind in _BY_CLASS.values()} | arrays.BY_NAME | records.BY_NAME
+_SMALL = 1 << 63
+_CHUNK = 1 << 31  # bytes: MessagePack holds less than 4 GiB in one piece
+_DTYPE = re.compile(r"[<>|][biufcmMSU][1-9][0-9]*(\[[0-9]*[a-zA-Z]+\])?")
+_ML_DTYPE = 2  # `isbuiltin` of the dtypes that ml_dtypes gives NumPy, which has no text for them
+_OBJECTS = "objects"
+_MOST_AXES = 64  # NumPy's own limit; beyond it, multiplying sizes may take for ever
+_EAGER = tf.__internal__.EagerTensor  # tf.Tensor is what graphs are made of, too
+_PATH = type(pathlib.Path())
 
 
-def encode(value: object) -> bytes:
-    """Write a value as data."""
-    blobs: list[bytes] = []
+class NotPlain(TypeError):
+    """A value that is no plain data; the message names it."""
+
+
+class Kind(NamedTuple):
+    """How values of a class are taken apart, and put together of what anybody may have sent."""
+
+    name: str
+    take_apart: Function[Iterable[object]]
+    put_together: Function[object]
+    # the classes of the parts, None for any; or None for parts of any number, given as one list
+    types: tuple[type | None, ...] | None = None
+
+
+def encode(value: object) -> memoryview:
+    """Write a value as data; raises `NotPlain`."""
+    packer = msgpack.Packer(autoreset=False, unicode_errors="surrogatepass")
     try:
-        tree = _apart(value, blobs)
-        text = json.dumps(tree, ensure_ascii=False, check_circular=False, separators=(",", ":"))
-    except RecursionError:
-        raise NotPlain(f"a {name_of(type(value))} that is nested too deeply") from None
-    header = text.encode(errors="surrogatepass")
-    return b"".join((len(header).to_bytes(_LENGTH_BYTES, "little"), header, *blobs))
+        packer.pack(_apart(value))
+    except (RecursionError, ValueError):
+        raise NotPlain(f"a {_name(value)} that is nested too deeply") from None
+    return memoryview(packer.getbuffer())  # large values are copied once less than by `bytes()`
 
 
-def decode(data: bytes | memoryview) -> object:
-    """Read a value."""
-    try:
-        blobs = _Blobs(memoryview(data))
-        length = int.from_bytes(blobs.take(_LENGTH_BYTES), "little")
-        value = _together(json.loads(str(blobs.take(length), "utf-8", "surrogatepass")), blobs)
-        blobs.end()
-    except Exception as error:  # each constructor refuses in its own way what does not fit
-        raise ValueError(f"not as dtk writes it: {type(error).__name__}: {error}") from error
-    return value
+def decode(data: memoryview) -> object:
+    """Read a value that anybody may have sent; raises what its constructors raise if not so."""
+    # Read once without making anything: room for a list is taken when its length is read, and
+    # lists that are not there could claim it within each other.
+    unpacker = msgpack.Unpacker(max_buffer_size=max(1, len(data)))
+    unpacker.feed(data)
+    unpacker.skip()
+    # max_ext_len: MessagePack's own further types are not in the tables
+    return msgpack.unpackb(
+        data, object_hook=_together, unicode_errors="surrogatepass", max_ext_len=0
+    )
 
 
-def _apart(value: object, blobs: list[bytes]) -> object:
-    """Return what JSON can hold, and append the bytes that it cannot."""
+def _apart(value: object) -> object:
     kind = type(value)
     if kind in _ITSELF:
         return value
-    if isinstance(value, int) and kind is int:
-        return value if -_SMALL <= value < _SMALL else {"int": hex(value)}
     if isinstance(value, list) and kind is list:
-        return [_apart(item, blobs) for item in value]
-    if isinstance(value, bytes) and kind is bytes:
-        blobs.append(value)
-        return {"bytes": len(value)}
+        return [_apart(item) for item in value]
+    if isinstance(value, int) and kind is int and -_SMALL <= value < _SMALL:
+        return value
+    if isinstance(value, bytes) and kind is bytes and len(value) <= _CHUNK:
+        return value
     how = _kind_of(value)
-    return {how.name: [_apart(part, blobs) for part in how.take_apart(value)]}
+    return {how.name: [_apart(part) for part in how.take_apart(value)]}
+
+
+def _together(entry: Mapping[str, object]) -> object:
+    ((name, parts),) = entry.items()
+    kind = _BY_NAME[name]
+    if not isinstance(parts, list):
+        raise ValueError(f"{name} of {type(parts).__name__}")
+    if kind.types is None:
+        return kind.put_together(parts)
+    pairs = zip(parts, kind.types, strict=True)
+    if not all(wanted is None or type(part) is wanted for part, wanted in pairs):
+        raise ValueError(f"{name} of {[type(part).__name__ for part in parts]}")
+    return kind.put_together(*parts)
 
 
 def _kind_of(value: object) -> Kind:
-    found = _BY_CLASS.get(type(value)) or arrays.kind_of(value) or records.kind_of(value)
-    if found is None:
-        raise NotPlain(name_of(type(value)))
-    return found
+    found = _BY_CLASS.get(type(value))
+    if found is not None:
+        return found
+    if isinstance(value, np.generic) and value.dtype.type is type(value):
+        return _SCALAR
+    if records.is_record(value):
+        return _RECORD
+    if records.is_error(value):
+        return _ERROR
+    raise NotPlain(_name(value))
 
 
-def _together(tree: object, blobs: _Blobs) -> object:
-    if isinstance(tree, list):
-        return [_together(item, blobs) for item in tree]
-    if not isinstance(tree, dict):
-        return tree
-    ((name, content),) = tree.items()
-    if name == "bytes":
-        return blobs.take(content)
-    if name == "int":
-        return int(content, 16)
-    if not isinstance(content, list):
-        raise ValueError(f"{name} of {type(content).__name__}")
-    return _BY_NAME[name].made_of([_together(part, blobs) for part in content])
+def _name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-class _Blobs:
-    """Bytes that are taken one after the other, each once: none can be counted twice."""
+def _chunks(data: bytes) -> list[bytes]:
+    return [data[begin : begin + _CHUNK] for begin in range(0, len(data), _CHUNK)]
 
-    def __init__(self, data: memoryview):
-        self._left = data
 
-    def take(self, length: object) -> bytes:
-        if type(length) is not int or not 0 <= length <= len(self._left):
-            raise ValueError(f"{length} bytes of {len(self._left)}")
-        taken, self._left = self._left[:length], self._left[length:]
-        return taken.tobytes()
+def _dtype(text: str) -> tf.DType:
+    """Return the dtype of NumPy's text, or of TensorFlow's name for one of ml_dtypes."""
+    dtype = np.dtype(text if _DTYPE.fullmatch(text) else tf.as_dtype(text).as_numpy_dtype)
+    if text != (dtype.name if dtype.isbuiltin == _ML_DTYPE else dtype.str):
+        raise ValueError(f"dtype {text!r}")
+    return dtype
 
-    def end(self) -> None:
-        if len(self._left):
-            raise ValueError(f"{len(self._left)} bytes too many")
+
+def _text(dtype: tf.DType) -> str:
+    text: str = dtype.name if dtype.isbuiltin == _ML_DTYPE else dtype.str
+    try:
+        known = _dtype(text) == dtype
+    except (TypeError, ValueError):
+        known = False
+    if not known:
+        raise NotPlain(f"an array of dtype {dtype}")
+    return text
+
+
+def _of_array(array: Array) -> list[object]:
+    if array.dtype == object:
+        return [_OBJECTS, list(array.shape), list(array.flat)]
+    return [_text(array.dtype), list(array.shape), _chunks(array.tobytes())]
+
+
+def _array(text: str, shape: list[int], parts: list[bytes]) -> Array:
+    if len(shape) > _MOST_AXES or any(type(size) is not int or size < 0 for size in shape):
+        raise ValueError(f"shape {shape}")
+    if text == _OBJECTS:
+        items = np.empty(len(parts), object)
+        for index, item in enumerate(parts):
+            items[index] = item
+        return items.reshape(shape)
+    dtype, buffer = _dtype(text), bytearray().join(parts)  # which the array may write to
+    # NumPy makes a small array of a large buffer, too, and does not look at what is in it.
+    if math.prod(shape) * dtype.itemsize != len(buffer):
+        raise ValueError(f"shape {shape} of {dtype} of other bytes")
+    if dtype.kind == "b" and len(buffer.translate(None, b"\0\1")):
+        raise ValueError("bools other than 0 and 1")
+    if dtype.kind == "U":
+        points = np.ndarray(len(buffer) // 4, np.dtype("u4").newbyteorder(dtype.byteorder), buffer)
+        if points.max(initial=0) > 0x10FFFF:
+            raise ValueError("characters beyond the last one")
+    return np.ndarray(shape, dtype, buffer)
+
+
+def _of_tensor(tensor: tf.Tensor) -> list[object]:
+    if tensor.dtype in (tf.resource, tf.variant):
+        raise NotPlain(f"a tensor of dtype {tensor.dtype.name}")
+    return [np.asarray(tensor.numpy(), object if tensor.dtype == tf.string else None)]
+
+
+def _of_ragged(ragged: tf.RaggedTensor) -> list[object]:
+    length = ragged.uniform_row_length
+    return [ragged.values, ragged.row_splits, None if length is None else int(length)]
+
+
+def _ragged(values: tf.Tensor, splits: tf.Tensor, length: int | None) -> tf.RaggedTensor:
+    if type(values) not in (_EAGER, tf.RaggedTensor):
+        raise ValueError(f"rows of {type(values).__name__}")
+    made = tf.RaggedTensor.from_row_splits(values, splits)  # which looks at them
+    if length is None:
+        return made
+    uniform = tf.RaggedTensor.from_uniform_row_length(values, length, made.nrows(splits.dtype))
+    if not np.array_equal(uniform.row_splits, splits):
+        raise ValueError("rows of another length")
+    return uniform
+
+
+_ARRAY = Kind("array", _of_array, _array, (str, list, list))
+_SCALAR = Kind(
+    "scalar",
+    lambda number: [_text(number.dtype), number.tobytes()],
+    lambda text, data: _array(text, [], [data])[()],
+    (str, bytes),
+)
+_RECORD = Kind("record", records.of_record, records.record, (str, str, dict))
+_ERROR = Kind("error", records.of_error, records.error, (str, str, tuple, dict))
+
+# By the class of a value, which must be this one and no subclass: a script's own may do anything.
+_BY_CLASS: dict[type, Kind] = {
+    int: Kind("int", lambda number: [hex(number)], lambda digits: int(digits, 16), (str,)),
+    bytes: Kind("bytes", _chunks, b"".join),
+    tuple: Kind("tuple", list, tuple),
+    dict: Kind("dict", lambda entries: map(list, entries.items()), dict),
+    OrderedDict: Kind("OrderedDict", lambda d: map(list, d.items()), OrderedDict),
+    set: Kind("set", list, set),
+    frozenset: Kind("frozenset", list, frozenset),
+    complex: Kind("complex", lambda number: [number.real, number.imag], complex, (float, float)),
+    range: Kind("range", lambda r: [r.start, r.stop, r.step], range, (int, int, int)),
+    _PATH: Kind("path", lambda path: [str(path)], pathlib.Path, (str,)),
+    pathlib.PurePosixPath: Kind("pure path", lambda p: [str(p)], pathlib.PurePosixPath, (str,)),
+    datetime.date: Kind("date", lambda d: [d.isoformat()], datetime.date.fromisoformat, (str,)),
+    datetime.datetime: Kind(
+        "datetime",
+        lambda moment: [moment.replace(tzinfo=None).isoformat(), moment.tzinfo, moment.fold],
+        lambda text, zone, fold: datetime.datetime.fromisoformat(text).replace(
+            tzinfo=zone, fold=fold
+        ),
+        (str, None, int),
+    ),
+    datetime.timedelta: Kind(
+        "timedelta",
+        lambda span: [span.days, span.seconds, span.microseconds],
+        datetime.timedelta,
+        (int, int, int),
+    ),
+    datetime.timezone: Kind(
+        "timezone", lambda zone: zone.__getinitargs__(), lambda parts: datetime.timezone(*parts)
+    ),
+    np.ndarray: _ARRAY,
+    np.memmap: _ARRAY,
+    # As arrays they lose zeros at their end; str() of one, too.
+    np.str_: Kind("np.str", lambda text: ["".join(text)], np.str_, (str,)),
+    np.bytes_: Kind("np.bytes", lambda text: [bytes(text)], np.bytes_, (bytes,)),
+    _EAGER: Kind(
+        "tf.Tensor",
+        _of_tensor,
+        lambda array: tf.constant(array, tf.string if array.dtype == object else None),
+        (np.ndarray,),
+    ),
+    tf.RaggedTensor: Kind("tf.RaggedTensor", _of_ragged, _ragged, (None, _EAGER, None)),
+    tf.SparseTensor: Kind(
+        "tf.SparseTensor",
+        lambda sparse: [sparse.indices, sparse.values, sparse.dense_shape],
+        tf.SparseTensor,
+        (_EAGER, _EAGER, _EAGER),
+    ),
+    tf.TensorSpec: Kind(
+        "tf.TensorSpec",
+        lambda spec: [spec.shape, spec.dtype, spec.name],
+        tf.TensorSpec,
+        (tf.TensorShape, tf.DType, None),
+    ),
+    tf.TensorShape: Kind(
+        "tf.TensorShape",
+        lambda s: [None if s.rank is None else s.as_list()],
+        tf.TensorShape,
+        (None,),
+    ),
+    tf.DType: Kind("tf.DType", lambda dtype: [dtype.name], tf.as_dtype, (str,)),
+}
+_BY_NAME = {kind.name: kind for kind in (*_BY_CLASS.values(), _SCALAR, _RECORD, _ERROR)}
