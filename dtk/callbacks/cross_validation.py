@@ -121,7 +121,7 @@ class CrossValidation(StrategyCallback):
         self._epoch = None
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Continue counting, unless this epoch is resumed in the middle."""
+        """Note the samples before this epoch, unless it is resumed in the middle."""
         if epoch != self._epoch:
             self._epoch, self._before_epoch = epoch, self._samples
 

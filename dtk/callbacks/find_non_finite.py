@@ -27,7 +27,7 @@ class FindNonFinite(StrategyCallback):
     and rank 0 names the step, the rank and the variables.
 
     If the loss is scaled (`LossScaleOptimizer`, mixed precision), overflowing gradients are not an
-    error: such steps are skipped. Then only the loss counts.
+    error and not reported. Then only the loss counts.
 
     Behind parameter servers gradients do not pass the chief and are not checked. The chief checks
     loss and weights at the end of each epoch, and names the first step with a loss or metrics that

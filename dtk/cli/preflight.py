@@ -25,7 +25,7 @@ class Preflight:
         """Raise if versions differ between hosts; return warnings about clocks."""
         versions = {host: facts.versions for host, facts in self._facts.items()}
         if any(versions.values()):
-            # Hosts without an answer are this machine: add its versions.
+            # Hosts without versions are this machine: add its versions.
             versions = {host: known or agent.versions() for host, known in versions.items()}
         for name in ("Python", "dtk", "tensorflow", "keras"):
             found: dict[str, list[str]] = {}

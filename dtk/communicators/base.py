@@ -60,8 +60,8 @@ class Communicator(abc.ABC):
         hosts: One host name per rank, in rank order.
         alike: Whether all ranks compute with the same kind of processor and as many threads, so
             that equal operations give equal bits; False until `learn` is called.
-        environment: What the launcher told, if the communicator spans all ranks of a job; None if
-            it spans a part of them or this process alone.
+        environment: The launcher's facts, if the communicator spans all ranks of a job; None if it
+            spans a part of them or this process alone.
     """
 
     name: str = "abstract"
@@ -192,8 +192,8 @@ class Communicator(abc.ABC):
         Args:
             value: Shape `[rows, ...]`.
             splits: Rows for each rank, shape `[size]`; equal blocks when None. If every rank knows
-                what all others send, shape `[size, size]`, with what rank i sends in row i; that
-                saves a message.
+                all others' splits, give them as shape `[size, size]`, row i for rank i; that saves
+                a message.
 
         Returns:
             The received rows in rank order, and how many came from each rank (int32, shape

@@ -100,7 +100,7 @@ def static_sizes(tensors: Sequence[tf.Tensor]) -> list[int | None]:
 
 
 def shaped_like(flat: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
-    """Give `flat` the shape of `like`, statically where it is known."""
+    """Give `flat` the shape of `like`; static dimensions stay static."""
     if like.shape.is_fully_defined():
         return tf.reshape(flat, like.shape)
     return tf.ensure_shape(tf.reshape(flat, tf.shape(like)), like.shape)

@@ -1,4 +1,4 @@
-"""The cost model: what a collective sends, and the seconds that a world takes to send it.
+"""The cost model: the traffic of a collective, and the seconds that a world takes to send it.
 
 `Traffic` is the number of messages of a collective that wait for each other, and its bytes. In
 Hockney's model m messages and n bytes take m * message + n * byte seconds. With P ranks and n bytes
@@ -217,7 +217,7 @@ def bucket(total: float, half_length: float) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Measured speed of a world's communicator and processors.
+    """Measured costs of a world's communicator and processors.
 
     Example:
         >>> costs = Costs(size=2, message=0.5e-3, byte=4e-9, operation=0.03e-9)

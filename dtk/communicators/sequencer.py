@@ -60,7 +60,7 @@ class CollectiveSequencer:
             return int(tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=tf.int64)[place])
 
     def _clock(self, ready: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Return the time in seconds at which all of `ready` are."""
+        """Return the time in seconds once all of `ready` are computed."""
         if not self._timed or determinism.is_asked_for():
             return tf.zeros([], tf.float64)
         with tf.control_dependencies(ready):

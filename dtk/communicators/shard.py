@@ -58,7 +58,7 @@ class Shard:
 
     @property
     def offset(self) -> int:
-        """Where this rank's part begins in the whole axis."""
+        """First position of this rank's part in the whole axis."""
         return sum(self.sizes[: self.communicator.rank])
 
     @property

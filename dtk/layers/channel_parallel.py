@@ -85,7 +85,7 @@ class ChannelParallel(keras.layers.Layer):
         self.split = split
         self.gather_output = gather_output
         self.input_is_split = input_is_split
-        self.supports_jit = False  # XLA cannot contain what ranks send
+        self.supports_jit = False  # XLA cannot compile communication
         self._communicator = communicator
         self._channels: Shard | None = None
         self._check_arguments()

@@ -142,8 +142,8 @@ def alltoall(
     Args:
         value: Shape `[rows, ...]`.
         communicator: Communicator of the ranks.
-        splits: Rows for each rank, shape `[size]`; equal blocks when None. If every rank knows what
-            all others send, shape `[size, size]`, with what rank i sends in row i.
+        splits: Rows for each rank, shape `[size]`; equal blocks when None. If every rank knows all
+            others' splits, give them as shape `[size, size]`, row i for rank i; saves a message.
 
     Returns:
         The received rows in rank order, and how many came from each rank (int32, shape `[size]`).

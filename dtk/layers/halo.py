@@ -58,7 +58,7 @@ class HaloExchange:
 
     @property
     def _ranks(self) -> list[int]:
-        """This rank, and the others in order."""
+        """This rank, then the other ranks in order."""
         rank = self.communicator.rank
         return [rank, *(j for j in range(self.communicator.size) if j != rank)]
 

@@ -1,6 +1,6 @@
 """A convolution over part of an image that never joins its rows with other ranks' rows.
 
-    own rows, zeros where the halo is -> convolution -> output
+    own rows, zeros for the halo      -> convolution -> output
     rows from above, zeros elsewhere  -> convolution -> added to the first rows of the output
     rows from below, zeros elsewhere  -> convolution -> added to its last rows
 

@@ -59,7 +59,7 @@ class SpatiallyParallel(keras.layers.Layer):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.split = split
-        self.supports_jit = False  # XLA cannot contain what ranks send
+        self.supports_jit = False  # XLA cannot compile communication
         self._given = communicator
         self._groups: tuple[Communicator, ...] = ()
         self._exchanges: tuple[HaloExchange, ...] = ()
@@ -82,8 +82,8 @@ class SpatiallyParallel(keras.layers.Layer):
         """Raise a ValueError that names the layer.
 
         Args:
-            given: What was given.
-            expected: What to use instead.
+            given: The argument that the layer refuses.
+            expected: The argument to use instead.
         """
         raise ValueError(f"layer {self.name!r}: {given}; use {expected}")
 

@@ -40,7 +40,7 @@ _Batches: TypeAlias = "tf.data.Iterator | worker_data.Pipelines | Iterable[Nest]
 
 
 class ParameterServerTrainer(JobTrainer):
-    """Trainer on the chief of a model whose weights are on parameter servers."""
+    """Trainer on the chief; the model's weights are on parameter servers."""
 
     def __init__(self, model: keras.Model, strategy: JobStrategy):
         super().__init__(model, strategy)

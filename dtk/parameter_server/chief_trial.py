@@ -34,7 +34,7 @@ class ChiefTrial(trial.Trial):
 
     @contextlib.contextmanager
     def _global_numbers(self) -> Iterator[None]:
-        yield  # `trace_functional_step` has a context of its own
+        yield  # `trace_functional_step` has its own context
 
     def _moments(
         self,
@@ -97,7 +97,7 @@ class ChiefTrial(trial.Trial):
             )
 
     def _added_up(self, traced: list[FunctionalStep], names: list[trial.Names]) -> trial.Found:
-        """Add up what slices computed, as the chief and the servers do."""
+        """Add up the results of slices, as the chief and the servers do."""
         model = self.model
         metrics = replica_step.metric_variables(model)
         sparse = [trial.slices_of(t.applied) for t in traced]

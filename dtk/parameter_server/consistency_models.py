@@ -83,8 +83,8 @@ class Sync:
 
     A global batch is cut into N slices. A worker without work repeats a slice that another worker
     still computes, and the first result for a slice counts. Unlike the backup workers of Chen et
-    al. 2016 it computes the same rows, so no data is dropped and the result equals one process.
-    (Workers that read their own pipelines have other rows, see `worker_data`.)
+    al. 2016 it computes the same rows, so no data is dropped and the result equals that of one
+    process. (Workers that read their own pipelines have other rows, see `worker_data`.)
 
     Args:
         backup_workers: How many workers may be slow or silent without delaying a step.

@@ -32,7 +32,7 @@ from dtk.trainer.tracing import noting, traced_step
 class FunctionalStep(NamedTuple):
     """Results of a traced step that has changed nothing."""
 
-    logs: Nest  # what Keras's step returned
+    logs: Nest  # returned by Keras's step
     applied: list[noting.Applied]  # gradients by optimizer, in the order the step passed them
     # has the values that the step assigned (`keras.StatelessScope.get_current_value`)
     scope: keras.StatelessScope
@@ -66,7 +66,7 @@ def trace_functional_step(
     step.noted = recorded = RecordedUpdates(scope, model, tables)
     with (
         traced_step.tracing(step),
-        # First: tracing looks for loss terms in the sources of gradients, which this replaces.
+        # Inside `tracing`, which looks for loss terms in the sources that this replaces.
         _tapes_watching(state, tables, recorded),
         traced_step.in_shares(),
         keras_steps.results_through(keras_models.metrics_of(model), replica_step.result_of),

@@ -45,7 +45,7 @@ class BufferSlot:
 
 
 class BufferLayout:
-    """Layout of a gradient buffer: which gradient lies where."""
+    """Layout of a gradient buffer: the slots and their gradients."""
 
     def __init__(self, weights: Sequence[Weight], sparse: set[int]):
         self.weights = list(weights)
@@ -173,7 +173,7 @@ class BufferLayout:
 
 
 class GradientBuffer:
-    """Buffer on the servers for the gradients of one slice."""
+    """Buffer on the servers for the gradients of one task."""
 
     def __init__(self, layout: BufferLayout):
         self._variables = []

@@ -71,7 +71,7 @@ class QuantizedLayout(BufferLayout):
     def compress(
         self, contents: Sequence[tf.Tensor], rate: tf.Tensor
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Encode kernels, and return what that loses for the worker to keep; called in a trace."""
+        """Encode kernels; also return the loss, for the worker to keep. Called while tracing."""
         del rate
         sent, sent_codes, kept = [], [], []
         for slot, flat in zip(self.dense, contents, strict=False):

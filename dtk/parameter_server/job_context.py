@@ -87,7 +87,7 @@ class JobStrategy(Strategy):
 
 
 class JobTrainer(DistributedTrainer):
-    """Trainer of a model whose steps run on workers."""
+    """Trainer of a model with steps that run on workers."""
 
     strategy: JobStrategy
 

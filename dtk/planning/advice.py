@@ -29,7 +29,7 @@ class Advice:
 def advise(
     predictions: Sequence[Sequence[Prediction]], job: Job, cluster: Cluster, target: float = TARGET
 ) -> Advice:
-    """Choose the most workers with an efficiency above the target, and the least changing method.
+    """Choose the most workers that keep the target efficiency, and the least changing method.
 
     A method that changes training more is chosen only if it trains on a tenth more rows per second.
     """

@@ -103,7 +103,7 @@ def _medians(turns: Mapping[str, Turns], what: str) -> dict[str, float]:
 
 
 def _factors(sent: Mapping[str, float], parameters: int, rows: int) -> Factors | None:
-    """Return the kernels whose gradients went as factors; None if none did.
+    """Return the kernels with gradients that went as factors; else None.
 
     Without a measurement of fp16, assume that all gradients went as factors.
 

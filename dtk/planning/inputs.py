@@ -69,7 +69,7 @@ class Software:
 
 @dataclass(frozen=True)
 class Factors:
-    """Kernels whose gradients can travel as rows of two matrices, see `dtk.exchange.factors`."""
+    """Kernels with gradients that can go as rows of two matrices, see `dtk.exchange.factors`."""
 
     entries: float  # sum of m n over all kernels
     width: float  # sum of m + n over all kernels: numbers sent per row of the batch

@@ -44,7 +44,7 @@ def is_count(value: object) -> bool:
 
 
 def ends_of(runs: Runs) -> list[int]:
-    """Return where each run ends.
+    """Return the end of each run.
 
     Example:
         >>> ends_of([(1, 64), (2, 128)])

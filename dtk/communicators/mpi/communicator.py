@@ -100,7 +100,7 @@ class MPICommunicator(PackedCommunicator):
         self._progress = progress
         self._lanes = {("", 0): _Lane(comm)}
 
-    # -- what is posted
+    # -- the collectives
 
     def _reduce(self, flat: list[tf.Tensor], op: str, label: str) -> list[tf.Tensor]:
         return [
@@ -224,7 +224,7 @@ class MPICommunicator(PackedCommunicator):
     def _two(self, peer: int) -> frozenset[int]:
         return frozenset((self._members[self.rank], self._members[peer]))
 
-    # -- how it is posted
+    # -- posting them
 
     def _lane(self, number: int) -> _Lane:
         """Return MPI's communicator for the running lane and a number within it.

@@ -65,7 +65,7 @@ class PendingRequest(NamedTuple):
 class Buffers:
     """Memory for results, used again once TensorFlow has released it.
 
-    New memory costs as much as sending many megabytes: the system hands it out in pages.
+    New memory of many megabytes costs as much as sending them: the system hands it out in pages.
     """
 
     def __init__(self) -> None:

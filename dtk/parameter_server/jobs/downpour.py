@@ -85,7 +85,7 @@ class FetchAndPush:
         self.push = push.get_concrete_function(gradients, gradients, scalar, handles)
 
     def variables(self) -> list[keras.Variable]:
-        """Return the variables whose values workers hold."""
+        """Return the variables that workers hold copies of."""
         random = self._trainer.seed_states()
         return pulled_variables(self._trainer.model, self._commit.tables, random)
 

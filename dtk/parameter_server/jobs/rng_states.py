@@ -35,7 +35,7 @@ class RngStates:
 
     The chief keeps the states from the first step until all steps are applied, and then gives them
     back to the model. A serial step goes on where the step before has stopped. Steps that compute
-    at the same time have states of their own, whichever is computed first.
+    at the same time each have a separate state, whichever is computed first.
     """
 
     def __init__(self, variables: Callable[[], list[keras.Variable]], *, draws: bool = False):

@@ -8,8 +8,8 @@ from dtk.bench.page import Table
 from dtk.planning.model.layer_costs import LayerCosts, Work, Workload
 from dtk.planning.model.search import Candidate, PlanChoice, judge
 
-# Largest error of predicted times of divided layers, relative to data parallelism, on busy cores:
-# see benchmarks/results/plan_model.md.
+# Error of predicted times of divided layers, as multiples of data parallelism's time, on busy
+# cores: see benchmarks/results/plan_model.md.
 ERROR = 0.5
 # Number of divided layers that the report names.
 _NAMED = 8
